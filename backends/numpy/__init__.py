@@ -1,0 +1,5 @@
+"""NumPy: the embedded default, always there, on the CPU. BF16 through ml_dtypes."""
+
+from backends.numpy.plugin import ml_backend
+
+__all__ = ["ml_backend"]

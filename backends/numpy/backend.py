@@ -1,0 +1,146 @@
+"""Backend, Context and Tensor on NumPy arrays.
+
+A storage is a flat run of bytes, so that a strided view of any dtype (bfloat16 exports no buffer
+of its own) is one ``numpy.ndarray`` over it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from backends.numpy.erf import erf
+from backends.numpylike import ArrayContext, ArrayTensor
+from ml.base import BaseBackend, Storage
+from ml.capabilities import DeviceInfo, DeviceMemory
+from ml.dtypes import DType
+from ml.errors import DeviceError, DTypeError, ReadOnlyError, ShapeError
+from ml.strided import Shape, contiguous_strides, extent
+
+__all__ = ["NumpyBackend", "NumpyContext", "NumpyTensor"]
+
+
+class NumpyBackend(BaseBackend):
+    """``open_backend("numpy", device="cpu", dtype=DType.F32)``."""
+
+    def __init__(self, device: str = "cpu", dtype: DType = DType.F32) -> None:
+        if device != "cpu":
+            raise DeviceError(f"open_backend: numpy has no device {device!r}; its one device is 'cpu'")
+        super().__init__("numpy", (DeviceInfo("cpu", "cpu", f"NumPy {np.__version__}"),), dtype)
+
+    def _new_context(self, max_graph_nodes: int) -> NumpyContext:
+        return NumpyContext(self, max_graph_nodes)
+
+    def _device_memory(self, index: int, device: DeviceInfo, allocated: int) -> DeviceMemory:
+        from ml.host import host_memory
+
+        free, total = host_memory()
+        return DeviceMemory(device.name, allocated, free, total)
+
+
+class NumpyTensor(ArrayTensor):
+    __slots__ = ()
+
+    @classmethod
+    def own(cls, ctx: ArrayContext, array: Any, dtype: DType) -> Self:
+        flat = np.ascontiguousarray(array)
+        storage = Storage(ctx.backend, flat.reshape(-1).view(np.uint8), flat.size, flat.nbytes)
+        shape = np.shape(array)
+        return cls(storage, dtype, 0, shape, contiguous_strides(shape), flat.reshape(shape))
+
+    @property
+    def native(self) -> np.ndarray:
+        """An ndarray that aliases the storage."""
+        if self._native is None:
+            itemsize = self.dtype.itemsize
+            self._native = np.ndarray(  # built once, then kept
+                self.shape,
+                self.dtype.numpy,
+                self.storage.array,
+                self.offset * itemsize if self.storage.size else 0,
+                tuple(stride * itemsize for stride in self.strides),
+            )
+        native: np.ndarray = self._native
+        return native
+
+    def to_numpy(self) -> np.ndarray:
+        self.backend._check_open("to_numpy")
+        return np.array(self.native, order="C")
+
+    def _check_writable(self, op: str) -> None:
+        super()._check_writable(op)
+        if not self.storage.array.flags.writeable:
+            raise ReadOnlyError(f"{op}: the destination wraps a NumPy array that is not writeable")
+
+    def _erf(self, x: np.ndarray) -> np.ndarray:
+        return erf(x)
+
+
+def _quiet(name: str) -> Callable[..., Any]:
+    """The inherited method with NumPy's floating-point warnings off: inf and NaN are values here."""
+    inherited = getattr(ArrayTensor, name)
+
+    def method(*args: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return inherited(*args)
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "_write", "_scatter", "_cast", "_binary", "_unary", "_scale", "_gelu", "_matmul", "_softmax", "_reduce",
+    "_rms_norm",
+):  # fmt: skip
+    setattr(NumpyTensor, _name, _quiet(_name))
+
+
+class NumpyContext(ArrayContext):
+    tensor = NumpyTensor
+
+    def _empty(self, shape: Shape, dtype: DType) -> NumpyTensor:
+        return self._allocate(np.empty, shape, dtype)
+
+    def _full(self, shape: Shape, value: float, dtype: DType) -> NumpyTensor:
+        if value == 0:
+            return self._allocate(np.zeros, shape, dtype)
+        with np.errstate(all="ignore"):
+            return NumpyTensor.own(self, np.full(shape, value, dtype.numpy), dtype)
+
+    def _allocate(self, make: Callable[..., Any], shape: Sequence[int], dtype: DType) -> NumpyTensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        try:
+            raw = make(nbytes, np.uint8)
+        except MemoryError as error:
+            raise DeviceError(f"allocate: {nbytes} bytes for {tuple(shape)} of {dtype!r}: {error}") from error
+        return NumpyTensor.whole(Storage(self.backend, raw, math.prod(shape), nbytes), dtype, tuple(shape))
+
+    def _from_array(self, array: np.ndarray, dtype: DType) -> NumpyTensor:
+        return NumpyTensor.own(self, np.array(array, order="C"), dtype)
+
+    def _from_native(self, array: Any) -> NumpyTensor:
+        if not isinstance(array, np.ndarray):
+            raise DTypeError(f"from_native: {type(array).__name__} is no numpy.ndarray; use from_numpy")
+        dtype = DType.from_numpy(array.dtype)
+        strides = _element_strides(array, dtype.itemsize)
+        size = extent(array.shape, strides)
+        flat = np.lib.stride_tricks.as_strided(
+            array, (size,), (dtype.itemsize,), writeable=array.flags.writeable
+        )
+        storage = Storage(self.backend, flat.view(np.uint8), size, 0, owned=False)
+        return NumpyTensor(storage, dtype, 0, array.shape, strides, array)
+
+
+def _element_strides(array: np.ndarray, itemsize: int) -> Shape:
+    """The strides of a foreign array in elements, where the contract can express them."""
+    if array.size == 0:
+        return contiguous_strides(array.shape)
+    axes = list(zip(array.shape, array.strides, strict=True))
+    if any(size > 1 and (stride < 0 or stride % itemsize) for size, stride in axes):
+        raise ShapeError(
+            f"from_native: strides of {array.strides} bytes; they are >= 0 and multiples of {itemsize}"
+        )
+    return tuple(stride // itemsize if size > 1 else 1 for size, stride in axes)

@@ -1,0 +1,81 @@
+"""Small protocols for tensors with real views, and the discovery of backends that offer them.
+
+>>> import ml
+>>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+...     x = ctx.from_numpy([[1.0, 2.0], [3.0, 4.0]])
+...     x.permute(ctx, 1, 0).to_numpy().tolist()
+[[1.0, 3.0], [2.0, 4.0]]
+
+Importing this package imports no framework: NumPy and ml_dtypes are its only arrays.
+"""
+
+from ml.capabilities import (
+    CAUSAL,
+    Availability,
+    BackendInfo,
+    BackendMemory,
+    BackendSpec,
+    CacheConfig,
+    CausalMask,
+    DeviceInfo,
+    DeviceMemory,
+    Features,
+    Layout,
+    SupportsAttention,
+    SupportsCacheConfig,
+    SupportsRope,
+)
+from ml.dtypes import STORAGE_DTYPES, DType
+from ml.errors import (
+    BackendNotFoundError,
+    BackendUnavailableError,
+    BoundsError,
+    ClosedError,
+    DeviceError,
+    DTypeError,
+    MLError,
+    NotSupportedError,
+    PluginError,
+    ReadOnlyError,
+    ShapeError,
+)
+from ml.hookspecs import hookimpl
+from ml.plugins import available_backends, open_backend
+from ml.protocols import Backend, Context, Indices, Tensor
+
+__all__ = [
+    "CAUSAL",
+    "STORAGE_DTYPES",
+    "Availability",
+    "Backend",
+    "BackendInfo",
+    "BackendMemory",
+    "BackendNotFoundError",
+    "BackendSpec",
+    "BackendUnavailableError",
+    "BoundsError",
+    "CacheConfig",
+    "CausalMask",
+    "ClosedError",
+    "Context",
+    "DType",
+    "DTypeError",
+    "DeviceError",
+    "DeviceInfo",
+    "DeviceMemory",
+    "Features",
+    "Indices",
+    "Layout",
+    "MLError",
+    "NotSupportedError",
+    "PluginError",
+    "ReadOnlyError",
+    "ShapeError",
+    "SupportsAttention",
+    "SupportsCacheConfig",
+    "SupportsRope",
+    "Tensor",
+    "available_backends",
+    "hookimpl",
+    "open_backend",
+]

@@ -1,0 +1,124 @@
+"""Storage and the open-and-close part of a backend."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from ml.capabilities import BackendMemory, DeviceInfo, DeviceMemory
+from ml.dtypes import DType
+from ml.errors import (
+    ClosedError,
+    DTypeError,
+    NotSupportedError,
+    ShapeError,
+)
+
+if TYPE_CHECKING:
+    from ml.base.context import BaseContext
+
+__all__ = ["BaseBackend", "Storage"]
+
+DEFAULT_GRAPH_NODES = 8192
+
+
+class Storage:
+    """One allocation: the framework's array of ``size`` elements, shared by all views of it.
+
+    ``owned`` storage is counted in ``Backend.memory()`` until it is dropped; what came in through
+    ``from_native`` is not. Functional frameworks replace ``array`` on every write.
+    """
+
+    __slots__ = ("__weakref__", "array", "backend", "device", "size")
+
+    def __init__(
+        self, backend: BaseBackend, array: Any, size: int, nbytes: int, device: int = 0, owned: bool = True
+    ) -> None:
+        self.backend = backend
+        self.array = array
+        self.size = size
+        self.device = device
+        if owned:
+            backend._ledger[id(self)] = (device, nbytes)
+
+    def __del__(self) -> None:
+        self.backend._ledger.pop(id(self), None)
+
+
+class BaseBackend(ABC):
+    """Name, devices, open and close, and the count of bytes; subclasses add contexts and options."""
+
+    def __init__(self, name: str, devices: Sequence[DeviceInfo], dtype: DType = DType.F32) -> None:
+        if not dtype.is_float:
+            raise DTypeError(f"open_backend: dtype={dtype!r}; the default dtype is F32, F16 or BF16")
+        self._name = name
+        self._devices = tuple(devices)
+        self._dtype = dtype
+        self._closed = False
+        self._ledger: dict[int, tuple[int, int]] = {}  # dict operations are atomic: no lock in __del__
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def devices(self) -> tuple[DeviceInfo, ...]:
+        return self._devices
+
+    @property
+    def dtype(self) -> DType:
+        """The float dtype that ``from_numpy`` gives float64 and Python floats."""
+        return self._dtype
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def new_context(self, max_graph_nodes: int | None = None) -> BaseContext:
+        self._check_open("new_context")
+        nodes = DEFAULT_GRAPH_NODES if max_graph_nodes is None else operator.index(max_graph_nodes)
+        if nodes < 1:
+            raise ShapeError(f"new_context: max_graph_nodes={nodes}; it is >= 1")
+        return self._new_context(nodes)
+
+    @abstractmethod
+    def _new_context(self, max_graph_nodes: int) -> BaseContext: ...
+
+    def memory(self) -> BackendMemory:
+        self._check_open("memory")
+        used = [0] * len(self._devices)
+        for device, nbytes in list(self._ledger.values()):
+            used[device] += nbytes
+        return BackendMemory(
+            tuple(self._device_memory(i, device, used[i]) for i, device in enumerate(self._devices))
+        )
+
+    def _device_memory(self, index: int, device: DeviceInfo, allocated: int) -> DeviceMemory:
+        """Add what the framework knows of the device's free and total bytes."""
+        return DeviceMemory(device.name, allocated)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _check_open(self, op: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{op}: backend {self._name!r} is closed; open it again with ml.open_backend")
+
+    def __enter__(self) -> Self:
+        self._check_open("enter")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise NotSupportedError(f"pickle: backend {self._name!r} holds devices; open one in each process")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else ", ".join(device.name for device in self._devices)
+        return f"<ml backend {self._name!r} ({state})>"

@@ -1,0 +1,72 @@
+"""Checks of arguments that contexts and tensors share."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ml.dtypes import DType
+from ml.errors import (
+    DeviceError,
+    DTypeError,
+    MLError,
+    ShapeError,
+)
+from ml.strided import (
+    Shape,
+    broadcast_shapes,
+)
+
+if TYPE_CHECKING:
+    from ml.base.backend import BaseBackend
+
+__all__ = ["cast_host", "check_matmul", "check_representable", "flat", "foreign"]
+
+_BOUNDS: dict[DType, tuple[int, int]] = {
+    dtype: (int(np.iinfo(dtype.numpy).min), int(np.iinfo(dtype.numpy).max))
+    for dtype in (DType.I8, DType.U8, DType.I32, DType.I64)
+} | {DType.BOOL: (0, 1)}
+
+
+def check_representable(op: str, name: str, value: float, dtype: DType, signed: bool = False) -> None:
+    if dtype.is_float:
+        return
+    low, high = _BOUNDS[dtype]
+    if signed:
+        low = min(low, -high)
+    if not math.isfinite(value) or value != int(value) or not low <= value <= high:
+        raise DTypeError(f"{op}: {name}={value} is no {dtype!r}, a whole number in [{low}, {high}]")
+
+
+def cast_host(host: np.ndarray, dtype: DType) -> np.ndarray:
+    """NumPy's cast, by way of float32 between integers and the narrow floats."""
+    if dtype in (DType.F16, DType.BF16) and host.dtype.kind in "iu":
+        host = host.astype(np.float32)
+    return host.astype(dtype.numpy)
+
+
+def flat(values: tuple[Any, ...]) -> tuple[int, ...]:
+    """Axes or sizes given one by one, or as one sequence."""
+    return tuple(values[0]) if len(values) == 1 and isinstance(values[0], (tuple, list)) else values
+
+
+def check_matmul(a: Shape, b: Shape) -> None:
+    if not a or not b:
+        raise ShapeError(f"matmul: {a} by {b}; a scalar has no axis to multiply over")
+    if a[-1] != (b[-2] if len(b) > 1 else b[0]):
+        raise ShapeError(f"matmul: {a} by {b}; the last axis of one is the next-to-last of the other")
+    if len(a) > 2 or len(b) > 2:
+        broadcast_shapes("matmul", a[:-2], b[:-2])
+
+
+def foreign(op: str, tensor: object, backend: BaseBackend) -> MLError:
+    """The error for a tensor that is not one of ``backend``."""
+    owner = getattr(tensor, "backend", None)
+    if owner is not None:
+        return DeviceError(
+            f"{op}: a tensor of {owner!r} given to {backend!r}; "
+            "move it with ctx.from_numpy(tensor.to_numpy())"
+        )
+    return DTypeError(f"{op}: {type(tensor).__name__} is no tensor of backend {backend.name!r}")

@@ -1,0 +1,211 @@
+"""The Context contract: creation, placement, and when work happens."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NoReturn, Self, cast
+
+import numpy as np
+
+from ml.base.backend import BaseBackend
+from ml.base.checks import cast_host, check_representable, foreign
+from ml.base.tensor import BaseTensor
+from ml.dtypes import DType
+from ml.errors import (
+    BoundsError,
+    ClosedError,
+    DTypeError,
+    NotSupportedError,
+    ShapeError,
+)
+from ml.protocols import Tensor
+from ml.strided import (
+    Shape,
+    as_shape,
+)
+
+__all__ = ["BaseContext"]
+
+
+class BaseContext(ABC):
+    """Creation of tensors, on one device of its backend."""
+
+    def __init__(self, backend: BaseBackend, max_graph_nodes: int, device: int = 0) -> None:
+        self._backend = backend
+        self._max_graph_nodes = max_graph_nodes
+        self._device = device
+        self._closed = False
+
+    # What a backend fills in.
+
+    @abstractmethod
+    def _empty(self, shape: Shape, dtype: DType) -> BaseTensor: ...
+
+    @abstractmethod
+    def _from_array(self, array: np.ndarray, dtype: DType) -> BaseTensor:
+        """A copy of a host array of exactly this dtype."""
+
+    def _full(self, shape: Shape, value: float, dtype: DType) -> BaseTensor:
+        return self._from_array(np.full(shape, value, dtype.numpy), dtype)
+
+    def _arange(self, start: float, step: float, count: int, dtype: DType) -> BaseTensor:
+        exact = np.dtype(np.float64 if dtype.is_float else np.int64)
+        values = np.arange(count, dtype=exact) * np.asarray(step, exact) + np.asarray(start, exact)
+        return self._from_array(values.astype(dtype.numpy), dtype)
+
+    def _from_native(self, array: Any) -> BaseTensor:
+        raise NotSupportedError(f"from_native: backend {self._backend.name!r} has no arrays of its own")
+
+    def _on_device(self, device: int) -> BaseContext:
+        """A context like this one on another device; overridden where there are several."""
+        return self
+
+    def _device_of_layer(self, i: int) -> int:
+        return self._device
+
+    # The contract.
+
+    @property
+    def backend(self) -> BaseBackend:
+        return self._backend
+
+    @property
+    def max_graph_nodes(self) -> int:
+        return self._max_graph_nodes
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._backend._closed
+
+    def check(self, op: str) -> None:
+        """Raise ClosedError unless this context and its backend are open."""
+        if self._closed or self._backend._closed:
+            self._backend._check_open(op)
+            raise ClosedError(f"{op}: this context is closed; make one with backend.new_context()")
+
+    def empty(self, shape: Sequence[int], dtype: DType) -> BaseTensor:
+        return self._empty(self._creation("empty", shape, dtype), dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: DType) -> BaseTensor:
+        return self._full(self._creation("zeros", shape, dtype), 0, dtype)
+
+    def full(self, shape: Sequence[int], value: float, dtype: DType) -> BaseTensor:
+        sizes = self._creation("full", shape, dtype)
+        check_representable("full", "value", value, dtype)
+        return self._full(sizes, value, dtype)
+
+    def arange(self, start: float, stop: float, step: float, dtype: DType) -> BaseTensor:
+        self._creation("arange", (), dtype)
+        if dtype is DType.BOOL:
+            raise DTypeError("arange: a range of BOOL; use an integer or float dtype")
+        if step == 0:
+            raise ShapeError("arange: step 0; a step is not zero")
+        for name, value in (("start", start), ("stop", stop), ("step", step)):
+            if not math.isfinite(value):
+                raise ShapeError(f"arange: {name}={value}; it is finite")
+        check_representable("arange", "start", start, dtype)
+        check_representable("arange", "step", step, dtype, signed=True)
+        return self._arange(start, step, max(0, math.ceil((stop - start) / step)), dtype)
+
+    def from_numpy(self, array: Any, dtype: DType | None = None) -> BaseTensor:
+        self.check("from_numpy")
+        host = np.asarray(array)
+        target = self._natural_dtype(host) if dtype is None else dtype
+        if host.dtype != target.numpy:
+            if host.dtype.kind not in "biuf" and host.dtype != DType.BF16.numpy:
+                raise DTypeError(f"from_numpy: cannot convert NumPy's {host.dtype} to {target!r}")
+            with np.errstate(all="ignore"):
+                host = cast_host(host, target)
+        return self._from_array(host, target)
+
+    def from_native(self, array: Any) -> BaseTensor:
+        self.check("from_native")
+        return self._from_native(array)
+
+    def from_bytes(
+        self, data: bytes | bytearray | memoryview, shape: Sequence[int], dtype: DType
+    ) -> BaseTensor:
+        sizes = self._creation("from_bytes", shape, dtype)
+        raw = np.frombuffer(data, dtype=np.uint8)
+        wanted = math.prod(sizes) * dtype.itemsize
+        if raw.size != wanted:
+            raise ShapeError(
+                f"from_bytes: {raw.size} bytes for shape {sizes} of {dtype!r}, which takes {wanted}"
+            )
+        if dtype is DType.BOOL and raw.size and raw.max() > 1:
+            raise DTypeError("from_bytes: a BOOL byte is 0 or 1")
+        return self._from_array(raw.view(dtype.numpy).reshape(sizes), dtype)
+
+    def forward(self, *tensors: Tensor) -> Self:
+        self.check("forward")
+        for tensor in tensors:
+            self._owns("forward", tensor)
+        self._forward(cast("tuple[BaseTensor, ...]", tensors))
+        return self
+
+    def compute(self, *tensors: Tensor) -> None:
+        self.check("compute")
+        for tensor in tensors:
+            self._owns("compute", tensor)
+        self._compute(cast("tuple[BaseTensor, ...]", tensors))
+
+    def reserve(self) -> None:
+        self.check("reserve")
+
+    # Eager frameworks have nothing to remember or to run.
+    def _forward(self, tensors: tuple[BaseTensor, ...]) -> None:  # noqa: B027
+        """Remember what the next ``_compute`` evaluates."""
+
+    def _compute(self, tensors: tuple[BaseTensor, ...]) -> None:  # noqa: B027
+        """Evaluate what was forwarded, and ``tensors``."""
+
+    def input(self) -> BaseContext:
+        self.check("input")
+        return self if self._device == 0 else self._on_device(0)
+
+    def layer(self, i: int) -> BaseContext:
+        self.check("layer")
+        if i < 0:
+            raise BoundsError(f"layer: {i}; layers count from 0")
+        device = self._device_of_layer(i)
+        return self if device == self._device else self._on_device(device)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        self.check("enter")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise NotSupportedError("pickle: a context belongs to an open backend; make one in each process")
+
+    # Checks.
+
+    def _creation(self, op: str, shape: Sequence[int], dtype: DType) -> Shape:
+        self.check(op)
+        if not isinstance(dtype, DType):
+            raise DTypeError(f"{op}: dtype {dtype!r} is not an ml.DType")
+        _ = dtype.numpy  # refuses the block formats
+        return as_shape(op, shape)
+
+    def _natural_dtype(self, host: np.ndarray) -> DType:
+        if host.dtype == np.float64:
+            return self._backend._dtype
+        if host.dtype.kind in "iu" and host.dtype not in (np.int8, np.uint8, np.int32, np.int64):
+            if host.dtype == np.uint64 and host.size and host.max() > np.iinfo(np.int64).max:
+                raise DTypeError(f"from_numpy: uint64 value {host.max()} does not fit I64")
+            return DType.I64
+        return DType.from_numpy(host.dtype)
+
+    def _owns(self, op: str, tensor: object) -> None:
+        if not isinstance(tensor, BaseTensor) or tensor.backend is not self._backend:
+            raise foreign(op, tensor, self._backend)

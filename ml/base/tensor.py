@@ -1,0 +1,514 @@
+"""The Tensor contract over a handful of underscored methods."""
+
+from __future__ import annotations
+
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn, Self, cast
+
+import numpy as np
+
+from ml.base.backend import BaseBackend, Storage
+from ml.base.checks import check_matmul, check_representable, flat, foreign
+from ml.dtypes import DType
+from ml.errors import (
+    BoundsError,
+    DTypeError,
+    NotSupportedError,
+    ReadOnlyError,
+    ShapeError,
+)
+from ml.protocols import Indices, Tensor
+from ml.strided import (
+    Shape,
+    broadcast_shapes,
+    contiguous_strides,
+    normalize_axes,
+    normalize_axis,
+    overlaps_itself,
+    reshape_strides,
+    resolve_shape,
+    slice_length,
+    view_geometry,
+)
+
+__all__ = ["BaseTensor", "StridedTensor"]
+
+COMPARISONS = {
+    "eq": "eq", "==": "eq", "ne": "ne", "!=": "ne", "lt": "lt", "<": "lt", "le": "le", "<=": "le",
+    "gt": "gt", ">": "gt", "ge": "ge", ">=": "ge",
+}  # fmt: skip
+
+
+class BaseTensor(ABC):
+    """The Tensor contract over a handful of underscored methods.
+
+    A backend must fill in ``_storage_size``, ``_first``, ``_alias``, ``_write``, ``_gather`` and
+    ``_scatter``; concat, repeat, cast and contiguous then work, and may be overridden to be faster.
+    """
+
+    __slots__ = ()
+
+    dtype: DType
+    backend: BaseBackend
+    shape: Any  # tuple[int, ...]: a slot here, a property there
+    strides: Any
+    native: Any
+
+    # What a backend fills in: storage.
+
+    @abstractmethod
+    def _storage_size(self) -> int:
+        """Elements of the whole storage."""
+
+    @abstractmethod
+    def _first(self) -> int:
+        """Offset of this tensor's first element in the storage, in elements."""
+
+    @abstractmethod
+    def _alias(self, offset: int, shape: Shape, strides: Shape) -> Self:
+        """A view of the same storage at an absolute offset."""
+
+    @abstractmethod
+    def _write(self, src: Self) -> None:
+        """Write ``src`` (same shape, any dtype), as if it were read before anything is written."""
+
+    @abstractmethod
+    def _gather(self, ctx: Any, indices: Any, axis: int) -> Self:
+        """``indices``: a NumPy intp array that was checked, or an I32 tensor of this backend."""
+
+    @abstractmethod
+    def _scatter(self, src: Self, indices: Any, axis: int) -> None: ...
+
+    @abstractmethod
+    def to_numpy(self) -> np.ndarray: ...
+
+    # What a backend fills in: compute.
+
+    def _binary(self, ctx: Any, op: str, other: Self) -> Self:
+        raise self._unsupported(op)
+
+    def _unary(self, ctx: Any, op: str) -> Self:
+        raise self._unsupported(op)
+
+    def _scale(self, ctx: Any, x: float) -> Self:
+        raise self._unsupported("scale")
+
+    def _gelu(self, ctx: Any, tanh: bool) -> Self:
+        raise self._unsupported("gelu")
+
+    def _clamp(self, ctx: Any, lo: float | None, hi: float | None) -> Self:
+        raise self._unsupported("clamp")
+
+    def _matmul(self, ctx: Any, other: Self) -> Self:
+        raise self._unsupported("matmul")
+
+    def _softmax(self, ctx: Any, axis: int) -> Self:
+        raise self._unsupported("softmax")
+
+    def _reduce(self, ctx: Any, op: str, axis: int, keepdims: bool) -> Self:
+        """``op`` is one of sum, mean, max, argmax."""
+        raise self._unsupported(op)
+
+    def _argsort(self, ctx: Any, axis: int) -> Self:
+        raise self._unsupported("argsort")
+
+    def _top_k(self, ctx: Any, k: int) -> tuple[Self, Self]:
+        raise self._unsupported("top_k")
+
+    def _rms_norm(self, ctx: Any, weight: Self | None, eps: float) -> Self:
+        raise self._unsupported("rms_norm")
+
+    def _compare(self, ctx: Any, op: str, other: Self) -> Self:
+        """``op`` is one of eq, ne, lt, le, gt, ge."""
+        raise self._unsupported("compare")
+
+    def _where(self, ctx: Any, a: Self, b: Self) -> Self:
+        raise self._unsupported("where")
+
+    # Movement.
+
+    @property
+    def nbytes(self) -> int:
+        return int(math.prod(self.shape)) * self.dtype.itemsize
+
+    def view(self, ctx: Any, offset: int, shape: Sequence[int], strides: Sequence[int] | None = None) -> Self:
+        ctx.check("view")
+        return self._alias(*view_geometry(self._storage_size(), self._first(), offset, shape, strides))
+
+    def slice(self, ctx: Any, axis: int, start: int, stop: int, step: int = 1) -> Self:
+        ctx.check("slice")
+        shape, strides = self.shape, self.strides
+        axis = self._axis("slice", axis)
+        size = slice_length(shape[axis], axis, start, stop, step)
+        stride = strides[axis]
+        offset = self._first() + (start * stride if size else 0)
+        return self._alias(
+            offset,
+            (*shape[:axis], size, *shape[axis + 1 :]),
+            (*strides[:axis], stride * step, *strides[axis + 1 :]),
+        )
+
+    def permute(self, ctx: Any, *axes: int) -> Self:
+        ctx.check("permute")
+        shape, strides = self.shape, self.strides
+        order = normalize_axes("permute", flat(axes), len(shape))
+        return self._alias(
+            self._first(), tuple(shape[axis] for axis in order), tuple(strides[axis] for axis in order)
+        )
+
+    def reshape(self, ctx: Any, *shape: int) -> Self:
+        ctx.check("reshape")
+        target = resolve_shape("reshape", math.prod(self.shape), flat(shape))
+        strides = reshape_strides(self.shape, self.strides, target)
+        if strides is None:
+            raise ShapeError(
+                f"reshape: shape {self.shape} with strides {self.strides} cannot be shown as {target} "
+                "without a copy; call contiguous(ctx) first"
+            )
+        return self._alias(self._first(), target, strides)
+
+    # New storage.
+
+    def contiguous(self, ctx: Any) -> Self:
+        ctx.check("contiguous")
+        return self._cast(ctx, self.dtype)
+
+    def cast(self, ctx: Any, dtype: DType) -> Self:
+        ctx._creation("cast", (), dtype)
+        return self._cast(ctx, dtype)
+
+    def _cast(self, ctx: Any, dtype: DType) -> Self:
+        result = cast("Self", ctx._empty(self.shape, dtype))
+        result._write(self)
+        return result
+
+    def rows(self, ctx: Any, indices: Indices, axis: int = 0) -> Self:
+        ctx.check("rows")
+        axis = self._axis("rows", axis)
+        return self._gather(ctx, self._indices("rows", indices, self.shape[axis]), axis)
+
+    def concat(self, ctx: Any, other: Tensor, axis: int) -> Self:
+        ctx.check("concat")
+        axis = self._axis("concat", axis)
+        peer = self._operand("concat", other)
+        if len(peer.shape) != len(self.shape) or any(
+            i != axis and a != b for i, (a, b) in enumerate(zip(self.shape, peer.shape, strict=True))
+        ):
+            raise ShapeError(f"concat: shapes {self.shape} and {peer.shape} differ beside axis {axis}")
+        return self._concat(ctx, peer, axis)
+
+    def _concat(self, ctx: Any, other: Self, axis: int) -> Self:
+        first, second = self.shape[axis], other.shape[axis]
+        result = ctx._empty((*self.shape[:axis], first + second, *self.shape[axis + 1 :]), self.dtype)
+        result.slice(ctx, axis, 0, first)._write(self)
+        result.slice(ctx, axis, first, first + second)._write(other)
+        return cast("Self", result)
+
+    def repeat(self, ctx: Any, axis: int, n: int) -> Self:
+        ctx.check("repeat")
+        if operator.index(n) < 0:
+            raise ShapeError(f"repeat: {n} times; a count is >= 0")
+        return self._repeat(ctx, self._axis("repeat", axis), n)
+
+    def _repeat(self, ctx: Any, axis: int, n: int) -> Self:
+        size = self.shape[axis]
+        result = ctx._empty((*self.shape[:axis], size * n, *self.shape[axis + 1 :]), self.dtype)
+        for i in range(n):
+            result.slice(ctx, axis, i * size, (i + 1) * size)._write(self)
+        return cast("Self", result)
+
+    # Writes.
+
+    def copy(self, ctx: Any, dst: Tensor) -> Self:
+        ctx.check("copy")
+        target = self._peer("copy", dst)
+        if target.shape != self.shape:
+            raise ShapeError(f"copy: source {self.shape} to destination {target.shape}; shapes are equal")
+        target._check_writable("copy")
+        target._write(self)
+        return target
+
+    def set_rows(self, ctx: Any, src: Tensor, indices: Indices, axis: int = 0) -> Self:
+        ctx.check("set_rows")
+        axis = self._axis("set_rows", axis)
+        peer = self._peer("set_rows", src)
+        rows = self._indices("set_rows", indices, self.shape[axis], distinct=True)
+        wanted = (*self.shape[:axis], rows.shape[0], *self.shape[axis + 1 :])
+        if peer.shape != wanted:
+            raise ShapeError(f"set_rows: source {peer.shape} for {rows.shape[0]} rows; it has to be {wanted}")
+        self._check_writable("set_rows")
+        self._scatter(peer, rows, axis)
+        return self
+
+    # Compute.
+
+    def add(self, ctx: Any, other: Tensor) -> Self:
+        return self._arithmetic(ctx, "add", other)
+
+    def sub(self, ctx: Any, other: Tensor) -> Self:
+        return self._arithmetic(ctx, "sub", other)
+
+    def mul(self, ctx: Any, other: Tensor) -> Self:
+        return self._arithmetic(ctx, "mul", other)
+
+    def div(self, ctx: Any, other: Tensor) -> Self:
+        ctx.check("div")
+        self._need_float("div")
+        return self._arithmetic(ctx, "div", other)
+
+    def _arithmetic(self, ctx: Any, op: str, other: Tensor) -> Self:
+        ctx.check(op)
+        peer = self._operand(op, other)
+        self._need_number(op)
+        if self.shape != peer.shape:
+            broadcast_shapes(op, self.shape, peer.shape)
+        return self._binary(ctx, op, peer)
+
+    def scale(self, ctx: Any, x: float) -> Self:
+        ctx.check("scale")
+        self._need_number("scale")
+        if not self.dtype.is_float:
+            check_representable("scale", "x", x, self.dtype)
+        return self._scale(ctx, x)
+
+    def neg(self, ctx: Any) -> Self:
+        return self._unary_number(ctx, "neg")
+
+    def abs(self, ctx: Any) -> Self:
+        return self._unary_number(ctx, "abs")
+
+    def relu(self, ctx: Any) -> Self:
+        return self._unary_number(ctx, "relu")
+
+    def round(self, ctx: Any) -> Self:
+        return self._unary_number(ctx, "round")
+
+    def _unary_number(self, ctx: Any, op: str) -> Self:
+        ctx.check(op)
+        self._need_number(op)
+        return self._unary(ctx, op)
+
+    def exp(self, ctx: Any) -> Self:
+        return self._unary_float(ctx, "exp")
+
+    def log(self, ctx: Any) -> Self:
+        return self._unary_float(ctx, "log")
+
+    def sqrt(self, ctx: Any) -> Self:
+        return self._unary_float(ctx, "sqrt")
+
+    def sin(self, ctx: Any) -> Self:
+        return self._unary_float(ctx, "sin")
+
+    def cos(self, ctx: Any) -> Self:
+        return self._unary_float(ctx, "cos")
+
+    def tanh(self, ctx: Any) -> Self:
+        return self._unary_float(ctx, "tanh")
+
+    def sigmoid(self, ctx: Any) -> Self:
+        return self._unary_float(ctx, "sigmoid")
+
+    def silu(self, ctx: Any) -> Self:
+        return self._unary_float(ctx, "silu")
+
+    def _unary_float(self, ctx: Any, op: str) -> Self:
+        ctx.check(op)
+        self._need_float(op)
+        return self._unary(ctx, op)
+
+    def gelu(self, ctx: Any, approximate: Literal["none", "tanh"] = "none") -> Self:
+        ctx.check("gelu")
+        self._need_float("gelu")
+        if approximate not in ("none", "tanh"):
+            raise ShapeError(f'gelu: approximate={approximate!r}; it is "none" or "tanh"')
+        return self._gelu(ctx, approximate == "tanh")
+
+    def clamp(self, ctx: Any, lo: float | None, hi: float | None) -> Self:
+        ctx.check("clamp")
+        self._need_number("clamp")
+        if lo is not None and hi is not None and lo > hi:
+            raise ShapeError(f"clamp: lo {lo} > hi {hi}")
+        for name, bound in (("lo", lo), ("hi", hi)):
+            if bound is not None:
+                check_representable("clamp", name, bound, self.dtype)
+        return self._clamp(ctx, lo, hi)
+
+    def matmul(self, ctx: Any, other: Tensor) -> Self:
+        ctx.check("matmul")
+        self._need_float("matmul")
+        peer = self._operand("matmul", other)
+        check_matmul(self.shape, peer.shape)
+        return self._matmul(ctx, peer)
+
+    def softmax(self, ctx: Any, axis: int = -1) -> Self:
+        ctx.check("softmax")
+        self._need_float("softmax")
+        return self._softmax(ctx, self._axis("softmax", axis))
+
+    def sum(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
+        ctx.check("sum")
+        return self._reduce(ctx, "sum", self._axis("sum", axis), keepdims)
+
+    def mean(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
+        ctx.check("mean")
+        self._need_float("mean")
+        return self._reduce(ctx, "mean", self._filled("mean", axis), keepdims)
+
+    def max(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
+        ctx.check("max")
+        return self._reduce(ctx, "max", self._filled("max", axis), keepdims)
+
+    def argmax(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
+        ctx.check("argmax")
+        return self._reduce(ctx, "argmax", self._filled("argmax", axis), keepdims)
+
+    def argsort(self, ctx: Any, axis: int = -1) -> Self:
+        ctx.check("argsort")
+        return self._argsort(ctx, self._axis("argsort", axis))
+
+    def top_k(self, ctx: Any, k: int) -> tuple[Self, Self]:
+        ctx.check("top_k")
+        size = self.shape[self._axis("top_k", -1)]
+        if not 1 <= operator.index(k) <= size:
+            raise BoundsError(f"top_k: k={k} of a last axis of {size}; 1 <= k <= size")
+        return self._top_k(ctx, k)
+
+    def rms_norm(self, ctx: Any, weight: Tensor | None, eps: float) -> Self:
+        ctx.check("rms_norm")
+        self._need_float("rms_norm")
+        size = self.shape[self._axis("rms_norm", -1)]
+        if weight is None:
+            return self._rms_norm(ctx, None, eps)
+        peer = self._operand("rms_norm", weight)
+        if peer.shape != (size,):
+            raise ShapeError(f"rms_norm: weight {peer.shape} for a last axis of {size}")
+        return self._rms_norm(ctx, peer, eps)
+
+    def compare(self, ctx: Any, op: str, other: Tensor) -> Self:
+        ctx.check("compare")
+        if op not in COMPARISONS:
+            raise ShapeError(f"compare: op {op!r}; it is one of {', '.join(COMPARISONS)}")
+        peer = self._operand("compare", other)
+        broadcast_shapes("compare", self.shape, peer.shape)
+        return self._compare(ctx, COMPARISONS[op], peer)
+
+    def where(self, ctx: Any, a: Tensor, b: Tensor) -> Self:
+        ctx.check("where")
+        if self.dtype is not DType.BOOL:
+            raise DTypeError(f"where: the condition is {self.dtype!r}; it has to be BOOL (see compare)")
+        left = self._peer("where", a)
+        right = left._operand("where", b)
+        broadcast_shapes("where", self.shape, left.shape, right.shape)
+        return self._where(ctx, left, right)
+
+    # Interchange.
+
+    def __dlpack__(self, **options: Any) -> Any:
+        try:
+            return self.native.__dlpack__(**options)
+        except (AttributeError, BufferError) as error:
+            raise NotSupportedError(f"dlpack: not offered for {self.dtype!r} here ({error})") from error
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return cast("tuple[int, int]", self.native.__dlpack_device__())
+
+    def __reduce__(self) -> NoReturn:
+        raise NotSupportedError("pickle: a tensor belongs to an open backend; pickle to_numpy() instead")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.dtype.name} {self.shape} on {self.backend.name!r}>"
+
+    # Checks.
+
+    def _peer(self, op: str, other: object) -> Self:
+        if type(other) is not type(self):
+            raise foreign(op, other, self.backend)
+        return other
+
+    def _operand(self, op: str, other: object) -> Self:
+        peer = self._peer(op, other)
+        if peer.dtype is not self.dtype:
+            raise DTypeError(f"{op}: operands are {self.dtype!r} and {peer.dtype!r}; cast one of them")
+        return peer
+
+    def _need_float(self, op: str) -> None:
+        if not self.dtype.is_float:
+            raise DTypeError(f"{op}: takes F32, F16 or BF16, not {self.dtype!r}; cast it first")
+
+    def _need_number(self, op: str) -> None:
+        if self.dtype is DType.BOOL:
+            raise DTypeError(f"{op}: takes numbers, not BOOL; cast it first")
+
+    def _axis(self, op: str, axis: int) -> int:
+        ndim = len(self.shape)
+        if ndim == 0:
+            raise ShapeError(f"{op}: a 0-d tensor has no axis {axis}")
+        return normalize_axis(op, axis, ndim)
+
+    def _filled(self, op: str, axis: int) -> int:
+        found = self._axis(op, axis)
+        if self.shape[found] == 0:
+            raise ShapeError(f"{op}: axis {axis} is empty and has no {op}")
+        return found
+
+    def _indices(self, op: str, indices: Indices, size: int, distinct: bool = False) -> Any:
+        if isinstance(indices, BaseTensor):
+            rows = self._peer(op, indices)
+            if rows.dtype is not DType.I32 or len(rows.shape) != 1:
+                raise DTypeError(f"{op}: indices are {rows.dtype!r} {rows.shape}; they are I32 of one axis")
+            return rows
+        host = np.asarray(indices)
+        if host.size == 0:
+            host = host.reshape(-1).astype(np.intp)
+        if host.ndim != 1 or host.dtype.kind not in "iu":
+            raise ShapeError(f"{op}: indices are {host.dtype} {host.shape}; they are integers of one axis")
+        if host.size and (host.min() < 0 or host.max() >= size):
+            raise BoundsError(f"{op}: indices {host.min()}..{host.max()} outside [0, {size}); none wraps")
+        if distinct and np.unique(host).size != host.size:
+            raise ShapeError(f"{op}: an index is given twice; the rows written are distinct")
+        return host.astype(np.intp, copy=False)
+
+    def _check_writable(self, op: str) -> None:
+        if overlaps_itself(self.shape, self.strides):
+            raise ReadOnlyError(
+                f"{op}: the destination {self.shape} with strides {self.strides} shows an element "
+                "more than once and is read-only"
+            )
+
+    def _unsupported(self, op: str) -> NotSupportedError:
+        return NotSupportedError(f"{op}: backend {self.backend.name!r} does not offer it")
+
+
+class StridedTensor(BaseTensor):
+    """A tensor that keeps its own geometry over a :class:`Storage`; ``native`` is built on demand."""
+
+    __slots__ = ("_native", "backend", "dtype", "offset", "shape", "storage", "strides")
+
+    def __init__(
+        self, storage: Storage, dtype: DType, offset: int, shape: Shape, strides: Shape, native: Any = None
+    ) -> None:
+        self.storage = storage
+        self.backend = storage.backend
+        self.dtype = dtype
+        self.offset = offset
+        self.shape = shape
+        self.strides = strides
+        self._native = native
+
+    @classmethod
+    def whole(cls, storage: Storage, dtype: DType, shape: Shape) -> Self:
+        """The C-contiguous tensor that shows all of a storage."""
+        return cls(storage, dtype, 0, shape, contiguous_strides(shape))
+
+    def _storage_size(self) -> int:
+        return self.storage.size
+
+    def _first(self) -> int:
+        return self.offset
+
+    def _alias(self, offset: int, shape: Shape, strides: Shape) -> Self:
+        return type(self)(self.storage, self.dtype, offset, shape, strides)

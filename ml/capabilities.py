@@ -1,0 +1,220 @@
+"""What a backend may tell of itself, and the optional protocols found with ``isinstance``."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
+
+from ml.dtypes import STORAGE_DTYPES, DType
+
+if TYPE_CHECKING:
+    from ml.nn.rope import RopeSpec
+    from ml.protocols import Backend, Context, Tensor
+
+__all__ = [
+    "CAUSAL",
+    "Availability",
+    "BackendInfo",
+    "BackendMemory",
+    "BackendSpec",
+    "CacheConfig",
+    "CausalMask",
+    "DeviceInfo",
+    "DeviceMemory",
+    "Features",
+    "Layout",
+    "SupportsAttention",
+    "SupportsCacheConfig",
+    "SupportsRope",
+]
+
+
+class CausalMask(enum.Enum):
+    """The type of :data:`CAUSAL`."""
+
+    CAUSAL = "causal"
+
+    def __repr__(self) -> str:
+        return "ml.CAUSAL"
+
+
+CAUSAL: Final = CausalMask.CAUSAL
+"""In place of a mask: row i of n queries sees the first ``history - n + i + 1`` keys
+(bottom-right aligned, as MLX's "causal"; PyTorch's ``is_causal`` is top-left aligned)."""
+
+
+class Layout(enum.StrEnum):
+    """How a cache lays out K and V in memory; ``get`` shows the same axes either way."""
+
+    HEAD_MAJOR = "head_major"
+    """(kv_heads, cells, head_dim): what the attention of PyTorch and MLX reads fastest."""
+    TOKEN_MAJOR = "token_major"
+    """(cells, kv_heads, head_dim): what GGML reads, and what one write per token favours."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """What a backend wants of the tensors that a cache hands to attention.
+
+    ``cache_padding``: the history length is rounded up to a multiple of it (masked cells).
+    ``mask_batch_padding``: the mask's rows likewise (rows of -inf).
+    ``permuted_v``: ``get`` gives values as (kv_heads, head_dim, history).
+    ``elide_mask``: the mask may be None or :data:`CAUSAL` where that says the same.
+    """
+
+    cache_padding: int = 1
+    mask_batch_padding: int = 1
+    mask_dtype: DType = DType.F32
+    permuted_v: bool = False
+    layout: Layout | Literal["head_major", "token_major"] = Layout.HEAD_MAJOR
+    elide_mask: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("cache_padding", "mask_batch_padding"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"CacheConfig: {name}={getattr(self, name)}; it is >= 1")
+        if not self.mask_dtype.is_float:
+            raise ValueError(f"CacheConfig: mask_dtype={self.mask_dtype!r}; a mask is F32, F16 or BF16")
+        object.__setattr__(self, "layout", Layout(self.layout))
+
+
+@runtime_checkable
+class SupportsCacheConfig(Protocol):
+    """A backend that wants its caches arranged in its own way."""
+
+    def cache_config(self) -> CacheConfig: ...
+
+
+@runtime_checkable
+class SupportsAttention(Protocol):
+    """A backend with a fused attention; :func:`ml.nn.attention` falls back to a generic body."""
+
+    def attention(
+        self,
+        ctx: Context,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | CausalMask | None,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """softmax(scale * query @ key.T + mask) @ value, per head.
+
+        query (tokens, heads, head_dim), key (history, kv_heads, head_dim), value (history,
+        kv_heads, v_dim), heads a multiple of kv_heads (grouped queries); mask (rows >= tokens,
+        history), additive, of any float dtype (cast here, rows beyond tokens trimmed), CAUSAL or
+        None; sinks (heads,): a logit per head that takes part in the softmax and is dropped.
+        Returns (tokens, heads, v_dim).
+        """
+
+
+@runtime_checkable
+class SupportsRope(Protocol):
+    """A backend with a fused rotary embedding."""
+
+    def rope(self, ctx: Context, x: Tensor, positions: Tensor, spec: RopeSpec) -> Tensor | None:
+        """Rotate x (tokens, heads, head_dim) by positions I32 (tokens,).
+
+        None where the fused kernel does not do this spec: the generic body then runs.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """One device of an open backend: its name ("cpu", "cuda:0"), kind, and what the framework calls it."""
+
+    name: str
+    kind: str
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes on one device. ``free`` and ``total`` are None where the framework cannot tell."""
+
+    device: str
+    allocated: int
+    free: int | None = None
+    total: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BackendMemory:
+    devices: tuple[DeviceMemory, ...]
+
+    @property
+    def allocated(self) -> int:
+        """Bytes allocated by this backend on all its devices."""
+        return sum(device.allocated for device in self.devices)
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """What a plugin's ``probe`` found on this machine; ``reason`` says why not when not ok."""
+
+    ok: bool
+    reason: str = ""
+    version: str | None = None
+    devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a backend offers: everything, unless declared absent.
+
+    ``dtypes`` lists the dtypes its tensors may have; ``absent`` names methods of Tensor, or
+    ``"compute"`` for all that are computation. A declared absence must raise NotSupportedError:
+    the conformance suite checks that it does.
+    """
+
+    dtypes: frozenset[DType] = STORAGE_DTYPES
+    absent: frozenset[str] = field(default_factory=frozenset)
+
+    def has(self, operation: str) -> bool:
+        """Whether the Tensor or Context method of that name is offered."""
+        if operation in self.absent:
+            return False
+        return "compute" not in self.absent or operation not in COMPUTE_OPERATIONS
+
+
+UNARY_OPERATIONS: Final = (
+    "neg", "exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "silu", "relu", "abs", "round",
+)  # fmt: skip
+BINARY_OPERATIONS: Final = ("add", "sub", "mul", "div")
+COMPUTE_OPERATIONS: Final = frozenset(
+    (*UNARY_OPERATIONS, *BINARY_OPERATIONS, "scale", "gelu", "clamp", "matmul", "softmax", "sum", "mean",
+     "max", "argmax", "argsort", "top_k", "rms_norm", "compare", "where")
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """A plugin's record. Making one imports no framework; ``probe`` and ``open`` may.
+
+    ``requires`` names the packages; ``install_hint`` is the command that brings them.
+    ``features`` is what the shipped conformance suite holds the backend to.
+    """
+
+    name: str
+    priority: int
+    requires: tuple[str, ...]
+    install_hint: str
+    probe: Callable[[], Availability]
+    open: Callable[..., Backend]
+    features: Features = field(default_factory=Features)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """One row of ``available_backends()``: a backend that was found, whether or not it can run."""
+
+    name: str
+    available: bool
+    reason: str
+    version: str | None
+    devices: tuple[str, ...]
+    priority: int
+    install_hint: str

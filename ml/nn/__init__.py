@@ -1,0 +1,1 @@
+"""Building blocks of models, written once on Tensor."""

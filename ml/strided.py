@@ -1,0 +1,242 @@
+"""Arithmetic of strided views: pure functions on shapes and strides, in elements.
+
+Nothing here touches an array. Backends and adapters share it so that every refusal of a shape,
+an offset or a stride is worded and decided in one place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+
+import numpy as np
+
+from ml.errors import BoundsError, ShapeError
+
+__all__ = [
+    "Shape",
+    "as_shape",
+    "broadcast_shapes",
+    "contiguous_strides",
+    "extent",
+    "normalize_axes",
+    "normalize_axis",
+    "overlaps_itself",
+    "regular_region",
+    "reshape_strides",
+    "resolve_shape",
+    "slice_length",
+    "view_geometry",
+]
+
+Shape = tuple[int, ...]
+
+
+def as_shape(op: str, shape: Sequence[int] | int) -> Shape:
+    """``shape`` as a tuple of ints, all >= 0; ShapeError otherwise."""
+    try:
+        sizes = (operator.index(shape),) if isinstance(shape, int) else tuple(map(operator.index, shape))
+    except TypeError:
+        raise ShapeError(f"{op}: a shape is a sequence of integers, not {shape!r}") from None
+    if sizes and min(sizes) < 0:
+        raise ShapeError(f"{op}: shape {sizes} has a negative size; sizes are >= 0")
+    return sizes
+
+
+@functools.lru_cache(maxsize=4096)
+def contiguous_strides(shape: Shape) -> Shape:
+    """Strides of a C-contiguous tensor: ``(2, 3, 4) -> (12, 4, 1)``."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
+    return tuple(strides)
+
+
+@functools.lru_cache(maxsize=4096)
+def extent(shape: Shape, strides: Shape) -> int:
+    """Elements from the first to the last that the view touches, both included; 0 when empty."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def overlaps_itself(shape: Shape, strides: Shape) -> bool:
+    """Whether two index tuples of the view name one element, so that it cannot be written."""
+    if math.prod(shape) < 2:
+        return False
+    axes = sorted((s, n) for n, s in zip(shape, strides, strict=True) if n > 1)
+    reach = 0
+    for stride, size in axes:
+        if stride <= reach:
+            break
+        reach += (size - 1) * stride
+    else:
+        return False
+    if axes[0][0] == 0:
+        return True
+    # Interleaved strides may still be distinct, e.g. shape (2, 3), strides (3, 2): count them.
+    offsets = np.zeros(1, dtype=np.int64)
+    for stride, size in axes:
+        offsets = (offsets[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
+    return np.unique(offsets).size != offsets.size
+
+
+def view_geometry(
+    storage_size: int, first: int, offset: int, shape: Sequence[int] | int, strides: Sequence[int] | None
+) -> tuple[int, Shape, Shape]:
+    """Check ``view(offset, shape, strides)`` of a tensor whose first element is ``first``.
+
+    Returns the absolute offset, shape and strides of the view.
+
+    Raises ShapeError for a negative size or stride, or as many strides as there are not axes;
+    BoundsError when the view leaves ``[0, storage_size)``.
+    """
+    sizes = as_shape("view", shape)
+    start = first + operator.index(offset)
+    if strides is None:
+        steps = contiguous_strides(sizes)
+    else:
+        try:
+            steps = tuple(map(operator.index, strides))
+        except TypeError:
+            raise ShapeError(f"view: strides are integers in elements, not {strides!r}") from None
+        if len(steps) != len(sizes):
+            raise ShapeError(f"view: {len(steps)} strides for {len(sizes)} axes (shape {sizes})")
+        if steps and min(steps) < 0:
+            raise ShapeError(f"view: strides {steps} hold a negative one; strides are >= 0")
+    count = extent(sizes, steps)
+    if start < 0 or start + count > storage_size:
+        raise BoundsError(
+            f"view: offset {offset}, shape {sizes}, strides {steps} covers elements "
+            f"[{start}, {start + count}) of a storage of {storage_size}"
+        )
+    return start, sizes, steps
+
+
+def slice_length(size: int, axis: int, start: int, stop: int, step: int) -> int:
+    """Length of ``[start, stop)`` by ``step``, with no wrapping and no clamping."""
+    if step < 1:
+        raise ShapeError(f"slice: step {step} on axis {axis}; a step is >= 1")
+    if not 0 <= start <= stop <= size:
+        raise BoundsError(
+            f"slice: [{start}, {stop}) on axis {axis} of size {size}; "
+            "0 <= start <= stop <= size, nothing wraps or clamps"
+        )
+    return (stop - start + step - 1) // step
+
+
+def normalize_axis(op: str, axis: int, ndim: int) -> int:
+    """``axis`` counted from the front; negative ones count from the end, as in NumPy."""
+    found = operator.index(axis)
+    if not -ndim <= found < ndim:
+        raise ShapeError(f"{op}: axis {axis} of a tensor with {ndim} axes")
+    return found % ndim if ndim else 0
+
+
+def normalize_axes(op: str, axes: Sequence[int], ndim: int) -> Shape:
+    """A permutation of all ``ndim`` axes; none given reverses them, as ``numpy.transpose``."""
+    if not axes:
+        return tuple(range(ndim - 1, -1, -1))
+    found = tuple(normalize_axis(op, axis, ndim) for axis in axes)
+    if sorted(found) != list(range(ndim)):
+        raise ShapeError(f"{op}: axes {tuple(axes)} are not a permutation of {ndim} axes")
+    return found
+
+
+def resolve_shape(op: str, count: int, shape: Sequence[int]) -> Shape:
+    """``shape`` with one ``-1`` filled in so that it holds ``count`` elements."""
+    sizes = tuple(map(operator.index, shape))
+    if sizes.count(-1) == 1:
+        known = math.prod(size for size in sizes if size != -1)
+        if known and count % known == 0:
+            sizes = tuple(count // known if size == -1 else size for size in sizes)
+    sizes = as_shape(op, sizes)
+    if math.prod(sizes) != count:
+        raise ShapeError(f"{op}: shape {tuple(shape)} does not hold {count} elements")
+    return sizes
+
+
+def reshape_strides(shape: Shape, strides: Shape, target: Shape) -> Shape | None:
+    """Strides that show a strided view as ``target`` without moving data, or None.
+
+    Runs of axes that are contiguous among themselves are merged, then split as asked:
+    ``(2, 3, 4)`` with strides ``(24, 4, 1)`` reshapes to ``(2, 12)`` as ``(24, 1)``, to
+    ``(6, 4)`` not at all.
+    """
+    if 0 in shape:
+        return contiguous_strides(target)
+    blocks: list[tuple[int, int]] = []  # (elements, stride of the innermost axis)
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if blocks and blocks[-1][1] == size * stride:
+            blocks[-1] = (blocks[-1][0] * size, stride)
+        else:
+            blocks.append((size, stride))
+    result = [1] * len(target)
+    axis = len(target) - 1
+    for count, innermost in reversed(blocks):
+        remaining, step = count, innermost
+        while remaining > 1:
+            while axis >= 0 and target[axis] == 1:
+                axis -= 1
+            if axis < 0 or remaining % target[axis]:
+                return None
+            result[axis] = step
+            step *= target[axis]
+            remaining //= target[axis]
+            axis -= 1
+    return tuple(result)
+
+
+def broadcast_shapes(op: str, *shapes: Shape) -> Shape:
+    """The common shape by NumPy's rules; ShapeError when there is none."""
+    try:
+        return np.broadcast_shapes(*shapes)
+    except ValueError:
+        listed = " and ".join(str(shape) for shape in shapes)
+        raise ShapeError(f"{op}: shapes {listed} do not broadcast") from None
+
+
+def regular_region(
+    base: Shape, offset: int, shape: Shape, strides: Shape
+) -> tuple[tuple[slice, ...], tuple[int, ...]] | None:
+    """Show a view of a C-contiguous ``base`` as ``base[slices]`` with its axes permuted.
+
+    Returns ``(slices, axes)`` where ``axes[i]`` is the base axis shown as view axis ``i`` (-1 for
+    an axis of size 1 that no base axis carries), or None where the view is not such a box.
+    Functional frameworks read and write boxes without a scatter:
+
+    >>> regular_region((4, 8, 2), 6, (3, 4), (2, 16))   # base[:, 3:6, 0] transposed
+    ((slice(0, 4, 1), slice(3, 6, 1), slice(0, 1, 1)), (1, 0))
+    """
+    if 0 in shape or 0 in base:
+        return None
+    unit = contiguous_strides(base)
+    start, rest = [], offset
+    for stride in unit:
+        start.append(rest // stride)
+        rest %= stride
+    taken: dict[int, tuple[int, int, int]] = {}  # base axis -> (view axis, size, step)
+    axes = [-1] * len(shape)
+    for view_axis in sorted(range(len(shape)), key=lambda axis: -strides[axis]):
+        size, stride = shape[view_axis], strides[view_axis]
+        if size == 1:
+            continue
+        for axis, step in enumerate(unit):
+            if axis in taken or base[axis] == 1 or stride == 0 or stride % step:
+                continue
+            if start[axis] + (size - 1) * (stride // step) < base[axis]:
+                taken[axis] = (view_axis, size, stride // step)
+                axes[view_axis] = axis
+                break
+        else:
+            return None
+    slices = []
+    for axis, first in enumerate(start):
+        _, size, step = taken.get(axis, (-1, 1, 1))
+        slices.append(slice(first, first + (size - 1) * step + 1, step))
+    return tuple(slices), tuple(axes)
