@@ -1,4 +1,4 @@
-"""examples/train_tiny: the whole pipeline on a little text, the held-out split, the windows, and loading by transformers."""
+"""examples/train_tiny: the pipeline on a little text, its parts, and loading the result by transformers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,24 @@ import pytest
 for needed in ("torch", "tokenizers", "safetensors", "matplotlib"):
     pytest.importorskip(needed, reason=f"examples/train_tiny needs {needed}")
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_tiny"
-WORDS = "and the LORD said unto Moses speak children of Israel thou shalt not eat bread in that day for it is holy".split()
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "train_tiny"
+BUNDLED = ROOT / "kvcache" / "runner" / "tiny"
+WORDS = [
+    "and",
+    "the",
+    "LORD",
+    "said",
+    "unto",
+    "Moses",
+    "speak",
+    "children",
+    "of",
+    "Israel",
+    "bread",
+    "day",
+    "holy",
+]
 
 
 def make_text(chapters: int) -> str:
@@ -43,13 +59,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
-    from train_tiny import corpus, export, tokenizer, windows
+    from train_tiny import corpus, evaluate, export, tokenizer, windows
 
-    return SimpleNamespace(corpus=corpus, export=export, tokenizer=tokenizer, windows=windows)
+    return SimpleNamespace(
+        corpus=corpus, evaluate=evaluate, export=export, tokenizer=tokenizer, windows=windows
+    )
 
 
 def test_writes_every_file(trained: Path) -> None:
-    expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md", "loss.svg"}
+    expected = {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "README.md",
+        "loss.svg",
+    }
     assert {path.name for path in trained.iterdir()} == expected | {"heldout.txt", "training_log.json"}
 
 
@@ -78,14 +103,16 @@ def test_transformers_computes_the_same_logits(trained: Path, package: SimpleNam
     import torch
 
     theirs = transformers.LlamaForCausalLM.from_pretrained(trained, dtype=torch.float32)
-    assert theirs.config.bos_token_id == 1 and theirs.config.eos_token_id == 2
-    ours = package.export.load_model(trained, package.export.LlamaConfig(vocab_size=theirs.config.vocab_size))
+    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (1, 2)
+    ours = package.export.load_model(trained)
     tokens = torch.arange(3, 203).view(2, 100)
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("text", ["And God said,\nLet there be light.", "  two  spaces\t\r\n\n", "żółw 🐢 \u0000", ""])
+@pytest.mark.parametrize(
+    "text", ["And God said,\nLet there be light.", "  two  spaces\t\r\n\n", "żółw 🐢 \u0000", ""]
+)
 def test_tokenizer_round_trip(trained: Path, text: str) -> None:
     from tokenizers import Tokenizer
 
@@ -115,18 +142,61 @@ def test_parse_verses(package: SimpleNamespace) -> None:
     assert package.corpus.parse_verses(printed) == expected
 
 
-def test_without_the_bible_program_says_what_to_install(package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_bible_program_says_what_to_install(
+    package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(RuntimeError, match="apt-get install -y bible-kjv bible-kjv-text"):
         package.corpus.read_bible()
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("one chapter\n", "at least 2 are needed"), ("a b c\n\nd e f\n", "the training text has")]
+    ("text", "message"),
+    [("one chapter\n", "at least 2 are needed"), ("a b c\n\nd e f\n", "the training text has")],
 )
 def test_bad_text_is_one_line_and_exit_1(tmp_path: Path, text: str, message: Any) -> None:
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     result = train_tiny("--text", tmp_path / "text.txt", "--out", tmp_path / "out")
     assert result.returncode == 1
-    assert result.stderr.count("\n") == 1 and message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_report_judges_the_same_model_again(trained: Path) -> None:
+    names = ("README.md", "training_log.json", "loss.svg", "heldout.txt")
+    before = {name: (trained / name).read_bytes() for name in names}
+    result = train_tiny("--text", trained.parent / "text.txt", "--report", "--out", trained)
+    assert result.returncode == 0, result.stderr
+    assert {name: (trained / name).read_bytes() for name in names} == before
+
+
+def test_report_without_a_model_is_one_line_and_exit_1(trained: Path, tmp_path: Path) -> None:
+    result = train_tiny("--text", trained.parent / "text.txt", "--report", "--out", tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert "train first" in result.stderr
+
+
+def test_bundled_folder_is_small() -> None:
+    assert sum(path.stat().st_size for path in BUNDLED.iterdir()) <= 4_000_000
+
+
+def test_bundled_tokenizer_round_trips_the_heldout_text() -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    text = (BUNDLED / "heldout.txt").read_text(encoding="utf-8")
+    assert 20_000 <= len(text) <= 60_000
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_bundled_weights_reach_the_loss_on_their_card(package: SimpleNamespace) -> None:
+    log = json.loads((BUNDLED / "training_log.json").read_text(encoding="utf-8"))
+    model, tokenizer = package.export.load_model(BUNDLED), package.export.load_tokenizer(BUNDLED)
+    chapters = package.corpus.read_text(BUNDLED / "heldout.txt").chapters
+    loss = package.evaluate.bits_per_byte(model, tokenizer, chapters)
+    assert loss == pytest.approx(log["heldout_txt_bits_per_byte"], abs=1e-3)
+    assert f"{log['heldout_txt_bits_per_byte']:.3f} on `heldout.txt`" in (BUNDLED / "README.md").read_text(
+        "utf-8"
+    )

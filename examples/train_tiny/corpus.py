@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from .errors import TrainTinyError
@@ -20,6 +21,12 @@ __all__ = ["Corpus", "read_bible", "read_text"]
 INSTALL = "apt-get install -y bible-kjv bible-kjv-text"
 WHOLE_BIBLE = "Gen1:1-Rev22:21"
 CHAPTERS, VERSES = 1189, 31102
+SOURCE = "King James Bible (Debian's bible-kjv-text)"
+LICENCE = (
+    "Book names and verse numbers are left out. "
+    "The translation is of 1611 and in the public domain: Debian's copyright file says that its copyright "
+    "is expired. (In the United Kingdom, printing it remains a prerogative of the Crown.)"
+)
 VERSE = re.compile(r"(\d?[A-Za-z]+\d+):\d+ (.+)")
 HELD_OUT_EVERY = 20
 SHIPPED_EVERY = 4
@@ -30,6 +37,7 @@ class Corpus:
     """Chapters in reading order; every 20th (the 20th, the 40th, ...) is held out and never trained on."""
 
     source: str
+    licence: str
     chapters: tuple[str, ...]
 
     @property
@@ -53,19 +61,22 @@ class Corpus:
 def read_bible() -> Corpus:
     """The King James Bible, 1189 chapters, without book names and verse numbers."""
     verses = parse_verses(print_bible())
-    chapters = tuple("\n".join(verse for _, verse in group) for _, group in groupby(verses, key=lambda pair: pair[0]))
+    groups = groupby(verses, key=itemgetter(0))
+    chapters = tuple("\n".join(verse for _, verse in group) for _, group in groups)
     if (len(chapters), len(verses)) != (CHAPTERS, VERSES):
         raise TrainTinyError(
-            f"`bible` printed {len(chapters)} chapters and {len(verses)} verses, expected {CHAPTERS} and {VERSES}; "
+            f"`bible` printed {len(chapters)} chapters, {len(verses)} verses, not {CHAPTERS}, {VERSES}; "
             f"is it Debian's? {INSTALL}"
         )
-    return Corpus("King James Bible (Debian's bible-kjv-text)", chapters)
+    return Corpus(SOURCE, LICENCE, chapters)
 
 
 def print_bible() -> str:
     program = shutil.which("bible")
     if program is None:
-        raise TrainTinyError(f"the program `bible` is not installed; {INSTALL}, or give your own text with --text FILE")
+        raise TrainTinyError(
+            f"the program `bible` is not installed: {INSTALL}, or give a text with --text FILE"
+        )
     command = [program, "-f", WHOLE_BIBLE]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -87,5 +98,7 @@ def read_text(path: Path) -> Corpus:
         raise TrainTinyError(f"--text {path}: {e}") from e
     chapters = tuple(chapter.strip("\n") for chapter in re.split(r"\n\s*\n", text) if chapter.strip())
     if len(chapters) < 2:
-        raise TrainTinyError(f"--text {path}: {len(chapters)} chapters, at least 2 are needed (blank lines part them)")
-    return Corpus(path.name, chapters)
+        raise TrainTinyError(
+            f"--text {path}: {len(chapters)} chapters (blank lines part them), at least 2 are needed"
+        )
+    return Corpus(path.name, "Its licence is that of the file.", chapters)

@@ -19,14 +19,14 @@ __all__ = ["bits_per_byte"]
 
 @torch.no_grad()
 def bits_per_byte(model: Llama, tokenizer: Tokenizer, chapters: Sequence[str]) -> float:
-    """Cut each chapter into windows of BOS and at most 511 tokens; sum the bits of those tokens; divide by UTF-8 bytes.
+    """Cut each chapter into windows of BOS and at most 511 tokens, sum their bits, divide by UTF-8 bytes.
 
-    BOS and EOS are not scored. Nothing is carried from one window to the next, so this is an upper bound.
+    BOS is not scored. Nothing is carried from one window to the next, so this is an upper bound.
     """
     span = model.config.max_position_embeddings - 1
     nats = 0.0
     for ids in encode_chapters(tokenizer, chapters):
-        for piece in torch.from_numpy(ids).split(span):
+        for piece in torch.split(torch.from_numpy(ids), span):
             nats += window_nats(model, piece)
     return nats / math.log(2) / sum(len(chapter.encode()) for chapter in chapters)
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from .errors import TrainTinyError
+from .log import write_json
 from .model import Llama, LlamaConfig
 from .tokenizer import BOS, EOS, PAD, SPECIAL
 
-__all__ = ["load_model", "save_model", "write_json"]
+__all__ = ["load_model", "load_tokenizer", "save_model"]
+
+T = TypeVar("T")
 
 
 def save_model(folder: Path, model: Llama, tokenizer: Tokenizer) -> None:
@@ -22,17 +28,29 @@ def save_model(folder: Path, model: Llama, tokenizer: Tokenizer) -> None:
     weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     partial = folder / "model.safetensors.partial"
     save_file(weights, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # safetensors writes for the owner alone, and this file is packaged
     partial.replace(folder / "model.safetensors")
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     write_json(folder / "config.json", hugging_face_config(model.config))
     write_json(folder / "tokenizer_config.json", tokenizer_config(model.config))
 
 
-def load_model(folder: Path, config: LlamaConfig) -> Llama:
+def load_model(folder: Path) -> Llama:
     """The model as shipped: bf16 weights, computed in float32."""
-    model = Llama(config)
-    model.load_state_dict(load_file(folder / "model.safetensors"))
+    written = read_file(folder / "config.json", lambda path: json.loads(path.read_text(encoding="utf-8")))
+    model = Llama(LlamaConfig(**{f.name: written[f.name] for f in fields(LlamaConfig)}))
+    model.load_state_dict(read_file(folder / "model.safetensors", load_file))
     return model.eval()
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    return read_file(folder / "tokenizer.json", lambda path: Tokenizer.from_file(str(path)))
+
+
+def read_file(path: Path, read: Callable[[Path], T]) -> T:
+    if not path.exists():
+        raise TrainTinyError(f"{path} does not exist; train first, without --report")
+    return read(path)
 
 
 def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
@@ -60,7 +78,3 @@ def tokenizer_config(config: LlamaConfig) -> dict[str, Any]:
         "model_max_length": config.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
     }
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -35,7 +35,7 @@ class LlamaConfig:
 
 
 def rope_table(config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (positions, head_dim), in the half-split convention: the halves repeat the same angles."""
+    """Cosines and sines, each (positions, head_dim), half-split: both halves hold the same angles."""
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     angles = torch.outer(torch.arange(config.max_position_embeddings).float(), config.rope_theta**-half)
     both = torch.cat([angles, angles], dim=-1)
@@ -69,8 +69,8 @@ class Attention(nn.Module):
         key = rotate(self.heads(self.k_proj(x)), cos, sin)
         value = self.heads(self.v_proj(x))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        out = self.o_proj(out.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
-        return out
+        joined: Tensor = self.o_proj(out.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
+        return joined
 
 
 class MLP(nn.Module):

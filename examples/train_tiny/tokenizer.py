@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 
-__all__ = ["BOS", "EOS", "PAD", "SPECIAL", "train_tokenizer"]
+__all__ = ["BOS", "EOS", "PAD", "SPECIAL", "newline_id", "train_tokenizer"]
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 PAD, BOS, EOS = range(3)
@@ -30,3 +30,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, BOS)]
     )
     return tokenizer
+
+
+def newline_id(tokenizer: Tokenizer) -> int:
+    """The token of a line feed, which stands alone between two verses."""
+    (token,) = tokenizer.encode("\n", add_special_tokens=False).ids
+    return int(token)

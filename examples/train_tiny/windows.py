@@ -1,8 +1,8 @@
 """Training windows: each starts with BOS, as a prompt does, followed by text from the start of a verse.
 
-    stream   <s> verse \\n verse \\n verse </s> <s> verse \\n verse </s> ...
-    inputs   <s> s     s+1   ...  s+n-2          s: the first token of a verse
-    targets  s   s+1   s+2   ...  s+n-1
+stream   <s> verse \\n verse \\n verse </s> <s> verse \\n verse </s> ...
+inputs   <s> s     s+1   ...  s+n-2          s: the first token of a verse
+targets  s   s+1   s+2   ...  s+n-1
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ def encode_chapters(tokenizer: Tokenizer, chapters: Sequence[str]) -> list[Ids]:
 
 
 class Windows:
-    """Endless batches over the chapters: each epoch cuts the stream at a fresh phase and shuffles the pieces."""
+    """Endless batches: each epoch cuts the stream of chapters at a fresh phase and shuffles the pieces."""
 
     def __init__(self, chapters: Sequence[Ids], newline: int, length: int, seed: int) -> None:
         bos, eos = np.array([BOS]), np.array([EOS])
         self.stream: Ids = np.concatenate([part for ids in chapters for part in (bos, ids, eos)])
         if len(self.stream) <= 2 * length:
-            raise TrainTinyError(f"the training text has {len(self.stream)} tokens, more than {2 * length} are needed")
+            raise TrainTinyError(
+                f"the training text has {len(self.stream)} tokens, more than {2 * length} are needed"
+            )
         starts = np.flatnonzero(np.isin(self.stream, (newline, BOS))) + 1
         self.starts = starts[starts + length <= len(self.stream)]
         self.length = length

@@ -1,1 +1,36 @@
-"""Building blocks of models, written once on Tensor."""
+"""Building blocks of models, written once on Tensor.
+
+>>> import ml, ml.nn
+>>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+...     q = ctx.zeros((1, 4, 8), ml.DType.F32)
+...     kv = ctx.full((3, 2, 8), 2.0, ml.DType.F32)
+...     ml.nn.attention(ctx, q, kv, kv).to_numpy().mean().item()
+2.0
+"""
+
+from ml.nn.attention import attention, generic_attention
+from ml.nn.linear import embedding, linear, swiglu
+from ml.nn.norms import layer_norm, rms_norm
+from ml.nn.rope import Positions, RopeSpec, Rotation, apply_rope, rope, rope_shift, rope_tables
+from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+
+__all__ = [
+    "LinearScaling",
+    "Llama3Scaling",
+    "Positions",
+    "RopeScaling",
+    "RopeSpec",
+    "Rotation",
+    "YarnScaling",
+    "apply_rope",
+    "attention",
+    "embedding",
+    "generic_attention",
+    "layer_norm",
+    "linear",
+    "rms_norm",
+    "rope",
+    "rope_shift",
+    "rope_tables",
+    "swiglu",
+]

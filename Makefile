@@ -1,0 +1,54 @@
+# Everything runs in .venv, which the first target that needs it makes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: run test lint types docs bench dist clean
+
+run: $(VENV)/.installed-run
+	$(BIN)/kvcache generate --backend numpy --max-tokens 120 \
+	  --prompt "And God said unto Noah, " \
+	  --prompt "And God said unto Moses, "
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev
+	$(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks
+
+dist: $(VENV)/.installed-dev
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check dist/*
+
+clean:
+	rm -rf $(VENV) dist build site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Each stamp is as new as the project file, so that a changed dependency is installed.
+$(VENV)/.installed-run: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -e ".[cli]"
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -e ".[test]"
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed-test | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -e ".[test,lint,types,docs]" build twine
+	touch $@

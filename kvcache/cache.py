@@ -1,0 +1,167 @@
+"""The Cache protocol, the batch it is told of, and the errors it raises.
+
+The protocol mirrors Ollama's ``kvcache.Cache`` (kvcache/cache.go). One pass of a model is::
+
+    cache.start_forward(ctx, batch)
+    for layer in range(layers):
+        cache.set_layer(layer)
+        cache.put(ctx, key, value)
+        out = cache.attend(ctx, query, scale)      # or: key, value, mask = cache.get(ctx)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import ml
+
+__all__ = [
+    "Batch",
+    "Cache",
+    "CacheFullError",
+    "ClosedError",
+    "InvalidBatchError",
+    "InvalidRangeError",
+    "InvalidSequenceError",
+    "KVCacheError",
+    "Mask",
+    "NotSupportedError",
+    "OrderError",
+    "SequenceLostError",
+    "ShiftFunction",
+]
+
+Mask = ml.Tensor | ml.CausalMask | None
+"""(rows, history) of 0 and -inf; with ``elide_mask`` None (all see all) or ``ml.CAUSAL``."""
+
+ShiftFunction = Callable[[ml.Context, int, ml.Tensor, ml.Tensor], ml.Tensor]
+"""(ctx, layer, key (cells, kv_heads, head_dim), offsets I32 (cells,)) -> key of the same shape.
+
+It re-encodes stored keys for new positions: each cell's offset is added to its position, 0 where
+nothing moves. A model with rotary embeddings rotates the key by the offset.
+"""
+
+
+class KVCacheError(ml.MLError):
+    """Base of all errors raised by caches. A call that raises leaves the cache as it was."""
+
+
+class CacheFullError(KVCacheError, RuntimeError):
+    """A batch does not fit, even after eviction.
+
+    ``asked`` cells were needed, ``free`` were free, ``held`` says how many each sequence holds
+    (a shared cell counts for each). Removing a sequence and starting the same batch again works.
+    """
+
+    def __init__(self, asked: int, free: int, held: Mapping[int, int]) -> None:
+        self.asked = asked
+        self.free = free
+        self.held = dict(held)
+        holders = ", ".join(f"sequence {seq}: {count}" for seq, count in self.held.items()) or "nobody"
+        super().__init__(
+            f"start_forward: the batch needs {asked} cells and {free} are free (held by {holders}); "
+            "remove a sequence or part of one, or init with a larger capacity"
+        )
+
+
+class NotSupportedError(KVCacheError, ml.NotSupportedError):
+    """This cache, as it was made, cannot do that."""
+
+
+class InvalidBatchError(KVCacheError, ValueError):
+    """A batch that cannot be stored: negative or repeated positions, unknown sequences, ..."""
+
+
+class InvalidSequenceError(InvalidBatchError):
+    """A sequence id outside ``[0, max_sequences)``."""
+
+
+class InvalidRangeError(KVCacheError, ValueError):
+    """A range of positions, a length or a shape that means nothing."""
+
+
+class OrderError(KVCacheError, RuntimeError):
+    """A call out of order: before ``init``, or ``put`` before ``start_forward``."""
+
+
+class SequenceLostError(KVCacheError, RuntimeError):
+    """The device failed while this sequence's data was being moved; remove it and compute it again."""
+
+
+class ClosedError(KVCacheError, ml.ClosedError):
+    """The cache was closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tokens of one forward pass, in any order, of one sequence or several.
+
+    ``positions[i]`` and ``sequences[i]`` say where token i belongs. ``inputs`` are the model's (token
+    ids), ``outputs`` the indices whose logits are wanted (None: all), ``multimodal`` pairs of (index,
+    item) for inputs that are no tokens; caches do not look at these three.
+    """
+
+    positions: Sequence[int]
+    sequences: Sequence[int]
+    multimodal: Sequence[Any] = field(default=())
+    inputs: Any = None
+    outputs: Sequence[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """What a model needs of a cache. Ranges of positions are half-open: ``[begin, end)``."""
+
+    def init(
+        self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
+    ) -> None:
+        """Bind to a backend. No tensor is allocated before the first ``put``.
+
+        ``dtype`` is what K and V are stored in; ``capacity`` counts tokens per sequence.
+        """
+
+    def set_config(self, config: ml.CacheConfig) -> None:
+        """Use ``config`` instead of the backend's own; before the first ``start_forward``."""
+
+    def close(self) -> None:
+        """Drop the tensors; any later use but ``init`` raises ClosedError."""
+
+    def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
+        """Find a cell for every token of the batch, evicting what a window no longer sees.
+
+        With ``reserve`` nothing is stored: the pass only shows shapes at their largest.
+
+        Raises InvalidBatchError, CacheFullError.
+        """
+
+    def set_layer(self, layer: int) -> None:
+        """The layer that the next ``put``, ``get`` and ``attend`` are about."""
+
+    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
+        """Store (tokens, kv_heads, head_dim) and (tokens, kv_heads, v_dim), in the batch's order."""
+
+    def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
+        """(history, kv_heads, head_dim), values likewise, and the mask (tokens, history).
+
+        The order of the history is free: mask and rows agree. The tensors alias the cache: they are
+        good until the next ``start_forward``.
+        """
+
+    def attend(
+        self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
+    ) -> ml.Tensor:
+        """Attention of (tokens, heads, head_dim) over what is stored -> (tokens, heads, v_dim)."""
+
+    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
+        """Make ``dst_seq`` share positions ``[0, length)`` of ``src_seq``; no data is copied."""
+
+    def can_resume(self, seq: int, position: int) -> bool:
+        """Whether all that a token at ``position`` would attend to is still stored."""
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        """Forget ``[begin, end)``; what follows ``end`` moves down by ``end - begin``."""

@@ -1,0 +1,556 @@
+"""Causal caches: all of the past, a sliding window of it, or the current chunk.
+
+After Ollama's kvcache/causal.go. A query at position p of sequence s attends to the stored tokens of
+s with position <= p; a window w adds position >= p - w, a chunk c adds position >= p - p % c::
+
+    position       0 1 2 3 4 5 6 7        what the query at 6 sees
+    causal         x x x x x x x .
+    window 2       . . . . x x x .        itself and the 2 before it
+    chunk 4        . . . . x x x .        from the start of its chunk of 4
+
+Cell metadata lives in cells.py, the tensors in buffers.py, what a pass reads in reading.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+import ml
+from kvcache import moving
+from kvcache.batches import Group, check_sequence, group_batch
+from kvcache.buffers import LayerBuffers
+from kvcache.cache import (
+    Batch,
+    CacheFullError,
+    ClosedError,
+    InvalidBatchError,
+    InvalidRangeError,
+    KVCacheError,
+    Mask,
+    NotSupportedError,
+    OrderError,
+    SequenceLostError,
+    ShiftFunction,
+)
+from kvcache.cells import CellTable
+from kvcache.forward import Forward
+from kvcache.reading import LowerBound
+from ml import nn
+
+__all__ = ["CausalCache", "ChunkedCache", "SlidingWindowCache"]
+
+
+class CausalCache:
+    """Keeps every token; a query sees all of its own sequence up to itself.
+
+    ``shift`` re-encodes stored keys for new positions; without it, tokens cannot be removed from the
+    middle of a sequence.
+    """
+
+    def __init__(self, shift: ShiftFunction | None = None) -> None:
+        self._shift = shift
+        self._config: ml.CacheConfig | None = None
+        self._backend: ml.Backend | None = None
+        self._closed = False
+        self._layer = 0
+        self._forward: Forward | None = None
+        self._buffers: dict[int, LayerBuffers] = {}
+
+    # Setting up and closing.
+
+    def init(
+        self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
+    ) -> None:
+        """Bind to ``backend``: ``max_sequences`` of up to ``capacity`` tokens each, stored as ``dtype``.
+
+        Nothing is allocated before the first ``put``. ``max_batch`` is the largest batch expected.
+        """
+        if self._backend is not None:
+            raise OrderError("init: the cache is already bound to a backend; close it first")
+        for name, value in (
+            ("max_sequences", max_sequences),
+            ("capacity", capacity),
+            ("max_batch", max_batch),
+        ):
+            if value < 1:
+                raise InvalidRangeError(f"init: {name}={value}; it is >= 1")
+        self._check_dtype(dtype)
+        self._dtype = dtype
+        self._max_sequences, self._capacity, self._max_batch = max_sequences, capacity, max_batch
+        self._backend = backend
+        self._closed = False
+        self._make_table()
+
+    def set_config(self, config: ml.CacheConfig) -> None:
+        """Arrange tensors by ``config`` instead of what the backend asks for.
+
+        Before ``init``, or after it while nothing has been stored; OrderError later.
+        """
+        if self._buffers or self._forward is not None or (self._backend and any(self._table.occupied())):
+            raise OrderError("set_config: tokens are stored already; configure before the first batch")
+        self._config = config
+        if self._backend is not None:
+            self._make_table()
+
+    def close(self) -> None:
+        """Drop all tensors and metadata. ``init`` may bind the cache anew."""
+        self._buffers.clear()
+        self._forward = None
+        self._backend = None
+        self._closed = True
+
+    @property
+    def config(self) -> ml.CacheConfig:
+        """What holds: the one set, else the backend's own, else the defaults."""
+        if self._config is not None:
+            return self._config
+        backend = self._bound("config")
+        if isinstance(backend, ml.SupportsCacheConfig):
+            return backend.cache_config()
+        return ml.CacheConfig()
+
+    def _make_table(self) -> None:
+        self._active = self.config
+        padding = self._active.cache_padding
+        self._table = CellTable(-(-self._cells() // padding) * padding, self._max_sequences)
+
+    def _check_dtype(self, dtype: ml.DType) -> None:
+        _ = dtype.numpy
+
+    # What windows and chunks change.
+
+    def _cells(self) -> int:
+        """How many cells the cache has, before rounding up to ``cache_padding``."""
+        return self._max_sequences * self._capacity
+
+    def _lower(self) -> LowerBound | None:
+        """The lowest position that queries see, by their own position; None: from 0."""
+        return None
+
+    def _evictions(self, groups: Iterable[Group]) -> list[tuple[int, int]]:
+        """(sequence, position): what lies below goes before the batch is placed."""
+        return []
+
+    def can_resume(self, seq: int, position: int) -> bool:
+        """Whether all that a token at ``position`` attends to is still stored: always, without a window."""
+        self._bound("can_resume")
+        check_sequence("can_resume", seq, self._max_sequences)
+        return True
+
+    # One pass.
+
+    def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
+        """Find a cell for every token of ``batch``; the previous pass ends.
+
+        With ``reserve`` nothing is stored: ``get`` spans the whole capacity.
+
+        Raises InvalidBatchError for a batch that cannot be stored, CacheFullError for one that does
+        not fit, SequenceLostError for a sequence that a device failure took. All of them leave the
+        cache, evictions included, as it was.
+        """
+        self._bound("start_forward")
+        groups = group_batch(batch, self._max_sequences)
+        table = self._table
+        if reserve:
+            self._forward = Forward(table, self._active, self._lower(), len(batch), groups, 0, reserve=True)
+            return
+        for group in groups:
+            row = table.rows[group.seq]
+            if row.lost:
+                raise _lost("start_forward", group.seq)
+            if len(row) and row.holds_any(group.positions):
+                raise InvalidBatchError(
+                    f"start_forward: sequence {group.seq} holds one of positions {group.positions[0]} to "
+                    f"{group.positions[-1]} already; remove them first"
+                )
+        cells = self._place(len(batch), groups)
+        self._forward = Forward(table, self._active, self._lower(), len(batch), groups, cells)
+
+    def _place(self, tokens: int, groups: list[Group]) -> int | np.ndarray:
+        """Evict, then give every token a cell; everything or nothing."""
+        table = self._table
+        evictions = self._evictions(groups)
+        saved = {seq: table.save_row(seq) for seq, _ in evictions}
+        for seq, position in evictions:
+            table.drop(seq, 0, table.rows[seq].index(position))
+        if tokens > table.free:
+            free = table.free
+            for seq, row in saved.items():
+                table.restore_row(seq, row)
+            raise CacheFullError(tokens, free, table.held())
+        if len(groups) == 1:
+            return self._place_one(groups[0])
+        cells = np.empty(tokens, dtype=np.int64)
+        for group in groups:
+            chosen = self._place_group(group)
+            cells[group.rows] = (
+                chosen if not isinstance(chosen, int) else np.arange(chosen, chosen + len(group))
+            )
+        first = int(cells[0])
+        return first if bool((cells == np.arange(first, first + tokens)).all()) else cells
+
+    def _place_one(self, group: Group) -> int | np.ndarray:
+        chosen = self._place_group(group)
+        if isinstance(group.rows, slice):
+            return chosen
+        cells = np.empty(len(group), dtype=np.int64)
+        cells[group.rows] = group.spread(chosen)
+        return cells
+
+    def _place_group(self, group: Group) -> int | np.ndarray:
+        """Cells for a group's ascending positions, taken."""
+        table, count = self._table, len(group)
+        chosen = table.choose(group.seq, count)
+        if isinstance(chosen, int):
+            if group.is_run() and group.lowest > table.rows[group.seq].last:
+                table.take_run(group.seq, group.lowest, chosen, count)
+            else:
+                table.take(group.seq, group.positions, np.arange(chosen, chosen + count))
+        else:
+            table.take(group.seq, group.positions, chosen)
+        return chosen
+
+    def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
+        """Let the batch's tokens at the indices ``except_`` see what comes after them too.
+
+        For tokens of an image, which see one another. Holds until the next ``start_forward`` or
+        ``set_causal``; a window or chunk still bounds what lies before.
+        """
+        forward = self._started("set_causal")
+        indices = frozenset(int(index) for index in except_)
+        if any(not 0 <= index < forward.tokens for index in indices):
+            raise InvalidRangeError(
+                f"set_causal: except_={sorted(indices)}; indices of the batch are 0 to {forward.tokens - 1}"
+            )
+        forward.lift(indices)
+
+    def set_layer(self, layer: int) -> None:
+        if layer < 0:
+            raise InvalidRangeError(f"set_layer: {layer}; layers count from 0")
+        self._layer = layer
+
+    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
+        """Store K (tokens, kv_heads, head_dim) and V (tokens, kv_heads, v_dim) of the current layer.
+
+        In the order of the batch, converted to the cache's dtype. The first one fixes the layer's
+        shapes and allocates its buffers. Raises InvalidRangeError for other shapes.
+        """
+        forward = self._forward or self._started("put")
+        key_shape, value_shape = key.shape, value.shape
+        if (
+            len(key_shape) != 3
+            or len(value_shape) != 3
+            or key_shape[0] != forward.tokens
+            or key_shape[:2] != value_shape[:2]
+        ):
+            raise InvalidRangeError(
+                f"put: key {key_shape} and value {value_shape} for a batch of {forward.tokens}; "
+                "they are (tokens, kv_heads, head_dim) and (tokens, kv_heads, v_dim)"
+            )
+        buffers = self._buffers.get(self._layer)
+        if buffers is None:
+            buffers = self._allocate(ctx, key_shape, value_shape)
+        buffers.check(self._layer, key, value)
+        if not forward.reserve:
+            buffers.write(ctx, forward.targets(ctx), key, value)
+
+    def _allocate(self, ctx: ml.Context, key: tuple[int, ...], value: tuple[int, ...]) -> LayerBuffers:
+        buffers = LayerBuffers(
+            ctx.layer(self._layer),
+            self._dtype,
+            self._active,
+            self._table.cells,
+            (key[1], key[2]),
+            (value[1], value[2]),
+        )
+        self._buffers[self._layer] = buffers
+        return buffers
+
+    def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
+        """K (history, kv_heads, head_dim), V likewise, and the mask (tokens, history) of this layer.
+
+        V is (kv_heads, head_dim, history) when the config says ``permuted_v``. Views of the cache
+        where the cells lie close together, else gathered copies.
+        """
+        forward = self._forward or self._started("get")
+        buffers = self._stored("get")
+        if forward.reserve:
+            return (*buffers.read_as_configured(ctx, 0, self._table.cells), self._reserve_mask(ctx, forward))
+        reading, mask = forward.shared(ctx)
+        return (*buffers.read_as_configured(ctx, reading.cells(ctx), reading.length), mask)
+
+    def attend(
+        self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
+    ) -> ml.Tensor:
+        """Attention of query (tokens, heads, head_dim) -> (tokens, heads, v_dim).
+
+        Each sequence reads its own cells, so that n sequences cost n and not n * n.
+        """
+        forward = self._forward or self._started("attend")
+        buffers = self._stored("attend")
+        if query.shape[0] != forward.tokens:
+            raise InvalidRangeError(f"attend: query {query.shape} for a batch of {forward.tokens} tokens")
+        if forward.reserve:
+            key, value = buffers.read(ctx, 0, self._table.cells)
+            return nn.attention(ctx, query, key, value, self._reserve_mask(ctx, forward), scale, sinks)
+        if forward.worth_merging():
+            reading, mask = forward.shared(ctx)
+            key, value = buffers.read(ctx, reading.cells(ctx), reading.length)
+            return nn.attention(ctx, query, key, value, mask, scale, sinks)
+        if len(forward.groups) == 1 and isinstance(forward.groups[0].rows, slice):
+            return self._attend_group(ctx, buffers, forward.groups[0], query, scale, sinks)
+        return self._attend_each(ctx, buffers, forward, query, scale, sinks)
+
+    def _attend_group(
+        self,
+        ctx: ml.Context,
+        buffers: LayerBuffers,
+        group: Group,
+        query: ml.Tensor,
+        scale: float,
+        sinks: ml.Tensor | None,
+    ) -> ml.Tensor:
+        assert self._forward is not None
+        reading, mask = self._forward.own(ctx, group)
+        key, value = buffers.read(ctx, reading.cells(ctx), reading.length)
+        return nn.attention(ctx, query, key, value, mask, scale, sinks)
+
+    def _attend_each(
+        self,
+        ctx: ml.Context,
+        buffers: LayerBuffers,
+        forward: Forward,
+        query: ml.Tensor,
+        scale: float,
+        sinks: ml.Tensor | None,
+    ) -> ml.Tensor:
+        tokens, heads, _ = query.shape
+        result = ctx.empty((tokens, heads, buffers.value.dim), query.dtype)
+        for group in forward.groups:
+            rows = group.rows
+            if isinstance(rows, slice):
+                part = query.slice(ctx, 0, rows.start, rows.stop)
+                out = self._attend_group(ctx, buffers, group, part, scale, sinks)
+                out.copy(ctx, result.slice(ctx, 0, rows.start, rows.stop))
+            else:
+                out = self._attend_group(ctx, buffers, group, query.rows(ctx, rows), scale, sinks)
+                result.set_rows(ctx, out, rows)
+        return result
+
+    def _reserve_mask(self, ctx: ml.Context, forward: Forward) -> ml.Tensor:
+        rows = -(-forward.tokens // self._active.mask_batch_padding) * self._active.mask_batch_padding
+        return ctx.input().zeros((rows, self._table.cells), self._active.mask_dtype)
+
+    # Sequences.
+
+    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
+        """Empty ``dst_seq``, then let it share the cells of ``src_seq`` at positions ``[0, length)``."""
+        self._bound("copy_prefix")
+        check_sequence("copy_prefix", src_seq, self._max_sequences)
+        check_sequence("copy_prefix", dst_seq, self._max_sequences)
+        if src_seq == dst_seq:
+            raise InvalidRangeError(f"copy_prefix: sequence {src_seq} to itself; remove(seq, length) cuts it")
+        if length < 0:
+            raise InvalidRangeError(f"copy_prefix: length {length}; it is >= 0")
+        source = self._table.rows[src_seq]
+        if source.lost:
+            raise _lost("copy_prefix", src_seq)
+        self._forward = None
+        self._clear(dst_seq)
+        self._table.share(src_seq, dst_seq, source.index(length))
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        """Forget positions ``[begin, end)`` of a sequence; None: to its end.
+
+        Tokens at or after ``end`` move down by ``end - begin``, their keys re-encoded by the shift
+        function. A shared token only loses this sequence.
+
+        Raises NotSupportedError where something has to move and there is no shift function, the
+        token is shared, or (with a window) the sequence could then not resume at its end;
+        InvalidRangeError for a range that means nothing. Nothing is touched before all that is known.
+        """
+        self._bound("remove")
+        check_sequence("remove", seq, self._max_sequences)
+        if begin < 0 or (end is not None and end < begin):
+            raise InvalidRangeError(f"remove: [{begin}, {end}); it needs 0 <= begin <= end")
+        row, table = self._table.rows[seq], self._table
+        start = row.index(begin)
+        stop = len(row) if end is None else row.index(end)
+        if row.lost:
+            if start:
+                raise _lost("remove", seq)
+            self._forward = None
+            self._clear(seq)
+            return
+        if end is not None and stop < len(row) and end > begin:
+            self._check_shift(seq, stop, end - begin, start)
+            moving.shift_keys(
+                self._bound("remove"), self._buffers, table, seq, stop, begin - end, self._shift
+            )
+            self._forward = None
+            positions = row.positions.copy()
+            positions[stop:] -= end - begin
+            row.assign(positions, row.cells.copy())
+        self._forward = None
+        table.drop(seq, start, stop)
+
+    def _check_shift(self, seq: int, stop: int, distance: int, start: int) -> None:
+        """Refuse what a removal from the middle cannot do, before anything is touched."""
+        row = self._table.rows[seq]
+        if self._shift is None:
+            raise NotSupportedError(
+                f"remove: {len(row) - stop} tokens of sequence {seq} have to move down by {distance}, and "
+                "this cache has no shift function; pass shift= to its constructor, or remove to the end"
+            )
+        if bool((self._table.references[row.cells[stop:]] > 1).any()):
+            raise NotSupportedError(
+                f"remove: a token of sequence {seq} that has to move is shared with another sequence; "
+                "remove that one first, or compute this one anew"
+            )
+
+    def defrag(self) -> None:
+        """Move cells so that every sequence lies in one run, with room to grow. Views go stale."""
+        backend = self._bound("defrag")
+        self._forward = None
+        moving.defragment(backend, self._buffers, self._table)
+
+    def _clear(self, seq: int) -> None:
+        row = self._table.rows[seq]
+        self._table.drop(seq, 0, len(row))
+        row.lost = False
+
+    # Looking in.
+
+    @property
+    def cells(self) -> int:
+        """How many cells the cache has."""
+        self._bound("cells")
+        return self._table.cells
+
+    @property
+    def free_cells(self) -> int:
+        self._bound("free_cells")
+        return self._table.free
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers that are allocated."""
+        return sum(buffers.nbytes for buffers in self._buffers.values())
+
+    def held(self) -> dict[int, int]:
+        """How many cells each sequence holds, shared ones counted for each."""
+        self._bound("held")
+        return self._table.held()
+
+    def positions(self, seq: int) -> np.ndarray:
+        """The stored positions of a sequence, ascending (a copy)."""
+        self._bound("positions")
+        check_sequence("positions", seq, self._max_sequences)
+        return self._table.rows[seq].positions.copy()
+
+    # Guards.
+
+    def _bound(self, op: str) -> ml.Backend:
+        if self._backend is None:
+            if self._closed:
+                raise ClosedError(f"{op}: the cache is closed; init binds it anew")
+            raise OrderError(f"{op}: the cache is bound to no backend; call init first")
+        return self._backend
+
+    def _started(self, op: str) -> Forward:
+        self._bound(op)
+        if self._forward is None:
+            raise OrderError(f"{op}: no pass is under way; call start_forward first")
+        return self._forward
+
+    def _stored(self, op: str) -> LayerBuffers:
+        try:
+            return self._buffers[self._layer]
+        except KeyError:
+            raise OrderError(f"{op}: layer {self._layer} stores nothing yet; put comes first") from None
+
+
+class SlidingWindowCache(CausalCache):
+    """A query sees itself and the ``window`` tokens before it; ``memory`` of them stay stored.
+
+    Hugging Face's ``sliding_window`` W is a window of W - 1 here. ``memory`` (at least ``window``,
+    its default) is how far back a sequence can be resumed. Tokens that have left it are evicted by
+    ``start_forward``: for sequences in the batch those below (lowest position) - memory, for others
+    those below (last position + 1) - memory.
+    """
+
+    def __init__(self, window: int, memory: int | None = None, shift: ShiftFunction | None = None) -> None:
+        super().__init__(shift)
+        if window < 0:
+            raise InvalidRangeError(f"SlidingWindowCache: window={window}; it is >= 0")
+        if memory is not None and memory < window:
+            raise InvalidRangeError(f"SlidingWindowCache: memory={memory} < window={window}")
+        self.window = window
+        self.memory = window if memory is None else memory
+        self._unlimited = False
+        self._kept = self.memory
+
+    def _cells(self) -> int:
+        """``max_sequences * memory + max_batch``, or all tokens where the memory reaches that far."""
+        # With several sequences a stop token that the next turn does not repeat must not cost a resume.
+        several = self._max_sequences > 1
+        self._kept = max(self.memory, self.window + 1) if several else self.memory
+        self._unlimited = self._kept >= self._capacity
+        if self._unlimited:
+            return self._max_sequences * self._capacity
+        return self._max_sequences * self._kept + self._max_batch
+
+    def _lower(self) -> LowerBound:
+        window = self.window
+        return lambda positions: positions - window
+
+    def _evictions(self, groups: Iterable[Group]) -> list[tuple[int, int]]:
+        if self._unlimited:
+            return []
+        lowest = {group.seq: group.lowest for group in groups}
+        found = []
+        for seq, row in self._table.occupied():
+            limit = lowest.get(seq, row.last + 1) - self._kept
+            if row.first < limit:
+                found.append((seq, limit))
+        return found
+
+    def can_resume(self, seq: int, position: int) -> bool:
+        """Whether something is stored, the window of ``position`` with it, and no gap lies before it."""
+        super().can_resume(seq, position)
+        row = self._table.rows[seq]
+        return len(row) > 0 and max(0, position - self.window) >= row.first and position <= row.last + 1
+
+    def _check_shift(self, seq: int, stop: int, distance: int, start: int) -> None:
+        super()._check_shift(seq, stop, distance, start)
+        row = self._table.rows[seq]
+        first = row.first if start else int(row.positions[stop]) - distance
+        resume = row.last - distance + 1
+        if max(0, resume - self.window) < first:
+            raise NotSupportedError(
+                f"remove: sequence {seq} would hold positions from {first} and could not resume at {resume} "
+                f"with a window of {self.window}; compute it anew, or keep more with memory="
+            )
+
+
+class ChunkedCache(CausalCache):
+    """A query sees its own chunk of ``chunk`` positions, up to itself. Nothing is evicted."""
+
+    def __init__(self, chunk: int, shift: ShiftFunction | None = None) -> None:
+        super().__init__(shift)
+        if chunk < 1:
+            raise InvalidRangeError(f"ChunkedCache: chunk={chunk}; it is >= 1")
+        self.chunk = chunk
+
+    def _lower(self) -> LowerBound:
+        chunk = self.chunk
+        return lambda positions: positions - positions % chunk
+
+
+def _lost(op: str, seq: int) -> KVCacheError:
+    return SequenceLostError(
+        f"{op}: the device failed while sequence {seq} was being moved, its data is lost; "
+        f"call remove({seq}, 0) and compute it again"
+    )

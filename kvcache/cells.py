@@ -1,0 +1,293 @@
+"""The cell table: which sequence and position lies in which cell. No tensors here.
+
+A cell is one token's place in the buffers of every layer. Sequences own cells through a row each:
+positions in ascending order, and beside each the cell that holds it. Two sequences that share a
+prefix name the same cells; ``references`` counts the owners of every cell, 0 where it is free::
+
+    sequence 0   positions 0 1 2 3      cells 0 1 2 3
+    sequence 1   positions 0 1 2        cells 0 1 6        (shares two, then went its own way)
+    references   2 2 1 1 0 0 1 0
+
+All work is on whole arrays or on a batch's tokens, never a Python loop over cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+__all__ = ["CellTable", "Row"]
+
+Array = np.ndarray
+_EMPTY = np.zeros(0, dtype=np.int64)
+
+
+class Row:
+    """The cells of one sequence, ordered by position, growing at the tail and evicted at the head.
+
+    ``positions`` and ``cells`` are views of buffers with room to grow; a change that is not an
+    append or a cut makes new buffers, so a saved (buffers, head, tail) brings a row back exactly.
+    """
+
+    __slots__ = ("_cells", "_head", "_positions", "_tail", "contiguous", "lost")
+
+    def __init__(self) -> None:
+        self._positions = _EMPTY
+        self._cells = _EMPTY
+        self._head = 0
+        self._tail = 0
+        self.contiguous = True
+        """The cells are c, c+1, c+2, ... in the order of positions."""
+        self.lost = False
+        """The device failed while this sequence's data was being moved."""
+
+    def __len__(self) -> int:
+        return self._tail - self._head
+
+    @property
+    def positions(self) -> Array:
+        return self._positions[self._head : self._tail]
+
+    @property
+    def cells(self) -> Array:
+        return self._cells[self._head : self._tail]
+
+    @property
+    def first(self) -> int:
+        """Lowest position; the row is not empty."""
+        return int(self._positions[self._head])
+
+    @property
+    def last(self) -> int:
+        """Highest position, -1 when empty."""
+        return int(self._positions[self._tail - 1]) if self._tail > self._head else -1
+
+    @property
+    def last_cell(self) -> int:
+        return int(self._cells[self._tail - 1])
+
+    def span(self) -> tuple[int, int]:
+        """[lowest, highest + 1) of the cells; (0, 0) when empty."""
+        if self._tail == self._head:
+            return 0, 0
+        if self.contiguous:
+            return int(self._cells[self._head]), int(self._cells[self._tail - 1]) + 1
+        cells = self.cells
+        return int(cells.min()), int(cells.max()) + 1
+
+    def index(self, position: int) -> int:
+        """How many stored positions are below ``position``."""
+        if self._tail == self._head or position > self.last:
+            return self._tail - self._head
+        return int(np.searchsorted(self.positions, position))
+
+    def holds_any(self, positions: Array) -> bool:
+        """Whether one of these ascending positions is stored."""
+        if not len(self) or positions[0] > self.last:
+            return False
+        stored = self.positions
+        found = np.searchsorted(stored, positions)
+        found[found == stored.size] = 0
+        return bool((stored[found] == positions).any())
+
+    def save(self) -> tuple[Array, Array, int, int, bool]:
+        return self._positions, self._cells, self._head, self._tail, self.contiguous
+
+    def load(self, saved: tuple[Array, Array, int, int, bool]) -> None:
+        self._positions, self._cells, self._head, self._tail, self.contiguous = saved
+
+    def assign(self, positions: Array, cells: Array) -> None:
+        """Replace the row by new arrays."""
+        self._positions, self._cells = positions, cells
+        self._head, self._tail = 0, positions.size
+        self.contiguous = _is_run(cells)
+
+    def append_run(self, position: int, cell: int, count: int) -> None:
+        """Add positions and cells that both count up, after the last position."""
+        self._grow(count)
+        self.contiguous = (self.contiguous and self.last_cell + 1 == cell) if len(self) else True
+        tail = self._tail
+        if count == 1:
+            self._positions[tail] = position
+            self._cells[tail] = cell
+        else:
+            self._positions[tail : tail + count] = np.arange(position, position + count)
+            self._cells[tail : tail + count] = np.arange(cell, cell + count)
+        self._tail = tail + count
+
+    def insert(self, positions: Array, cells: Array) -> None:
+        """Add ascending positions anywhere among those stored."""
+        if not len(self) or positions[0] > self.last:
+            joined = np.concatenate((self.positions, positions)), np.concatenate((self.cells, cells))
+        else:
+            at = np.searchsorted(self.positions, positions)
+            joined = np.insert(self.positions, at, positions), np.insert(self.cells, at, cells)
+        self.assign(*joined)
+
+    def cut_head(self, count: int) -> None:
+        self._head += count
+        self.contiguous = self.contiguous or _is_run(self.cells)
+
+    def cut_tail(self, index: int) -> None:
+        """Keep the first ``index`` entries."""
+        self._tail = self._head + index
+        self.contiguous = self.contiguous or _is_run(self.cells)
+
+    def _grow(self, count: int) -> None:
+        """Make room at the tail: copies O(1) entries per token over time."""
+        if self._tail + count <= self._positions.size:
+            return
+        size = max(64, 2 * (len(self) + count))
+        for name in ("_positions", "_cells"):
+            buffer = np.empty(size, dtype=np.int64)
+            buffer[: len(self)] = getattr(self, name)[self._head : self._tail]
+            setattr(self, name, buffer)
+        self._head, self._tail = 0, self._tail - self._head
+
+
+class CellTable:
+    """Rows of all sequences over ``cells`` cells, and who shares what."""
+
+    def __init__(self, cells: int, max_sequences: int) -> None:
+        self.cells = cells
+        self.references = np.zeros(cells, dtype=np.int32)
+        self.free = cells
+        self.rows = [Row() for _ in range(max_sequences)]
+        self._home = max(1, cells // max_sequences)
+
+    def held(self) -> dict[int, int]:
+        """Cells per sequence, of those that hold any."""
+        return {seq: len(row) for seq, row in self.occupied()}
+
+    def occupied(self) -> Iterator[tuple[int, Row]]:
+        return ((seq, row) for seq, row in enumerate(self.rows) if len(row))
+
+    # Choosing cells.
+
+    def choose(self, seq: int, count: int) -> int | Array:
+        """Free cells for ``count`` further tokens: the first of a run, or scattered ones.
+
+        The caller has checked that ``count`` cells are free. A run right behind the sequence's last
+        cell comes first; then the sequence's home (its equal share of the table); then a hole.
+        """
+        row = self.rows[seq]
+        start = row.last_cell + 1 if len(row) else seq * self._home
+        if self._is_free(start, count):
+            return start
+        if len(row) and self._is_free(seq * self._home, count):
+            return seq * self._home
+        hole = self._largest_hole(seq, count)
+        return hole if hole is not None else np.flatnonzero(self.references == 0)[:count]
+
+    def _is_free(self, start: int, count: int) -> bool:
+        if start + count > self.cells:
+            return False
+        if count == 1:
+            return not self.references[start]
+        return not self.references[start : start + count].any()
+
+    def _largest_hole(self, seq: int, count: int) -> int | None:
+        """Where a run of ``count`` goes in the largest hole, if it fits there.
+
+        A hole that begins where another sequence ends is entered in its middle, so that both have
+        room to grow.
+        """
+        taken = np.flatnonzero(self.references)
+        edges = np.concatenate(([-1], taken, [self.cells]))
+        gaps = np.diff(edges) - 1
+        widest = int(gaps.argmax())
+        start, room = int(edges[widest]) + 1, int(gaps[widest])
+        if room < count:
+            return None
+        grows_here = any(row.last_cell + 1 == start for other, row in self.occupied() if other != seq)
+        return start + (room - count) // 2 if grows_here else start
+
+    # Changing rows. Each keeps ``references`` and ``free`` true.
+
+    def take_run(self, seq: int, position: int, cell: int, count: int) -> None:
+        """Store positions that count up from ``position``, behind the last one, in a run of cells."""
+        self.rows[seq].append_run(position, cell, count)
+        if count == 1:
+            self.references[cell] = 1
+        else:
+            self.references[cell : cell + count] = 1
+        self.free -= count
+
+    def take(self, seq: int, positions: Array, cells: Array) -> None:
+        """Store ascending positions in free cells."""
+        self.rows[seq].insert(positions, cells)
+        self.references[cells] = 1
+        self.free -= cells.size
+
+    def share(self, src: int, dst: int, count: int) -> None:
+        """Give ``dst``, which is empty, the first ``count`` entries of ``src``."""
+        source = self.rows[src]
+        cells = source.cells[:count].copy()
+        self.rows[dst].assign(source.positions[:count].copy(), cells)
+        self.references[cells] += 1
+
+    def drop(self, seq: int, start: int, stop: int) -> None:
+        """Forget entries ``[start, stop)`` of a row (indices, not positions)."""
+        if start >= stop:
+            return
+        row = self.rows[seq]
+        self._release(row.cells[start:stop])
+        if start == 0:
+            row.cut_head(stop)
+        elif stop == len(row):
+            row.cut_tail(start)
+        else:
+            row.assign(
+                np.concatenate((row.positions[:start], row.positions[stop:])),
+                np.concatenate((row.cells[:start], row.cells[stop:])),
+            )
+
+    def _release(self, cells: Array) -> None:
+        self.references[cells] -= 1
+        self.free += int((self.references[cells] == 0).sum())
+
+    def save_row(self, seq: int) -> tuple[Array, Array, int, int, bool]:
+        return self.rows[seq].save()
+
+    def restore_row(self, seq: int, saved: tuple[Array, Array, int, int, bool]) -> None:
+        """Bring a row back to what ``save_row`` gave; only appends and cuts lie between."""
+        row = self.rows[seq]
+        self._release(row.cells)
+        row.load(saved)
+        cells = row.cells
+        self.free -= int((self.references[cells] == 0).sum())
+        self.references[cells] += 1
+
+    # Moving cells.
+
+    def spread(self) -> Array:
+        """For every cell where it should lie so that rows are runs with room to grow; -1 if free.
+
+        Rows follow one another in the order of sequences, a shared cell in its first owner's row,
+        and the free cells are dealt out evenly behind them.
+        """
+        target = np.full(self.cells, -1, dtype=np.int64)
+        rows = list(self.occupied())
+        gap = self.free // max(1, len(rows))
+        cursor = 0
+        for _, row in rows:
+            own = row.cells[target[row.cells] < 0]
+            target[own] = np.arange(cursor, cursor + own.size)
+            cursor += own.size + gap
+        return target
+
+    def move(self, target: Array) -> None:
+        """Rename cells as ``spread`` said."""
+        used = np.flatnonzero(self.references)
+        references = np.zeros_like(self.references)
+        references[target[used]] = self.references[used]
+        self.references = references
+        for _, row in self.occupied():
+            row.assign(row.positions.copy(), target[row.cells])
+
+
+def _is_run(cells: Array) -> bool:
+    if cells.size < 2:
+        return True
+    return bool(cells[-1] - cells[0] == cells.size - 1 and (cells[1:] - cells[:-1] == 1).all())

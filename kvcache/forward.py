@@ -1,0 +1,96 @@
+"""The state of one forward pass: which tokens, where they are written, what is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import ml
+from kvcache.batches import Group
+from kvcache.cache import Mask
+from kvcache.cells import CellTable
+from kvcache.reading import LowerBound, Reading, plan_reading
+
+__all__ = ["Forward"]
+
+
+@dataclass(slots=True)
+class Forward:
+    """One pass over a batch, between two ``start_forward`` calls.
+
+    Masks and index tensors are made when they are first asked for, and then serve all layers.
+    """
+
+    table: CellTable
+    config: ml.CacheConfig
+    lower: LowerBound | None
+    tokens: int
+    groups: list[Group]
+    cells: int | np.ndarray
+    """Where the batch is written, in its own order: the first of a run, or one cell per token."""
+    reserve: bool = False
+    lifted: frozenset[int] = frozenset()
+    _targets: ml.Tensor | None = None
+    _shared: tuple[Reading, Mask] | None = None
+    _merge: bool | None = None
+    _own: dict[int, tuple[Reading, Mask]] = field(default_factory=dict)
+
+    def targets(self, ctx: ml.Context) -> int | ml.Tensor:
+        """The first cell of the run to write, or all cells as an I32 tensor."""
+        if isinstance(self.cells, int):
+            return self.cells
+        if self._targets is None:
+            self._targets = ctx.from_numpy(self.cells, ml.DType.I32)
+        return self._targets
+
+    def lift(self, indices: frozenset[int]) -> None:
+        self.lifted = indices
+        self._shared = None
+        self._own.clear()
+
+    def shared(self, ctx: ml.Context) -> tuple[Reading, Mask]:
+        """What ``get`` reads: all groups together, arranged as the config says."""
+        if self._shared is None:
+            reading = plan_reading(self.table, self.groups, self.config.cache_padding)
+            self._shared = reading, self._mask(ctx, reading, self.config)
+        return self._shared
+
+    def own(self, ctx: ml.Context, group: Group) -> tuple[Reading, Mask]:
+        """What one group reads on its own; the mask has a row for each of its tokens."""
+        found = self._own.get(group.seq)
+        if found is None:
+            reading = plan_reading(self.table, [group])
+            found = reading, self._own_mask(ctx, reading)
+            self._own[group.seq] = found
+        return found
+
+    def _mask(self, ctx: ml.Context, reading: Reading, config: ml.CacheConfig) -> Mask:
+        if config.elide_mask:
+            elided = reading.elided(self.lower, self.lifted)
+            if not isinstance(elided, bool):
+                return elided
+        host = reading.mask(self.tokens, self.lower, self.lifted, config.mask_batch_padding)
+        return ctx.input().from_numpy(host, config.mask_dtype)
+
+    def _own_mask(self, ctx: ml.Context, reading: Reading) -> Mask:
+        elided = reading.elided(self.lower, self.lifted)
+        if not isinstance(elided, bool):
+            return elided
+        return ctx.input().from_numpy(reading.own_mask(self.lower, self.lifted), self.config.mask_dtype)
+
+    def worth_merging(self) -> bool:
+        """Whether one masked call over all cells is cheaper than a call per sequence."""
+        if self._merge is None:
+            self._merge = len(self.groups) > 1 and self._is_dense()
+        return self._merge
+
+    def _is_dense(self) -> bool:
+        spans = [self.table.rows[group.seq].span() for group in self.groups]
+        together = self.tokens * (max(high for _, high in spans) - min(low for low, _ in spans))
+        apart = sum(len(group) * len(self.table.rows[group.seq]) for group in self.groups)
+        return together - apart <= _PAIRS_PER_CALL * len(self.groups)
+
+
+_PAIRS_PER_CALL = 64
+"""(query, key) pairs that cost about what one more attention call does."""

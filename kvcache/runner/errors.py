@@ -1,0 +1,23 @@
+"""What the runner refuses; each is an ``ml.MLError`` and a ValueError, and reads as one line."""
+
+from __future__ import annotations
+
+from ml.errors import MLError
+
+__all__ = ["CapacityError", "ModelError", "RequestError", "RunnerError"]
+
+
+class RunnerError(MLError, ValueError):
+    """Base of the runner's errors."""
+
+
+class ModelError(RunnerError):
+    """A model folder, configuration, tokenizer or weights file that cannot be used."""
+
+
+class RequestError(RunnerError):
+    """A prompt or a sampling setting outside its limits."""
+
+
+class CapacityError(RunnerError):
+    """A cache, or a model with its cache, larger than the memory there is."""

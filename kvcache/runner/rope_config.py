@@ -1,0 +1,85 @@
+"""Rotary embeddings as config.json and GGUF metadata describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvcache.runner.errors import ModelError
+from ml.nn.rope import RopeSpec
+from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+
+__all__ = ["rope_from_config", "scaling_from_factors", "yarn_from_gguf"]
+
+
+def rope_from_config(raw: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
+    """From ``rope_parameters`` (transformers 5), else ``rope_theta`` and ``rope_scaling``."""
+    given = raw.get("rope_parameters") or {}
+    given = given.get("full_attention", given)  # one set per type of layer
+    parameters = {**(raw.get("rope_scaling") or {}), **given}
+    partial = float(parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0)
+    if partial != 1.0:
+        raise ModelError(f"partial_rotary_factor={partial} is not supported; only 1 is")
+    base = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    return RopeSpec(dim=head_dim, base=base, scaling=_scaling(parameters, max_positions))
+
+
+def _scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    original = int(parameters.get("original_max_position_embeddings") or max_positions)
+    if kind in ("default", None):
+        return None
+    if kind == "linear":
+        return LinearScaling(float(parameters["factor"]))
+    if kind == "llama3":
+        low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
+        return Llama3Scaling(float(parameters["factor"]), low, high, original)
+    if kind == "yarn":
+        return _yarn(parameters, original)
+    raise ModelError(f"rope scaling {kind!r} is not supported; linear, llama3 and yarn are")
+
+
+def _yarn(parameters: Mapping[str, Any], original: int) -> YarnScaling:
+    return YarnScaling(
+        factor=float(parameters["factor"]),
+        original_max_position=original,
+        beta_fast=float(parameters.get("beta_fast") or 32.0),
+        beta_slow=float(parameters.get("beta_slow") or 1.0),
+        attention_factor=_float(parameters.get("attention_factor")),
+        mscale=_float(parameters.get("mscale")),
+        mscale_all_dim=_float(parameters.get("mscale_all_dim")),
+        truncate=bool(parameters.get("truncate", True)),
+    )
+
+
+def yarn_from_gguf(scaling: Mapping[str, Any], max_positions: int) -> YarnScaling:
+    """From the keys below ``{arch}.rope.scaling.``; llama.cpp multiplies its attn_factor to YaRN's own."""
+    plain = YarnScaling(float(scaling["factor"]), int(scaling["original_context_length"] or max_positions))
+    return YarnScaling(
+        plain.factor,
+        plain.original_max_position,
+        beta_fast=float(scaling["yarn_beta_fast"] or 32.0),
+        beta_slow=float(scaling["yarn_beta_slow"] or 1.0),
+        attention_factor=float(scaling["attn_factor"] or 1.0) * plain.attention_scale,
+    )
+
+
+def scaling_from_factors(factors: np.ndarray, dim: int, base: float) -> Llama3Scaling:
+    """Llama 3's scaling from the ``rope_freqs.weight`` that llama.cpp's converter bakes it into.
+
+    The divisors alone do not name the parameters, but all Llama 3 models share all but the factor;
+    they are taken from there and checked against the divisors. Raises ModelError for any others.
+    """
+    scaling = Llama3Scaling(float(factors.max()), 1.0, 4.0, 8192)
+    plain = RopeSpec(dim, base).inverse_frequencies
+    if factors.shape != plain.shape or not np.allclose(
+        plain / scaling.scale(plain, base), factors, rtol=1e-3
+    ):
+        raise ModelError("rope_freqs.weight is not the rope scaling of Llama 3; no other is supported")
+    return scaling
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,143 @@
+"""Text to token ids and back, and text that streams without breaking a character."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcache.runner.errors import ModelError
+
+__all__ = ["StreamDecoder", "Tokenizer"]
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT = 8
+"""Tokens of context, and the longest wait for a character (UTF-8 has at most 4 bytes in one)."""
+
+
+class Tokenizer:
+    """A ``tokenizers.Tokenizer`` with the one question of a BOS token settled.
+
+    ``prefix`` are the tokens that the model expects before every text: what tokenizer.json's own
+    template puts there (Llama: BOS; Qwen: nothing), or BOS where tokenizer_config.json asks for it.
+    """
+
+    def __init__(self, backend: Any, prefix: Sequence[int] | None = None) -> None:
+        self._backend = backend
+        self._prefix = self._template_prefix() if prefix is None else list(prefix)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """From a folder's tokenizer.json; for a .gguf file from one beside it, else from its vocabulary.
+
+        Raises ModelError where there is none, or it cannot be read.
+        """
+        path = Path(path).expanduser()
+        folder = path if path.is_dir() else path.parent
+        file = folder / "tokenizer.json"
+        if file.is_file():
+            return cls._from_folder(folder, file)
+        if path.suffix == ".gguf":
+            from kvcache.runner.gguf_file import GGUFFile
+            from kvcache.runner.gguf_vocab import tokenizer_from_gguf
+
+            backend, prefix = tokenizer_from_gguf(GGUFFile(path))
+            return cls(backend, prefix)
+        raise ModelError(f"{folder}: no tokenizer.json; save one with AutoTokenizer(...).save_pretrained")
+
+    @classmethod
+    def _from_folder(cls, folder: Path, file: Path) -> Tokenizer:
+        backend = _tokenizers().Tokenizer
+        try:
+            loaded = backend.from_file(str(file))
+        except Exception as error:  # the Rust side raises bare Exception
+            raise ModelError(f"{file}: not a tokenizer.json that tokenizers reads ({error})") from error
+        loaded.no_truncation()
+        loaded.no_padding()
+        tokenizer = cls(loaded)
+        tokenizer._add_configured_bos(folder / "tokenizer_config.json")
+        return tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._backend.get_vocab_size())
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """The token ids of ``text``; with ``bos`` after the tokens that the model expects first."""
+        ids = list(self._backend.encode(text, add_special_tokens=False).ids)
+        return [*self._prefix, *ids] if bos else ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+
+    def token_id(self, token: str) -> int | None:
+        found = self._backend.token_to_id(token)
+        return None if found is None else int(found)
+
+    def stream(self, context: Sequence[int] = ()) -> StreamDecoder:
+        """A decoder of the tokens that follow ``context`` (the prompt: it decides on a leading space)."""
+        return StreamDecoder(self, context)
+
+    def _template_prefix(self) -> list[int]:
+        """What the template adds before a text; what it adds behind (an EOS) is no part of a prompt."""
+        plain = self._backend.encode("a", add_special_tokens=False).ids
+        full = self._backend.encode("a", add_special_tokens=True).ids
+        for start in range(len(full) - len(plain) + 1):
+            if full[start : start + len(plain)] == plain:
+                return list(full[:start])
+        return []
+
+    def _add_configured_bos(self, file: Path) -> None:
+        """Older folders say ``add_bos_token`` and leave it out of the template."""
+        try:
+            config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            bos = config.get("bos_token") if config.get("add_bos_token") else None
+        except (OSError, ValueError, AttributeError) as error:
+            raise ModelError(f"{file}: not valid JSON ({error})") from error
+        token = self.token_id(bos["content"] if isinstance(bos, dict) else bos) if bos else None
+        if token is not None and token not in self._prefix:
+            self._prefix = [token, *self._prefix]
+
+
+class StreamDecoder:
+    """Text as its tokens arrive: each ``push`` returns what is new, and never half a character.
+
+    A token may hold part of a character's UTF-8 bytes, and how it reads may depend on the one before
+    it. So a short window of tokens is decoded twice, with and without the new one; the difference is
+    the new text, held back while it ends in a broken character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._window = list(context[-_CONTEXT:])
+        self._read = len(self._window)
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` completes; "" while a character is unfinished."""
+        self._window.append(token)
+        return self._advance(final=False)
+
+    def flush(self) -> str:
+        """What is left at the end: an unfinished character shows as U+FFFD."""
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
+        shown = self._tokenizer.decode(self._window[: self._read])
+        text = self._tokenizer.decode(self._window)
+        pending = len(self._window) - self._read
+        unfinished = text.endswith(_BROKEN) and pending < _CONTEXT
+        if len(text) <= len(shown) or (unfinished and not final):
+            return ""
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        return text[len(shown) :]
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ModelError("reading tokenizer.json needs: pip install 'ml-kvcache[cli]'") from error
+    return tokenizers

@@ -1,0 +1,200 @@
+"""Scaled dot-product attention (Vaswani et al., 2017), with grouped queries, masks and sinks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TypeGuard
+
+from ml.capabilities import CAUSAL, CausalMask, SupportsAttention
+from ml.dtypes import DType
+from ml.errors import DTypeError, ShapeError
+from ml.protocols import Backend, Context, Tensor
+
+__all__ = ["attention", "generic_attention"]
+
+SCORES_LIMIT = 1 << 24
+"""Scores that the generic body holds at once (64 MiB of F32): longer prompts go in blocks of queries."""
+
+
+def attention(
+    ctx: Context,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | CausalMask | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale * query @ key.T + mask) @ value, per head, by the backend's kernel where it has one.
+
+    query (tokens, heads, head_dim), key (history, kv_heads, head_dim), value (history, kv_heads,
+    v_dim); heads is a multiple of kv_heads, and heads g*n..g*n+n-1 share KV head g (grouped
+    queries: Ainslie et al., 2023). Key and value may be strided views: they are not copied.
+
+    mask: additive, (rows >= tokens, history), of any float dtype, rows beyond tokens ignored;
+    ``ml.CAUSAL``: the last query sees all, the one before all but one key, ...; None: all see all.
+    A query that sees no key gives an unspecified row. scale None means 1 / sqrt(head_dim).
+    sinks (heads,): a logit per head that takes part in the softmax and is dropped (Xiao et al., 2023).
+
+    Returns (tokens, heads, v_dim) in the query's dtype. Where the cache stores another float dtype
+    than the query's, the query is converted to it: the history is the larger.
+    """
+    _check(query, key, value, mask, sinks)
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[2])
+    if mask is CAUSAL and query.shape[0] == 1:
+        mask = None
+    wanted, stored = query.dtype, key.dtype
+    if wanted is not stored:
+        query = query.cast(ctx, stored)
+    backend = ctx.backend
+    body = backend.attention if has_attention(backend) else generic_attention
+    result = body(ctx, query, key, value, mask, scale, sinks)
+    return result if wanted is stored else result.cast(ctx, wanted)
+
+
+def has_attention(backend: Backend) -> TypeGuard[SupportsAttention]:
+    """isinstance, remembered per class: a protocol check takes longer than a small product."""
+    return _offers_attention(type(backend))
+
+
+@functools.lru_cache(maxsize=64)
+def _offers_attention(kind: type) -> bool:
+    return issubclass(kind, SupportsAttention)
+
+
+def generic_attention(
+    ctx: Context,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | CausalMask | None,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """:func:`attention` on the required core only, for tensors of one dtype.
+
+    Products in that dtype (accumulated in F32 by contract), the softmax in F32.
+    """
+    tokens, heads, _ = query.shape
+    history = key.shape[0]
+    block = max(1, SCORES_LIMIT // max(1, heads * history))
+    if tokens <= block:
+        return _attend(ctx, query, key, value, mask, scale, sinks)
+    result = ctx.empty((tokens, heads, value.shape[2]), value.dtype)
+    for start in range(0, tokens, block):
+        stop = min(start + block, tokens)
+        seen, part = history, mask
+        if mask is CAUSAL:
+            seen = history - tokens + stop
+        elif mask is not None:
+            part = mask.slice(ctx, 0, start, stop)
+        keys, values = key.slice(ctx, 0, 0, seen), value.slice(ctx, 0, 0, seen)
+        rows = _attend(ctx, query.slice(ctx, 0, start, stop), keys, values, part, scale, sinks)
+        rows.copy(ctx, result.slice(ctx, 0, start, stop))
+    return result
+
+
+def _attend(
+    ctx: Context,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | CausalMask | None,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One block of queries; those of a KV head are stacked, (kv_heads, tokens * group, head_dim)."""
+    tokens, heads, head_dim = query.shape
+    history, kv_heads, v_dim = value.shape
+    group = heads // kv_heads
+    query = query.scale(ctx, scale)
+    if tokens == 1:
+        stacked = query.reshape(ctx, kv_heads, group, head_dim)
+    else:
+        stacked = query.reshape(ctx, tokens, kv_heads, group, head_dim).permute(ctx, 1, 0, 2, 3)
+        stacked = stacked.contiguous(ctx).reshape(ctx, kv_heads, tokens * group, head_dim)
+    scores = stacked.matmul(ctx, key.permute(ctx, 1, 2, 0))
+    if mask is not None or sinks is not None:
+        scores = scores.reshape(ctx, kv_heads, tokens, group, history)
+        weights = _softmax(ctx, _masked(ctx, scores, mask), sinks)
+        weights = weights.reshape(ctx, kv_heads, tokens * group, history)
+    else:
+        weights = _softmax(ctx, scores, None)
+    if weights.dtype is not value.dtype:
+        weights = weights.cast(ctx, value.dtype)
+    result = weights.matmul(ctx, value.permute(ctx, 1, 0, 2))
+    if tokens == 1:
+        return result.reshape(ctx, 1, heads, v_dim)
+    result = result.reshape(ctx, kv_heads, tokens, group, v_dim).permute(ctx, 1, 0, 2, 3)
+    return result.contiguous(ctx).reshape(ctx, tokens, heads, v_dim)
+
+
+def _masked(ctx: Context, scores: Tensor, mask: Tensor | CausalMask | None) -> Tensor:
+    """Scores (kv_heads, tokens, group, history) in F32, -inf where a query does not look."""
+    _, tokens, _, history = scores.shape
+    scores = _wide(ctx, scores)
+    if mask is None:
+        return scores
+    if mask is CAUSAL:
+        last = ctx.arange(history - tokens, history, 1, DType.I32).reshape(ctx, tokens, 1, 1)
+        seen = ctx.arange(0, history, 1, DType.I32).compare(ctx, "<=", last)
+        return seen.where(ctx, scores, ctx.full((1,), -math.inf, DType.F32))
+    if mask.shape[0] > tokens:
+        mask = mask.slice(ctx, 0, 0, tokens)
+    return scores.add(ctx, _wide(ctx, mask).reshape(ctx, tokens, 1, history))
+
+
+def _softmax(ctx: Context, scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights in F32; the sinks' share is left out, so rows then sum to less than one."""
+    scores = _wide(ctx, scores)
+    if sinks is None:
+        return scores.softmax(ctx)
+    kv_heads, tokens, group, history = scores.shape
+    logits = _wide(ctx, sinks.contiguous(ctx)).view(ctx, 0, (kv_heads, tokens, group, 1), (group, 0, 1, 1))
+    return scores.concat(ctx, logits, 3).softmax(ctx).slice(ctx, 3, 0, history)
+
+
+def _wide(ctx: Context, x: Tensor) -> Tensor:
+    return x if x.dtype is DType.F32 else x.cast(ctx, DType.F32)
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | CausalMask | None, sinks: Tensor | None
+) -> None:
+    shapes = query.shape, key.shape, value.shape
+    if any(len(shape) != 3 for shape in shapes):
+        raise ShapeError(f"attention: query, key, value {shapes}; each is (tokens, heads, size)")
+    (tokens, heads, head_dim), (history, kv_heads, key_dim), _ = shapes
+    if key_dim != head_dim or shapes[2][:2] != (history, kv_heads):
+        raise ShapeError(
+            f"attention: query {shapes[0]}, key {shapes[1]}, value {shapes[2]}; key has to be "
+            f"(history, kv_heads, {head_dim}) and value (history, kv_heads, v_dim)"
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ShapeError(f"attention: {heads} heads over {kv_heads} KV heads; it has to be a multiple")
+    if history == 0:
+        raise ShapeError("attention: a history of no keys; put keys before attending")
+    if not query.dtype.is_float or not key.dtype.is_float or value.dtype is not key.dtype:
+        raise DTypeError(
+            f"attention: query {query.dtype!r}, key {key.dtype!r}, value {value.dtype!r}; "
+            "they are floats, and key and value agree"
+        )
+    _check_mask(mask, tokens, history)
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.dtype.is_float):
+        raise ShapeError(f"attention: sinks {sinks.dtype!r} {sinks.shape}; they are floats ({heads},)")
+
+
+def _check_mask(mask: Tensor | CausalMask | None, tokens: int, history: int) -> None:
+    if mask is None:
+        return
+    if mask is CAUSAL:
+        if history < tokens:
+            raise ShapeError(f"attention: CAUSAL with {tokens} queries and {history} keys; some see none")
+        return
+    shape = mask.shape
+    if len(shape) != 2 or shape[0] < tokens or shape[1] != history:
+        raise ShapeError(f"attention: mask {shape}; it has to be (rows >= {tokens}, {history})")
+    if not mask.dtype.is_float:
+        raise DTypeError(f"attention: mask {mask.dtype!r}; it is additive, F32, F16 or BF16")

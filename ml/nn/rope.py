@@ -1,0 +1,213 @@
+"""Rotary position embeddings (Su et al., "RoFormer", 2021, arXiv 2104.09864).
+
+A token at position p turns pair i of a head's dimensions by the angle ``p * frequency[i]``::
+
+    half-split (Llama, Qwen):   pair i is (x[i], x[i + dim/2])
+    interleaved (GPT-J, Cohere): pair i is (x[2i], x[2i + 1])
+
+Written as ``x * cos + swapped(x) * sin``, where ``swapped`` exchanges the two of each pair and
+the sine of the first of each pair carries a minus. The minus is put into the frequencies, since
+cos(-a) = cos(a) and sin(-a) = -sin(a): both tables are then one elementwise function of the
+angles, whatever the pairing. Dimensions beyond ``dim`` pass through (partial rotary).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeGuard, cast
+
+import numpy as np
+
+from ml.capabilities import SupportsRope
+from ml.dtypes import DType
+from ml.errors import DTypeError, ShapeError
+from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from ml.protocols import Context, Tensor
+
+__all__ = [
+    "LinearScaling", "Llama3Scaling", "Positions", "RopeScaling", "RopeSpec", "Rotation", "YarnScaling",
+    "apply_rope", "rope", "rope_shift", "rope_tables",
+]  # fmt: skip
+
+Positions = Sequence[int] | np.ndarray | Tensor
+"""One position per token: on the host, or an I32 tensor of one axis."""
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """A rotary embedding.
+
+    ``dim`` rotary dimensions, even, the first ones of a head; ``base`` is theta; ``interleaved``
+    pairs neighbours instead of halves; ``scaling`` stretches the context.
+    """
+
+    dim: int
+    base: float = 10000.0
+    interleaved: bool = False
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.dim < 2 or self.dim % 2:
+            raise ShapeError(f"RopeSpec: dim={self.dim}; it is even and >= 2: dimensions turn in pairs")
+        if self.base <= 0:
+            raise ShapeError(f"RopeSpec: base={self.base}; it is > 0")
+
+    @cached_property
+    def inverse_frequencies(self) -> np.ndarray:
+        """Radians per position of each pair, scaled: float64 (dim / 2,), highest first; read-only."""
+        plain = self.base ** -(np.arange(0, self.dim, 2) / self.dim)
+        return _frozen(plain if self.scaling is None else self.scaling.scale(plain, self.base))
+
+    @cached_property
+    def attention_factor(self) -> float:
+        """What rotated vectors are multiplied by: YaRN's temperature, else 1."""
+        return 1.0 if self.scaling is None else self.scaling.attention_scale
+
+    @cached_property
+    def signed_frequencies(self) -> np.ndarray:
+        """float32 (dim,): each dimension's frequency, negative for the first of each pair."""
+        pairs = self.inverse_frequencies.astype(np.float32) * np.array([[-1], [1]], np.float32)
+        return _frozen(pairs.T.reshape(-1) if self.interleaved else pairs.reshape(-1))
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
+
+
+def rope(ctx: Context, x: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
+    """Rotate x (tokens, heads, head_dim) by its positions; computed in F32, rounded once to x's dtype.
+
+    For several tensors at the same positions (the layers of one forward) use :class:`Rotation`.
+    """
+    return Rotation(ctx, positions, spec).apply(ctx, x)
+
+
+def rope_tables(ctx: Context, positions: Positions, spec: RopeSpec) -> tuple[Tensor, Tensor]:
+    """cos and sin, F32 (tokens, 1, dim), times the attention factor: good for all layers of a forward."""
+    return _tables(ctx, positions, spec, spec.attention_factor)
+
+
+def apply_rope(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, spec: RopeSpec) -> Tensor:
+    """Rotate x (tokens, heads, head_dim) by tables of :func:`rope_tables`; returns x's dtype."""
+    dim = spec.dim
+    _check_vectors("apply_rope", x, cos.shape[0], spec)
+    partial = dim < x.shape[2]
+    turned = x.slice(ctx, 2, 0, dim) if partial else x
+    if x.dtype is not DType.F32:
+        turned = turned.cast(ctx, DType.F32)
+    turned = turned.mul(ctx, cos).add(ctx, _swapped(ctx, turned, spec).mul(ctx, sin))
+    if x.dtype is not DType.F32:
+        turned = turned.cast(ctx, x.dtype)
+    return turned.concat(ctx, x.slice(ctx, 2, dim, x.shape[2]), 2) if partial else turned
+
+
+def rope_shift(spec: RopeSpec) -> Callable[[Context, int, Tensor, Tensor], Tensor]:
+    """The cache's shift function for keys rotated by ``spec``.
+
+    Rotations add up, so a stored key moves from position p to p + offset by one more turn. That
+    turn leaves lengths alone: the key carries its attention factor already.
+    """
+
+    def shift(ctx: Context, layer: int, key: Tensor, offsets: Tensor) -> Tensor:
+        """key (cells, kv_heads, head_dim), offsets I32 (cells,) -> key at its new positions."""
+        return apply_rope(ctx, key, *_tables(ctx, offsets, spec, 1.0), spec)
+
+    return shift
+
+
+class Rotation:
+    """The rotation of one forward pass: the backend's fused kernel, or tables that are made once.
+
+    Tensors lie on the device of the context that made it; :meth:`to` carries them to another.
+    """
+
+    __slots__ = ("_fused", "_positions", "_tables", "spec")
+
+    def __init__(self, ctx: Context, positions: Positions, spec: RopeSpec) -> None:
+        self.spec = spec
+        self._positions = positions
+        self._tables: tuple[Tensor, Tensor] | None = None
+        self._fused = _on_device(ctx, positions) if isinstance(ctx.backend, SupportsRope) else None
+
+    def apply(self, ctx: Context, x: Tensor) -> Tensor:
+        """Rotate x (tokens, heads, head_dim)."""
+        if self._fused is not None:
+            _check_vectors("rope", x, self._fused.shape[0], self.spec)
+            kernel: SupportsRope = ctx.backend  # type: ignore[assignment]  # found in __init__
+            rotated = kernel.rope(ctx, x, self._fused, self.spec)
+            if rotated is not None:
+                return rotated
+            self._fused = None  # not this spec: the generic body for the rest of the pass
+        if self._tables is None:
+            self._tables = rope_tables(ctx, self._positions, self.spec)
+        return apply_rope(ctx, x, *self._tables, self.spec)
+
+    def to(self, ctx: Context) -> Rotation:
+        """The same rotation with its tensors on the device of ``ctx``."""
+        moved = Rotation.__new__(Rotation)
+        moved.spec, moved._positions, moved._tables, moved._fused = self.spec, self._positions, None, None
+        if self._fused is not None:
+            moved._fused = self._fused.cast(ctx, DType.I32)
+        if self._tables is not None:
+            cos, sin = self._tables
+            moved._tables = cos.cast(ctx, DType.F32), sin.cast(ctx, DType.F32)
+        return moved
+
+
+def _is_host(positions: Positions) -> TypeGuard[Sequence[int] | np.ndarray]:
+    return isinstance(positions, (np.ndarray, Sequence))
+
+
+def _on_device(ctx: Context, positions: Positions) -> Tensor:
+    """Positions as an I32 tensor (tokens,)."""
+    if _is_host(positions):
+        return ctx.from_numpy(_on_host(positions), DType.I32)
+    tensor = cast("Tensor", positions)
+    if tensor.dtype is not DType.I32 or len(tensor.shape) != 1:
+        raise DTypeError(f"rope: positions {tensor.dtype!r} {tensor.shape}; they are I32 of one axis")
+    return tensor
+
+
+def _on_host(positions: Sequence[int] | np.ndarray) -> np.ndarray:
+    host = np.asarray(positions)
+    if host.ndim != 1 or (host.size and host.dtype.kind not in "iu"):
+        raise ShapeError(f"rope: positions {host.dtype} {host.shape}; they are integers of one axis")
+    return host
+
+
+def _tables(ctx: Context, positions: Positions, spec: RopeSpec, factor: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * frequency, in F32 as the reference models compute them."""
+    if not _is_host(positions):
+        steps = _on_device(ctx, positions).cast(ctx, DType.F32).reshape(ctx, -1, 1, 1)
+        angles = steps.mul(ctx, ctx.from_numpy(spec.signed_frequencies))
+        cos, sin = angles.cos(ctx), angles.sin(ctx)
+        return (cos, sin) if factor == 1.0 else (cos.scale(ctx, factor), sin.scale(ctx, factor))
+    host = _on_host(positions).astype(np.float32)[:, None, None] * spec.signed_frequencies
+    tables = np.stack((np.cos(host), np.sin(host)))  # one transfer for the two
+    if factor != 1.0:
+        tables *= np.float32(factor)
+    both = ctx.from_numpy(tables)
+    return both.view(ctx, 0, host.shape), both.view(ctx, host.size, host.shape)
+
+
+def _swapped(ctx: Context, x: Tensor, spec: RopeSpec) -> Tensor:
+    """x (tokens, heads, dim) with the two of each pair exchanged."""
+    if not spec.interleaved:
+        half = spec.dim // 2
+        return x.slice(ctx, 2, half, spec.dim).concat(ctx, x.slice(ctx, 2, 0, half), 2)
+    pairs = x.reshape(ctx, *x.shape[:2], spec.dim // 2, 2)
+    swapped = pairs.slice(ctx, 3, 1, 2).concat(ctx, pairs.slice(ctx, 3, 0, 1), 3)
+    return swapped.reshape(ctx, *x.shape)
+
+
+def _check_vectors(op: str, x: Tensor, tokens: int, spec: RopeSpec) -> None:
+    shape = x.shape
+    if len(shape) != 3 or shape[0] != tokens or shape[2] < spec.dim:
+        raise ShapeError(
+            f"{op}: x {shape} for {tokens} positions; it has to be ({tokens}, heads, head_dim >= {spec.dim})"
+        )
+    if not x.dtype.is_float:
+        raise DTypeError(f"{op}: takes F32, F16 or BF16, not {x.dtype!r}")

@@ -1,0 +1,38 @@
+"""The conformance suite for backends, as strangers run it.
+
+From the shell, on any installed plugin::
+
+    pytest --pyargs ml.testing --ml-backend=NAME
+    pytest --pyargs ml.testing --ml-backend=torch --ml-backend-option device=cuda
+
+or as a test file of the backend's own repository, which is ten lines::
+
+    from ml.testing import BackendTests
+
+    class TestMine(BackendTests):
+        backend_name = "mine"
+
+A backend that is no plugin overrides the fixture ``backend`` (function-scoped: tests close it) or
+``open_backend``. Everything is required unless ``BackendSpec.features`` (or the class attribute
+``features``) declares it absent, and a declared absence has to raise NotSupportedError.
+
+Importing this package is light: the suite, pytest and hypothesis load with the first test class.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ml.capabilities import Features
+
+if TYPE_CHECKING:
+    from ml.testing.backend import BackendTests
+
+__all__ = ["BackendTests", "Features"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "BackendTests":
+        return importlib.import_module("ml.testing.backend").BackendTests
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
