@@ -13,12 +13,13 @@ Cell metadata lives in cells.py, the tensors in buffers.py, what a pass reads in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 import ml
-from kvcache import moving
+from kvcache import attending, moving
 from kvcache.batches import Group, check_sequence, group_batch
 from kvcache.buffers import LayerBuffers
 from kvcache.cache import (
@@ -34,7 +35,7 @@ from kvcache.cache import (
     SequenceLostError,
     ShiftFunction,
 )
-from kvcache.cells import CellTable
+from kvcache.cells import CellTable, SavedRow
 from kvcache.forward import Forward
 from kvcache.reading import LowerBound
 from ml import nn
@@ -57,6 +58,7 @@ class CausalCache:
         self._layer = 0
         self._forward: Forward | None = None
         self._buffers: dict[int, LayerBuffers] = {}
+        self._undo: dict[int, SavedRow] = {}
 
     # Setting up and closing.
 
@@ -97,7 +99,7 @@ class CausalCache:
     def close(self) -> None:
         """Drop all tensors and metadata. ``init`` may bind the cache anew."""
         self._buffers.clear()
-        self._forward = None
+        self._changed()
         self._backend = None
         self._closed = True
 
@@ -173,13 +175,15 @@ class CausalCache:
         table = self._table
         evictions = self._evictions(groups)
         saved = {seq: table.save_row(seq) for seq, _ in evictions}
+        for group in groups:
+            saved[group.seq] = table.save_row(group.seq)
         for seq, position in evictions:
             table.drop(seq, 0, table.rows[seq].index(position))
         if tokens > table.free:
             free = table.free
-            for seq, row in saved.items():
-                table.restore_row(seq, row)
+            self._restore(saved)
             raise CacheFullError(tokens, free, table.held())
+        self._undo = saved
         if len(groups) == 1:
             return self._place_one(groups[0])
         cells = np.empty(tokens, dtype=np.int64)
@@ -211,6 +215,21 @@ class CausalCache:
         else:
             table.take(group.seq, group.positions, chosen)
         return chosen
+
+    def undo_forward(self) -> None:
+        """Take back the last ``start_forward``, evictions included, as if it had not been called.
+
+        For caches that start together: where one refuses, the others go back. Only right after
+        ``start_forward``; once another sequence operation has followed there is nothing to undo.
+        """
+        self._bound("undo_forward")
+        saved, self._undo = self._undo, {}
+        self._restore(saved)
+        self._forward = None
+
+    def _restore(self, saved: dict[int, SavedRow]) -> None:
+        for seq, row in saved.items():
+            self._table.restore_row(seq, row)
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
         """Let the batch's tokens at the indices ``except_`` see what comes after them too.
@@ -295,49 +314,7 @@ class CausalCache:
         if forward.reserve:
             key, value = buffers.read(ctx, 0, self._table.cells)
             return nn.attention(ctx, query, key, value, self._reserve_mask(ctx, forward), scale, sinks)
-        if forward.worth_merging():
-            reading, mask = forward.shared(ctx)
-            key, value = buffers.read(ctx, reading.cells(ctx), reading.length)
-            return nn.attention(ctx, query, key, value, mask, scale, sinks)
-        if len(forward.groups) == 1 and isinstance(forward.groups[0].rows, slice):
-            return self._attend_group(ctx, buffers, forward.groups[0], query, scale, sinks)
-        return self._attend_each(ctx, buffers, forward, query, scale, sinks)
-
-    def _attend_group(
-        self,
-        ctx: ml.Context,
-        buffers: LayerBuffers,
-        group: Group,
-        query: ml.Tensor,
-        scale: float,
-        sinks: ml.Tensor | None,
-    ) -> ml.Tensor:
-        assert self._forward is not None
-        reading, mask = self._forward.own(ctx, group)
-        key, value = buffers.read(ctx, reading.cells(ctx), reading.length)
-        return nn.attention(ctx, query, key, value, mask, scale, sinks)
-
-    def _attend_each(
-        self,
-        ctx: ml.Context,
-        buffers: LayerBuffers,
-        forward: Forward,
-        query: ml.Tensor,
-        scale: float,
-        sinks: ml.Tensor | None,
-    ) -> ml.Tensor:
-        tokens, heads, _ = query.shape
-        result = ctx.empty((tokens, heads, buffers.value.dim), query.dtype)
-        for group in forward.groups:
-            rows = group.rows
-            if isinstance(rows, slice):
-                part = query.slice(ctx, 0, rows.start, rows.stop)
-                out = self._attend_group(ctx, buffers, group, part, scale, sinks)
-                out.copy(ctx, result.slice(ctx, 0, rows.start, rows.stop))
-            else:
-                out = self._attend_group(ctx, buffers, group, query.rows(ctx, rows), scale, sinks)
-                result.set_rows(ctx, out, rows)
-        return result
+        return attending.attend(ctx, forward, buffers, query, scale, sinks)
 
     def _reserve_mask(self, ctx: ml.Context, forward: Forward) -> ml.Tensor:
         rows = -(-forward.tokens // self._active.mask_batch_padding) * self._active.mask_batch_padding
@@ -347,6 +324,10 @@ class CausalCache:
 
     def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
         """Empty ``dst_seq``, then let it share the cells of ``src_seq`` at positions ``[0, length)``."""
+        self.prepare_copy_prefix(src_seq, dst_seq, length)()
+
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
+        """Check all that ``copy_prefix`` may refuse; the callable returned then does it."""
         self._bound("copy_prefix")
         check_sequence("copy_prefix", src_seq, self._max_sequences)
         check_sequence("copy_prefix", dst_seq, self._max_sequences)
@@ -357,9 +338,13 @@ class CausalCache:
         source = self._table.rows[src_seq]
         if source.lost:
             raise _lost("copy_prefix", src_seq)
-        self._forward = None
-        self._clear(dst_seq)
-        self._table.share(src_seq, dst_seq, source.index(length))
+
+        def commit() -> None:
+            self._changed()
+            self._clear(dst_seq)
+            self._table.share(src_seq, dst_seq, source.index(length))
+
+        return commit
 
     def remove(self, seq: int, begin: int, end: int | None = None) -> None:
         """Forget positions ``[begin, end)`` of a sequence; None: to its end.
@@ -371,30 +356,44 @@ class CausalCache:
         token is shared, or (with a window) the sequence could then not resume at its end;
         InvalidRangeError for a range that means nothing. Nothing is touched before all that is known.
         """
-        self._bound("remove")
+        self.prepare_remove(seq, begin, end)()
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
+        """Check all that ``remove`` may refuse and compute shifted keys; the callable then does it."""
+        backend = self._bound("remove")
         check_sequence("remove", seq, self._max_sequences)
         if begin < 0 or (end is not None and end < begin):
             raise InvalidRangeError(f"remove: [{begin}, {end}); it needs 0 <= begin <= end")
         row, table = self._table.rows[seq], self._table
         start = row.index(begin)
         stop = len(row) if end is None else row.index(end)
-        if row.lost:
-            if start:
-                raise _lost("remove", seq)
-            self._forward = None
-            self._clear(seq)
-            return
-        if end is not None and stop < len(row) and end > begin:
-            self._check_shift(seq, stop, end - begin, start)
-            moving.shift_keys(
-                self._bound("remove"), self._buffers, table, seq, stop, begin - end, self._shift
-            )
-            self._forward = None
+        if row.lost and start:
+            raise _lost("remove", seq)
+        if end is None or end == begin or stop == len(row) or row.lost:
+            stop = len(row) if row.lost else stop
+            return functools.partial(self._drop, seq, start, stop)
+        self._check_shift(seq, stop, end - begin, start)
+        write = moving.prepare_shift(backend, self._buffers, table, seq, stop, begin - end, self._shift)
+
+        def commit() -> None:
+            write()
             positions = row.positions.copy()
             positions[stop:] -= end - begin
             row.assign(positions, row.cells.copy())
+            self._drop(seq, start, stop)
+
+        return commit
+
+    def _drop(self, seq: int, start: int, stop: int) -> None:
+        self._changed()
+        self._table.drop(seq, start, stop)
+        row = self._table.rows[seq]
+        row.lost = row.lost and len(row) > 0
+
+    def _changed(self) -> None:
+        """Sequences changed: the pass under way ends, and cannot be undone any more."""
         self._forward = None
-        table.drop(seq, start, stop)
+        self._undo = {}
 
     def _check_shift(self, seq: int, stop: int, distance: int, start: int) -> None:
         """Refuse what a removal from the middle cannot do, before anything is touched."""
@@ -413,7 +412,7 @@ class CausalCache:
     def defrag(self) -> None:
         """Move cells so that every sequence lies in one run, with room to grow. Views go stale."""
         backend = self._bound("defrag")
-        self._forward = None
+        self._changed()
         moving.defragment(backend, self._buffers, self._table)
 
     def _clear(self, seq: int) -> None:

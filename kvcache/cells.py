@@ -17,9 +17,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-__all__ = ["CellTable", "Row"]
+__all__ = ["CellTable", "Row", "SavedRow"]
 
 Array = np.ndarray
+SavedRow = tuple[np.ndarray, np.ndarray, int, int, bool]
+"""What ``Row.save`` gives: buffers, head, tail, and whether the cells are a run."""
 _EMPTY = np.zeros(0, dtype=np.int64)
 
 
@@ -91,10 +93,10 @@ class Row:
         found[found == stored.size] = 0
         return bool((stored[found] == positions).any())
 
-    def save(self) -> tuple[Array, Array, int, int, bool]:
+    def save(self) -> SavedRow:
         return self._positions, self._cells, self._head, self._tail, self.contiguous
 
-    def load(self, saved: tuple[Array, Array, int, int, bool]) -> None:
+    def load(self, saved: SavedRow) -> None:
         self._positions, self._cells, self._head, self._tail, self.contiguous = saved
 
     def assign(self, positions: Array, cells: Array) -> None:
@@ -247,10 +249,10 @@ class CellTable:
         self.references[cells] -= 1
         self.free += int((self.references[cells] == 0).sum())
 
-    def save_row(self, seq: int) -> tuple[Array, Array, int, int, bool]:
+    def save_row(self, seq: int) -> SavedRow:
         return self.rows[seq].save()
 
-    def restore_row(self, seq: int, saved: tuple[Array, Array, int, int, bool]) -> None:
+    def restore_row(self, seq: int, saved: SavedRow) -> None:
         """Bring a row back to what ``save_row`` gave; only appends and cuts lie between."""
         row = self.rows[seq]
         self._release(row.cells)

@@ -6,7 +6,7 @@ then marked lost. Everything that can be refused or computed is done before the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -15,10 +15,10 @@ from kvcache.buffers import LayerBuffers
 from kvcache.cache import InvalidRangeError, ShiftFunction
 from kvcache.cells import CellTable
 
-__all__ = ["defragment", "shift_keys"]
+__all__ = ["defragment", "prepare_shift"]
 
 
-def shift_keys(
+def prepare_shift(
     backend: ml.Backend,
     buffers: Mapping[int, LayerBuffers],
     table: CellTable,
@@ -26,33 +26,36 @@ def shift_keys(
     start: int,
     offset: int,
     shift: ShiftFunction | None,
-) -> None:
+) -> Callable[[], None]:
     """Re-encode the keys of entries ``start`` and up of a row for positions moved by ``offset``.
 
-    The shifted keys of all layers are computed before any is written: a shift function that raises
-    leaves the cache as it was.
+    The shifted keys of all layers are computed here, the callable returned writes them: a shift
+    function that raises leaves the cache as it was.
     """
     if shift is None or not buffers:
-        return
-    row = table.rows[seq]
-    cells = row.cells[start:]
+        return lambda: None
+    cells = table.rows[seq].cells[start:]
+    is_run = bool((np.diff(cells) == 1).all())
     with backend.new_context() as ctx:
-        where: int | ml.Tensor = int(cells[0])
-        if not (row.contiguous or bool((np.diff(cells) == 1).all())):
-            where = ctx.from_numpy(cells, ml.DType.I32)
+        where = int(cells[0]) if is_run else ctx.from_numpy(cells, ml.DType.I32)
         offsets = ctx.full((cells.size,), offset, ml.DType.I32)
         shifted = {
             layer: _shifted(ctx.layer(layer), layer, held, where, offsets, shift)
             for layer, held in buffers.items()
         }
         ctx.compute(*shifted.values())
+
+    def write() -> None:
         try:
-            for layer, key in shifted.items():
-                ctx.forward(buffers[layer].key.write(ctx.layer(layer), where, key))
-            ctx.compute()
+            with backend.new_context() as ctx:
+                for layer, key in shifted.items():
+                    ctx.forward(buffers[layer].key.write(ctx.layer(layer), where, key))
+                ctx.compute()
         except Exception:
             _mark_lost(table, cells)
             raise
+
+    return write
 
 
 def _shifted(

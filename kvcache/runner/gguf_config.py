@@ -95,10 +95,9 @@ def _refuse_unread(data: _Metadata) -> None:
             f"a sliding window of {window} tokens is not supported by the runner yet; "
             "take a model with full attention"
         )
-    for side in ("key_length", "value_length"):
-        length = data.get(f"attention.{side}")
-        if length is not None and length != data.get("attention.key_length", length):
-            raise ModelError(f"attention.{side}={length} differs from key_length, which is not supported")
+    value = data.get("attention.value_length")
+    if value is not None and value != data.get("attention.key_length", value):
+        raise ModelError(f"attention.value_length={value} differs from key_length, which is not supported")
 
 
 def _eos(file: GGUFFile) -> tuple[int, ...]:

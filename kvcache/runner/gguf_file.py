@@ -67,12 +67,13 @@ class GGUFFile:
         """F32, F16 and BF16 as they are; quantised blocks become F32."""
         tensor = self._tensors[name]
         kind = tensor.tensor_type.name
+        array: np.ndarray = np.asarray(tensor.data)
         if kind in ("F32", "F16"):
-            return np.asarray(tensor.data)
+            return array
         if kind == "BF16":
-            return np.asarray(tensor.data).view(ml_dtypes.bfloat16).reshape(self.shape(name))
+            return array.view(ml_dtypes.bfloat16).reshape(self.shape(name))
         try:
-            array: np.ndarray = self._gguf.dequantize(tensor.data, tensor.tensor_type)
+            array = self._gguf.dequantize(array, tensor.tensor_type)
         except (NotImplementedError, ValueError) as error:
             raise ModelError(
                 f"{self.path}: {name} is stored as {kind}, which the gguf package cannot read ({error})"
@@ -83,7 +84,7 @@ class GGUFFile:
         count = self.get("split.count", 1)
         if count > 1:
             raise ModelError(
-                f"{self.path}: one of {count} parts of a split model; merge them with llama-gguf-split --merge"
+                f"{self.path}: one of {count} parts of a split model; join them: llama-gguf-split --merge"
             )
 
 

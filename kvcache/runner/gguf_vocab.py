@@ -46,7 +46,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> tuple[Any, list[int]]:
     tokens = file.get("tokenizer.ggml.tokens", [])
     try:
         tokenizer = builders[kind](file, tokens)
-        tokenizer.add_special_tokens(_special(file, tokens))
+        tokenizer.add_tokens(_added(file, tokens))
     except ModelError:
         raise
     except Exception as error:  # the Rust side raises bare Exception
@@ -114,12 +114,16 @@ def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> Any:
     return tokenizer
 
 
-def _special(file: GGUFFile, tokens: Sequence[str]) -> list[Any]:
+def _added(file: GGUFFile, tokens: Sequence[str]) -> list[Any]:
+    """Tokens that are found in a text before it is cut into words; control tokens leave no text."""
     from tokenizers import AddedToken
 
     types = file.get("tokenizer.ggml.token_type", [])
-    found = [token for token, kind in zip(tokens, types, strict=False) if kind == _CONTROL]
-    return [AddedToken(token, special=True, normalized=False) for token in found]
+    return [
+        AddedToken(token, special=kind == _CONTROL, normalized=False)
+        for token, kind in zip(tokens, types, strict=False)
+        if kind in (_CONTROL, _USER)
+    ]
 
 
 def _prefix(file: GGUFFile, kind: str) -> list[int]:

@@ -155,11 +155,13 @@ class Llama:
         if layer.qk_norm is not None:
             qk = qk.rms_norm(ctx, None, config.rms_norm_eps).mul(ctx, layer.qk_norm)
         qk = rotation.apply(ctx, qk)
-        cache.put(
-            ctx, qk.slice(ctx, 1, heads, rotated), qkv.slice(ctx, 1, rotated, rotated + config.kv_heads)
-        )
+        key, value = qk.slice(ctx, 1, heads, rotated), qkv.slice(ctx, 1, rotated, rotated + config.kv_heads)
+        cache.put(ctx, key, value)
         attended = cache.attend(ctx, qk.slice(ctx, 1, 0, heads), self.scale)
-        return attended.reshape(ctx, tokens, heads * config.head_dim)
+        try:
+            return attended.reshape(ctx, tokens, heads * config.head_dim)
+        except ml.ShapeError:  # kernels that work head by head return a permuted view
+            return attended.contiguous(ctx).reshape(ctx, tokens, heads * config.head_dim)
 
     def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
         if len(self.backend.devices) > 1:

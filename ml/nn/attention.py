@@ -107,7 +107,7 @@ def _attend(
 ) -> Tensor:
     """One block of queries; those of a KV head are stacked, (kv_heads, tokens * group, head_dim)."""
     tokens, heads, head_dim = query.shape
-    history, kv_heads, v_dim = value.shape
+    kv_heads, v_dim = value.shape[1:]
     group = heads // kv_heads
     query = query.scale(ctx, scale)
     if tokens == 1:
@@ -115,13 +115,8 @@ def _attend(
     else:
         stacked = query.reshape(ctx, tokens, kv_heads, group, head_dim).permute(ctx, 1, 0, 2, 3)
         stacked = stacked.contiguous(ctx).reshape(ctx, kv_heads, tokens * group, head_dim)
-    scores = stacked.matmul(ctx, key.permute(ctx, 1, 2, 0))
-    if mask is not None or sinks is not None:
-        scores = scores.reshape(ctx, kv_heads, tokens, group, history)
-        weights = _softmax(ctx, _masked(ctx, scores, mask), sinks)
-        weights = weights.reshape(ctx, kv_heads, tokens * group, history)
-    else:
-        weights = _softmax(ctx, scores, None)
+    scores = _wide(ctx, stacked.matmul(ctx, key.permute(ctx, 1, 2, 0)))
+    weights = _weights(ctx, scores, tokens, group, mask, sinks)
     if weights.dtype is not value.dtype:
         weights = weights.cast(ctx, value.dtype)
     result = weights.matmul(ctx, value.permute(ctx, 1, 0, 2))
@@ -131,26 +126,41 @@ def _attend(
     return result.contiguous(ctx).reshape(ctx, tokens, heads, v_dim)
 
 
-def _masked(ctx: Context, scores: Tensor, mask: Tensor | CausalMask | None) -> Tensor:
-    """Scores (kv_heads, tokens, group, history) in F32, -inf where a query does not look."""
-    _, tokens, _, history = scores.shape
-    scores = _wide(ctx, scores)
-    if mask is None:
-        return scores
-    if mask is CAUSAL:
-        last = ctx.arange(history - tokens, history, 1, DType.I32).reshape(ctx, tokens, 1, 1)
-        seen = ctx.arange(0, history, 1, DType.I32).compare(ctx, "<=", last)
-        return seen.where(ctx, scores, ctx.full((1,), -math.inf, DType.F32))
-    if mask.shape[0] > tokens:
-        mask = mask.slice(ctx, 0, 0, tokens)
-    return scores.add(ctx, _wide(ctx, mask).reshape(ctx, tokens, 1, history))
-
-
-def _softmax(ctx: Context, scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights in F32; the sinks' share is left out, so rows then sum to less than one."""
-    scores = _wide(ctx, scores)
-    if sinks is None:
+def _weights(
+    ctx: Context,
+    scores: Tensor,
+    tokens: int,
+    group: int,
+    mask: Tensor | CausalMask | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Softmax over the last axis of scores F32 (kv_heads, tokens * group, history)."""
+    if mask is not None and mask is not CAUSAL:
+        mask = _wide(ctx, mask if mask.shape[0] == tokens else mask.slice(ctx, 0, 0, tokens))
+        if tokens == 1 or group == 1:  # the mask's rows are the scores' rows
+            scores, mask = scores.add(ctx, mask), None
+    if mask is None and sinks is None:
         return scores.softmax(ctx)
+    shape = scores.shape
+    scores = scores.reshape(ctx, shape[0], tokens, group, shape[2])
+    if mask is CAUSAL:
+        scores = _causal(ctx, scores)
+    elif mask is not None:
+        scores = scores.add(ctx, mask.reshape(ctx, tokens, 1, shape[2]))
+    weights = scores.softmax(ctx) if sinks is None else _softmax_with_sinks(ctx, scores, sinks)
+    return weights.reshape(ctx, *shape)
+
+
+def _causal(ctx: Context, scores: Tensor) -> Tensor:
+    """Scores (kv_heads, tokens, group, history) with -inf where a key comes after the query."""
+    _, tokens, _, history = scores.shape
+    last = ctx.arange(history - tokens, history, 1, DType.I32).reshape(ctx, tokens, 1, 1)
+    seen = ctx.arange(0, history, 1, DType.I32).compare(ctx, "<=", last)
+    return seen.where(ctx, scores, ctx.full((1,), -math.inf, DType.F32))
+
+
+def _softmax_with_sinks(ctx: Context, scores: Tensor, sinks: Tensor) -> Tensor:
+    """Of scores (kv_heads, tokens, group, history); the sinks' share is left out, so rows sum to < 1."""
     kv_heads, tokens, group, history = scores.shape
     logits = _wide(ctx, sinks.contiguous(ctx)).view(ctx, 0, (kv_heads, tokens, group, 1), (group, 0, 1, 1))
     return scores.concat(ctx, logits, 3).softmax(ctx).slice(ctx, 3, 0, history)

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from ml.testing.aliasing import AliasingTests
+from ml.testing.attention import CapabilityTests
+from ml.testing.casts import CastTests
+from ml.testing.compute import ComputeTests
+from ml.testing.copies import CopyTests
 from ml.testing.creation import CreationTests
 from ml.testing.movement import MovementTests
+from ml.testing.order import OrderTests
+from ml.testing.reductions import ReductionTests
+from ml.testing.refusals import RefusalTests
+from ml.testing.rows import RowTests
 
 __all__ = ["BackendTests"]
 
 
-class BackendTests(CreationTests, MovementTests):
+class BackendTests(
+    CreationTests,
+    MovementTests,
+    AliasingTests,
+    CopyTests,
+    RowTests,
+    CastTests,
+    ComputeTests,
+    ReductionTests,
+    OrderTests,
+    RefusalTests,
+    CapabilityTests,
+):
     """Everything the contract says of a backend. Subclass it; see :mod:`ml.testing`."""

@@ -1,0 +1,47 @@
+"""Dtypes and host arrays, to MLX and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ml.dtypes import DType
+from ml.errors import DTypeError
+
+__all__ = ["MLX_DTYPES", "from_host", "from_mlx_dtype", "to_host"]
+
+MLX_DTYPES: dict[DType, mx.Dtype] = {
+    DType.F32: mx.float32,
+    DType.F16: mx.float16,
+    DType.BF16: mx.bfloat16,
+    DType.I8: mx.int8,
+    DType.U8: mx.uint8,
+    DType.I32: mx.int32,
+    DType.I64: mx.int64,
+    DType.BOOL: mx.bool_,
+}
+_NAMES = {native: dtype for dtype, native in MLX_DTYPES.items()}
+
+
+def from_mlx_dtype(op: str, native: Any) -> DType:
+    """The DType of the same bits; DTypeError where there is none."""
+    try:
+        return _NAMES[native]
+    except KeyError:
+        known = ", ".join(str(dtype) for dtype in _NAMES)
+        raise DTypeError(f"{op}: no DType for {native}; there is one for {known}") from None
+
+
+def from_host(array: np.ndarray) -> mx.array:
+    """An MLX copy of a host array of any DType; it exists at once and belongs to no stream."""
+    return mx.array(np.require(array, requirements=("C", "W")))
+
+
+def to_host(array: mx.array, dtype: DType, stream: Any) -> np.ndarray:
+    """A host copy in C order. NumPy cannot read MLX's bfloat16: its bits travel as uint16."""
+    if dtype is DType.BF16:
+        bits = np.array(mx.view(array, mx.uint16, stream=stream), order="C")
+        return bits.view(dtype.numpy)
+    return np.array(array, order="C")

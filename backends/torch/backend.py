@@ -1,0 +1,187 @@
+"""Backend and Context on PyTorch."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from backends.torch.attention import attend
+from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, translated
+from backends.torch.devices import device_memory, find_places, release
+from backends.torch.tensor import TorchStorage, TorchTensor, as_element
+from ml.base import BaseBackend, BaseContext
+from ml.capabilities import CacheConfig, CausalMask, DeviceInfo, DeviceMemory, Layout
+from ml.dtypes import DType
+from ml.errors import BoundsError, DeviceError, DTypeError, ShapeError
+from ml.strided import Shape
+
+__all__ = ["TorchBackend", "TorchContext"]
+
+
+class TorchBackend(BaseBackend):
+    """``open_backend("torch", device="cuda:1")``, or ``devices=["cuda:0", "cuda:1"], layers=32``.
+
+    Layers are split evenly over the devices, in order: ``Context.layer(i)`` gives the context on
+    the device of layer ``i``. With neither option the device is the first CUDA one, else the CPU.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        devices: Sequence[str | torch.device] | None = None,
+        layers: int | None = None,
+        dtype: DType = DType.F32,
+    ) -> None:
+        self.places = find_places(device, devices)
+        if layers is not None and operator.index(layers) < 1:
+            raise ShapeError(f"open_backend: layers={layers}; a model has at least one")
+        if layers is None and len(self.places) > 1:
+            raise ShapeError(f"open_backend: {len(self.places)} devices to split layers over; say layers=N")
+        self.layers = layers
+        super().__init__("torch", [place.info() for place in self.places], dtype)
+        self.foreign = tuple(TorchStorage(self, i, None) for i in range(len(self.places)))
+        self.causal_mask: tuple[Any, torch.Tensor] | None = None
+
+    def _new_context(self, max_graph_nodes: int) -> TorchContext:
+        return TorchContext(self, max_graph_nodes)
+
+    def _device_memory(self, index: int, device: DeviceInfo, allocated: int) -> DeviceMemory:
+        return DeviceMemory(device.name, allocated, *device_memory(self.places[index]))
+
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            self.causal_mask = None
+            release(self.places)
+
+    def cache_config(self) -> CacheConfig:
+        """Head-major, since attention reads each head's keys in one run; masks in our default dtype."""
+        return CacheConfig(layout=Layout.HEAD_MAJOR, elide_mask=True, mask_dtype=self.dtype)
+
+    def attention(
+        self,
+        ctx: TorchContext,
+        query: TorchTensor,
+        key: TorchTensor,
+        value: TorchTensor,
+        mask: TorchTensor | CausalMask | None,
+        scale: float,
+        sinks: TorchTensor | None = None,
+    ) -> TorchTensor:
+        """See :class:`ml.SupportsAttention`. Keys and values may be strided; they are not copied."""
+        ctx.check("attention")
+        try:
+            return attend(ctx, query, key, value, mask, scale, sinks)
+        except (RuntimeError, IndexError, MemoryError) as error:
+            raise translated("attention", error, ctx.device) from error
+
+
+class TorchContext(BaseContext):
+    """Creation on one device of the backend. Contexts of its layers close with it."""
+
+    _backend: TorchBackend
+
+    def __init__(self, backend: TorchBackend, max_graph_nodes: int, device: int = 0) -> None:
+        super().__init__(backend, max_graph_nodes, device)
+        self.torch_device = backend.places[device].device
+        self.moves = len({place.device for place in backend.places}) > 1
+        self._foreign = backend.foreign[device]
+        self._family: dict[int, TorchContext] = {device: self}
+
+    @property
+    def backend(self) -> TorchBackend:
+        return self._backend
+
+    @property
+    def device(self) -> str:
+        """The name of the device that results lie on."""
+        return self._backend.places[self._device].name
+
+    def from_native(self, array: Any) -> TorchTensor:
+        if self._closed or self._backend._closed:
+            self.check("from_native")
+        if (
+            type(array) is torch.Tensor
+            and array.device == self.torch_device
+            and array.dtype in FROM_TORCH
+            and array.layout is torch.strided
+            and not array.requires_grad
+        ):
+            return TorchTensor(array, FROM_TORCH[array.dtype], self._foreign)
+        return self._from_native(array)
+
+    def _from_native(self, array: Any) -> TorchTensor:
+        if not isinstance(array, torch.Tensor):
+            raise DTypeError(f"from_native: {type(array).__name__} is no torch.Tensor; use from_numpy")
+        if array.layout is not torch.strided:
+            raise DTypeError(f"from_native: layout {array.layout}; a tensor is strided, call to_dense()")
+        if array.dtype not in FROM_TORCH:
+            known = ", ".join(str(dtype) for dtype in FROM_TORCH)
+            raise DTypeError(f"from_native: no DType for {array.dtype}; there is one for {known}")
+        return TorchTensor(array.detach(), FROM_TORCH[array.dtype], self._foreign_on(array.device))
+
+    def _foreign_on(self, device: torch.device) -> TorchStorage:
+        if device == self.torch_device:
+            return self._foreign
+        for place, storage in zip(self._backend.places, self._backend.foreign, strict=True):
+            if place.device == device:
+                return storage
+        names = ", ".join(place.name for place in self._backend.places)
+        raise DeviceError(
+            f"from_native: a tensor on {device}; the backend was opened on {names}: "
+            "move it there, or name its device in open_backend"
+        )
+
+    def _allocate(self, make: Callable[..., torch.Tensor], *args: Any, dtype: DType) -> TorchTensor:
+        """``make(shape, ...)`` on this device, as a tensor that may be written anywhere."""
+        try:
+            with torch.inference_mode(False):
+                array = make(*args, dtype=TO_TORCH[dtype], device=self.torch_device)
+        except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
+            reason = str(error).strip().split("\n", 1)[0]
+            raise DeviceError(
+                f"allocate: {math.prod(args[0]) * dtype.itemsize} bytes for {args[0]} of {dtype!r} "
+                f"on {self.device}: {reason}"
+            ) from error
+        return TorchTensor.own(self, array, dtype)
+
+    def _empty(self, shape: Shape, dtype: DType) -> TorchTensor:
+        return self._allocate(torch.empty, shape, dtype=dtype)
+
+    def _full(self, shape: Shape, value: float, dtype: DType) -> TorchTensor:
+        if value == 0:
+            return self._allocate(torch.zeros, shape, dtype=dtype)
+        return self._allocate(torch.full, shape, as_element(value, dtype), dtype=dtype)
+
+    def _from_array(self, array: np.ndarray, dtype: DType) -> TorchTensor:
+        result = self._empty(array.shape, dtype)
+        fill_from_host(result.native, array, dtype)
+        return result
+
+    # Placement.
+
+    def _device_of_layer(self, i: int) -> int:
+        layers = self._backend.layers
+        if layers is None:
+            return 0
+        if i >= layers:
+            raise BoundsError(f"layer: {i} of {layers}; the backend was opened with layers={layers}")
+        return i * len(self._backend.places) // layers
+
+    def _on_device(self, device: int) -> TorchContext:
+        found = self._family.get(device)
+        if found is None or found._closed:
+            found = self._family[device] = TorchContext(self._backend, self._max_graph_nodes, device)
+            found._family = self._family
+        return found
+
+    def close(self) -> None:
+        if self._family.get(0) is self or len(self._family) == 1:
+            for ctx in self._family.values():
+                ctx._closed = True
+        self._closed = True

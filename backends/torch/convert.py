@@ -1,0 +1,81 @@
+"""Between torch's dtypes, NumPy's arrays and torch's errors on one side, and ours on the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from ml.dtypes import DType
+from ml.errors import BoundsError, DeviceError, MLError
+from ml.strided import extent
+
+__all__ = ["FROM_TORCH", "TO_TORCH", "fill_from_host", "share_memory", "to_host", "translated", "writing"]
+
+TO_TORCH: dict[DType, torch.dtype] = {
+    DType.F32: torch.float32,
+    DType.F16: torch.float16,
+    DType.BF16: torch.bfloat16,
+    DType.I8: torch.int8,
+    DType.U8: torch.uint8,
+    DType.I32: torch.int32,
+    DType.I64: torch.int64,
+    DType.BOOL: torch.bool,
+}
+FROM_TORCH = {native: dtype for dtype, native in TO_TORCH.items()}
+
+
+def to_host(array: torch.Tensor, dtype: DType) -> np.ndarray:
+    """A C-contiguous host copy; torch hands NumPy no bfloat16, so those travel as integers."""
+    host = array.to("cpu", copy=True, memory_format=torch.contiguous_format).resolve_neg()
+    if dtype is DType.BF16:
+        return host.view(torch.int16).numpy().view(dtype.numpy)
+    return host.numpy()
+
+
+def fill_from_host(array: torch.Tensor, host: np.ndarray, dtype: DType) -> None:
+    """Write a host array of the same shape and dtype into new, contiguous storage."""
+    if dtype is DType.BF16:
+        array, host = array.view(torch.int16), host.view(np.int16)
+    if array.is_cpu:
+        array.numpy()[...] = host
+    else:
+        array.copy_(torch.from_numpy(np.array(host, order="C")))  # a copy: torch warns of read-only arrays
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the runs of memory from first to last element overlap: True may be over-careful."""
+    if a.device != b.device:
+        return False
+    if a.device.type == "mps":  # its data_ptr is no address, only equal for one storage
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    first, second = a.data_ptr(), b.data_ptr()
+    return first < second + _bytes(b) and second < first + _bytes(a)
+
+
+def _bytes(array: torch.Tensor) -> int:
+    return extent(tuple(array.size()), array.stride()) * array.element_size()
+
+
+@contextlib.contextmanager
+def writing(array: torch.Tensor) -> Iterator[None]:
+    """A tensor made in inference mode is written in inference mode only."""
+    if array.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            yield
+    else:
+        yield
+
+
+def translated(op: str, error: Exception, device: str) -> MLError:
+    """torch's error as ours. Its own message of memory that ran out names the bytes."""
+    if isinstance(error, MLError):
+        return error
+    reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
+    if isinstance(error, IndexError):
+        return BoundsError(f"{op}: {reason}")
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in reason:
+        return DeviceError(f"{op}: out of memory on {device}: {reason}")
+    return DeviceError(f"{op}: torch failed on {device}: {reason}")

@@ -1,0 +1,107 @@
+"""Devices of this machine as torch sees them: names, options, free and total bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ml.capabilities import DeviceInfo
+from ml.errors import DeviceError
+
+__all__ = ["Place", "device_memory", "existing_devices", "find_places", "release"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A device of an open backend: its name, and torch's device behind it.
+
+    "cpu:0" and "cpu:1" are two places on the one CPU, since torch drops the index there: a model
+    split over devices can be tried on a machine without any.
+    """
+
+    name: str
+    device: torch.device
+
+    def info(self) -> DeviceInfo:
+        kind = self.device.type
+        if kind == "cuda":
+            return DeviceInfo(self.name, kind, torch.cuda.get_device_name(self.device))
+        threads = f", {torch.get_num_threads()} threads" if kind == "cpu" else ""
+        return DeviceInfo(self.name, kind, f"PyTorch {torch.__version__}{threads}")
+
+
+def existing_devices() -> tuple[str, ...]:
+    """Names for ``device=``, the default first: CUDA where there is one, else the CPU.
+
+    MPS is never the default: it lacks operations that the contract has.
+    """
+    names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    names.append("cpu")
+    if torch.backends.mps.is_available():
+        names.append("mps")
+    return tuple(names)
+
+
+def find_places(
+    device: str | torch.device | None, devices: Sequence[str | torch.device] | None
+) -> tuple[Place, ...]:
+    """The places that ``open_backend`` was asked for. DeviceError for one that does not exist."""
+    if device is not None and devices is not None:
+        raise DeviceError("open_backend: both device= and devices= are given; one of them says it all")
+    if isinstance(devices, str):
+        raise DeviceError(f"open_backend: devices={devices!r}; it is a list of names")
+    wanted = [existing_devices()[0] if device is None else device] if devices is None else list(devices)
+    if not wanted:
+        raise DeviceError("open_backend: devices=[]; name at least one")
+    places = tuple(map(_find, wanted))
+    names = [place.name for place in places]
+    if len(set(names)) < len(names):
+        raise DeviceError(f"open_backend: devices={names}; each is named once")
+    return places
+
+
+def _find(wanted: str | torch.device) -> Place:
+    try:
+        if not isinstance(wanted, (str, torch.device)):
+            raise TypeError("a device is a name or a torch.device")
+        device = torch.device(wanted)
+        if device.type == "meta":
+            raise TypeError("the meta device holds no data")
+        if device.type == "cpu":
+            return Place(str(device), torch.device("cpu"))
+        found = torch.empty(0, device=device).device  # with its index: "cuda" is "cuda:0"
+    except Exception as error:  # torch raises AssertionError, RuntimeError and others here
+        raise DeviceError(
+            f"open_backend: torch has no device {str(wanted)!r} here; there are: "
+            f"{', '.join(existing_devices())} ({_first_line(error)})"
+        ) from error
+    return Place("mps" if found.type == "mps" else str(found), found)
+
+
+def device_memory(place: Place) -> tuple[int | None, int | None]:
+    """(free, total) bytes; None where torch cannot tell."""
+    if place.device.type == "cuda":
+        return torch.cuda.mem_get_info(place.device)
+    if place.device.type == "mps":
+        total = int(torch.mps.recommended_max_memory())
+        return max(0, total - int(torch.mps.driver_allocated_memory())), total
+    if place.device.type == "cpu":
+        from ml.host import host_memory
+
+        return host_memory()
+    return None, None
+
+
+def release(places: Sequence[Place]) -> None:
+    """Give cached blocks back to the devices."""
+    kinds = {place.device.type for place in places}
+    if "cuda" in kinds:
+        torch.cuda.empty_cache()
+    if "mps" in kinds:
+        torch.mps.empty_cache()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__

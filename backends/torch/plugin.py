@@ -1,0 +1,37 @@
+"""The plugin record of the PyTorch backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ml import Availability, Backend, BackendSpec, hookimpl
+
+__all__ = ["ml_backend"]
+
+MINIMUM = (2, 6)
+INSTALL_HINT = "pip install 'ml-kvcache[torch]'"
+
+
+def probe() -> Availability:
+    try:
+        import torch
+    except ImportError as error:
+        return Availability(False, f"torch cannot be imported: {error}")
+    version = str(torch.__version__)
+    if tuple(map(int, version.split(".")[:2])) < MINIMUM:
+        needed = ".".join(map(str, MINIMUM))
+        return Availability(False, f"torch {version} is older than {needed}", version)
+    from backends.torch.devices import existing_devices
+
+    return Availability(True, version=version, devices=existing_devices())
+
+
+def open_torch(**options: Any) -> Backend:
+    from backends.torch.backend import TorchBackend
+
+    return TorchBackend(**options)
+
+
+@hookimpl
+def ml_backend() -> BackendSpec:
+    return BackendSpec("torch", 50, ("torch",), INSTALL_HINT, probe, open_torch)

@@ -1,0 +1,350 @@
+"""Tensor on ``torch.Tensor``: torch keeps the geometry, so a view is one ``as_strided``.
+
+The KV cache's hot path is ``from_native``, ``view`` and ``copy``. There torch's own checks come
+first; only when it refuses, or cannot be asked, do the checks of :class:`ml.base.BaseTensor` run
+and name the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from backends.torch.convert import TO_TORCH, share_memory, to_host, translated, writing
+from ml.base import BaseBackend, BaseTensor, Storage
+from ml.base.checks import flat, foreign
+from ml.dtypes import DType
+from ml.protocols import Tensor
+from ml.strided import Shape, contiguous_strides, overlaps_itself
+
+if TYPE_CHECKING:
+    from backends.torch.backend import TorchContext
+
+__all__ = ["TorchStorage", "TorchTensor"]
+
+_EVERYWHERE = 1 << 64
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class TorchStorage(Storage):
+    """The ledger's entry for one allocation; torch itself keeps the memory.
+
+    Addresses in ``[low, high)`` are this allocation's: who starts elsewhere does not overlap it.
+    All tensors of users on one device share one entry, which may be anywhere.
+    """
+
+    __slots__ = ("high", "low")
+
+    def __init__(self, backend: BaseBackend, device: int, owned: torch.Tensor | None) -> None:
+        self.low, self.high = 0, _EVERYWHERE
+        if owned is None:
+            super().__init__(backend, None, 0, 0, device, owned=False)
+        else:
+            super().__init__(backend, None, 0, owned.nbytes, device)
+
+    def locate(self, array: torch.Tensor) -> None:
+        """Note the addresses, the first time that a write asks for them."""
+        if self.high == _EVERYWHERE and id(self) in self.backend._ledger:
+            memory = array.untyped_storage()
+            self.low = memory.data_ptr()
+            self.high = self.low + memory.nbytes()
+
+
+def _guarded(method: _Method) -> _Method:
+    """What torch raises in ``method`` becomes an ml error that names the operation and the device."""
+    op = method.__name__.removeprefix("_")
+
+    @functools.wraps(method)
+    def call(self: TorchTensor, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except (RuntimeError, IndexError, MemoryError) as error:
+            raise translated(op, error, self.device) from error
+
+    return cast("_Method", call)
+
+
+class TorchTensor(BaseTensor):
+    """A view of a storage. ``native`` is the torch.Tensor and aliases the memory."""
+
+    __slots__ = ("_shape", "_sizes", "_steps", "backend", "dtype", "native", "storage")
+
+    def __init__(self, native: torch.Tensor, dtype: DType, storage: TorchStorage) -> None:
+        self.native = native
+        self.dtype = dtype
+        self.storage = storage
+        self.backend = storage.backend
+        self._shape: Shape | None = None
+        self._sizes: Shape | None = None  # as `view` was given them; NumPy's integers are possible
+        self._steps: Shape | None = None
+
+    @classmethod
+    def own(cls, ctx: TorchContext, array: torch.Tensor, dtype: DType) -> Self:
+        """Wrap what torch has just allocated; C-contiguous, so that ``view`` counts as one expects."""
+        array = array.contiguous()
+        return cls(array, dtype, TorchStorage(ctx.backend, ctx._device, array))
+
+    @property
+    def shape(self) -> Shape:
+        if self._shape is None:
+            self._shape = tuple(self.native.size())
+        return self._shape
+
+    @property
+    def strides(self) -> Shape:
+        return self.native.stride()
+
+    @property
+    def device(self) -> str:
+        """The name of the device of the backend that this lies on."""
+        return self.backend.devices[self.storage.device].name
+
+    def to_numpy(self) -> np.ndarray:
+        self.backend._check_open("to_numpy")
+        return to_host(self.native, self.dtype)
+
+    # Movement.
+
+    def _storage_size(self) -> int:
+        return self.native.untyped_storage().nbytes() // self.dtype.itemsize
+
+    def _first(self) -> int:
+        return self.native.storage_offset()
+
+    def _alias(self, offset: int, shape: Shape, strides: Shape) -> Self:
+        return type(self)(self.native.as_strided(shape, strides, offset), self.dtype, self.storage)
+
+    def view(self, ctx: Any, offset: int, shape: Sequence[int], strides: Sequence[int] | None = None) -> Self:
+        if ctx._closed or ctx._backend._closed:
+            ctx.check("view")
+        try:
+            if 0 not in shape:  # torch leaves empty views unchecked
+                native = self.native
+                sizes = tuple(shape)
+                steps = contiguous_strides(sizes) if strides is None else tuple(strides)
+                shown = _new(TorchTensor)
+                shown.native = native.as_strided(sizes, steps, native.storage_offset() + offset)
+                shown.dtype = self.dtype
+                shown.storage = self.storage
+                shown.backend = self.backend
+                shown._shape = None
+                shown._sizes = sizes
+                shown._steps = steps
+                return shown
+        except Exception:  # whatever it was, the checks below name it
+            pass
+        return super().view(ctx, offset, shape, strides)
+
+    def reshape(self, ctx: Any, *shape: int) -> Self:
+        if ctx._closed or ctx._backend._closed:
+            ctx.check("reshape")
+        try:
+            return type(self)(self.native.view(flat(shape)), self.dtype, self.storage)
+        except Exception:
+            return super().reshape(ctx, *shape)
+
+    # Writes.
+
+    def copy(self, ctx: Any, dst: Tensor) -> Self:
+        if ctx._closed or ctx._backend._closed:
+            ctx.check("copy")
+        if type(dst) is TorchTensor and dst.backend is self.backend:
+            source, target, storage = self.native, dst.native, dst.storage
+            sizes = source.size()
+            if (
+                sizes == (dst._sizes or target.size())
+                and not storage.low <= source.data_ptr() < storage.high
+                and not overlaps_itself(sizes, dst._steps or target.stride())
+            ):
+                try:
+                    target.copy_(source)
+                    return cast("Self", dst)
+                except RuntimeError:
+                    pass
+        return super().copy(ctx, dst)
+
+    def _write(self, src: Self) -> None:
+        self.storage.locate(self.native)
+        self._assign(src)
+
+    @_guarded
+    def _assign(self, src: Self) -> None:
+        source = src.native
+        if share_memory(source, self.native):  # torch leaves such a copy undefined
+            source = source.clone()
+        with writing(self.native):
+            self.native.copy_(source)
+
+    @_guarded
+    def _scatter(self, src: Self, indices: Any, axis: int) -> None:
+        source = src.native.to(self.native.device, self.native.dtype)
+        if share_memory(source, self.native):
+            source = source.clone()
+        rows = self._rows(indices).to(self.native.device, torch.int64)
+        with writing(self.native):
+            self.native.index_copy_(axis, rows, source)
+
+    # New storage.
+
+    @_guarded
+    def _cast(self, ctx: TorchContext, dtype: DType) -> Self:
+        array = self.native.to(
+            ctx.torch_device, TO_TORCH[dtype], copy=True, memory_format=torch.contiguous_format
+        )
+        return self.own(ctx, array, dtype)
+
+    @_guarded
+    def _gather(self, ctx: TorchContext, indices: Any, axis: int) -> Self:
+        native = self._on(ctx)
+        return self.own(ctx, native.index_select(axis, self._rows(indices).to(native.device)), self.dtype)
+
+    @_guarded
+    def _concat(self, ctx: TorchContext, other: Self, axis: int) -> Self:
+        return self.own(ctx, torch.cat((self._on(ctx), other._on(ctx)), axis), self.dtype)
+
+    @_guarded
+    def _repeat(self, ctx: TorchContext, axis: int, n: int) -> Self:
+        times = [1] * self.native.dim()
+        times[axis] = n
+        return self.own(ctx, self._on(ctx).repeat(times), self.dtype)
+
+    # Compute: torch's kernels widen F16 and BF16 to F32 and round once, except where said.
+
+    @_guarded
+    def _binary(self, ctx: TorchContext, op: str, other: Self) -> Self:
+        return self.own(ctx, _BINARY[op](self._on(ctx), other._on(ctx)), self.dtype)
+
+    @_guarded
+    def _unary(self, ctx: TorchContext, op: str) -> Self:
+        return self.own(ctx, _UNARY[op](self._on(ctx)), self.dtype)
+
+    @_guarded
+    def _scale(self, ctx: TorchContext, x: float) -> Self:
+        return self.own(ctx, self._on(ctx) * (x if self.dtype.is_float else int(x)), self.dtype)
+
+    @_guarded
+    def _gelu(self, ctx: TorchContext, tanh: bool) -> Self:
+        form = "tanh" if tanh else "none"
+        return self.own(ctx, functional.gelu(self._on(ctx), approximate=form), self.dtype)
+
+    @_guarded
+    def _clamp(self, ctx: TorchContext, lo: float | None, hi: float | None) -> Self:
+        if lo is None and hi is None:
+            return self._cast(ctx, self.dtype)
+        low, high = (None if bound is None else as_element(bound, self.dtype) for bound in (lo, hi))
+        return self.own(ctx, torch.clamp(self._on(ctx), low, high), self.dtype)
+
+    @_guarded
+    def _matmul(self, ctx: TorchContext, other: Self) -> Self:
+        return self.own(ctx, torch.matmul(self._on(ctx), other._on(ctx)), self.dtype)
+
+    @_guarded
+    def _softmax(self, ctx: TorchContext, axis: int) -> Self:
+        x = self._on(ctx)
+        if self.dtype in _NARROW and axis != x.dim() - 1:  # there torch rounds the exponentials too
+            x = x.to(torch.float32)
+        return self.own(ctx, x.softmax(axis).to(TO_TORCH[self.dtype]), self.dtype)
+
+    @_guarded
+    def _reduce(self, ctx: TorchContext, op: str, axis: int, keepdims: bool) -> Self:
+        x = self._on(ctx)
+        if op == "sum":
+            return self.own(ctx, x.sum(axis, keepdims), self.dtype if self.dtype.is_float else DType.I64)
+        if op == "max":
+            return self.own(ctx, x.amax(axis, keepdims), self.dtype)
+        if op == "mean":  # of F16 and BF16 torch rounds the sum before it divides
+            mean = x.mean(axis, keepdims, dtype=torch.float32)
+            return self.own(ctx, mean.to(TO_TORCH[self.dtype]), self.dtype)
+        return self.own(ctx, _ordered(x).argmax(axis, keepdims).to(torch.int32), DType.I32)
+
+    @_guarded
+    def _argsort(self, ctx: TorchContext, axis: int) -> Self:
+        order = torch.sort(self._on(ctx), dim=axis, stable=True).indices
+        return self.own(ctx, order.to(torch.int32), DType.I32)
+
+    @_guarded
+    def _top_k(self, ctx: TorchContext, k: int) -> tuple[Self, Self]:
+        x = self._on(ctx)
+        values, order = _top_k(_ordered(x), k)
+        values = values.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
+        return self.own(ctx, values, self.dtype), self.own(ctx, order.to(torch.int32), DType.I32)
+
+    @_guarded
+    def _rms_norm(self, ctx: TorchContext, weight: Self | None, eps: float) -> Self:
+        x = self._on(ctx)
+        scale = None if weight is None else weight._on(ctx)
+        return self.own(ctx, functional.rms_norm(x, x.shape[-1:], scale, eps), self.dtype)
+
+    @_guarded
+    def _compare(self, ctx: TorchContext, op: str, other: Self) -> Self:
+        return self.own(ctx, _COMPARE[op](self._on(ctx), other._on(ctx)), DType.BOOL)
+
+    @_guarded
+    def _where(self, ctx: TorchContext, a: Self, b: Self) -> Self:
+        return self.own(ctx, torch.where(self._on(ctx), a._on(ctx), b._on(ctx)), a.dtype)
+
+    # Helpers.
+
+    def _on(self, ctx: TorchContext) -> torch.Tensor:
+        """The native tensor on the context's device: work on several devices moves its operands."""
+        native: torch.Tensor = self.native
+        return native.to(ctx.torch_device) if ctx.moves else native
+
+    def _rows(self, indices: Any) -> torch.Tensor:
+        if isinstance(indices, TorchTensor):
+            native: torch.Tensor = indices.native
+            return native
+        return torch.from_numpy(indices.copy())  # a copy: torch takes no read-only or reversed array
+
+    def _peer(self, op: str, other: object) -> Self:
+        if type(other) is not type(self) or other.backend is not self.backend:
+            raise foreign(op, other, self.backend)
+        return other
+
+
+def as_element(value: float, dtype: DType) -> float:
+    """``value`` as the dtype holds it; torch refuses a float that overflows to infinity."""
+    if dtype is DType.BOOL:
+        return bool(value)
+    if not dtype.is_float:
+        return int(value)
+    with np.errstate(all="ignore"):
+        return float(dtype.numpy.type(value))
+
+
+def _ordered(x: torch.Tensor) -> torch.Tensor:
+    """BOOL as numbers: torch finds no largest of those."""
+    return x.to(torch.uint8) if x.dtype is torch.bool else x
+
+
+def _top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's topk leaves the order of equal values open; a stable sort is needed only where some are."""
+    values, order = torch.topk(x, min(k + 1, x.shape[-1]), dim=-1)
+    if bool((values[..., 1:] == values[..., :-1]).any()) or bool((values != values).any()):
+        values, order = torch.sort(x, dim=-1, descending=True, stable=True)
+    return values[..., :k], order[..., :k].contiguous()
+
+
+_new = object.__new__
+_NARROW = (DType.F16, DType.BF16)
+_BINARY = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div}
+_COMPARE = {"eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge}
+_UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "neg": torch.neg,
+    "exp": torch.exp,
+    "log": torch.log,
+    "sqrt": torch.sqrt,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "silu": functional.silu,
+    "relu": torch.relu,
+    "abs": torch.abs,
+    "round": torch.round,
+}

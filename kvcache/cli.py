@@ -1,0 +1,41 @@
+"""The ``kvcache`` command. Its parts: commands.py (what it does), screen.py (what it shows).
+
+This module imports without the packages of the ``cli`` extra, to say so where they are missing.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+__all__ = ["app", "main"]
+
+MISSING = "kvcache: {name} is not installed; the command needs: pip install 'ml-kvcache[cli]'"
+INTERRUPTED = 130
+_EXTRA = {"click", "rich", "typer"}
+
+
+def main() -> None:
+    """Run the command and exit: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
+    try:
+        _app()(prog_name="kvcache")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _app() -> Any:
+    try:
+        from kvcache.commands import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in _EXTRA:
+            raise
+        print(MISSING.format(name=error.name), file=sys.stderr)  # noqa: T201
+        sys.exit(1)
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    """``kvcache.cli.app`` is the typer application, loaded when it is asked for."""
+    if name == "app":
+        return _app()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,44 @@
+"""From a path to a model that is ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import ml
+from kvcache.runner.config import load_config
+from kvcache.runner.errors import ModelError
+from kvcache.runner.llama import Llama
+from kvcache.runner.memory import check_memory
+from kvcache.runner.weights import check_weights, open_weights, parameter_count
+
+__all__ = ["bundled_model", "load_model"]
+
+
+def bundled_model() -> Path:
+    """The folder of the model that ships with this package. Raises ModelError where it is not there."""
+    folder = Path(__file__).parent / "tiny"
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder}: the bundled model is not there; reinstall the package, make it with "
+            "python -m examples.train_tiny, or name another with --model"
+        )
+    return folder
+
+
+def load_model(
+    path: str | Path,
+    backend: ml.Backend,
+    dtype: ml.DType = ml.DType.F32,
+    progress: Callable[[int, int], None] | None = None,
+) -> Llama:
+    """Load a Hugging Face folder or .gguf file onto a backend; ``progress(done, total)`` counts tensors.
+
+    Every tensor's name and shape is checked, and that the weights fit in memory, before anything is
+    put on a device. Raises ModelError or CapacityError.
+    """
+    config = load_config(path)
+    weights = open_weights(path)
+    check_weights(config, weights)
+    check_memory(config, backend, dtype, 1, 1, parameter_count(config) * dtype.itemsize)
+    return Llama(backend, config, weights, dtype, progress)

@@ -1,0 +1,66 @@
+"""What a model and its cache take, computed from the config before anything is allocated."""
+
+from __future__ import annotations
+
+import ml
+from kvcache.runner.config import ModelConfig
+from kvcache.runner.errors import CapacityError
+
+__all__ = ["available_bytes", "cache_bytes", "check_memory", "human_bytes"]
+
+_BLOCK_BYTES = {ml.DType.Q8_0: 34, ml.DType.Q4_0: 18}  # per 32 values
+
+
+def cache_bytes(config: ModelConfig, dtype: ml.DType, max_sequences: int, capacity: int) -> int:
+    """Bytes of keys and values in all layers, for ``max_sequences`` of ``capacity`` tokens each."""
+    values = 2 * config.layers * config.kv_heads * config.head_dim * max_sequences * capacity
+    if dtype.is_quantized:
+        return values * _BLOCK_BYTES[dtype] // 32
+    return values * dtype.itemsize
+
+
+def available_bytes(backend: ml.Backend) -> int | None:
+    """Free bytes on all devices of the backend together; None where one cannot tell."""
+    free = [device.free for device in backend.memory().devices]
+    known = [amount for amount in free if amount is not None]
+    return sum(known) if known and len(known) == len(free) else None
+
+
+def check_memory(
+    config: ModelConfig,
+    backend: ml.Backend,
+    cache_dtype: ml.DType,
+    max_sequences: int,
+    capacity: int,
+    weight_bytes: int = 0,
+) -> None:
+    """Refuse a cache that does not fit beside ``weight_bytes`` still to be loaded.
+
+    Raises CapacityError, which says what is asked, what is free and what would fit.
+    """
+    free = available_bytes(backend)
+    needed = cache_bytes(config, cache_dtype, max_sequences, capacity)
+    if free is None or needed + weight_bytes <= free:
+        return
+    devices = ", ".join(device.name for device in backend.devices)
+    if weight_bytes > free:
+        raise CapacityError(
+            f"the weights need {human_bytes(weight_bytes)} and {human_bytes(free)} are free on {devices}; "
+            "use a smaller model or a narrower dtype"
+        )
+    one = max(1, cache_bytes(config, cache_dtype, max_sequences, 1))
+    beside = f" beside {human_bytes(weight_bytes)} of weights" if weight_bytes else ""
+    raise CapacityError(
+        f"a cache of {max_sequences} x {capacity} tokens in {cache_dtype.name} needs {human_bytes(needed)}"
+        f"{beside}, and {human_bytes(free)} are free on {devices}; "
+        f"a capacity of at most {(free - weight_bytes) // one} fits"
+    )
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

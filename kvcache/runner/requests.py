@@ -1,0 +1,117 @@
+"""What is asked of a generator, what it tells as it goes, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvcache.runner.errors import RequestError
+
+__all__ = ["Event", "FinishReason", "Finished", "Prefilled", "Settings", "Started", "Statistics", "Token"]
+
+FinishReason = Literal["stop", "length", "capacity"]
+"""A stop token or string; ``max_new_tokens`` reached; no room for another token in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to generate: at most ``max_new_tokens`` per request, sampled as ``Sampler`` says.
+
+    ``stop`` strings end a text and are not part of it. The model's end-of-sequence tokens do so too
+    unless ``ignore_eos``.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise RequestError(f"Settings: max_new_tokens={self.max_new_tokens}; it is >= 1")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise RequestError(
+                f"Settings: stop={self.stop!r}; it is a sequence of strings that are not empty"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A request has its sequence: ``reused`` of its prompt's tokens were in the cache already."""
+
+    request: int
+    prompt_tokens: int
+    reused: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """``done`` of the prompt's ``total`` tokens are stored."""
+
+    request: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token, and the text that it makes certain ("" while a character is unfinished).
+
+    ``token`` is None for text that was held back until the end.
+    """
+
+    request: int
+    token: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The whole answer to one request; ``text`` without the prompt and the stop string.
+
+    ``tokens`` are all that were generated, those of a stop string too, an end-of-sequence token not.
+    """
+
+    request: int
+    reason: FinishReason
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    reused: int
+
+    @property
+    def computed(self) -> int:
+        """Tokens of the prompt that went through the model."""
+        return self.prompt_tokens - self.reused
+
+
+Event = Started | Prefilled | Token | Finished
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Sums over the requests of one ``generate``; times in seconds.
+
+    The first token of each request comes out of its prefill: ``decoded_tokens`` are the others.
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    decoded_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.computed_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Of all sequences together."""
+        return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0

@@ -1,0 +1,223 @@
+"""What the command shows while it generates: a live screen on a terminal, else plain text."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvcache.runner.memory import human_bytes
+from kvcache.runner.requests import Event, Finished, Prefilled, Started, Statistics, Token
+
+__all__ = ["JsonScreen", "LiveScreen", "PlainScreen", "Screen", "Totals", "summary_rows"]
+
+
+class Screen(Protocol):
+    """Where a generation is shown. ``stop`` is called in any case, ``finish`` only when it went well."""
+
+    def loading(self, done: int, total: int) -> None:
+        """``done`` of ``total`` tensors of the model are loaded."""
+
+    def event(self, event: Event) -> None: ...
+    def stop(self) -> None:
+        """Leave the terminal as it was."""
+
+    def finish(self, answers: Sequence[Finished], totals: Statistics, cache_bytes: int) -> None:
+        """Show the answers that were not streamed, and the summary."""
+
+
+def summary_rows(totals: Statistics, cache_bytes: int) -> list[tuple[str, str]]:
+    return [
+        ("tokens reused", f"{totals.reused_tokens}"),
+        ("tokens computed", f"{totals.computed_tokens}"),
+        ("tokens generated", f"{totals.generated_tokens}"),
+        ("prefill", f"{totals.prefill_tokens_per_second:.1f} tokens/s"),
+        ("decode", f"{totals.decode_tokens_per_second:.1f} tokens/s"),
+        ("cache", human_bytes(cache_bytes)),
+    ]
+
+
+class Totals:
+    """The running sums of the progress line."""
+
+    def __init__(self) -> None:
+        self.reused = 0
+        self.computed = 0
+        self.generated = 0
+        self.finished = 0
+        self._done: dict[int, int] = {}
+        self._total: dict[int, int] = {}
+        self._began = 0.0
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self.reused += event.reused
+            self._done[event.request], self._total[event.request] = event.reused, event.prompt_tokens
+        elif isinstance(event, Prefilled):
+            self.computed += event.done - self._done[event.request]
+            self._done[event.request] = event.done
+        elif isinstance(event, Token):
+            self._began = self._began or time.perf_counter()
+            self.generated += event.token is not None
+        else:
+            self.finished += 1
+
+    def line(self, requests: int) -> str:
+        """'12 tokens · 45.3 tok/s · prompt 30/30 · reused 8 · computed 22'."""
+        elapsed = time.perf_counter() - self._began if self._began else 0.0
+        rate = f"{self.generated / elapsed:.1f} tok/s" if elapsed > 0 else "- tok/s"
+        prompt = f"prompt {sum(self._done.values())}/{sum(self._total.values())}"
+        done = f" · {self.finished}/{requests} done" if requests > 1 else ""
+        counts = f"reused {self.reused} · computed {self.computed}"
+        return f"{self.generated} tokens · {rate} · {prompt} · {counts}{done}"
+
+
+class PlainScreen:
+    """No terminal: the text of one prompt as it comes, of several as blocks; then the summary."""
+
+    def __init__(self, prompts: Sequence[str]) -> None:
+        self._prompts = prompts
+        self._open = False
+
+    def loading(self, done: int, total: int) -> None:
+        pass
+
+    def event(self, event: Event) -> None:
+        if len(self._prompts) > 1:
+            return
+        if isinstance(event, Started):
+            self._write(self._prompts[0])
+        elif isinstance(event, Token):
+            self._write(event.text)
+
+    def stop(self) -> None:
+        if self._open:
+            self._write("\n")
+            self._open = False
+
+    def finish(self, answers: Sequence[Finished], totals: Statistics, cache_bytes: int) -> None:
+        if len(self._prompts) > 1:
+            for prompt, answer in zip(self._prompts, answers, strict=True):
+                self._write(f"[{answer.request + 1}] {prompt}{answer.text}\n\n")
+        rows = summary_rows(totals, cache_bytes)
+        self._write("\n" if len(self._prompts) == 1 else "")
+        self._write("".join(f"{name:<17} {value}\n" for name, value in rows))
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        self._open = bool(text) and not text.endswith("\n") or (self._open and not text)
+
+
+class JsonScreen:
+    """One JSON object at the end, and nothing before."""
+
+    def __init__(self, prompts: Sequence[str], head: dict[str, Any]) -> None:
+        self._prompts = prompts
+        self._head = head
+
+    def loading(self, done: int, total: int) -> None:
+        pass
+
+    def event(self, event: Event) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def finish(self, answers: Sequence[Finished], totals: Statistics, cache_bytes: int) -> None:
+        outputs = [
+            {"prompt": prompt, **asdict(answer), "computed": answer.computed}
+            for prompt, answer in zip(self._prompts, answers, strict=True)
+        ]
+        statistics = {
+            **asdict(totals),
+            "prefill_tokens_per_second": totals.prefill_tokens_per_second,
+            "decode_tokens_per_second": totals.decode_tokens_per_second,
+            "cache_bytes": cache_bytes,
+        }
+        record = {**self._head, "outputs": outputs, "statistics": statistics}
+        sys.stdout.write(json.dumps(record, ensure_ascii=False, indent=2) + "\n")
+
+
+class LiveScreen:
+    """A terminal: a loading bar, then the text above a progress line that follows it.
+
+    Whole lines are printed above the live part, which holds the line being written and the progress
+    line: so a long text scrolls as any other output does.
+    """
+
+    def __init__(self, prompts: Sequence[str], console: Console) -> None:
+        self._prompts = prompts
+        self._console = console
+        self._totals = Totals()
+        self._line = ""
+        self._live: Live | None = None
+        columns = (TextColumn("loading"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"))
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._task = self._bar.add_task("loading", total=None)
+
+    def loading(self, done: int, total: int) -> None:
+        self._bar.start()
+        self._bar.update(self._task, completed=done, total=total)
+        if done == total:
+            self._bar.stop()
+
+    def event(self, event: Event) -> None:
+        if self._live is None:
+            self._live = Live(console=self._console, transient=True, refresh_per_second=12)
+            self._live.start()
+        self._totals.take(event)
+        if len(self._prompts) == 1:
+            if isinstance(event, Started):
+                self._text(self._prompts[0])
+            elif isinstance(event, Token):
+                self._text(event.text)
+        status = Text(self._totals.line(len(self._prompts)), style="dim")
+        self._live.update(Group(Text(self._line), status) if self._line else status)
+
+    def stop(self) -> None:
+        self._bar.stop()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            if self._line:
+                self._print(self._line)
+                self._line = ""
+
+    def finish(self, answers: Sequence[Finished], totals: Statistics, cache_bytes: int) -> None:
+        if len(self._prompts) > 1:
+            for prompt, answer in zip(self._prompts, answers, strict=True):
+                body = Text.assemble((prompt, "bold"), answer.text)
+                title = f"{answer.request + 1} · reused {answer.reused} · computed {answer.computed}"
+                self._console.print(Panel(body, title=title, title_align="left"))
+        table = Table(show_header=False)
+        table.add_column(style="dim")
+        table.add_column(justify="right")
+        for name, value in summary_rows(totals, cache_bytes):
+            table.add_row(name, value)
+        self._console.print(table)
+
+    def _text(self, text: str) -> None:
+        *whole, self._line = (self._line + text).split("\n")
+        for line in whole:
+            self._print(line)
+        width = self._console.width
+        while len(self._line) >= width:  # rich would wrap it; print what is full and keep the rest live
+            cut = self._line.rfind(" ", 0, width)
+            cut = cut if cut > 0 else width - 1
+            self._print(self._line[:cut])
+            self._line = self._line[cut:].removeprefix(" ")
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(line))

@@ -1,0 +1,239 @@
+"""A cache and its model, driven together: every call is checked against what the model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+
+import kvcache
+import ml
+from kvcache.testing import values
+from kvcache.testing.model import Model, Setup
+from ml import DType
+
+__all__ = ["Rig", "look", "mask_of", "outcome", "reference_attention"]
+
+TOLERANCE = {DType.F32: 1e-5, DType.F16: 2e-2, DType.BF16: 1.2e-1}
+
+
+def outcome(call: Callable[[], object]) -> ml.MLError | None:
+    """The refusal that a call raises, or None."""
+    try:
+        call()
+    except ml.MLError as error:
+        return error
+    return None
+
+
+def mask_of(mask: object, tokens: int, history: int, config: ml.CacheConfig) -> np.ndarray:
+    """The mask as BOOL (tokens, history), after checking its form; an elided one is spelt out."""
+    if mask is None or mask is ml.CAUSAL:
+        assert config.elide_mask, "a mask may be elided only where the config says so"
+        assert history >= tokens
+        columns = np.arange(history) if mask is ml.CAUSAL else np.zeros(history)
+        return np.asarray(columns <= np.arange(history - tokens, history)[:, None])
+    assert isinstance(mask, ml.Tensor)
+    assert mask.dtype is config.mask_dtype
+    padding = config.mask_batch_padding
+    assert mask.shape == ((tokens + padding - 1) // padding * padding, history)
+    host = mask.to_numpy().astype(np.float32)
+    assert ((host == 0) | (host == -np.inf)).all(), "a mask holds 0 and -inf only"
+    assert (host[tokens:] == -np.inf).all(), "rows of padding see nothing"
+    return np.asarray(host[:tokens] == 0)
+
+
+def look(
+    cache: kvcache.CausalCache, ctx: ml.Context, tokens: int, layer: int = 0
+) -> list[dict[int, int]]:
+    """What each query of the pass sees in a layer: position -> token.
+
+    Checks shapes and dtypes, and that every row seen is, bit by bit, the token it says it is.
+    """
+    cache.set_layer(layer)
+    key, value, mask = cache.get(ctx)
+    config = cache.config
+    history = key.shape[0]
+    assert history % config.cache_padding == 0
+    assert key.shape == (history, values.KV_HEADS, values.KEY_DIM)
+    wide = (history, values.KV_HEADS, values.VALUE_DIM)
+    assert value.shape == ((wide[1], wide[2], wide[0]) if config.permuted_v else wide)
+    stored_key, stored_value = key.to_numpy().astype(np.float32), value.to_numpy().astype(np.float32)
+    if config.permuted_v:
+        stored_value = stored_value.transpose(2, 0, 1)
+    seen = mask_of(mask, tokens, history, config)
+    some = seen.any(axis=0)
+    ids, positions = values.decode(stored_key)
+    np.testing.assert_array_equal(stored_key[some], values.keys(ids[some], positions[some], layer))
+    np.testing.assert_array_equal(stored_value[some], values.values(ids[some], layer))
+    pairs = [(positions[row].tolist(), ids[row].tolist()) for row in seen]
+    for found, _ in pairs:
+        assert len(set(found)) == len(found), f"a position is seen twice: {found}"
+    return [dict(zip(*pair, strict=True)) for pair in pairs]
+
+
+def reference_attention(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float, sinks: np.ndarray | None = None
+) -> np.ndarray:
+    """One query (heads, dim) over keys (n, kv_heads, dim) and values: float64 (heads, v_dim)."""
+    heads, group = query.shape[0], query.shape[0] // key.shape[1]
+    result = np.empty((heads, value.shape[2]))
+    for head in range(heads):
+        logits = key[:, head // group].astype(np.float64) @ query[head].astype(np.float64) * scale
+        top = max(logits.max(), sinks[head]) if sinks is not None else logits.max()
+        weights = np.exp(logits - top)
+        total = weights.sum() + (np.exp(sinks[head] - top) if sinks is not None else 0.0)
+        result[head] = weights @ value[:, head // group].astype(np.float64) / total
+    return result
+
+
+class Rig:
+    """One cache beside its model. Tokens are numbered in the order in which they are put."""
+
+    def __init__(self, setup: Setup, backend: ml.Backend, ctx: ml.Context) -> None:
+        self.setup, self.backend, self.ctx = setup, backend, ctx
+        self.model = Model(setup)
+        self.cache = setup.make(backend)
+        self.next_token = 1
+        self.pass_: tuple[list[int], list[int]] = ([], [])
+        """Positions and sequences of the pass under way."""
+
+    # Calls, checked.
+
+    def start(self, positions: Sequence[int], sequences: Sequence[int]) -> bool:
+        """``start_forward``; whether the batch was taken."""
+        ids = range(self.next_token, self.next_token + len(positions))
+        batch = kvcache.Batch(list(positions), list(sequences))
+        self.agree(
+            lambda: self.cache.start_forward(self.ctx, batch),
+            lambda: self.model.start(positions, sequences, ids),
+        )
+        taken = self.refusal is None
+        if taken:
+            self.pass_ = list(positions), list(sequences)
+            self.next_token += len(positions)
+        self.check_figures()
+        return taken
+
+    def put(self) -> None:
+        positions, _ = self.pass_
+        ids = np.arange(self.next_token - len(positions), self.next_token)
+        for layer in range(self.setup.layers):
+            self.cache.set_layer(layer)
+            key = self.ctx.from_numpy(values.keys(ids, positions, layer))
+            value = self.ctx.from_numpy(values.values(ids, layer))
+            self.cache.put(self.ctx, key, value)
+
+    def check_seen(self, lifted: Collection[int] = ()) -> None:
+        """Every query of the pass sees exactly what the model says, in every layer."""
+        positions, sequences = self.pass_
+        expected = [
+            self.model.visible(seq, position, i in lifted)
+            for i, (position, seq) in enumerate(zip(positions, sequences, strict=True))
+        ]
+        for layer in range(self.setup.layers):
+            seen = look(self.cache, self.ctx, len(positions), layer)
+            assert seen == expected, f"layer {layer}: saw {seen}, not {expected}"
+
+    def check_attend(self, seed: int, lifted: Collection[int] = (), sinks: bool = False) -> None:
+        """``attend`` in every layer agrees with attention over what the model holds, in float64."""
+        positions, sequences = self.pass_
+        query = values.queries(seed, len(positions))
+        logits = np.linspace(-1, 1, values.HEADS, dtype=np.float32) if sinks else None
+        for layer in range(self.setup.layers):
+            self.cache.set_layer(layer)
+            tensor = None if logits is None else self.ctx.from_numpy(logits, self.setup.dtype)
+            asked = self.ctx.from_numpy(query, self.setup.dtype)
+            found = self.cache.attend(self.ctx, asked, 0.5, tensor)
+            assert found.shape == (len(positions), values.HEADS, values.VALUE_DIM)
+            host = found.to_numpy().astype(np.float64)
+            for i, (position, seq) in enumerate(zip(positions, sequences, strict=True)):
+                row = self.model.visible(seq, position, i in lifted)
+                key = values.keys(list(row.values()), list(row), layer)
+                value = values.values(list(row.values()), layer)
+                wanted = reference_attention(query[i], key, value, 0.5, logits)
+                limit = TOLERANCE[self.setup.dtype]
+                np.testing.assert_allclose(host[i, :, 3:], wanted[:, 3:], rtol=limit, atol=limit)
+
+    def forward(
+        self, positions: Sequence[int], sequences: Sequence[int] | int, lifted: Collection[int] = ()
+    ) -> bool:
+        """A whole pass: start, put, set_causal, look. Whether the batch was taken."""
+        if isinstance(sequences, int):
+            sequences = [sequences] * len(positions)
+        if not self.start(positions, sequences):
+            return False
+        self.put()
+        if lifted:
+            self.cache.set_causal(self.ctx, except_=lifted)
+        self.check_seen(lifted)
+        return True
+
+    def extend(self, seq: int, count: int = 1) -> bool:
+        """A pass with the next ``count`` tokens of a sequence."""
+        first = self.model.last(seq) + 1
+        return self.forward(range(first, first + count), seq)
+
+    def copy_prefix(self, src: int, dst: int, length: int) -> None:
+        self.agree(
+            lambda: self.cache.copy_prefix(src, dst, length), lambda: self.model.copy_prefix(src, dst, length)
+        )
+        self.check_figures()
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> bool:
+        """Whether the removal was done and not refused."""
+        self.agree(lambda: self.cache.remove(seq, begin, end), lambda: self.model.remove(seq, begin, end))
+        self.check_figures()
+        return self.refusal is None
+
+    def defrag(self) -> None:
+        self.cache.defrag()
+        self.check_figures()
+
+    # Checks.
+
+    refusal: ml.MLError | None = None
+
+    def agree(self, real: Callable[[], object], model: Callable[[], object]) -> None:
+        """Both do it, or both refuse it in the same way."""
+        found, expected = outcome(real), outcome(model)
+        assert (found is None) == (expected is None), f"raised {found!r}, expected {expected!r}"
+        if expected is not None:
+            assert isinstance(found, type(expected)), f"raised {found!r}, expected {expected!r}"
+        if isinstance(found, kvcache.CacheFullError):
+            assert isinstance(expected, kvcache.CacheFullError)
+            assert (found.asked, found.free, found.held) == (expected.asked, expected.free, expected.held)
+        self.refusal = found
+
+    def check_figures(self) -> None:
+        """Cells, positions, and ``can_resume`` at every place where its answer may change."""
+        cache, model = self.cache, self.model
+        assert cache.cells == self.setup.cells
+        assert cache.free_cells == model.free()
+        assert cache.held() == model.held()
+        for seq, row in enumerate(model.tokens):
+            stored = sorted(row)
+            assert cache.positions(seq).tolist() == stored
+            first, last = (stored[0], stored[-1]) if stored else (0, -1)
+            edge = first + (self.setup.window or 0)
+            for position in {0, first, edge - 1, edge, edge + 1, last, last + 1, last + 2} - {-1}:
+                found = cache.can_resume(seq, position)
+                assert found == model.can_resume(seq, position), f"can_resume({seq}, {position}) is {found}"
+
+    def drain(self) -> None:
+        """Read back every token that is stored, by going back from the end; empties the cache.
+
+        A query at the position of each token that has one before it looks at what lies before.
+        """
+        self.cache.defrag()
+        for seq in range(self.setup.max_sequences):
+            while self.model.tokens[seq]:
+                last = self.model.last(seq)
+                if self.model.free() or not self._shared(seq, last):
+                    self.remove(seq, last)
+                    assert self.forward([last], seq), f"no cell for position {last} of sequence {seq}"
+                self.remove(seq, last)
+
+    def _shared(self, seq: int, position: int) -> bool:
+        token = self.model.tokens[seq][position]
+        return any(token in row.values() for s, row in enumerate(self.model.tokens) if s != seq)
