@@ -16,6 +16,9 @@ from kvcache.cache import (
     ShiftFunction,
 )
 from kvcache.causal import CausalCache, ChunkedCache, SlidingWindowCache
+from kvcache.encoder import EncoderCache
+from kvcache.recurrent import RecurrentCache
+from kvcache.wrapper import WrapperCache
 
 __all__ = [
     "Batch",
@@ -24,6 +27,7 @@ __all__ = [
     "CausalCache",
     "ChunkedCache",
     "ClosedError",
+    "EncoderCache",
     "InvalidBatchError",
     "InvalidRangeError",
     "InvalidSequenceError",
@@ -31,7 +35,9 @@ __all__ = [
     "Mask",
     "NotSupportedError",
     "OrderError",
+    "RecurrentCache",
     "SequenceLostError",
     "ShiftFunction",
     "SlidingWindowCache",
+    "WrapperCache",
 ]

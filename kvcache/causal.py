@@ -24,6 +24,7 @@ from kvcache.batches import Group, check_sequence, group_batch
 from kvcache.buffers import LayerBuffers
 from kvcache.cache import (
     Batch,
+    Cache,
     CacheFullError,
     ClosedError,
     InvalidBatchError,
@@ -40,7 +41,7 @@ from kvcache.forward import Forward
 from kvcache.reading import LowerBound
 from ml import nn
 
-__all__ = ["CausalCache", "ChunkedCache", "SlidingWindowCache"]
+__all__ = ["CausalCache", "ChunkedCache", "SlidingWindowCache", "drop_middle"]
 
 
 class CausalCache:
@@ -78,12 +79,15 @@ class CausalCache:
         ):
             if value < 1:
                 raise InvalidRangeError(f"init: {name}={value}; it is >= 1")
-        self._check_dtype(dtype)
         self._dtype = dtype
         self._max_sequences, self._capacity, self._max_batch = max_sequences, capacity, max_batch
         self._backend = backend
+        try:
+            self._make_table()
+        except BaseException:
+            self._backend = None
+            raise
         self._closed = False
-        self._make_table()
 
     def set_config(self, config: ml.CacheConfig) -> None:
         """Arrange tensors by ``config`` instead of what the backend asks for.
@@ -101,6 +105,7 @@ class CausalCache:
         self._buffers.clear()
         self._changed()
         self._backend = None
+        self._layer = 0
         self._closed = True
 
     @property
@@ -117,9 +122,6 @@ class CausalCache:
         self._active = self.config
         padding = self._active.cache_padding
         self._table = CellTable(-(-self._cells() // padding) * padding, self._max_sequences)
-
-    def _check_dtype(self, dtype: ml.DType) -> None:
-        _ = dtype.numpy
 
     # What windows and chunks change.
 
@@ -139,7 +141,7 @@ class CausalCache:
         """Whether all that a token at ``position`` attends to is still stored: always, without a window."""
         self._bound("can_resume")
         check_sequence("can_resume", seq, self._max_sequences)
-        return True
+        return not self._table.rows[seq].lost
 
     # One pass.
 
@@ -156,6 +158,7 @@ class CausalCache:
         groups = group_batch(batch, self._max_sequences)
         table = self._table
         if reserve:
+            self._changed()
             self._forward = Forward(table, self._active, self._lower(), len(batch), groups, 0, reserve=True)
             return
         for group in groups:
@@ -180,9 +183,9 @@ class CausalCache:
         for seq, position in evictions:
             table.drop(seq, 0, table.rows[seq].index(position))
         if tokens > table.free:
-            free = table.free
+            full = CacheFullError(tokens, table.free, table.held())
             self._restore(saved)
-            raise CacheFullError(tokens, free, table.held())
+            raise full
         self._undo = saved
         if len(groups) == 1:
             return self._place_one(groups[0])
@@ -270,22 +273,19 @@ class CausalCache:
             )
         buffers = self._buffers.get(self._layer)
         if buffers is None:
-            buffers = self._allocate(ctx, key_shape, value_shape)
+            buffers = self._allocate(ctx, key_shape, value_shape, key.dtype)
         buffers.check(self._layer, key, value)
         if not forward.reserve:
             buffers.write(ctx, forward.targets(ctx), key, value)
+        self._buffers[self._layer] = buffers  # last: a failed write fixes no shapes
 
-    def _allocate(self, ctx: ml.Context, key: tuple[int, ...], value: tuple[int, ...]) -> LayerBuffers:
-        buffers = LayerBuffers(
-            ctx.layer(self._layer),
-            self._dtype,
-            self._active,
-            self._table.cells,
-            (key[1], key[2]),
-            (value[1], value[2]),
+    def _allocate(
+        self, ctx: ml.Context, key: tuple[int, ...], value: tuple[int, ...], activations: ml.DType
+    ) -> LayerBuffers:
+        place, cells = ctx.layer(self._layer), self._table.cells
+        return LayerBuffers(
+            place, self._dtype, self._active, cells, (key[1], key[2]), (value[1], value[2]), activations
         )
-        self._buffers[self._layer] = buffers
-        return buffers
 
     def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
         """K (history, kv_heads, head_dim), V likewise, and the mask (tokens, history) of this layer.
@@ -367,15 +367,15 @@ class CausalCache:
         row, table = self._table.rows[seq], self._table
         start = row.index(begin)
         stop = len(row) if end is None else row.index(end)
-        if row.lost and start:
+        if row.lost and (start or stop < len(row)):
             raise _lost("remove", seq)
-        if end is None or end == begin or stop == len(row) or row.lost:
-            stop = len(row) if row.lost else stop
+        if end is None or end == begin or stop == len(row):
             return functools.partial(self._drop, seq, start, stop)
         self._check_shift(seq, stop, end - begin, start)
         write = moving.prepare_shift(backend, self._buffers, table, seq, stop, begin - end, self._shift)
 
         def commit() -> None:
+            self._changed()
             write()
             positions = row.positions.copy()
             positions[stop:] -= end - begin
@@ -408,6 +408,16 @@ class CausalCache:
                 f"remove: a token of sequence {seq} that has to move is shared with another sequence; "
                 "remove that one first, or compute this one anew"
             )
+
+    def shift_context(self, seq: int, keep: int) -> int:
+        """Make room in a full sequence: keep the first ``keep`` tokens, drop the older half of the rest.
+
+        What stays moves down and its keys are re-encoded (see ``remove``); returns how many tokens went.
+        As Ollama's runner does when a conversation outgrows its context.
+        """
+        self._bound("shift_context")
+        check_sequence("shift_context", seq, self._max_sequences)
+        return drop_middle(self, seq, keep, self._table.rows[seq].last + 1)
 
     def defrag(self) -> None:
         """Move cells so that every sequence lies in one run, with room to grow. Views go stale."""
@@ -471,6 +481,15 @@ class CausalCache:
             raise OrderError(f"{op}: layer {self._layer} stores nothing yet; put comes first") from None
 
 
+def drop_middle(cache: Cache, seq: int, keep: int, length: int) -> int:
+    """Remove half of what follows the first ``keep`` of ``length`` positions; returns how many."""
+    if keep < 0 or keep >= length:
+        raise InvalidRangeError(f"shift_context: keep={keep} of {length} tokens; 0 <= keep < length")
+    count = max(1, (length - keep) // 2)
+    cache.remove(seq, keep, keep + count)
+    return count
+
+
 class SlidingWindowCache(CausalCache):
     """A query sees itself and the ``window`` tokens before it; ``memory`` of them stay stored.
 
@@ -517,10 +536,12 @@ class SlidingWindowCache(CausalCache):
         return found
 
     def can_resume(self, seq: int, position: int) -> bool:
-        """Whether something is stored, the window of ``position`` with it, and no gap lies before it."""
-        super().can_resume(seq, position)
+        """Whether something is stored, and reaches from the window of ``position`` to right before it."""
+        known = super().can_resume(seq, position)
         row = self._table.rows[seq]
-        return len(row) > 0 and max(0, position - self.window) >= row.first and position <= row.last + 1
+        if not known or not len(row):
+            return False
+        return max(0, position - self.window) >= row.first and position <= row.last + 1
 
     def _check_shift(self, seq: int, stop: int, distance: int, start: int) -> None:
         super()._check_shift(seq, stop, distance, start)

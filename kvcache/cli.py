@@ -14,6 +14,8 @@ MISSING = "kvcache: {name} is not installed; the command needs: pip install 'ml-
 INTERRUPTED = 130
 _EXTRA = {"click", "rich", "typer"}
 
+app: Any  # the typer application: __getattr__ loads it when it is asked for
+
 
 def main() -> None:
     """Run the command and exit: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
@@ -35,7 +37,6 @@ def _app() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """``kvcache.cli.app`` is the typer application, loaded when it is asked for."""
     if name == "app":
         return _app()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -126,6 +126,7 @@ def generate(
         settings = Settings(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
         options = {} if device is None else {"device": device}
         path = bundled_model() if model is None else model
+        load_config(path)  # a wrong path is told at once: opening a backend may take seconds
         cache = GeneratorOptions(
             max_sequences=min(len(prompt), MAX_SEQUENCES),
             capacity=capacity,
@@ -207,7 +208,7 @@ def reported(debug: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        typer.echo(f"kvcache: {error or 'interrupted'}", err=True)
+        typer.echo(f"kvcache: {str(error) or 'interrupted'}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except (typer.Exit, BrokenPipeError):
         raise

@@ -46,13 +46,17 @@ def prepare_shift(
         ctx.compute(*shifted.values())
 
     def write() -> None:
+        writing = False
         try:
             with backend.new_context() as ctx:
+                places = {layer: ctx.layer(layer) for layer in shifted}
+                writing = True
                 for layer, key in shifted.items():
-                    ctx.forward(buffers[layer].key.write(ctx.layer(layer), where, key))
+                    ctx.forward(buffers[layer].key.write(places[layer], where, key))
                 ctx.compute()
-        except Exception:
-            _mark_lost(table, cells)
+        except BaseException:
+            if writing:
+                _mark_lost(table, cells)
             raise
 
     return write
@@ -83,18 +87,22 @@ def defragment(backend: ml.Backend, buffers: Mapping[int, LayerBuffers], table: 
     moved = np.flatnonzero((target >= 0) & (target != np.arange(target.size)))
     if not moved.size:
         return
-    with backend.new_context() as ctx:
-        sources = ctx.from_numpy(moved, ml.DType.I32)
-        destinations = ctx.from_numpy(target[moved], ml.DType.I32)
-        try:
+    writing = False
+    try:
+        with backend.new_context() as ctx:
+            sources = ctx.from_numpy(moved, ml.DType.I32)
+            destinations = ctx.from_numpy(target[moved], ml.DType.I32)
             for layer, held in buffers.items():
                 place = ctx.layer(layer)
                 for buffer in (held.key, held.value):
-                    ctx.forward(buffer.write(place, destinations, buffer.gather(place, sources)))
+                    found = buffer.fetch(place, sources)
+                    writing = True
+                    buffer.store(place, destinations, found)
             ctx.compute()
-        except Exception:
+    except BaseException:
+        if writing:
             _mark_lost(table, moved, target[moved])
-            raise
+        raise
     table.move(target)
 
 

@@ -77,9 +77,9 @@ class Totals:
         elapsed = time.perf_counter() - self._began if self._began else 0.0
         rate = f"{self.generated / elapsed:.1f} tok/s" if elapsed > 0 else "- tok/s"
         prompt = f"prompt {sum(self._done.values())}/{sum(self._total.values())}"
-        done = f" · {self.finished}/{requests} done" if requests > 1 else ""
+        done = f"{self.finished}/{requests} done · " if requests > 1 else ""
         counts = f"reused {self.reused} · computed {self.computed}"
-        return f"{self.generated} tokens · {rate} · {prompt} · {counts}{done}"
+        return f"{done}{self.generated} tokens · {rate} · {prompt} · {counts}"
 
 
 class PlainScreen:
@@ -116,7 +116,8 @@ class PlainScreen:
     def _write(self, text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
-        self._open = bool(text) and not text.endswith("\n") or (self._open and not text)
+        if text:
+            self._open = not text.endswith("\n")
 
 
 class JsonScreen:
@@ -147,7 +148,7 @@ class JsonScreen:
             "cache_bytes": cache_bytes,
         }
         record = {**self._head, "outputs": outputs, "statistics": statistics}
-        sys.stdout.write(json.dumps(record, ensure_ascii=False, indent=2) + "\n")
+        sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 class LiveScreen:
@@ -178,13 +179,17 @@ class LiveScreen:
             self._live = Live(console=self._console, transient=True, refresh_per_second=12)
             self._live.start()
         self._totals.take(event)
+        whole: list[str] = []
         if len(self._prompts) == 1:
             if isinstance(event, Started):
-                self._text(self._prompts[0])
+                whole = self._text(self._prompts[0])
             elif isinstance(event, Token):
-                self._text(event.text)
-        status = Text(self._totals.line(len(self._prompts)), style="dim")
+                whole = self._text(event.text)
+        line = self._totals.line(len(self._prompts))
+        status = Text(line, style="dim", no_wrap=True, overflow="ellipsis")
         self._live.update(Group(Text(self._line), status) if self._line else status)
+        for line in whole:  # after the update, which the next refresh shows below them
+            self._console.print(Text(line))
 
     def stop(self) -> None:
         self._bar.stop()
@@ -192,7 +197,7 @@ class LiveScreen:
             self._live.stop()
             self._live = None
             if self._line:
-                self._print(self._line)
+                self._console.print(Text(self._line))
                 self._line = ""
 
     def finish(self, answers: Sequence[Finished], totals: Statistics, cache_bytes: int) -> None:
@@ -208,16 +213,14 @@ class LiveScreen:
             table.add_row(name, value)
         self._console.print(table)
 
-    def _text(self, text: str) -> None:
-        *whole, self._line = (self._line + text).split("\n")
-        for line in whole:
-            self._print(line)
+    def _text(self, text: str) -> list[str]:
+        """The lines that ``text`` makes whole; what is left over goes on being the live line."""
+        *whole, line = (self._line + text).split("\n")
         width = self._console.width
-        while len(self._line) >= width:  # rich would wrap it; print what is full and keep the rest live
-            cut = self._line.rfind(" ", 0, width)
+        while len(line) >= width:  # rich would wrap it: print what is full, and keep the rest live
+            cut = line.rfind(" ", 0, width)
             cut = cut if cut > 0 else width - 1
-            self._print(self._line[:cut])
-            self._line = self._line[cut:].removeprefix(" ")
-
-    def _print(self, line: str) -> None:
-        self._console.print(Text(line))
+            whole.append(line[:cut])
+            line = line[cut:].removeprefix(" ")
+        self._line = line
+        return whole

@@ -5,4 +5,3 @@ from ml.testing import BackendTests
 
 class TestNumpy(BackendTests):
     backend_name = "numpy"
-

@@ -10,7 +10,10 @@ import numpy as np
 from ml.dtypes import DType
 from ml.errors import DTypeError
 
-__all__ = ["MLX_DTYPES", "from_host", "from_mlx_dtype", "to_host"]
+__all__ = ["MLX_DTYPES", "from_host", "from_mlx_dtype", "schedule", "to_host"]
+
+schedule: Any = mx.async_eval
+"""Evaluate arrays without waiting for them (MLX's stub gives it no type)."""
 
 MLX_DTYPES: dict[DType, mx.Dtype] = {
     DType.F32: mx.float32,
@@ -36,12 +39,10 @@ def from_mlx_dtype(op: str, native: Any) -> DType:
 
 def from_host(array: np.ndarray) -> mx.array:
     """An MLX copy of a host array of any DType; it exists at once and belongs to no stream."""
-    return mx.array(np.require(array, requirements=("C", "W")))
+    return mx.array(np.asarray(array, order="C"))
 
 
-def to_host(array: mx.array, dtype: DType, stream: Any) -> np.ndarray:
-    """A host copy in C order. NumPy cannot read MLX's bfloat16: its bits travel as uint16."""
-    if dtype is DType.BF16:
-        bits = np.array(mx.view(array, mx.uint16, stream=stream), order="C")
-        return bits.view(dtype.numpy)
-    return np.array(array, order="C")
+def to_host(array: mx.array, dtype: DType) -> np.ndarray:
+    """A host copy in C order of an evaluated array, which has the bits of ``dtype``."""
+    host = np.array(array, order="C")
+    return host.view(dtype.numpy) if dtype is DType.BF16 else host

@@ -1,98 +1,126 @@
 """A storage of MLX: a box that holds the array of the moment.
 
 MLX arrays are values. A write makes a new array, and MLX reuses the memory of the old one
-("donation") if, when the write is scheduled, nothing else refers to that memory: no other Python
-object, no node of a graph, no work in flight. Everything here serves that condition:
+("donation") if, at the moment the write is scheduled, nothing else refers to that memory: no
+other Python object, no node of a graph, no work in flight. Everything here serves that condition:
 
-- a view is geometry only, and its array is built when it is read and dropped after;
-- a write replaces the array in the box, so that the graph alone refers to the old one;
-- before a large box is written, the reads of it that are still pending or in flight are let
-  finish (see :meth:`Box.write`). Otherwise MLX would copy the whole buffer to keep the order.
+- a view is geometry only; its array is built when it is read, and dropped after;
+- a write replaces the array in the box, so that only the graph refers to the old one;
+- before a large box is written, reads of it that are pending or in flight are let finish:
+  MLX would otherwise copy the whole buffer to keep the order.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
 
+from backends.mlx.regions import Region, canonical
 from ml.base import Storage
-from ml.strided import Shape, contiguous_strides, regular_region
+from ml.strided import Shape, contiguous_strides
 
 if TYPE_CHECKING:
     from backends.mlx.backend import MlxBackend
 
-__all__ = ["Box", "Region", "region_of"]
+__all__ = ["WAIT_BYTES", "Box"]
 
-WAIT_BYTES = 1 << 18
-"""A smaller box is copied faster than reads of it are waited for."""
+WAIT_BYTES = 1 << 20
+"""A smaller box is copied in less time than it takes to wait for its readers."""
 
 
 class Box(Storage):
-    """The current array of an allocation, C-contiguous in the shape it was allocated in.
+    """The current array of an allocation, in the shape it was allocated in.
 
-    ``raw``: the array is some operation's result, whose layout in memory MLX does not tell; it
-    is put in C order once, when a view first needs it (nothing is copied where it was already).
+    ``raw`` says that the array is some operation's result, whose layout in memory MLX does not
+    tell. It is put in C order once, when a strided view or a write first needs that; where it is
+    so already, nothing is copied.
     """
 
     __slots__ = ("nbytes", "raw", "read_at", "shape")
 
-    array: mx.array
+    array: Any
     backend: MlxBackend
 
-    def __init__(
-        self, backend: MlxBackend, array: mx.array, shape: Shape, raw: bool = True, owned: bool = True
-    ) -> None:
+    def __init__(self, backend: MlxBackend, array: Any, raw: bool = True, owned: bool = True) -> None:
         super().__init__(backend, array, array.size, array.nbytes, owned=owned)
-        self.nbytes = array.nbytes
-        self.shape = shape
+        self.nbytes: int = array.nbytes
+        self.shape: Shape = array.shape
         self.raw = raw
         self.read_at = 0
         backend.boxes[id(self)] = weakref.ref(self)
 
     def __del__(self) -> None:
-        self.backend.boxes.pop(id(self), None)
         super().__del__()
+        self.backend.boxes.pop(id(self), None)
 
-    def read(self, offset: int, shape: Shape, strides: Shape) -> mx.array:
-        """The view's array: an alias of the buffer, to be dropped before the next write."""
+    def read(self, offset: int, shape: Shape, strides: Shape) -> Any:
+        """The array of a view. It aliases the buffer: to be dropped before the next write."""
         self.read_at = self.backend.epoch
-        if shape == self.shape and offset == 0 and strides == contiguous_strides(shape):
-            return self.array
         stream = self.backend.stream
         if 0 in shape:
             return mx.zeros(shape, self.array.dtype, stream=stream)
-        if offset == 0 and math.prod(shape) == self.size and strides == contiguous_strides(shape):
-            return mx.reshape(self.array, shape, stream=stream)
+        if offset == 0 and canonical(shape, strides) == contiguous_strides(shape):
+            if shape == self.shape:
+                return self.array
+            if math.prod(shape) == self.size:
+                return mx.reshape(self.array, shape, stream=stream)
         if self.raw:
             self._settle_layout()
         return mx.as_strided(self.array, shape, strides, offset, stream=stream)
 
-    def write(self, offset: int, shape: Shape, strides: Shape, value: mx.array) -> None:
-        """Put ``value``, of this dtype and in the axis order of ``region_of(...)``, into the view.
-
-        Must not be given an alias of this box's own buffer: MLX would copy the buffer whole.
-        """
-        region = region_of(self.shape, offset, shape, strides)
-        if region is None:
-            self._put_elements(_element_offsets(offset, shape, strides), value)
-            return
+    def put_block(self, region: Region, value: Any) -> None:
+        """``self[region] = value``. ``value`` has the region's sizes, and is no alias of this buffer."""
         with self.backend.lock:
             self._before_write(value)
-            stream, axes = self.backend.stream, tuple(range(len(region.base)))
-            array = value if not axes else mx.reshape(value, region.sizes, stream=stream)
-            if axes:
-                start = mx.array(region.start, mx.int64 if self.size > _INT32 else mx.int32)
-                reshaped = region.base != self.shape
-                if reshaped:
-                    self.array = mx.reshape(self.array, region.base, stream=stream)
-                self.array = mx.slice_update(self.array, array, start, axes, stream=stream)
-                if reshaped:
-                    self.array = mx.reshape(self.array, self.shape, stream=stream)
-            else:
-                self.array = mx.reshape(array, self.shape, stream=stream)
+            self.array = self._with_block(region, value)
             self.backend.defer(self, value.nbytes)
+
+    def put_layers(self, axis: int, indices: Any, value: Any) -> None:
+        """``self[..., indices, ...] = value`` along an axis of the allocation."""
+        with self.backend.lock:
+            self._before_write(value)
+            column = tuple(-1 if k == axis else 1 for k in range(len(self.shape)))
+            layers = mx.reshape(indices, column, stream=self.backend.stream)
+            self.array = mx.put_along_axis(self.array, layers, value, axis, stream=self.backend.stream)
+            self.backend.defer(self, value.nbytes)
+
+    def put_elements(self, offsets: Any, value: Any) -> None:
+        """Write each element of ``value`` at its offset in the storage."""
+        with self.backend.lock:
+            self._before_write(value)
+            self.array = self._with_elements(offsets, value)
+            self.backend.defer(self, value.nbytes)
+
+    # The old array must not outlive the assignment in a local variable: hence functions of their own.
+
+    def _with_block(self, region: Region, value: Any) -> Any:
+        array, stream = self.array, self.backend.stream
+        if region.base != self.shape:
+            array = mx.reshape(array, region.base, stream=stream)
+        array = mx.slice_update(array, value, mx.array(region.start, mx.int32), region.axes, stream=stream)
+        return array if region.base == self.shape else mx.reshape(array, self.shape, stream=stream)
+
+    def _with_elements(self, offsets: Any, value: Any) -> Any:
+        stream = self.backend.stream
+        flat = mx.reshape(self.array, (-1,), stream=stream)
+        offsets, value = (mx.reshape(x, (-1,), stream=stream) for x in (offsets, value))
+        return mx.reshape(
+            mx.put_along_axis(flat, offsets, value, 0, stream=stream), self.shape, stream=stream
+        )
+
+    def _before_write(self, value: Any) -> None:
+        self.backend.check_usable(self)
+        self.backend._ledger.setdefault(
+            id(self), (self.device, self.nbytes)
+        )  # a borrowed array is ours from here on
+        if self.raw:
+            self._settle_layout()
+        if self.nbytes >= WAIT_BYTES:
+            self.backend.drain(self.read_at, value)
+
+    def _settle_layout(self) -> None:
+        self.array = mx.contiguous(self.array, stream=self.backend.stream)
+        self.raw = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from typing import Any
 
 from ml import Availability, Backend, BackendSpec, hookimpl
@@ -16,7 +17,7 @@ def probe() -> Availability:
     except ImportError as error:
         return Availability(False, f"mlx cannot be imported: {error}")
     devices = ("gpu", "cpu") if mx.is_available(mx.gpu) else ("cpu",)
-    return Availability(True, version=mx.__version__, devices=devices)
+    return Availability(True, version=version("mlx"), devices=devices)
 
 
 def open_mlx(**options: Any) -> Backend:

@@ -2,13 +2,13 @@
 
 The queries that share a KV head are stacked as rows of one product, so that its keys are read
 once: on a CPU that took 0.95 ms where ``enable_gqa`` took 1.6 (one query, 32 heads over 8, 1,024
-keys, F32) and 0.8 ms against 7.4 in BF16. Long prompts keep a head axis of stride 0 instead, since
-the mask then need not be repeated, and ``is_causal`` can be said.
+keys, F32), and 0.8 ms against 7.4 in BF16. Long prompts keep a head axis of stride 0 instead: the
+mask then need not be repeated, and ``is_causal`` can be said. Neither copies keys or values.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -18,14 +18,14 @@ from ml.capabilities import CAUSAL, CausalMask
 from ml.errors import DTypeError, ShapeError
 
 if TYPE_CHECKING:
-    from backends.torch.backend import TorchBackend, TorchContext
+    from backends.torch.backend import TorchContext
 
 __all__ = ["attend"]
 
 STACKED_MASK_LIMIT = 16 << 20
-"""Bytes of a mask that may be repeated for each query head of a group."""
+"""Bytes of a mask that may be repeated for the query heads of a group."""
 SCORES_LIMIT = 1 << 24
-"""F32 scores that the body without SDPA holds at once."""
+"""Scores in F32 that the body without SDPA holds at once."""
 
 
 def attend(
@@ -38,32 +38,165 @@ def attend(
     sinks: TorchTensor | None,
 ) -> TorchTensor:
     """query (tokens, heads, D), key (history, kv_heads, D), value (history, kv_heads, v_dim)."""
+    for tensor in (key, value, mask, sinks):
+        if tensor is not None and tensor is not CAUSAL:
+            query._peer("attention", tensor)
     q, k, v = query._on(ctx), key._on(ctx), value._on(ctx)
     _check(q, k, v)
     tokens, heads, head_dim = q.shape
     history, kv_heads, v_dim = v.shape
-    causal, bias = _bias(ctx, q, history, mask)
+    bias = _bias(ctx, q, history, mask)
     logits = None if sinks is None else _logits(sinks._on(ctx), kv_heads, heads)
     if 0 in q.shape or history == 0:
         return TorchTensor.own(ctx, q.new_zeros((tokens, heads, v_dim)), query.dtype)
-    if not q.is_cpu:
-        body = _sdpa if logits is None else _plain
-    else:
-        body = _sdpa if v_dim == head_dim else _plain  # SDPA's fused kernel wants them equal here
+    grouped = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
     k, v = k.transpose(0, 1), v.transpose(0, 1)
-    group = heads // kv_heads
-    grouped = q.reshape(tokens, kv_heads, group, head_dim)
-    stacked = group * tokens * history * q.element_size() <= STACKED_MASK_LIMIT
-    if tokens == 1 or body is _plain or (stacked and not causal):
-        rows = grouped.permute(1, 2, 0, 3).reshape(1, kv_heads, group * tokens, head_dim)
-        if bias is not None:
-            bias = bias.expand(group, tokens, history).reshape(group * tokens, history)
-        if logits is not None:
-            logits = logits.expand(kv_heads, group, tokens).reshape(1, kv_heads, group * tokens)
-        out = body(rows, k.unsqueeze(0), v.unsqueeze(0), bias, False, scale, logits)
+    # The fused kernel of the CPU wants one head size; elsewhere none gives what sinks need.
+    if (q.is_cpu and v_dim != head_dim) or (not q.is_cpu and logits is not None):
+        out = _plain(grouped, k, v, _shown(ctx, q, history, bias), scale, logits)
     else:
-        k = k.unsqueeze(1).expand(kv_heads, group, history, head_dim)
-        v = v.unsqueeze(1).expand(kv_heads, group, history, v_dim)
-        out = body(grouped.permute(1, 2, 0, 3), k, v, bias, causal, scale, logits)
-    out = out.reshape(kv_heads, group, tokens, v_dim).permute(2, 0, 1, 3)
-    return TorchTensor.own(ctx, out.reshape(tokens, heads, v_dim), query.dtype)
+        out = _fused(grouped, k, v, bias, scale, logits)
+    return TorchTensor.own(ctx, out.permute(2, 0, 1, 3).reshape(tokens, heads, v_dim), query.dtype)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    if not q.dim() == k.dim() == v.dim() == 3 or shapes[1][:2] != shapes[2][:2]:
+        raise ShapeError(f"attention: query, key, value {shapes}; each is (tokens, heads, size)")
+    if shapes[0][2] != shapes[1][2] or not shapes[1][1] or shapes[0][1] % shapes[1][1]:
+        raise ShapeError(
+            f"attention: query {shapes[0]}, key {shapes[1]}; one head size, heads a multiple of KV heads"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise DTypeError(f"attention: query, key, value {q.dtype}, {k.dtype}, {v.dtype}; one float dtype")
+
+
+def _bias(
+    ctx: TorchContext, q: torch.Tensor, history: int, mask: TorchTensor | CausalMask | None
+) -> torch.Tensor | CausalMask | None:
+    """The mask as (tokens, history) of the query's dtype, CAUSAL where torch's is_causal says it, or None.
+
+    torch's is_causal is aligned top-left, ours bottom-right: the same for a whole prompt only.
+    """
+    tokens = q.shape[0]
+    if mask is None:
+        return None
+    if mask is CAUSAL:
+        if tokens > history:
+            raise ShapeError(f"attention: CAUSAL with {tokens} queries and {history} keys; some see none")
+        if tokens < 2:
+            return None
+        return CAUSAL if tokens == history else _causal(ctx, q, history)
+    native = mask._on(ctx)
+    if native.dim() != 2 or native.shape[0] < tokens or native.shape[1] != history:
+        raise ShapeError(f"attention: mask {mask.shape}; it has to be (rows >= {tokens}, {history})")
+    if not native.dtype.is_floating_point:
+        raise DTypeError(f"attention: mask {mask.dtype!r}; it is additive, F32, F16 or BF16")
+    return native[:tokens].to(q.dtype)
+
+
+def _shown(
+    ctx: TorchContext, q: torch.Tensor, history: int, bias: torch.Tensor | CausalMask | None
+) -> torch.Tensor | None:
+    return _causal(ctx, q, history) if isinstance(bias, CausalMask) else bias
+
+
+def _causal(ctx: TorchContext, q: torch.Tensor, history: int) -> torch.Tensor:
+    """0 and -inf, aligned bottom-right. The last one is kept: all layers of a pass ask for the same."""
+    tokens = q.shape[0]
+    wanted = (tokens, history, q.dtype, q.device)
+    kept = ctx.backend.causal_mask
+    if kept is None or kept[0] != wanted:
+        with torch.inference_mode(False):
+            minus = torch.full((tokens, history), -torch.inf, dtype=q.dtype, device=q.device)
+            kept = ctx.backend.causal_mask = wanted, minus.triu_(history - tokens + 1)
+    return kept[1]
+
+
+def _logits(sinks: torch.Tensor, kv_heads: int, heads: int) -> torch.Tensor:
+    """(kv_heads, group, 1) in F32."""
+    if tuple(sinks.shape) != (heads,) or not sinks.dtype.is_floating_point:
+        raise ShapeError(f"attention: sinks {sinks.dtype} {tuple(sinks.shape)}; they are floats ({heads},)")
+    return sinks.to(torch.float32).reshape(kv_heads, heads // kv_heads, 1)
+
+
+def _fused(
+    grouped: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | CausalMask | None,
+    scale: float,
+    logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """grouped (kv_heads, group, tokens, D), k and v (kv_heads, history, ...); as grouped with v_dim."""
+    kv_heads, group, tokens, head_dim = grouped.shape
+    history = k.shape[1]
+    causal = isinstance(bias, CausalMask)
+    repeated = 0 if tokens == 1 else group * tokens * history * k.element_size()
+    if causal or repeated > STACKED_MASK_LIMIT:
+        many = (kv_heads, group, history, -1)
+        k, v = k.unsqueeze(1).expand(many), v.unsqueeze(1).expand(many)
+        return _sdpa(grouped, k, v, bias, scale, logits)
+    rows = grouped.reshape(1, kv_heads, group * tokens, head_dim)
+    if isinstance(bias, torch.Tensor):
+        bias = bias.expand(group, tokens, history).reshape(group * tokens, history)
+    if logits is not None:
+        logits = logits.expand(kv_heads, group, tokens).reshape(kv_heads, group * tokens)
+    out = _sdpa(rows, k.unsqueeze(0), v.unsqueeze(0), bias, scale, logits)
+    return out.reshape(kv_heads, group, tokens, v.shape[-1])
+
+
+def _sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | CausalMask | None,
+    scale: float,
+    logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """Four axes each; ``logits`` broadcasts to the first three of ``q``."""
+    single = q.shape[2] == 1 and q.is_cpu and q.dtype is not torch.float32
+    if single:  # two equal rows take half the time of one: the narrow dtypes have no product for one
+        q = q.expand(-1, -1, 2, -1)
+    causal = isinstance(bias, CausalMask)
+    shown = None if isinstance(bias, CausalMask) else bias
+    if logits is None:
+        out = functional.scaled_dot_product_attention(q, k, v, shown, is_causal=causal, scale=scale)
+        return out[:, :, :1] if single else out
+    # The sink is one more key of value 0: it only shrinks a row, by exp(lse) / (exp(lse) + exp(sink)).
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=shown, scale=scale
+    )
+    if single:
+        out, lse = out[:, :, :1], lse[:, :, :1]
+    share: torch.Tensor = torch.sigmoid(lse - logits).unsqueeze(-1)
+    shrunk: torch.Tensor = out * share
+    return shrunk.to(q.dtype)
+
+
+def _plain(
+    grouped: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """What no fused kernel does, in F32 and in blocks of queries; shapes as in ``_fused``."""
+    kv_heads, group, tokens, head_dim = grouped.shape
+    keys, values = k.float().transpose(1, 2), v.float()
+    out = grouped.new_empty((kv_heads, group, tokens, v.shape[2]))
+    step = max(1, SCORES_LIMIT // (kv_heads * group * k.shape[1]))
+    for start in range(0, tokens, step):
+        part = slice(start, min(start + step, tokens))
+        rows = grouped[:, :, part].float().reshape(kv_heads, -1, head_dim)
+        scores = torch.bmm(rows * scale, keys).reshape(kv_heads, group, -1, k.shape[1])
+        if bias is not None:
+            scores = scores + bias[part]
+        lse = scores.logsumexp(-1)
+        if logits is not None:
+            lse = torch.logaddexp(lse, logits)
+        weights = torch.exp(scores - lse.unsqueeze(-1)).reshape(kv_heads, -1, k.shape[1])
+        out[:, :, part] = torch.bmm(weights, values).reshape(kv_heads, group, -1, v.shape[2])
+    return out

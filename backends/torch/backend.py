@@ -138,9 +138,12 @@ class TorchContext(BaseContext):
         )
 
     def _allocate(self, make: Callable[..., torch.Tensor], *args: Any, dtype: DType) -> TorchTensor:
-        """``make(shape, ...)`` on this device, as a tensor that may be written anywhere."""
+        """``make(shape, ...)`` on this device, naming bytes and device where there is no room."""
         try:
-            with torch.inference_mode(False):
+            if torch.is_inference_mode_enabled():  # what is made in it can be written in it only
+                with torch.inference_mode(False):
+                    array = make(*args, dtype=TO_TORCH[dtype], device=self.torch_device)
+            else:
                 array = make(*args, dtype=TO_TORCH[dtype], device=self.torch_device)
         except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
             reason = str(error).strip().split("\n", 1)[0]

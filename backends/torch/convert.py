@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from ml.dtypes import DType
 from ml.errors import BoundsError, DeviceError, MLError
 from ml.strided import extent
 
-__all__ = ["FROM_TORCH", "TO_TORCH", "fill_from_host", "share_memory", "to_host", "translated", "writing"]
+__all__ = ["FROM_TORCH", "TO_TORCH", "fill_from_host", "share_memory", "to_host", "translated", "write"]
 
 TO_TORCH: dict[DType, torch.dtype] = {
     DType.F32: torch.float32,
@@ -59,14 +58,13 @@ def _bytes(array: torch.Tensor) -> int:
     return extent(tuple(array.size()), array.stride()) * array.element_size()
 
 
-@contextlib.contextmanager
-def writing(array: torch.Tensor) -> Iterator[None]:
-    """A tensor made in inference mode is written in inference mode only."""
+def write(array: torch.Tensor, method: Callable[..., object], *args: object) -> None:
+    """Call a writing method of ``array``: one that was made in inference mode is written there only."""
     if array.is_inference() and not torch.is_inference_mode_enabled():
         with torch.inference_mode():
-            yield
+            method(*args)
     else:
-        yield
+        method(*args)
 
 
 def translated(op: str, error: Exception, device: str) -> MLError:

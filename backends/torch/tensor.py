@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from backends.torch.convert import TO_TORCH, share_memory, to_host, translated, writing
+from backends.torch.convert import TO_TORCH, share_memory, to_host, translated, write
 from ml.base import BaseBackend, BaseTensor, Storage
 from ml.base.checks import flat, foreign
 from ml.dtypes import DType
@@ -74,6 +74,8 @@ class TorchTensor(BaseTensor):
 
     __slots__ = ("_shape", "_sizes", "_steps", "backend", "dtype", "native", "storage")
 
+    native: torch.Tensor
+
     def __init__(self, native: torch.Tensor, dtype: DType, storage: TorchStorage) -> None:
         self.native = native
         self.dtype = dtype
@@ -97,7 +99,8 @@ class TorchTensor(BaseTensor):
 
     @property
     def strides(self) -> Shape:
-        return self.native.stride()
+        strides: Shape = self.native.stride()
+        return strides
 
     @property
     def device(self) -> str:
@@ -114,7 +117,7 @@ class TorchTensor(BaseTensor):
         return self.native.untyped_storage().nbytes() // self.dtype.itemsize
 
     def _first(self) -> int:
-        return self.native.storage_offset()
+        return int(self.native.storage_offset())
 
     def _alias(self, offset: int, shape: Shape, strides: Shape) -> Self:
         return type(self)(self.native.as_strided(shape, strides, offset), self.dtype, self.storage)
@@ -135,10 +138,35 @@ class TorchTensor(BaseTensor):
                 shown._shape = None
                 shown._sizes = sizes
                 shown._steps = steps
-                return shown
+                return cast("Self", shown)
         except Exception:  # whatever it was, the checks below name it
             pass
         return super().view(ctx, offset, shape, strides)
+
+    def slice(self, ctx: Any, axis: int, start: int, stop: int, step: int = 1) -> Self:
+        if ctx._closed or ctx._backend._closed:
+            ctx.check("slice")
+        try:
+            native = self.native
+            sizes, steps = list(native.size()), list(native.stride())
+            if 0 <= start < stop <= sizes[axis] and step >= 1:
+                stride = steps[axis]
+                sizes[axis], steps[axis] = (stop - start + step - 1) // step, stride * step
+                shown = native.as_strided(sizes, steps, native.storage_offset() + start * stride)
+                return type(self)(shown, self.dtype, self.storage)
+        except Exception:
+            pass
+        return super().slice(ctx, axis, start, stop, step)
+
+    def permute(self, ctx: Any, *axes: int) -> Self:
+        if ctx._closed or ctx._backend._closed:
+            ctx.check("permute")
+        try:
+            if axes:  # none reverses the axes here, and is no permutation to torch
+                return type(self)(self.native.permute(axes), self.dtype, self.storage)
+        except Exception:
+            pass
+        return super().permute(ctx, *axes)
 
     def reshape(self, ctx: Any, *shape: int) -> Self:
         if ctx._closed or ctx._backend._closed:
@@ -177,17 +205,17 @@ class TorchTensor(BaseTensor):
         source = src.native
         if share_memory(source, self.native):  # torch leaves such a copy undefined
             source = source.clone()
-        with writing(self.native):
-            self.native.copy_(source)
+        write(self.native, self.native.copy_, source)
 
     @_guarded
     def _scatter(self, src: Self, indices: Any, axis: int) -> None:
-        source = src.native.to(self.native.device, self.native.dtype)
-        if share_memory(source, self.native):
+        native, source = self.native, src.native
+        if source.dtype is not native.dtype or source.device != native.device:
+            source = source.to(native.device, native.dtype)
+        elif share_memory(source, native):
             source = source.clone()
-        rows = self._rows(indices).to(self.native.device, torch.int64)
-        with writing(self.native):
-            self.native.index_copy_(axis, rows, source)
+        rows = self._rows(indices).to(native.device, torch.int64)
+        write(native, native.index_copy_, axis, rows, source)
 
     # New storage.
 
@@ -292,13 +320,11 @@ class TorchTensor(BaseTensor):
 
     def _on(self, ctx: TorchContext) -> torch.Tensor:
         """The native tensor on the context's device: work on several devices moves its operands."""
-        native: torch.Tensor = self.native
-        return native.to(ctx.torch_device) if ctx.moves else native
+        return self.native.to(ctx.torch_device) if ctx.moves else self.native
 
     def _rows(self, indices: Any) -> torch.Tensor:
         if isinstance(indices, TorchTensor):
-            native: torch.Tensor = indices.native
-            return native
+            return indices.native
         return torch.from_numpy(indices.copy())  # a copy: torch takes no read-only or reversed array
 
     def _peer(self, op: str, other: object) -> Self:
@@ -332,8 +358,20 @@ def _top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 _new = object.__new__
 _NARROW = (DType.F16, DType.BF16)
-_BINARY = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div}
-_COMPARE = {"eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge}
+_BINARY: dict[str, Callable[..., torch.Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+}
+_COMPARE: dict[str, Callable[..., torch.Tensor]] = {
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+}
 _UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "neg": torch.neg,
     "exp": torch.exp,

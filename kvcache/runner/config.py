@@ -56,8 +56,6 @@ class ModelConfig:
                 raise ModelError(f"model config: {name}={size!r}; it is a whole number >= 1")
         if self.heads % self.kv_heads:
             raise ModelError(f"model config: {self.heads} heads are no multiple of {self.kv_heads} kv heads")
-        if self.head_dim % 2:
-            raise ModelError(f"model config: head_dim={self.head_dim}; rotary embeddings need an even one")
         for token in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
             if not 0 <= token < self.vocab_size:
                 raise ModelError(f"model config: token id {token} is outside the {self.vocab_size} tokens")

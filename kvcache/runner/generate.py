@@ -10,6 +10,7 @@ being computed by another one waits for it.
 from __future__ import annotations
 
 import time
+from collections.abc import Generator as Events
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -119,7 +120,9 @@ class Generator:
             prompt = self.tokenizer.encode(prompt)
         return check_prompt(prompt, self.model.config, self.capacity)
 
-    def generate(self, prompts: Sequence[Prompt], settings: Settings | None = None) -> Iterator[Event]:
+    def generate(
+        self, prompts: Sequence[Prompt], settings: Settings | None = None
+    ) -> Events[Event, None, None]:
         """Start the requests; events come as the iterator is drawn from, in the order they happen.
 
         All prompts are checked at once, before any is computed. Request i draws its samples
@@ -158,7 +161,7 @@ class Generator:
 
     # The loop.
 
-    def _generate(self, runs: list[Run]) -> Iterator[Event]:
+    def _generate(self, runs: list[Run]) -> Events[Event, None, None]:
         if self._busy:
             raise RunnerError("generate: another generate is not done; draw it to its end or close it")
         self._busy = True

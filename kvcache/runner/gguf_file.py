@@ -56,8 +56,8 @@ class GGUFFile:
         if field.types[0] == self._gguf.GGUFValueType.ARRAY:
             if strings:
                 return [str(bytes(field.parts[i]), "utf-8", "replace") for i in field.data]
-            return [field.parts[i][0].item() for i in field.data]
-        return str(bytes(field.parts[-1]), "utf-8", "replace") if strings else field.parts[-1][0].item()
+            return [_plain(field.parts[i][0]) for i in field.data]
+        return str(bytes(field.parts[-1]), "utf-8", "replace") if strings else _plain(field.parts[-1][0])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Row-major: GGML counts dimensions from the innermost."""
@@ -70,10 +70,11 @@ class GGUFFile:
         array: np.ndarray = np.asarray(tensor.data)
         if kind in ("F32", "F16"):
             return array
-        if kind == "BF16":
-            return array.view(ml_dtypes.bfloat16).reshape(self.shape(name))
         try:
-            array = self._gguf.dequantize(array, tensor.tensor_type)
+            if kind == "BF16":
+                array = array.view(ml_dtypes.bfloat16)
+            else:
+                array = self._gguf.dequantize(array, tensor.tensor_type)
         except (NotImplementedError, ValueError) as error:
             raise ModelError(
                 f"{self.path}: {name} is stored as {kind}, which the gguf package cannot read ({error})"
@@ -86,6 +87,11 @@ class GGUFFile:
             raise ModelError(
                 f"{self.path}: one of {count} parts of a split model; join them: llama-gguf-split --merge"
             )
+
+
+def _plain(value: Any) -> Any:
+    """A Python number; a float32 as the shortest decimal that it stands for (1e-05, not 9.99999975e-06)."""
+    return float(str(value)) if isinstance(value, np.float32) else value.item()
 
 
 def _first_line(error: BaseException) -> str:

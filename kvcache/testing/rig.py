@@ -190,6 +190,17 @@ class Rig:
         self.cache.defrag()
         self.check_figures()
 
+    def reserve(self, tokens: int) -> None:
+        """A pass that only shows shapes: it spans all cells and writes nothing."""
+        positions = range(tokens)
+        self.cache.start_forward(self.ctx, kvcache.Batch(positions, [0] * tokens), reserve=True)
+        for layer in range(self.setup.layers):
+            self.cache.set_layer(layer)
+            key = self.ctx.from_numpy(values.keys(np.zeros(tokens, np.int64), positions, layer))
+            self.cache.put(self.ctx, key, self.ctx.from_numpy(values.values([0] * tokens, layer)))
+            assert self.cache.get(self.ctx)[0].shape[0] == self.setup.cells
+        self.check_figures()
+
     # Checks.
 
     refusal: ml.MLError | None = None
@@ -221,19 +232,16 @@ class Rig:
                 assert found == model.can_resume(seq, position), f"can_resume({seq}, {position}) is {found}"
 
     def drain(self) -> None:
-        """Read back every token that is stored, by going back from the end; empties the cache.
+        """Read back every token that is stored, going back from the end; empties the cache.
 
-        A query at the position of each token that has one before it looks at what lies before.
+        A query right behind the last token sees it and what its window shows; then that token goes.
         """
-        self.cache.defrag()
         for seq in range(self.setup.max_sequences):
+            position = self.model.last(seq) + 1
             while self.model.tokens[seq]:
-                last = self.model.last(seq)
-                if self.model.free() or not self._shared(seq, last):
-                    self.remove(seq, last)
-                    assert self.forward([last], seq), f"no cell for position {last} of sequence {seq}"
-                self.remove(seq, last)
-
-    def _shared(self, seq: int, position: int) -> bool:
-        token = self.model.tokens[seq][position]
-        return any(token in row.values() for s, row in enumerate(self.model.tokens) if s != seq)
+                if self.model.free():
+                    assert self.forward([position], seq), f"no cell for {position} of sequence {seq}"
+                    self.remove(seq, position)
+                position = self.model.last(seq)
+                if position >= 0:
+                    self.remove(seq, position)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TypeGuard, cast
 
 import numpy as np
@@ -130,7 +130,7 @@ class Rotation:
         self.spec = spec
         self._positions = positions
         self._tables: tuple[Tensor, Tensor] | None = None
-        self._fused = _on_device(ctx, positions) if isinstance(ctx.backend, SupportsRope) else None
+        self._fused = _on_device(ctx, positions) if _offers_rope(type(ctx.backend)) else None
 
     def apply(self, ctx: Context, x: Tensor) -> Tensor:
         """Rotate x (tokens, heads, head_dim)."""
@@ -155,6 +155,11 @@ class Rotation:
             cos, sin = self._tables
             moved._tables = cos.cast(ctx, DType.F32), sin.cast(ctx, DType.F32)
         return moved
+
+
+@lru_cache(maxsize=64)
+def _offers_rope(kind: type) -> bool:
+    return issubclass(kind, SupportsRope)
 
 
 def _is_host(positions: Positions) -> TypeGuard[Sequence[int] | np.ndarray]:
@@ -185,12 +190,15 @@ def _tables(ctx: Context, positions: Positions, spec: RopeSpec, factor: float) -
         angles = steps.mul(ctx, ctx.from_numpy(spec.signed_frequencies))
         cos, sin = angles.cos(ctx), angles.sin(ctx)
         return (cos, sin) if factor == 1.0 else (cos.scale(ctx, factor), sin.scale(ctx, factor))
-    host = _on_host(positions).astype(np.float32)[:, None, None] * spec.signed_frequencies
-    tables = np.stack((np.cos(host), np.sin(host)))  # one transfer for the two
+    angles_on_host = _on_host(positions).astype(np.float32)[:, None, None] * spec.signed_frequencies
+    shape = angles_on_host.shape
+    tables = np.empty((2, *shape), np.float32)  # one transfer for the two
+    np.cos(angles_on_host, out=tables[0])
+    np.sin(angles_on_host, out=tables[1])
     if factor != 1.0:
         tables *= np.float32(factor)
     both = ctx.from_numpy(tables)
-    return both.view(ctx, 0, host.shape), both.view(ctx, host.size, host.shape)
+    return both.view(ctx, 0, shape), both.view(ctx, angles_on_host.size, shape)
 
 
 def _swapped(ctx: Context, x: Tensor, spec: RopeSpec) -> Tensor:

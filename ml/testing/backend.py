@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ml.testing.aliasing import AliasingTests
-from ml.testing.attention import CapabilityTests
+from ml.testing.optional import CapabilityTests
 from ml.testing.casts import CastTests
 from ml.testing.compute import ComputeTests
 from ml.testing.copies import CopyTests

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["backend_name", "backend_options"]
 
 _SUITE = (
-    "aliasing", "attention", "backend", "casts", "compute", "copies", "creation", "harness", "movement",
-    "order", "reductions", "refusals", "rows", "samples",
+    "aliasing", "backend", "casts", "compute", "copies", "creation", "harness", "movement",
+    "optional", "order", "reductions", "refusals", "rows", "samples",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"ml.testing.{name}" for name in _SUITE))
 

@@ -1,0 +1,251 @@
+"""Backend and Context on MLX: one stream, and the rule for when lazy work is handed to it."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from backends.mlx import fused
+from backends.mlx.arrays import MLX_DTYPES, from_host, from_mlx_dtype, schedule, to_host
+from backends.mlx.box import WAIT_BYTES, Box
+from backends.mlx.tensor import MlxTensor
+from ml.base import BaseBackend, BaseContext, BaseTensor
+from ml.capabilities import CacheConfig, CausalMask, DeviceInfo, DeviceMemory, Layout
+from ml.dtypes import DType
+from ml.errors import ClosedError, DeviceError, DTypeError
+from ml.host import host_memory
+from ml.nn.rope import RopeSpec
+from ml.protocols import Tensor
+from ml.strided import Shape, contiguous_strides
+
+__all__ = ["MlxBackend", "MlxContext"]
+
+PENDING_RESULTS = 512
+"""Results and writes that may wait unscheduled; one more hands them all to the stream."""
+PENDING_BYTES = 64 << 20
+"""Bytes that waiting writes may carry: their sources stay in memory until they are done."""
+
+
+class MlxBackend(BaseBackend):
+    """``open_backend("mlx", device=None, dtype=DType.F32)``; device "gpu" or "cpu", None: the best there is.
+
+    **One stream.** Everything runs in order on a stream of this backend that any thread may use
+    (MLX's default streams belong to one thread each, and work begun on them cannot be finished
+    elsewhere). Neither the default device nor a default stream is touched. ``lock`` guards what
+    MLX leaves to its users: the replacement of a box's array, and evaluation.
+
+    **When work happens.** Operations build a graph. Live results and written boxes are noted
+    weakly, and ``flush`` hands all of them to the stream without waiting: at ``compute``,
+    ``to_numpy`` and ``native``, and by itself after PENDING_RESULTS of them or PENDING_BYTES of
+    written data, so that no graph grows without bound, whether or not anyone calls ``compute``.
+
+    **Epochs.** ``epoch`` counts flushes, and ``drained`` is the last epoch whose reads have all
+    run: what was read before it may be written without MLX seeing a reader in flight.
+    """
+
+    def __init__(self, device: str | None = None, dtype: DType = DType.F32) -> None:
+        target = _device(device)
+        super().__init__("mlx", (_device_info(target),), dtype)
+        self.stream = getattr(mx, "new_thread_unsafe_stream", mx.new_stream)(target)
+        self.widens = target.type == mx.cpu
+        """Compute F16 and BF16 in F32: MLX's kernels do so themselves on a GPU, but not on the CPU."""
+        self.fused_rope = target.type == mx.gpu
+        """On the CPU mx.fast.rope is slower than the generic body, whose tables serve all layers."""
+        self.lock = threading.RLock()
+        self.boxes: dict[int, weakref.ref[Box]] = {}
+        self.epoch, self.drained = 1, 0
+        self._pending: list[weakref.ref[Box]] = []
+        self._pending_bytes = 0
+        self._frequencies: dict[RopeSpec, Any] = {}
+
+    def _new_context(self, max_graph_nodes: int) -> MlxContext:
+        return MlxContext(self, max_graph_nodes)
+
+    # When work happens.
+
+    def defer(self, box: Box, nbytes: int = 0) -> None:
+        """Note a result or a write that is not evaluated yet."""
+        self._pending.append(weakref.ref(box))
+        self._pending_bytes += nbytes
+        if len(self._pending) > PENDING_RESULTS or self._pending_bytes > PENDING_BYTES:
+            self.flush()
+
+    def flush(self, *arrays: Any) -> None:
+        """Hand every pending result, and ``arrays`` after them, to the stream; does not wait."""
+        with self.lock, device_errors("compute"):
+            pending, self._pending, self._pending_bytes = self._pending, [], 0
+            self.epoch += 1
+            boxes = {id(box): box for ref in pending if (box := ref()) is not None}
+            schedule(*(box.array for box in boxes.values()), *arrays)
+
+    def drain(self, epoch: int, *arrays: Any) -> None:
+        """Return when no read of ``epoch`` or before is pending or in flight; evaluates ``arrays`` too."""
+        if epoch <= self.drained:
+            return
+        if epoch == self.epoch:
+            self.flush(*arrays)
+        self._wait(self.epoch - 1)
+
+    def _wait(self, epoch: int) -> None:
+        mx.synchronize(self.stream)
+        self.drained = max(self.drained, epoch)
+
+    def fetch(self, array: Any, dtype: DType) -> np.ndarray:
+        """A host copy of an array, computed now."""
+        if dtype is DType.BF16:
+            array = mx.view(array, mx.uint16, stream=self.stream)  # NumPy cannot read MLX's own
+        try:
+            self.flush(array)
+        except DeviceError:  # of another result, maybe: then this one still has its value
+            with self.lock, device_errors("to_numpy"):
+                schedule(array)
+        epoch = self.epoch - 1
+        with device_errors("to_numpy"):
+            self._wait(epoch)
+            return to_host(array, dtype)
+
+    # Capabilities.
+
+    def cache_config(self) -> CacheConfig:
+        return CacheConfig(mask_dtype=self.dtype, layout=Layout.HEAD_MAJOR, elide_mask=True)
+
+    def attention(
+        self,
+        ctx: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Tensor | CausalMask | None,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Any:
+        ctx.check("attention")
+        return fused.attention(self, ctx, query, key, value, mask, scale, sinks)
+
+    def rope(self, ctx: Any, x: Any, positions: Any, spec: RopeSpec) -> Any:
+        ctx.check("rope")
+        return fused.rope(self, x, positions, spec) if self.fused_rope else None
+
+    # Memory.
+
+    def _device_memory(self, index: int, device: DeviceInfo, allocated: int) -> DeviceMemory:
+        if device.kind == "cpu":
+            free, total = host_memory()
+            return DeviceMemory(device.name, allocated, free, total)
+        total = _total_memory(device.kind)
+        return DeviceMemory(
+            device.name, allocated, None if total is None else max(0, total - mx.get_active_memory()), total
+        )
+
+    def check_usable(self, box: Box) -> None:
+        """Raise ClosedError where ``close`` has taken the box's array away."""
+        if box.array is None:
+            raise ClosedError(
+                "write: the backend of this tensor is closed; open it again with ml.open_backend"
+            )
+
+    def close(self) -> None:
+        """Frees the arrays of all tensors, held or not, and MLX's cache of freed buffers."""
+        with self.lock:
+            if self._closed:
+                return
+            super().close()
+            mx.synchronize(self.stream)
+            for ref in list(self.boxes.values()):
+                if (box := ref()) is not None:
+                    box.array = None
+            self._pending, self._frequencies = [], {}
+            self._ledger.clear()
+            mx.clear_cache()
+
+
+class MlxContext(BaseContext):
+    """Creation of tensors. ``forward`` has nothing to remember: the backend knows all that is pending."""
+
+    _backend: MlxBackend
+
+    def _own(self, array: Any, dtype: DType) -> MlxTensor:
+        """A new storage, in C order, around an array that no one else holds."""
+        box = Box(self._backend, array, raw=False)
+        self._backend.defer(box)
+        if box.nbytes >= WAIT_BYTES:
+            self._backend.flush()  # take the memory now: its lack shows here, the first write finds it
+        return MlxTensor.whole(box, dtype, box.shape)
+
+    def _empty(self, shape: Shape, dtype: DType) -> MlxTensor:
+        return self._full(shape, 0, dtype)  # MLX has no uninitialised arrays
+
+    def _full(self, shape: Shape, value: float, dtype: DType) -> MlxTensor:
+        self._check_room(shape, dtype)
+        with device_errors("allocate"), np.errstate(all="ignore"):
+            fill = from_host(np.asarray(value).astype(dtype.numpy))
+            array = mx.full(shape, fill, MLX_DTYPES[dtype], stream=self._backend.stream)
+        return self._own(array, dtype)
+
+    def _check_room(self, shape: Shape, dtype: DType) -> None:
+        """The system may promise memory that it does not have, and end the process when it is touched."""
+        total = _total_memory(self._backend.devices[0].kind)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if total is not None and nbytes > total:
+            raise DeviceError(f"allocate: {nbytes} bytes for {shape} of {dtype!r}; the device has {total}")
+
+    def _from_array(self, array: np.ndarray, dtype: DType) -> MlxTensor:
+        with device_errors("from_numpy"):
+            return self._own(from_host(array), dtype)
+
+    def _from_native(self, array: Any) -> MlxTensor:
+        """The array of the moment: MLX's ``x[...] = y`` gives the Python object another array,
+        which this tensor does not see; nor does a write through the tensor change ``array``."""
+        if not isinstance(array, mx.array):
+            raise DTypeError(f"from_native: {type(array).__name__} is no mlx.core.array; use from_numpy")
+        dtype = from_mlx_dtype("from_native", array.dtype)
+        with self._backend.lock, device_errors("from_native"):
+            schedule(array)  # here: pending work of another stream may be bound to this thread
+            box = Box(self._backend, array.__copy__(), owned=False)
+        return MlxTensor(box, dtype, 0, box.shape, contiguous_strides(box.shape))
+
+    def _compute(self, tensors: tuple[BaseTensor, ...]) -> None:
+        """Hand everything that is pending to the stream. Waiting is left to whoever reads the result."""
+        self._backend.flush(*(tensor.storage.array for tensor in tensors if isinstance(tensor, MlxTensor)))
+
+
+@contextmanager
+def device_errors(op: str) -> Iterator[None]:
+    """MLX's own errors as DeviceError."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+        raise DeviceError(f"{op}: MLX failed: {error}") from error
+
+
+def _device(name: str | None) -> Any:
+    if name is None:
+        name = "gpu" if mx.is_available(mx.gpu) else "cpu"
+    if name == "cpu":
+        return mx.Device(mx.cpu, 0)
+    if name == "gpu" and mx.is_available(mx.gpu):
+        return mx.Device(mx.gpu, 0)
+    there = "'gpu' and 'cpu'" if mx.is_available(mx.gpu) else "'cpu' only"
+    raise DeviceError(f"open_backend: mlx has no device {name!r} here; there is {there}")
+
+
+def _device_info(device: Any) -> DeviceInfo:
+    kind = "cpu" if device.type == mx.cpu else "gpu"
+    described = mx.device_info(device).get("device_name", "")
+    return DeviceInfo(kind, kind, f"MLX {version('mlx')} {described}".rstrip())
+
+
+def _total_memory(kind: str) -> int | None:
+    if kind == "cpu":
+        return host_memory()[1]
+    info = mx.device_info(mx.gpu)
+    size = info.get("memory_size", info.get("total_memory"))
+    return None if size is None else int(size)

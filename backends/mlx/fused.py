@@ -1,0 +1,103 @@
+"""Attention and rotary embedding through MLX's fused kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from ml.capabilities import CAUSAL
+from ml.nn.attention import generic_attention
+from ml.nn.rope import RopeSpec
+
+if TYPE_CHECKING:
+    from backends.mlx.backend import MlxBackend
+    from backends.mlx.tensor import MlxTensor
+
+__all__ = ["attention", "rope"]
+
+
+def attention(
+    backend: MlxBackend,
+    ctx: Any,
+    query: MlxTensor,
+    key: MlxTensor,
+    value: MlxTensor,
+    mask: Any,
+    scale: float,
+    sinks: Any,
+) -> MlxTensor:
+    """``mx.fast.scaled_dot_product_attention``: grouped queries without repeating the keys.
+
+    The views go in as they are, head by head, so that a head-major history is not copied on a GPU.
+    On the CPU F16 and BF16 are widened: its kernels round the scores to the narrow dtype, and for
+    F16 take twice as long. Contract and shapes: ``ml.SupportsAttention``.
+    """
+    tokens, heads, _ = query.shape
+    if 0 in query.shape or 0 in value.shape:
+        return cast("MlxTensor", generic_attention(ctx, query, key, value, mask, scale, sinks))
+    dtype = mx.float32 if backend.widens else query._read().dtype
+    stream = backend.stream
+    q, k, v = (mx.astype(_by_head(x), dtype, stream=stream) for x in (query, key, value))
+    result = mx.fast.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        mask=_mask(mask, tokens, dtype, stream),
+        sinks=None if sinks is None else mx.astype(sinks._read(), dtype, stream=stream),
+        stream=stream,
+    )
+    size = value.shape[2]
+    if tokens == 1:
+        return query._result(mx.reshape(result, (1, heads, size), stream=stream))
+    result = mx.reshape(result, (heads, tokens, size), stream=stream)
+    return query._result(mx.transpose(result, (1, 0, 2), stream=stream))
+
+
+def _by_head(x: MlxTensor) -> Any:
+    """(tokens, heads, size) as MLX wants it: (1, heads, tokens, size)."""
+    (tokens, heads, size), (row, head, step) = x.shape, x.strides
+    return x.storage.read(x.offset, (1, heads, tokens, size), (0, head, row, step))
+
+
+def _mask(mask: Any, tokens: int, dtype: Any, stream: Any) -> Any:
+    """MLX's "causal" is bottom-right aligned, as ours is; a mask array has to be of the queries' dtype."""
+    if mask is None or mask is CAUSAL:
+        return None if mask is None else "causal"
+    return mx.astype(mask._part(0, 0, tokens)._read(), dtype, stream=stream)
+
+
+def rope(backend: MlxBackend, x: MlxTensor, positions: MlxTensor, spec: RopeSpec) -> MlxTensor | None:
+    """``mx.fast.rope``, each token a batch row with an offset of its own: positions need not follow on.
+
+    None for YaRN's temperature, which the kernel does not apply, and where MLX is too old for an
+    offset per row.
+    """
+    if spec.attention_factor != 1.0 or 0 in x.shape:
+        return None
+    stream = backend.stream
+    tokens, heads, size = x.shape
+    try:
+        result = mx.fast.rope(
+            mx.reshape(x._wide(False), (tokens, heads, 1, size), stream=stream),
+            spec.dim,
+            traditional=spec.interleaved,
+            base=None,
+            scale=1.0,
+            offset=positions._read(),
+            freqs=_periods(backend, spec),
+            stream=stream,
+        )
+    except (TypeError, ValueError):
+        return None
+    return x._result(mx.reshape(result, (tokens, heads, size), stream=stream))
+
+
+def _periods(backend: MlxBackend, spec: RopeSpec) -> Any:
+    """What MLX calls freqs: positions per radian of each pair."""
+    found = backend._frequencies.get(spec)
+    if found is None:
+        found = backend._frequencies[spec] = mx.array((1.0 / spec.inverse_frequencies).astype(np.float32))
+    return found

@@ -1,0 +1,127 @@
+"""Where a view lies in its storage, as MLX's slice update and scatter want to know it.
+
+Pure arithmetic, remembered: all layers of a cache ask the same questions in one step.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ml.strided import Shape, regular_region
+
+__all__ = ["Region", "RowRegion", "canonical", "element_offsets", "region_of", "row_region_of", "runs_of"]
+
+
+class Region(NamedTuple):
+    """A view as the block ``base[start : start + sizes]``.
+
+    ``base`` is the storage's shape, or another of as many elements. ``sources[k]`` is the view
+    axis that lies along base axis k, -1 where the block is one wide. ``axes`` are those where the
+    block is narrower than the base, and ``start`` says where it begins on them.
+    """
+
+    base: Shape
+    sizes: Shape
+    sources: Shape
+    axes: Shape
+    start: Shape
+
+    def order(self, strides: Shape) -> Shape:
+        """Strides of the source's axes, in the order of the base."""
+        return tuple(strides[axis] if axis >= 0 else 1 for axis in self.sources)
+
+
+class RowRegion(NamedTuple):
+    """A view whose rows are whole layers of the storage: row i is ``storage[..., first + i * step, ...]``."""
+
+    axis: int
+    first: int
+    step: int
+    sources: Shape
+
+
+@lru_cache(maxsize=4096)
+def region_of(allocated: Shape, offset: int, shape: Shape, strides: Shape) -> Region | None:
+    """The block that a view is, or None where it is none. The view is not empty."""
+    for base in (allocated or (1,), _base_of(math.prod(allocated), shape, strides)):
+        found = None if base is None else regular_region(base, offset, shape, strides)
+        if base is None or found is None or any(part.step != 1 for part in found[0]):
+            continue
+        slices, placed = found
+        sizes = tuple(part.stop - part.start for part in slices)
+        axes = tuple(k for k, size in enumerate(sizes) if size != base[k]) or (0,)
+        return Region(base, sizes, _inverse(len(base), placed), axes, tuple(slices[k].start for k in axes))
+    return None
+
+
+def _base_of(size: int, shape: Shape, strides: Shape) -> Shape | None:
+    """The shape in which the strides of a view are those of whole axes, if there is one.
+
+    A storage of 24 elements, seen with strides (12, 2), is (2, 6, 2).
+    """
+    steps = sorted({s for n, s in zip(shape, strides, strict=True) if n > 1} | {1}, reverse=True)
+    if steps[-1] < 1 or size % steps[0]:
+        return None
+    base = [size // steps[0]]
+    for outer, inner in pairwise(steps):
+        if outer % inner:
+            return None
+        base.append(outer // inner)
+    return tuple(base)
+
+
+@lru_cache(maxsize=4096)
+def row_region_of(allocated: Shape, offset: int, shape: Shape, strides: Shape, axis: int) -> RowRegion | None:
+    """How rows along ``axis`` of a view lie in the storage, where each is a whole layer of it."""
+    found = regular_region(allocated, offset, shape, strides)
+    if found is None or found[1][axis] < 0:
+        return None
+    slices, placed = found
+    along = placed[axis]
+    if any(
+        part != slice(0, n, 1)
+        for k, (part, n) in enumerate(zip(slices, allocated, strict=True))
+        if k != along
+    ):
+        return None
+    part = slices[along]
+    return RowRegion(along, part.start, part.step, _inverse(len(allocated), placed))
+
+
+def _inverse(ndim: int, placed: Shape) -> Shape:
+    sources = [-1] * ndim
+    for view_axis, base_axis in enumerate(placed):
+        if base_axis >= 0:
+            sources[base_axis] = view_axis
+    return tuple(sources)
+
+
+@lru_cache(maxsize=4096)
+def canonical(shape: Shape, strides: Shape) -> Shape:
+    """The strides, with those of axes of size 1 as a C-contiguous tensor has them."""
+    result, inner = list(strides), 1
+    for axis in range(len(shape) - 1, -1, -1):
+        if shape[axis] == 1:
+            result[axis] = inner
+        inner = result[axis] * shape[axis]
+    return tuple(result)
+
+
+def element_offsets(offset: int, shape: Shape, strides: Shape) -> np.ndarray:
+    """The offset of each element of a view in its storage, int64 of the view's shape."""
+    result = np.full((1,) * len(shape), offset, np.int64)
+    for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        steps = np.arange(size, dtype=np.int64) * stride
+        result = result + steps.reshape((size,) + (1,) * (len(shape) - axis - 1))
+    return result
+
+
+def runs_of(indices: np.ndarray) -> list[tuple[int, int, int]]:
+    """``(begin, end, first)`` of each run ``indices[begin:end] == first, first + 1, ...``."""
+    cuts = (np.flatnonzero(np.diff(indices) != 1) + 1).tolist()
+    return [(a, b, int(indices[a])) for a, b in zip([0, *cuts], [*cuts, indices.size], strict=True)]

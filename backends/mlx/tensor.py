@@ -1,0 +1,290 @@
+"""Tensor on MLX: geometry over a :class:`Box`, and one translation per operation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Self
+
+import mlx.core as mx
+import numpy as np
+
+from backends.mlx.arrays import MLX_DTYPES, from_host
+from backends.mlx.box import WAIT_BYTES, Box
+from backends.mlx.regions import element_offsets, region_of, row_region_of, runs_of
+from ml.base import StridedTensor
+from ml.dtypes import DType
+from ml.strided import Shape, contiguous_strides
+
+__all__ = ["MlxTensor"]
+
+RUNS_LIMIT = 16
+"""Rows in at most as many runs are written slice by slice: a scatter costs more per element."""
+_INT32 = 2**31
+_NARROW = (DType.F16, DType.BF16)
+_SQRT_2 = math.sqrt(2.0)
+_SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+
+
+class MlxTensor(StridedTensor):
+    """A view that holds no array: reading builds one, so that holding a tensor never costs a copy."""
+
+    __slots__ = ()
+
+    storage: Box
+
+    def _read(self) -> Any:
+        return self.storage.read(self.offset, self.shape, self.strides)
+
+    def _new(self, array: Any, dtype: DType | None = None) -> Self:
+        """A tensor of its own around a result; results are lazy, and in whatever layout MLX chose."""
+        backend = self.storage.backend
+        box = Box(backend, array)
+        backend.defer(box)
+        shape = box.shape
+        return type(self)(box, self.dtype if dtype is None else dtype, 0, shape, contiguous_strides(shape))
+
+    @property
+    def native(self) -> Any:
+        """A snapshot as an ``mx.array``, scheduled already, so that any thread may go on with it."""
+        backend = self.storage.backend
+        backend._check_open("native")
+        array = self._read().__copy__()
+        backend.flush(array)
+        return array
+
+    def to_numpy(self) -> np.ndarray:
+        backend = self.storage.backend
+        backend._check_open("to_numpy")
+        return backend.fetch(self._read(), self.dtype)
+
+    # Storage.
+
+    def _write(self, src: Self) -> None:
+        if 0 in self.shape:
+            return
+        region = region_of(self.storage.shape, self.offset, self.shape, self.strides)
+        if region is None:
+            offsets = element_offsets(self.offset, self.shape, self.strides)
+            self.storage.put_elements(self._index(offsets), src._value(self, src.shape, src.strides))
+        else:
+            value = src._value(self, region.sizes, region.order(src.strides))
+            self.storage.put_block(region, value)
+
+    def _value(self, dst: Self, shape: Shape, strides: Shape) -> Any:
+        """This tensor seen as (shape, strides), in the dtype of ``dst`` and apart from its storage."""
+        array = self.storage.read(self.offset, shape, strides)
+        if self.dtype is not dst.dtype:
+            return self._astype(array, dst.dtype)
+        return self._apart(array) if self.storage is dst.storage else array
+
+    def _apart(self, array: Any) -> Any:
+        """A copy in C order; of MLX's operations ``full`` is one that never answers with an alias."""
+        return mx.full(array.shape, array, array.dtype, stream=self.storage.backend.stream)
+
+    def _astype(self, array: Any, dtype: DType) -> Any:
+        """Values converted; integers reach the narrow floats by way of F32, as on every backend."""
+        stream = self.storage.backend.stream
+        if self.dtype.is_integer and dtype in _NARROW:
+            array = mx.astype(array, mx.float32, stream=stream)
+        return mx.astype(array, MLX_DTYPES[dtype], stream=stream)
+
+    def _cast(self, ctx: Any, dtype: DType) -> Self:
+        array = self._read()
+        if dtype is not self.dtype:
+            return self._new(self._astype(array, dtype), dtype)
+        if self.storage.nbytes >= WAIT_BYTES:
+            return self._new(self._apart(array))
+        # Two boxes may share an array: the first write to either gives it its own (a small one here).
+        return self._new(mx.contiguous(array, stream=self.storage.backend.stream))
+
+    def _index(self, indices: Any) -> Any:
+        if isinstance(indices, StridedTensor):
+            return indices._read()  # type: ignore[attr-defined]
+        return from_host(indices.astype(np.int64 if self.storage.size >= _INT32 else np.int32))
+
+    def _gather(self, ctx: Any, indices: Any, axis: int) -> Self:
+        stream = self.storage.backend.stream
+        shape = (*self.shape[:axis], indices.shape[0], *self.shape[axis + 1 :])
+        if 0 in shape:
+            return self._new(mx.zeros(shape, MLX_DTYPES[self.dtype], stream=stream))
+        return self._new(mx.take(self._read(), self._index(indices), axis, stream=stream))
+
+    def _scatter(self, src: Self, indices: Any, axis: int) -> None:
+        if 0 in src.shape:
+            return
+        if src.storage is self.storage:
+            src = src._new(src._apart(src._read()))
+        if isinstance(indices, np.ndarray):
+            runs = runs_of(indices)
+            if len(runs) <= RUNS_LIMIT:
+                for begin, end, first in runs:
+                    self._part(axis, first, end - begin)._write(src._part(axis, begin, end - begin))
+                return
+        self._scatter_scattered(src, self._index(indices), axis)
+
+    def _part(self, axis: int, start: int, size: int) -> Self:
+        shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
+        return self._alias(self.offset + start * self.strides[axis], shape, self.strides)
+
+    def _scatter_scattered(self, src: Self, indices: Any, axis: int) -> None:
+        """Whole layers of the storage where the rows are such, else element by element."""
+        box, stream = self.storage, self.storage.backend.stream
+        rows = row_region_of(box.shape, self.offset, self.shape, self.strides, axis)
+        if rows is not None:
+            indices = _affine(indices, rows.step, rows.first, stream)
+            shape = tuple(src.shape[k] if k >= 0 else 1 for k in rows.sources)
+            strides = tuple(src.strides[k] if k >= 0 else 1 for k in rows.sources)
+            box.put_layers(rows.axis, indices, src._value(self, shape, strides))
+            return
+        one = (*self.shape[:axis], 1, *self.shape[axis + 1 :])
+        base = self._index(element_offsets(self.offset, one, self.strides))
+        steps = _affine(mx.astype(indices, base.dtype, stream=stream), self.strides[axis], 0, stream)
+        steps = mx.reshape(steps, (-1, *(1,) * (len(one) - axis - 1)), stream=stream)
+        box.put_elements(mx.add(base, steps, stream=stream), src._value(self, src.shape, src.strides))
+
+    def _concat(self, ctx: Any, other: Self, axis: int) -> Self:
+        return self._new(
+            mx.concatenate([self._read(), other._read()], axis, stream=self.storage.backend.stream)
+        )
+
+    def _repeat(self, ctx: Any, axis: int, n: int) -> Self:
+        if n < 2 or 0 in self.shape:
+            return super()._repeat(ctx, axis, n)
+        reps = [1] * len(self.shape)
+        reps[axis] = n
+        return self._new(mx.tile(self._read(), reps, stream=self.storage.backend.stream))
+
+    # Compute.
+
+    def _wide(self, always: bool = True) -> Any:
+        """The array, narrow floats in F32: ``always``, or where the device's kernels do not widen."""
+        array = self._read()
+        if self.dtype in _NARROW and (always or self.storage.backend.widens):
+            return mx.astype(array, mx.float32, stream=self.storage.backend.stream)
+        return array
+
+    def _result(self, array: Any, dtype: DType | None = None) -> Self:
+        """Rounded to ``dtype``, this tensor's when None."""
+        target = self.dtype if dtype is None else dtype
+        return self._new(mx.astype(array, MLX_DTYPES[target], stream=self.storage.backend.stream), target)
+
+    def _binary(self, ctx: Any, op: str, other: Self) -> Self:
+        # One operation on narrow floats rounds once, as it would by way of F32.
+        return self._new(_BINARY[op](self._read(), other._read(), stream=self.storage.backend.stream))
+
+    def _unary(self, ctx: Any, op: str) -> Self:
+        if not self.dtype.is_float and (op == "round" or (self.dtype is DType.U8 and op != "neg")):
+            return self._cast(ctx, self.dtype)  # MLX may answer with the operand itself
+        if op in _EXACT:
+            return self._new(_EXACT[op](self._read(), self.storage.backend.stream))
+        return self._result(_UNARY[op](self._wide(), self.storage.backend.stream))
+
+    def _scale(self, ctx: Any, x: float) -> Self:
+        stream = self.storage.backend.stream
+        factor = mx.array(x, mx.float32) if self.dtype.is_float else mx.array(int(x), MLX_DTYPES[self.dtype])
+        return self._result(mx.multiply(self._wide(), factor, stream=stream))
+
+    def _gelu(self, ctx: Any, tanh: bool) -> Self:
+        stream, x = self.storage.backend.stream, self._wide()
+        if tanh:
+            cubic = _affine(mx.square(x, stream=stream), 0.044715, 1.0, stream)
+            inner = _affine(mx.multiply(x, cubic, stream=stream), _SQRT_2_OVER_PI, 0, stream)
+            phi = mx.tanh(inner, stream=stream)
+        else:
+            phi = mx.erf(_affine(x, 1.0 / _SQRT_2, 0, stream), stream=stream)
+        half = _affine(x, 0.5, 0, stream)
+        return self._result(mx.multiply(half, _affine(phi, 1, 1.0, stream), stream=stream))
+
+    def _clamp(self, ctx: Any, lo: float | None, hi: float | None) -> Self:
+        if lo is None and hi is None:
+            return self._cast(ctx, self.dtype)
+        array, stream = self._read(), self.storage.backend.stream
+        for limit, bound in ((mx.maximum, lo), (mx.minimum, hi)):
+            if bound is not None:
+                array = limit(array, from_host(np.asarray(bound).astype(self.dtype.numpy)), stream=stream)
+        return self._new(array)
+
+    def _matmul(self, ctx: Any, other: Self) -> Self:
+        product = mx.matmul(self._wide(False), other._wide(False), stream=self.storage.backend.stream)
+        return self._result(product)
+
+    def _softmax(self, ctx: Any, axis: int) -> Self:
+        if 0 in self.shape:
+            return self._cast(ctx, self.dtype)
+        return self._result(mx.softmax(self._wide(), axis, precise=True, stream=self.storage.backend.stream))
+
+    def _reduce(self, ctx: Any, op: str, axis: int, keepdims: bool) -> Self:
+        x, stream = self._wide(), self.storage.backend.stream
+        if op == "sum" and not self.dtype.is_float:
+            x = mx.astype(x, mx.int64, stream=stream)
+        result = getattr(mx, op)(x, axis=axis, keepdims=keepdims, stream=stream)
+        return self._result(result, _reduced_dtype(op, self.dtype))
+
+    def _argsort(self, ctx: Any, axis: int) -> Self:
+        return self._result(mx.argsort(self._read(), axis, stream=self.storage.backend.stream), DType.I32)
+
+    def _top_k(self, ctx: Any, k: int) -> tuple[Self, Self]:
+        # A stable ascending sort of the reversed axis, read backwards: ties keep their order.
+        stream, size, x = self.storage.backend.stream, self.shape[-1], self._read()
+        backwards = mx.array(np.arange(size - 1, -1, -1, dtype=np.int32))
+        order = mx.argsort(mx.take(x, backwards, -1, stream=stream), -1, stream=stream)
+        order = mx.take(
+            order, mx.array(np.arange(size - 1, size - 1 - k, -1, dtype=np.int32)), -1, stream=stream
+        )
+        order = mx.subtract(
+            mx.array(size - 1, mx.int32), mx.astype(order, mx.int32, stream=stream), stream=stream
+        )
+        return self._new(mx.take_along_axis(x, order, -1, stream=stream)), self._new(order, DType.I32)
+
+    def _rms_norm(self, ctx: Any, weight: Self | None, eps: float) -> Self:
+        if 0 in self.shape:
+            return self._cast(ctx, self.dtype)
+        w = None if weight is None else weight._wide(False)
+        return self._result(mx.fast.rms_norm(self._wide(False), w, eps, stream=self.storage.backend.stream))
+
+    def _compare(self, ctx: Any, op: str, other: Self) -> Self:
+        result = _COMPARE[op](self._read(), other._read(), stream=self.storage.backend.stream)
+        return self._new(result, DType.BOOL)
+
+    def _where(self, ctx: Any, a: Self, b: Self) -> Self:
+        result = mx.where(self._read(), a._read(), b._read(), stream=self.storage.backend.stream)
+        return self._new(result, a.dtype)
+
+
+def _reduced_dtype(op: str, dtype: DType) -> DType:
+    if op == "argmax":
+        return DType.I32
+    return DType.I64 if op == "sum" and not dtype.is_float else dtype
+
+
+def _affine(x: Any, factor: float, term: float, stream: Any) -> Any:
+    """``x * factor + term`` in the dtype of ``x``."""
+    if factor != 1:
+        x = mx.multiply(x, mx.array(factor, x.dtype), stream=stream)
+    return x if term == 0 else mx.add(x, mx.array(term, x.dtype), stream=stream)
+
+
+_BINARY: dict[str, Callable[..., Any]] = {
+    "add": mx.add, "sub": mx.subtract, "mul": mx.multiply, "div": mx.divide,
+}  # fmt: skip
+_COMPARE: dict[str, Callable[..., Any]] = {
+    "eq": mx.equal, "ne": mx.not_equal, "lt": mx.less, "le": mx.less_equal, "gt": mx.greater,
+    "ge": mx.greater_equal,
+}  # fmt: skip
+_EXACT: dict[str, Callable[[Any, Any], Any]] = {
+    "neg": lambda x, stream: mx.negative(x, stream=stream),
+    "abs": lambda x, stream: mx.abs(x, stream=stream),
+    "round": lambda x, stream: mx.round(x, stream=stream),
+    "relu": lambda x, stream: mx.maximum(x, mx.array(0, x.dtype), stream=stream),
+}
+_UNARY: dict[str, Callable[[Any, Any], Any]] = {
+    "exp": lambda x, stream: mx.exp(x, stream=stream),
+    "log": lambda x, stream: mx.log(x, stream=stream),
+    "sqrt": lambda x, stream: mx.sqrt(x, stream=stream),
+    "sin": lambda x, stream: mx.sin(x, stream=stream),
+    "cos": lambda x, stream: mx.cos(x, stream=stream),
+    "tanh": lambda x, stream: mx.tanh(x, stream=stream),
+    "sigmoid": lambda x, stream: mx.sigmoid(x, stream=stream),
+    "silu": lambda x, stream: mx.multiply(x, mx.sigmoid(x, stream=stream), stream=stream),
+}

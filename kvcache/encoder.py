@@ -1,0 +1,313 @@
+"""The cache of cross attention: K and V of an encoder's output, which have no positions.
+
+After Ollama's kvcache/encoder.go, which holds one sequence; this one holds several. What is put
+belongs to sequences of the batch and stays until the token it came with is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import ml
+from kvcache.batches import Group, check_sequence, group_batch
+from kvcache.cache import (
+    Batch,
+    ClosedError,
+    InvalidRangeError,
+    Mask,
+    OrderError,
+)
+from ml import nn
+
+__all__ = ["EncoderCache"]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What a sequence's encoder gave: per layer K and V (length, kv_heads, dim), never written again."""
+
+    position: int
+    length: int
+    layers: dict[int, tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
+
+
+class EncoderCache:
+    """K and V of each sequence's encoder output, stored once and read by every later token.
+
+    ``put`` after ``start_forward`` stores for the sequences of the batch that bring an item in
+    ``batch.multimodal`` (pairs of batch index and item), or for all of the batch's sequences where it
+    lists none. ``get`` gives what the batch's sequences hold, one after another, with a mask that lets
+    every token see its own sequence's part alone.
+    """
+
+    def __init__(self) -> None:
+        self._config: ml.CacheConfig | None = None
+        self._backend: ml.Backend | None = None
+        self._closed = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self._layer = 0
+        self._groups: list[Group] | None = None
+        self._tokens = 0
+        self._receivers: list[tuple[int, int]] = []
+        self._reserve = False
+        self._mask: Mask | bool = False
+        self._previous: dict[int, _Entry] | None = None
+
+    def init(
+        self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
+    ) -> None:
+        """Bind to ``backend``. ``capacity`` does not bound an encoder's output, which has its own length."""
+        if self._backend is not None:
+            raise OrderError("init: the cache is already bound to a backend; close it first")
+        for name, value in {"max_sequences": max_sequences, "capacity": capacity}.items():
+            if value < 1:
+                raise InvalidRangeError(f"init: {name}={value}; it is >= 1")
+        # An encoder's output is read whole at every step: block formats would unpack it each time.
+        self._dtype = ml.DType.F16 if dtype.is_quantized else dtype
+        self._max_sequences = max_sequences
+        self._backend = backend
+        self._closed = False
+
+    def set_config(self, config: ml.CacheConfig) -> None:
+        if self._entries:
+            raise OrderError("set_config: an encoder's output is stored already; configure before it")
+        self._config = config
+
+    @property
+    def config(self) -> ml.CacheConfig:
+        if self._config is not None:
+            return self._config
+        backend = self._bound("config")
+        return backend.cache_config() if isinstance(backend, ml.SupportsCacheConfig) else ml.CacheConfig()
+
+    def close(self) -> None:
+        self._reset()
+        self._backend = None
+        self._closed = True
+
+    # One pass.
+
+    def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
+        """Take note of the batch's sequences, and of which of them bring an item for the encoder."""
+        self._bound("start_forward")
+        groups = group_batch(batch, self._max_sequences)
+        receivers = _receivers(batch)
+        self._groups, self._receivers = groups, receivers
+        self._tokens, self._reserve, self._mask = len(batch), reserve, False
+        self._previous = dict(self._entries)
+
+    def undo_forward(self) -> None:
+        """Forget the pass, and what was put in it."""
+        self._bound("undo_forward")
+        if self._previous is not None:
+            self._entries = self._previous
+        self._previous, self._groups = None, None
+
+    def encoder_cached(self, seq: int | None = None) -> bool:
+        """Whether an encoder's output is stored: for ``seq``, or for all sequences of the batch."""
+        self._bound("encoder_cached")
+        if seq is not None:
+            check_sequence("encoder_cached", seq, self._max_sequences)
+            return seq in self._entries
+        return all(group.seq in self._entries for group in self._started("encoder_cached"))
+
+    def set_layer(self, layer: int) -> None:
+        if layer < 0:
+            raise InvalidRangeError(f"set_layer: {layer}; layers count from 0")
+        self._layer = layer
+
+    def put(
+        self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor, lengths: Sequence[int] | None = None
+    ) -> None:
+        """Store K (total, kv_heads, head_dim) and V of the encoder's output for this layer.
+
+        ``lengths`` says how many rows belong to each receiving sequence, in the order in which they
+        appear in the batch; None divides them equally. The rows are copied.
+        """
+        self._started("put")
+        if len(key.shape) != 3 or len(value.shape) != 3 or key.shape[:2] != value.shape[:2]:
+            raise InvalidRangeError(
+                f"put: key {key.shape} and value {value.shape}; they are (total, kv_heads, head_dim) and "
+                "(total, kv_heads, v_dim)"
+            )
+        sizes = self._lengths(key.shape[0], lengths)
+        parts = _split(ctx.layer(self._layer), key, value, sizes, self._dtype)
+        if self._reserve:
+            return
+        for (seq, position), size, tensors in zip(self._receivers, sizes, parts, strict=True):
+            self._store(seq, position, size, tensors)
+        self._mask = False
+
+    def _lengths(self, total: int, lengths: Sequence[int] | None) -> list[int]:
+        count = len(self._receivers)
+        if lengths is None:
+            if total % count:
+                raise InvalidRangeError(f"put: {total} rows for {count} sequences; say lengths=")
+            return [total // count] * count
+        sizes = [int(size) for size in lengths]
+        if len(sizes) != count or sum(sizes) != total or min(sizes) < 0:
+            raise InvalidRangeError(f"put: lengths={sizes} for {total} rows of {count} sequences")
+        return sizes
+
+    def _store(self, seq: int, position: int, size: int, tensors: tuple[ml.Tensor, ml.Tensor]) -> None:
+        """Add a layer to the entry that began in this pass, or begin it."""
+        entry = self._entries.get(seq)
+        fresh = entry is None or (self._previous or {}).get(seq) is entry
+        if entry is None or fresh or entry.length != size:
+            entry = self._entries[seq] = _Entry(position, size)
+        entry.layers[self._layer] = tensors
+
+    def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
+        """K (history, kv_heads, head_dim), V likewise, and a mask; None where all rows see all.
+
+        With ``permuted_v`` V is (kv_heads, v_dim, history). The mask is None for one sequence whatever
+        ``elide_mask`` says, as there is nothing to hide.
+        """
+        groups = self._started("get")
+        held = [self._held(group.seq) for group in groups]
+        key, value = held[0]
+        for other_key, other_value in held[1:]:
+            key, value = key.concat(ctx, other_key, 0), value.concat(ctx, other_value, 0)
+        if self.config.permuted_v:
+            value = value.permute(ctx, 1, 2, 0)
+        return key, value, self._batch_mask(ctx, groups, [part.shape[0] for part, _ in held])
+
+    def attend(
+        self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
+    ) -> ml.Tensor:
+        """Attention of query (tokens, heads, head_dim) over its own sequence's encoder output."""
+        groups = self._started("attend")
+        if query.shape[0] != self._tokens:
+            raise InvalidRangeError(f"attend: query {query.shape} for a batch of {self._tokens} tokens")
+        if len(groups) == 1:
+            return nn.attention(ctx, query, *self._held(groups[0].seq), None, scale, sinks)
+        dim = self._held(groups[0].seq)[1].shape[2]
+        result = ctx.empty((*query.shape[:2], dim), query.dtype)
+        for group in groups:
+            rows = np.arange(self._tokens)[group.rows]
+            out = nn.attention(ctx, query.rows(ctx, rows), *self._held(group.seq), None, scale, sinks)
+            result.set_rows(ctx, out, rows)
+        return result
+
+    def _held(self, seq: int) -> tuple[ml.Tensor, ml.Tensor]:
+        entry = self._entries.get(seq)
+        if entry is None or self._layer not in entry.layers:
+            raise OrderError(
+                f"get: sequence {seq} has no encoder output in layer {self._layer}; put comes first"
+            )
+        return entry.layers[self._layer]
+
+    def _batch_mask(self, ctx: ml.Context, groups: list[Group], sizes: list[int]) -> Mask:
+        if len(groups) == 1:
+            return None
+        if isinstance(self._mask, bool):
+            padding = self.config.mask_batch_padding
+            host = np.full((-(-self._tokens // padding) * padding, sum(sizes)), -np.inf, dtype=np.float32)
+            start = 0
+            for group, size in zip(groups, sizes, strict=True):
+                host[np.arange(self._tokens)[group.rows], start : start + size] = 0
+                start += size
+            self._mask = ctx.input().from_numpy(host, self.config.mask_dtype)
+        return self._mask
+
+    # Sequences.
+
+    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
+        """Let ``dst_seq`` share the encoder output of ``src_seq`` if it came before ``length``."""
+        self.prepare_copy_prefix(src_seq, dst_seq, length)()
+
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
+        self._bound("copy_prefix")
+        check_sequence("copy_prefix", src_seq, self._max_sequences)
+        check_sequence("copy_prefix", dst_seq, self._max_sequences)
+        if src_seq == dst_seq or length < 0:
+            raise InvalidRangeError(f"copy_prefix: {src_seq} to {dst_seq}, length {length}")
+
+        def commit() -> None:
+            self._previous, self._groups = None, None
+            entry = self._entries.get(src_seq)
+            self._entries.pop(dst_seq, None)
+            if entry is not None and entry.position < length:
+                self._entries[dst_seq] = entry
+
+        return commit
+
+    def can_resume(self, seq: int, position: int) -> bool:
+        self._bound("can_resume")
+        check_sequence("can_resume", seq, self._max_sequences)
+        return True
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        """Drop a sequence's encoder output where the token it came with lies in ``[begin, end)``."""
+        self.prepare_remove(seq, begin, end)()
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
+        self._bound("remove")
+        check_sequence("remove", seq, self._max_sequences)
+        if begin < 0 or (end is not None and end < begin):
+            raise InvalidRangeError(f"remove: [{begin}, {end}); it needs 0 <= begin <= end")
+
+        def commit() -> None:
+            self._previous, self._groups = None, None
+            entry = self._entries.get(seq)
+            if entry is None or entry.position < begin:
+                return
+            if end is None or entry.position < end:
+                del self._entries[seq]
+            else:  # another sequence may share the entry, and stays where it is
+                moved = _Entry(entry.position - (end - begin), entry.length, entry.layers)
+                self._entries[seq] = moved
+
+        return commit
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is stored; what sequences share counts once."""
+        tensors = {
+            id(t): t.nbytes for e in self._entries.values() for pair in e.layers.values() for t in pair
+        }
+        return sum(tensors.values())
+
+    def _bound(self, op: str) -> ml.Backend:
+        if self._backend is None:
+            if self._closed:
+                raise ClosedError(f"{op}: the cache is closed; init binds it anew")
+            raise OrderError(f"{op}: the cache is bound to no backend; call init first")
+        return self._backend
+
+    def _started(self, op: str) -> list[Group]:
+        self._bound(op)
+        if self._groups is None:
+            raise OrderError(f"{op}: no pass is under way; call start_forward first")
+        return self._groups
+
+
+def _receivers(batch: Batch) -> list[tuple[int, int]]:
+    """(sequence, position of its item) in order of appearance; the last item of a sequence counts."""
+    found: dict[int, int] = {}
+    indices = [int(index) for index, *_ in batch.multimodal] or range(len(batch))
+    for index in indices:
+        if not 0 <= index < len(batch):
+            raise InvalidRangeError(f"start_forward: multimodal index {index} of a batch of {len(batch)}")
+        seq, position = int(batch.sequences[index]), int(batch.positions[index])
+        if batch.multimodal or seq not in found:
+            found[seq] = position
+    return list(found.items())
+
+
+def _split(
+    ctx: ml.Context, key: ml.Tensor, value: ml.Tensor, sizes: Sequence[int], dtype: ml.DType
+) -> list[tuple[ml.Tensor, ml.Tensor]]:
+    """Copies of the rows of each sequence."""
+    parts, start = [], 0
+    for size in sizes:
+        k, v = (x.slice(ctx, 0, start, start + size).cast(ctx, dtype) for x in (key, value))
+        parts.append((k, v))
+        start += size
+    return parts

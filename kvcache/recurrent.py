@@ -1,0 +1,379 @@
+"""The cache of hybrid models: recurrent states beside an attention cache.
+
+After Ollama's kvcache/recurrent.go and its checkpoints, and the single-sequence recurrent cache of its
+MLX runner. Layers with a linear or state-space recurrence keep, per sequence, a convolution state and
+a recurrent (delta, SSM) state of fixed size; layers with attention use ``put``, ``get`` and ``attend``.
+
+A state is whole: it is that of one position and cannot be cut. Going back therefore means going to a
+checkpoint, and computing again from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
+
+import ml
+from kvcache.batches import Group, check_sequence, group_batch
+from kvcache.cache import (
+    Batch,
+    InvalidBatchError,
+    InvalidRangeError,
+    Mask,
+    OrderError,
+    SequenceLostError,
+    ShiftFunction,
+)
+from kvcache.causal import CausalCache, drop_middle
+from kvcache.states import Checkpoint, Pass, StateBuffers, StateRow, arrange, lost_in
+
+__all__ = ["RecurrentCache"]
+
+
+class RecurrentCache:
+    """Per-sequence states, checkpoints of them, and a causal cache for the attention layers.
+
+    ``conv_shape`` and ``state_shape`` are one sequence's: (channels, kernel - 1) and (heads, key_dim,
+    value_dim), say. The recurrent state is always F32; the convolution state has ``conv_dtype``, the
+    dtype of the model's activations (None: what ``init`` is given, F32 for block formats).
+
+    A checkpoint is taken when a pass begins and ``checkpoint_interval`` tokens have gone by since the
+    last one; the latest ``checkpoints`` of each sequence are kept, ``checkpoint(seq)`` takes one now.
+
+    **Going back.** ``remove(seq, position)`` goes to ``position`` when the state or a checkpoint is
+    there, else to the nearest checkpoint before it, else to 0: ``offset(seq)`` says where, and the next
+    batch has to begin there. After a failed pass, ``remove(seq, position)`` with the batch's first
+    position does the same.
+    """
+
+    def __init__(
+        self,
+        conv_shape: tuple[int, ...],
+        state_shape: tuple[int, ...],
+        shift: ShiftFunction | None = None,
+        checkpoints: int = 24,
+        checkpoint_interval: int = 256,
+        conv_dtype: ml.DType | None = None,
+    ) -> None:
+        if checkpoints < 0 or checkpoint_interval < 1:
+            raise InvalidRangeError(
+                f"RecurrentCache: checkpoints={checkpoints} (>= 0), interval {checkpoint_interval} (>= 1)"
+            )
+        self.conv_shape, self.state_shape = tuple(conv_shape), tuple(state_shape)
+        self.attention = CausalCache(shift)
+        """The cache of the attention layers."""
+        self._checkpoints, self._interval = checkpoints, checkpoint_interval
+        self._conv_dtype = conv_dtype
+        self._backend: ml.Backend | None = None
+        self._pass: Pass | None = None
+
+    # Setting up and closing.
+
+    def init(
+        self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
+    ) -> None:
+        """Bind to ``backend``: a slot per sequence in every recurrent layer, allocated when first used."""
+        self.attention.init(backend, dtype, max_sequences, capacity, max_batch)
+        self._backend = backend
+        self._max_sequences = max_sequences
+        self._rows = [StateRow() for _ in range(max_sequences)]
+        self._buffers = StateBuffers(max_sequences)
+        self._conv = self._conv_dtype or (ml.DType.F32 if dtype.is_quantized else dtype)
+        self._pass = None
+
+    def set_config(self, config: ml.CacheConfig) -> None:
+        self.attention.set_config(config)
+
+    def close(self) -> None:
+        self.attention.close()
+        self._backend, self._pass = None, None
+        self._rows, self._buffers = [], StateBuffers(0)
+
+    # One pass.
+
+    def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
+        """Give the batch's sequences states of their own, side by side; the previous pass ends.
+
+        The tokens of each sequence come in ascending positions and begin at ``offset(seq)``: a
+        recurrence cannot skip a token. InvalidBatchError otherwise, and as CausalCache.
+        """
+        backend = self._bound("start_forward")
+        groups = group_batch(batch, self._max_sequences)
+        order = tuple(dict.fromkeys(int(seq) for seq in batch.sequences))
+        if not reserve:
+            for group in groups:
+                self._check_group(group)
+        self.attention.start_forward(ctx, batch, reserve)
+        if reserve:
+            self._pass = Pass(order, 0, reserve=True)
+            return
+        try:
+            self._start(backend, order, groups)
+        except Exception:
+            self.attention.undo_forward()
+            raise
+
+    def _check_group(self, group: Group) -> None:
+        row = self._rows[group.seq]
+        if row.lost:
+            raise _lost("start_forward", group.seq)
+        in_order = isinstance(group.rows, slice) or bool((np.diff(group.rows) > 0).all())
+        if not in_order or not group.is_run() or group.lowest != row.offset:
+            raise InvalidBatchError(
+                f"start_forward: positions {group.positions.tolist()} of sequence {group.seq}, whose "
+                f"recurrent state has seen {row.offset} tokens; they come in order and begin there"
+            )
+
+    def _start(self, backend: ml.Backend, order: tuple[int, ...], groups: list[Group]) -> None:
+        """Take due checkpoints, then move states into place; only the last step writes."""
+        before = {seq: replace(self._rows[seq]) for seq in order}
+        with backend.new_context() as ctx:
+            taken = {
+                seq: self._buffers.capture(ctx, row.offset, row.slot)
+                for seq, row in before.items()
+                if row.slot is not None and self._is_due(row)
+            }
+            plan = arrange(self._rows, order)
+            write = self._buffers.prepare(ctx, plan)
+            ctx.compute(*(tensor for point in taken.values() for tensor in point.tensors.values()))
+            try:
+                write()
+                ctx.compute()
+            except Exception:
+                lost_in(self._rows, plan)
+                raise
+        for seq, slot in plan.slots.items():
+            self._rows[seq].slot = slot
+        for group in groups:
+            row = self._rows[group.seq]
+            row.pending = None
+            row.offset += len(group)
+            if group.seq in taken:
+                self._keep(row, taken[group.seq])
+        self._pass = Pass(order, plan.start, before)
+
+    def _is_due(self, row: StateRow) -> bool:
+        if not self._checkpoints:
+            return False
+        last = max((point.offset for point in row.checkpoints), default=0)
+        return row.offset - last >= self._interval
+
+    def _keep(self, row: StateRow, checkpoint: Checkpoint) -> None:
+        others = [point for point in row.checkpoints if point.offset != checkpoint.offset]
+        row.checkpoints = (*others, checkpoint)[-self._checkpoints :] if self._checkpoints else ()
+
+    def undo_forward(self) -> None:
+        """Take back the last ``start_forward``, provided that no state was set since."""
+        self._bound("undo_forward")
+        self.attention.undo_forward()
+        if self._pass is None:
+            return
+        for seq, row in self._pass.before.items():
+            slot = self._rows[seq].slot
+            self._rows[seq] = replace(row, slot=None if row.slot is None else slot)
+        self._pass = None
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The sequences of the pass, in the order of the states' first axis."""
+        return self._started("sequences").sequences
+
+    def conv_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
+        """The convolution states (sequences, *conv_shape) of the pass, zero for new sequences.
+
+        A view: it may be updated in place (``copy`` or ``set_rows`` into it), or given back changed
+        through ``set_conv_state``.
+        """
+        return self._state(ctx, "conv", layer, self.conv_shape, self._conv)
+
+    def set_conv_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
+        """Store new convolution states (sequences, *conv_shape), converted to their dtype."""
+        self._set(ctx, "set_conv_state", self.conv_state(ctx, layer), t)
+
+    def recurrent_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
+        """The recurrent states (sequences, *state_shape) of the pass, F32; a view, as ``conv_state``."""
+        return self._state(ctx, "recurrent", layer, self.state_shape, ml.DType.F32)
+
+    def set_recurrent_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
+        """Store new recurrent states (sequences, *state_shape)."""
+        self._set(ctx, "set_recurrent_state", self.recurrent_state(ctx, layer), t)
+
+    def _state(
+        self, ctx: ml.Context, kind: str, layer: int, shape: tuple[int, ...], dtype: ml.DType
+    ) -> ml.Tensor:
+        current = self._started(f"{kind}_state")
+        if layer < 0:
+            raise InvalidRangeError(f"{kind}_state: layer {layer}; layers count from 0")
+        buffer = self._buffers.ensure(ctx, kind, layer, shape, dtype)
+        if current.reserve:  # allocated and touched, but what sequences hold is not at hand
+            return ctx.layer(layer).zeros((len(current.sequences), *shape), dtype)
+        return buffer.slice(ctx, 0, current.start, current.start + len(current.sequences))
+
+    def _set(self, ctx: ml.Context, op: str, state: ml.Tensor, t: ml.Tensor) -> None:
+        if t.shape != state.shape:
+            raise InvalidRangeError(f"{op}: {t.shape}; the states of this pass are {state.shape}")
+        ctx.forward(t.copy(ctx, state))
+
+    # The attention layers.
+
+    def set_layer(self, layer: int) -> None:
+        self.attention.set_layer(layer)
+
+    def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
+        self.attention.set_causal(ctx, except_=except_)
+
+    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
+        self.attention.put(ctx, key, value)
+
+    def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
+        return self.attention.get(ctx)
+
+    def attend(
+        self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
+    ) -> ml.Tensor:
+        return self.attention.attend(ctx, query, scale, sinks)
+
+    # Sequences.
+
+    def offset(self, seq: int) -> int:
+        """How many tokens the state has seen: where the next batch of this sequence begins."""
+        self._bound("offset")
+        check_sequence("offset", seq, self._max_sequences)
+        return self._rows[seq].offset
+
+    def checkpoint(self, seq: int) -> None:
+        """Keep a copy of the state as it is now, between passes."""
+        backend = self._bound("checkpoint")
+        check_sequence("checkpoint", seq, self._max_sequences)
+        row = self._rows[seq]
+        if row.lost:
+            raise _lost("checkpoint", seq)
+        if row.slot is None:
+            return
+        with backend.new_context() as ctx:
+            taken = self._buffers.capture(ctx, row.offset, row.slot)
+            ctx.compute(*taken.tensors.values())
+        self._keep(row, taken)
+
+    def checkpoints(self, seq: int) -> tuple[int, ...]:
+        """The positions that a sequence can go back to exactly, ascending."""
+        self._bound("checkpoints")
+        check_sequence("checkpoints", seq, self._max_sequences)
+        return tuple(sorted(point.offset for point in self._rows[seq].checkpoints))
+
+    def prepare_restore(self, seq: int, position: int) -> int | None:
+        """Where ``remove(seq, position)`` would go: at or before ``position``; None: back to nothing."""
+        self._bound("prepare_restore")
+        check_sequence("prepare_restore", seq, self._max_sequences)
+        row = self._rows[seq]
+        if row.offset <= position and not row.lost:
+            return row.offset or None
+        point = row.nearest(position)
+        return None if point is None else point.offset
+
+    def can_resume(self, seq: int, position: int) -> bool:
+        """Whether the state of exactly ``position`` is there, or that of the beginning is meant."""
+        return position == 0 or self.prepare_restore(seq, position) == position
+
+    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
+        """Let ``dst_seq`` share ``[0, length)``; no data moves until one of the two is continued.
+
+        Where ``src_seq`` has gone past ``length``, ``dst_seq`` begins at its nearest checkpoint before
+        that: see ``offset``.
+        """
+        self.prepare_copy_prefix(src_seq, dst_seq, length)()
+
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
+        self._bound("copy_prefix")
+        check_sequence("copy_prefix", src_seq, self._max_sequences)
+        check_sequence("copy_prefix", dst_seq, self._max_sequences)
+        source = self._rows[src_seq]
+        if source.lost:
+            raise _lost("copy_prefix", src_seq)
+        row = self._at(source, length)
+        share = self.attention.prepare_copy_prefix(src_seq, dst_seq, row.offset)
+
+        def commit() -> None:
+            self._pass = None
+            share()
+            self._rows[dst_seq] = row
+
+        return commit
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        """Forget ``[begin, end)``.
+
+        To the end (None): goes back as the class says. From the middle: later tokens move down as in
+        CausalCache, checkpoints with them, and the state stays what it is, having seen what was removed
+        (as a context shift wants it); checkpoints inside the range are dropped.
+        """
+        self.prepare_remove(seq, begin, end)()
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
+        self._bound("remove")
+        check_sequence("remove", seq, self._max_sequences)
+        row = self._rows[seq]
+        if end is None or end >= row.offset:
+            if row.lost and begin > 0 and row.nearest(begin) is None:
+                raise _lost("remove", seq)
+            row = self._at(row, begin)
+            cut = self.attention.prepare_remove(seq, row.offset if begin >= 0 else begin, None)
+        else:
+            cut = self.attention.prepare_remove(seq, begin, end)
+            row = _shifted(row, begin, end)
+
+        def commit() -> None:
+            self._pass = None
+            cut()
+            self._rows[seq] = row
+
+        return commit
+
+    def shift_context(self, seq: int, keep: int) -> int:
+        """As CausalCache.shift_context; the recurrent state stays what it is."""
+        return drop_middle(self, seq, keep, self.offset(seq))
+
+    def _at(self, row: StateRow, length: int) -> StateRow:
+        """A row with the state of ``length`` tokens, or of the nearest checkpoint before."""
+        if row.offset <= length and not row.lost:
+            return replace(row)
+        point = row.nearest(length)
+        if point is None:
+            return StateRow()
+        kept = tuple(other for other in row.checkpoints if other.offset <= point.offset)
+        return StateRow(point.offset, None, point, kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states' buffers, of checkpoints, and of the attention layers."""
+        points = {id(point): point.nbytes for row in self._rows for point in row.checkpoints}
+        return self._buffers.nbytes + sum(points.values()) + self.attention.nbytes
+
+    def _bound(self, op: str) -> ml.Backend:
+        return self.attention._bound(op)
+
+    def _started(self, op: str) -> Pass:
+        self._bound(op)
+        if self._pass is None:
+            raise OrderError(f"{op}: no pass is under way; call start_forward first")
+        return self._pass
+
+
+def _shifted(row: StateRow, begin: int, end: int) -> StateRow:
+    """The row after ``[begin, end)`` was taken out of the middle."""
+    distance = end - begin
+    points = [point for point in row.checkpoints if point.offset <= begin]
+    points += [
+        replace(point, offset=point.offset - distance) for point in row.checkpoints if point.offset >= end
+    ]
+    unique = {point.offset: point for point in points}
+    return replace(row, offset=row.offset - distance, checkpoints=tuple(unique.values()))
+
+
+def _lost(op: str, seq: int) -> SequenceLostError:
+    return SequenceLostError(
+        f"{op}: the device failed while the state of sequence {seq} was being moved; "
+        f"call remove({seq}, 0) and compute it again"
+    )

@@ -1,0 +1,35 @@
+"""The cache suite, as strangers run it on their own backend.
+
+From the shell, on any installed plugin::
+
+    pytest --pyargs kvcache.testing --ml-backend=NAME
+
+or as a test file of the backend's own repository, which is ten lines::
+
+    from kvcache.testing import CacheTests
+
+    class TestMine(CacheTests):
+        backend_name = "mine"
+
+The fixtures are those of :class:`ml.testing.BackendTests`. A backend that only stores (its
+``Features`` declare ``"compute"`` absent) runs all of it but the arithmetic, and its ``attend`` has to
+raise NotSupportedError. ``python -m kvcache.testing.traces`` runs many more random traces.
+
+Importing this package is light: the suite, pytest and hypothesis load with the first test class.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcache.testing.cache import CacheTests
+
+__all__ = ["CacheTests"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CacheTests":
+        return importlib.import_module("kvcache.testing.cache").CacheTests
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

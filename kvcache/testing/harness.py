@@ -1,0 +1,65 @@
+"""What every part of the cache suite stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import ml
+from kvcache.testing.model import Setup
+from kvcache.testing.rig import Rig
+from ml import DType, Layout
+from ml.testing.harness import BackendCase, needs
+
+__all__ = ["ARRANGEMENTS", "KINDS", "CacheCase", "MakeRig", "attends", "computes", "every_arrangement", "every_kind"]
+
+MakeRig = Callable[..., Rig]
+
+attends = needs("scale", "matmul", "softmax", "add", "compare", "where")
+"""Mark a test that computes attention."""
+computes = needs("add", "mul", "sin", "cos")
+"""Mark a test that rotates keys."""
+
+KINDS = {
+    "causal": Setup(),
+    "window": Setup(window=3),
+    "window with memory": Setup(window=3, memory=6),
+    "chunked": Setup(chunk=4),
+}
+"""One cache of each kind."""
+
+ARRANGEMENTS = {
+    "head major": ml.CacheConfig(),
+    "token major": ml.CacheConfig(layout=Layout.TOKEN_MAJOR),
+    "permuted v": ml.CacheConfig(permuted_v=True),
+    "token major, permuted v": ml.CacheConfig(layout=Layout.TOKEN_MAJOR, permuted_v=True),
+    "padded": ml.CacheConfig(cache_padding=4, mask_batch_padding=3),
+    "padded by an odd number": ml.CacheConfig(cache_padding=7, mask_batch_padding=2, permuted_v=True),
+    "elided": ml.CacheConfig(elide_mask=True),
+    "elided and padded": ml.CacheConfig(elide_mask=True, cache_padding=4),
+}
+"""The ways in which a backend may want its tensors."""
+
+every_kind = pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
+every_arrangement = pytest.mark.parametrize("arranged", list(ARRANGEMENTS.values()), ids=list(ARRANGEMENTS))
+
+
+class CacheCase(BackendCase):
+    """Fixtures of the cache suite; the backend is chosen as in :class:`ml.testing.BackendTests`."""
+
+    @pytest.fixture
+    def rig(self, backend: ml.Backend, ctx: ml.Context) -> MakeRig:
+        """``rig(setup=Setup(), **changes)``: a cache and its model, side by side."""
+
+        def make(setup: Setup | None = None, **changes: Any) -> Rig:
+            return Rig(replace(setup or Setup(), **changes), backend, ctx)
+
+        return make
+
+    @pytest.fixture
+    def floats(self, declared: ml.Features) -> list[DType]:
+        """The floats that the backend stores."""
+        return [dtype for dtype in (DType.F32, DType.F16, DType.BF16) if dtype in declared.dtypes]

@@ -1,0 +1,288 @@
+"""Random traces: sequences of calls on a cache, each checked against the model.
+
+From the shell, many of them::
+
+    python -m kvcache.testing.traces --backend numpy --traces 100000 --seed 0 --processes 1
+
+A trace is made from its seed alone. A failure is shrunk to the fewest calls that still fail, and
+printed with the seed; ``--replay SEED`` runs that one again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+
+import ml
+from kvcache.testing.model import Model, Setup
+from kvcache.testing.rig import Rig
+from ml import DType, Layout
+
+__all__ = ["Failure", "random_setup", "run_trace", "run_traces"]
+
+Op = tuple[object, ...]
+FLOATS = (DType.F32, DType.F16, DType.BF16)
+LENGTH = 14
+"""Calls of one trace, at most."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A trace that went wrong, shrunk: ``ops`` are the calls that still fail, as ``apply`` takes them."""
+
+    seed: int
+    setup: Setup
+    ops: tuple[Op, ...]
+    error: str
+
+    def __str__(self) -> str:
+        calls = "\n".join(f"  {op[0]}{op[1:]}" for op in self.ops)
+        return f"seed {self.seed}: {self.setup}\n{calls}\n{self.error}"
+
+
+def random_setup(rnd: random.Random, floats: Sequence[DType] = FLOATS) -> Setup:
+    """A cache of any kind and arrangement; now and then a wide one, whose cells lie far apart."""
+    wide = rnd.random() < 0.15
+    config = ml.CacheConfig(
+        cache_padding=rnd.choice((1, 1, 1, 4, 5)),
+        mask_batch_padding=rnd.choice((1, 1, 3)),
+        mask_dtype=rnd.choice(floats),
+        permuted_v=rnd.random() < 0.3,
+        layout=rnd.choice(list(Layout)),
+        elide_mask=rnd.random() < 0.5,
+    )
+    setup = Setup(
+        max_sequences=rnd.choice((3, 4)) if wide else rnd.choice((1, 2, 2, 3)),
+        capacity=90 if wide else rnd.choice((3, 5, 8, 12)),
+        max_batch=rnd.choice((2, 4, 6)),
+        dtype=rnd.choice((DType.F32, rnd.choice(floats))),
+        config=config,
+        layers=rnd.choice((1, 1, 2)),
+        can_shift=rnd.random() < 0.85,
+    )
+    kind = rnd.randrange(4)
+    if kind == 1:
+        return replace(setup, window=rnd.randrange(6))
+    if kind == 2:
+        window = rnd.randrange(5)
+        return replace(setup, window=window, memory=window + rnd.randrange(6))
+    return replace(setup, chunk=rnd.randrange(1, 6)) if kind == 3 else setup
+
+
+# Choosing the next call, by what the model holds.
+
+
+def next_op(rnd: random.Random, model: Model) -> Op:
+    roll = rnd.random()
+    if roll < 0.58:
+        return _forward(rnd, model)
+    if roll < 0.70:
+        return "copy_prefix", *_two(rnd, model), rnd.randrange(8)
+    if roll < 0.90:
+        return _removal(rnd, model)
+    if roll < 0.95:
+        return "defrag", 0
+    return "reserve", rnd.randrange(1, 4)
+
+
+def _forward(rnd: random.Random, model: Model) -> Op:
+    last = [model.last(seq) for seq in range(model.setup.max_sequences)]
+    some = rnd.sample(range(len(last)), rnd.choice((1, 1, min(2, len(last)), len(last))))
+    gaps = rnd.random() < 0.15
+    pairs = []
+    for _ in range(rnd.choice((1, 1, 2, 3, 4, 5))):
+        seq = rnd.choice(some)
+        last[seq] += rnd.randrange(1, 4) if gaps else 1
+        pairs.append((last[seq], seq))
+    if rnd.random() < 0.08:
+        # Anywhere: before the first, into a gap, or where something is stored already.
+        pairs[-1] = rnd.randrange(-1 if rnd.random() < 0.2 else 0, 12), pairs[-1][1]
+    if rnd.random() < 0.3:
+        rnd.shuffle(pairs)
+    lifted = tuple(rnd.sample(range(len(pairs)), rnd.randrange(1, len(pairs) + 1))) if rnd.random() < 0.15 else ()
+    look = rnd.choice(("get", "get", "attend", "both"))
+    return "forward", tuple(p for p, _ in pairs), tuple(s for _, s in pairs), lifted, look
+
+
+def _two(rnd: random.Random, model: Model) -> tuple[int, int]:
+    count = model.setup.max_sequences
+    if count == 1:
+        return 0, 0
+    src, dst = rnd.sample(range(count), 2)
+    return src, dst
+
+
+def _removal(rnd: random.Random, model: Model) -> Op:
+    seq = rnd.randrange(model.setup.max_sequences)
+    last = model.last(seq)
+    begin = rnd.randrange(last + 2) if rnd.random() < 0.9 else rnd.randrange(12)
+    if rnd.random() < 0.5:
+        return "remove", seq, 0 if rnd.random() < 0.2 else begin, None
+    return "remove", seq, begin, begin + rnd.randrange(5)
+
+
+# Running.
+
+
+def apply(rig: Rig, op: Op, computes: bool) -> None:
+    """One call, checked."""
+    name, *args = op
+    if name == "forward":
+        _apply_forward(rig, computes, *args)  # type: ignore[arg-type]
+    elif name == "copy_prefix":
+        src, dst, length = args
+        if src != dst:
+            rig.copy_prefix(src, dst, length)  # type: ignore[arg-type]
+    elif name == "remove":
+        rig.remove(*args)  # type: ignore[arg-type]
+    elif name == "defrag":
+        rig.defrag()
+    else:
+        batch = [int(str(args[0]))]
+        rig.reserve(batch[0])
+
+
+def _apply_forward(
+    rig: Rig, computes: bool, positions: tuple[int, ...], sequences: tuple[int, ...], lifted: tuple[int, ...], look: str
+) -> None:
+    if not rig.start(positions, sequences):
+        return
+    rig.put()
+    if lifted:
+        rig.cache.set_causal(rig.ctx, except_=lifted)
+    if look != "attend" or not computes:
+        rig.check_seen(lifted)
+    if look != "get" and computes:
+        rig.check_attend(sum(positions), lifted, sinks=len(positions) % 2 == 0)
+
+
+def run_trace(
+    backend: ml.Backend, seed: int, floats: Sequence[DType] = FLOATS, computes: bool = True
+) -> Failure | None:
+    """Run the trace of ``seed``; a failure comes shrunk."""
+    rnd = random.Random(seed)
+    setup = random_setup(rnd, floats)
+    ops: list[Op] = []
+
+    def choose(model: Model) -> Iterator[Op]:
+        for _ in range(rnd.randrange(4, LENGTH + 1)):
+            ops.append(next_op(rnd, model))
+            yield ops[-1]
+
+    error = _run(backend, setup, choose, computes)
+    if error is None:
+        return None
+    fewest, error = _shrink(backend, setup, ops, error, computes)
+    return Failure(seed, setup, tuple(fewest), error)
+
+
+def _run(
+    backend: ml.Backend, setup: Setup, choose: Callable[[Model], Iterator[Op]], computes: bool
+) -> str | None:
+    """What went wrong, or None."""
+    try:
+        with backend.new_context() as ctx:
+            rig = Rig(setup, backend, ctx)
+            for op in choose(rig.model):
+                apply(rig, op, computes)
+            rig.cache.close()
+    except Exception:
+        return traceback.format_exc(limit=-4)
+    return None
+
+
+def _shrink(
+    backend: ml.Backend, setup: Setup, ops: list[Op], error: str, computes: bool
+) -> tuple[list[Op], str]:
+    """Leave out calls, many at a time and then one by one, while what is left still fails."""
+    size = max(1, len(ops) // 2)
+    while True:
+        at = 0
+        while at < len(ops):
+            fewer = ops[:at] + ops[at + size :]
+            found = _run(backend, setup, lambda _, kept=fewer: iter(kept), computes)  # type: ignore[misc]
+            if found is None:
+                at += size
+            else:
+                ops, error = fewer, found
+        if size == 1:
+            return ops, error
+        size //= 2
+
+
+def run_traces(
+    backend: ml.Backend, seeds: range, floats: Sequence[DType] = FLOATS, computes: bool = True
+) -> list[Failure]:
+    """The failures among the traces of ``seeds``."""
+    found = (run_trace(backend, seed, floats, computes) for seed in seeds)
+    return [failure for failure in found if failure is not None]
+
+
+# The command.
+
+
+def _chunk(name: str, start: int, stop: int) -> list[Failure]:
+    features = ml.plugins.registry().specs()[name].features
+    floats = [dtype for dtype in FLOATS if dtype in features.dtypes]
+    with ml.open_backend(name) as backend:
+        return run_traces(backend, range(start, stop), floats, features.has("matmul"))
+
+
+def _chunks(args: argparse.Namespace) -> Iterator[tuple[int, list[Failure]]]:
+    """(how many were run, failures), as they come in."""
+    size = 100
+    starts = range(args.seed, args.seed + args.traces, size)
+    stops = [min(start + size, args.seed + args.traces) for start in starts]
+    names = [args.backend] * len(stops)
+    counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    if args.processes == 1:
+        yield from zip(counts, map(_chunk, names, starts, stops), strict=True)
+        return
+    with ProcessPoolExecutor(args.processes) as pool:
+        yield from zip(counts, pool.map(_chunk, names, starts, stops), strict=True)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvcache.testing.traces", description="Random traces of caches against their model."
+    )
+    parser.add_argument("--backend", default="numpy", help="name of an installed backend (numpy)")
+    parser.add_argument("--traces", type=int, default=2000, help="how many (2000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first one (0)")
+    parser.add_argument("--processes", type=int, default=1, help="how many at a time (1)")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run one trace again and print its calls")
+    args = parser.parse_args(argv)
+    if args.replay is not None:
+        args.seed, args.traces, args.processes = args.replay, 1, 1
+    if args.traces < 1 or args.processes < 1:
+        parser.error("--traces and --processes are at least 1")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parse(argv)
+    began, done, failures = time.monotonic(), 0, 0
+    for count, found in _chunks(args):
+        done += count
+        failures += len(found)
+        for failure in found[: max(0, 3 - failures + len(found))]:
+            sys.stdout.write(f"\n{failure}\n")
+        spent = time.monotonic() - began
+        sys.stderr.write(
+            f"\r{args.backend}: {done} of {args.traces} traces, {failures} mismatches, "
+            f"{spent:.0f} s, {done / spent:.0f} a second "
+        )
+        sys.stderr.flush()
+    sys.stderr.write("\n")
+    sys.stdout.write(f"{done} traces on {args.backend}, {failures} mismatches\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

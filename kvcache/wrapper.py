@@ -1,0 +1,176 @@
+"""Several caches behind one interface, for models whose layers need different ones.
+
+After Ollama's kvcache/wrapper.go. A model with sliding and full attention wraps one cache of each and
+says before each layer which it is::
+
+    cache = WrapperCache(SlidingWindowCache(window), CausalCache())
+    cache.set_layer_type(0 if layer_is_sliding else 1)
+    cache.set_layer(layer)
+
+What is asked of the sequences is asked of all caches, and done in all or in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import ml
+from kvcache.cache import Batch, Cache, InvalidRangeError, KVCacheError, Mask
+from kvcache.causal import CausalCache, drop_middle
+
+__all__ = ["Preparable", "WrapperCache"]
+
+
+@runtime_checkable
+class Preparable(Protocol):
+    """A cache whose changes can be checked before they are made, and whose start can be taken back.
+
+    All caches of this package are; another cache is wrapped on its own word: it is asked last, and
+    what it refuses then has touched nothing.
+    """
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]: ...
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]: ...
+    def undo_forward(self) -> None: ...
+
+
+class WrapperCache:
+    """Delegates layers to one of ``caches`` by type, and sequences to all of them."""
+
+    def __init__(self, *caches: Cache) -> None:
+        if not caches:
+            raise InvalidRangeError("WrapperCache: no cache given; it wraps at least one")
+        self.caches = caches
+        self._type = 0
+        others = [cache for cache in caches if not isinstance(cache, Preparable)]
+        if len(others) > 1:
+            raise InvalidRangeError(
+                f"WrapperCache: {len(others)} caches cannot take back what they started "
+                f"({', '.join(type(cache).__name__ for cache in others)}); at most one may lack "
+                "prepare_remove, prepare_copy_prefix and undo_forward"
+            )
+        # The one that cannot take anything back goes last: if it refuses, the others go back.
+        self._order = sorted(caches, key=lambda cache: not isinstance(cache, Preparable))
+
+    @property
+    def current(self) -> Cache:
+        """The cache of the current layer type."""
+        return self.caches[self._type]
+
+    def set_layer_type(self, i: int) -> None:
+        """Which of the wrapped caches the next layers use, by its place in the constructor."""
+        if not 0 <= i < len(self.caches):
+            raise InvalidRangeError(f"set_layer_type: {i}; types are 0 to {len(self.caches) - 1}")
+        self._type = i
+
+    def init(
+        self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
+    ) -> None:
+        done: list[Cache] = []
+        try:
+            for cache in self.caches:
+                cache.init(backend, dtype, max_sequences, capacity, max_batch)
+                done.append(cache)
+        except Exception:
+            for cache in done:
+                cache.close()
+            raise
+
+    def set_config(self, config: ml.CacheConfig) -> None:
+        for cache in self.caches:
+            cache.set_config(config)
+
+    def close(self) -> None:
+        for cache in self.caches:
+            cache.close()
+
+    def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
+        """Start all, or none: where one refuses, those that had started go back."""
+        self._type = 0
+        started: list[Cache] = []
+        try:
+            for cache in self._order:
+                cache.start_forward(ctx, batch, reserve)
+                started.append(cache)
+        except Exception:
+            if not reserve:
+                for cache in reversed(started):
+                    assert isinstance(cache, Preparable)
+                    cache.undo_forward()
+            raise
+
+    def undo_forward(self) -> None:
+        """Take back the last ``start_forward`` of all; KVCacheError where one of them cannot."""
+        _check_preparable("undo_forward", self._order)
+        for cache in reversed(self._order):
+            assert isinstance(cache, Preparable)
+            cache.undo_forward()
+
+    def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
+        """As CausalCache.set_causal, on every wrapped cache that has it."""
+        indices = tuple(except_)
+        for cache in self.caches:
+            if hasattr(cache, "set_causal"):
+                cache.set_causal(ctx, except_=indices)
+
+    def set_layer(self, layer: int) -> None:
+        for cache in self.caches:
+            cache.set_layer(layer)
+
+    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
+        self.current.put(ctx, key, value)
+
+    def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
+        return self.current.get(ctx)
+
+    def attend(
+        self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
+    ) -> ml.Tensor:
+        return self.current.attend(ctx, query, scale, sinks)
+
+    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
+        """Share the prefix in all caches, or in none."""
+        self.prepare_copy_prefix(src_seq, dst_seq, length)()
+
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
+        return self._prepare("copy_prefix", src_seq, dst_seq, length)
+
+    def can_resume(self, seq: int, position: int) -> bool:
+        """Whether every one of the caches can."""
+        return all(cache.can_resume(seq, position) for cache in self.caches)
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        """Remove from all caches, or from none: each is asked before the first is touched."""
+        self.prepare_remove(seq, begin, end)()
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
+        return self._prepare("remove", seq, begin, end)
+
+    def shift_context(self, seq: int, keep: int) -> int:
+        """As CausalCache.shift_context, the same range in all caches."""
+        lengths = [int(c.positions(seq)[-1]) + 1 for c in self.caches if _holds(c, seq)]
+        return drop_middle(self, seq, keep, max(lengths, default=0))
+
+    def _prepare(self, op: str, *arguments: Any) -> Callable[[], None]:
+        """Ask all caches; the callable returned changes them, the one that may yet refuse first."""
+        commits = [getattr(c, f"prepare_{op}")(*arguments) for c in self._order if isinstance(c, Preparable)]
+        others = [getattr(c, op) for c in self._order if not isinstance(c, Preparable)]
+
+        def commit() -> None:
+            for change in others:
+                change(*arguments)
+            for change in commits:
+                change()
+
+        return commit
+
+
+def _holds(cache: Cache, seq: int) -> bool:
+    return isinstance(cache, CausalCache) and bool(cache.positions(seq).size)
+
+
+def _check_preparable(op: str, caches: Iterable[Cache]) -> None:
+    for cache in caches:
+        if not isinstance(cache, Preparable):
+            raise KVCacheError(f"{op}: {type(cache).__name__} cannot take back what it started")

@@ -1,0 +1,191 @@
+"""The capabilities that a backend may have: fused attention and rope, and its wishes for caches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ml
+from ml.capabilities import CAUSAL, SupportsAttention, SupportsCacheConfig, SupportsRope
+from ml.dtypes import DType
+from ml.nn import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling, apply_rope, rope_tables
+from ml.protocols import Backend, Context, Tensor
+from ml.testing.compute import exact, normal
+from ml.testing.harness import BackendCase, assert_close
+from ml.testing.samples import FLOATS
+
+__all__ = ["CapabilityTests"]
+
+TOLERANCE = {DType.F32: 2e-5, DType.F16: 4e-3, DType.BF16: 3e-2}
+
+
+def reference(q: Any, k: Any, v: Any, mask: Any, scale: float, sinks: Any = None) -> np.ndarray:
+    """Attention in float64 from its definition, one query and head at a time; mask is a matrix or None."""
+    q, k, v = exact(q), exact(k), exact(v)
+    tokens, heads, _ = q.shape
+    group = heads // k.shape[1]
+    out = np.zeros((tokens, heads, v.shape[2]))
+    for t in range(tokens):
+        for h in range(heads):
+            scores = k[:, h // group] @ q[t, h] * scale
+            if mask is not None:
+                scores = scores + exact(mask)[t]
+            top = scores.max() if sinks is None else max(scores.max(), float(sinks[h]))
+            weights = np.exp(scores - top)
+            total = weights.sum() + (0 if sinks is None else math.exp(float(sinks[h]) - top))
+            out[t, h] = (weights / total) @ v[:, h // group]
+    return out
+
+
+def causal_matrix(tokens: int, history: int) -> np.ndarray:
+    """0 where key j comes no later than query i when both end together, else -inf."""
+    rows, columns = np.indices((tokens, history))
+    return np.where(columns <= rows + history - tokens, 0.0, -np.inf).astype(np.float32)
+
+
+def assert_attention(result: Tensor, expected: np.ndarray, dtype: DType) -> None:
+    actual = result.to_numpy()
+    assert result.dtype is dtype
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(exact(actual), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+class CapabilityTests(BackendCase):
+    # Attention.
+
+    @pytest.fixture
+    def fused(self, backend: Backend) -> SupportsAttention:
+        if not isinstance(backend, SupportsAttention):
+            pytest.skip("no SupportsAttention: ml.nn runs its generic body")
+        return backend
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 1)], ids=["one", "each its own", "grouped", "one for all"]
+    )
+    @pytest.mark.parametrize(("tokens", "history"), [(1, 1), (1, 9), (5, 9), (5, 5), (33, 70)])
+    def test_attention_matches_float64_with_and_without_a_mask(
+        self, ctx: Context, fused: SupportsAttention, dtype: DType, heads: int, kv_heads: int, tokens: int, history: int
+    ) -> None:  # fmt: skip
+        q, k, v = self._qkv(tokens, heads, history, kv_heads, dtype)
+        tensors = [ctx.from_numpy(x) for x in (q, k, v)]
+        assert_attention(fused.attention(ctx, *tensors, None, 0.3), reference(q, k, v, None, 0.3), dtype)
+        mask = causal_matrix(tokens, history)
+        expected = reference(q, k, v, mask, 0.3)
+        assert_attention(fused.attention(ctx, *tensors, ctx.from_numpy(mask), 0.3), expected, dtype)
+        assert_attention(fused.attention(ctx, *tensors, CAUSAL, 0.3), expected, dtype)
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize("mask_dtype", FLOATS)
+    def test_the_mask_may_have_any_float_dtype_and_padded_rows(
+        self, ctx: Context, fused: SupportsAttention, dtype: DType, mask_dtype: DType
+    ) -> None:
+        q, k, v = self._qkv(3, 4, 8, 2, dtype)
+        mask = np.full((16, 8), -np.inf, np.float32)
+        mask[:3] = causal_matrix(3, 8)
+        mask[1, 2:5] = -np.inf
+        mask[2, 0] = -1.5
+        result = fused.attention(
+            ctx, *(ctx.from_numpy(x) for x in (q, k, v)), ctx.from_numpy(mask, mask_dtype), 0.5
+        )
+        assert_attention(result, reference(q, k, v, mask[:3], 0.5), dtype)
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize("kind", ["none", "causal", "mask"])
+    @pytest.mark.parametrize("tokens", [1, 4])
+    def test_sinks_take_part_in_the_softmax_and_are_dropped(
+        self, ctx: Context, fused: SupportsAttention, dtype: DType, kind: str, tokens: int
+    ) -> None:
+        q, k, v = self._qkv(tokens, 4, 7, 2, dtype)
+        sinks = np.array([0.5, -2.0, 3.0, 0.0]).astype(dtype.numpy)
+        matrix = None if kind == "none" else causal_matrix(tokens, 7)
+        mask: Any = {"none": None, "causal": CAUSAL, "mask": ctx.from_numpy(causal_matrix(tokens, 7))}[kind]
+        tensors = [ctx.from_numpy(x) for x in (q, k, v)]
+        result = fused.attention(ctx, *tensors, mask, 0.4, ctx.from_numpy(sinks))
+        assert_attention(result, reference(q, k, v, matrix, 0.4, sinks), dtype)
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_keys_and_values_are_read_as_a_cache_hands_them_out(
+        self, ctx: Context, fused: SupportsAttention, dtype: DType
+    ) -> None:
+        """Views of (kv_heads, cells, head_dim), values also (kv_heads, head_dim, cells); v_dim differs."""
+        q, k, v = self._qkv(2, 4, 6, 2, dtype, v_dim=5)
+        expected = reference(q, k, v, causal_matrix(2, 6), 0.3)
+        keys, values = ctx.zeros((2, 10, 8), dtype), ctx.zeros((2, 5, 10), dtype)
+        ctx.from_numpy(k).permute(ctx, 1, 0, 2).copy(ctx, keys.slice(ctx, 1, 2, 8))
+        ctx.from_numpy(v).permute(ctx, 1, 2, 0).copy(ctx, values.slice(ctx, 2, 2, 8))
+        key = keys.slice(ctx, 1, 2, 8).permute(ctx, 1, 0, 2)
+        value = values.slice(ctx, 2, 2, 8).permute(ctx, 2, 0, 1)
+        query = ctx.from_numpy(np.ascontiguousarray(q.transpose(1, 0, 2))).permute(ctx, 1, 0, 2)
+        mask = ctx.from_numpy(np.pad(causal_matrix(2, 6), 1)).slice(ctx, 0, 1, 3).slice(ctx, 1, 1, 7)
+        for given in (CAUSAL, mask):
+            assert_attention(fused.attention(ctx, query, key, value, given, 0.3), expected, dtype)
+
+    def test_large_scores_do_not_overflow(self, ctx: Context, fused: SupportsAttention) -> None:
+        for dtype in FLOATS:
+            q, k = np.full((1, 1, 64), 20).astype(dtype.numpy), np.full((3, 1, 64), 20).astype(dtype.numpy)
+            k[1] = 19
+            v = np.arange(3 * 8).reshape(3, 1, 8).astype(dtype.numpy)
+            result = fused.attention(ctx, *(ctx.from_numpy(x) for x in (q, k, v)), None, 0.125)
+            assert_attention(result, reference(q, k, v, None, 0.125), dtype)
+
+    def test_attention_writes_into_nothing_it_was_given(
+        self, ctx: Context, fused: SupportsAttention
+    ) -> None:
+        q, k, v = self._qkv(3, 4, 6, 2, DType.F32)
+        tensors = [ctx.from_numpy(x) for x in (q, k, v, causal_matrix(3, 6))]
+        result = fused.attention(ctx, tensors[0], tensors[1], tensors[2], tensors[3], 0.3)
+        ctx.zeros(result.shape, result.dtype).copy(ctx, result)
+        for tensor, before in zip(tensors, (q, k, v, causal_matrix(3, 6)), strict=True):
+            np.testing.assert_array_equal(tensor.to_numpy(), before)
+
+    def _qkv(
+        self, tokens: int, heads: int, history: int, kv_heads: int, dtype: DType, v_dim: int = 8
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return (
+            normal((tokens, heads, 8), dtype, 20),
+            normal((history, kv_heads, 8), dtype, 21),
+            normal((history, kv_heads, v_dim), dtype, 22, spread=1),
+        )
+
+    # Rope.
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            RopeSpec(16),
+            RopeSpec(16, base=500000.0, interleaved=True),
+            RopeSpec(8),
+            RopeSpec(8, interleaved=True),
+            RopeSpec(16, scaling=LinearScaling(4.0)),
+            RopeSpec(16, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+            RopeSpec(16, scaling=YarnScaling(4.0, 4096)),
+        ],
+        ids=str,
+    )
+    def test_rope_is_the_generic_rope(
+        self, backend: Backend, ctx: Context, dtype: DType, spec: RopeSpec
+    ) -> None:
+        if not isinstance(backend, SupportsRope):
+            pytest.skip("no SupportsRope: ml.nn runs its generic body")
+        x = ctx.from_numpy(normal((5, 3, 16), dtype, 23))
+        positions = np.array([0, 1, 7, 500, 3000], np.int32)
+        for given in (x, x.permute(ctx, 1, 0, 2).contiguous(ctx).permute(ctx, 1, 0, 2)):
+            fused = backend.rope(ctx, given, ctx.from_numpy(positions), spec)
+            if fused is None:
+                pytest.skip("the kernel leaves this spec to the generic body")
+            generic = apply_rope(ctx, x, *rope_tables(ctx, positions, spec), spec)
+            assert_close(fused, exact(generic.to_numpy()), dtype, slack=100 if dtype is DType.F32 else 2)
+
+    # Caches.
+
+    def test_cache_config_is_a_cache_config(self, backend: Backend) -> None:
+        if not isinstance(backend, SupportsCacheConfig):
+            pytest.skip("no SupportsCacheConfig: caches use the defaults")
+        config = backend.cache_config()
+        assert isinstance(config, ml.CacheConfig)
+        assert config == backend.cache_config()

@@ -1,0 +1,110 @@
+"""Models for the tests of the runner: the trained stories260K where it is, and small random ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ml
+
+STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
+
+
+@pytest.fixture(scope="session")
+def stories() -> Path:
+    """The folder of stories260K, a real model whose greedy text is known."""
+    if not STORIES.is_dir():
+        pytest.skip(f"{STORIES} is not here: it is test data that lies beside the repository")
+    return STORIES
+
+
+@pytest.fixture(scope="session")
+def stories_text(stories: Path) -> str:
+    """What stories260K says after BOS, greedy, 200 tokens."""
+    return (stories / "README.md").read_text(encoding="utf-8").split("against:\n\n")[1].strip("\n")
+
+
+@pytest.fixture(scope="session", params=["numpy", "torch"])
+def runner_backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
+    infos = {info.name: info for info in ml.available_backends()}
+    if not infos[request.param].available:
+        pytest.skip(f"{request.param} cannot run here: {infos[request.param].reason}")
+    with ml.open_backend(request.param) as backend:
+        yield backend
+
+
+@pytest.fixture
+def numpy_backend() -> Iterator[ml.Backend]:
+    with ml.open_backend("numpy") as backend:
+        yield backend
+
+
+@pytest.fixture
+def make_model(tmp_path: Path) -> Callable[..., Path]:
+    """``make_model(**config)`` writes a small model with random weights and a byte-level tokenizer."""
+    counter = iter(range(100))
+
+    def make(tensors: dict[str, np.ndarray] | None = None, **overrides: Any) -> Path:
+        folder = tmp_path / f"model{next(counter)}"
+        folder.mkdir()
+        config = {**CONFIG, **overrides}
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        save_tokenizer(folder)
+        save_weights(folder, config, tensors or {})
+        return folder
+
+    return make
+
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 259,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+}
+
+
+def save_tokenizer(folder: Path) -> None:
+    """259 tokens: <pad>, <s>, </s> and one for each byte; <s> comes first in every text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    special = ["<pad>", "<s>", "</s>"]
+    vocab = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def save_weights(folder: Path, config: dict[str, Any], replaced: dict[str, np.ndarray]) -> None:
+    from safetensors.numpy import save_file
+
+    from kvcache.runner.config import parse_config
+    from kvcache.runner.weights import expected_shapes
+
+    random = np.random.default_rng(7)
+    tensors = {
+        name: (random.normal(size=shape) * (0.3 if len(shape) > 1 else 0.1) + (len(shape) == 1)).astype(
+            np.float32
+        )
+        for name, shape in expected_shapes(parse_config(config)).items()
+    }
+    save_file({**tensors, **replaced}, folder / "model.safetensors")
