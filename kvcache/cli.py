@@ -29,9 +29,10 @@ def _app() -> Any:
     try:
         from kvcache.commands import app
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in _EXTRA:
+        name = (error.name or "").split(".")[0]
+        if name not in _EXTRA:
             raise
-        print(MISSING.format(name=error.name), file=sys.stderr)  # noqa: T201
+        print(MISSING.format(name=name), file=sys.stderr)  # noqa: T201
         sys.exit(1)
     return app
 

@@ -149,8 +149,8 @@ class WrapperCache:
 
     def shift_context(self, seq: int, keep: int) -> int:
         """As CausalCache.shift_context, the same range in all caches."""
-        lengths = [int(c.positions(seq)[-1]) + 1 for c in self.caches if _holds(c, seq)]
-        return drop_middle(self, seq, keep, max(lengths, default=0))
+        held = [cache.positions(seq) for cache in self.caches if isinstance(cache, CausalCache)]
+        return drop_middle(self, seq, keep, max((int(p[-1]) + 1 for p in held if p.size), default=0))
 
     def _prepare(self, op: str, *arguments: Any) -> Callable[[], None]:
         """Ask all caches; the callable returned changes them, the one that may yet refuse first."""
@@ -164,10 +164,6 @@ class WrapperCache:
                 change()
 
         return commit
-
-
-def _holds(cache: Cache, seq: int) -> bool:
-    return isinstance(cache, CausalCache) and bool(cache.positions(seq).size)
 
 
 def _check_preparable(op: str, caches: Iterable[Cache]) -> None:

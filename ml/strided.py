@@ -10,6 +10,8 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +21,10 @@ __all__ = [
     "Shape",
     "as_shape",
     "broadcast_shapes",
+    "check_count",
     "contiguous_strides",
     "extent",
+    "integers",
     "normalize_axes",
     "normalize_axis",
     "overlaps_itself",
@@ -32,6 +36,22 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
+
+LARGEST_COUNT = 2**63 - 1
+
+
+def integers(op: str, *values: object) -> Shape:
+    """``values`` as plain ints; ShapeError for what is no integer, as a float is not."""
+    try:
+        return tuple(map(operator.index, values))  # type: ignore[arg-type]
+    except TypeError:
+        raise ShapeError(f"{op}: takes integers, not {values}") from None
+
+
+def check_count(op: str, shape: Shape) -> None:
+    """ShapeError for more elements than a 64-bit integer counts: no framework says that well."""
+    if math.prod(shape) > LARGEST_COUNT:
+        raise ShapeError(f"{op}: shape {shape} holds {math.prod(shape)} elements; at most {LARGEST_COUNT}")
 
 
 def as_shape(op: str, shape: Sequence[int] | int) -> Shape:
@@ -95,7 +115,7 @@ def view_geometry(
     BoundsError when the view leaves ``[0, storage_size)``.
     """
     sizes = as_shape("view", shape)
-    start = first + operator.index(offset)
+    start = first + integers("view", offset)[0]
     if strides is None:
         steps = contiguous_strides(sizes)
     else:
@@ -113,6 +133,8 @@ def view_geometry(
             f"view: offset {offset}, shape {sizes}, strides {steps} covers elements "
             f"[{start}, {start + count}) of a storage of {storage_size}"
         )
+    if 0 in steps:  # a repeated element may be shown more often than can be counted
+        check_count("view", sizes)
     return start, sizes, steps
 
 
@@ -130,7 +152,7 @@ def slice_length(size: int, axis: int, start: int, stop: int, step: int) -> int:
 
 def normalize_axis(op: str, axis: int, ndim: int) -> int:
     """``axis`` counted from the front; negative ones count from the end, as in NumPy."""
-    found = operator.index(axis)
+    (found,) = integers(op, axis)
     if not -ndim <= found < ndim:
         raise ShapeError(f"{op}: axis {axis} of a tensor with {ndim} axes")
     return found % ndim if ndim else 0
@@ -148,7 +170,7 @@ def normalize_axes(op: str, axes: Sequence[int], ndim: int) -> Shape:
 
 def resolve_shape(op: str, count: int, shape: Sequence[int]) -> Shape:
     """``shape`` with one ``-1`` filled in so that it holds ``count`` elements."""
-    sizes = tuple(map(operator.index, shape))
+    sizes = integers(op, *shape)
     if sizes.count(-1) == 1:
         known = math.prod(size for size in sizes if size != -1)
         if known and count % known == 0:
@@ -240,3 +262,50 @@ def regular_region(
         _, size, step = taken.get(axis, (-1, 1, 1))
         slices.append(slice(first, first + (size - 1) * step + 1, step))
     return tuple(slices), tuple(axes)
+
+
+class Region(NamedTuple):
+    """A view as the box ``storage.reshape(base)[start : start + sizes * steps : steps]``.
+
+    ``axes`` as :func:`regular_region` gives them: where each axis of the view lies in the base.
+    """
+
+    base: Shape
+    start: Shape
+    sizes: Shape
+    steps: Shape
+    axes: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def find_region(allocated: Shape, offset: int, shape: Shape, strides: Shape) -> Region | None:
+    """The view as a box of a storage allocated as ``allocated``, or of the same storage reshaped.
+
+    None where it is no box: an empty view, a stride of 0, rows that lie between one another.
+
+    >>> find_region((48,), 6, (3, 2), (8, 1))      # three rows of a matrix, kept flat
+    Region(base=(6, 8), start=(0, 6), sizes=(3, 2), steps=(1, 1), axes=(0, 1))
+    """
+    for base in (allocated, base_of(math.prod(allocated), shape, strides)):
+        found = None if base is None else regular_region(base, offset, shape, strides)
+        if base is not None and found is not None:
+            slices, axes = found
+            sizes = tuple((part.stop - part.start - 1) // part.step + 1 for part in slices)
+            return Region(
+                base, tuple(part.start for part in slices), sizes, tuple(part.step for part in slices), axes
+            )
+    return None
+
+
+def base_of(size: int, shape: Shape, strides: Shape) -> Shape | None:
+    """The shape of ``size`` elements in which the strides of a view are those of whole axes.
+
+    >>> base_of(24, (2, 3), (12, 2))
+    (2, 6, 2)
+    """
+    steps = sorted({stride for n, stride in zip(shape, strides, strict=True) if n > 1} | {1}, reverse=True)
+    if steps[-1] < 1 or size % steps[0]:
+        return None
+    if any(outer % inner for outer, inner in pairwise(steps)):
+        return None
+    return (size // steps[0], *(outer // inner for outer, inner in pairwise(steps)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,8 +35,22 @@ def runner_backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
     infos = {info.name: info for info in ml.available_backends()}
     if not infos[request.param].available:
         pytest.skip(f"{request.param} cannot run here: {infos[request.param].reason}")
-    with ml.open_backend(request.param) as backend:
+    with one_torch_thread(request.param), ml.open_backend(request.param) as backend:
         yield backend
+
+
+@contextlib.contextmanager
+def one_torch_thread(name: str) -> Iterator[None]:
+    """Models this small only wait for further threads, the longer the busier the machine."""
+    if name != "torch":
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

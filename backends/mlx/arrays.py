@@ -10,7 +10,7 @@ import numpy as np
 from ml.dtypes import DType
 from ml.errors import DTypeError
 
-__all__ = ["MLX_DTYPES", "from_host", "from_mlx_dtype", "schedule", "to_host"]
+__all__ = ["MLX_DTYPES", "from_host", "from_mlx_dtype", "scalar", "schedule", "to_host"]
 
 schedule: Any = mx.async_eval
 """Evaluate arrays without waiting for them (MLX's stub gives it no type)."""
@@ -40,6 +40,12 @@ def from_mlx_dtype(op: str, native: Any) -> DType:
 def from_host(array: np.ndarray) -> mx.array:
     """An MLX copy of a host array of any DType; it exists at once and belongs to no stream."""
     return mx.array(np.asarray(array, order="C"))
+
+
+def scalar(value: float, dtype: DType) -> np.ndarray:
+    """A number in a dtype, rounded as NumPy does; beyond the range of a float it is infinite."""
+    with np.errstate(all="ignore"):
+        return np.asarray(value).astype(dtype.numpy)
 
 
 def to_host(array: mx.array, dtype: DType) -> np.ndarray:

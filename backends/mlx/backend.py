@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import functools
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -14,8 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from backends.mlx import fused
-from backends.mlx.arrays import MLX_DTYPES, from_host, from_mlx_dtype, schedule, to_host
-from backends.mlx.box import WAIT_BYTES, Box
+from backends.mlx.arrays import MLX_DTYPES, from_host, from_mlx_dtype, scalar, schedule, to_host
+from backends.mlx.box import SIZE_LIMIT, WAIT_BYTES, Box
+from backends.mlx.errors import device_errors
 from backends.mlx.tensor import MlxTensor
 from ml.base import BaseBackend, BaseContext, BaseTensor
 from ml.capabilities import CacheConfig, CausalMask, DeviceInfo, DeviceMemory, Layout
@@ -37,10 +37,10 @@ PENDING_BYTES = 64 << 20
 class MlxBackend(BaseBackend):
     """``open_backend("mlx", device=None, dtype=DType.F32)``; device "gpu" or "cpu", None: the best there is.
 
-    **One stream.** Everything runs in order on a stream of this backend that any thread may use
-    (MLX's default streams belong to one thread each, and work begun on them cannot be finished
-    elsewhere). Neither the default device nor a default stream is touched. ``lock`` guards what
-    MLX leaves to its users: the replacement of a box's array, and evaluation.
+    **One stream.** Everything runs in order on a stream that any thread may use (MLX's default
+    streams belong to one thread each, and work begun on them cannot be finished elsewhere).
+    Neither the default device nor a default stream is touched. ``lock`` guards what MLX leaves to
+    its users: the replacement of a box's array, and evaluation.
 
     **When work happens.** Operations build a graph. Live results and written boxes are noted
     weakly, and ``flush`` hands all of them to the stream without waiting: at ``compute``,
@@ -54,22 +54,34 @@ class MlxBackend(BaseBackend):
     def __init__(self, device: str | None = None, dtype: DType = DType.F32) -> None:
         target = _device(device)
         super().__init__("mlx", (_device_info(target),), dtype)
-        self.stream = getattr(mx, "new_thread_unsafe_stream", mx.new_stream)(target)
+        self.stream, self.lock = _stream(target.type == mx.gpu)
         self.widens = target.type == mx.cpu
         """Compute F16 and BF16 in F32: MLX's kernels do so themselves on a GPU, but not on the CPU."""
         self.fused_rope = target.type == mx.gpu
         """On the CPU mx.fast.rope is slower than the generic body, whose tables serve all layers."""
-        self.lock = threading.RLock()
         self.boxes: dict[int, weakref.ref[Box]] = {}
         self.epoch, self.drained = 1, 0
         self._pending: list[weakref.ref[Box]] = []
         self._pending_bytes = 0
         self._frequencies: dict[RopeSpec, Any] = {}
+        self._limit = _total_memory(self.devices[0].kind) or sys.maxsize
 
     def _new_context(self, max_graph_nodes: int) -> MlxContext:
         return MlxContext(self, max_graph_nodes)
 
     # When work happens.
+
+    def new_box(self, array: Any, raw: bool = True) -> Box:
+        """A storage around a pending result; DeviceError where no memory of this machine could hold it."""
+        if array.nbytes > self._limit or array.size > SIZE_LIMIT:
+            # The system may promise memory that it has not, and end the process when it is touched.
+            raise DeviceError(
+                f"allocate: {array.nbytes} bytes for {array.shape} of {array.dtype}; "
+                f"the device has {self._limit}, and MLX counts up to {SIZE_LIMIT} elements"
+            )
+        box = Box(self, array, raw)
+        self.defer(box)
+        return box
 
     def defer(self, box: Box, nbytes: int = 0) -> None:
         """Note a result or a write that is not evaluated yet."""
@@ -174,8 +186,7 @@ class MlxContext(BaseContext):
 
     def _own(self, array: Any, dtype: DType) -> MlxTensor:
         """A new storage, in C order, around an array that no one else holds."""
-        box = Box(self._backend, array, raw=False)
-        self._backend.defer(box)
+        box = self._backend.new_box(array, raw=False)
         if box.nbytes >= WAIT_BYTES:
             self._backend.flush()  # take the memory now: its lack shows here, the first write finds it
         return MlxTensor.whole(box, dtype, box.shape)
@@ -184,18 +195,10 @@ class MlxContext(BaseContext):
         return self._full(shape, 0, dtype)  # MLX has no uninitialised arrays
 
     def _full(self, shape: Shape, value: float, dtype: DType) -> MlxTensor:
-        self._check_room(shape, dtype)
-        with device_errors("allocate"), np.errstate(all="ignore"):
-            fill = from_host(np.asarray(value).astype(dtype.numpy))
+        with device_errors("allocate"):
+            fill = from_host(scalar(value, dtype))
             array = mx.full(shape, fill, MLX_DTYPES[dtype], stream=self._backend.stream)
         return self._own(array, dtype)
-
-    def _check_room(self, shape: Shape, dtype: DType) -> None:
-        """The system may promise memory that it does not have, and end the process when it is touched."""
-        total = _total_memory(self._backend.devices[0].kind)
-        nbytes = math.prod(shape) * dtype.itemsize
-        if total is not None and nbytes > total:
-            raise DeviceError(f"allocate: {nbytes} bytes for {shape} of {dtype!r}; the device has {total}")
 
     def _from_array(self, array: np.ndarray, dtype: DType) -> MlxTensor:
         with device_errors("from_numpy"):
@@ -207,6 +210,8 @@ class MlxContext(BaseContext):
         if not isinstance(array, mx.array):
             raise DTypeError(f"from_native: {type(array).__name__} is no mlx.core.array; use from_numpy")
         dtype = from_mlx_dtype("from_native", array.dtype)
+        if array.size > SIZE_LIMIT:
+            raise DeviceError(f"from_native: {array.size} elements; views of them need at most {SIZE_LIMIT}")
         with self._backend.lock, device_errors("from_native"):
             schedule(array)  # here: pending work of another stream may be bound to this thread
             box = Box(self._backend, array.__copy__(), owned=False)
@@ -217,13 +222,11 @@ class MlxContext(BaseContext):
         self._backend.flush(*(tensor.storage.array for tensor in tensors if isinstance(tensor, MlxTensor)))
 
 
-@contextmanager
-def device_errors(op: str) -> Iterator[None]:
-    """MLX's own errors as DeviceError."""
-    try:
-        yield
-    except (RuntimeError, ValueError, TypeError, MemoryError) as error:
-        raise DeviceError(f"{op}: MLX failed: {error}") from error
+@functools.lru_cache(maxsize=2)
+def _stream(gpu: bool) -> tuple[Any, Any]:
+    """The device's stream and its lock, shared by all instances: MLX keeps a thread per stream for good."""
+    make = getattr(mx, "new_thread_unsafe_stream", mx.new_stream)
+    return make(mx.Device(mx.gpu if gpu else mx.cpu, 0)), threading.RLock()
 
 
 def _device(name: str | None) -> Any:

@@ -20,15 +20,20 @@ import mlx.core as mx
 
 from backends.mlx.regions import Region, canonical
 from ml.base import Storage
+from ml.errors import DeviceError
 from ml.strided import Shape, contiguous_strides
 
 if TYPE_CHECKING:
     from backends.mlx.backend import MlxBackend
 
-__all__ = ["WAIT_BYTES", "Box"]
+__all__ = ["SIZE_LIMIT", "WAIT_BYTES", "Box"]
 
 WAIT_BYTES = 1 << 20
 """A smaller box is copied in less time than it takes to wait for its readers."""
+
+
+SIZE_LIMIT = 2**31 - 1
+"""Elements of a storage: MLX counts an axis, and so a flat storage, in 32 bits."""
 
 
 class Box(Storage):
@@ -69,6 +74,8 @@ class Box(Storage):
                 return mx.reshape(self.array, shape, stream=stream)
         if self.raw:
             self._settle_layout()
+        if math.prod(shape) > SIZE_LIMIT:  # of a repeating view; MLX would end the process
+            raise DeviceError(f"read: {shape} shows {math.prod(shape)} elements; MLX counts {SIZE_LIMIT}")
         return mx.as_strided(self.array, shape, strides, offset, stream=stream)
 
     def put_block(self, region: Region, value: Any) -> None:

@@ -9,8 +9,9 @@ from typing import Any, Self
 import mlx.core as mx
 import numpy as np
 
-from backends.mlx.arrays import MLX_DTYPES, from_host
+from backends.mlx.arrays import MLX_DTYPES, from_host, scalar
 from backends.mlx.box import WAIT_BYTES, Box
+from backends.mlx.errors import translated
 from backends.mlx.regions import element_offsets, region_of, row_region_of, runs_of
 from ml.base import StridedTensor
 from ml.dtypes import DType
@@ -20,7 +21,6 @@ __all__ = ["MlxTensor"]
 
 RUNS_LIMIT = 16
 """Rows in at most as many runs are written slice by slice: a scatter costs more per element."""
-_INT32 = 2**31
 _NARROW = (DType.F16, DType.BF16)
 _SQRT_2 = math.sqrt(2.0)
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
@@ -38,9 +38,7 @@ class MlxTensor(StridedTensor):
 
     def _new(self, array: Any, dtype: DType | None = None) -> Self:
         """A tensor of its own around a result; results are lazy, and in whatever layout MLX chose."""
-        backend = self.storage.backend
-        box = Box(backend, array)
-        backend.defer(box)
+        box = self.storage.backend.new_box(array)
         shape = box.shape
         return type(self)(box, self.dtype if dtype is None else dtype, 0, shape, contiguous_strides(shape))
 
@@ -101,7 +99,7 @@ class MlxTensor(StridedTensor):
     def _index(self, indices: Any) -> Any:
         if isinstance(indices, StridedTensor):
             return indices._read()  # type: ignore[attr-defined]
-        return from_host(indices.astype(np.int64 if self.storage.size >= _INT32 else np.int32))
+        return from_host(indices.astype(np.int32))
 
     def _gather(self, ctx: Any, indices: Any, axis: int) -> Self:
         stream = self.storage.backend.stream
@@ -152,7 +150,7 @@ class MlxTensor(StridedTensor):
         if n < 2 or 0 in self.shape:
             return super()._repeat(ctx, axis, n)
         reps = [1] * len(self.shape)
-        reps[axis] = n
+        reps[axis] = int(n)
         return self._new(mx.tile(self._read(), reps, stream=self.storage.backend.stream))
 
     # Compute.
@@ -202,7 +200,7 @@ class MlxTensor(StridedTensor):
         array, stream = self._read(), self.storage.backend.stream
         for limit, bound in ((mx.maximum, lo), (mx.minimum, hi)):
             if bound is not None:
-                array = limit(array, from_host(np.asarray(bound).astype(self.dtype.numpy)), stream=stream)
+                array = limit(array, from_host(scalar(bound, self.dtype)), stream=stream)
         return self._new(array)
 
     def _matmul(self, ctx: Any, other: Self) -> Self:
@@ -215,11 +213,14 @@ class MlxTensor(StridedTensor):
         return self._result(mx.softmax(self._wide(), axis, precise=True, stream=self.storage.backend.stream))
 
     def _reduce(self, ctx: Any, op: str, axis: int, keepdims: bool) -> Self:
-        x, stream = self._wide(), self.storage.backend.stream
-        if op == "sum" and not self.dtype.is_float:
+        dtype, stream = _reduced_dtype(op, self.dtype), self.storage.backend.stream
+        if op != "sum" and 0 in self.shape:  # the axis itself is not empty (checked): the result is
+            sizes = [1 if k == axis else size for k, size in enumerate(self.shape) if keepdims or k != axis]
+            return self._new(mx.zeros(sizes, MLX_DTYPES[dtype], stream=stream), dtype)
+        x = self._wide()
+        if dtype is DType.I64:
             x = mx.astype(x, mx.int64, stream=stream)
-        result = getattr(mx, op)(x, axis=axis, keepdims=keepdims, stream=stream)
-        return self._result(result, _reduced_dtype(op, self.dtype))
+        return self._result(getattr(mx, op)(x, axis=axis, keepdims=keepdims, stream=stream), dtype)
 
     def _argsort(self, ctx: Any, axis: int) -> Self:
         return self._result(mx.argsort(self._read(), axis, stream=self.storage.backend.stream), DType.I32)
@@ -250,6 +251,14 @@ class MlxTensor(StridedTensor):
     def _where(self, ctx: Any, a: Self, b: Self) -> Self:
         result = mx.where(self._read(), a._read(), b._read(), stream=self.storage.backend.stream)
         return self._new(result, a.dtype)
+
+
+# What may ask for more than MLX can say (its sizes are int32) or hold.
+for _name in (
+    "_write", "_scatter", "_gather", "_concat", "_repeat", "_cast", "_binary", "_matmul", "_compare",
+    "_where", "to_numpy",
+):  # fmt: skip
+    setattr(MlxTensor, _name, translated(_name, getattr(MlxTensor, _name)))
 
 
 def _reduced_dtype(op: str, dtype: DType) -> DType:

@@ -46,10 +46,12 @@ class NumpyTensor(ArrayTensor):
 
     @classmethod
     def own(cls, ctx: ArrayContext, array: Any, dtype: DType) -> Self:
-        flat = np.ascontiguousarray(array)
-        storage = Storage(ctx.backend, flat.reshape(-1).view(np.uint8), flat.size, flat.nbytes)
-        shape = np.shape(array)
-        return cls(storage, dtype, 0, shape, contiguous_strides(shape), flat.reshape(shape))
+        whole = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+        # bfloat16 exports no buffer, its bytes do; the other dtypes are spared the detour.
+        raw = whole.reshape(-1).view(np.uint8) if dtype is DType.BF16 else whole
+        storage = Storage(ctx.backend, raw, whole.size, whole.nbytes)
+        shape = whole.shape
+        return cls(storage, dtype, 0, shape, contiguous_strides(shape), whole)
 
     @property
     def native(self) -> np.ndarray:
@@ -80,20 +82,21 @@ class NumpyTensor(ArrayTensor):
 
 
 def _quiet(name: str) -> Callable[..., Any]:
-    """The inherited method with NumPy's floating-point warnings off: inf and NaN are values here."""
-    inherited = getattr(ArrayTensor, name)
+    """The inherited method with NumPy's warnings off (inf and NaN are values), its memory errors ours."""
+    quiet: Callable[..., Any] = np.errstate(all="ignore")(getattr(ArrayTensor, name))
 
-    def method(*args: Any) -> Any:
-        with np.errstate(all="ignore"):
-            return inherited(*args)
+    def method(self: NumpyTensor, *args: Any) -> Any:
+        try:
+            return quiet(self, *args)
+        except MemoryError as error:
+            raise DeviceError(f"{name[1:]}: {self.dtype!r} {self.shape}: {error}") from error
 
-    method.__name__ = name
     return method
 
 
 for _name in (
-    "_write", "_scatter", "_cast", "_binary", "_unary", "_scale", "_gelu", "_matmul", "_softmax", "_reduce",
-    "_rms_norm",
+    "_write", "_scatter", "_gather", "_concat", "_repeat", "_cast", "_binary", "_unary", "_scale", "_gelu",
+    "_clamp", "_matmul", "_softmax", "_reduce", "_argsort", "_top_k", "_rms_norm", "_compare", "_where",
 ):  # fmt: skip
     setattr(NumpyTensor, _name, _quiet(_name))
 
@@ -105,16 +108,18 @@ class NumpyContext(ArrayContext):
         return self._allocate(np.empty, shape, dtype)
 
     def _full(self, shape: Shape, value: float, dtype: DType) -> NumpyTensor:
-        if value == 0:
+        if value == 0 and math.copysign(1, value) > 0:
             return self._allocate(np.zeros, shape, dtype)
+        tensor = self._allocate(np.empty, shape, dtype)
         with np.errstate(all="ignore"):
-            return NumpyTensor.own(self, np.full(shape, value, dtype.numpy), dtype)
+            tensor.native[...] = value
+        return tensor
 
     def _allocate(self, make: Callable[..., Any], shape: Sequence[int], dtype: DType) -> NumpyTensor:
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             raw = make(nbytes, np.uint8)
-        except MemoryError as error:
+        except (MemoryError, ValueError) as error:  # NumPy's ValueError: more than it can index
             raise DeviceError(f"allocate: {nbytes} bytes for {tuple(shape)} of {dtype!r}: {error}") from error
         return NumpyTensor.whole(Storage(self.backend, raw, math.prod(shape), nbytes), dtype, tuple(shape))
 

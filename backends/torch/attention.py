@@ -49,13 +49,16 @@ def attend(
     logits = None if sinks is None else _logits(sinks._on(ctx), kv_heads, heads)
     if 0 in q.shape or history == 0:
         return TorchTensor.own(ctx, q.new_zeros((tokens, heads, v_dim)), query.dtype)
-    grouped = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
     k, v = k.transpose(0, 1), v.transpose(0, 1)
     # The fused kernel of the CPU wants one head size; elsewhere none gives what sinks need.
-    if (q.is_cpu and v_dim != head_dim) or (not q.is_cpu and logits is not None):
-        out = _plain(grouped, k, v, _shown(ctx, q, history, bias), scale, logits)
-    else:
+    fused = v_dim == head_dim if q.is_cpu else logits is None
+    if fused and tokens == 1:
+        return TorchTensor.own(ctx, _one(q, k, v, bias, scale, logits), query.dtype)
+    grouped = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
+    if fused:
         out = _fused(grouped, k, v, bias, scale, logits)
+    else:
+        out = _plain(grouped, k, v, _shown(ctx, q, history, bias), scale, logits)
     return TorchTensor.own(ctx, out.permute(2, 0, 1, 3).reshape(tokens, heads, v_dim), query.dtype)
 
 
@@ -120,6 +123,24 @@ def _logits(sinks: torch.Tensor, kv_heads: int, heads: int) -> torch.Tensor:
     return sinks.to(torch.float32).reshape(kv_heads, heads // kv_heads, 1)
 
 
+def _one(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | CausalMask | None,
+    scale: float,
+    logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """q (1, heads, D), as it comes in decoding; (1, heads, v_dim). The mask's one row serves all."""
+    kv_heads, history, v_dim = v.shape
+    rows = q.reshape(1, kv_heads, -1, q.shape[2])
+    if isinstance(bias, torch.Tensor):
+        bias = bias.expand(rows.shape[2], history)
+    if logits is not None:
+        logits = logits.squeeze(-1)
+    return _sdpa(rows, k.unsqueeze(0), v.unsqueeze(0), bias, scale, logits).reshape(1, -1, v_dim)
+
+
 def _fused(
     grouped: torch.Tensor,
     k: torch.Tensor,
@@ -132,8 +153,7 @@ def _fused(
     kv_heads, group, tokens, head_dim = grouped.shape
     history = k.shape[1]
     causal = isinstance(bias, CausalMask)
-    repeated = 0 if tokens == 1 else group * tokens * history * k.element_size()
-    if causal or repeated > STACKED_MASK_LIMIT:
+    if causal or group * tokens * history * k.element_size() > STACKED_MASK_LIMIT:
         many = (kv_heads, group, history, -1)
         k, v = k.unsqueeze(1).expand(many), v.unsqueeze(1).expand(many)
         return _sdpa(grouped, k, v, bias, scale, logits)
@@ -194,9 +214,11 @@ def _plain(
         scores = torch.bmm(rows * scale, keys).reshape(kv_heads, group, -1, k.shape[1])
         if bias is not None:
             scores = scores + bias[part]
-        lse = scores.logsumexp(-1)
-        if logits is not None:
-            lse = torch.logaddexp(lse, logits)
-        weights = torch.exp(scores - lse.unsqueeze(-1)).reshape(kv_heads, -1, k.shape[1])
-        out[:, :, part] = torch.bmm(weights, values).reshape(kv_heads, group, -1, v.shape[2])
+        if logits is None:
+            weights = scores.softmax(-1)
+        else:  # the sink is one more key of value 0
+            sink = logits.unsqueeze(-1).expand(*scores.shape[:-1], 1)
+            weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+        rows = weights.reshape(kv_heads, -1, k.shape[1])
+        out[:, :, part] = torch.bmm(rows, values).reshape(kv_heads, group, -1, v.shape[2])
     return out

@@ -157,7 +157,7 @@ class TorchContext(BaseContext):
         return self._allocate(torch.empty, shape, dtype=dtype)
 
     def _full(self, shape: Shape, value: float, dtype: DType) -> TorchTensor:
-        if value == 0:
+        if value == 0 and math.copysign(1.0, value) > 0:
             return self._allocate(torch.zeros, shape, dtype=dtype)
         return self._allocate(torch.full, shape, as_element(value, dtype), dtype=dtype)
 

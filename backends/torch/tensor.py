@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from backends.torch.convert import TO_TORCH, share_memory, to_host, translated, write
 from ml.base import BaseBackend, BaseTensor, Storage
-from ml.base.checks import flat, foreign
+from ml.base.checks import flat
 from ml.dtypes import DType
 from ml.protocols import Tensor
 from ml.strided import Shape, contiguous_strides, overlaps_itself
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["TorchStorage", "TorchTensor"]
 
 _EVERYWHERE = 1 << 64
+_PUBLIC = {"alias": "view", "write": "copy", "gather": "rows", "scatter": "set_rows"}
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -57,13 +58,14 @@ class TorchStorage(Storage):
 
 def _guarded(method: _Method) -> _Method:
     """What torch raises in ``method`` becomes an ml error that names the operation and the device."""
-    op = method.__name__.removeprefix("_")
+    name = method.__name__.removeprefix("_")
 
     @functools.wraps(method)
     def call(self: TorchTensor, *args: Any) -> Any:
         try:
             return method(self, *args)
         except (RuntimeError, IndexError, MemoryError) as error:
+            op = args[1] if name in ("unary", "binary", "reduce") else _PUBLIC.get(name, name)
             raise translated(op, error, self.device) from error
 
     return cast("_Method", call)
@@ -119,17 +121,21 @@ class TorchTensor(BaseTensor):
     def _first(self) -> int:
         return int(self.native.storage_offset())
 
+    @_guarded
     def _alias(self, offset: int, shape: Shape, strides: Shape) -> Self:
         return type(self)(self.native.as_strided(shape, strides, offset), self.dtype, self.storage)
 
     def view(self, ctx: Any, offset: int, shape: Sequence[int], strides: Sequence[int] | None = None) -> Self:
-        if ctx._closed or ctx._backend._closed:
-            ctx.check("view")
+        if ctx._closed or ctx._backend is not self.backend or self.backend._closed:
+            ctx.check("view", self)
         try:
             if 0 not in shape:  # torch leaves empty views unchecked
                 native = self.native
-                sizes = tuple(shape)
-                steps = contiguous_strides(sizes) if strides is None else tuple(strides)
+                sizes = shape if type(shape) is tuple else tuple(shape)
+                if strides is None:
+                    steps = contiguous_strides(sizes)
+                else:
+                    steps = strides if type(strides) is tuple else tuple(strides)
                 shown = _new(TorchTensor)
                 shown.native = native.as_strided(sizes, steps, native.storage_offset() + offset)
                 shown.dtype = self.dtype
@@ -144,12 +150,12 @@ class TorchTensor(BaseTensor):
         return super().view(ctx, offset, shape, strides)
 
     def slice(self, ctx: Any, axis: int, start: int, stop: int, step: int = 1) -> Self:
-        if ctx._closed or ctx._backend._closed:
-            ctx.check("slice")
+        if ctx._closed or ctx._backend is not self.backend or self.backend._closed:
+            ctx.check("slice", self)
         try:
             native = self.native
             sizes, steps = list(native.size()), list(native.stride())
-            if 0 <= start < stop <= sizes[axis] and step >= 1:
+            if 0 <= start < stop <= sizes[axis] and step >= 1 and 0 not in sizes:
                 stride = steps[axis]
                 sizes[axis], steps[axis] = (stop - start + step - 1) // step, stride * step
                 shown = native.as_strided(sizes, steps, native.storage_offset() + start * stride)
@@ -159,8 +165,8 @@ class TorchTensor(BaseTensor):
         return super().slice(ctx, axis, start, stop, step)
 
     def permute(self, ctx: Any, *axes: int) -> Self:
-        if ctx._closed or ctx._backend._closed:
-            ctx.check("permute")
+        if ctx._closed or ctx._backend is not self.backend or self.backend._closed:
+            ctx.check("permute", self)
         try:
             if axes:  # none reverses the axes here, and is no permutation to torch
                 return type(self)(self.native.permute(axes), self.dtype, self.storage)
@@ -169,8 +175,8 @@ class TorchTensor(BaseTensor):
         return super().permute(ctx, *axes)
 
     def reshape(self, ctx: Any, *shape: int) -> Self:
-        if ctx._closed or ctx._backend._closed:
-            ctx.check("reshape")
+        if ctx._closed or ctx._backend is not self.backend or self.backend._closed:
+            ctx.check("reshape", self)
         try:
             return type(self)(self.native.view(flat(shape)), self.dtype, self.storage)
         except Exception:
@@ -179,8 +185,8 @@ class TorchTensor(BaseTensor):
     # Writes.
 
     def copy(self, ctx: Any, dst: Tensor) -> Self:
-        if ctx._closed or ctx._backend._closed:
-            ctx.check("copy")
+        if ctx._closed or ctx._backend is not self.backend or self.backend._closed:
+            ctx.check("copy", self)
         if type(dst) is TorchTensor and dst.backend is self.backend:
             source, target, storage = self.native, dst.native, dst.storage
             sizes = source.size()
@@ -196,25 +202,26 @@ class TorchTensor(BaseTensor):
                     pass
         return super().copy(ctx, dst)
 
-    def _write(self, src: Self) -> None:
-        self.storage.locate(self.native)
-        self._assign(src)
+    def _read_first(self, src: Self) -> torch.Tensor:
+        """The source of a write, cloned where it overlaps: torch leaves such a write undefined."""
+        storage, source = self.storage, src.native
+        storage.locate(self.native)
+        if storage.low <= source.data_ptr() < storage.high and share_memory(source, self.native):
+            return source.clone()
+        return source
 
     @_guarded
-    def _assign(self, src: Self) -> None:
-        source = src.native
-        if share_memory(source, self.native):  # torch leaves such a copy undefined
-            source = source.clone()
-        write(self.native, self.native.copy_, source)
+    def _write(self, src: Self) -> None:
+        write(self.native, self.native.copy_, self._read_first(src))
 
     @_guarded
     def _scatter(self, src: Self, indices: Any, axis: int) -> None:
-        native, source = self.native, src.native
+        native, source = self.native, self._read_first(src)
         if source.dtype is not native.dtype or source.device != native.device:
             source = source.to(native.device, native.dtype)
-        elif share_memory(source, native):
-            source = source.clone()
-        rows = self._rows(indices).to(native.device, torch.int64)
+        rows = self._rows(indices)
+        if rows.dtype is not torch.int64 or rows.device != native.device:
+            rows = rows.to(native.device, torch.int64)
         write(native, native.index_copy_, axis, rows, source)
 
     # New storage.
@@ -326,11 +333,6 @@ class TorchTensor(BaseTensor):
         if isinstance(indices, TorchTensor):
             return indices.native
         return torch.from_numpy(indices.copy())  # a copy: torch takes no read-only or reversed array
-
-    def _peer(self, op: str, other: object) -> Self:
-        if type(other) is not type(self) or other.backend is not self.backend:
-            raise foreign(op, other, self.backend)
-        return other
 
 
 def as_element(value: float, dtype: DType) -> float:

@@ -12,7 +12,15 @@ from kvcache.runner.errors import ModelError
 from kvcache.runner.rope_config import rope_from_config
 from ml.nn.rope import RopeSpec
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "existing_model_path", "load_config", "parse_config"]
+__all__ = [
+    "SUPPORTED_ARCHITECTURES",
+    "ModelConfig",
+    "existing_model_path",
+    "load_config",
+    "parse_config",
+    "read_token_ids",
+    "refuse_quantized",
+]
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _BY_MODEL_TYPE = {"llama": 0, "mistral": 1, "qwen2": 2, "qwen3": 3}
@@ -118,6 +126,8 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
     head_dim = raw.get("head_dim") or (128 if qwen3 else hidden // heads)
     max_positions = raw["max_position_embeddings"]
     bias = bool(raw.get("attention_bias", False)) and (architecture == "LlamaForCausalLM" or qwen3)
+    bos = read_token_ids(raw.get("bos_token_id"))
+    eos = read_token_ids(raw.get("eos_token_id")) + read_token_ids(generation.get("eos_token_id"))
     return ModelConfig(
         architecture=architecture,
         vocab_size=raw["vocab_size"],
@@ -135,8 +145,8 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
         output_bias=bias,
         mlp_bias=bool(raw.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
         qk_norm=qwen3,
-        bos_id=_ids(raw.get("bos_token_id"))[0] if raw.get("bos_token_id") is not None else None,
-        eos_ids=tuple(dict.fromkeys(_ids(raw.get("eos_token_id")) + _ids(generation.get("eos_token_id")))),
+        bos_id=bos[0] if bos else None,
+        eos_ids=tuple(dict.fromkeys(eos)),
         sliding_window=_window(raw, architecture, max_positions),
         layer_types=tuple(raw["layer_types"]) if raw.get("layer_types") else None,
     )
@@ -158,6 +168,11 @@ def _refuse_unread(raw: Mapping[str, Any]) -> None:
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"hidden_act {activation!r} is not supported; only 'silu' is")
+    refuse_quantized(raw)
+
+
+def refuse_quantized(raw: Mapping[str, Any]) -> None:
+    """ModelError for a checkpoint whose weights are quantised."""
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ModelError(
@@ -182,7 +197,8 @@ def _window(raw: Mapping[str, Any], architecture: str, max_positions: int) -> in
     return None
 
 
-def _ids(value: Any) -> list[int]:
+def read_token_ids(value: Any) -> list[int]:
+    """One id, a list of them or None, as config.json has them."""
     if value is None:
         return []
     return [int(token) for token in (value if isinstance(value, list | tuple) else [value])]

@@ -11,7 +11,7 @@ from kvcache.runner.errors import ModelError
 from ml.nn.rope import RopeSpec
 from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
-__all__ = ["rope_from_config", "scaling_from_factors", "yarn_from_gguf"]
+__all__ = ["rope_from_config", "rope_from_parameters", "scaling_from_factors", "yarn_from_gguf"]
 
 
 def rope_from_config(raw: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
@@ -24,6 +24,12 @@ def rope_from_config(raw: Mapping[str, Any], head_dim: int, max_positions: int) 
         raise ModelError(f"partial_rotary_factor={partial} is not supported; only 1 is")
     base = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
     return RopeSpec(dim=head_dim, base=base, scaling=_scaling(parameters, max_positions))
+
+
+def rope_from_parameters(parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
+    """From one set of ``rope_parameters``; ``partial_rotary_factor`` of head_dim is rotated."""
+    dim = int(head_dim * float(parameters.get("partial_rotary_factor") or 1.0))
+    return RopeSpec(dim, float(parameters["rope_theta"]), scaling=_scaling(parameters, max_positions))
 
 
 def _scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScaling | None:

@@ -14,7 +14,9 @@ from kvcache.testing.rig import Rig
 from ml import DType, Layout
 from ml.testing.harness import BackendCase, needs
 
-__all__ = ["ARRANGEMENTS", "KINDS", "CacheCase", "MakeRig", "attends", "computes", "every_arrangement", "every_kind"]
+__all__ = [
+    "ARRANGEMENTS", "KINDS", "CacheCase", "MakeRig", "attends", "computes", "every_arrangement", "every_kind",
+]  # fmt: skip
 
 MakeRig = Callable[..., Rig]
 

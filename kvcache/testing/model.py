@@ -76,6 +76,8 @@ class Model:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.tokens: Held = [{} for _ in range(setup.max_sequences)]
+        self.lost: set[int] = set()
+        """Sequences that a device failure took; tests that make one say so."""
 
     # Figures.
 
@@ -89,7 +91,7 @@ class Model:
         return max(self.tokens[seq], default=-1)
 
     def can_resume(self, seq: int, position: int) -> bool:
-        return self._resumes(self.tokens[seq], position)
+        return seq not in self.lost and self._resumes(self.tokens[seq], position)
 
     def _resumes(self, row: dict[int, int], position: int) -> bool:
         window = self.setup.window
@@ -127,6 +129,8 @@ class Model:
             wrong = wrong or position in self.tokens[seq]
         if wrong:
             raise kvcache.InvalidBatchError(f"{pairs}")
+        if self.lost.intersection(sequences):
+            raise kvcache.SequenceLostError(f"{self.lost}")
 
     def _evicted(self, positions: Sequence[int], sequences: Sequence[int]) -> Held:
         if self.setup.kept is None:
@@ -139,6 +143,9 @@ class Model:
         return kept
 
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
+        if src in self.lost:
+            raise kvcache.SequenceLostError(f"{src}")
+        self.lost.discard(dst)
         self.tokens[dst] = {p: token for p, token in self.tokens[src].items() if p < length}
 
     def remove(self, seq: int, begin: int, end: int | None = None) -> None:
@@ -150,8 +157,11 @@ class Model:
         left = {p: token for p, token in row.items() if p < begin}
         if end is not None:
             left |= {p - distance: token for p, token in row.items() if p >= end}
+        if left and seq in self.lost:
+            raise kvcache.SequenceLostError(f"{seq}")
         if moving and distance:
             self._check_move(seq, moving, left)
+        self.lost.discard(seq)
         self.tokens[seq] = left
 
     def _check_move(self, seq: int, moving: Collection[int], left: dict[int, int]) -> None:

@@ -8,6 +8,7 @@ __all__: list[str] = []
 
 _SUITE = (
     "attending", "batches", "cache", "capacity", "defrag", "faults", "harness", "masks", "model", "order",
-    "properties", "removal", "reserving", "rig", "sharing", "stateful", "storing", "traces", "values", "windows",
+    "properties", "protocol", "removal", "reserving", "rig", "sharing", "stateful", "storing", "traces",
+    "values", "windows",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"kvcache.testing.{name}" for name in _SUITE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def mask_of(mask: object, tokens: int, history: int, config: ml.CacheConfig) -> 
         assert history >= tokens
         columns = np.arange(history) if mask is ml.CAUSAL else np.zeros(history)
         return np.asarray(columns <= np.arange(history - tokens, history)[:, None])
-    assert isinstance(mask, ml.Tensor)
+    mask = cast("ml.Tensor", mask)
     assert mask.dtype is config.mask_dtype
     padding = config.mask_batch_padding
     assert mask.shape == ((tokens + padding - 1) // padding * padding, history)
@@ -43,9 +44,7 @@ def mask_of(mask: object, tokens: int, history: int, config: ml.CacheConfig) -> 
     return np.asarray(host[:tokens] == 0)
 
 
-def look(
-    cache: kvcache.CausalCache, ctx: ml.Context, tokens: int, layer: int = 0
-) -> list[dict[int, int]]:
+def look(cache: kvcache.CausalCache, ctx: ml.Context, tokens: int, layer: int = 0) -> list[dict[int, int]]:
     """What each query of the pass sees in a layer: position -> token.
 
     Checks shapes and dtypes, and that every row seen is, bit by bit, the token it says it is.
@@ -64,27 +63,32 @@ def look(
     seen = mask_of(mask, tokens, history, config)
     some = seen.any(axis=0)
     ids, positions = values.decode(stored_key)
-    np.testing.assert_array_equal(stored_key[some], values.keys(ids[some], positions[some], layer))
-    np.testing.assert_array_equal(stored_value[some], values.values(ids[some], layer))
+    _same(stored_key[some], values.keys(ids[some], positions[some], layer))
+    _same(stored_value[some], values.values(ids[some], layer))
     pairs = [(positions[row].tolist(), ids[row].tolist()) for row in seen]
     for found, _ in pairs:
         assert len(set(found)) == len(found), f"a position is seen twice: {found}"
     return [dict(zip(*pair, strict=True)) for pair in pairs]
 
 
+def _same(actual: np.ndarray, expected: np.ndarray) -> None:
+    if not np.array_equal(actual, expected):  # the quick way first
+        np.testing.assert_array_equal(actual, expected)
+
+
 def reference_attention(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float, sinks: np.ndarray | None = None
 ) -> np.ndarray:
     """One query (heads, dim) over keys (n, kv_heads, dim) and values: float64 (heads, v_dim)."""
-    heads, group = query.shape[0], query.shape[0] // key.shape[1]
-    result = np.empty((heads, value.shape[2]))
-    for head in range(heads):
-        logits = key[:, head // group].astype(np.float64) @ query[head].astype(np.float64) * scale
-        top = max(logits.max(), sinks[head]) if sinks is not None else logits.max()
-        weights = np.exp(logits - top)
-        total = weights.sum() + (np.exp(sinks[head] - top) if sinks is not None else 0.0)
-        result[head] = weights @ value[:, head // group].astype(np.float64) / total
-    return result
+    shared = np.arange(query.shape[0]) // (query.shape[0] // key.shape[1])  # the KV head of each head
+    wide_key, wide_value = (host.astype(np.float64)[:, shared].swapaxes(0, 1) for host in (key, value))
+    logits = (wide_key @ query.astype(np.float64)[:, :, None])[:, :, 0] * scale
+    if sinks is not None:
+        logits = np.concatenate([logits, sinks.astype(np.float64)[:, None]], axis=1)
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    found: np.ndarray = (weights[:, None, : key.shape[0]] @ wide_value)[:, 0]
+    return found
 
 
 class Rig:
@@ -114,6 +118,14 @@ class Rig:
             self.next_token += len(positions)
         self.check_figures()
         return taken
+
+    def start_and_undo(self, positions: Sequence[int], sequences: Sequence[int]) -> None:
+        """``start_forward`` taken back by ``undo_forward``: evictions too, as if it had never been."""
+        before = [dict(row) for row in self.model.tokens]
+        if self.start(positions, sequences):
+            self.cache.undo_forward()
+            self.model.tokens = before
+            self.check_figures()
 
     def put(self) -> None:
         positions, _ = self.pass_
@@ -146,14 +158,18 @@ class Rig:
             asked = self.ctx.from_numpy(query, self.setup.dtype)
             found = self.cache.attend(self.ctx, asked, 0.5, tensor)
             assert found.shape == (len(positions), values.HEADS, values.VALUE_DIM)
-            host = found.to_numpy().astype(np.float64)
-            for i, (position, seq) in enumerate(zip(positions, sequences, strict=True)):
-                row = self.model.visible(seq, position, i in lifted)
-                key = values.keys(list(row.values()), list(row), layer)
-                value = values.values(list(row.values()), layer)
-                wanted = reference_attention(query[i], key, value, 0.5, logits)
-                limit = TOLERANCE[self.setup.dtype]
-                np.testing.assert_allclose(host[i, :, 3:], wanted[:, 3:], rtol=limit, atol=limit)
+            rows = [
+                self.model.visible(seq, position, i in lifted)
+                for i, (position, seq) in enumerate(zip(positions, sequences, strict=True))
+            ]
+            wanted = []
+            for i, row in enumerate(rows):
+                ids = list(row.values())
+                key, value = values.keys(ids, list(row), layer), values.values(ids, layer)
+                wanted.append(reference_attention(query[i], key, value, 0.5, logits))
+            limit = TOLERANCE[self.setup.dtype]
+            actual, expected = found.to_numpy().astype(np.float64)[:, :, 3:], np.stack(wanted)[:, :, 3:]
+            np.testing.assert_allclose(actual, expected, rtol=limit, atol=limit)
 
     def forward(
         self, positions: Sequence[int], sequences: Sequence[int] | int, lifted: Collection[int] = ()
@@ -234,14 +250,12 @@ class Rig:
     def drain(self) -> None:
         """Read back every token that is stored, going back from the end; empties the cache.
 
-        A query right behind the last token sees it and what its window shows; then that token goes.
+        A query right behind the last token sees it and what its window shows; then all that goes.
         """
         for seq in range(self.setup.max_sequences):
-            position = self.model.last(seq) + 1
             while self.model.tokens[seq]:
+                last = lowest = self.model.last(seq)
                 if self.model.free():
-                    assert self.forward([position], seq), f"no cell for {position} of sequence {seq}"
-                    self.remove(seq, position)
-                position = self.model.last(seq)
-                if position >= 0:
-                    self.remove(seq, position)
+                    assert self.forward([last + 1], seq), f"no cell for {last + 1} of sequence {seq}"
+                    lowest = min(last, *self.model.visible(seq, last + 1))
+                self.remove(seq, lowest)

@@ -27,6 +27,7 @@ from ml import DType, Layout
 __all__ = ["Failure", "random_setup", "run_trace", "run_traces"]
 
 Op = tuple[object, ...]
+Ints = tuple[int, ...]
 FLOATS = (DType.F32, DType.F16, DType.BF16)
 LENGTH = 14
 """Calls of one trace, at most."""
@@ -105,9 +106,11 @@ def _forward(rnd: random.Random, model: Model) -> Op:
         pairs[-1] = rnd.randrange(-1 if rnd.random() < 0.2 else 0, 12), pairs[-1][1]
     if rnd.random() < 0.3:
         rnd.shuffle(pairs)
-    lifted = tuple(rnd.sample(range(len(pairs)), rnd.randrange(1, len(pairs) + 1))) if rnd.random() < 0.15 else ()
-    look = rnd.choice(("get", "get", "attend", "both"))
-    return "forward", tuple(p for p, _ in pairs), tuple(s for _, s in pairs), lifted, look
+    lifted: list[int] = []
+    if rnd.random() < 0.15:
+        lifted = rnd.sample(range(len(pairs)), rnd.randrange(1, len(pairs) + 1))
+    look = "undo" if rnd.random() < 0.06 else rnd.choice(("get", "get", "attend", "both"))
+    return "forward", tuple(p for p, _ in pairs), tuple(s for _, s in pairs), tuple(lifted), look
 
 
 def _two(rnd: random.Random, model: Model) -> tuple[int, int]:
@@ -144,13 +147,15 @@ def apply(rig: Rig, op: Op, computes: bool) -> None:
     elif name == "defrag":
         rig.defrag()
     else:
-        batch = [int(str(args[0]))]
-        rig.reserve(batch[0])
+        rig.reserve(*args)  # type: ignore[arg-type]
 
 
 def _apply_forward(
-    rig: Rig, computes: bool, positions: tuple[int, ...], sequences: tuple[int, ...], lifted: tuple[int, ...], look: str
+    rig: Rig, computes: bool, positions: Ints, sequences: Ints, lifted: Ints, look: str
 ) -> None:
+    if look == "undo":
+        rig.start_and_undo(positions, sequences)
+        return
     if not rig.start(positions, sequences):
         return
     rig.put()

@@ -6,9 +6,9 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
-from ml.capabilities import BackendMemory, DeviceInfo, DeviceMemory
+from ml.capabilities import BackendMemory, DeviceInfo, DeviceMemory, Features
 from ml.dtypes import DType
 from ml.errors import (
     ClosedError,
@@ -50,6 +50,9 @@ class Storage:
 
 class BaseBackend(ABC):
     """Name, devices, open and close, and the count of bytes; subclasses add contexts and options."""
+
+    features: ClassVar[Features] = Features()
+    """What the record declares: a dtype that is not in it is refused wherever a tensor is made."""
 
     def __init__(self, name: str, devices: Sequence[DeviceInfo], dtype: DType = DType.F32) -> None:
         if not dtype.is_float:
@@ -103,9 +106,20 @@ class BaseBackend(ABC):
     def close(self) -> None:
         self._closed = True
 
-    def _check_open(self, op: str) -> None:
+    def check(self, op: str) -> None:
+        """Raise ClosedError unless this backend is open; ``to_numpy`` and ``native`` call it."""
         if self._closed:
             raise ClosedError(f"{op}: backend {self._name!r} is closed; open it again with ml.open_backend")
+
+    _check_open = check
+
+    def check_dtype(self, op: str, dtype: DType) -> None:
+        """Raise DTypeError for what no tensor has, NotSupportedError for what this backend lacks."""
+        if not isinstance(dtype, DType):
+            raise DTypeError(f"{op}: dtype {dtype!r} is not an ml.DType")
+        _ = dtype.numpy  # refuses the block formats
+        if dtype not in self.features.dtypes:
+            raise NotSupportedError(f"{op}: backend {self._name!r} has no {dtype!r}")
 
     def __enter__(self) -> Self:
         self._check_open("enter")

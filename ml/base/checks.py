@@ -22,7 +22,7 @@ from ml.strided import (
 if TYPE_CHECKING:
     from ml.base.backend import BaseBackend
 
-__all__ = ["cast_host", "check_matmul", "check_representable", "flat", "foreign"]
+__all__ = ["as_host", "as_raw", "cast_host", "check_matmul", "check_representable", "flat", "foreign"]
 
 _BOUNDS: dict[DType, tuple[int, int]] = {
     dtype: (int(np.iinfo(dtype.numpy).min), int(np.iinfo(dtype.numpy).max))
@@ -38,6 +38,23 @@ def check_representable(op: str, name: str, value: float, dtype: DType, signed: 
         low = min(low, -high)
     if not math.isfinite(value) or value != int(value) or not low <= value <= high:
         raise DTypeError(f"{op}: {name}={value} is no {dtype!r}, a whole number in [{low}, {high}]")
+
+
+def as_host(op: str, array: Any) -> np.ndarray:
+    """Any array-like as a NumPy array in this machine's byte order."""
+    try:
+        host = np.asarray(array)
+    except ValueError as error:  # rows of different lengths
+        raise ShapeError(f"{op}: no array can be made of {type(array).__name__}: {error}") from error
+    return host if host.dtype.isnative else host.astype(host.dtype.newbyteorder("="))
+
+
+def as_raw(op: str, data: Any) -> np.ndarray:
+    """The bytes of a buffer, without a copy."""
+    try:
+        return np.frombuffer(data, dtype=np.uint8)
+    except (TypeError, ValueError, BufferError) as error:
+        raise DTypeError(f"{op}: {type(data).__name__} is no contiguous run of bytes: {error}") from error
 
 
 def cast_host(host: np.ndarray, dtype: DType) -> np.ndarray:

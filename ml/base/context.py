@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self, cast
 import numpy as np
 
 from ml.base.backend import BaseBackend
-from ml.base.checks import cast_host, check_representable, foreign
+from ml.base.checks import as_host, as_raw, cast_host, check_representable, foreign
 from ml.base.tensor import BaseTensor
 from ml.dtypes import DType
 from ml.errors import (
@@ -25,6 +25,7 @@ from ml.protocols import Tensor
 from ml.strided import (
     Shape,
     as_shape,
+    check_count,
 )
 
 __all__ = ["BaseContext"]
@@ -80,11 +81,13 @@ class BaseContext(ABC):
     def closed(self) -> bool:
         return self._closed or self._backend._closed
 
-    def check(self, op: str) -> None:
-        """Raise ClosedError unless this context and its backend are open."""
+    def check(self, op: str, tensor: BaseTensor | None = None) -> None:
+        """Raise ClosedError unless this context and its backend are open, and own ``tensor``."""
         if self._closed or self._backend._closed:
             self._backend._check_open(op)
             raise ClosedError(f"{op}: this context is closed; make one with backend.new_context()")
+        if tensor is not None and tensor.backend is not self._backend:
+            raise foreign(op, tensor, self._backend)
 
     def empty(self, shape: Sequence[int], dtype: DType) -> BaseTensor:
         return self._empty(self._creation("empty", shape, dtype), dtype)
@@ -108,12 +111,16 @@ class BaseContext(ABC):
                 raise ShapeError(f"arange: {name}={value}; it is finite")
         check_representable("arange", "start", start, dtype)
         check_representable("arange", "step", step, dtype, signed=True)
-        return self._arange(start, step, max(0, math.ceil((stop - start) / step)), dtype)
+        count = max(0, math.ceil((stop - start) / step))
+        if count:
+            check_representable("arange", "its last value", start + (count - 1) * step, dtype)
+        return self._arange(start, step, count, dtype)
 
     def from_numpy(self, array: Any, dtype: DType | None = None) -> BaseTensor:
         self.check("from_numpy")
-        host = np.asarray(array)
+        host = as_host("from_numpy", array)
         target = self._natural_dtype(host) if dtype is None else dtype
+        self._backend.check_dtype("from_numpy", target)
         if host.dtype != target.numpy:
             if host.dtype.kind not in "biuf" and host.dtype != DType.BF16.numpy:
                 raise DTypeError(f"from_numpy: cannot convert NumPy's {host.dtype} to {target!r}")
@@ -129,7 +136,7 @@ class BaseContext(ABC):
         self, data: bytes | bytearray | memoryview, shape: Sequence[int], dtype: DType
     ) -> BaseTensor:
         sizes = self._creation("from_bytes", shape, dtype)
-        raw = np.frombuffer(data, dtype=np.uint8)
+        raw = as_raw("from_bytes", data)
         wanted = math.prod(sizes) * dtype.itemsize
         if raw.size != wanted:
             raise ShapeError(
@@ -192,10 +199,10 @@ class BaseContext(ABC):
 
     def _creation(self, op: str, shape: Sequence[int], dtype: DType) -> Shape:
         self.check(op)
-        if not isinstance(dtype, DType):
-            raise DTypeError(f"{op}: dtype {dtype!r} is not an ml.DType")
-        _ = dtype.numpy  # refuses the block formats
-        return as_shape(op, shape)
+        self._backend.check_dtype(op, dtype)
+        sizes = as_shape(op, shape)
+        check_count(op, sizes)
+        return sizes
 
     def _natural_dtype(self, host: np.ndarray) -> DType:
         if host.dtype == np.float64:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, Self, cast
@@ -11,7 +10,7 @@ from typing import Any, Literal, NoReturn, Self, cast
 import numpy as np
 
 from ml.base.backend import BaseBackend, Storage
-from ml.base.checks import check_matmul, check_representable, flat, foreign
+from ml.base.checks import as_host, check_matmul, check_representable, flat, foreign
 from ml.dtypes import DType
 from ml.errors import (
     BoundsError,
@@ -24,7 +23,9 @@ from ml.protocols import Indices, Tensor
 from ml.strided import (
     Shape,
     broadcast_shapes,
+    check_count,
     contiguous_strides,
+    integers,
     normalize_axes,
     normalize_axis,
     overlaps_itself,
@@ -142,14 +143,12 @@ class BaseTensor(ABC):
         ctx.check("slice")
         shape, strides = self.shape, self.strides
         axis = self._axis("slice", axis)
+        start, stop, step = integers("slice", start, stop, step)
         size = slice_length(shape[axis], axis, start, stop, step)
         stride = strides[axis]
-        offset = self._first() + (start * stride if size else 0)
-        return self._alias(
-            offset,
-            (*shape[:axis], size, *shape[axis + 1 :]),
-            (*strides[:axis], stride * step, *strides[axis + 1 :]),
-        )
+        shown = (*shape[:axis], size, *shape[axis + 1 :])
+        offset = self._first() + (0 if 0 in shown else start * stride)  # an empty view stays inside
+        return self._alias(offset, shown, (*strides[:axis], stride * step, *strides[axis + 1 :]))
 
     def permute(self, ctx: Any, *axes: int) -> Self:
         ctx.check("permute")
@@ -173,10 +172,11 @@ class BaseTensor(ABC):
     # New storage.
 
     def contiguous(self, ctx: Any) -> Self:
-        ctx.check("contiguous")
+        ctx.check("contiguous", self)
         return self._cast(ctx, self.dtype)
 
     def cast(self, ctx: Any, dtype: DType) -> Self:
+        ctx.check("cast", self)
         ctx._creation("cast", (), dtype)
         return self._cast(ctx, dtype)
 
@@ -186,12 +186,12 @@ class BaseTensor(ABC):
         return result
 
     def rows(self, ctx: Any, indices: Indices, axis: int = 0) -> Self:
-        ctx.check("rows")
+        ctx.check("rows", self)
         axis = self._axis("rows", axis)
         return self._gather(ctx, self._indices("rows", indices, self.shape[axis]), axis)
 
     def concat(self, ctx: Any, other: Tensor, axis: int) -> Self:
-        ctx.check("concat")
+        ctx.check("concat", self)
         axis = self._axis("concat", axis)
         peer = self._operand("concat", other)
         if len(peer.shape) != len(self.shape) or any(
@@ -208,10 +208,13 @@ class BaseTensor(ABC):
         return cast("Self", result)
 
     def repeat(self, ctx: Any, axis: int, n: int) -> Self:
-        ctx.check("repeat")
-        if operator.index(n) < 0:
+        ctx.check("repeat", self)
+        (count,) = integers("repeat", n)
+        if count < 0:
             raise ShapeError(f"repeat: {n} times; a count is >= 0")
-        return self._repeat(ctx, self._axis("repeat", axis), n)
+        axis = self._axis("repeat", axis)
+        check_count("repeat", (*self.shape, count))
+        return self._repeat(ctx, axis, count)
 
     def _repeat(self, ctx: Any, axis: int, n: int) -> Self:
         size = self.shape[axis]
@@ -255,12 +258,12 @@ class BaseTensor(ABC):
         return self._arithmetic(ctx, "mul", other)
 
     def div(self, ctx: Any, other: Tensor) -> Self:
-        ctx.check("div")
+        ctx.check("div", self)
         self._need_float("div")
         return self._arithmetic(ctx, "div", other)
 
     def _arithmetic(self, ctx: Any, op: str, other: Tensor) -> Self:
-        ctx.check(op)
+        ctx.check(op, self)
         peer = self._operand(op, other)
         self._need_number(op)
         if self.shape != peer.shape:
@@ -268,7 +271,7 @@ class BaseTensor(ABC):
         return self._binary(ctx, op, peer)
 
     def scale(self, ctx: Any, x: float) -> Self:
-        ctx.check("scale")
+        ctx.check("scale", self)
         self._need_number("scale")
         if not self.dtype.is_float:
             check_representable("scale", "x", x, self.dtype)
@@ -287,7 +290,7 @@ class BaseTensor(ABC):
         return self._unary_number(ctx, "round")
 
     def _unary_number(self, ctx: Any, op: str) -> Self:
-        ctx.check(op)
+        ctx.check(op, self)
         self._need_number(op)
         return self._unary(ctx, op)
 
@@ -316,19 +319,19 @@ class BaseTensor(ABC):
         return self._unary_float(ctx, "silu")
 
     def _unary_float(self, ctx: Any, op: str) -> Self:
-        ctx.check(op)
+        ctx.check(op, self)
         self._need_float(op)
         return self._unary(ctx, op)
 
     def gelu(self, ctx: Any, approximate: Literal["none", "tanh"] = "none") -> Self:
-        ctx.check("gelu")
+        ctx.check("gelu", self)
         self._need_float("gelu")
         if approximate not in ("none", "tanh"):
             raise ShapeError(f'gelu: approximate={approximate!r}; it is "none" or "tanh"')
         return self._gelu(ctx, approximate == "tanh")
 
     def clamp(self, ctx: Any, lo: float | None, hi: float | None) -> Self:
-        ctx.check("clamp")
+        ctx.check("clamp", self)
         self._need_number("clamp")
         if lo is not None and hi is not None and lo > hi:
             raise ShapeError(f"clamp: lo {lo} > hi {hi}")
@@ -338,47 +341,48 @@ class BaseTensor(ABC):
         return self._clamp(ctx, lo, hi)
 
     def matmul(self, ctx: Any, other: Tensor) -> Self:
-        ctx.check("matmul")
+        ctx.check("matmul", self)
         self._need_float("matmul")
         peer = self._operand("matmul", other)
         check_matmul(self.shape, peer.shape)
         return self._matmul(ctx, peer)
 
     def softmax(self, ctx: Any, axis: int = -1) -> Self:
-        ctx.check("softmax")
+        ctx.check("softmax", self)
         self._need_float("softmax")
         return self._softmax(ctx, self._axis("softmax", axis))
 
     def sum(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
-        ctx.check("sum")
+        ctx.check("sum", self)
         return self._reduce(ctx, "sum", self._axis("sum", axis), keepdims)
 
     def mean(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
-        ctx.check("mean")
+        ctx.check("mean", self)
         self._need_float("mean")
         return self._reduce(ctx, "mean", self._filled("mean", axis), keepdims)
 
     def max(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
-        ctx.check("max")
+        ctx.check("max", self)
         return self._reduce(ctx, "max", self._filled("max", axis), keepdims)
 
     def argmax(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
-        ctx.check("argmax")
+        ctx.check("argmax", self)
         return self._reduce(ctx, "argmax", self._filled("argmax", axis), keepdims)
 
     def argsort(self, ctx: Any, axis: int = -1) -> Self:
-        ctx.check("argsort")
+        ctx.check("argsort", self)
         return self._argsort(ctx, self._axis("argsort", axis))
 
     def top_k(self, ctx: Any, k: int) -> tuple[Self, Self]:
-        ctx.check("top_k")
+        ctx.check("top_k", self)
         size = self.shape[self._axis("top_k", -1)]
-        if not 1 <= operator.index(k) <= size:
+        (count,) = integers("top_k", k)
+        if not 1 <= count <= size:
             raise BoundsError(f"top_k: k={k} of a last axis of {size}; 1 <= k <= size")
-        return self._top_k(ctx, k)
+        return self._top_k(ctx, count)
 
     def rms_norm(self, ctx: Any, weight: Tensor | None, eps: float) -> Self:
-        ctx.check("rms_norm")
+        ctx.check("rms_norm", self)
         self._need_float("rms_norm")
         size = self.shape[self._axis("rms_norm", -1)]
         if weight is None:
@@ -389,7 +393,7 @@ class BaseTensor(ABC):
         return self._rms_norm(ctx, peer, eps)
 
     def compare(self, ctx: Any, op: str, other: Tensor) -> Self:
-        ctx.check("compare")
+        ctx.check("compare", self)
         if op not in COMPARISONS:
             raise ShapeError(f"compare: op {op!r}; it is one of {', '.join(COMPARISONS)}")
         peer = self._operand("compare", other)
@@ -397,7 +401,7 @@ class BaseTensor(ABC):
         return self._compare(ctx, COMPARISONS[op], peer)
 
     def where(self, ctx: Any, a: Tensor, b: Tensor) -> Self:
-        ctx.check("where")
+        ctx.check("where", self)
         if self.dtype is not DType.BOOL:
             raise DTypeError(f"where: the condition is {self.dtype!r}; it has to be BOOL (see compare)")
         left = self._peer("where", a)
@@ -425,7 +429,7 @@ class BaseTensor(ABC):
     # Checks.
 
     def _peer(self, op: str, other: object) -> Self:
-        if type(other) is not type(self):
+        if type(other) is not type(self) or other.backend is not self.backend:
             raise foreign(op, other, self.backend)
         return other
 
@@ -461,7 +465,7 @@ class BaseTensor(ABC):
             if rows.dtype is not DType.I32 or len(rows.shape) != 1:
                 raise DTypeError(f"{op}: indices are {rows.dtype!r} {rows.shape}; they are I32 of one axis")
             return rows
-        host = np.asarray(indices)
+        host = as_host(op, indices)
         if host.size == 0:
             host = host.reshape(-1).astype(np.intp)
         if host.ndim != 1 or host.dtype.kind not in "iu":

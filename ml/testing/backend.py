@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ml.testing.aliasing import AliasingTests
-from ml.testing.optional import CapabilityTests
 from ml.testing.casts import CastTests
 from ml.testing.compute import ComputeTests
 from ml.testing.copies import CopyTests
 from ml.testing.creation import CreationTests
 from ml.testing.movement import MovementTests
+from ml.testing.optional import CapabilityTests
 from ml.testing.order import OrderTests
 from ml.testing.reductions import ReductionTests
 from ml.testing.refusals import RefusalTests

@@ -53,7 +53,9 @@ def normal(shape: tuple[int, ...], dtype: DType, seed: int = 0, spread: float = 
 
 
 def exact(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.float64)
+    """In float64, which holds every value of the float dtypes and of the integers tested here."""
+    with np.errstate(invalid="ignore"):
+        return array.astype(np.float64)
 
 
 class ComputeTests(BackendCase):
@@ -79,12 +81,14 @@ class ComputeTests(BackendCase):
     def test_64_bit_integers_are_exact(self, ctx: Context) -> None:
         big = ctx.from_numpy(np.array([2**53 + 1, -(2**62)]))
         assert_same(big.add(ctx, ctx.full((), 2, DType.I64)), [2**53 + 3, 2 - 2**62], DType.I64)
-        assert_same(ctx.full((1,), 3**19, DType.I64).mul(ctx, ctx.full((1,), 3**19, DType.I64)), [3**38], DType.I64)
+        assert_same(
+            ctx.full((1,), 3**19, DType.I64).mul(ctx, ctx.full((1,), 3**19, DType.I64)), [3**38], DType.I64
+        )
 
     @pytest.mark.parametrize("op", BINARY_OPERATIONS)
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_binary_operations_read_strided_operands(self, ctx: Context, op: str, layout: str) -> None:
-        for dtype in FLOATS:
+        for dtype in self.offered(FLOATS):
             a, b = normal((4, 3, 2), dtype, 3), normal((4, 3, 2), dtype, 4)
             left, right = LAYOUTS[layout](ctx, a).tensor, LAYOUTS["permuted"](ctx, b).tensor
             assert_close(getattr(left, op)(ctx, right), BINARY[op](exact(a), exact(b)), dtype)
@@ -102,13 +106,15 @@ class ComputeTests(BackendCase):
 
     @needs("mul")
     def test_a_result_beyond_the_largest_is_an_infinity(self, ctx: Context) -> None:
-        for dtype, large in ((DType.F16, 60000.0), (DType.BF16, 3e38), (DType.F32, 3e38)):
+        for dtype in self.offered(FLOATS):
+            large = 60000.0 if dtype is DType.F16 else 3e38
             tensor = ctx.full((2,), large, dtype)
             assert_same(tensor.mul(ctx, ctx.full((2,), -3, dtype)), [-np.inf] * 2, dtype)
 
     @needs("add")
     def test_narrow_floats_round_once_to_nearest_even(self, ctx: Context) -> None:
-        for dtype, ulp in ((DType.F16, 2.0**-10), (DType.BF16, 2.0**-7), (DType.F32, 2.0**-23)):
+        for dtype in self.offered(FLOATS):
+            ulp = {DType.F16: 2.0**-10, DType.BF16: 2.0**-7, DType.F32: 2.0**-23}[dtype]
             ones = ctx.from_numpy(np.array([1, 1 + ulp, 1, 1]).astype(dtype.numpy))
             small = ctx.from_numpy(np.array([ulp / 2, ulp / 2, ulp * 0.75, ulp * 0.25]).astype(dtype.numpy))
             assert_same(ones.add(ctx, small), np.array([1, 1 + 2 * ulp, 1 + ulp, 1]).astype(dtype.numpy))
@@ -122,14 +128,16 @@ class ComputeTests(BackendCase):
         x = np.concatenate([normal((101,), dtype, 5), np.array(edges).astype(dtype.numpy)])
         with np.errstate(all="ignore"):
             expected = UNARY[op](exact(x))
-        assert_close(getattr(ctx.from_numpy(x), op)(ctx), expected, dtype, slack=2 if dtype is DType.F32 else 1)
+        assert_close(
+            getattr(ctx.from_numpy(x), op)(ctx), expected, dtype, slack=2 if dtype is DType.F32 else 1
+        )
 
     @pytest.mark.parametrize("op", UNARY_OPERATIONS)
     @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (1, 1)], ids=str)
     def test_unary_operations_keep_shape_and_dtype(
         self, ctx: Context, op: str, shape: tuple[int, ...]
     ) -> None:
-        for dtype in FLOATS:
+        for dtype in self.offered(FLOATS):
             x = np.full(shape, 2.0).astype(dtype.numpy)
             assert_close(getattr(ctx.from_numpy(x), op)(ctx), np.asarray(UNARY[op](exact(x))), dtype)
 
@@ -229,7 +237,7 @@ class ComputeTests(BackendCase):
 
     @needs("clamp")
     def test_clamp_of_integers_takes_bounds_of_that_dtype(self, ctx: Context) -> None:
-        tensor = ctx.from_numpy(np.array([1, 2], np.int8))
+        tensor = ctx.from_numpy(np.array([1, 2], np.int32))
         for lo, hi in ((0.5, None), (None, 1.5)):
             with unchanged(tensor, error=ml.DTypeError):
                 tensor.clamp(ctx, lo, hi)
@@ -244,7 +252,7 @@ class ComputeTests(BackendCase):
     @needs("clamp", "scale", "add", "mul", "softmax", "sum", "max", "mean", "where", "compare")
     def test_other_results_are_new_storage(self, ctx: Context) -> None:
         values = np.array([[1.0, 2.0]], np.float32)
-        for compute in (
+        computations: tuple[Callable[[Tensor], Tensor], ...] = (
             lambda t: t.clamp(ctx, None, None),
             lambda t: t.clamp(ctx, 0, 9),
             lambda t: t.scale(ctx, 1),
@@ -254,7 +262,8 @@ class ComputeTests(BackendCase):
             lambda t: t.max(ctx, 0, keepdims=True),
             lambda t: t.mean(ctx, 0, keepdims=True),
             lambda t: t.compare(ctx, "==", t).where(ctx, t, t),
-        ):
+        )
+        for compute in computations:
             source = ctx.from_numpy(values)
             self._result_is_new(ctx, source, compute(source))
         whole = ctx.from_numpy(np.array([[1, 2]], np.int32))
@@ -272,8 +281,9 @@ class ComputeTests(BackendCase):
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize(
         ("left", "right"),
-        [((4, 5), (5, 3)), ((5,), (5,)), ((5,), (5, 3)), ((4, 5), (5,)), ((2, 4, 5), (5, 3)), ((4, 5), (2, 5, 3)),
-         ((2, 1, 4, 5), (3, 5, 6)), ((2, 4, 0), (2, 0, 3)), ((0, 5), (5, 3)), ((4, 5), (5, 0)), ((2, 4, 5), (5,)),
+        [((4, 5), (5, 3)), ((5,), (5,)), ((5,), (5, 3)), ((4, 5), (5,)), ((2, 4, 5), (5, 3)),
+         ((4, 5), (2, 5, 3)), ((2, 1, 4, 5), (3, 5, 6)), ((2, 4, 0), (2, 0, 3)), ((0, 5), (5, 3)),
+         ((4, 5), (5, 0)), ((2, 4, 5), (5,)),
          ((1, 1), (1, 1)), ((0,), (0,)), ((0, 4, 5), (1, 5, 3))],
         ids=str,
     )  # fmt: skip
@@ -316,7 +326,9 @@ class ComputeTests(BackendCase):
         ones = ctx.full((2, count), 1, dtype)
         assert_same(ones.matmul(ctx, ctx.full((count, 3), 1, dtype)), np.full((2, 3), count), dtype)
         assert_same(ones.matmul(ctx, ctx.full((count,), 1, dtype)), [count, count], dtype)
-        halves = np.where(np.arange(count) % 2, -30000.0, 30000.0).astype(dtype.numpy)  # partial sums overflow F16
+        halves = np.where(np.arange(count) % 2, -30000.0, 30000.0).astype(
+            dtype.numpy
+        )  # partial sums overflow F16
         rows = ctx.from_numpy(np.stack([halves, np.sort(halves)]))
         assert_same(rows.matmul(ctx, ctx.full((count, 1), 1, dtype)), [[0], [0]], dtype)
 
@@ -374,7 +386,7 @@ class ComputeTests(BackendCase):
         with unchanged(a, error=ml.DTypeError):
             a.where(ctx, a, a)
         with unchanged(a, error=ml.DTypeError):
-            condition.where(ctx, a, ctx.zeros((3,), DType.F16))
+            condition.where(ctx, a, ctx.zeros((3,), DType.I32))
         with unchanged(a, error=ml.ShapeError):
             condition.where(ctx, a, ctx.zeros((4,), DType.F32))
 
@@ -383,7 +395,7 @@ class ComputeTests(BackendCase):
     @pytest.mark.parametrize("op", [*BINARY_OPERATIONS, "matmul"])
     def test_binary_operands_share_a_dtype(self, ctx: Context, op: str) -> None:
         tensor = ctx.full((2, 2), 1, DType.F32)
-        for other in (DType.F16, DType.BF16, DType.I32, DType.BOOL):
+        for other in self.offered((DType.F16, DType.BF16, DType.I32, DType.BOOL)):
             with unchanged(tensor, error=ml.DTypeError):
                 getattr(tensor, op)(ctx, ctx.full((2, 2), 1, other))
         with unchanged(tensor):
@@ -401,24 +413,24 @@ class ComputeTests(BackendCase):
             with unchanged(tensor, error=ml.ShapeError):
                 getattr(tensor, op)(ctx, ctx.full(shape, 1, DType.F32))
 
-    @pytest.mark.parametrize("op", sorted({*UNARY_OPERATIONS, "gelu", "softmax"} - {*WHOLE_NUMBER_OPERATIONS}))
+    @pytest.mark.parametrize(
+        "op", sorted({*UNARY_OPERATIONS, "gelu", "softmax"} - {*WHOLE_NUMBER_OPERATIONS})
+    )
     def test_functions_of_floats_refuse_integers_and_bool(self, ctx: Context, op: str) -> None:
-        for dtype in (*INTEGERS, DType.BOOL):
+        for dtype in self.offered((*INTEGERS, DType.BOOL)):
             tensor = ctx.full((2,), 1, dtype)
             with unchanged(tensor, error=ml.DTypeError):
                 getattr(tensor, op)(ctx)
 
     @needs("div", "matmul", "rms_norm")
     def test_division_and_products_refuse_integers(self, ctx: Context) -> None:
-        for dtype in (*INTEGERS, DType.BOOL):
+        for dtype in self.offered((*INTEGERS, DType.BOOL)):
             tensor = ctx.full((2, 2), 1, dtype)
-            for compute in (
-                lambda t: t.div(ctx, t),
-                lambda t: t.matmul(ctx, t),
-                lambda t: t.rms_norm(ctx, None, 1e-5),
-            ):
+            for op in ("div", "matmul"):
                 with unchanged(tensor, error=ml.DTypeError):
-                    compute(tensor)
+                    getattr(tensor, op)(ctx, tensor)
+            with unchanged(tensor, error=ml.DTypeError):
+                tensor.rms_norm(ctx, None, 1e-5)
 
     @pytest.mark.parametrize("op", ["add", "sub", "mul"])
     def test_arithmetic_refuses_bool(self, ctx: Context, op: str) -> None:

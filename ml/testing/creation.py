@@ -12,7 +12,7 @@ import pytest
 import ml
 from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
-from ml.testing.harness import BackendCase, assert_same, bits, needs, unchanged
+from ml.testing.harness import BackendCase, assert_same, bits, needs, refused, unchanged
 from ml.testing.samples import DTYPES, FLOATS, INTEGERS, counting, special_values
 
 __all__ = ["CreationTests"]
@@ -40,9 +40,7 @@ class CreationTests(BackendCase):
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0, 2)], ids=str)
-    def test_empty_can_be_written_then_read(
-        self, ctx: Context, shape: tuple[int, ...], dtype: DType
-    ) -> None:
+    def test_empty_can_be_written_then_read(self, ctx: Context, shape: tuple[int, ...], dtype: DType) -> None:
         tensor = ctx.empty(shape, dtype)
         assert tensor.shape == shape
         assert tensor.dtype is dtype
@@ -84,7 +82,8 @@ class CreationTests(BackendCase):
     @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
     @pytest.mark.parametrize(
         ("start", "stop", "step"),
-        [(0, 10, 1), (3, 20, 4), (0, 0, 1), (5, 2, 1), (10, 0, -3), (2, 10, 8), (2, 10, 9), (0, 2.5, 1), (7, 8, 1)],
+        [(0, 10, 1), (3, 20, 4), (0, 0, 1), (5, 2, 1), (10, 0, -3), (2, 10, 8), (2, 10, 9), (0, 2.5, 1),
+         (7, 8, 1)],
     )  # fmt: skip
     def test_arange_is_start_plus_i_steps_up_to_but_without_stop(
         self, ctx: Context, start: float, stop: float, step: float, dtype: DType
@@ -105,11 +104,15 @@ class CreationTests(BackendCase):
         assert_same(ctx.arange(first, first + 4, 1, DType.I64), first + np.arange(4, dtype=np.int64))
 
     def test_arange_refuses_what_it_cannot_count(self, ctx: Context) -> None:
-        for args in ((0, 5, 0), (0, float("inf"), 1), (float("nan"), 5, 1)):
-            with pytest.raises(ml.ShapeError):
-                ctx.arange(*args, DType.F32)
+        refused(
+            lambda: ctx.arange(0, 5, 0, DType.F32),
+            lambda: ctx.arange(0, float("inf"), 1, DType.F32),
+            lambda: ctx.arange(float("nan"), 5, 1, DType.F32),
+            error=ml.ShapeError,
+        )
         for start, stop, step, dtype in (
-            (0.5, 5, 1, DType.I32), (0, 5, 0.5, DType.I32), (0, 300, 1, DType.I8), (-1, 3, 1, DType.U8),
+            (0.5, 5, 1, DType.I32), (0, 5, 0.5, DType.I32), (2**31 - 2, 2**31 + 5, 1, DType.I32),
+            (0, 2**40, 2**35, DType.I32),
             (0, 2, 1, DType.BOOL),
         ):  # fmt: skip
             with pytest.raises(ml.DTypeError):
@@ -166,6 +169,8 @@ class CreationTests(BackendCase):
     def test_from_numpy_chooses_the_natural_dtype_of_any_array_like(
         self, backend: Backend, ctx: Context, given: Any, expected: Any
     ) -> None:
+        if DType.from_numpy(expected) not in self.offered(DTYPES):
+            pytest.skip("declared absent")
         if expected is np.float32 and getattr(backend, "dtype", DType.F32) is not DType.F32:
             pytest.skip("opened with another default float")
         assert_same(ctx.from_numpy(given), np.asarray(given).astype(expected))
@@ -177,6 +182,7 @@ class CreationTests(BackendCase):
             assert_same(ctx.from_numpy(host, dtype), [0, 1, 1, 0], dtype)
             assert_same(ctx.from_numpy(host, dtype=dtype), [0, 1, 1, 0], dtype)
 
+    @needs(DType.F16, DType.BF16)
     def test_from_numpy_rounds_to_nearest_even(self, ctx: Context) -> None:
         halves = np.array([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20], dtype=np.float32)
         expected = np.array([1, 1 + 2.0**-6, 1 + 2.0**-7], dtype=np.float32)
@@ -218,44 +224,38 @@ class CreationTests(BackendCase):
 
     @pytest.mark.parametrize("dtype", [DType.Q8_0, DType.Q4_0, "F32", np.float32, None], ids=repr)
     def test_a_dtype_that_no_tensor_has_is_refused(self, ctx: Context, dtype: Any) -> None:
-        makers = (
+        refused(
             lambda: ctx.empty((32,), dtype),
             lambda: ctx.zeros((32,), dtype),
             lambda: ctx.full((32,), 0, dtype),
             lambda: ctx.arange(0, 32, 1, dtype),
             lambda: ctx.from_bytes(bytes(34), (32,), dtype),
+            error=ml.DTypeError,
         )
-        for make in makers:
-            with pytest.raises(ml.DTypeError):
-                make()
         if dtype is not None:
-            with pytest.raises(ml.DTypeError):
-                ctx.from_numpy(np.zeros(32), dtype)
+            refused(lambda: ctx.from_numpy(np.zeros(32), dtype), error=ml.DTypeError)
 
     @pytest.mark.parametrize("shape", [(-1,), (2, -3), (2.0,), ("2",), None], ids=repr)
     def test_a_shape_that_is_none_is_refused(self, ctx: Context, shape: Any) -> None:
-        for make in (
+        refused(
             lambda: ctx.empty(shape, DType.F32),
             lambda: ctx.zeros(shape, DType.F32),
             lambda: ctx.full(shape, 1, DType.F32),
             lambda: ctx.from_bytes(b"", shape, DType.F32),
-        ):
-            with pytest.raises(ml.ShapeError):
-                make()
+            error=ml.ShapeError,
+        )
 
     @pytest.mark.parametrize("shape", [(2**50,), (2**40, 2**40)], ids=str)
     def test_more_than_any_machine_holds_is_an_ml_error(self, ctx: Context, shape: tuple[int, ...]) -> None:
         one = ctx.full((1,), 2, DType.F32)
-        for make in (
-            lambda: ctx.empty(shape, DType.F32),
-            lambda: ctx.zeros(shape, DType.F32),
-            lambda: ctx.full(shape, 1, DType.F32),
-            lambda: one.repeat(ctx, 0, shape[0]),
-            lambda: one.view(ctx, 0, shape, (0,) * len(shape)).contiguous(ctx),
-            lambda: one.view(ctx, 0, shape, (0,) * len(shape)).cast(ctx, DType.I32),
-        ):
-            with pytest.raises(ml.MLError):
-                ctx.compute(make())
+        refused(
+            lambda: ctx.compute(ctx.empty(shape, DType.F32)),
+            lambda: ctx.compute(ctx.zeros(shape, DType.F32)),
+            lambda: ctx.compute(ctx.full(shape, 1, DType.F32)),
+            lambda: ctx.compute(one.repeat(ctx, 0, shape[0])),
+            lambda: ctx.compute(one.view(ctx, 0, shape, (0,) * len(shape)).contiguous(ctx)),
+            lambda: ctx.compute(one.view(ctx, 0, shape, (0,) * len(shape)).cast(ctx, DType.I32)),
+        )
         assert_same(one, [2], DType.F32)
 
     # The framework's own arrays.
@@ -389,6 +389,6 @@ class CreationTests(BackendCase):
             ctx.layer(-1)
 
     def test_a_nan_comes_back_as_a_nan(self, ctx: Context) -> None:
-        for dtype in FLOATS:
+        for dtype in self.offered(FLOATS):
             host = np.array([np.nan, -np.nan, 1.0]).astype(dtype.numpy)
             assert (bits(ctx.from_numpy(host).to_numpy()) == bits(host)).all()

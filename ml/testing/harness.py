@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -10,23 +10,27 @@ import pytest
 
 import ml
 from ml.capabilities import Features
-from ml.dtypes import DType
+from ml.dtypes import STORAGE_DTYPES, DType
 from ml.protocols import Backend, Context, Tensor
 from ml.testing import plugin
 
-__all__ = ["BackendCase", "assert_close", "assert_same", "bits", "needs", "unchanged"]
+__all__ = ["BackendCase", "assert_close", "assert_same", "bits", "needs", "refused", "unchanged"]
 
 _Test = TypeVar("_Test", bound=Callable[..., None])
 
 
-def needs(*operations: str) -> Callable[[_Test], _Test]:
-    """Skip a test where the backend declares one of these operations absent."""
+def needs(*wanted: str | DType) -> Callable[[_Test], _Test]:
+    """Skip a test where the backend declares one of these operations or dtypes absent."""
 
     def mark(test: _Test) -> _Test:
-        test.ml_needs = operations  # type: ignore[attr-defined]
+        test.ml_needs = wanted  # type: ignore[attr-defined]
         return test
 
     return mark
+
+
+def _is_storage(value: object) -> bool:
+    return isinstance(value, DType) and value in STORAGE_DTYPES
 
 
 class BackendCase:
@@ -83,17 +87,21 @@ class BackendCase:
 
     @pytest.fixture(autouse=True)
     def _skip_declared_absences(self, request: pytest.FixtureRequest, declared: Features) -> None:
+        self._declared = declared
         if getattr(request.function, "ml_checks_absence", False):
             return
         wanted: list[Any] = list(getattr(request.function, "ml_needs", ()))
         callspec = getattr(request.node, "callspec", None)
         for key, value in (callspec.params if callspec else {}).items():
-            if key == "op" or isinstance(value, DType):
-                wanted.append(value)
+            wanted += value if key == "dtypes" else [value] if key == "op" or _is_storage(value) else []
         for want in wanted:
             offered = want in declared.dtypes if isinstance(want, DType) else declared.has(want)
             if not offered:
                 pytest.skip(f"declared absent: {want}")
+
+    def offered(self, dtypes: Iterable[DType]) -> list[DType]:
+        """Those of ``dtypes`` that the backend does not declare absent, in order."""
+        return [dtype for dtype in dtypes if dtype in self._declared.dtypes]
 
     @classmethod
     def _name(cls, request: pytest.FixtureRequest) -> str | None:
@@ -105,7 +113,8 @@ def bits(array: np.ndarray) -> np.ndarray:
     flat = np.ascontiguousarray(array)
     raw = flat.reshape(-1).view(np.dtype(f"u{flat.itemsize}")).reshape(array.shape).copy()
     if DType.from_numpy(array.dtype).is_float:
-        raw[np.isnan(array.astype(np.float64))] = np.iinfo(raw.dtype).max
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            raw[np.isnan(array.astype(np.float64))] = np.iinfo(raw.dtype).max
     return raw
 
 
@@ -162,3 +171,12 @@ class unchanged:  # noqa: N801
         for tensor, before in zip(self.tensors, self.before, strict=True):
             np.testing.assert_array_equal(bits(tensor.to_numpy()), before, "a refusal wrote something")
         return True
+
+
+def refused(
+    *calls: Callable[[], object], error: type[Exception] = ml.MLError, keep: Sequence[Tensor] = ()
+) -> None:
+    """Each call raises that ml error and leaves the tensors of ``keep`` as they were."""
+    for call in calls:
+        with unchanged(*keep, error=error):
+            call()

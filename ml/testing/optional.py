@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ml
-from ml.capabilities import CAUSAL, SupportsAttention, SupportsCacheConfig, SupportsRope
+from ml.capabilities import CAUSAL, Features, SupportsAttention, SupportsCacheConfig, SupportsRope
 from ml.dtypes import DType
-from ml.nn import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling, apply_rope, rope_tables
+from ml.nn import (
+    LinearScaling,
+    Llama3Scaling,
+    RopeSpec,
+    YarnScaling,
+    apply_rope,
+    generic_attention,
+    rope_tables,
+)
 from ml.protocols import Backend, Context, Tensor
 from ml.testing.compute import exact, normal
 from ml.testing.harness import BackendCase, assert_close
@@ -19,6 +28,8 @@ from ml.testing.samples import FLOATS
 
 __all__ = ["CapabilityTests"]
 
+Attend = Callable[..., Tensor]
+"""attend(query, key, value, mask, scale, sinks=None), of tensors or host arrays."""
 TOLERANCE = {DType.F32: 2e-5, DType.F16: 4e-3, DType.BF16: 3e-2}
 
 
@@ -57,59 +68,66 @@ class CapabilityTests(BackendCase):
     # Attention.
 
     @pytest.fixture
-    def fused(self, backend: Backend) -> SupportsAttention:
-        if not isinstance(backend, SupportsAttention):
-            pytest.skip("no SupportsAttention: ml.nn runs its generic body")
-        return backend
+    def attend(self, backend: Backend, ctx: Context, declared: Features) -> Attend:
+        """The backend's own attention, or the generic body on its operations."""
+        if isinstance(backend, SupportsAttention):
+            body: Callable[..., Tensor] = backend.attention
+        elif declared.has("matmul") and declared.has("softmax"):
+            body = generic_attention
+        else:
+            pytest.skip("declared absent: matmul and softmax, and no SupportsAttention")
+
+        def attend(q: Any, k: Any, v: Any, mask: Any, scale: float, sinks: Any = None) -> Tensor:
+            tensors = [ctx.from_numpy(x) if isinstance(x, np.ndarray) else x for x in (q, k, v, mask, sinks)]
+            return body(ctx, *tensors[:4], scale, tensors[4])
+
+        return attend
 
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize(
-        ("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 1)], ids=["one", "each its own", "grouped", "one for all"]
+        ("heads", "kv_heads"),
+        [(1, 1), (4, 4), (4, 2), (6, 1)],
+        ids=["one", "each its own", "grouped", "one for all"],
     )
     @pytest.mark.parametrize(("tokens", "history"), [(1, 1), (1, 9), (5, 9), (5, 5), (33, 70)])
     def test_attention_matches_float64_with_and_without_a_mask(
-        self, ctx: Context, fused: SupportsAttention, dtype: DType, heads: int, kv_heads: int, tokens: int, history: int
-    ) -> None:  # fmt: skip
+        self, attend: Attend, dtype: DType, heads: int, kv_heads: int, tokens: int, history: int
+    ) -> None:
         q, k, v = self._qkv(tokens, heads, history, kv_heads, dtype)
-        tensors = [ctx.from_numpy(x) for x in (q, k, v)]
-        assert_attention(fused.attention(ctx, *tensors, None, 0.3), reference(q, k, v, None, 0.3), dtype)
+        assert_attention(attend(q, k, v, None, 0.3), reference(q, k, v, None, 0.3), dtype)
         mask = causal_matrix(tokens, history)
         expected = reference(q, k, v, mask, 0.3)
-        assert_attention(fused.attention(ctx, *tensors, ctx.from_numpy(mask), 0.3), expected, dtype)
-        assert_attention(fused.attention(ctx, *tensors, CAUSAL, 0.3), expected, dtype)
+        assert_attention(attend(q, k, v, mask, 0.3), expected, dtype)
+        assert_attention(attend(q, k, v, CAUSAL, 0.3), expected, dtype)
 
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("mask_dtype", FLOATS)
     def test_the_mask_may_have_any_float_dtype_and_padded_rows(
-        self, ctx: Context, fused: SupportsAttention, dtype: DType, mask_dtype: DType
+        self, attend: Attend, dtype: DType, mask_dtype: DType
     ) -> None:
         q, k, v = self._qkv(3, 4, 8, 2, dtype)
         mask = np.full((16, 8), -np.inf, np.float32)
         mask[:3] = causal_matrix(3, 8)
         mask[1, 2:5] = -np.inf
         mask[2, 0] = -1.5
-        result = fused.attention(
-            ctx, *(ctx.from_numpy(x) for x in (q, k, v)), ctx.from_numpy(mask, mask_dtype), 0.5
-        )
+        result = attend(q, k, v, mask.astype(mask_dtype.numpy), 0.5)
         assert_attention(result, reference(q, k, v, mask[:3], 0.5), dtype)
 
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("kind", ["none", "causal", "mask"])
     @pytest.mark.parametrize("tokens", [1, 4])
     def test_sinks_take_part_in_the_softmax_and_are_dropped(
-        self, ctx: Context, fused: SupportsAttention, dtype: DType, kind: str, tokens: int
+        self, attend: Attend, dtype: DType, kind: str, tokens: int
     ) -> None:
         q, k, v = self._qkv(tokens, 4, 7, 2, dtype)
         sinks = np.array([0.5, -2.0, 3.0, 0.0]).astype(dtype.numpy)
         matrix = None if kind == "none" else causal_matrix(tokens, 7)
-        mask: Any = {"none": None, "causal": CAUSAL, "mask": ctx.from_numpy(causal_matrix(tokens, 7))}[kind]
-        tensors = [ctx.from_numpy(x) for x in (q, k, v)]
-        result = fused.attention(ctx, *tensors, mask, 0.4, ctx.from_numpy(sinks))
+        result = attend(q, k, v, CAUSAL if kind == "causal" else matrix, 0.4, sinks)
         assert_attention(result, reference(q, k, v, matrix, 0.4, sinks), dtype)
 
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_keys_and_values_are_read_as_a_cache_hands_them_out(
-        self, ctx: Context, fused: SupportsAttention, dtype: DType
+        self, ctx: Context, attend: Attend, dtype: DType
     ) -> None:
         """Views of (kv_heads, cells, head_dim), values also (kv_heads, head_dim, cells); v_dim differs."""
         q, k, v = self._qkv(2, 4, 6, 2, dtype, v_dim=5)
@@ -122,22 +140,19 @@ class CapabilityTests(BackendCase):
         query = ctx.from_numpy(np.ascontiguousarray(q.transpose(1, 0, 2))).permute(ctx, 1, 0, 2)
         mask = ctx.from_numpy(np.pad(causal_matrix(2, 6), 1)).slice(ctx, 0, 1, 3).slice(ctx, 1, 1, 7)
         for given in (CAUSAL, mask):
-            assert_attention(fused.attention(ctx, query, key, value, given, 0.3), expected, dtype)
+            assert_attention(attend(query, key, value, given, 0.3), expected, dtype)
 
-    def test_large_scores_do_not_overflow(self, ctx: Context, fused: SupportsAttention) -> None:
-        for dtype in FLOATS:
+    def test_large_scores_do_not_overflow(self, attend: Attend) -> None:
+        for dtype in self.offered(FLOATS):
             q, k = np.full((1, 1, 64), 20).astype(dtype.numpy), np.full((3, 1, 64), 20).astype(dtype.numpy)
             k[1] = 19
             v = np.arange(3 * 8).reshape(3, 1, 8).astype(dtype.numpy)
-            result = fused.attention(ctx, *(ctx.from_numpy(x) for x in (q, k, v)), None, 0.125)
-            assert_attention(result, reference(q, k, v, None, 0.125), dtype)
+            assert_attention(attend(q, k, v, None, 0.125), reference(q, k, v, None, 0.125), dtype)
 
-    def test_attention_writes_into_nothing_it_was_given(
-        self, ctx: Context, fused: SupportsAttention
-    ) -> None:
+    def test_attention_writes_into_nothing_it_was_given(self, ctx: Context, attend: Attend) -> None:
         q, k, v = self._qkv(3, 4, 6, 2, DType.F32)
         tensors = [ctx.from_numpy(x) for x in (q, k, v, causal_matrix(3, 6))]
-        result = fused.attention(ctx, tensors[0], tensors[1], tensors[2], tensors[3], 0.3)
+        result = attend(tensors[0], tensors[1], tensors[2], tensors[3], 0.3)
         ctx.zeros(result.shape, result.dtype).copy(ctx, result)
         for tensor, before in zip(tensors, (q, k, v, causal_matrix(3, 6)), strict=True):
             np.testing.assert_array_equal(tensor.to_numpy(), before)
@@ -146,8 +161,8 @@ class CapabilityTests(BackendCase):
         self, tokens: int, heads: int, history: int, kv_heads: int, dtype: DType, v_dim: int = 8
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return (
-            normal((tokens, heads, 8), dtype, 20),
-            normal((history, kv_heads, 8), dtype, 21),
+            normal((tokens, heads, 8), dtype, 20, spread=1),
+            normal((history, kv_heads, 8), dtype, 21, spread=1),
             normal((history, kv_heads, v_dim), dtype, 22, spread=1),
         )
 

@@ -71,7 +71,7 @@ class ReductionTests(BackendCase):
     @needs("max", "argmax")
     def test_infinities_take_part_in_maxima(self, ctx: Context) -> None:
         rows = np.array([[-np.inf, -np.inf, -5], [-np.inf] * 3, [1, np.inf, np.inf]], np.float32)
-        for dtype in FLOATS:
+        for dtype in self.offered(FLOATS):
             tensor = ctx.from_numpy(rows, dtype)
             assert_same(tensor.max(ctx, 1), [-5, -np.inf, np.inf], dtype)
             assert_same(tensor.argmax(ctx, 1), [2, 0, 1], DType.I32)
@@ -89,7 +89,7 @@ class ReductionTests(BackendCase):
         tensor = ctx.zeros((3, 0), DType.F32)
         if op == "sum":
             assert_same(tensor.sum(ctx, 1), [0, 0, 0], DType.F32)
-            assert_same(ctx.zeros((0, 2), DType.I8).sum(ctx, 0), [0, 0], DType.I64)
+            assert_same(ctx.zeros((0, 2), DType.I32).sum(ctx, 0), [0, 0], DType.I64)
         else:
             with unchanged(tensor, error=ml.ShapeError):
                 getattr(tensor, op)(ctx, 1)
@@ -100,7 +100,7 @@ class ReductionTests(BackendCase):
 
     @needs("softmax", "argsort", "rms_norm", "top_k")
     def test_other_functions_of_an_axis_keep_empty_shapes(self, ctx: Context) -> None:
-        for dtype in FLOATS:
+        for dtype in self.offered(FLOATS):
             for shape in ((0, 3), (3, 0), (0,)):
                 tensor = ctx.zeros(shape, dtype)
                 assert_same(tensor.softmax(ctx), np.zeros(shape), dtype)
@@ -122,7 +122,7 @@ class ReductionTests(BackendCase):
 
     @needs("mean")
     def test_mean_refuses_integers_and_bool(self, ctx: Context) -> None:
-        for dtype in (*INTEGERS, DType.BOOL):
+        for dtype in self.offered((*INTEGERS, DType.BOOL)):
             with unchanged(error=ml.DTypeError):
                 ctx.zeros((2,), dtype).mean(ctx, 0)
 
@@ -199,7 +199,7 @@ class ReductionTests(BackendCase):
             with unchanged(tensor, error=ml.ShapeError):
                 tensor.rms_norm(ctx, ctx.zeros(shape, DType.F32), 1e-5)
         with unchanged(tensor, error=ml.DTypeError):
-            tensor.rms_norm(ctx, ctx.zeros((8,), DType.F16), 1e-5)
+            tensor.rms_norm(ctx, ctx.zeros((8,), DType.I32), 1e-5)
         with unchanged(error=ml.ShapeError):
             ctx.zeros((), DType.F32).rms_norm(ctx, None, 1e-5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -111,7 +112,21 @@ def special_values(dtype: DType) -> np.ndarray:
     if dtype is DType.F32:
         return _special_f32()
     comb = np.arange(0, 1 << 16, 37, dtype=np.uint16)  # through all of them
-    edges = [0x0001, 0x03FF, 0x0400, 0x007F, 0x0080, 0x7BFF, 0x7C00, 0x7E00, 0x7F7F, 0x7F80, 0x7FC0, 0x477F, 0x4780]
+    edges = [
+        0x0001,
+        0x03FF,
+        0x0400,
+        0x007F,
+        0x0080,
+        0x7BFF,
+        0x7C00,
+        0x7E00,
+        0x7F7F,
+        0x7F80,
+        0x7FC0,
+        0x477F,
+        0x4780,
+    ]
     both = np.array([*edges, *(edge | 0x8000 for edge in (0, *edges))], dtype=np.uint16)
     return np.concatenate([comb, both]).view(dtype.numpy)
 
@@ -128,15 +143,18 @@ def _special_integers(dtype: DType) -> np.ndarray:
 
 def _special_f32() -> np.ndarray:
     """Around every tie of F16 and BF16, in steps of one unit in the last place of F32."""
-    fields = []
-    for exponent in (0, 1, 90, 102, 103, 104, 112, 113, 120, 127, 128, 141, 142, 150, 200, 253, 254, 255):
-        for mantissa in (0, 1, 0x1000, 0x3000, 0x7000, 0x8000, 0x18000, 0x28000, 0x400000, 0x7FE000, 0x7FF000,
-                         0x7F8000, 0x7FFFFF):  # fmt: skip
-            for step in (-1, 0, 1):
-                if 0 <= mantissa + step < 1 << 23:
-                    fields.append(exponent << 23 | mantissa + step)
+    exponents = (0, 1, 90, 102, 103, 104, 112, 113, 120, 127, 128, 141, 142, 150, 200, 253, 254, 255)
+    mantissas = (0, 1, 0x1000, 0x3000, 0x7000, 0x8000, 0x18000, 0x28000, 0x400000, 0x7FE000, 0x7FF000,
+                 0x7F8000, 0x7FFFFF)  # fmt: skip
+    fields = [
+        exponent << 23 | mantissa + step
+        for exponent, mantissa, step in itertools.product(exponents, mantissas, (-1, 0, 1))
+        if 0 <= mantissa + step < 1 << 23
+    ]
     raw = np.array(fields, dtype=np.uint32)
-    plain = np.array([0.5, 1.5, 2.5, 0.9999, 126.99, 255.5, 2147483520.0, 65519.996, 65520.0, 1e10], np.float32)
+    plain = np.array(
+        [0.5, 1.5, 2.5, 0.9999, 126.99, 255.5, 2147483520.0, 65519.996, 65520.0, 1e10], np.float32
+    )
     both = np.concatenate([raw.view(np.float32), plain])
     return np.concatenate([both, -both])
 

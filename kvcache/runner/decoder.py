@@ -1,0 +1,164 @@
+"""What decoders share: embedding, layers one after another, norm and head.
+
+A layer is two parts, so that the last layer need not compute rows that nobody reads::
+
+    mix    reads other tokens, by way of the cache: attention, a recurrence
+    feed   works on every token alone: an MLP, a mixture of experts
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import numpy as np
+
+import ml
+from kvcache.cache import Batch, Cache
+from kvcache.runner.config import ModelConfig
+from kvcache.runner.errors import RequestError
+from kvcache.runner.loader import Linear, Loader, Progress, Shapes, Weights
+from ml import nn
+
+__all__ = ["Decoder", "Layer", "Step", "token_ids"]
+
+C = TypeVar("C", bound=ModelConfig)
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward pass as its layers see it.
+
+    ``rotations`` are made once, for the layer types of a model; ``tensors`` and, on the host, ``plans``
+    are whatever else a family computes once for all layers.
+    """
+
+    batch: Batch
+    cache: Any
+    rotations: dict[str, nn.Rotation] = field(default_factory=dict)
+    tensors: dict[str, ml.Tensor] = field(default_factory=dict)
+    plans: dict[str, Any] = field(default_factory=dict)
+
+    def to(self, ctx: ml.Context) -> Self:
+        """The same step with its tensors on the device of ``ctx``."""
+        return dataclasses.replace(
+            self,
+            rotations={name: rotation.to(ctx) for name, rotation in self.rotations.items()},
+            tensors={name: tensor.cast(ctx, tensor.dtype) for name, tensor in self.tensors.items()},
+        )
+
+
+class Layer(Protocol):
+    def mix(self, ctx: ml.Context, hidden: ml.Tensor, step: Step) -> ml.Tensor:
+        """hidden (tokens, hidden_size) -> the same, the residual added."""
+
+    def feed(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        """hidden (tokens, hidden_size) -> the same, the residual added; tokens may be fewer."""
+
+
+class Decoder(Generic[C]):
+    """Weights on a backend's devices, and the forward pass; families say what their layers are.
+
+    ``dtype`` is what weights and activations are held in (logits are F32). Layer i lies on the device
+    of ``ctx.layer(i)``, embeddings and head on that of ``ctx.input()``. ``progress(done, total)``
+    counts tensors as they are loaded. Raises ModelError for a tensor missing or of the wrong shape.
+    """
+
+    cache_type: type
+    """What ``make_cache`` returns."""
+    norm_offset = 0.0
+    """1 where norms are stored around zero."""
+
+    def __init__(
+        self,
+        backend: ml.Backend,
+        config: C,
+        weights: Weights,
+        dtype: ml.DType = ml.DType.F32,
+        progress: Progress | None = None,
+    ) -> None:
+        self.backend = backend
+        self.config = config
+        self.dtype = dtype
+        load = Loader(weights, self.shapes(config), dtype, progress)
+        with backend.new_context() as ctx:
+            here = ctx.input()
+            self._embedding = load.tensor(here, "model.embed_tokens.weight")
+            self._layers = [self._layer(load, ctx.layer(i), i) for i in range(config.layers)]
+            self._norm = load.norm(here, "model.norm", self.norm_offset)
+            head = self._embedding if config.tie_embeddings else load.tensor(here, "lm_head.weight")
+            self._head = Linear(head.permute(here, 1, 0))
+
+    # What families say.
+
+    @staticmethod
+    def shapes(config: Any) -> Shapes:
+        """The name and shape of every tensor of a model of this config."""
+        raise NotImplementedError
+
+    def make_cache(self) -> Cache:
+        """A cache for this model's layers, still to be bound by ``init``."""
+        raise NotImplementedError
+
+    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
+        raise NotImplementedError
+
+    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+        """What the layers of this pass share."""
+        raise NotImplementedError
+
+    def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
+        """(tokens, hidden_size) of the batch's inputs."""
+        return nn.embedding(ctx, self._embedding, token_ids(batch))
+
+    def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        """hidden (rows, hidden_size) -> (rows, vocab_size)."""
+        return self._head(ctx, hidden.rms_norm(ctx, self._norm, self.config.rms_norm_eps))
+
+    # One pass.
+
+    def forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
+        """Logits F32 (len(batch.outputs), vocab_size) of the rows in ``batch.outputs``; None: of all.
+
+        ``batch.inputs`` are token ids, one per position. The caller has called
+        ``cache.start_forward(ctx, batch)``: that is where a batch that does not fit is refused.
+        """
+        if not isinstance(cache, self.cache_type):
+            raise RequestError(
+                f"forward: {type(self).__name__} runs on a {self.cache_type.__name__}, not a "
+                f"{type(cache).__name__}; its make_cache() makes one"
+            )
+        outputs = batch.outputs
+        if outputs is not None and list(outputs) == list(range(len(batch))):
+            outputs = None
+        here, last = ctx.input(), len(self._layers) - 1
+        hidden = self._embed(here, batch)
+        step = self._begin(here, batch, cache)
+        for i, layer in enumerate(self._layers):
+            there = ctx.layer(i)
+            if len(self.backend.devices) > 1 and there is not here:
+                hidden, step = hidden.cast(there, self.dtype), step.to(there)
+            here = there
+            cache.set_layer(i)
+            hidden = layer.mix(here, hidden, step)
+            if i == last and outputs is not None:
+                hidden = hidden.rows(here, outputs)
+            hidden = layer.feed(here, hidden)
+        here = ctx.input()
+        if len(self.backend.devices) > 1:
+            hidden = hidden.cast(here, self.dtype)
+        logits = self._logits(here, hidden)
+        return logits if self.dtype is ml.DType.F32 else logits.cast(here, ml.DType.F32)
+
+
+def token_ids(batch: Batch) -> ml.Indices:
+    """The batch's inputs. Raises RequestError unless there is one token id per position."""
+    if batch.inputs is None:
+        raise RequestError("forward: the batch has no inputs; they are the token ids")
+    tokens: ml.Indices = batch.inputs
+    count = len(tokens) if isinstance(tokens, (Sequence, np.ndarray)) else tokens.shape[0]
+    if count != len(batch):
+        raise RequestError(f"forward: {count} inputs for {len(batch)} positions; there is one token each")
+    return tokens

@@ -1,0 +1,167 @@
+"""The gated delta rule (Yang et al., "Gated Delta Networks", 2024, arXiv 2412.06464).
+
+Each head holds a matrix S (key_dim, value_dim), a memory of values by keys. A token lets it fade, takes
+out what is stored under its key, writes the difference, and reads with its query::
+
+    S <- exp(g) S;    S <- S + k^T (beta (v - k S));    o = q S
+
+One token is computed so. Several go in chunks, in which all tokens are products of matrices (the WY
+representation) and only the chunks follow one another, as ``torch_chunk_gated_delta_rule`` of
+transformers does. Everything here is F32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+import ml
+from ml import DType
+
+__all__ = ["CHUNK", "chunk_masks", "chunk_size", "gated_delta_rule"]
+
+CHUNK = 64
+"""Tokens per chunk at most; a power of two."""
+
+
+def chunk_size(length: int) -> int:
+    """The power of two that a run of ``length`` tokens is cut by."""
+    return min(CHUNK, 1 << max(0, length - 1).bit_length())
+
+
+def chunk_masks(ctx: ml.Context, size: int) -> ml.Tensor:
+    """F32 (2 + log2(size), size, size) of 0 and 1 for chunks of ``size``, a power of two.
+
+    First the lower triangle, then the same without its diagonal, then what ``_inverse`` joins at each
+    step; for a size of 4::
+
+        1 . . .    . . . .    . . . .    . . . .
+        1 1 . .    1 . . .    1 . . .    . . . .
+        1 1 1 .    1 1 . .    . . . .    1 1 . .
+        1 1 1 1    1 1 1 .    . . 1 .    1 1 . .
+    """
+    index = np.arange(size)
+    row, column = index[:, None], index[None, :]
+    masks = [column <= row, column < row]
+    for level in range(size.bit_length() - 1):
+        half = row >> level
+        masks.append((half % 2 == 1) & (column >> level == half - 1))
+    return ctx.from_numpy(np.stack(masks).astype(np.float32), DType.F32)
+
+
+def gated_delta_rule(
+    ctx: ml.Context,
+    query: ml.Tensor,
+    key: ml.Tensor,
+    value: ml.Tensor,
+    decay: ml.Tensor,
+    beta: ml.Tensor,
+    state: ml.Tensor,
+    masks: ml.Tensor,
+) -> tuple[ml.Tensor, ml.Tensor]:
+    """The outputs (sequences, heads, tokens, value_dim), and the states after the last token.
+
+    query and key (sequences, heads, tokens, key_dim), value (..., value_dim), decay g and beta
+    (sequences, heads, tokens), state (sequences, heads, key_dim, value_dim): all F32.
+    """
+    if key.shape[2] == 1:
+        return _one(ctx, query, key, value, decay, beta, state)
+    return _chunked(ctx, query, key, value, decay, beta, state, masks)
+
+
+def _one(
+    ctx: ml.Context,
+    query: ml.Tensor,
+    key: ml.Tensor,
+    value: ml.Tensor,
+    decay: ml.Tensor,
+    beta: ml.Tensor,
+    state: ml.Tensor,
+) -> tuple[ml.Tensor, ml.Tensor]:
+    sequences, heads = decay.shape[:2]
+    state = state.mul(ctx, decay.exp(ctx).reshape(ctx, sequences, heads, 1, 1))
+    delta = value.sub(ctx, key.matmul(ctx, state)).mul(ctx, beta.reshape(ctx, sequences, heads, 1, 1))
+    state = state.add(ctx, key.permute(ctx, 0, 1, 3, 2).mul(ctx, delta))
+    return query.matmul(ctx, state), state
+
+
+def _chunked(
+    ctx: ml.Context,
+    query: ml.Tensor,
+    key: ml.Tensor,
+    value: ml.Tensor,
+    decay: ml.Tensor,
+    beta: ml.Tensor,
+    state: ml.Tensor,
+    masks: ml.Tensor,
+) -> tuple[ml.Tensor, ml.Tensor]:
+    """With G the running sum of g in a chunk and L_ij = beta_i (k_i . k_j) exp(G_i - G_j) for j < i::
+
+        T = (1 + L)^-1     U = T beta V     W = T beta exp(G) K      for all chunks at once
+        N = U - W S        O = exp(G) Q S + (Q K^T exp(G_i - G_j)) N        chunk by chunk
+        S <- exp(G_last) S + (exp(G_last - G) K)^T N
+
+    Tokens that fill up the last chunk have k = v = g = beta = 0 and leave the state alone.
+    """
+    sequences, heads, tokens, _ = key.shape
+    size = masks.shape[1]
+    causal, strict = (masks.slice(ctx, 0, i, i + 1).reshape(ctx, size, size) for i in range(2))
+    query, key, value = (_chunks(ctx, x, size) for x in (query, key, value))
+    decay, beta = (
+        _chunks(ctx, x.reshape(ctx, sequences, heads, tokens, 1), size) for x in (decay, beta)
+    )
+    total = causal.matmul(ctx, decay)  # (sequences, heads, chunks, size, 1)
+    last = total.slice(ctx, 3, size - 1, size)
+    apart = total.sub(ctx, total.permute(ctx, 0, 1, 2, 4, 3)).mul(ctx, causal)
+    fade = apart.exp(ctx).mul(ctx, causal)
+    key_t = key.permute(ctx, 0, 1, 2, 4, 3)
+    seen = query.matmul(ctx, key_t).mul(ctx, fade)
+    weighted = key.mul(ctx, beta)
+    inverse = _inverse(ctx, weighted.matmul(ctx, key_t).mul(ctx, fade).mul(ctx, strict), masks)
+    new = inverse.matmul(ctx, value.mul(ctx, beta))
+    known = inverse.matmul(ctx, weighted.mul(ctx, total.exp(ctx)))
+    faded = query.mul(ctx, total.exp(ctx))
+    stored = key.mul(ctx, last.sub(ctx, total).exp(ctx)).permute(ctx, 0, 1, 2, 4, 3)
+    outputs, remaining = [], last.exp(ctx)
+    for i in range(key.shape[2]):
+        at = (_chunk(ctx, x, i) for x in (new, known, faded, seen, stored, remaining))
+        new_i, known_i, faded_i, seen_i, stored_i, remaining_i = at
+        written = new_i.sub(ctx, known_i.matmul(ctx, state))
+        outputs.append(faded_i.matmul(ctx, state).add(ctx, seen_i.matmul(ctx, written)))
+        state = state.mul(ctx, remaining_i).add(ctx, stored_i.matmul(ctx, written))
+    result = outputs[0]
+    if len(outputs) > 1:
+        result = ctx.empty((sequences, heads, len(outputs) * size, outputs[0].shape[3]), DType.F32)
+        for i, part in enumerate(outputs):
+            part.copy(ctx, result.slice(ctx, 2, i * size, (i + 1) * size))
+    return result.slice(ctx, 2, 0, tokens), state
+
+
+def _inverse(ctx: ml.Context, lower: ml.Tensor, masks: ml.Tensor) -> ml.Tensor:
+    """(1 + lower)^-1 of strictly lower triangles (..., size, size), as stable as substitution.
+
+    Inverses of the blocks on the diagonal, joined by pairs: of (A 0; B C) it is (a 0; -c B a, c), with
+    a and c the inverses of A and C. ``masks`` pick the B of each step.
+    """
+    size = lower.shape[-1]
+    inverse = ctx.from_numpy(np.eye(size, dtype=np.float32), DType.F32)
+    for level in range(2, masks.shape[0]):
+        mask = masks.slice(ctx, 0, level, level + 1).reshape(ctx, size, size)
+        inverse = inverse.sub(ctx, inverse.matmul(ctx, lower.mul(ctx, mask)).matmul(ctx, inverse))
+    return inverse
+
+
+def _chunks(ctx: ml.Context, x: ml.Tensor, size: int) -> ml.Tensor:
+    """(sequences, heads, tokens, dim) -> (sequences, heads, chunks, size, dim), filled up with zeros."""
+    sequences, heads, tokens, dim = x.shape
+    missing = -tokens % size
+    if missing:
+        x = x.concat(ctx, ctx.zeros((sequences, heads, missing, dim), DType.F32), 2)
+    else:
+        x = x.contiguous(ctx)
+    return x.reshape(ctx, sequences, heads, (tokens + missing) // size, size, dim)
+
+
+def _chunk(ctx: ml.Context, x: ml.Tensor, i: int) -> ml.Tensor:
+    """(sequences, heads, chunks, a, b) -> (sequences, heads, a, b) of chunk ``i``."""
+    sequences, heads, _, a, b = x.shape
+    return x.slice(ctx, 2, i, i + 1).reshape(ctx, sequences, heads, a, b)

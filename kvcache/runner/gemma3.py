@@ -1,0 +1,168 @@
+"""Gemma 3, text only, written once on ml.nn: sliding and full layers in turns.
+
+Gemma Team, "Gemma 3 Technical Report", 2025 (arXiv 2503.19786); transformers' modeling_gemma3.py::
+
+    hidden += norm(attend(norm(hidden)))     queries and keys normalised per head, then rotated
+    hidden += norm(mlp(norm(hidden)))        gelu(gate) * up
+
+Norms are stored around zero: their weight is 1 + w. Sliding layers turn with a rotary base of their
+own, and unscaled. Embeddings are multiplied by sqrt(hidden_size), a number of the weights' dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import ml
+from kvcache.cache import Batch, Cache
+from kvcache.runner.attention import Attention, load_attention, qk_norm
+from kvcache.runner.config import ModelConfig
+from kvcache.runner.decoder import Decoder, Layer, Step
+from kvcache.runner.feedforward import GatedMLP, geglu, load_mlp, mlp_shapes
+from kvcache.runner.layer_types import (
+    FULL,
+    SLIDING,
+    Shape,
+    attention_shapes,
+    common_fields,
+    layer_types,
+    model_shapes,
+    parse_rope,
+    refuse,
+    sliding_cache,
+)
+from kvcache.runner.loader import Loader
+from kvcache.wrapper import WrapperCache
+from ml import nn
+
+__all__ = ["Gemma3", "Gemma3Config", "make_cache", "parse", "shapes"]
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_DEFAULTS = {
+    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "sliding_window": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma3Config(ModelConfig):
+    """``rope`` is that of the full layers; ``window`` counts the token itself, as config.json does."""
+
+    kinds: tuple[str, ...]
+    window: int
+    local_rope: nn.RopeSpec
+    query_scalar: float
+    logit_softcap: float | None
+
+
+def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3Config:
+    refuse(
+        raw,
+        {
+            "hidden_activation": ["gelu_pytorch_tanh"],
+            "attn_logit_softcapping": [None],
+            "use_bidirectional_attention": [False, None],
+        },
+    )
+    fields = common_fields(raw, generation, "Gemma3ForCausalLM", _DEFAULTS)
+    raw = {**_DEFAULTS, **raw}
+    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    kinds = layer_types(raw, (_SLIDING, _FULL), lambda i: _SLIDING if (i + 1) % pattern else _FULL)
+    local = {"rope_theta": raw.get("rope_local_base_freq", 10_000.0)}
+    local = (raw.get("rope_parameters") or {}).get(_SLIDING) or local
+    cap = raw.get("final_logit_softcapping")
+    head_dim = fields["head_dim"]
+    return Gemma3Config(
+        **(fields | {"layer_types": kinds}),
+        rope=parse_rope(raw, head_dim, 1_000_000.0, _FULL),
+        kinds=kinds,
+        window=int(fields["sliding_window"] or fields["max_positions"]),
+        local_rope=parse_rope({**raw, "rope_parameters": local}, head_dim, 10_000.0),
+        query_scalar=float(raw.get("query_pre_attn_scalar", 256)),
+        logit_softcap=None if cap is None else float(cap),
+    )
+
+
+def shapes(config: Gemma3Config) -> dict[str, Shape]:
+    """The name and shape of every tensor."""
+    layer = attention_shapes(config, qk_norm=True)
+    layer |= {f"{name}.weight": (config.hidden_size,) for name in _NORMS}
+    layer |= mlp_shapes("mlp", config.hidden_size, config.intermediate_size)
+    return model_shapes(config, lambda _: layer)
+
+
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+def make_cache(config: Gemma3Config, memory: int | None = None) -> WrapperCache:
+    """A cache for the two types of layers; ``memory`` as SlidingWindowCache has it."""
+    return sliding_cache(config.window, config.local_rope, config.rope, memory)
+
+
+class Gemma3(Decoder[Gemma3Config]):
+    """The weights of a model and its forward pass."""
+
+    cache_type = WrapperCache
+    norm_offset = 1.0
+    shapes = staticmethod(shapes)
+
+    def make_cache(self) -> WrapperCache:
+        return make_cache(self.config)
+
+    def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
+        scale = float(np.asarray(math.sqrt(self.config.hidden_size), self.dtype.numpy))
+        return super()._embed(ctx, batch).scale(ctx, scale)
+
+    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+        config, positions = self.config, batch.positions
+        local = nn.Rotation(ctx, positions, config.local_rope)
+        return Step(batch, cache, {_SLIDING: local, _FULL: nn.Rotation(ctx, positions, config.rope)})
+
+    def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        logits, cap = super()._logits(ctx, hidden), self.config.logit_softcap
+        return logits if cap is None else logits.scale(ctx, 1 / cap).tanh(ctx).scale(ctx, cap)
+
+    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
+        config, prefix = self.config, f"model.layers.{i}"
+        one, two, three, four = (load.norm(ctx, f"{prefix}.{name}", 1.0) for name in _NORMS)
+        attention = load_attention(
+            load,
+            ctx,
+            f"{prefix}.self_attn",
+            config,
+            scale=config.query_scalar**-0.5,
+            qk_norm=qk_norm(load, ctx, f"{prefix}.self_attn", config, 1.0),
+        )
+        mlp = load_mlp(load, ctx, f"{prefix}.mlp", geglu)
+        return _Layer(config.kinds[i], config.rms_norm_eps, (one, two, three, four), attention, mlp)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    kind: str
+    eps: float
+    norms: tuple[ml.Tensor, ml.Tensor, ml.Tensor, ml.Tensor]
+    attention: Attention
+    mlp: GatedMLP
+
+    def mix(self, ctx: ml.Context, hidden: ml.Tensor, step: Step) -> ml.Tensor:
+        step.cache.set_layer_type(SLIDING if self.kind == _SLIDING else FULL)
+        before, after = self.norms[:2]
+        normed = hidden.rms_norm(ctx, before, self.eps)
+        attended = self.attention(ctx, normed, step.cache, step.rotations[self.kind])
+        return hidden.add(ctx, attended.rms_norm(ctx, after, self.eps))
+
+    def feed(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        before, after = self.norms[2:]
+        result = self.mlp(ctx, hidden.rms_norm(ctx, before, self.eps))
+        return hidden.add(ctx, result.rms_norm(ctx, after, self.eps))

@@ -1,0 +1,102 @@
+"""Loading weights: tensors by name, checked, joined on the host and put on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+import ml
+from kvcache.runner.errors import ModelError
+
+__all__ = ["Linear", "Loader", "Progress", "Shapes", "Weights"]
+
+Progress = Callable[[int, int], None]
+"""(tensors done, tensors in all)."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""The name and shape of every tensor that a model reads."""
+
+
+class Weights(Protocol):
+    """Host arrays under Hugging Face's names, F32, F16 or BF16 (``ml_dtypes.bfloat16``)."""
+
+    def __getitem__(self, name: str, /) -> np.ndarray: ...
+    def __contains__(self, name: object, /) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """``weight`` (in, out): the transposed view of what is stored as (out, in)."""
+
+    weight: ml.Tensor
+    bias: ml.Tensor | None = None
+
+    def __call__(self, ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
+        result = x.matmul(ctx, self.weight)
+        return result if self.bias is None else result.add(ctx, self.bias)
+
+
+class Loader:
+    """Reads the tensors of ``shapes``, each once; ``progress(done, total)`` counts them.
+
+    Raises ModelError for a tensor missing or of the wrong shape.
+    """
+
+    def __init__(
+        self, weights: Weights, shapes: Shapes, dtype: ml.DType, progress: Progress | None = None
+    ) -> None:
+        self.shapes = shapes
+        self.dtype = dtype
+        self._weights = weights
+        self._progress = progress
+        self._done = 0
+
+    def take(self, name: str) -> np.ndarray:
+        """The array on the host, of the shape that the config says."""
+        if name not in self._weights:
+            raise ModelError(f"the weights hold no tensor {name!r}, which the config asks for")
+        array, shape = self._weights[name], self.shapes[name]
+        if array.shape != shape:
+            raise ModelError(f"{name} has shape {array.shape}; the config says {shape}")
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, len(self.shapes))
+        return array
+
+    def put(self, ctx: ml.Context, array: np.ndarray, dtype: ml.DType | None = None) -> ml.Tensor:
+        return ctx.from_numpy(array, dtype or self.dtype)
+
+    def tensor(self, ctx: ml.Context, name: str) -> ml.Tensor:
+        return self.put(ctx, self.take(name))
+
+    def norm(self, ctx: ml.Context, name: str, offset: float = 0.0) -> ml.Tensor:
+        """The weight (size,) of a norm; ``offset`` 1 for norms that are stored around zero."""
+        weight = self.take(f"{name}.weight")
+        return self.put(ctx, weight.astype(np.float32) + np.float32(offset) if offset else weight)
+
+    def linear(self, ctx: ml.Context, *names: str) -> Linear:
+        """One product of several maps, joined along their outputs; a missing bias counts as zeros."""
+        arrays = [self.take(f"{name}.weight") for name in names]
+        return self.joined(ctx, arrays, [self._bias(name) for name in names])
+
+    def joined(
+        self, ctx: ml.Context, weights: Sequence[np.ndarray], biases: Sequence[np.ndarray | None] = ()
+    ) -> Linear:
+        """From arrays (out, in) and (out,) on the host."""
+        weight = self.put(ctx, _concatenated(weights)).permute(ctx, 1, 0)
+        if all(bias is None for bias in biases):
+            return Linear(weight)
+        filled = [
+            np.zeros(len(rows), rows.dtype) if bias is None else bias
+            for rows, bias in zip(weights, biases, strict=True)
+        ]
+        return Linear(weight, self.put(ctx, _concatenated(filled)))
+
+    def _bias(self, name: str) -> np.ndarray | None:
+        return self.take(f"{name}.bias") if f"{name}.bias" in self.shapes else None
+
+
+def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,0 +1,155 @@
+"""attend against attention in float64 over what the model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import kvcache
+import ml
+from kvcache import Batch
+from kvcache.testing import values
+from kvcache.testing.harness import KINDS, CacheCase, MakeRig, attends, every_arrangement, every_kind
+from kvcache.testing.model import Setup
+from kvcache.testing.protocol import only_protocol
+from kvcache.testing.rig import Rig, reference_attention
+from ml import DType
+
+__all__ = ["AttendingTests"]
+
+
+class AttendingTests(CacheCase):
+    @attends
+    @every_kind
+    @every_arrangement
+    @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+    def test_several_sequences_in_any_order_attend_to_their_own(
+        self, rig: MakeRig, kind: Setup, arranged: ml.CacheConfig, sinks: bool
+    ) -> None:
+        r = rig(kind, max_sequences=3, capacity=24, max_batch=12, config=arranged, layers=2)
+        batches = (
+            ([0, 1, 2, 3], [0, 0, 0, 0]),  # a prompt
+            ([4], [0]),  # a token
+            ([2, 0, 1, 5, 0], [1, 1, 1, 0, 2]),  # others, unordered
+            ([3, 6, 1], [1, 0, 2]),  # a token each
+            ([8, 7, 4, 5], [0, 0, 1, 1]),
+            ([11], [0]),  # a gap
+        )
+        for seed, (positions, sequences) in enumerate(batches):
+            assert r.start(positions, sequences)
+            r.put()
+            r.check_attend(seed, sinks=sinks)
+
+    @attends
+    @pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
+    def test_in_every_dtype_of_the_cache(self, rig: MakeRig, dtype: DType) -> None:
+        r = rig(dtype=dtype)
+        for positions in (range(5), [5], [7, 6]):
+            r.start(list(positions), [0] * len(positions))
+            r.put()
+            r.check_attend(1)
+
+    @attends
+    @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])
+    def test_the_result_has_the_dtype_of_the_query(
+        self, backend: ml.Backend, ctx: ml.Context, dtype: DType
+    ) -> None:
+        cache = Setup(dtype=dtype).make(backend)
+        cache.start_forward(ctx, Batch([0, 0, 1], [0, 1, 0]))
+        cache.put(ctx, ctx.zeros((3, 1, 4), DType.F32), ctx.full((3, 1, 2), 1.5, DType.F32))
+        found = cache.attend(ctx, ctx.zeros((3, 2, 4), DType.F32), 1.0)
+        assert found.dtype is DType.F32
+        np.testing.assert_allclose(found.to_numpy(), np.full((3, 2, 2), 1.5), rtol=1e-2)
+
+    @attends
+    @every_kind
+    def test_except_lists_count(self, rig: MakeRig, kind: Setup) -> None:
+        r = rig(kind)
+        r.start([0, 1, 0, 2, 1], [0, 0, 1, 0, 1])
+        r.put()
+        for lifted in ([], [0, 1], [2], [], [0, 1, 2, 3, 4]):
+            r.cache.set_causal(r.ctx, except_=lifted)
+            r.check_attend(2, lifted)
+        r.start([3, 2], [0, 1])
+        r.put()
+        r.check_attend(3)
+
+    @attends
+    @every_kind
+    def test_after_sharing_removing_and_moving(self, rig: MakeRig, kind: Setup) -> None:
+        r = rig(kind, max_sequences=3, capacity=12, layers=2)
+        r.forward([0, 1, 2], 0)
+        r.copy_prefix(0, 1, 2)
+        r.forward([3, 2, 0], [0, 1, 2])
+        r.remove(0, 3)
+        r.forward([3, 4, 3], [0, 0, 1])
+        changes: list[Callable[[], object]] = [lambda: r.remove(1, 0), r.defrag, lambda: r.remove(0, 1, 2)]
+        for seed, change in enumerate(changes):
+            change()
+            r.start([r.model.last(seq) + 1 for seq in range(3)], [0, 1, 2])
+            r.put()
+            r.check_attend(seed)
+
+    @attends
+    @pytest.mark.parametrize("arranged", [ml.CacheConfig(), ml.CacheConfig(permuted_v=True, cache_padding=8)])
+    def test_cells_that_lie_far_apart(self, rig: MakeRig, arranged: ml.CacheConfig) -> None:
+        """Prefixes shared across a wide cache: what one sequence reads lies in several places."""
+        r = rig(max_sequences=4, capacity=200, config=arranged)
+        r.forward(range(6), 0)
+        r.copy_prefix(0, 3, 5)
+        r.forward([5, 6, 0, 1], [3, 3, 1, 1])
+        r.check_attend(1)
+        r.forward([6, 7, 2], [0, 3, 1])
+        r.check_attend(2)
+        r.drain()
+
+    @attends
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 1), (6, 3), (8, 2)])
+    def test_grouped_queries_share_the_heads_of_keys(
+        self, backend: ml.Backend, ctx: ml.Context, heads: int, kv_heads: int
+    ) -> None:
+        rng = np.random.default_rng(heads * 10 + kv_heads)
+        query, key, value = (
+            rng.standard_normal((7, count, dim)).astype(np.float32)
+            for count, dim in ((heads, 6), (kv_heads, 6), (kv_heads, 3))
+        )
+        cache = Setup().make(backend)
+        for start, stop in ((0, 5), (5, 7)):
+            cache.start_forward(ctx, Batch(range(start, stop), [0] * (stop - start)))
+            cache.put(ctx, ctx.from_numpy(key[start:stop]), ctx.from_numpy(value[start:stop]))
+            found = cache.attend(ctx, ctx.from_numpy(query[start:stop]), 0.4).to_numpy()
+            for i in range(start, stop):
+                expected = reference_attention(query[i], key[: i + 1], value[: i + 1], 0.4)
+                np.testing.assert_allclose(found[i - start], expected, rtol=1e-4, atol=1e-5)
+
+    @attends
+    @every_kind
+    def test_a_backend_with_the_required_protocol_only(self, backend: ml.Backend, kind: Setup) -> None:
+        limited = only_protocol(backend)
+        with limited.new_context() as ctx:
+            r = Rig(replace(kind, max_sequences=2), limited, ctx)
+            for positions, sequences in (([0, 1, 2, 0], [0, 0, 0, 1]), ([3, 1], [0, 1]), ([5, 4], [0, 0])):
+                r.start(positions, sequences)
+                r.put()
+                r.check_attend(1, sinks=True)
+
+    @attends
+    def test_a_query_of_another_number_of_tokens_is_refused(self, rig: MakeRig) -> None:
+        r = rig()
+        r.forward([0, 1, 2], 0)
+        with pytest.raises(kvcache.InvalidRangeError):
+            r.cache.attend(r.ctx, r.ctx.from_numpy(values.queries(0, 2)), 1.0)
+
+    def test_a_backend_that_only_stores_says_so(self, rig: MakeRig, declared: ml.Features) -> None:
+        if declared.has("matmul"):
+            pytest.skip("it computes")
+        for kind in KINDS.values():
+            r = rig(kind)
+            r.forward([0, 1, 0], [0, 0, 1])
+            with pytest.raises(ml.NotSupportedError):
+                r.cache.attend(r.ctx, r.ctx.from_numpy(values.queries(0, 3)), 1.0)
+            r.check_seen()
+            r.drain()

@@ -1,0 +1,40 @@
+"""The whole suite as one class."""
+
+from __future__ import annotations
+
+from kvcache.testing.attending import AttendingTests
+from kvcache.testing.batches import BatchTests
+from kvcache.testing.capacity import CapacityTests
+from kvcache.testing.defrag import DefragTests
+from kvcache.testing.faults import FaultTests
+from kvcache.testing.masks import MaskTests
+from kvcache.testing.order import OrderTests
+from kvcache.testing.properties import PropertyTests
+from kvcache.testing.removal import RemovalTests
+from kvcache.testing.reserving import ReservingTests
+from kvcache.testing.sharing import SharingTests
+from kvcache.testing.storing import StoringTests
+from kvcache.testing.windows import WindowTests
+
+__all__ = ["CacheTests"]
+
+
+class CacheTests(
+    BatchTests,
+    MaskTests,
+    StoringTests,
+    SharingTests,
+    RemovalTests,
+    DefragTests,
+    ReservingTests,
+    CapacityTests,
+    WindowTests,
+    OrderTests,
+    AttendingTests,
+    FaultTests,
+    PropertyTests,
+):
+    """Everything the contract says of the attention caches. Subclass it; see :mod:`kvcache.testing`.
+
+    ``traces``, ``examples`` and ``long_run`` say how much of what is random or long is run.
+    """

@@ -1,0 +1,250 @@
+"""Nothing half-done: a failure in each call to the backend, in turn, before and after it has run.
+
+Whatever fails, the cache is as it was; or, where data was being moved, exactly the touched sequences
+are lost, say so, and can be removed and computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+import kvcache
+import ml
+from kvcache import Batch
+from kvcache.testing.harness import CacheCase
+from kvcache.testing.model import Setup
+from kvcache.testing.protocol import InjectedError, Plan, only_protocol
+from kvcache.testing.rig import Rig
+
+__all__ = ["FaultTests"]
+
+SPARE = 3
+"""A sequence that stays empty."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``act`` is what may fail, after ``prepare``; ``follow`` does the same to the model."""
+
+    prepare: Callable[[Rig], object]
+    act: Callable[[Rig], object]
+    follow: Callable[[Rig], object]
+    touches: frozenset[int] = frozenset()
+    """Sequences whose stored data it moves."""
+    setup: Setup = field(default_factory=lambda: Setup(max_sequences=4, capacity=8, layers=2))
+
+
+def _fill(r: Rig) -> None:
+    """Three sequences, interleaved; sequence 0 lies in one run at the start."""
+    r.forward(range(3), 0)
+    for position in range(2):
+        r.forward([position, position], [2, 1])
+    r.forward([3, 2], 2)
+
+
+def _scatter(r: Rig) -> None:
+    _fill(r)
+    r.remove(1, 0)
+    r.forward([0, 4], [1, 2])
+
+
+def _start(positions: list[int], sequences: list[int]) -> Scenario:
+    return Scenario(
+        _fill,
+        lambda r: r.cache.start_forward(r.ctx, Batch(positions, sequences)),
+        lambda r: _taken(r, positions, sequences),
+    )
+
+
+def _taken(r: Rig, positions: list[int], sequences: list[int]) -> None:
+    r.model.start(positions, sequences, range(r.next_token, r.next_token + len(positions)))
+    r.next_token += len(positions)
+    r.pass_ = positions, sequences
+    r.put()
+    r.check_seen()
+
+
+def _put(positions: list[int], sequences: list[int], fill: bool) -> Scenario:
+    def prepare(r: Rig) -> None:
+        if fill:
+            _fill(r)
+        r.start(positions, sequences)
+
+    return Scenario(prepare, lambda r: r.put(), lambda r: r.check_seen())
+
+
+def _remove(seq: int, begin: int, end: int | None, touched: bool) -> Scenario:
+    return Scenario(
+        _fill,
+        lambda r: r.cache.remove(seq, begin, end),
+        lambda r: r.model.remove(seq, begin, end),
+        frozenset([seq]) if touched else frozenset(),
+    )
+
+
+WINDOW = Setup(window=2, max_sequences=4, capacity=40, layers=2)
+SCENARIOS = {
+    "start_forward": _start([3, 2, 4], [0, 1, 0]),
+    "start_forward that evicts": Scenario(
+        lambda r: r.forward(range(8), 0),
+        lambda r: r.cache.start_forward(r.ctx, Batch([8, 0], [0, 1])),
+        lambda r: _taken(r, [8, 0], [0, 1]),
+        setup=WINDOW,
+    ),
+    "reserve": Scenario(_fill, lambda r: r.reserve(2), lambda r: None),
+    "the first put": _put([0, 1, 2], [0, 0, 0], fill=False),
+    "a put in a run": _put([3, 4], [0, 0], fill=True),
+    "a scattered put": _put([4, 2, 3, 3], [0, 1, 0, 1], fill=True),
+    "get": Scenario(_fill, lambda r: r.check_seen(), lambda r: None),
+    "copy_prefix": Scenario(
+        _fill, lambda r: r.cache.copy_prefix(0, 1, 2), lambda r: r.model.copy_prefix(0, 1, 2)
+    ),
+    "remove at the end": _remove(0, 1, None, touched=False),
+    "remove in the middle of a run": _remove(0, 0, 1, touched=True),
+    "remove in the middle, scattered": _remove(2, 1, 2, touched=True),
+    "defrag": Scenario(
+        _scatter,
+        lambda r: r.cache.defrag(),
+        lambda r: None,
+        frozenset([1, 2]),
+    ),
+}
+every_scenario = pytest.mark.parametrize("scenario", list(SCENARIOS.values()), ids=list(SCENARIOS))
+
+
+class FaultTests(CacheCase):
+    @every_scenario
+    @pytest.mark.parametrize("after", [False, True], ids=["before the call", "after the call"])
+    def test_a_failing_backend_leaves_the_cache_as_it_was_or_says_what_is_lost(
+        self, backend: ml.Backend, scenario: Scenario, after: bool
+    ) -> None:
+        for fail_at in range(self._calls(backend, scenario)):
+            with self._rig(backend, scenario) as (r, plan):
+                plan.arm(fail_at, after)
+                with pytest.raises(InjectedError):
+                    scenario.act(r)
+                plan.arm(None)
+                self._check(r, scenario)
+
+    @every_scenario
+    def test_an_interrupt_is_a_failure_like_any_other(self, backend: ml.Backend, scenario: Scenario) -> None:
+        for fail_at in range(self._calls(backend, scenario)):
+            with self._rig(backend, scenario) as (r, plan):
+                plan.arm(fail_at, error=KeyboardInterrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    scenario.act(r)
+                plan.arm(None)
+                self._check(r, scenario)
+
+    def test_a_lost_sequence_says_so_wherever_it_is_used_and_comes_back(self, backend: ml.Backend) -> None:
+        scenario = SCENARIOS["remove in the middle of a run"]
+        with self._rig(backend, scenario) as (r, plan):
+            self._lose(r, plan, scenario)
+            uses: list[Callable[[], object]] = [
+                lambda: r.cache.start_forward(r.ctx, Batch([3], [0])),
+                lambda: r.cache.start_forward(r.ctx, Batch([3, 2], [0, 1])),
+                lambda: r.cache.copy_prefix(0, SPARE, 1),
+                lambda: r.cache.remove(0, 1),
+                lambda: r.cache.remove(0, 0, 1),
+            ]
+            for use in uses:
+                with pytest.raises(kvcache.SequenceLostError) as caught:
+                    use()
+                assert "sequence 0" in str(caught.value)
+                r.check_figures()
+            assert not r.cache.can_resume(0, 3)
+            with pytest.raises(kvcache.OrderError):
+                r.cache.get(r.ctx)  # the pass that was under way read it, and is over
+            r.remove(0, 0)
+            assert r.forward(range(3), 0)
+            r.drain()
+
+    def test_a_lost_sequence_is_whole_again_as_a_copy_of_another(self, backend: ml.Backend) -> None:
+        scenario = SCENARIOS["remove in the middle of a run"]
+        with self._rig(backend, scenario) as (r, plan):
+            self._lose(r, plan, scenario)
+            r.copy_prefix(1, 0, 2)
+            r.extend(0)
+            r.drain()
+
+    @staticmethod
+    def _lose(r: Rig, plan: Plan, scenario: Scenario) -> None:
+        """Fail in the last thing that the device does."""
+        scenario_calls = FaultTests._calls(r.backend, scenario)
+        plan.arm(scenario_calls - 1, after=True)
+        with pytest.raises(InjectedError):
+            scenario.act(r)
+        plan.arm(None)
+        r.model.lost = {0}
+        r.check_figures()
+
+    def test_a_config_that_fails_leaves_the_cache_unbound(self, backend: ml.Backend) -> None:
+        class Broken:
+            def cache_config(self) -> ml.CacheConfig:
+                raise InjectedError("cache_config: injected")
+
+        cache = kvcache.CausalCache()
+        with pytest.raises(InjectedError):
+            cache.init(Broken(), ml.DType.F32, 2, 8, 8)  # type: ignore[arg-type]
+        cache.set_config(ml.CacheConfig())
+        cache.init(backend, ml.DType.F32, 2, 8, 8)
+        assert cache.cells == 16
+
+    # Machinery.
+
+    @staticmethod
+    def _calls(backend: ml.Backend, scenario: Scenario) -> int:
+        """How many calls to the backend it makes."""
+        with FaultTests._rig(backend, scenario) as (r, plan):
+            plan.arm(None)
+            scenario.act(r)
+            return len(plan.calls)
+
+    @staticmethod
+    def _rig(backend: ml.Backend, scenario: Scenario) -> _Prepared:
+        return _Prepared(backend, scenario)
+
+    @staticmethod
+    def _check(r: Rig, scenario: Scenario) -> None:
+        lost = set(_lost(r)) if scenario.touches else set()
+        if not lost:
+            r.check_figures()
+            scenario.act(r)  # once more: now it works
+            scenario.follow(r)
+            r.check_figures()
+        else:
+            assert lost <= scenario.touches, "a sequence is lost whose data was not touched"
+            assert lost == scenario.touches, "a sequence whose data was touched is not marked"
+            r.model.lost = lost
+            r.check_figures()
+            for seq in sorted(lost):
+                r.remove(seq, 0)
+        r.drain()
+
+
+class _Prepared:
+    def __init__(self, backend: ml.Backend, scenario: Scenario) -> None:
+        self.plan = Plan()
+        self.backend = only_protocol(backend, self.plan)
+        self.ctx = self.backend.new_context()
+        self.scenario = scenario
+
+    def __enter__(self) -> tuple[Rig, Plan]:
+        rig = Rig(self.scenario.setup, self.backend, self.ctx)
+        self.scenario.prepare(rig)
+        return rig, self.plan
+
+    def __exit__(self, *error: object) -> None:
+        self.ctx.close()
+
+
+def _lost(r: Rig) -> Iterator[int]:
+    """The sequences that say that they are lost."""
+    for seq in range(SPARE):
+        try:
+            r.cache.copy_prefix(seq, SPARE, 0)
+        except kvcache.SequenceLostError:
+            yield seq

@@ -1,0 +1,510 @@
+"""What is torch's own about the torch backend; the contract itself is tested by ml.testing."""
+
+from __future__ import annotations
+
+import gc
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ml
+from ml import CAUSAL, DType
+
+torch = pytest.importorskip("torch")
+
+from backends.torch.attention import attend  # noqa: E402
+from backends.torch.backend import TorchBackend, TorchContext  # noqa: E402
+from backends.torch.tensor import TorchTensor  # noqa: E402
+
+FLOATS = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
+
+
+@pytest.fixture
+def backend() -> Iterator[TorchBackend]:
+    with TorchBackend(device="cpu") as opened:
+        yield opened
+
+
+@pytest.fixture
+def ctx(backend: TorchBackend) -> TorchContext:
+    return backend.new_context()
+
+
+# The plugin.
+
+
+def test_finding_the_plugin_imports_no_torch() -> None:
+    code = (
+        "import sys, ml, ml.plugins; specs = ml.plugins.registry().specs(); "
+        "assert specs['torch'].priority == 50; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_torch_the_probe_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    info = {row.name: row for row in ml.available_backends()}["torch"]
+    assert not info.available
+    assert "torch cannot be imported" in info.reason
+    assert info.install_hint == "pip install 'ml-kvcache[torch]'"
+
+
+def test_an_old_torch_is_refused_with_the_version_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cpu")
+    info = {row.name: row for row in ml.available_backends()}["torch"]
+    assert not info.available
+    assert "2.5.1+cpu is older than 2.6" in info.reason
+
+
+def test_the_probe_reports_version_and_devices() -> None:
+    info = {row.name: row for row in ml.available_backends()}["torch"]
+    assert info.available
+    assert info.version == torch.__version__
+    assert "cpu" in info.devices
+
+
+# The user's tensors.
+
+
+def test_from_native_and_native_alias_the_users_tensor(ctx: TorchContext) -> None:
+    theirs = torch.arange(12.0).reshape(3, 4)
+    ours = ctx.from_native(theirs)
+    assert ours.native is theirs
+    ctx.full((4,), -1, DType.F32).copy(ctx, ours.slice(ctx, 0, 1, 2).reshape(ctx, 4))
+    assert theirs[1].tolist() == [-1] * 4
+    theirs[2, 3] = 99
+    assert ours.to_numpy()[2, 3] == 99
+    ctx.zeros((2,), DType.I32).native[1] = 7  # and the other way round
+    assert ours.permute(ctx, 1, 0).native.data_ptr() == theirs.data_ptr()
+
+
+def test_views_of_a_users_tensor_are_bound_by_its_whole_storage(ctx: TorchContext) -> None:
+    theirs = torch.arange(10.0)
+    ours = ctx.from_native(theirs[4:6])
+    assert ours.view(ctx, -4, (10,)).to_numpy().tolist() == list(range(10))
+    with pytest.raises(ml.BoundsError, match="storage of 10"):
+        ours.view(ctx, 0, (7,))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: np.zeros(3), ml.DTypeError, "numpy|ndarray"),
+        (lambda: [1.0], ml.DTypeError, "list"),
+        (lambda: torch.zeros(2, dtype=torch.float64), ml.DTypeError, "float64"),
+        (lambda: torch.zeros(2, dtype=torch.complex64), ml.DTypeError, "complex64"),
+        (lambda: torch.zeros(2, dtype=torch.int16), ml.DTypeError, "int16"),
+        (lambda: torch.zeros(2, dtype=torch.uint16), ml.DTypeError, "uint16"),
+        (lambda: torch.zeros(2, 2).to_sparse(), ml.DTypeError, "sparse"),
+        (lambda: torch.zeros(2, device="meta"), ml.DeviceError, "meta.*opened on cpu"),
+    ],
+    ids=["numpy", "list", "float64", "complex", "int16", "uint16", "sparse", "meta"],
+)
+def test_from_native_refuses(ctx: TorchContext, make: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        ctx.from_native(make())
+
+
+def test_results_never_require_a_gradient(ctx: TorchContext) -> None:
+    leaf = torch.ones(2, 3, requires_grad=True)
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    x, weight = ctx.from_native(leaf), ctx.from_native(parameter)
+    assert x.native.data_ptr() == leaf.data_ptr()
+    for result in (x, x.mul(ctx, weight), x.view(ctx, 0, (6,)), x.softmax(ctx), x.cast(ctx, DType.F16)):
+        assert not result.native.requires_grad
+    ctx.zeros((2, 3), DType.F32).copy(ctx, x)  # a leaf may not be written in place, its memory may
+    assert leaf.detach().sum() == 0
+
+
+def test_inference_mode_may_begin_and_end_at_any_time(ctx: TorchContext) -> None:
+    with torch.inference_mode():
+        made, computed = ctx.zeros((4,), DType.F32), ctx.zeros((4,), DType.F32).exp(ctx)
+        theirs = ctx.from_native(torch.ones(4))
+    ones = ctx.full((4,), 5, DType.F32)
+    for tensor in (made, computed, theirs):
+        ones.copy(ctx, tensor)
+        tensor.set_rows(ctx, ones.slice(ctx, 0, 0, 1), [3])
+        with torch.inference_mode():
+            tensor.copy(ctx, made)
+        assert tensor.to_numpy().tolist() == [5] * 4
+
+
+def test_a_tensor_with_lazy_negation_reads_as_it_looks(ctx: TorchContext) -> None:
+    theirs = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert theirs.is_neg()
+    ours = ctx.from_native(theirs)
+    assert ours.to_numpy().tolist() == [-2, 4]
+    assert ours.add(ctx, ours).to_numpy().tolist() == [-4, 8]
+
+
+# Overlap.
+
+
+@pytest.mark.parametrize(("src", "dst"), [((0, 6), (2, 8)), ((2, 8), (0, 6)), ((1, 7), (1, 7))])
+def test_copies_between_two_wrappers_of_one_memory_read_first(
+    ctx: TorchContext, src: tuple[int, int], dst: tuple[int, int]
+) -> None:
+    memory = np.arange(16, dtype=np.float32)
+    expected = memory.copy()
+    expected[2 * dst[0] : 2 * dst[1] : 2] = memory[2 * src[0] : 2 * src[1] : 2].copy()
+    # Storages of their own, as far as torch knows.
+    a, b = torch.from_numpy(memory[2 * src[0] :]), torch.from_numpy(memory[2 * dst[0] :])
+    source = ctx.from_native(a).view(ctx, 0, (6,), (2,))
+    source.copy(ctx, ctx.from_native(b).view(ctx, 0, (6,), (2,)))
+    assert memory.tolist() == expected.tolist()
+
+
+def test_a_users_wrapper_of_our_storage_is_found_to_overlap(ctx: TorchContext) -> None:
+    ours = ctx.arange(0, 8, 1, DType.F32)
+    for _ in range(2):  # the first copy notes where the storage lies, the second uses it
+        theirs = ctx.from_native(ours.native[0:6])
+        before = ours.to_numpy()
+        theirs.copy(ctx, ours.slice(ctx, 0, 2, 8))
+        assert ours.to_numpy().tolist() == [*before[:2], *before[:6]]
+
+
+def test_set_rows_from_the_same_memory_reads_first(ctx: TorchContext) -> None:
+    grid = ctx.arange(0, 8, 1, DType.I32).reshape(ctx, 4, 2)
+    grid.set_rows(ctx, ctx.from_native(grid.native[0:3]), [1, 2, 3])
+    assert grid.to_numpy().tolist() == [[0, 1], [0, 1], [2, 3], [4, 5]]
+
+
+def test_interleaved_strides_that_torch_lets_pass_are_read_only(ctx: TorchContext) -> None:
+    base = ctx.zeros((10,), DType.F32)
+    shared = base.view(ctx, 0, (3, 4), (2, 1))
+    for dst in (shared, base.view(ctx, 0, (2, 2), (0, 1))):
+        with pytest.raises(ml.ReadOnlyError):
+            ctx.full(dst.shape, 1, DType.F32).copy(ctx, dst)
+    assert not base.to_numpy().any()
+
+
+# Memory.
+
+
+def test_the_ledger_counts_allocations_until_their_last_view_goes(backend: TorchBackend) -> None:
+    ctx = backend.new_context()
+    assert backend.memory().allocated == 0
+    tensor = ctx.zeros((4, 256), DType.F16)
+    view = tensor.slice(ctx, 0, 1, 2)
+    theirs = ctx.from_native(torch.zeros(1000))
+    assert backend.memory().allocated == 2048
+    result = theirs.add(ctx, theirs)
+    top, _ = result.top_k(ctx, 3)
+    assert backend.memory().allocated == 2048 + 4000 + 12 + 12
+    del result, _
+    del tensor
+    gc.collect()
+    assert backend.memory().allocated == 2048 + 12
+    del view, top
+    gc.collect()
+    assert backend.memory().allocated == 0
+    row = backend.memory().devices[0]
+    assert row.device == "cpu"
+    assert row.total is None or row.free is None or 0 < row.free <= row.total
+
+
+def test_what_does_not_fit_names_the_bytes_and_the_device(ctx: TorchContext) -> None:
+    with pytest.raises(ml.DeviceError, match=f"{4 << 60} bytes.*on cpu"):
+        ctx.empty((1 << 60,), DType.F32)
+    wide = ctx.zeros((1,), DType.F32).view(ctx, 0, (1 << 56,), (0,))
+    with pytest.raises(ml.DeviceError, match=f"exp: out of memory on cpu.*{4 << 56} bytes"):
+        wide.exp(ctx)
+
+
+def test_results_are_contiguous_so_that_views_of_them_count_as_expected(ctx: TorchContext) -> None:
+    turned = ctx.arange(0, 6, 1, DType.F32).reshape(ctx, 2, 3).permute(ctx, 1, 0)
+    for result in (
+        turned.exp(ctx),
+        turned.add(ctx, turned),
+        turned.cast(ctx, DType.F32),
+        turned.softmax(ctx),
+    ):
+        assert result.strides == (2, 1)
+
+
+# Devices.
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "no such device", "meta", "cpu:x", 3, None])
+def test_an_absent_device_is_refused_with_those_that_exist(device: Any) -> None:
+    with pytest.raises(ml.DeviceError, match=r"torch has no device .*there are: .*cpu"):
+        TorchBackend(devices=[device])
+
+
+def test_devices_are_named_once_and_said_in_one_way() -> None:
+    for options in (
+        {"device": "cpu", "devices": ["cpu"]},
+        {"devices": []},
+        {"devices": "cpu"},
+        {"devices": ["cpu", torch.device("cpu")], "layers": 2},
+    ):
+        with pytest.raises(ml.DeviceError):
+            TorchBackend(**options)  # type: ignore[arg-type]
+    for layers in (None, 0):
+        with pytest.raises(ml.ShapeError, match="layers"):
+            TorchBackend(devices=["cpu:0", "cpu:1"], layers=layers)
+
+
+def test_a_torch_device_is_a_device_too() -> None:
+    with ml.open_backend("torch", device=torch.device("cpu")) as backend:
+        assert [(device.name, device.kind) for device in backend.devices] == [("cpu", "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("layers", "devices", "expected"),
+    [(4, 2, [0, 0, 1, 1]), (5, 2, [0, 0, 0, 1, 1]), (2, 3, [0, 1]), (3, 1, [0, 0, 0])],
+)
+def test_layers_are_split_evenly_in_order(layers: int, devices: int, expected: list[int]) -> None:
+    names = [f"cpu:{i}" for i in range(devices)]
+    with TorchBackend(devices=names, layers=layers) as backend, backend.new_context() as ctx:
+        assert [ctx.layer(i).device for i in range(layers)] == [names[i] for i in expected]
+        assert ctx.layer(layers - 1).layer(0).device == ctx.input().device == "cpu:0"
+        with pytest.raises(ml.BoundsError, match=f"layers={layers}"):
+            ctx.layer(layers)
+
+
+def test_results_lie_on_the_device_of_the_context_and_writes_on_the_destinations() -> None:
+    with TorchBackend(devices=["cpu:0", "cpu:1"], layers=2) as backend:
+        first = backend.new_context()
+        second = first.layer(1)
+        a, b = first.full((256,), 1, DType.F32), second.full((256,), 2, DType.F32)
+        assert [row.allocated for row in backend.memory().devices] == [1024, 1024]
+        results = [a.add(ctx, b) for ctx in (first, second)]
+        assert [result.device for result in results] == ["cpu:0", "cpu:1"]
+        assert a.copy(second, b) is b
+        assert (b.device, b.view(first, 1, (3,)).device, a.cast(second, DType.F16).device) == ("cpu:1",) * 3
+        assert second.from_native(torch.zeros(2)).device == "cpu:1"
+        assert [row.allocated for row in backend.memory().devices] == [2048, 2048]
+
+
+def test_contexts_of_layers_close_with_the_one_they_came_from() -> None:
+    with TorchBackend(devices=["cpu:0", "cpu:1"], layers=2) as backend:
+        ctx = backend.new_context()
+        layer = ctx.layer(1)
+        layer.close()
+        assert ctx.layer(1).zeros((1,), DType.F32).device == "cpu:1"
+        layer = ctx.layer(1)
+        ctx.close()
+        for closed in (ctx, layer):
+            with pytest.raises(ml.ClosedError):
+                closed.zeros((1,), DType.F32)
+
+
+def test_a_closed_backend_refuses_use_on_the_fast_paths_too(backend: TorchBackend) -> None:
+    ctx = backend.new_context()
+    tensor = ctx.zeros((4,), DType.F32)
+    backend.close()
+    for use in (
+        lambda: tensor.view(ctx, 0, (2,)),
+        lambda: tensor.slice(ctx, 0, 0, 1),
+        lambda: tensor.copy(ctx, tensor),
+        lambda: ctx.from_native(torch.zeros(1)),
+        lambda: backend.attention(ctx, tensor, tensor, tensor, None, 1.0),
+        tensor.to_numpy,
+        backend.memory,
+    ):
+        with pytest.raises(ml.ClosedError):
+            use()
+
+
+# Values where torch needs help.
+
+
+def test_equal_values_come_in_order_from_top_k(ctx: TorchContext) -> None:
+    x = np.zeros((3, 1000), np.float32)
+    x[0, ::7], x[1, 5], x[2] = 1, 1, np.arange(1000) // 2
+    values, indices = ctx.from_numpy(x).top_k(ctx, 4)
+    assert indices.to_numpy().tolist() == [[0, 7, 14, 21], [5, 0, 1, 2], [998, 999, 996, 997]]
+    assert values.to_numpy().tolist() == [[1, 1, 1, 1], [1, 0, 0, 0], [499, 499, 498, 498]]
+
+
+def test_a_mean_of_large_f16_does_not_overflow_as_its_sum_would(ctx: TorchContext) -> None:
+    assert ctx.full((100,), 60000, DType.F16).mean(ctx, 0).to_numpy() == np.float16(60000)
+
+
+def test_bounds_beyond_f16_clamp_nothing_away(ctx: TorchContext) -> None:
+    x = ctx.from_numpy(np.array([-np.inf, -2, 2, np.inf], np.float16))
+    assert x.clamp(ctx, -1e9, 1e9).to_numpy().tolist() == [-np.inf, -2, 2, np.inf]
+    assert ctx.full((1,), 1e9, DType.F16).to_numpy()[0] == np.inf
+
+
+def test_read_only_and_reversed_host_arrays_raise_no_warning(ctx: TorchContext) -> None:
+    host = np.arange(4)
+    host.flags.writeable = False
+    grid = ctx.from_numpy(host)
+    assert grid.rows(ctx, host[::-1]).to_numpy().tolist() == [3, 2, 1, 0]
+
+
+# Attention, against a reference in float64.
+
+
+def reference(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None, scale: float, sinks: Any = None
+) -> np.ndarray:
+    """One query head at a time: softmax(scale * q @ k.T + mask, with the sink) @ v."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    tokens, heads, _ = q.shape
+    group = heads // k.shape[1]
+    out = np.zeros((tokens, heads, v.shape[2]))
+    for head in range(heads):
+        scores = scale * q[:, head] @ k[:, head // group].T
+        if mask is not None:
+            scores = scores + mask[:tokens]
+        top = scores.max(-1, keepdims=True)
+        weights = np.exp(scores - top)
+        total = weights.sum(-1, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(float(sinks[head]) - top)
+        out[:, head] = weights / total @ v[:, head // group]
+    return out
+
+
+def additive(tokens: int, history: int) -> np.ndarray:
+    """Causal and bottom-right aligned: row i of 3 over 5 keys sees 3, 4 and 5 of them."""
+    seen = np.arange(history)[None, :] <= np.arange(history - tokens, history)[:, None]
+    return np.where(seen, 0.0, -np.inf).astype(np.float32)
+
+
+def made(ctx: TorchContext, rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> TorchTensor:
+    return ctx.from_numpy(rng.standard_normal(shape).astype(np.float32), dtype)  # type: ignore[return-value]
+
+
+def head_major(ctx: TorchContext, x: TorchTensor) -> TorchTensor:
+    """The same (history, kv_heads, size) as a view of (kv_heads, cells, size), as a cache gives it."""
+    history, heads, size = x.shape
+    cells = history + 3
+    buffer = ctx.full((heads, cells, size), math.nan, x.dtype)
+    shown = buffer.view(ctx, 0, (history, heads, size), (size, cells * size, 1))
+    x.copy(ctx, shown)
+    return shown
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("form", ["mask", "causal", "none"])
+@pytest.mark.parametrize(
+    ("tokens", "history", "heads", "kv_heads", "head_dim", "v_dim"),
+    [(1, 9, 4, 2, 16, 16), (1, 9, 2, 2, 16, 16), (1, 600, 8, 2, 32, 32), (5, 9, 4, 2, 16, 16),
+     (9, 9, 6, 2, 16, 16), (5, 9, 4, 1, 16, 8), (5, 9, 4, 4, 8, 24), (1, 1, 2, 1, 8, 8)],
+)  # fmt: skip
+def test_attention_agrees_with_float64(
+    ctx: TorchContext, tokens: int, history: int, heads: int, kv_heads: int, head_dim: int, v_dim: int,
+    form: str, sinks: bool, dtype: DType,
+) -> None:  # fmt: skip
+    rng = np.random.default_rng(history * 7 + tokens)
+    q = made(ctx, rng, (tokens, heads, head_dim), dtype)
+    k = head_major(ctx, made(ctx, rng, (history, kv_heads, head_dim), dtype))
+    v = head_major(ctx, made(ctx, rng, (history, kv_heads, v_dim), dtype))
+    logits = made(ctx, rng, (heads,), dtype).scale(ctx, 3) if sinks else None
+    matrix = None if form == "none" else additive(tokens, history)
+    mask: Any = {"none": None, "causal": CAUSAL}.get(form)
+    if form == "mask":
+        mask = ctx.from_numpy(np.pad(additive(tokens, history), ((0, 3), (0, 0)), constant_values=-np.inf))
+    scale = 1.7 / math.sqrt(head_dim)
+    result = ctx.backend.attention(ctx, q, k, v, mask, scale, logits)
+    assert (result.dtype, result.shape, result.native.is_contiguous()) == (
+        dtype,
+        (tokens, heads, v_dim),
+        True,
+    )
+    host = [x.to_numpy() for x in (q, k, v)]
+    expected = reference(*host, matrix, scale, None if logits is None else logits.to_numpy())
+    tolerance = {DType.F32: 2e-6, DType.F16: 2e-3, DType.BF16: 1.5e-2}[dtype]
+    np.testing.assert_allclose(result.to_numpy().astype(np.float64), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_both_ways_to_share_a_kv_head_give_the_same(
+    ctx: TorchContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (made(ctx, rng, shape, DType.F32) for shape in ((5, 4, 8), (9, 2, 8), (9, 2, 8)))
+    mask, sinks = ctx.from_numpy(additive(5, 9)), made(ctx, rng, (4,), DType.F32)
+    stacked = [attend(ctx, q, k, v, mask, 0.4, s).to_numpy() for s in (None, sinks)]
+    monkeypatch.setattr("backends.torch.attention.STACKED_MASK_LIMIT", 0)
+    grouped = [attend(ctx, q, k, v, mask, 0.4, s).to_numpy() for s in (None, sinks)]
+    np.testing.assert_allclose(grouped, stacked, rtol=1e-5, atol=1e-6)
+
+
+def test_the_body_without_sdpa_goes_in_blocks_of_queries(
+    ctx: TorchContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(1)
+    q, k, v = (made(ctx, rng, shape, DType.F32) for shape in ((7, 4, 8), (9, 2, 8), (9, 2, 6)))
+    monkeypatch.setattr("backends.torch.attention.SCORES_LIMIT", 4 * 9 * 3)
+    result = attend(ctx, q, k, v, CAUSAL, 0.4, None).to_numpy()
+    expected = reference(*(x.to_numpy() for x in (q, k, v)), additive(7, 9), 0.4)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_masks_of_any_float_dtype_and_layout_are_taken(ctx: TorchContext) -> None:
+    rng = np.random.default_rng(2)
+    q, k, v = (made(ctx, rng, shape, DType.F32) for shape in ((3, 2, 8), (6, 2, 8), (6, 2, 8)))
+    bias = np.where(additive(3, 6) < 0, -np.inf, rng.integers(-4, 4, (3, 6)) / 4).astype(np.float32)
+    expected = reference(*(x.to_numpy() for x in (q, k, v)), bias, 0.3)
+    turned = ctx.from_numpy(np.ascontiguousarray(bias.T)).permute(ctx, 1, 0)
+    spread = ctx.from_numpy(np.repeat(bias, 2, axis=1)).slice(ctx, 1, 0, 12, 2)
+    for mask in (turned, spread, *(ctx.from_numpy(bias, dtype) for dtype in FLOATS)):
+        for sinks in (None, ctx.full((2,), -1e9, DType.BF16)):
+            result = attend(ctx, q, k, v, mask, 0.3, sinks).to_numpy()
+            np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_no_query_and_no_history_give_no_rows_and_zeros(ctx: TorchContext) -> None:
+    empty, some = ctx.zeros((0, 2, 8), DType.F32), ctx.full((3, 2, 8), 1, DType.F32)
+    assert attend(ctx, empty, some, some, None, 1.0, None).shape == (0, 2, 8)
+    assert not attend(ctx, some, empty, empty, None, 1.0, None).to_numpy().any()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "mask", "sinks"),
+    [
+        (((3, 4, 8), (5, 3, 8), (5, 3, 8)), None, None),  # 4 heads over 3
+        (((3, 4, 8), (5, 2, 6), (5, 2, 8)), None, None),  # another head_dim
+        (((3, 4, 8), (5, 2, 8), (6, 2, 8)), None, None),  # another history
+        (((3, 4, 8), (5, 2, 8), (5, 2)), None, None),
+        (((3, 4, 8), (5, 2, 8), (5, 2, 8)), (2, 5), None),  # fewer rows than queries
+        (((3, 4, 8), (5, 2, 8), (5, 2, 8)), (3, 6), None),
+        (((3, 4, 8), (2, 2, 8), (2, 2, 8)), CAUSAL, None),  # a query that sees nothing
+        (((3, 4, 8), (5, 2, 8), (5, 2, 8)), None, (2,)),
+    ],
+)
+def test_attention_refuses_shapes_that_do_not_fit(
+    ctx: TorchContext, shapes: Any, mask: Any, sinks: Any
+) -> None:
+    q, k, v = (ctx.zeros(shape, DType.F32) for shape in shapes)
+    given = ctx.zeros(mask, DType.F32) if isinstance(mask, tuple) else mask
+    logits = None if sinks is None else ctx.zeros(sinks, DType.F32)
+    with pytest.raises(ml.ShapeError, match="attention"):
+        ctx.backend.attention(ctx, q, k, v, given, 1.0, logits)  # type: ignore[arg-type]
+
+
+def test_the_cache_is_asked_for_head_major_and_masks_of_the_default_dtype() -> None:
+    for dtype in FLOATS:
+        with TorchBackend(device="cpu", dtype=dtype) as backend:
+            config = backend.cache_config()
+            assert (config.layout, config.mask_dtype) == (ml.Layout.HEAD_MAJOR, dtype)
+            assert config.elide_mask
+            assert isinstance(backend, ml.SupportsAttention)
+            assert isinstance(backend, ml.SupportsCacheConfig)
+
+
+# On a GPU, where this machine has one.
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_device_holds_tensors_attends_and_counts() -> None:
+    with ml.open_backend("torch", devices=["cpu", "cuda:0"], layers=2) as backend:
+        host = backend.new_context()
+        ctx = host.layer(1)
+        q = host.from_numpy(np.ones((1, 2, 8), np.float32))
+        k = ctx.from_numpy(np.ones((4, 1, 8), np.float32))
+        result = q.add(ctx, ctx.zeros((1, 2, 8), DType.F32))
+        assert result.native.is_cuda
+        out = backend.attention(ctx, q, k, k, None, 1.0)  # type: ignore[attr-defined]
+        np.testing.assert_allclose(out.to_numpy(), 1, rtol=1e-6)
+        assert backend.memory().devices[1].allocated > 0

@@ -1,0 +1,13 @@
+"""The shipped cache suite on our PyTorch backend, used exactly as a stranger uses it."""
+
+import pytest
+
+from kvcache.testing import CacheTests
+
+pytest.importorskip("torch")
+
+
+class TestTorch(CacheTests):
+    backend_name = "torch"
+    traces = 200
+    examples = 15

@@ -1,0 +1,474 @@
+"""The ``kvcache`` command: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from rich.console import Console
+from typer.testing import CliRunner
+
+import kvcache.cli
+import kvcache.commands
+import ml
+from kvcache.runner.errors import ModelError
+from kvcache.runner.generate import Generator
+from kvcache.runner.loading import bundled_model
+from kvcache.runner.requests import Finished, Prefilled, Started, Statistics, Token
+from kvcache.screen import LiveScreen, Totals
+
+Make = Callable[..., Path]
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*arguments: object, env: dict[str, str] | None = None) -> Any:
+    """Exit code, stdout and stderr of a command line, in this process."""
+    return CliRunner().invoke(kvcache.cli.app, [str(argument) for argument in arguments], env=env)
+
+
+def command(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "kvcache", *map(str, arguments)]
+    return subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, encoding="utf-8", **options
+    )
+
+
+def test_generate_on_stories_prints_the_known_text(stories: Path, stories_text: str) -> None:
+    result = run("generate", "--model", stories, "--prompt", "", "--max-tokens", 200, "--prefill-chunk", 7)
+    assert result.exit_code == 0, result.stderr
+    text, summary = result.stdout.split("\n\ntokens reused")
+    assert text == stories_text
+    assert result.stderr == ""
+    for line in ("tokens computed   1", "tokens generated  200", "prefill", "decode", "tokens/s", "cache"):
+        assert line in summary
+
+
+def test_the_text_follows_its_prompt_and_stops(stories: Path) -> None:
+    result = run(
+        "generate",
+        "--model",
+        stories,
+        "--prompt",
+        "Once upon a",
+        "--max-tokens",
+        99,
+        "--stop",
+        "girl",
+        "--stop",
+        "x",
+    )
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("Once upon a time, there was a little \n\ntokens reused")
+
+
+def test_several_prompts_are_labelled_and_shared(stories: Path) -> None:
+    result = run(
+        "generate",
+        "--model",
+        stories,
+        "--prompt",
+        "Once upon a time",
+        "--prompt",
+        "Once upon a",
+        "--max-tokens",
+        5,
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "[1] Once upon a time, there" in result.stdout
+    assert "[2] Once upon a time" in result.stdout
+    assert "tokens reused     3" in result.stdout
+
+
+def test_json_is_one_object(make_model: Make) -> None:
+    folder = make_model()
+    arguments = (
+        "--max-tokens",
+        6,
+        "--temperature",
+        0.9,
+        "--seed",
+        3,
+        "--top-k",
+        40,
+        "--top-p",
+        0.9,
+        "--json",
+    )
+    result = run("generate", "--model", folder, "--prompt", "abc", "--prompt", "abd", *arguments)
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(result.stdout)
+    assert record["backend"] == "numpy"
+    assert record["dtype"] == "F32"
+    first, second = record["outputs"]
+    assert (first["prompt"], first["prompt_tokens"], first["reused"], first["computed"]) == ("abc", 4, 0, 4)
+    assert (second["reused"], second["computed"]) == (3, 1)
+    assert record["statistics"]["reused_tokens"] == 3
+    assert record["statistics"]["cache_bytes"] > 0
+    again = json.loads(run("generate", "--model", folder, "--prompt", "abc", *arguments).stdout)
+    assert again["outputs"][0]["text"] == first["text"]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "F16", "bf16"])
+def test_dtypes(make_model: Make, dtype: str) -> None:
+    arguments = ("--dtype", dtype, "--cache-dtype", "bf16", "--max-tokens", 2, "--json")
+    result = run("generate", "--model", make_model(), "--prompt", "a", *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["dtype"] == dtype.upper()
+
+
+def test_the_backend_may_come_from_the_environment(make_model: Make) -> None:
+    result = run("generate", "--model", make_model(), "--prompt", "a", env={"ML_BACKEND": "nothing"})
+    assert result.exit_code == 1
+    assert "no backend 'nothing'" in result.stderr
+
+
+def test_the_bundled_model_is_the_default() -> None:
+    try:
+        bundled_model()
+    except ModelError as error:
+        pytest.skip(str(error))
+    result = run("generate", "--prompt", "And the LORD said unto", "--max-tokens", 8)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("And the LORD said unto ")
+
+
+def test_without_the_bundled_model_another_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("kvcache.runner.loading.__file__", str(tmp_path / "loading.py"))
+    result = run("generate", "--prompt", "x")
+    assert result.exit_code == 1
+    assert "name another with --model" in result.stderr
+
+
+# Bad input: one line on stderr, exit code 1, and nothing on stdout.
+
+
+def broken(folder: Path, name: str, change: Callable[[bytes], bytes]) -> Path:
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
+    return folder
+
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+BAD: dict[str, tuple[Callable[[Make], list[object]], str]] = {
+    "no such folder": (lambda make: ["--model", "/no/such/folder"], "/no/such/folder: no such model folder"),
+    "no config": (lambda make: ["--model", ROOT / "tests"], "no config.json"),
+    "architecture": (
+        lambda make: ["--model", broken(make(), "config.json", lambda b: b.replace(b"Llama", b"Mamba"))],
+        "unsupported architecture MambaForCausalLM; supported are LlamaForCausalLM, MistralForCausalLM",
+    ),
+    "missing tensor": (
+        lambda make: ["--model", broken(make(), "config.json", lambda b: b.replace(b'": true', b'": false'))],
+        "no tensor 'lm_head.weight'",
+    ),
+    "wrong shape": (
+        lambda make: ["--model", make({QUERY: np.zeros((32, 48), np.float32)})],
+        f"{QUERY} has shape (32, 48); the config says (32, 32)",
+    ),
+    "truncated": (
+        lambda make: ["--model", broken(make(), "model.safetensors", lambda b: b[:-1000])],
+        "truncated or not a safetensors file",
+    ),
+    "no tokenizer": (
+        lambda make: ["--model", broken(make(), "tokenizer.json", lambda b: b"{}")],
+        "not a tokenizer.json",
+    ),
+    "long prompt": (
+        lambda make: ["--model", make(), "--capacity", 8, "--prompt", "more than eight"],
+        "the prompt has 16 tokens, more than the capacity of 8",
+    ),
+    "longer than the model": (
+        lambda make: ["--model", make(), "--prompt", "x" * 300],
+        "301 tokens, more than the model's 256 positions",
+    ),
+    "backend": (lambda make: ["--model", make(), "--backend", "abacus"], "no backend 'abacus'; there are: "),
+    "device": (lambda make: ["--model", make(), "--device", "tpu"], "no device 'tpu'"),
+    "capacity": (
+        lambda make: ["--model", make(), "--capacity", 10**12],
+        "a cache of 1 x 1000000000000 tokens in F32 needs",
+    ),
+    "top_p": (lambda make: ["--model", make(), "--top-p", 0], "top_p=0.0; it is in (0, 1]"),
+    "stop": (lambda make: ["--model", make(), "--stop", ""], "not empty"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_1(case: str, make_model: Make) -> None:
+    make, message = BAD[case]
+    arguments = make(make_model)
+    prompt = [] if "--prompt" in arguments else ["--prompt", "x"]
+    result = run("generate", *arguments, *prompt)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert result.stderr.startswith("kvcache: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_unknown_backend_says_how_to_install_the_others(make_model: Make) -> None:
+    result = run("generate", "--model", make_model(), "--prompt", "x", "--backend", "abacus")
+    for info in ml.available_backends():
+        if info.install_hint:
+            assert info.name in result.stderr
+            assert info.install_hint in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate"],
+        ["generate", "--prompt", "x", "--max-tokens", "0"],
+        ["generate", "--prompt", "x", "--temperature", "-1"],
+        ["generate", "--prompt", "x", "--dtype", "f64"],
+        ["generate", "--prompt", "x", "--nonsense"],
+        ["nonsense"],
+    ],
+)
+def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+
+
+def test_debug_shows_the_trace(tmp_path: Path) -> None:
+    quiet = run("generate", "--prompt", "x", "--model", tmp_path / "none")
+    loud = run("generate", "--prompt", "x", "--model", tmp_path / "none", "--debug")
+    assert "Traceback" not in quiet.stderr
+    assert "Traceback" in loud.stderr
+    assert loud.stderr.splitlines()[-1] == quiet.stderr.strip()
+    assert loud.exit_code == quiet.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("odd\nthing"), "kvcache: RuntimeError: odd thing; --debug shows where\n"),
+        (MemoryError(), "kvcache: out of memory; use a smaller --capacity or a narrower --dtype\n"),
+        (ml.DeviceError("no kernel"), "kvcache: no kernel\n"),
+    ],
+)
+def test_failures_while_generating(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def fail(*_: object) -> Any:
+        raise error
+
+    monkeypatch.setattr(Generator, "_step", fail)
+    result = run("generate", "--model", make_model(), "--prompt", "x")
+    assert (result.exit_code, result.stderr) == (1, message)
+
+
+# Ctrl-C.
+
+
+def test_interrupted_in_the_middle(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[Generator] = []
+    free, step = Generator._free, Generator._step
+
+    def counting_free(self: Generator) -> None:
+        free(self)
+        freed.append(self)
+
+    def interrupted(self: Generator) -> Iterator[Any]:
+        if self.statistics.generated_tokens == 3:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Generator, "_free", counting_free)
+    monkeypatch.setattr(Generator, "_step", interrupted)
+    result = run("generate", "--model", make_model(), "--prompt", "x", "--max-tokens", 50)
+    assert result.exit_code == 130
+    assert result.stderr == "kvcache: interrupted after 3 tokens; the cache is released\n"
+    assert len(freed) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
+def test_a_real_ctrl_c(stories: Path) -> None:
+    process = command("generate", "--model", stories, "--prompt", "Once", "--max-tokens", 500)
+    assert process.stdout is not None
+    assert process.stdout.read(12) == "Once upon a "  # it is generating
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted after" in errors
+    assert "Traceback" not in errors
+
+
+# The command itself.
+
+
+def test_as_a_module_and_without_a_framework(make_model: Make) -> None:
+    """The whole command on NumPy imports no other framework."""
+    code = (
+        "import sys; from kvcache.cli import main\n"
+        f"sys.argv[1:] = ['generate', '--model', {str(make_model())!r}, '--prompt', 'x']\n"
+        "try: main()\n"
+        "except SystemExit as e: assert not e.code, e.code\n"
+        "found = {'torch', 'mlx', 'cupy', 'jax', 'transformers'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    process = command("--version")
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out.strip()) == (0, "0.1.0")
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None\nfrom kvcache.cli import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == f"kvcache: {missing} is not installed; the command needs: pip install 'ml-kvcache[cli]'\n"
+    )
+
+
+def test_cli_has_no_other_names() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = kvcache.cli.nonsense
+
+
+def test_help_shows_an_example_for_each_command() -> None:
+    for name in ("generate", "backends"):
+        result = run(name, "--help", env={"COLUMNS": "200"})
+        assert result.exit_code == 0
+        assert f"Example: kvcache {name}" in result.stdout
+
+
+def test_backends_lists_them_all() -> None:
+    infos = ml.available_backends()
+    result = run("backends")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[:5] == ["name", "available", "version", "priority", "devices"]
+    assert [line.split()[0] for line in lines[1:]] == [info.name for info in infos]
+    assert "yes" in next(line for line in lines if line.startswith("numpy"))
+
+
+def test_backends_as_json() -> None:
+    rows = json.loads(run("backends", "--json").stdout)
+    assert {row["name"] for row in rows} >= {"numpy"}
+    assert set(rows[0]) == {
+        "name", "available", "reason", "version", "devices", "priority", "install_hint"
+    }  # fmt: skip
+
+
+def test_backends_that_cannot_run_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = ml.BackendInfo("abacus", False, "no beads", None, (), 3, "pip install beads")
+    monkeypatch.setattr(ml, "available_backends", lambda: (info,))
+    assert "no beads; pip install beads" in run("backends").stdout
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    console.print(kvcache.commands._backends_table([info]))
+    assert "no beads; pip install beads" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+# A terminal.
+
+
+class Terminal:
+    """A console that thinks it is one, and what it was sent."""
+
+    def __init__(self, width: int = 60) -> None:
+        self.console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False)
+
+    @property
+    def text(self) -> str:
+        """What stays: the live part erases itself, so only whole printed lines count."""
+        return self.console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def answer(request: int, text: str) -> Finished:
+    return Finished(request, "length", text, (5, 6), 4, 1)
+
+
+def test_the_live_screen_streams_whole_lines_and_ends_clean() -> None:
+    terminal = Terminal(40)
+    screen = LiveScreen(["In the"], terminal.console)
+    for done in range(1, 4):
+        screen.loading(done, 3)
+    screen.event(Started(0, 4, 1))
+    screen.event(Prefilled(0, 4, 4))
+    words = " beginning God created the heaven and the earth.\nAnd"
+    for word in words.split(" ")[1:]:
+        screen.event(Token(0, 7, f" {word}"))
+    screen.event(answer(0, words))
+    screen.stop()
+    screen.finish([answer(0, words)], Statistics(4, 1, 3, 9, 8, 0.5, 0.5), 4096)
+    text = terminal.text
+    assert "3/3" in text
+    assert "tok/s" in text
+    assert "In the beginning God created the heaven\n" in text
+    assert "and the earth.\n" in text
+    assert "And\n" in text
+    assert "4.0 KiB" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h")  # the cursor is shown again
+
+
+def test_the_live_screen_frames_several_answers() -> None:
+    terminal = Terminal()
+    screen = LiveScreen(["one", "two"], terminal.console)
+    for i in range(2):
+        screen.event(Started(i, 2, 0))
+        screen.event(answer(i, f" answer {i}"))
+    screen.stop()
+    screen.finish([answer(i, f" answer {i}") for i in range(2)], Statistics(), 0)
+    assert " answer 1" in terminal.text
+    assert "2 · reused 1 · computed 3" in terminal.text
+
+
+def test_the_progress_line_counts() -> None:
+    totals = Totals()
+    for event in (
+        Started(0, 10, 4),
+        Prefilled(0, 7, 10),
+        Started(1, 2, 0),
+        Prefilled(0, 10, 10),
+        Token(0, 3, "x"),
+    ):
+        totals.take(event)
+    time.sleep(0.01)
+    totals.take(Token(0, None, "rest"))
+    totals.take(answer(0, "xrest"))
+    line = totals.line(2)
+    assert line.startswith("1/2 done · 1 tokens · ")
+    assert line.endswith("tok/s · prompt 10/12 · reused 4 · computed 6")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals on Windows")
+def test_on_a_real_terminal(stories: Path) -> None:
+    import pty
+
+    leader, follower = pty.openpty()
+    line = ["generate", "--model", str(stories), "--prompt", "Once upon a", "--max-tokens", "20"]
+    environment = {**os.environ, "COLUMNS": "70", "TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvcache", *line], stdout=follower, stderr=follower, cwd=ROOT, env=environment
+    )
+    os.close(follower)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux reports the end as an error
+        while piece := os.read(leader, 65536):
+            shown += piece
+    os.close(leader)
+    assert process.wait(60) == 0
+    text = shown.decode()
+    assert "tok/s" in text
+    assert "Once upon a time, there was a little girl named Lily" in text
+    assert "tokens generated" in text

@@ -1,0 +1,514 @@
+"""The generation loop: the known answer, sharing, stopping, and a cache that is always left empty."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+import kvcache
+import ml
+from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
+from kvcache.runner.generate import Generator, GeneratorOptions
+from kvcache.runner.loading import load_model
+from kvcache.runner.memory import cache_bytes, check_memory, human_bytes
+from kvcache.runner.requests import Finished, Prefilled, Settings, Started, Token
+from kvcache.runner.runs import StopStrings, common_prefix
+from kvcache.runner.tokenizer import Tokenizer
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def stories_model(stories: Path, runner_backend: ml.Backend) -> Any:
+    return load_model(stories, runner_backend)
+
+
+@pytest.fixture(scope="module")
+def stories_tokenizer(stories: Path) -> Tokenizer:
+    return Tokenizer.load(stories)
+
+
+@pytest.fixture
+def small(make_model: Make, numpy_backend: ml.Backend) -> Any:
+    """A random model of 256 positions on NumPy."""
+    return load_model(make_model(), numpy_backend)
+
+
+@contextlib.contextmanager
+def generator_of(model: Any, tokenizer: Tokenizer | None = None, **options: Any) -> Iterator[Generator]:
+    """A generator whose cache must be empty at the end, whatever happened in between."""
+    with Generator(model, tokenizer, options=GeneratorOptions(**options)) as generator:
+        yield generator
+        assert generator.cache.free_cells == generator.cache.cells  # type: ignore[attr-defined]
+
+
+def reference(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
+    """Greedy without any reuse: one request, a cache of its own, one token per pass."""
+    with generator_of(model, max_sequences=1, prefill_chunk=1) as generator:
+        return generator.complete([prompt], Settings(count, ignore_eos=True))[0].tokens
+
+
+# The known answer.
+
+
+def test_stories_says_what_its_authors_check(
+    stories_model: Any, stories_tokenizer: Tokenizer, stories_text: str
+) -> None:
+    with generator_of(stories_model, stories_tokenizer) as generator:
+        (answer,) = generator.complete([""], Settings(200))
+    assert answer.text == stories_text
+    assert answer.reason == "length"
+    assert len(answer.tokens) == 200
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_stories_with_its_beginning_prefilled_in_chunks(
+    stories_model: Any, stories_tokenizer: Tokenizer, stories_text: str, chunk: int
+) -> None:
+    """The first 129 tokens of the text as the prompt, computed in chunks; the rest comes out the same."""
+    with generator_of(stories_model, stories_tokenizer, prefill_chunk=chunk) as generator:
+        whole = generator.complete([""], Settings(200))[0]
+        prompt = [1, *whole.tokens[:129]]
+        events = list(generator.generate([prompt], Settings(71)))
+    answer = events[-1]
+    assert isinstance(answer, Finished)
+    assert answer.tokens == whole.tokens[129:]
+    assert stories_text.endswith(answer.text)
+    assert [event.done for event in events if isinstance(event, Prefilled)] == [
+        *range(chunk, 130, chunk), 130
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_stories_between_two_others_in_one_cache(
+    stories_model: Any, stories_tokenizer: Tokenizer, stories_text: str, chunk: int
+) -> None:
+    others = ["Tim had a big dog. The dog", "Once upon a time, in a dark wood"]
+    with generator_of(stories_model, stories_tokenizer, prefill_chunk=chunk) as generator:
+        answers = generator.complete([others[0], "", others[1]], Settings(200))
+        assert answers[1].text == stories_text
+        for other, answer in zip(others, answers[::2], strict=True):
+            alone = generator.complete([other], Settings(30))[0]
+            assert alone.tokens == answer.tokens[:30]
+
+
+# Sharing prefixes.
+
+
+def test_a_common_prefix_is_computed_once(small: Any) -> None:
+    shared = list(range(10, 50))
+    prompts = [[1, *shared, 60], [1, *shared, 70, 71], [1, *shared, 80], [1, 200]]
+    with generator_of(small, max_sequences=4) as generator:
+        answers = generator.complete(prompts, Settings(8, ignore_eos=True))
+        counts = generator.statistics
+    assert [answer.reused for answer in answers] == [0, 41, 41, 1]
+    assert (counts.prompt_tokens, counts.reused_tokens, counts.computed_tokens) == (129, 83, 46)
+    assert counts.generated_tokens == 32
+    assert counts.decoded_tokens == 28
+    assert counts.prefill_tokens_per_second > 0
+    assert counts.decode_tokens_per_second > 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == reference(small, prompt, 8)
+
+
+def test_the_same_prompt_twice_computes_one_token_more(small: Any) -> None:
+    with generator_of(small, max_sequences=2) as generator:
+        first, second = generator.complete([[1, 5, 6, 7]] * 2, Settings(5, ignore_eos=True))
+    assert (first.reused, second.reused) == (0, 3)
+    assert first.tokens == second.tokens
+
+
+@pytest.mark.parametrize("max_sequences", [1, 2, 3])
+def test_more_prompts_than_sequences_wait_and_still_share(small: Any, max_sequences: int) -> None:
+    shared = list(range(100, 130))
+    prompts = [[1, *shared, i] for i in range(5, 12)]
+    with generator_of(small, max_sequences=max_sequences, prefill_chunk=8) as generator:
+        answers = generator.complete(prompts, Settings(4, ignore_eos=True))
+    assert [answer.reused for answer in answers] == [0] + [31] * 6
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == reference(small, prompt, 4)
+
+
+def test_a_prompt_that_goes_on_from_an_answer_reuses_both(small: Any) -> None:
+    first = reference(small, [1, 9], 6)
+    with generator_of(small, max_sequences=1) as generator:
+        turn = [1, 9, *first, 77]
+        answers = generator.complete([[1, 9], turn], Settings(6, ignore_eos=True))
+    assert answers[1].reused == 7  # the last generated token was never stored
+    assert answers[1].tokens == reference(small, turn, 6)
+
+
+@given(st.data())
+@hypothesis_settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_whatever_is_shared_or_waits_the_tokens_are_those_of_each_prompt_alone(
+    small: Any, data: st.DataObject
+) -> None:
+    token = st.integers(3, 5)
+    prompts = data.draw(st.lists(st.lists(token, min_size=1, max_size=12), min_size=1, max_size=6))
+    sequences, chunk = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
+    with generator_of(small, max_sequences=sequences, prefill_chunk=chunk, capacity=20) as generator:
+        answers = generator.complete(prompts, Settings(3, ignore_eos=True))
+        counts = generator.statistics
+    assert counts.reused_tokens + counts.computed_tokens == counts.prompt_tokens == sum(map(len, prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == reference(small, prompt, 3)
+        assert answer.reused < len(prompt)
+
+
+# Events, sampling and stopping.
+
+
+def test_events_come_in_order(small: Any) -> None:
+    with generator_of(small, prefill_chunk=2) as generator:
+        events = list(generator.generate([[1, 2, 3]], Settings(2, ignore_eos=True)))
+    kinds = [type(event) for event in events]
+    assert kinds == [Started, Prefilled, Prefilled, Token, Token, Finished]
+    assert events[0] == Started(0, 3, 0)
+    assert events[1:3] == [Prefilled(0, 2, 3), Prefilled(0, 3, 3)]
+    answer = events[-1]
+    assert isinstance(answer, Finished)
+    assert tuple(event.token for event in events if isinstance(event, Token)) == answer.tokens
+    assert (answer.prompt_tokens, answer.reused, answer.computed) == (3, 0, 3)
+
+
+def test_no_prompts_no_events(small: Any) -> None:
+    with generator_of(small) as generator:
+        assert list(generator.generate([])) == []
+
+
+def test_samples_do_not_depend_on_what_else_is_in_the_batch(small: Any) -> None:
+    settings = Settings(12, temperature=1.5, top_k=50, top_p=0.95, seed=4, ignore_eos=True)
+    with generator_of(small) as generator:
+        (alone,) = generator.complete([[1, 7]], settings)
+        together = generator.complete([[1, 7], [1, 8], [1, 7]], settings)
+    assert together[0].tokens == alone.tokens
+    assert together[2].tokens != alone.tokens  # the same prompt draws anew in another place
+    other = replace(settings, seed=5)
+    with generator_of(small) as generator:
+        assert generator.complete([[1, 7]], other)[0].tokens != alone.tokens
+
+
+def test_stop_strings_end_the_text_before_them(stories_model: Any, stories_tokenizer: Tokenizer) -> None:
+    with generator_of(stories_model, stories_tokenizer) as generator:
+        events = list(generator.generate([""], Settings(200, stop=["zebra", "loved to pl", " Lily. She l"])))
+    answer = events[-1]
+    assert isinstance(answer, Finished)
+    assert answer.text == "Once upon a time, there was a little girl named"
+    assert answer.reason == "stop"
+    assert "".join(event.text for event in events if isinstance(event, Token)) == answer.text
+
+
+def test_the_stream_is_the_text(stories_model: Any, stories_tokenizer: Tokenizer, stories_text: str) -> None:
+    """Text that a stop string holds back is let go at the end."""
+    with generator_of(stories_model, stories_tokenizer) as generator:
+        events = list(generator.generate([""], Settings(200, stop=["mom, so she said"])))
+    assert "".join(event.text for event in events if isinstance(event, Token)) == stories_text
+
+
+def test_an_eos_token_ends_the_text_and_is_no_part_of_it(make_model: Make, numpy_backend: ml.Backend) -> None:
+    model = load_model(make_model(), numpy_backend)
+    tokens = reference(model, [1, 9], 6)
+    model.config = replace(model.config, eos_ids=(tokens[3],))
+    with generator_of(model) as generator:
+        stopped = generator.complete([[1, 9]], Settings(6))[0]
+        whole = generator.complete([[1, 9]], Settings(6, ignore_eos=True))[0]
+    first = tokens.index(tokens[3])
+    assert (stopped.tokens, stopped.reason) == (tokens[:first], "stop")
+    assert (whole.tokens, whole.reason) == (tokens, "length")
+
+
+def test_a_full_sequence_ends_with_the_capacity(small: Any) -> None:
+    with generator_of(small, capacity=8, max_sequences=2) as generator:
+        answers = generator.complete([[1, 2, 3], list(range(1, 9))], Settings(50, ignore_eos=True))
+    assert [answer.reason for answer in answers] == ["capacity", "capacity"]
+    assert [len(answer.tokens) for answer in answers] == [6, 1]  # the last token needs no cell
+    assert answers[0].tokens == reference(small, [1, 2, 3], 6)
+
+
+def test_positions_end_where_the_models_do(small: Any) -> None:
+    with generator_of(small, capacity=1000, max_sequences=1) as generator:
+        assert generator.limit == 256
+        (answer,) = generator.complete([[1] * 255], Settings(50, ignore_eos=True))
+    assert (answer.reason, len(answer.tokens)) == ("capacity", 2)
+
+
+# Refusals, failures, and being left in the middle.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty"),
+        ("text", "there is no tokenizer"),
+        ([1, 259], "token 259; the model's ids are 0 to 258"),
+        ([-1], "token -1"),
+        ([1] * 33, "33 tokens, more than the capacity of 32"),
+        ([1] * 257, "257 tokens, more than the model's 256 positions"),
+    ],
+)
+def test_prompts_are_refused_before_any_is_computed(small: Any, prompt: Any, message: str) -> None:
+    with generator_of(small, capacity=32) as generator:
+        with pytest.raises(RequestError, match=message):
+            generator.generate([[1, 2], prompt])
+        with pytest.raises(RequestError, match="it is a sequence of prompts"):
+            generator.generate("text")
+        assert generator.cache.nbytes == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Settings(0),
+        lambda: Settings(stop="x"),
+        lambda: Settings(stop=["a", ""]),
+        lambda: GeneratorOptions(max_sequences=0),
+        lambda: GeneratorOptions(capacity=0),
+        lambda: GeneratorOptions(prefill_chunk=0),
+    ],
+)
+def test_settings_outside_their_range(make: Callable[[], Any]) -> None:
+    with pytest.raises(RequestError):
+        make()
+
+
+class FailingCache(kvcache.CausalCache):
+    """Fails in the layer and pass that it is told, as a device might."""
+
+    fail_at: tuple[int, int] | None = None
+    passes = 0
+    layer = 0
+
+    def start_forward(self, ctx: ml.Context, batch: kvcache.Batch, reserve: bool = False) -> None:
+        super().start_forward(ctx, batch, reserve)
+        self.passes += 1
+
+    def set_layer(self, layer: int) -> None:
+        self.layer = layer
+        super().set_layer(layer)
+
+    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
+        if self.fail_at == (self.passes, self.layer):
+            raise ml.DeviceError("put: the device is gone")
+        super().put(ctx, key, value)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("fail_pass", [1, 2, 3, 5])
+def test_a_failed_pass_leaves_the_cache_as_it_was(small: Any, layer: int, fail_pass: int) -> None:
+    cache = FailingCache()
+    options = GeneratorOptions(max_sequences=2, prefill_chunk=3)
+    prompts = [[1, 2, 3, 4], [1, 2, 9]]
+    with Generator(small, None, cache, options) as generator:
+        cache.fail_at = (fail_pass, layer)
+        stored: dict[int, int] = {}
+        undo = cache.remove
+
+        def remove(seq: int, begin: int, end: int | None = None) -> None:
+            undo(seq, begin, end)
+            stored.setdefault(seq, len(cache.positions(seq)))
+
+        cache.remove = remove  # type: ignore[method-assign]
+        running = generator.generate(prompts, Settings(4, ignore_eos=True))
+        with pytest.raises(ml.DeviceError, match="the device is gone"):
+            list(running)
+        cache.remove = undo  # type: ignore[method-assign]
+        assert cache.free_cells == cache.cells
+        cache.fail_at = None
+        answers = generator.complete(prompts, Settings(4, ignore_eos=True))
+        assert [answer.tokens for answer in answers] == [reference(small, prompt, 4) for prompt in prompts]
+
+
+def test_a_pass_takes_its_tokens_out_again(small: Any) -> None:
+    """At the moment of the failure: the first pass stays, the second one's tokens are gone."""
+    cache = FailingCache()
+    seen: list[list[int]] = []
+    with Generator(small, None, cache, GeneratorOptions(max_sequences=1, prefill_chunk=3)) as generator:
+        cache.fail_at = (2, 1)
+        free = generator._free
+
+        def before_freeing() -> None:
+            seen.append(cache.positions(0).tolist())
+            free()
+
+        generator._free = before_freeing  # type: ignore[method-assign]
+        with pytest.raises(ml.DeviceError):
+            generator.complete([[1, 2, 3, 4, 5]])
+    assert seen == [[0, 1, 2]]
+
+
+def test_an_iterator_that_is_closed_or_dropped_frees_its_sequences(small: Any) -> None:
+    with generator_of(small) as generator:
+        running = generator.generate([[1, 2], [1, 3]], Settings(50, ignore_eos=True))
+        for event in running:
+            if isinstance(event, Token):
+                break
+        with pytest.raises(RunnerError, match="another generate is not done"):
+            generator.generate([[1]])
+        assert generator.cache.free_cells < generator.cache.cells  # type: ignore[attr-defined]
+        running.close()
+        assert generator.complete([[1, 9]], Settings(6, ignore_eos=True))[0].tokens == reference(
+            small, [1, 9], 6
+        )
+
+
+def test_an_interrupt_frees_its_sequences(small: Any) -> None:
+    with generator_of(small) as generator:
+        running = generator.generate([[1, 2]], Settings(50, ignore_eos=True))
+        next(running)
+        with pytest.raises(KeyboardInterrupt):
+            running.throw(KeyboardInterrupt())
+
+
+# Memory.
+
+
+class Crowded:
+    """A backend with little memory left."""
+
+    def __init__(self, backend: ml.Backend, free: int | None) -> None:
+        self.backend, self.free = backend, free
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def memory(self) -> ml.BackendMemory:
+        return ml.BackendMemory((ml.DeviceMemory("cpu", 0, self.free, self.free),))
+
+
+def test_cache_bytes_are_what_the_cache_allocates(small: Any) -> None:
+    for dtype in (ml.DType.F32, ml.DType.F16):
+        with generator_of(small, capacity=40, max_sequences=3, cache_dtype=dtype) as generator:
+            generator.complete([[1]], Settings(1))
+            assert generator.cache.nbytes == generator.cache_bytes  # type: ignore[attr-defined]
+    assert cache_bytes(small.config, ml.DType.Q8_0, 1, 32) == 2 * 2 * 2 * 8 * 34
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_it_is_made(small: Any) -> None:
+    needed = cache_bytes(small.config, ml.DType.F32, 2, 100)
+    small.backend = Crowded(small.backend, needed)
+    options = GeneratorOptions(max_sequences=2, capacity=100)
+    Generator(small, None, options=options).close()
+    cache = kvcache.CausalCache()
+    with pytest.raises(CapacityError) as caught:
+        Generator(small, None, cache, replace(options, capacity=101))
+    assert "a cache of 2 x 101 tokens in F32 needs 50.5 KiB, and 50.0 KiB are free on cpu" in str(
+        caught.value
+    )
+    assert "a capacity of at most 100 fits" in str(caught.value)
+    with pytest.raises(kvcache.OrderError):  # it was never bound
+        _ = cache.cells
+    small.backend.free = None  # unknown: nothing to compare with
+    Generator(small, None, options=replace(options, capacity=10**6)).close()
+
+
+def test_weights_count_too(make_model: Make, numpy_backend: ml.Backend, small: Any) -> None:
+    crowded: Any = Crowded(numpy_backend, 1000)
+    with pytest.raises(CapacityError, match=r"the weights need .* and 1000 B are free"):
+        load_model(make_model(), crowded)
+    with pytest.raises(CapacityError, match="beside 900 B of weights"):
+        check_memory(small.config, crowded, ml.DType.F32, 1, 10, 900)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB"), (5 << 50, "5120.0 TiB")],
+)
+def test_human_bytes(count: int, text: str) -> None:
+    assert human_bytes(count) == text
+
+
+# Text.
+
+
+@given(st.text(max_size=30))
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_streams_never_break_a_character(
+    stories_tokenizer: Tokenizer, byte_tokenizer: Tokenizer, text: str
+) -> None:
+    """Tokens of single bytes, in the byte-level and the byte-fallback form."""
+    for tokenizer in (stories_tokenizer, byte_tokenizer):
+        ids = tokenizer.encode(text)
+        stream = tokenizer.stream()
+        pieces = [stream.push(token) for token in ids]
+        if "\ufffd" not in text:
+            assert "\ufffd" not in "".join(pieces)
+        assert "".join(pieces) + stream.flush() == tokenizer.decode(ids)
+
+
+@pytest.fixture
+def byte_tokenizer(make_model: Make) -> Tokenizer:
+    return Tokenizer.load(make_model())
+
+
+def test_a_stream_goes_on_from_the_prompt(stories_tokenizer: Tokenizer) -> None:
+    """Decoded alone, the first token would lose its leading space."""
+    prompt, rest = stories_tokenizer.encode("Once"), stories_tokenizer.encode("upon a time", bos=False)
+    stream = stories_tokenizer.stream(prompt)
+    assert "".join(stream.push(token) for token in rest) == " upon a time"
+
+
+def test_bytes_that_are_no_character_are_not_held_back_for_ever(byte_tokenizer: Tokenizer) -> None:
+    (half,) = byte_tokenizer.encode("é", bos=False)[:1]
+    stream = byte_tokenizer.stream()
+    shown = "".join(stream.push(half) for _ in range(20))
+    assert shown.startswith("\ufffd")
+    assert stream.push(byte_tokenizer.encode("x", bos=False)[0]).endswith("x")
+    assert stream.push(half) == ""
+    assert stream.flush() == "\ufffd"
+
+
+def test_tokenizers_add_what_the_model_expects_first(make_model: Make) -> None:
+    import json
+
+    folder = make_model()
+    assert Tokenizer.load(folder).encode("a")[0] == 1
+    assert 1 not in Tokenizer.load(folder).encode("a", bos=False)
+    file = folder / "tokenizer.json"
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    raw["post_processor"] = None
+    file.write_text(json.dumps(raw), encoding="utf-8")
+    assert 1 not in Tokenizer.load(folder).encode("a")  # as Qwen's
+    config = {"add_bos_token": True, "bos_token": {"content": "<s>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert Tokenizer.load(folder).encode("a")[0] == 1
+
+
+def test_tokenizer_files_that_are_missing_or_broken(make_model: Make) -> None:
+    folder = make_model()
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ModelError, match=r"not a tokenizer\.json"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        Tokenizer.load(folder)
+
+
+@given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
+def test_stop_strings_cut_where_the_first_begins(text: str, stops: list[str], data: st.DataObject) -> None:
+    """However the text is cut into pieces; what has passed before is what comes before the stop."""
+    watch, shown, at = StopStrings(stops), "", 0
+    while at < len(text) and not watch.found:
+        size = data.draw(st.integers(1, 5))
+        shown += watch.push(text[at : at + size])
+        at += size
+    seen = text[:at]
+    ends = [seen.find(stop) for stop in stops if stop in seen]
+    assert watch.found == bool(ends)
+    assert shown + watch.flush() == (seen[: min(ends)] if ends else seen)
+
+
+@given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
+def test_common_prefix(a: list[int], b: list[int]) -> None:
+    length = common_prefix(a, b)
+    assert a[:length] == b[:length]
+    assert a[length : length + 1] != b[length : length + 1] or length == len(a) == len(b)
