@@ -5,6 +5,7 @@ This module imports without the packages of the ``cli`` extra, to say so where t
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Any
 
@@ -19,6 +20,9 @@ app: Any  # the typer application: __getattr__ loads it when it is asked for
 
 def main() -> None:
     """Run the command and exit: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without some character shows a "?"
+            stream.reconfigure(errors="replace")
     try:
         _app()(prog_name="kvcache")
     except KeyboardInterrupt:

@@ -63,6 +63,8 @@ class Registry:
         """Take out a plugin that :meth:`register` added."""
         with self._lock:
             name = self._manager.get_name(plugin)
+            if name is None:
+                raise PluginError(f"unregister: {plugin!r} is not registered, or is broken")
             self._manager.unregister(plugin)
             self._found = [found for found in self._load() if found.source != name]
 

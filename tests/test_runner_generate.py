@@ -361,6 +361,18 @@ def test_an_iterator_that_is_closed_or_dropped_frees_its_sequences(small: Any) -
         )
 
 
+def test_a_generator_may_be_closed_before_its_iterator(small: Any) -> None:
+    with Generator(small, None) as generator:
+        running = generator.generate([[1, 2]], Settings(50, ignore_eos=True))
+        next(running)
+    with pytest.raises(ml.ClosedError):
+        next(running)
+    with Generator(small, None) as generator:
+        running = generator.generate([[1, 2]], Settings(50, ignore_eos=True))
+        next(running)
+    running.close()
+
+
 def test_an_interrupt_frees_its_sequences(small: Any) -> None:
     with generator_of(small) as generator:
         running = generator.generate([[1, 2]], Settings(50, ignore_eos=True))

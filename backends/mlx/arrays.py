@@ -10,7 +10,7 @@ import numpy as np
 from ml.dtypes import DType
 from ml.errors import DTypeError
 
-__all__ = ["MLX_DTYPES", "from_host", "from_mlx_dtype", "scalar", "schedule", "to_host"]
+__all__ = ["BITS", "MLX_DTYPES", "from_host", "from_mlx_dtype", "scalar", "schedule", "to_host"]
 
 schedule: Any = mx.async_eval
 """Evaluate arrays without waiting for them (MLX's stub gives it no type)."""
@@ -26,6 +26,11 @@ MLX_DTYPES: dict[DType, mx.Dtype] = {
     DType.BOOL: mx.bool_,
 }
 _NAMES = {native: dtype for dtype, native in MLX_DTYPES.items()}
+
+
+_UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+BITS = {dtype: _UNSIGNED[dtype.itemsize] for dtype in MLX_DTYPES} | {DType.U8: mx.int8}
+"""An integer of the same size, and never the dtype itself: what carries the bits to the host."""
 
 
 def from_mlx_dtype(op: str, native: Any) -> DType:
@@ -49,6 +54,5 @@ def scalar(value: float, dtype: DType) -> np.ndarray:
 
 
 def to_host(array: mx.array, dtype: DType) -> np.ndarray:
-    """A host copy in C order of an evaluated array, which has the bits of ``dtype``."""
-    host = np.array(array, order="C")
-    return host.view(dtype.numpy) if dtype is DType.BF16 else host
+    """A host copy in C order of an array that shows the bits of ``dtype``."""
+    return np.array(array, order="C").view(dtype.numpy)

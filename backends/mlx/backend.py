@@ -13,9 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from backends.mlx import fused
-from backends.mlx.arrays import MLX_DTYPES, from_host, from_mlx_dtype, scalar, schedule, to_host
+from backends.mlx.arrays import BITS, MLX_DTYPES, from_host, from_mlx_dtype, scalar, schedule, to_host
 from backends.mlx.box import SIZE_LIMIT, WAIT_BYTES, Box
-from backends.mlx.errors import device_errors
+from backends.mlx.errors import MLX_ERRORS, device_errors
 from backends.mlx.tensor import MlxTensor
 from ml.base import BaseBackend, BaseContext, BaseTensor
 from ml.capabilities import CacheConfig, CausalMask, DeviceInfo, DeviceMemory, Layout
@@ -47,8 +47,8 @@ class MlxBackend(BaseBackend):
     ``to_numpy`` and ``native``, and by itself after PENDING_RESULTS of them or PENDING_BYTES of
     written data, so that no graph grows without bound, whether or not anyone calls ``compute``.
 
-    **Epochs.** ``epoch`` counts flushes, and ``drained`` is the last epoch whose reads have all
-    run: what was read before it may be written without MLX seeing a reader in flight.
+    **Epochs.** ``epoch`` counts flushes, and ``drained`` is the last epoch whose work has all run:
+    what was last touched by then may be written without MLX seeing anything in flight.
     """
 
     def __init__(self, device: str | None = None, dtype: DType = DType.F32) -> None:
@@ -90,39 +90,46 @@ class MlxBackend(BaseBackend):
         if len(self._pending) > PENDING_RESULTS or self._pending_bytes > PENDING_BYTES:
             self.flush()
 
-    def flush(self, *arrays: Any) -> None:
-        """Hand every pending result, and ``arrays`` after them, to the stream; does not wait."""
-        with self.lock, device_errors("compute"):
+    def flush(self, *arrays: Any) -> int:
+        """Hand every pending result, and ``arrays`` after them, to the stream; returns the epoch that ends.
+
+        Does not wait: the stream runs in order, so that whoever waits for the last has them all.
+        """
+        with self.lock:
             pending, self._pending, self._pending_bytes = self._pending, [], 0
             self.epoch += 1
             boxes = {id(box): box for ref in pending if (box := ref()) is not None}
-            schedule(*(box.array for box in boxes.values()), *arrays)
+            try:
+                schedule(*[box.array for box in boxes.values()], *arrays)
+            except MLX_ERRORS as error:
+                raise DeviceError(f"compute: MLX failed: {error}") from error
+            return self.epoch - 1
 
     def drain(self, epoch: int, *arrays: Any) -> None:
-        """Return when no read of ``epoch`` or before is pending or in flight; evaluates ``arrays`` too."""
+        """Return when no work of ``epoch`` or before is pending or in flight; evaluates ``arrays`` too."""
         if epoch <= self.drained:
             return
         if epoch == self.epoch:
             self.flush(*arrays)
-        self._wait(self.epoch - 1)
-
-    def _wait(self, epoch: int) -> None:
+        last = self.epoch - 1
         mx.synchronize(self.stream)
-        self.drained = max(self.drained, epoch)
+        self.drained = max(self.drained, last)
 
     def fetch(self, array: Any, dtype: DType) -> np.ndarray:
         """A host copy of an array, computed now."""
-        if dtype is DType.BF16:
-            array = mx.view(array, mx.uint16, stream=self.stream)  # NumPy cannot read MLX's own
+        # A node of its own, last in this flush, even where the array was computed long ago: waiting
+        # for it is waiting for the stream. As bits, since NumPy cannot read MLX's bfloat16.
+        bits = mx.view(array, BITS[dtype], stream=self.stream)
+        epoch = 0
         try:
-            self.flush(array)
+            epoch = self.flush(bits)
         except DeviceError:  # of another result, maybe: then this one still has its value
             with self.lock, device_errors("to_numpy"):
-                schedule(array)
-        epoch = self.epoch - 1
+                schedule(bits)
         with device_errors("to_numpy"):
-            self._wait(epoch)
-            return to_host(array, dtype)
+            host = to_host(bits, dtype)
+        self.drained = max(self.drained, epoch)
+        return host
 
     # Capabilities.
 

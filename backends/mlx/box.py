@@ -6,8 +6,9 @@ other Python object, no node of a graph, no work in flight. Everything here serv
 
 - a view is geometry only; its array is built when it is read, and dropped after;
 - a write replaces the array in the box, so that only the graph refers to the old one;
-- before a large box is written, reads of it that are pending or in flight are let finish:
-  MLX would otherwise copy the whole buffer to keep the order.
+- before a large box is written, reads of it that are pending or in flight are let finish, and so
+  are earlier writes in flight: MLX would otherwise copy the whole buffer. Writes that are not
+  scheduled yet chain up without a copy.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["SIZE_LIMIT", "WAIT_BYTES", "Box"]
 
 WAIT_BYTES = 1 << 20
-"""A smaller box is copied in less time than it takes to wait for its readers."""
+"""A smaller box is copied in less time than it takes to wait for what is in flight."""
 
 
 SIZE_LIMIT = 2**31 - 1
@@ -44,7 +45,7 @@ class Box(Storage):
     so already, nothing is copied.
     """
 
-    __slots__ = ("nbytes", "raw", "read_at", "shape")
+    __slots__ = ("nbytes", "raw", "read_at", "shape", "written_at")
 
     array: Any
     backend: MlxBackend
@@ -55,6 +56,7 @@ class Box(Storage):
         self.shape: Shape = array.shape
         self.raw = raw
         self.read_at = 0
+        self.written_at = backend.epoch
         backend.boxes[id(self)] = weakref.ref(self)
 
     def __del__(self) -> None:
@@ -107,7 +109,7 @@ class Box(Storage):
         array, stream = self.array, self.backend.stream
         if region.base != self.shape:
             array = mx.reshape(array, region.base, stream=stream)
-        array = mx.slice_update(array, value, mx.array(region.start, mx.int32), region.axes, stream=stream)
+        array = mx.slice_update(array, value, region.start, region.axes, stream=stream)
         return array if region.base == self.shape else mx.reshape(array, self.shape, stream=stream)
 
     def _with_elements(self, offsets: Any, value: Any) -> Any:
@@ -126,7 +128,10 @@ class Box(Storage):
         if self.raw:
             self._settle_layout()
         if self.nbytes >= WAIT_BYTES:
+            if self.written_at < self.backend.epoch:
+                self.backend.drain(self.written_at)
             self.backend.drain(self.read_at, value)
+        self.written_at = self.backend.epoch
 
     def _settle_layout(self) -> None:
         self.array = mx.contiguous(self.array, stream=self.backend.stream)

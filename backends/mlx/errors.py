@@ -9,9 +9,9 @@ from typing import Any
 
 from ml.errors import DeviceError, MLError
 
-__all__ = ["device_errors", "translated"]
+__all__ = ["MLX_ERRORS", "device_errors", "translated"]
 
-_MLX = (RuntimeError, ValueError, TypeError, OverflowError, MemoryError)
+MLX_ERRORS = (RuntimeError, ValueError, TypeError, OverflowError, MemoryError)
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def device_errors(op: str) -> Iterator[None]:
         yield
     except MLError:
         raise
-    except _MLX as error:
+    except MLX_ERRORS as error:
         raise DeviceError(f"{op}: MLX failed: {error}") from error
 
 
@@ -35,7 +35,7 @@ def translated(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args)
         except MLError:
             raise
-        except _MLX as error:
+        except MLX_ERRORS as error:
             raise DeviceError(f"{op}: MLX failed on {self!r}: {error}") from error
 
     return call

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
 from ml.strided import Shape, regular_region
@@ -22,18 +23,18 @@ class Region(NamedTuple):
 
     ``base`` is the storage's shape, or another of as many elements. ``sources[k]`` is the view
     axis that lies along base axis k, -1 where the block is one wide. ``axes`` are those where the
-    block is narrower than the base, and ``start`` says where it begins on them.
+    block is narrower than the base, and ``start`` (an ``mx.array``) says where it begins on them.
     """
 
     base: Shape
     sizes: Shape
     sources: Shape
     axes: Shape
-    start: Shape
+    start: Any
 
     def order(self, strides: Shape) -> Shape:
         """Strides of the source's axes, in the order of the base."""
-        return tuple(strides[axis] if axis >= 0 else 1 for axis in self.sources)
+        return tuple([strides[axis] if axis >= 0 else 1 for axis in self.sources])
 
 
 class RowRegion(NamedTuple):
@@ -55,7 +56,8 @@ def region_of(allocated: Shape, offset: int, shape: Shape, strides: Shape) -> Re
         slices, placed = found
         sizes = tuple(part.stop - part.start for part in slices)
         axes = tuple(k for k, size in enumerate(sizes) if size != base[k]) or (0,)
-        return Region(base, sizes, _inverse(len(base), placed), axes, tuple(slices[k].start for k in axes))
+        start = mx.array([slices[k].start for k in axes], mx.int32)
+        return Region(base, sizes, _inverse(len(base), placed), axes, start)
     return None
 
 

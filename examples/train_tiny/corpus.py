@@ -23,7 +23,7 @@ WHOLE_BIBLE = "Gen1:1-Rev22:21"
 CHAPTERS, VERSES = 1189, 31102
 SOURCE = "King James Bible (Debian's bible-kjv-text)"
 LICENCE = (
-    "Book names and verse numbers are left out. "
+    "Book names and verse numbers are left out.\n"
     "The translation is of 1611 and in the public domain: Debian's copyright file says that its copyright "
     "is expired. (In the United Kingdom, printing it remains a prerogative of the Crown.)"
 )

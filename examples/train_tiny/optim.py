@@ -1,6 +1,7 @@
 """Muon for the matrices inside the layers, AdamW for the embedding and the norms, one schedule for both.
 
-On this corpus Muon needs far fewer steps than AdamW alone; see the model card for what it reached.
+Why: after 200 steps of a 6-layer, 128-wide model on one seed, heldout.txt cost 1.59 bits per byte
+with Muon (0.02) and 1.92 with AdamW alone (0.003, the only rate tried).
 """
 
 from __future__ import annotations

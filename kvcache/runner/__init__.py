@@ -1,1 +1,66 @@
-"""A Llama-family model and its generation loop, written once on ml.nn."""
+"""A Llama-family model and its generation loop, written once on ml.nn.
+
+>>> import ml
+>>> from kvcache.runner import Generator, Settings, Tokenizer, bundled_model, load_model
+>>> with ml.open_backend("numpy") as backend:
+...     model = load_model(bundled_model(), backend)
+...     with Generator(model, Tokenizer.load(bundled_model())) as generator:
+...         answers = generator.complete(["And God said", "And God saw"], Settings(max_new_tokens=8))
+>>> [answer.reused for answer in answers]  # BOS, "And" and "God" are computed once
+[0, 3]
+"""
+
+from kvcache.runner.config import SUPPORTED_ARCHITECTURES, ModelConfig, load_config, parse_config
+from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
+from kvcache.runner.generate import Generator, GeneratorOptions, LanguageModel, Prompt
+from kvcache.runner.llama import Llama
+from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.memory import cache_bytes, check_memory
+from kvcache.runner.requests import (
+    Event,
+    Finished,
+    FinishReason,
+    Prefilled,
+    Settings,
+    Started,
+    Statistics,
+    Token,
+)
+from kvcache.runner.sampling import Sampler
+from kvcache.runner.tokenizer import StreamDecoder, Tokenizer
+from kvcache.runner.weights import WeightSource, check_weights, expected_shapes, open_weights
+
+__all__ = [
+    "SUPPORTED_ARCHITECTURES",
+    "CapacityError",
+    "Event",
+    "FinishReason",
+    "Finished",
+    "Generator",
+    "GeneratorOptions",
+    "LanguageModel",
+    "Llama",
+    "ModelConfig",
+    "ModelError",
+    "Prefilled",
+    "Prompt",
+    "RequestError",
+    "RunnerError",
+    "Sampler",
+    "Settings",
+    "Started",
+    "Statistics",
+    "StreamDecoder",
+    "Token",
+    "Tokenizer",
+    "WeightSource",
+    "bundled_model",
+    "cache_bytes",
+    "check_memory",
+    "check_weights",
+    "expected_shapes",
+    "load_config",
+    "load_model",
+    "open_weights",
+    "parse_config",
+]

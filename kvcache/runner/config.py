@@ -22,6 +22,7 @@ __all__ = [
     "refuse_quantized",
 ]
 
+# The Llama family, which ModelConfig alone describes; kvcache.runner.families knows the others.
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _BY_MODEL_TYPE = {"llama": 0, "mistral": 1, "qwen2": 2, "qwen3": 3}
 
@@ -86,9 +87,9 @@ def load_config(path: str | Path) -> ModelConfig:
     found = existing_model_path(path)
     if found.is_file():
         from kvcache.runner.gguf_config import config_from_gguf
-        from kvcache.runner.gguf_file import GGUFFile
+        from kvcache.runner.gguf_file import open_gguf
 
-        return config_from_gguf(GGUFFile(found))
+        return config_from_gguf(open_gguf(found))
     raw = _read_json(found / "config.json")
     generation = found / "generation_config.json"
     return parse_config(raw, _read_json(generation) if generation.is_file() else {}, str(found))
@@ -120,6 +121,11 @@ def parse_config(
 
 def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     architecture = _architecture(raw)
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        from kvcache.runner.families import FAMILIES
+
+        config: ModelConfig = FAMILIES[architecture].parse(raw, generation)
+        return config
     _refuse_unread(raw)
     qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
     heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
@@ -156,11 +162,16 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or []
     if not names and raw.get("model_type") in _BY_MODEL_TYPE:
         return SUPPORTED_ARCHITECTURES[_BY_MODEL_TYPE[raw["model_type"]]]
+    from kvcache.runner.families import FAMILIES
+
+    if not names:
+        names = [name for name, family in FAMILIES.items() if family.model_type == raw.get("model_type")]
     for name in names:
-        if name in SUPPORTED_ARCHITECTURES:
+        if name in FAMILIES and FAMILIES[name].causal:
             return str(name)
     shown = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}"
-    raise ModelError(f"unsupported architecture {shown}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
+    known = ", ".join(name for name, family in FAMILIES.items() if family.causal)
+    raise ModelError(f"unsupported architecture {shown}; supported are {known}")
 
 
 def _refuse_unread(raw: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from kvcache.runner.errors import RequestError
 from kvcache.runner.loader import Linear, Loader, Progress, Shapes, Weights
 from ml import nn
 
-__all__ = ["Decoder", "Layer", "Step", "token_ids"]
+__all__ = ["CausalModel", "Decoder", "Layer", "Step", "token_ids"]
 
 C = TypeVar("C", bound=ModelConfig)
 
@@ -58,51 +58,23 @@ class Layer(Protocol):
         """hidden (tokens, hidden_size) -> the same, the residual added; tokens may be fewer."""
 
 
-class Decoder(Generic[C]):
-    """Weights on a backend's devices, and the forward pass; families say what their layers are.
+class Decoder:
+    """The forward pass; families load the weights and say what their layers are.
 
     ``dtype`` is what weights and activations are held in (logits are F32). Layer i lies on the device
-    of ``ctx.layer(i)``, embeddings and head on that of ``ctx.input()``. ``progress(done, total)``
-    counts tensors as they are loaded. Raises ModelError for a tensor missing or of the wrong shape.
+    of ``ctx.layer(i)``, embeddings and head on that of ``ctx.input()``.
     """
 
     cache_type: type
     """What ``make_cache`` returns."""
-    norm_offset = 0.0
-    """1 where norms are stored around zero."""
-
-    def __init__(
-        self,
-        backend: ml.Backend,
-        config: C,
-        weights: Weights,
-        dtype: ml.DType = ml.DType.F32,
-        progress: Progress | None = None,
-    ) -> None:
-        self.backend = backend
-        self.config = config
-        self.dtype = dtype
-        load = Loader(weights, self.shapes(config), dtype, progress)
-        with backend.new_context() as ctx:
-            here = ctx.input()
-            self._embedding = load.tensor(here, "model.embed_tokens.weight")
-            self._layers = [self._layer(load, ctx.layer(i), i) for i in range(config.layers)]
-            self._norm = load.norm(here, "model.norm", self.norm_offset)
-            head = self._embedding if config.tie_embeddings else load.tensor(here, "lm_head.weight")
-            self._head = Linear(head.permute(here, 1, 0))
+    backend: ml.Backend
+    dtype: ml.DType
+    _layers: Sequence[Layer]
 
     # What families say.
 
-    @staticmethod
-    def shapes(config: Any) -> Shapes:
-        """The name and shape of every tensor of a model of this config."""
-        raise NotImplementedError
-
     def make_cache(self) -> Cache:
         """A cache for this model's layers, still to be bound by ``init``."""
-        raise NotImplementedError
-
-    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         raise NotImplementedError
 
     def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
@@ -111,11 +83,11 @@ class Decoder(Generic[C]):
 
     def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         """(tokens, hidden_size) of the batch's inputs."""
-        return nn.embedding(ctx, self._embedding, token_ids(batch))
+        raise NotImplementedError
 
     def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
         """hidden (rows, hidden_size) -> (rows, vocab_size)."""
-        return self._head(ctx, hidden.rms_norm(ctx, self._norm, self.config.rms_norm_eps))
+        raise NotImplementedError
 
     # One pass.
 
@@ -151,6 +123,51 @@ class Decoder(Generic[C]):
             hidden = hidden.cast(here, self.dtype)
         logits = self._logits(here, hidden)
         return logits if self.dtype is ml.DType.F32 else logits.cast(here, ml.DType.F32)
+
+
+class CausalModel(Decoder, Generic[C]):
+    """A decoder whose tensors are called as Llama's: embedding, layers, an RMS norm and a head.
+
+    ``progress(done, total)`` counts tensors as they are loaded. Raises ModelError for a tensor missing
+    or of the wrong shape.
+    """
+
+    norm_offset = 0.0
+    """1 where norms are stored around zero."""
+
+    def __init__(
+        self,
+        backend: ml.Backend,
+        config: C,
+        weights: Weights,
+        dtype: ml.DType = ml.DType.F32,
+        progress: Progress | None = None,
+    ) -> None:
+        self.backend = backend
+        self.config = config
+        self.dtype = dtype
+        load = Loader(weights, self.shapes(config), dtype, progress)
+        with backend.new_context() as ctx:
+            here = ctx.input()
+            self._embedding = load.tensor(here, "model.embed_tokens.weight")
+            self._layers = [self._layer(load, ctx.layer(i), i) for i in range(config.layers)]
+            self._norm = load.norm(here, "model.norm", self.norm_offset)
+            head = self._embedding if config.tie_embeddings else load.tensor(here, "lm_head.weight")
+            self._head = Linear(head.permute(here, 1, 0))
+
+    @staticmethod
+    def shapes(config: Any) -> Shapes:
+        """The name and shape of every tensor of a model of this config."""
+        raise NotImplementedError
+
+    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
+        raise NotImplementedError
+
+    def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
+        return nn.embedding(ctx, self._embedding, token_ids(batch))
+
+    def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        return self._head(ctx, hidden.rms_norm(ctx, self._norm, self.config.rms_norm_eps))
 
 
 def token_ids(batch: Batch) -> ml.Indices:

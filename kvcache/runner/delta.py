@@ -106,9 +106,7 @@ def _chunked(
     size = masks.shape[1]
     causal, strict = (masks.slice(ctx, 0, i, i + 1).reshape(ctx, size, size) for i in range(2))
     query, key, value = (_chunks(ctx, x, size) for x in (query, key, value))
-    decay, beta = (
-        _chunks(ctx, x.reshape(ctx, sequences, heads, tokens, 1), size) for x in (decay, beta)
-    )
+    decay, beta = (_chunks(ctx, x.reshape(ctx, sequences, heads, tokens, 1), size) for x in (decay, beta))
     total = causal.matmul(ctx, decay)  # (sequences, heads, chunks, size, 1)
     last = total.slice(ctx, 3, size - 1, size)
     apart = total.sub(ctx, total.permute(ctx, 0, 1, 2, 4, 3)).mul(ctx, causal)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.cache import Batch
 from kvcache.recurrent import RecurrentCache
 from kvcache.runner.decoder import Step
 from kvcache.runner.delta import chunk_masks, chunk_size, gated_delta_rule
@@ -246,7 +245,7 @@ def load_delta_net(
         index,
         sizes,
         eps,
-        projection=load.joined(ctx, stored if split else _by_kind(*stored, sizes)),
+        projection=load.joined(ctx, stored if split else _by_kind(stored, sizes)),
         kernel=load.put(ctx, np.ascontiguousarray(kernel)),
         decay=load.put(ctx, decay, DType.F32),
         time_bias=load.put(ctx, load.take(f"{prefix}.dt_bias").astype(np.float32), DType.F32),
@@ -255,8 +254,9 @@ def load_delta_net(
     )
 
 
-def _by_kind(qkvz: np.ndarray, ba: np.ndarray, sizes: DeltaSizes) -> list[np.ndarray]:
+def _by_kind(stored: list[np.ndarray], sizes: DeltaSizes) -> list[np.ndarray]:
     """Rows stored by key head (its q, k, v and z; its b and a) as all of q, of k, of v, of z, b, a."""
+    qkvz, ba = stored
     groups, hidden = sizes.value_heads // sizes.key_heads, qkvz.shape[1]
     ends = np.cumsum([sizes.key_dim, sizes.key_dim, groups * sizes.value_dim])
     parts = np.split(qkvz.reshape(sizes.key_heads, -1, hidden), ends, axis=1)

@@ -22,7 +22,7 @@ import ml
 from kvcache.cache import Batch, Cache
 from kvcache.runner.attention import Attention, load_attention, qk_norm
 from kvcache.runner.config import ModelConfig
-from kvcache.runner.decoder import Decoder, Layer, Step
+from kvcache.runner.decoder import CausalModel, Layer, Step
 from kvcache.runner.feedforward import GatedMLP, geglu, load_mlp, mlp_shapes
 from kvcache.runner.layer_types import (
     FULL,
@@ -45,7 +45,8 @@ __all__ = ["Gemma3", "Gemma3Config", "make_cache", "parse", "shapes"]
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _DEFAULTS = {
     "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-    "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "sliding_window": 4096, "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "sliding_window": 4096,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 
 
@@ -104,12 +105,14 @@ _NORMS = (
 )
 
 
-def make_cache(config: Gemma3Config, memory: int | None = None) -> WrapperCache:
-    """A cache for the two types of layers; ``memory`` as SlidingWindowCache has it."""
+def make_cache(
+    config: Gemma3Config, dtype: ml.DType | None = None, memory: int | None = None
+) -> WrapperCache:
+    """For the two types of layers; ``memory`` as SlidingWindowCache has it, any ``dtype`` alike."""
     return sliding_cache(config.window, config.local_rope, config.rope, memory)
 
 
-class Gemma3(Decoder[Gemma3Config]):
+class Gemma3(CausalModel[Gemma3Config]):
     """The weights of a model and its forward pass."""
 
     cache_type = WrapperCache

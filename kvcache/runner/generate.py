@@ -14,7 +14,7 @@ from collections.abc import Generator as Events
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -47,6 +47,14 @@ class LanguageModel(Protocol):
         """Logits (len(batch.outputs), vocab_size); keys and values go through ``cache``."""
 
 
+@runtime_checkable
+class MakesCache(Protocol):
+    """A model whose layers need another cache than a ``CausalCache``."""
+
+    def make_cache(self) -> Cache:
+        """A fresh cache, bound to no backend."""
+
+
 @dataclass(frozen=True, slots=True)
 class GeneratorOptions:
     """The cache: ``max_sequences`` at a time, of ``capacity`` tokens each (None: the model's
@@ -72,7 +80,8 @@ class GeneratorOptions:
 class Generator:
     """Generates text for many requests in one cache. A context manager; one ``generate`` at a time.
 
-    ``cache`` is a fresh one, which the generator binds and closes (None: a ``CausalCache``).
+    ``cache`` is a fresh one, which the generator binds and closes (None: what ``model.make_cache()``
+    gives, a ``CausalCache`` where the model has no such method).
     ``tokenizer`` may be None where prompts are token ids and texts are not wanted.
 
     Raises CapacityError, before anything is allocated, where the cache does not fit in memory.
@@ -93,13 +102,14 @@ class Generator:
         self.statistics = Statistics()
         sizes = (options.cache_dtype, options.max_sequences, self.capacity)
         check_memory(model.config, model.backend, *sizes)
-        self.cache = CausalCache(getattr(model, "shift", None)) if cache is None else cache
+        self.cache = _cache_for(model) if cache is None else cache
         largest = max(options.prefill_chunk, options.max_sequences)
         self.cache.init(model.backend, *sizes, largest)
         self._slots = [Slot(seq) for seq in range(options.max_sequences)]
         self._queue: list[Run] = []
         self._clock = 0
         self._busy = False
+        self._closed = False
 
     @property
     def limit(self) -> int:
@@ -148,7 +158,8 @@ class Generator:
         return sorted(answers, key=lambda answer: answer.request)
 
     def close(self) -> None:
-        """Close the cache. The model and its backend are the caller's."""
+        """Close the cache; a ``generate`` that is not done fails. Model and backend are the caller's."""
+        self._closed = True
         self.cache.close()
 
     def __enter__(self) -> Self:
@@ -180,7 +191,8 @@ class Generator:
         self._queue = []
         for slot in self._slots:
             slot.run, slot.left = None, []
-            self.cache.remove(slot.seq, 0)
+            if not self._closed:
+                self.cache.remove(slot.seq, 0)
 
     def _admit(self) -> Iterator[Event]:
         """Give waiting requests the sequences that are free, with what is stored of their prompts."""
@@ -290,6 +302,12 @@ class Generator:
         else:
             statistics.decoded_tokens += tokens
             statistics.decode_seconds += seconds
+
+
+def _cache_for(model: LanguageModel) -> Cache:
+    if isinstance(model, MakesCache):
+        return model.make_cache()
+    return CausalCache(getattr(model, "shift", None))
 
 
 def check_prompt(tokens: Sequence[int], config: ModelConfig, capacity: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from kvcache.runner.errors import ModelError
 
-__all__ = ["GGUFFile"]
+__all__ = ["GGUFFile", "open_gguf"]
 
 
 class GGUFFile:
@@ -27,7 +28,7 @@ class GGUFFile:
                 f"{path}: reading GGUF files needs: pip install 'ml-kvcache[cli,gguf]'"
             ) from error
         try:
-            self._reader = gguf.GGUFReader(path)
+            self._reader = gguf.GGUFReader(path, "c")  # private pages: nobody's write reaches the file
         except Exception as error:  # the reader checks little: bad bytes raise whatever they meet first
             raise ModelError(f"{path}: truncated or not a GGUF file ({_first_line(error)})") from error
         self.path = path
@@ -87,6 +88,20 @@ class GGUFFile:
             raise ModelError(
                 f"{self.path}: one of {count} parts of a split model; join them: llama-gguf-split --merge"
             )
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """The file, parsed once for its config, its vocabulary and its weights: that takes seconds."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from error
+    return _opened(path, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(path: Path, changed: int, size: int) -> GGUFFile:
+    return GGUFFile(path)
 
 
 def _plain(value: Any) -> Any:

@@ -43,8 +43,8 @@ class GGUFSource(WeightSource):
     that one RopeSpec serves both formats. Qwen's are stored half-split.
     """
 
-    def __init__(self, path: Path, file: GGUFFile | None = None) -> None:
-        self._file = GGUFFile(path) if file is None else file
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
         self._names = {hf: name for name in self._file.names if (hf := gguf_name(name)) is not None}
         self._heads: dict[str, int] = {}
         if self._file.get("general.architecture") == "llama":

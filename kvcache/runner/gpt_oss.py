@@ -19,7 +19,7 @@ import ml
 from kvcache.cache import Batch, Cache
 from kvcache.runner.attention import Attention, load_attention
 from kvcache.runner.config import ModelConfig
-from kvcache.runner.decoder import Decoder, Layer, Step
+from kvcache.runner.decoder import CausalModel, Layer, Step
 from kvcache.runner.feedforward import Activation
 from kvcache.runner.layer_types import (
     FULL,
@@ -99,12 +99,14 @@ def shapes(config: GptOssConfig) -> dict[str, Shape]:
     return model_shapes(config, lambda _: layer)
 
 
-def make_cache(config: GptOssConfig, memory: int | None = None) -> WrapperCache:
-    """A cache for the two types of layers; ``memory`` as SlidingWindowCache has it."""
+def make_cache(
+    config: GptOssConfig, dtype: ml.DType | None = None, memory: int | None = None
+) -> WrapperCache:
+    """For the two types of layers; ``memory`` as SlidingWindowCache has it, any ``dtype`` alike."""
     return sliding_cache(config.window, config.rope, config.rope, memory)
 
 
-class GptOss(Decoder[GptOssConfig]):
+class GptOss(CausalModel[GptOssConfig]):
     """The weights of a model and its forward pass."""
 
     cache_type = WrapperCache
@@ -127,7 +129,7 @@ class GptOss(Decoder[GptOssConfig]):
             load_attention(load, ctx, attention, config, sinks=load.tensor(ctx, f"{attention}.sinks")),
             SparseMLP(
                 load.linear(ctx, f"{mlp}.router"),
-                load_experts(load, ctx, f"{mlp}.experts", True, _clamped(config), _gate_first),
+                load_experts(load, ctx, f"{mlp}.experts", _clamped(config), _gate_first),
                 config.experts_per_token,
                 "softmax of top",
             ),

@@ -20,7 +20,7 @@ from kvcache.cache import Batch, Cache
 from kvcache.causal import CausalCache, ChunkedCache
 from kvcache.runner.attention import Attention, load_attention
 from kvcache.runner.config import ModelConfig
-from kvcache.runner.decoder import Decoder, Layer, Step
+from kvcache.runner.decoder import CausalModel, Layer, Step
 from kvcache.runner.feedforward import load_mlp, mlp_shapes
 from kvcache.runner.layer_types import (
     Shape,
@@ -108,8 +108,8 @@ def shapes(config: Llama4Config) -> dict[str, Shape]:
     return model_shapes(config, lambda i: sparse if config.sparse[i] else dense)
 
 
-def make_cache(config: Llama4Config) -> WrapperCache:
-    """A cache for the two types of layers: type 0 is chunked, type 1 full.
+def make_cache(config: Llama4Config, dtype: ml.DType | None = None) -> WrapperCache:
+    """For the two types of layers: type 0 is chunked, type 1 full; any ``dtype`` alike.
 
     When tokens are removed from the middle, keys without positions stay what they are.
     """
@@ -121,7 +121,7 @@ def make_cache(config: Llama4Config) -> WrapperCache:
     return WrapperCache(ChunkedCache(config.chunk, shift), CausalCache(shift))
 
 
-class Llama4(Decoder[Llama4Config]):
+class Llama4(CausalModel[Llama4Config]):
     """The weights of a model and its forward pass."""
 
     cache_type = WrapperCache
@@ -156,7 +156,7 @@ class Llama4(Decoder[Llama4Config]):
     def _sparse(self, load: Loader, ctx: ml.Context, prefix: str) -> SparseMLP:
         return SparseMLP(
             load.linear(ctx, f"{prefix}.router"),
-            load_experts(load, ctx, f"{prefix}.experts", transposed=True),
+            load_experts(load, ctx, f"{prefix}.experts"),
             self.config.experts_per_token,
             "sigmoid of top",
             load_mlp(load, ctx, f"{prefix}.shared_expert"),

@@ -8,7 +8,8 @@ from pathlib import Path
 import ml
 from kvcache.runner.config import load_config
 from kvcache.runner.errors import ModelError
-from kvcache.runner.llama import Llama
+from kvcache.runner.families import family_of
+from kvcache.runner.generate import LanguageModel
 from kvcache.runner.memory import check_memory
 from kvcache.runner.weights import check_weights, open_weights, parameter_count
 
@@ -31,7 +32,7 @@ def load_model(
     backend: ml.Backend,
     dtype: ml.DType = ml.DType.F32,
     progress: Callable[[int, int], None] | None = None,
-) -> Llama:
+) -> LanguageModel:
     """Load a Hugging Face folder or .gguf file onto a backend; ``progress(done, total)`` counts tensors.
 
     Every tensor's name and shape is checked, and that the weights fit in memory, before anything is
@@ -41,4 +42,5 @@ def load_model(
     weights = open_weights(path)
     check_weights(config, weights)
     check_memory(config, backend, dtype, 1, 1, parameter_count(config) * dtype.itemsize)
-    return Llama(backend, config, weights, dtype, progress)
+    model: LanguageModel = family_of(config).model(backend, config, weights, dtype, progress)
+    return model

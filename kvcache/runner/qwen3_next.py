@@ -22,10 +22,10 @@ from kvcache.cache import Batch, Cache
 from kvcache.recurrent import RecurrentCache
 from kvcache.runner.attention import Attention, load_attention, qk_norm
 from kvcache.runner.config import ModelConfig
-from kvcache.runner.decoder import Decoder, Layer, Step
+from kvcache.runner.decoder import CausalModel, Layer, Step
 from kvcache.runner.delta_net import DeltaNet, DeltaSizes, begin_delta, delta_shapes, load_delta_net
 from kvcache.runner.errors import ModelError
-from kvcache.runner.feedforward import GatedMLP, load_mlp, mlp_shapes
+from kvcache.runner.feedforward import Experts, load_mlp, mlp_shapes
 from kvcache.runner.layer_types import (
     Shape,
     attention_shapes,
@@ -36,7 +36,7 @@ from kvcache.runner.layer_types import (
     refuse,
 )
 from kvcache.runner.loader import Loader
-from kvcache.runner.routing import SparseMLP, load_experts
+from kvcache.runner.routing import SparseMLP
 from ml import nn
 
 __all__ = ["Qwen3Next", "Qwen3NextConfig", "make_cache", "parse", "parse_dense", "shapes"]
@@ -135,20 +135,22 @@ def shapes(config: Qwen3NextConfig) -> dict[str, Shape]:
 
 def _layer_shapes(config: Qwen3NextConfig, i: int) -> dict[str, Shape]:
     hidden = config.hidden_size
-    found: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    found: dict[str, Shape] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
     if config.kinds[i] == _FULL:
         found |= attention_shapes(config, qk_norm=True, gates=config.heads * config.head_dim)
     else:
         found |= delta_shapes("linear_attn", hidden, config.delta, config.split)
     if not config.sparse[i]:
         return found | mlp_shapes("mlp", hidden, config.intermediate_size)
-    inner = config.expert_size
     found |= {
         "mlp.gate.weight": (config.experts, hidden),
-        "mlp.experts.gate_up_proj": (config.experts, 2 * inner, hidden),
-        "mlp.experts.down_proj": (config.experts, hidden, inner),
         "mlp.shared_expert_gate.weight": (1, hidden),
     }
+    for expert in range(config.experts):
+        found |= mlp_shapes(f"mlp.experts.{expert}", hidden, config.expert_size)
     return found | mlp_shapes("mlp.shared_expert", hidden, config.shared_size)
 
 
@@ -167,7 +169,7 @@ def make_cache(config: Qwen3NextConfig, dtype: ml.DType | None = None, **options
     )
 
 
-class Qwen3Next(Decoder[Qwen3NextConfig]):
+class Qwen3Next(CausalModel[Qwen3NextConfig]):
     """The weights of a model and its forward pass."""
 
     cache_type = RecurrentCache
@@ -218,7 +220,7 @@ class Qwen3Next(Decoder[Qwen3NextConfig]):
     def _sparse(self, load: Loader, ctx: ml.Context, prefix: str) -> SparseMLP:
         return SparseMLP(
             load.linear(ctx, f"{prefix}.gate"),
-            load_experts(load, ctx, f"{prefix}.experts"),
+            Experts([load_mlp(load, ctx, f"{prefix}.experts.{i}") for i in range(self.config.experts)]),
             self.config.experts_per_token,
             "normalized" if self.config.normalize else "softmax",
             load_mlp(load, ctx, f"{prefix}.shared_expert"),

@@ -68,31 +68,25 @@ def load_experts(
     load: Loader,
     ctx: ml.Context,
     prefix: str,
-    transposed: bool = False,
     activation: Activation = swiglu,
     arrange: Callable[[np.ndarray], np.ndarray] = lambda rows: rows,
 ) -> Experts:
-    """Of ``{prefix}.gate_up_proj`` (experts, 2 * inner, hidden) and ``down_proj`` (experts, hidden, inner).
+    """Of ``{prefix}.gate_up_proj`` (experts, hidden, 2 * inner) and ``down_proj`` (experts, inner, hidden).
 
-    ``transposed``: both are stored with their last axes exchanged. ``arrange`` puts the rows of gate
-    and up (2 * inner, ...) in our order, all of gate first.
+    With biases ``gate_up_proj_bias`` (experts, 2 * inner) and ``down_proj_bias`` where the config has
+    them. ``arrange`` puts the rows of gate and up (2 * inner, ...) in our order, all of gate first.
     """
-    stored = [load.take(f"{prefix}.{name}_proj") for name in ("gate_up", "down")]
-    biases = [
-        load.take(f"{prefix}.{name}_proj_bias") if f"{prefix}.{name}_proj_bias" in load.shapes else None
-        for name in ("gate_up", "down")
-    ]
-    experts = []
-    for i in range(len(stored[0])):
-        gate_up, down = ((array[i].T if transposed else array[i]) for array in stored)
-        gate_up_bias, down_bias = (None if array is None else array[i] for array in biases)
-        experts.append(
-            GatedMLP(
-                load.joined(
-                    ctx, [arrange(gate_up)], [None if gate_up_bias is None else arrange(gate_up_bias)]
-                ),
-                load.joined(ctx, [down], [down_bias]),
-                activation,
-            )
-        )
-    return Experts(experts)
+    gate_up, down = (load.take(f"{prefix}.{name}_proj").swapaxes(1, 2) for name in ("gate_up", "down"))
+    gate_up_bias, down_bias = (_biases(load, f"{prefix}.{name}_proj_bias") for name in ("gate_up", "down"))
+
+    def expert(i: int) -> GatedMLP:
+        bias = None if gate_up_bias is None else arrange(gate_up_bias[i])
+        wide = load.joined(ctx, [arrange(gate_up[i])], [bias])
+        narrow = load.joined(ctx, [down[i]], [None if down_bias is None else down_bias[i]])
+        return GatedMLP(wide, narrow, activation)
+
+    return Experts([expert(i) for i in range(len(gate_up))])
+
+
+def _biases(load: Loader, name: str) -> np.ndarray | None:
+    return load.take(name) if name in load.shapes else None

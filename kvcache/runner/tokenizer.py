@@ -39,10 +39,10 @@ class Tokenizer:
         if file.is_file():
             return cls._from_folder(folder, file)
         if path.suffix == ".gguf":
-            from kvcache.runner.gguf_file import GGUFFile
+            from kvcache.runner.gguf_file import open_gguf
             from kvcache.runner.gguf_vocab import tokenizer_from_gguf
 
-            backend, prefix = tokenizer_from_gguf(GGUFFile(path))
+            backend, prefix = tokenizer_from_gguf(open_gguf(path))
             return cls(backend, prefix)
         raise ModelError(f"{folder}: no tokenizer.json; save one with AutoTokenizer(...).save_pretrained")
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from kvcache.runner.config import ModelConfig
+from kvcache.runner.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from kvcache.runner.errors import ModelError
 
 __all__ = [
@@ -24,13 +25,17 @@ __all__ = [
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_DTYPES = ("F32", "F16", "BF16")
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 
 
 class WeightSource(Mapping[str, np.ndarray]):
     """Tensors by Hugging Face name; each ``[]`` reads one and keeps nothing.
 
-    BF16 comes as ``ml_dtypes.bfloat16``. Arrays may alias the mapped file: do not write into them.
+    BF16 comes as ``ml_dtypes.bfloat16``. Arrays alias the mapped file; a write stays in this process.
     """
 
     @abc.abstractmethod
@@ -51,13 +56,43 @@ class WeightSource(Mapping[str, np.ndarray]):
         return ModelError(f"{self.origin}: no tensor {name!r}; the file is incomplete or of another model")
 
 
+class _File:
+    """One safetensors file, mapped: its header checked by the ``safetensors`` package, its data as it lies.
+
+    (That package's own NumPy reader does not know BF16 in all its versions.)
+    """
+
+    def __init__(self, path: Path) -> None:
+        _check_safetensors(path)
+        self._data = np.memmap(path, np.uint8, mode="c")  # private pages: nobody's write reaches the file
+        size = int.from_bytes(self._data[:8].tobytes(), "little")
+        header = json.loads(self._data[8 : 8 + size].tobytes())
+        self.tensors: dict[str, dict[str, Any]] = {k: v for k, v in header.items() if k != "__metadata__"}
+        self._begin = 8 + size
+
+    def nbytes(self, name: str) -> int:
+        begin, end = self.tensors[name]["data_offsets"]
+        return int(end - begin)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name]["shape"])
+
+    def dtype(self, name: str) -> str:
+        return str(self.tensors[name]["dtype"])
+
+    def array(self, name: str) -> np.ndarray:
+        begin, end = self.tensors[name]["data_offsets"]
+        flat = self._data[self._begin + begin : self._begin + end]
+        array: np.ndarray = np.asarray(flat).view(_DTYPES[self.dtype(name)])
+        return array.reshape(self.shape(name))
+
+
 class SafetensorsSource(WeightSource):
     """One ``model.safetensors``, or the shards of its index; headers are read and checked at once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._where: dict[str, Any] = {}
-        self._nbytes = 0
+        self._where: dict[str, _File] = {}
         index = folder / INDEX
         if (folder / SINGLE).is_file():
             self._add(folder / SINGLE, None)
@@ -69,24 +104,20 @@ class SafetensorsSource(WeightSource):
 
     def _add(self, path: Path, names: list[str] | None) -> None:
         """Open one file for ``names`` (None: for all that it holds)."""
-        handle = _open_safetensors(path)
-        held = set(handle.keys())
-        for name in sorted(held) if names is None else names:
-            if name not in held:
+        file = _File(path)
+        for name in file.tensors if names is None else names:
+            if name not in file.tensors:
                 raise ModelError(f"{path}: no tensor {name!r}, which {INDEX} says is there")
-            self._where[name] = handle
-            self._nbytes += _stored_bytes(handle.get_slice(name))
+            self._where[name] = file
 
     def __getitem__(self, name: str) -> np.ndarray:
-        handle = self._handle(name)
-        dtype = handle.get_slice(name).get_dtype()
-        if dtype not in _DTYPES:
+        file = self._file(name)
+        if file.dtype(name) not in _DTYPES:
             raise ModelError(
-                f"{self._folder}: {name} is {dtype}; weights are read as {', '.join(_DTYPES)}: "
+                f"{self._folder}: {name} is {file.dtype(name)}; weights are read as {', '.join(_DTYPES)}: "
                 "take an unquantised copy of the model, or a GGUF file"
             )
-        array: np.ndarray = handle.get_tensor(name)
-        return array
+        return file.array(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
@@ -98,17 +129,17 @@ class SafetensorsSource(WeightSource):
         return name in self._where
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        return self._file(name).shape(name)
 
     @property
     def nbytes(self) -> int:
-        return self._nbytes
+        return sum(file.nbytes(name) for name, file in self._where.items())
 
     @property
     def origin(self) -> Path:
         return self._folder
 
-    def _handle(self, name: str) -> Any:
+    def _file(self, name: str) -> _File:
         try:
             return self._where[name]
         except KeyError:
@@ -121,14 +152,19 @@ def open_weights(path: str | Path) -> WeightSource:
     Raises ModelError for a missing folder or file, no weights in it, or a truncated or corrupt file.
     """
     from kvcache.runner.config import existing_model_path
+    from kvcache.runner.gguf_file import open_gguf
     from kvcache.runner.gguf_weights import GGUFSource
 
     found = existing_model_path(path)
-    return GGUFSource(found) if found.is_file() else SafetensorsSource(found)
+    return GGUFSource(open_gguf(found)) if found.is_file() else SafetensorsSource(found)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every tensor that a model of this config reads."""
+    if config.architecture not in SUPPORTED_ARCHITECTURES:
+        from kvcache.runner.families import family_of
+
+        return dict(family_of(config).shapes(config))
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     layer: dict[str, tuple[int, ...]] = {
@@ -181,7 +217,7 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
             )
 
 
-def _open_safetensors(path: Path) -> Any:
+def _check_safetensors(path: Path) -> None:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -189,16 +225,12 @@ def _open_safetensors(path: Path) -> Any:
     if not path.is_file():
         raise ModelError(f"{path}: no such file, though {INDEX} names it; download it again")
     try:
-        return safe_open(path, framework="np")
+        with safe_open(path, framework="np"):
+            pass
     except (SafetensorError, OSError) as error:
         raise ModelError(
             f"{path}: truncated or not a safetensors file ({error}); download it again"
         ) from error
-
-
-def _stored_bytes(piece: Any) -> int:
-    bits = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16}.get(piece.get_dtype(), 8)
-    return int(np.prod(piece.get_shape(), dtype=np.int64)) * bits // 8
 
 
 def _shards(index: Path) -> dict[str, list[str]]:

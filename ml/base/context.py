@@ -17,6 +17,7 @@ from ml.dtypes import DType
 from ml.errors import (
     BoundsError,
     ClosedError,
+    DeviceError,
     DTypeError,
     NotSupportedError,
     ShapeError,
@@ -43,14 +44,20 @@ class BaseContext(ABC):
     # What a backend fills in.
 
     @abstractmethod
-    def _empty(self, shape: Shape, dtype: DType) -> BaseTensor: ...
-
-    @abstractmethod
     def _from_array(self, array: np.ndarray, dtype: DType) -> BaseTensor:
         """A copy of a host array of exactly this dtype."""
 
+    def _empty(self, shape: Shape, dtype: DType) -> BaseTensor:
+        """Overridden where the framework can leave storage unwritten."""
+        return self._full(shape, 0, dtype)
+
     def _full(self, shape: Shape, value: float, dtype: DType) -> BaseTensor:
-        return self._from_array(np.full(shape, value, dtype.numpy), dtype)
+        try:
+            with np.errstate(all="ignore"):
+                host = np.full(shape, value, dtype.numpy)
+        except (MemoryError, ValueError) as error:
+            raise DeviceError(f"allocate: {shape} of {dtype!r} on the host: {error}") from error
+        return self._from_array(host, dtype)
 
     def _arange(self, start: float, step: float, count: int, dtype: DType) -> BaseTensor:
         exact = np.dtype(np.float64 if dtype.is_float else np.int64)

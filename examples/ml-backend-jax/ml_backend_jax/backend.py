@@ -13,11 +13,8 @@ import numpy as np
 
 from ml import CAUSAL, CacheConfig, DeviceError, DeviceInfo, DeviceMemory, DType, DTypeError
 from ml.base import BaseBackend, BaseContext
-from ml.strided import Shape
 from ml_backend_jax.kernels import KERNELS
 from ml_backend_jax.tensor import Box, JaxTensor
-
-__all__ = ["JaxBackend", "JaxContext"]
 
 
 class JaxBackend(BaseBackend):
@@ -40,7 +37,7 @@ class JaxBackend(BaseBackend):
         with self._lock, jax.enable_x64(True):
             try:
                 yield
-            except (RuntimeError, MemoryError) as error:
+            except (RuntimeError, ValueError, MemoryError) as error:
                 raise DeviceError(f"{op}: JAX failed: {error}") from error
 
     def run(self, kernel: str, *operands: Any) -> Any:
@@ -53,8 +50,8 @@ class JaxBackend(BaseBackend):
             # JAX hands an argument back where the program is the identity.
             return self.own(result.copy() if any(result is array for array in arrays) else result)
 
-    def own(self, array: jax.Array) -> JaxTensor:
-        return JaxTensor.whole(Box(self, array), DType.from_numpy(array.dtype), array.shape)
+    def own(self, array: jax.Array, ours: bool = True) -> JaxTensor:
+        return JaxTensor.whole(Box(self, array, ours), DType.from_numpy(array.dtype), array.shape)
 
     def _new_context(self, max_graph_nodes: int) -> JaxContext:
         return JaxContext(self, max_graph_nodes)
@@ -86,25 +83,11 @@ class JaxContext(BaseContext):
 
     backend: JaxBackend
 
-    def _empty(self, shape: Shape, dtype: DType) -> JaxTensor:
-        return self._full(shape, 0, dtype)
-
-    def _full(self, shape: Shape, value: float, dtype: DType) -> JaxTensor:
-        try:
-            with np.errstate(all="ignore"):
-                return self._put(np.full(shape, value, dtype.numpy))
-        except (MemoryError, ValueError) as error:
-            raise DeviceError(f"allocate: {shape} of {dtype!r}: {error}") from error
-
     def _from_array(self, array: np.ndarray, dtype: DType) -> JaxTensor:
-        return self._put(np.array(array, order="C"))
-
-    def _put(self, host: np.ndarray) -> JaxTensor:
         with self.backend.dispatching("allocate"):
-            return self.backend.own(jax.device_put(host, self.backend.device))
+            return self.backend.own(jax.device_put(np.array(array, order="C"), self.backend.device))
 
     def _from_native(self, array: Any) -> JaxTensor:
         if not isinstance(array, jax.Array):
             raise DTypeError(f"from_native: {type(array).__name__} is no jax.Array; use from_numpy")
-        dtype = DType.from_numpy(array.dtype)
-        return JaxTensor.whole(Box(self.backend, array, owned=False), dtype, array.shape)
+        return self.backend.own(array, ours=False)

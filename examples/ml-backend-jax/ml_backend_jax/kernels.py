@@ -17,32 +17,15 @@ from jax import Array, lax
 
 from ml.strided import Shape
 
-__all__ = ["KERNELS", "read_any", "read_box", "write_any", "write_box"]
-
 Kernel = Callable[..., Any]
-STATIC = {
-    "base",
-    "sizes",
-    "steps",
-    "axes",
-    "shape",
-    "axis",
-    "dtype",
-    "op",
-    "keepdims",
-    "k",
-    "n",
-    "tanh",
-    "causal",
-}
+STATIC = {"base", "sizes", "axes", "shape", "axis", "dtype", "op", "keepdims", "k", "n", "tanh", "causal"}
 
 
 def compiled(function: Kernel) -> Kernel:
     """``write_`` kernels are given their first array: XLA updates its memory in place, on CPUs too."""
     static = sorted(STATIC & set(inspect.signature(function).parameters))
-    return jax.jit(
-        function, static_argnames=static, donate_argnums=(0,) * function.__name__.startswith("write_")
-    )
+    donated = (0,) if function.__name__.startswith("write_") else ()
+    return jax.jit(function, static_argnames=static, donate_argnums=donated)
 
 
 def wide(dtype: Any) -> np.dtype:
@@ -53,6 +36,10 @@ def widen(x: Array) -> Array:
     return x.astype(wide(x.dtype))
 
 
+def scalar(number: Any, dtype: Any) -> Array:
+    return jnp.asarray(number).astype(dtype)
+
+
 def convert(x: Array, dtype: Any) -> Array:
     if dtype == np.bool_ and jnp.issubdtype(x.dtype, jnp.floating):
         bits = lax.bitcast_convert_type(x.astype(np.float32), np.uint32)
@@ -60,16 +47,12 @@ def convert(x: Array, dtype: Any) -> Array:
     return (x.astype(wide(dtype)) if jnp.issubdtype(x.dtype, jnp.integer) else x).astype(dtype)
 
 
-# Views: an ``ml.strided.Region`` of the storage, else any list of positions: an offset and strides.
+# Views: a box of the storage (``ml.strided.Region``), else positions, from ``at``: an offset and strides.
 
 
 @compiled
-def read_box(
-    array: Array, start: Any, base: Shape, sizes: Shape, steps: Shape, axes: Shape, shape: Shape
-) -> Array:
-    span = [(size - 1) * step + 1 for size, step in zip(sizes, steps, strict=True)]
-    box = lax.dynamic_slice(array.reshape(base), list(start), span)
-    box = box[tuple(slice(None, None, step) for step in steps)]
+def read_box(array: Array, start: Any, base: Shape, sizes: Shape, axes: Shape, shape: Shape) -> Array:
+    box = lax.dynamic_slice(array.reshape(base), list(start), sizes)
     kept = [axis for axis in axes if axis >= 0]
     return box.transpose(kept + [axis for axis in range(len(base)) if axis not in kept]).reshape(shape)
 
@@ -78,8 +61,8 @@ def read_box(
 def write_box(array: Array, value: Array, start: Any, base: Shape, sizes: Shape, axes: Shape) -> Array:
     kept = [axis for axis in axes if axis >= 0]
     value = value.reshape([sizes[axis] for axis in kept]).transpose(np.argsort(kept).tolist()).reshape(sizes)
-    value = convert(value, array.dtype)
-    return lax.dynamic_update_slice(array.reshape(base), value, list(start)).reshape(array.shape)
+    box = lax.dynamic_update_slice(array.reshape(base), convert(value, array.dtype), list(start))
+    return box.reshape(array.shape)
 
 
 def positions(at: Any, shape: Shape, rows: Any = None, axis: int = 0) -> Array:
@@ -113,14 +96,6 @@ FUNCTIONS: dict[str, Kernel] = {
 }  # fmt: skip
 
 
-def elementwise(x: Array, op: str, *others: Array) -> Array:
-    return FUNCTIONS[op](widen(x), *map(widen, others)).astype(x.dtype)
-
-
-def clamp(x: Array, lo: Any, hi: Any) -> Array:
-    return jnp.clip(x, *(None if bound is None else jnp.asarray(bound).astype(x.dtype) for bound in (lo, hi)))
-
-
 def reduce(x: Array, op: str, axis: int, keepdims: bool) -> Array:
     if op == "argmax":
         return jnp.argmax(x, axis, keepdims=keepdims).astype(np.int32)
@@ -149,7 +124,7 @@ def attention(
     if causal:
         ahead = jnp.arange(history) > jnp.arange(tokens)[:, None] + (history - tokens)
         bias = jnp.where(ahead, -np.inf, np.float32(0))[None, None]
-    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[-1]))) for x in (query, key, value))
+    q, k, v = (jnp.pad(widen(x), ((0, 0), (0, 0), (0, width - x.shape[-1]))) for x in (query, key, value))
     out, total = jax.nn.dot_product_attention(q, k, v, bias, scale=scale, return_residual=True)
     if sinks is not None:  # one more term of the softmax's sum, whose logarithm is the residual
         out = out * jax.nn.sigmoid(total - sinks.astype(np.float32))[..., None]
@@ -163,12 +138,14 @@ KERNELS: dict[str, Kernel] = {
         "take": lambda x, rows, axis: jnp.take(x, rows, axis, mode="clip"),
         "concat": lambda x, y, axis: jnp.concatenate((x, y), axis),
         "repeat": lambda x, axis, n: jnp.tile(x, [n if i == axis else 1 for i in range(x.ndim)]),
-        "elementwise": elementwise,
+        "elementwise": lambda x, op, *others: FUNCTIONS[op](widen(x), *map(widen, others)).astype(x.dtype),
         "compare": lambda x, op, y: FUNCTIONS[op](x, y),
         "where": jnp.where,
-        "scale": lambda x, by: (widen(x) * jnp.asarray(by).astype(wide(x.dtype))).astype(x.dtype),
+        "scale": lambda x, by: (widen(x) * scalar(by, wide(x.dtype))).astype(x.dtype),
         "gelu": lambda x, tanh: jax.nn.gelu(widen(x), approximate=tanh).astype(x.dtype),
-        "clamp": clamp,
+        "clamp": lambda x, lo, hi: jnp.clip(
+            x, *(None if y is None else scalar(y, x.dtype) for y in (lo, hi))
+        ),
         "matmul": lambda x, y: jnp.matmul(widen(x), widen(y), precision="highest").astype(x.dtype),
         "softmax": lambda x, axis: jax.nn.softmax(widen(x), axis).astype(x.dtype) if x.size else x,
         "reduce": reduce,

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
 
 from ml.base import Storage, StridedTensor
-from ml.strided import Region, contiguous_strides, find_region
+from ml.strided import contiguous_strides, find_region
 from ml_backend_jax.kernels import read_any, read_box, write_any, write_box
-
-if TYPE_CHECKING:
-    from ml_backend_jax.backend import JaxBackend
-
-__all__ = ["Box", "JaxTensor"]
 
 
 class Box(Storage):
@@ -25,10 +20,10 @@ class Box(Storage):
     """
 
     __slots__ = ("lent",)
-    backend: JaxBackend
+    backend: Any
     array: Any
 
-    def __init__(self, backend: JaxBackend, array: jax.Array, owned: bool = True) -> None:
+    def __init__(self, backend: Any, array: jax.Array, owned: bool = True) -> None:
         super().__init__(backend, array, array.size, array.nbytes, owned=owned)
         self.lent = not owned
         backend.boxes.add(self)
@@ -54,7 +49,7 @@ def hook(kernel: str) -> Any:
 class JaxTensor(StridedTensor):
     __slots__ = ()
     storage: Box
-    backend: JaxBackend
+    backend: Any
 
     @property
     def native(self) -> Any:
@@ -80,37 +75,36 @@ class JaxTensor(StridedTensor):
             return array
         if 0 in shape:
             return np.zeros(shape, array.dtype)
-        if (region := self.region()) is None:
-            return read_any(array, self.where(), shape)
-        base, start, sizes, steps, axes = region
-        return read_box(array, np.array(start, np.int32), base, sizes, steps, axes, shape)
-
-    def region(self) -> Region | None:
-        return find_region(self.storage.array.shape, self.offset, self.shape, self.strides)
-
-    def where(self) -> np.ndarray:
-        return np.array([self.offset, *self.strides], np.int32 if self.storage.size < 1 << 31 else np.int64)
+        if box := self.box():
+            return read_box(array, *box, shape)
+        return read_any(array, self.at(), shape)
 
     def _write(self, src: Self) -> None:
-        if 0 in self.shape:
-            return
-        region = self.region()
-        if region is None or set(region.steps) > {1}:
-            self.storage.update(write_any, src, self.where())
-        else:
-            start = np.array(region.start, np.int32)
-            self.storage.update(write_box, src, start, region.base, region.sizes, region.axes)
+        if 0 not in self.shape:
+            box = self.box()
+            self.storage.update(write_box if box else write_any, src, *(box or (self.at(),)))
 
     def _scatter(self, src: Self, indices: Any, axis: int) -> None:
         if 0 not in src.shape:
-            self.storage.update(write_any, src, self.where(), indices, axis)
+            self.storage.update(write_any, src, self.at(), indices, axis)
+
+    def box(self) -> tuple[Any, ...] | None:
+        """Where the view lies in its storage, if it is a box without gaps."""
+        found = find_region(self.storage.array.shape, self.offset, self.shape, self.strides)
+        if found is None or max(found.steps, default=1) > 1:
+            return None
+        return np.array(found.start, np.int32), found.base, found.sizes, found.axes
+
+    def at(self) -> np.ndarray:
+        return np.array([self.offset, *self.strides], np.int32 if self.storage.size < 1 << 31 else np.int64)
+
+    # Hooks that are one kernel each.
 
     _gather = hook("take")
     _concat = hook("concat")
     _repeat = hook("repeat")
     _cast = hook("cast")
-    _binary = hook("elementwise")
-    _unary = hook("elementwise")
+    _binary = _unary = hook("elementwise")
     _scale = hook("scale")
     _gelu = hook("gelu")
     _clamp = hook("clamp")

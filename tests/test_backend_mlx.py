@@ -1,0 +1,547 @@
+"""What is MLX's own about the mlx backend; the contract itself is tested by ml.testing."""
+
+from __future__ import annotations
+
+import gc
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ml
+from ml import CAUSAL, DType
+from ml.nn import LinearScaling, RopeSpec, YarnScaling, apply_rope, generic_attention, rope_tables
+
+mx = pytest.importorskip("mlx.core")
+
+from backends.mlx import backend as backend_module  # noqa: E402
+from backends.mlx.backend import PENDING_RESULTS, MlxBackend, MlxContext  # noqa: E402
+from backends.mlx.regions import canonical, region_of, row_region_of, runs_of  # noqa: E402
+from backends.mlx.tensor import MlxTensor  # noqa: E402
+
+FLOATS = {DType.F32: mx.float32, DType.F16: mx.float16, DType.BF16: mx.bfloat16}
+HEADS, CELLS, DIM = 4, 4096, 64
+BUFFER = HEADS * CELLS * DIM * 4  # 4 MiB
+NOISE = BUFFER // 8
+
+
+@pytest.fixture
+def backend() -> Iterator[MlxBackend]:
+    with MlxBackend(device="cpu") as opened:
+        yield opened
+
+
+@pytest.fixture
+def ctx(backend: MlxBackend) -> MlxContext:
+    return backend.new_context()
+
+
+def cells_of(ctx: MlxContext, dtype: DType = DType.F32) -> Any:
+    """A head-major buffer seen as (cells, heads, dim), in memory already."""
+    cells = ctx.zeros((HEADS, CELLS, DIM), dtype).permute(ctx, 1, 0, 2)
+    ctx.compute(cells)
+    return cells
+
+
+def taken(backend: MlxBackend, work: Callable[[], Any]) -> int:
+    """Bytes that MLX held at the most during ``work``, beyond what it held before."""
+    gc.collect()
+    mx.synchronize(backend.stream)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    keep = work()
+    mx.synchronize(backend.stream)
+    peak: int = mx.get_peak_memory()
+    del keep
+    return max(0, peak - before)
+
+
+# The plugin.
+
+
+def test_finding_the_plugin_imports_no_mlx() -> None:
+    code = (
+        "import sys, ml, ml.plugins; specs = ml.plugins.registry().specs(); "
+        "assert specs['mlx'].priority == (60 if sys.platform == 'darwin' else 40); "
+        "assert 'mlx' not in sys.modules and 'mlx.core' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_mlx_the_probe_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlx.core", None)
+    info = {row.name: row for row in ml.available_backends()}["mlx"]
+    assert not info.available
+    assert "mlx cannot be imported" in info.reason
+    assert info.install_hint == "pip install 'ml-kvcache[mlx]'"
+
+
+def test_a_device_that_is_not_here_is_refused() -> None:
+    with pytest.raises(ml.DeviceError, match="no device 'tpu'"):
+        MlxBackend(device="tpu")
+    if not mx.is_available(mx.gpu):
+        with pytest.raises(ml.DeviceError, match="'cpu' only"):
+            MlxBackend(device="gpu")
+
+
+def test_neither_default_device_nor_default_stream_is_changed(ctx: MlxContext) -> None:
+    before = mx.default_device(), mx.default_stream(mx.cpu)
+    x = ctx.from_numpy(np.ones((2, 3), np.float32))
+    x.add(ctx, x).gelu(ctx).copy(ctx, x)
+    x.to_numpy()
+    assert (mx.default_device(), mx.default_stream(mx.cpu)) == before
+
+
+# Donation: a buffer is never copied whole because someone holds a view of it.
+
+
+@pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
+def test_held_views_cost_no_copy(backend: MlxBackend, ctx: MlxContext, dtype: DType) -> None:
+    cells, token = cells_of(ctx, dtype), ctx.full((1, HEADS, DIM), 1, dtype)
+    held = []
+
+    def steps() -> None:
+        for position in range(40):
+            token.copy(ctx, cells.slice(ctx, 0, position, position + 1))
+            held.append(cells.slice(ctx, 0, 0, position + 1))
+            assert held[-1].slice(ctx, 0, position, position + 1).to_numpy().all()
+            ctx.compute(*held)
+
+    assert taken(backend, steps) < NOISE
+    assert held[0].to_numpy().all()  # and they see what was written since
+    ctx.zeros(token.shape, dtype).copy(ctx, cells.slice(ctx, 0, 0, 1))
+    assert not held[0].to_numpy().any()
+
+
+def test_chained_writes_cost_no_copy_and_a_bounded_graph(backend: MlxBackend, ctx: MlxContext) -> None:
+    cells, token = cells_of(ctx), ctx.full((1, HEADS, DIM), 1, DType.F32)
+    count = 3 * PENDING_RESULTS
+
+    def steps() -> list[Any]:
+        held = []
+        for position in range(count):
+            token.copy(ctx, cells.slice(ctx, 0, position, position + 1))
+            held.append(cells.slice(ctx, 0, 0, position + 1))
+            assert len(backend._pending) <= PENDING_RESULTS
+        cells.slice(ctx, 0, count, count + 1).to_numpy()
+        return held
+
+    assert taken(backend, steps) < NOISE
+    assert cells.to_numpy()[:, 0, 0].sum() == count
+
+
+def test_much_written_data_is_not_left_waiting(
+    backend: MlxBackend, ctx: MlxContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "PENDING_BYTES", 1000)
+    x = ctx.zeros((100,), DType.F32)
+    before = backend.epoch
+    ctx.zeros((100,), DType.F32).copy(ctx, x)
+    ctx.zeros((100,), DType.F32).copy(ctx, x)
+    assert backend.epoch == before
+    ctx.zeros((100,), DType.F32).copy(ctx, x)
+    assert backend.epoch == before + 1
+
+
+def test_a_write_waits_for_readers_in_flight_instead_of_copying(backend: MlxBackend, ctx: MlxContext) -> None:
+    cells, token = cells_of(ctx), ctx.full((1, HEADS, DIM), 1, DType.F32)
+    query = ctx.full((1, HEADS, DIM), 0.1, DType.F32)
+    results = []
+
+    def steps() -> None:
+        for position in range(6):
+            token.copy(ctx, cells.slice(ctx, 0, position, position + 1))
+            seen = cells.slice(ctx, 0, 0, CELLS)
+            results.append(backend.attention(ctx, query, seen, seen, None, 1.0))
+            if position % 2:
+                ctx.compute(results[-1])  # otherwise the read is still pending at the next write
+
+    assert taken(backend, steps) < NOISE
+    # Each result saw the writes before it and none after: the mean of p + 1 ones among zeros.
+    expected = [(p + 1) * math.exp(6.4) / ((p + 1) * math.exp(6.4) + CELLS - p - 1) for p in range(6)]
+    np.testing.assert_allclose([r.to_numpy()[0, 0, 0] for r in results], expected, rtol=2e-4)
+
+
+def test_moving_cells_within_a_buffer_copies_those_cells_only(backend: MlxBackend, ctx: MlxContext) -> None:
+    cells = cells_of(ctx)
+    ctx.arange(0, 20, 1, DType.F32).view(ctx, 0, (20, HEADS, DIM), (1, 0, 0)).copy(
+        ctx, cells.slice(ctx, 0, 0, 20)
+    )
+    ctx.compute(cells)
+    assert taken(backend, lambda: cells.slice(ctx, 0, 0, 19).copy(ctx, cells.slice(ctx, 0, 1, 20))) < NOISE
+    assert cells.slice(ctx, 0, 0, 20).to_numpy()[:, 1, 2].tolist() == [0, *range(19)]
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_scattered_rows_are_written_without_a_copy(
+    backend: MlxBackend, ctx: MlxContext, device: bool
+) -> None:
+    cells, rows = cells_of(ctx), np.arange(0, 400, 5, dtype=np.int32)[::-1].copy()
+    source = ctx.from_numpy(np.arange(80, dtype=np.float32).repeat(HEADS * DIM).reshape(80, HEADS, DIM))
+    indices = ctx.from_numpy(rows) if device else rows
+    assert taken(backend, lambda: cells.set_rows(ctx, source, indices).slice(ctx, 0, 0, 1).to_numpy()) < NOISE
+    half = cells.view(ctx, 0, (CELLS, 2, DIM), cells.strides)  # not whole layers of the storage
+    assert (
+        taken(
+            backend,
+            lambda: half.set_rows(ctx, source.slice(ctx, 1, 0, 2), indices).slice(ctx, 0, 0, 1).to_numpy(),
+        )
+        < NOISE
+    )
+    host = cells.to_numpy()
+    assert host[rows, 3, 5].tolist() == list(range(80))
+    assert host.sum() == source.to_numpy().sum()
+
+
+def test_an_irregular_write_is_made_without_a_copy(backend: MlxBackend, ctx: MlxContext) -> None:
+    cells = cells_of(ctx)
+    odd = cells.view(ctx, 3, (50, 4), (7, 1001))
+    ones = ctx.full((50, 4), 1, DType.F32)
+    assert taken(backend, lambda: ones.copy(ctx, odd).to_numpy()) < NOISE
+    assert cells.to_numpy().sum() == 200
+
+
+def test_contiguous_and_a_cast_to_the_same_dtype_hold_nothing_of_a_large_buffer(
+    backend: MlxBackend, ctx: MlxContext
+) -> None:
+    cells, token = cells_of(ctx), ctx.full((1, HEADS, DIM), 1, DType.F32)
+    whole = cells.permute(ctx, 1, 0, 2)
+    kept = [whole.slice(ctx, 0, 0, 1).contiguous(ctx), whole.slice(ctx, 0, 0, 1).cast(ctx, DType.F32)]
+    ctx.compute(*kept)
+    assert taken(backend, lambda: token.copy(ctx, cells.slice(ctx, 0, 0, 1)).to_numpy()) < NOISE
+    assert not any(tensor.to_numpy().any() for tensor in kept)
+
+
+def test_native_is_a_snapshot_and_costs_one_copy_at_most(backend: MlxBackend, ctx: MlxContext) -> None:
+    cells, token = cells_of(ctx), ctx.full((1, HEADS, DIM), 1, DType.F32)
+    snapshots = [cells.native, cells.slice(ctx, 0, 0, 2).native]
+    assert all(isinstance(snapshot, mx.array) for snapshot in snapshots)
+
+    def steps() -> None:
+        for position in range(5):
+            token.copy(ctx, cells.slice(ctx, 0, position, position + 1))
+            cells.slice(ctx, 0, position, position + 1).to_numpy()
+
+    assert BUFFER <= taken(backend, steps) < BUFFER + NOISE
+    assert not any(np.array(snapshot).any() for snapshot in snapshots)
+    whole = cells.permute(ctx, 1, 0, 2).native
+    whole[0, 0, 0] = 7  # the user's object changes, the storage does not
+    assert cells.slice(ctx, 0, 0, 1).to_numpy()[0, 0, 0] == 1
+
+
+# from_native.
+
+
+def test_from_native_copies_nothing(backend: MlxBackend, ctx: MlxContext) -> None:
+    array = mx.ones((HEADS, CELLS, DIM))
+    mx.eval(array)
+    tensors: list[Any] = []
+
+    def wrap() -> None:
+        tensors.append(ctx.from_native(array))
+        assert tensors[0].slice(ctx, 1, 5, 6).to_numpy().all()
+
+    assert taken(backend, wrap) < NOISE
+    assert backend.memory().allocated == 0
+    ctx.zeros((HEADS, 1, DIM), DType.F32).copy(ctx, tensors[0].slice(ctx, 1, 0, 1))
+    assert backend.memory().allocated >= BUFFER  # from the first write on the buffer is ours
+    assert array.sum().item() == HEADS * CELLS * DIM  # and the user's array is not written
+    array[:, 5] = 3
+    assert tensors[0].slice(ctx, 1, 5, 6).to_numpy().max() == 1
+
+
+def test_from_native_takes_any_layout(ctx: MlxContext) -> None:
+    array = mx.arange(24).reshape(2, 3, 4).transpose(2, 0, 1)
+    tensor = ctx.from_native(array)
+    assert tensor.shape == (4, 2, 3)
+    np.testing.assert_array_equal(tensor.slice(ctx, 0, 1, 3).to_numpy(), np.array(array)[1:3])
+    ctx.zeros((4, 3), DType.I32).copy(ctx, tensor.view(ctx, 3, (4, 3), (6, 1)))
+    expected = np.array(array)
+    expected[:, 1] = 0
+    np.testing.assert_array_equal(tensor.to_numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "int16", "uint16", "uint32", "uint64", "float64"])
+def test_from_native_refuses_other_dtypes(ctx: MlxContext, dtype: str) -> None:
+    array = mx.zeros((2,), dtype=getattr(mx, dtype), stream=mx.cpu)
+    with pytest.raises(ml.DTypeError, match=dtype):
+        ctx.from_native(array)
+
+
+@pytest.mark.parametrize("array", [np.zeros(2), [1.0], 3, None], ids=str)
+def test_from_native_refuses_other_arrays(ctx: MlxContext, array: Any) -> None:
+    with pytest.raises(ml.DTypeError, match="from_numpy"):
+        ctx.from_native(array)
+
+
+# Threads.
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def test_pending_work_of_a_thread_that_ended_is_computed_by_another(
+    backend: MlxBackend, ctx: MlxContext
+) -> None:
+    x = ctx.full((3,), 2, DType.F32)
+
+    def work() -> Any:
+        other = backend.new_context()
+        y = x.add(other, x)
+        y.copy(other, x.view(other, 0, (3,)))
+        return y.exp(other).log(other)
+
+    y = in_thread(work)
+    np.testing.assert_allclose(y.to_numpy(), [4, 4, 4], rtol=1e-6)
+    assert x.to_numpy().tolist() == [4, 4, 4]
+    lazy = in_thread(lambda: backend.new_context().from_native(mx.ones((3,)) + 1))
+    assert lazy.add(ctx, x).to_numpy().tolist() == [6, 6, 6]
+    assert in_thread(lambda: np.array(x.mul(ctx, x).native + 0)).tolist() == [16, 16, 16]
+
+
+def test_threads_write_one_storage_and_lose_nothing(backend: MlxBackend, ctx: MlxContext) -> None:
+    rows, threads = 60, 4
+    shared = ctx.zeros((threads, rows, 8), DType.I32)
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        with backend.new_context() as own:
+            for row in range(rows):
+                here = number * rows + row
+                own.full((1, 1, 8), here + 1, DType.I32).copy(own, shared.view(own, here * 8, (1, 1, 8)))
+                if row % 7 == number:
+                    own.compute(shared)
+                if row % 11 == number:
+                    assert shared.slice(own, 0, number, number + 1).to_numpy()[0, row, 0] == here + 1
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=guarded, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures
+    np.testing.assert_array_equal(shared.to_numpy()[:, :, 3].ravel(), np.arange(threads * rows) + 1)
+
+
+def test_two_instances_work_side_by_side(ctx: MlxContext) -> None:
+    with MlxBackend() as other, other.new_context() as theirs:
+        x, y = ctx.full((2,), 1, DType.F32), theirs.full((2,), 2, DType.F32)
+        assert (x.to_numpy().tolist(), y.to_numpy().tolist()) == ([1, 1], [2, 2])
+        with pytest.raises(ml.DeviceError):
+            x.add(ctx, y)
+        moved = theirs.from_native(x.native)
+        assert moved.add(theirs, y).to_numpy().tolist() == [3, 3]
+
+
+# Errors and memory.
+
+
+def test_a_late_error_surfaces_at_compute_and_at_to_numpy(
+    ctx: MlxContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arrays: Any) -> None:
+        raise RuntimeError("[malloc] no memory")
+
+    x = ctx.full((3,), 1, DType.F32).exp(ctx)
+    with monkeypatch.context() as patched:
+        patched.setattr(backend_module, "schedule", failing)
+        with pytest.raises(ml.DeviceError, match="no memory"):
+            ctx.compute(x)
+        with pytest.raises(ml.DeviceError, match="no memory"):
+            x.to_numpy()
+    np.testing.assert_allclose(x.to_numpy(), np.exp(np.ones(3)), rtol=1e-6)
+
+
+def test_an_error_of_another_result_does_not_spoil_this_one(
+    ctx: MlxContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healthy, other = ctx.full((3,), 1, DType.F32), ctx.full((3,), 2, DType.F32)
+    real = backend_module.schedule
+
+    def failing_together(*arrays: Any) -> None:
+        if len(arrays) > 1:
+            raise RuntimeError("one of them fails")
+        real(*arrays)
+
+    monkeypatch.setattr(backend_module, "schedule", failing_together)
+    assert healthy.to_numpy().tolist() == [1, 1, 1]
+    assert other.to_numpy().tolist() == [2, 2, 2]
+
+
+def test_views_of_more_elements_than_mlx_counts_are_refused(ctx: MlxContext) -> None:
+    wide = ctx.full((1,), 1, DType.U8).view(ctx, 0, (2**33,), (0,))
+    for use in (wide.to_numpy, lambda: wide.contiguous(ctx), lambda: wide.native):
+        with pytest.raises(ml.DeviceError):
+            use()
+    with pytest.raises(ml.DeviceError, match="MLX"):
+        ctx.zeros((2**20, 2**20), DType.I8)
+
+
+def test_close_frees_the_arrays_of_held_tensors() -> None:
+    gc.collect()
+    before = mx.get_active_memory()
+    backend = MlxBackend()
+    ctx = backend.new_context()
+    x = cells_of(ctx)
+    view = x.slice(ctx, 0, 0, 3)
+    assert backend.memory().allocated == BUFFER
+    assert mx.get_active_memory() >= before + BUFFER
+    backend.close()
+    backend.close()
+    assert mx.get_active_memory() < before + NOISE
+    uses: list[Callable[[], Any]] = [
+        x.to_numpy,
+        lambda: view.native,
+        lambda: x.slice(ctx, 0, 0, 1),
+        backend.memory,
+    ]
+    for use in uses:
+        with pytest.raises(ml.ClosedError):
+            use()
+
+
+def test_memory_follows_tensors(backend: MlxBackend, ctx: MlxContext) -> None:
+    x = ctx.zeros((1000,), DType.F32)
+    view = x.slice(ctx, 0, 0, 10)
+    y = x.cast(ctx, DType.BF16)
+    report = backend.memory().devices[0]
+    assert report.allocated == 4000 + 2000
+    assert report.total is None or report.total > report.allocated
+    del x, y
+    gc.collect()
+    assert backend.memory().allocated == 4000
+    del view
+    gc.collect()
+    assert backend.memory().allocated == 0
+    assert not backend.boxes
+
+
+# Attention, rope, caches.
+
+
+def exact(tensor: MlxTensor) -> np.ndarray:
+    return tensor.to_numpy().astype(np.float64)
+
+
+def reference(query: Any, key: Any, value: Any, mask: np.ndarray | None, scale: float) -> np.ndarray:
+    """Float64, from the definition."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat(group, 1), value.repeat(group, 1)
+    scores = np.einsum("thd,shd->hts", query, key) * scale + (0 if mask is None else mask)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("hts,shd->thd", weights / weights.sum(-1, keepdims=True), value)
+
+
+@pytest.mark.parametrize("widens", [True, False], ids=["as on the CPU", "as on a GPU"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_attention_matches_float64(
+    backend: MlxBackend, ctx: MlxContext, dtype: DType, tokens: int, widens: bool
+) -> None:
+    backend.widens = widens
+    random = np.random.default_rng(tokens)
+    query = ctx.from_numpy(random.normal(size=(tokens, 8, 16)), dtype)
+    buffers = [ctx.from_numpy(random.normal(size=(2, 40, 16)), dtype) for _ in range(2)]
+    key, value = (buffer.permute(ctx, 1, 0, 2).slice(ctx, 0, 3, 33) for buffer in buffers)
+    late = np.triu(np.ones((tokens, 30), bool), 30 - tokens + 1)
+    matrix = np.where(late, -np.inf, 0.0)
+    mask = ctx.from_numpy(np.pad(matrix, [(0, 5), (0, 0)], constant_values=-np.inf), DType.F32)
+    tolerance = {DType.F32: 1e-5, DType.F16: 2e-3, DType.BF16: 2e-2}[dtype]
+    for given, seen in ((None, None), (CAUSAL, matrix), (mask, matrix)):
+        result = backend.attention(ctx, query, key, value, given, 0.25)
+        assert result.dtype is dtype
+        expected = reference(exact(query), exact(key), exact(value), seen, 0.25)
+        np.testing.assert_allclose(exact(result), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_attention_of_no_queries_is_left_to_the_generic_body(backend: MlxBackend, ctx: MlxContext) -> None:
+    query, key = ctx.zeros((0, 4, 8), DType.F32), ctx.zeros((5, 2, 8), DType.F32)
+    assert backend.attention(ctx, query, key, key, None, 1.0).shape == (0, 4, 8)
+    assert generic_attention(ctx, query, key, key, None, 1.0).shape == (0, 4, 8)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "spec",
+    [RopeSpec(16), RopeSpec(8, 5e5, interleaved=True), RopeSpec(16, scaling=LinearScaling(4.0))],
+    ids=str,
+)
+def test_fused_rope_is_the_generic_rope_at_any_positions(
+    backend: MlxBackend, ctx: MlxContext, dtype: DType, spec: RopeSpec
+) -> None:
+    x = ctx.from_numpy(np.random.default_rng(1).normal(size=(5, 3, 16)), dtype)
+    positions = ctx.from_numpy(np.array([7, 0, 3000, 2, 2]), DType.I32)
+    assert backend.rope(ctx, x, positions, spec) is None  # slower than the generic body on the CPU
+    backend.fused_rope = True
+    expected = exact(apply_rope(ctx, x, *rope_tables(ctx, positions, spec), spec))
+    tolerance = {DType.F32: 3e-4, DType.F16: 2e-3, DType.BF16: 1e-2}[dtype]
+    np.testing.assert_allclose(
+        exact(backend.rope(ctx, x, positions, spec)), expected, rtol=0, atol=2 * tolerance
+    )
+    assert backend.rope(ctx, x, positions, RopeSpec(16, scaling=YarnScaling(4.0, 4096))) is None
+
+
+def test_cache_config_asks_for_head_major_keys_and_no_needless_mask(backend: MlxBackend) -> None:
+    config = backend.cache_config()
+    assert (config.layout, config.elide_mask, config.mask_dtype) == ("head_major", True, DType.F32)
+    with MlxBackend(dtype=DType.BF16) as narrow:
+        assert narrow.cache_config().mask_dtype is DType.BF16
+
+
+# Where a view lies.
+
+
+@pytest.mark.parametrize(
+    ("allocated", "view", "expected"),
+    [
+        # (offset, shape, strides) -> (base, sizes, sources, axes, start)
+        ((8, 32, 4), (20, (1, 8, 4), (4, 128, 1)), ((8, 32, 4), (8, 1, 4), (1, -1, 2), (1,), [5])),
+        ((8, 32, 4), (20, (3, 8, 4), (4, 128, 1)), ((8, 32, 4), (8, 3, 4), (1, 0, 2), (1,), [5])),
+        ((6, 4), (0, (6, 4), (4, 1)), ((6, 4), (6, 4), (0, 1), (0,), [0])),
+        ((24,), (2, (2, 5), (12, 2)), ((2, 6, 2), (2, 5, 1), (0, 1, -1), (1, 2), [1, 0])),
+        ((24,), (0, (3, 3), (7, 2)), None),
+        ((), (0, (1, 1), (5, 5)), ((1,), (1,), (-1,), (0,), [0])),
+    ],
+)
+def test_region_of(allocated: Any, view: Any, expected: Any) -> None:
+    region = region_of(allocated, *view)
+    found = None if region is None else (*region[:4], np.array(region.start).tolist())
+    assert found == expected
+
+
+def test_rows_that_are_whole_layers() -> None:
+    assert row_region_of((4, 10, 3), 6, (4, 4, 3), (30, 6, 1), 1) == (1, 2, 2, (0, 1, 2))
+    assert row_region_of((4, 10, 3), 6, (4, 4, 2), (30, 6, 1), 1) is None  # narrower than a layer
+    assert row_region_of((4, 10, 3), 0, (7, 3), (17, 1), 0) is None
+
+
+def test_runs_and_canonical_strides() -> None:
+    assert runs_of(np.array([5])) == [(0, 1, 5)]
+    assert runs_of(np.array([3, 4, 5, 9, 8])) == [(0, 3, 3), (3, 4, 9), (4, 5, 8)]
+    assert canonical((2, 1, 3), (3, 77, 1)) == (3, 3, 1)

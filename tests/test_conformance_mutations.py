@@ -1,0 +1,206 @@
+"""The suite is itself tested: every deliberate bug of mutants.py is caught, an exact copy passes.
+
+Each backend here is a copy of the NumPy backend, registered under a name of its own as a third
+party's would be; the suite runs on it in a nested pytest session in this process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import backends.numpy.backend
+import ml
+import ml.testing
+from ml import Availability, BackendSpec, Features, hookimpl
+from ml.base import BaseTensor
+from ml.dtypes import DType
+from ml.plugins import registry
+from ml.testing import BackendTests
+from ml.testing.harness import BackendCase
+from ml.testing.refusals import RefusalTests
+
+NUMBERS = itertools.count()
+HERE = Path(__file__).parent
+
+
+def load(path: str | Path, name: str) -> ModuleType:
+    """A module of its own from that file."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+mutants: Any = load(HERE / "mutants.py", "mutants_of_the_numpy_backend")
+AREAS = [area for area in BackendTests.__mro__ if issubclass(area, BackendCase)][1:-1]
+
+
+@pytest.fixture
+def copy() -> ModuleType:
+    """The module of the NumPy backend once more, with classes of its own."""
+    return load(backends.numpy.backend.__file__, "copy_of_the_numpy_backend")
+
+
+class Plugin:
+    """What a third party's entry point would name."""
+
+    def __init__(self, module: ModuleType, features: Features) -> None:
+        self.record = BackendSpec(
+            "mutant", -1, (), "", lambda: Availability(True), module.NumpyBackend, features
+        )
+
+    @hookimpl
+    def ml_backend(self) -> BackendSpec:
+        return self.record
+
+
+class Reports:
+    """What a nested session reported."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid.split("::")[-1])
+        elif report.when == "call" or report.skipped:
+            self.outcomes[report.outcome] += 1
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        assert not report.failed, report.longreprtext
+
+
+@pytest.fixture
+def run_suite(tmp_path: Path) -> Iterator[Any]:
+    """run_suite(module, area, features) -> Reports."""
+    plugins: list[Any] = []
+
+    def run(
+        module: ModuleType, area: type[BackendCase], features: Features | None = None, stop: bool = True
+    ) -> Reports:
+        while plugins:
+            registry().unregister(plugins.pop())
+        plugins.append(Plugin(module, features or Features()))
+        registry().register(plugins[0], "mutant")
+        file = tmp_path / f"test_{next(NUMBERS)}.py"
+        file.write_text(
+            f"from {area.__module__} import {area.__name__}\n\n"
+            f"class TestMutant({area.__name__}):\n    backend_name = 'mutant'\n"
+        )
+        reports = Reports()
+        arguments = [
+            str(file),
+            f"--rootdir={tmp_path}",
+            "-Werror",
+            "--import-mode=importlib",
+            "-pno:cacheprovider",
+            "-pno:terminal",
+        ]
+        pytest.main([*arguments, *(["-x"] if stop else [])], plugins=[reports])
+        return reports
+
+    yield run
+    for plugin in plugins:
+        registry().unregister(plugin)
+
+
+# Bugs.
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_bug_is_caught_by_its_area(mutant: Any, copy: ModuleType, run_suite: Any) -> None:
+    mutant.plant(copy)
+    (caught_by,) = run_suite(copy, mutant.area).failed
+    print(f"{mutant.name}: {caught_by}")
+
+
+def test_an_exact_copy_passes_everything(copy: ModuleType, run_suite: Any) -> None:
+    reports = run_suite(copy, BackendTests)
+    assert not reports.failed
+    assert reports.outcomes["passed"] > 2000
+
+
+def test_every_area_of_the_suite_has_a_bug_of_its_own() -> None:
+    assert {mutant.area for mutant in mutants.MUTANTS} == set(AREAS)
+
+
+def test_no_test_hides_another_of_the_same_name() -> None:
+    """The areas are bases of one class: a name given twice would silently drop a test."""
+    names = Counter(name for area in AREAS for name in vars(area) if name.startswith("test_"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+# Features.
+
+
+COMPUTE_METHODS = (
+    "_binary", "_unary", "_scale", "_gelu", "_clamp", "_matmul", "_softmax", "_reduce", "_argsort", "_top_k",
+    "_rms_norm", "_compare", "_where",
+)  # fmt: skip
+
+
+def without_compute(module: ModuleType) -> None:
+    for name in COMPUTE_METHODS:
+        setattr(module.NumpyTensor, name, getattr(BaseTensor, name))
+
+
+def test_a_storage_only_backend_that_says_so_passes(copy: ModuleType, run_suite: Any) -> None:
+    without_compute(copy)
+    reports = run_suite(copy, BackendTests, Features(absent=frozenset({"compute"})))
+    assert not reports.failed
+    assert reports.outcomes["passed"] > 1000
+    assert reports.outcomes["skipped"] > 500
+
+
+def test_a_storage_only_backend_that_does_not_say_so_fails(copy: ModuleType, run_suite: Any) -> None:
+    without_compute(copy)
+    failed = run_suite(copy, RefusalTests, stop=False).failed
+    assert f"{OFFERED}[matmul]" in failed
+    assert f"{OFFERED}[copy]" not in failed
+
+
+OFFERED = "test_an_operation_is_offered_exactly_when_it_is_not_declared_absent"
+
+
+@pytest.mark.parametrize("absent", ["softmax", "repeat", "from_native"])
+def test_an_absence_that_is_not_true_fails(copy: ModuleType, run_suite: Any, absent: str) -> None:
+    reports = run_suite(copy, RefusalTests, Features(absent=frozenset({absent})), stop=False)
+    assert reports.failed == [f"{OFFERED}[{absent}]"]
+
+
+def test_an_absence_that_the_contract_does_not_know_fails(copy: ModuleType, run_suite: Any) -> None:
+    reports = run_suite(copy, RefusalTests, Features(absent=frozenset({"sofmax"})))
+    assert reports.failed == ["test_what_is_declared_absent_exists_in_the_contract"]
+
+
+def test_a_backend_without_some_dtypes_that_says_so_passes(copy: ModuleType, run_suite: Any) -> None:
+    offered = frozenset({DType.F32, DType.I32, DType.I64, DType.BOOL})
+
+    class Context(copy.NumpyContext):  # type: ignore[name-defined,misc]
+        def _creation(self, op: str, shape: Any, dtype: Any) -> Any:
+            sizes = super()._creation(op, shape, dtype)
+            if dtype not in offered:
+                raise ml.NotSupportedError(f"{op}: {dtype!r} is not offered here, only {offered}")
+            return sizes
+
+        def _from_array(self, array: np.ndarray, dtype: DType) -> Any:
+            self._creation("from_numpy", array.shape, dtype)
+            return super()._from_array(array, dtype)
+
+    copy.NumpyContext = Context
+    reports = run_suite(copy, BackendTests, Features(dtypes=offered))
+    assert not reports.failed
+    assert run_suite(copy, RefusalTests).failed

@@ -1,0 +1,318 @@
+"""Discovery and selection, on isolated registries whose entry points point at modules made here."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ml
+from ml import Availability, BackendSpec, DeviceInfo
+from ml.base import BaseBackend, BaseContext
+from ml.plugins import ENTRY_POINT_GROUP, ENVIRONMENT_VARIABLE, Registry, registry
+
+
+class Opened(BaseBackend):
+    """A backend that only knows its name and options."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name, (DeviceInfo("cpu", "cpu"),))
+        self.options = options
+
+    def _new_context(self, max_graph_nodes: int) -> BaseContext:
+        raise NotImplementedError
+
+
+def spec(name: str, priority: int = 0, **changes: Any) -> BackendSpec:
+    defaults: dict[str, Any] = {
+        "requires": (name,),
+        "install_hint": f"pip install {name}",
+        "probe": lambda: Availability(True, version="1.0", devices=("cpu",)),
+        "open": lambda **options: Opened(name, **options),
+    }
+    return BackendSpec(name, priority, **{**defaults, **changes})
+
+
+def no(*args: Any, **options: Any) -> Any:
+    raise RuntimeError("the driver is too old")
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """install(name, record) makes a plugin module whose hook returns, or raises, ``record``."""
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+
+    def install(name: str, record: Any, entry: str | None = None) -> EntryPoint:
+        module = ModuleType(f"plugin_{name}")
+
+        @ml.hookimpl
+        def ml_backend() -> Any:
+            if isinstance(record, Exception):
+                raise record
+            return record
+
+        module.ml_backend = ml_backend  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return EntryPoint(entry or name, module.__name__, ENTRY_POINT_GROUP)
+
+    return install
+
+
+# Selection.
+
+
+def test_a_backend_opens_by_name_with_its_options(install: Any) -> None:
+    found = Registry([install("a", spec("a")), install("b", spec("b"))])
+    backend = found.open("b", {"device": "cuda", "dtype": ml.DType.F16})
+    assert (backend.name, backend.options) == ("b", {"device": "cuda", "dtype": ml.DType.F16})
+
+
+def test_without_a_name_the_environment_chooses(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Registry([install("a", spec("a", 9)), install("b", spec("b", 1))])
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "b")
+    assert found.open(None, {}).name == "b"
+    assert found.open("a", {}).name == "a"
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
+    assert found.open(None, {}).name == "a"
+
+
+def test_without_either_the_highest_priority_that_can_run_wins(install: Any) -> None:
+    absent = spec("c", 9, probe=lambda: Availability(False, "no GPU"))
+    found = Registry([install("a", spec("a", 1)), install("b", spec("b", 5)), install("c", absent)])
+    assert found.open(None, {}).name == "b"
+
+
+def test_equal_priorities_go_by_name(install: Any) -> None:
+    found = Registry([install("z", spec("z", 5)), install("m", spec("m", 5))])
+    assert found.open(None, {}).name == "m"
+
+
+def test_the_environment_may_name_what_cannot_run_and_says_so(
+    install: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Registry(
+        [install("a", spec("a")), install("b", spec("b", probe=lambda: Availability(False, "no GPU")))]
+    )
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "b")
+    with pytest.raises(ml.BackendUnavailableError, match=r"'b'.*no GPU.*pip install b"):
+        found.open(None, {})
+
+
+def test_an_unknown_name_lists_those_that_exist_and_how_to_install_them(install: Any) -> None:
+    found = Registry([install("a", spec("a")), install("b", spec("b"))])
+    with pytest.raises(
+        ml.BackendNotFoundError, match=r"'x'.*a \(pip install a\).*b \(pip install b\)"
+    ) as caught:
+        found.open("x", {})
+    assert isinstance(caught.value, LookupError)
+
+
+def test_the_environment_may_not_name_what_does_not_exist(
+    install: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "x")
+    with pytest.raises(ml.BackendNotFoundError, match="'x'"):
+        Registry([install("a", spec("a"))]).open(None, {})
+
+
+def test_an_option_that_the_backend_refuses_is_its_own_error(install: Any) -> None:
+    def refuse(**options: Any) -> Any:
+        raise ml.DeviceError(f"open_backend: no device {options['device']!r}")
+
+    found = Registry([install("a", spec("a", open=refuse))])
+    with pytest.raises(ml.DeviceError, match="no device 'x'"):
+        found.open("a", {"device": "x"})
+
+
+def test_no_backend_at_all_says_why(install: Any) -> None:
+    off = spec("a", probe=lambda: Availability(False, "no GPU"))
+    found = Registry([install("a", off), EntryPoint("b", "no_such_module_of_ours", ENTRY_POINT_GROUP)])
+    with pytest.raises(ml.BackendUnavailableError, match=r"a \(no GPU\).*no_such_module_of_ours"):
+        found.open(None, {})
+    with pytest.raises(ml.BackendUnavailableError):
+        Registry([]).open(None, {})
+
+
+# Broken plugins.
+
+
+def broken_on_import(install: Any) -> EntryPoint:
+    return EntryPoint("bad", "no_such_module_of_ours", ENTRY_POINT_GROUP)
+
+
+def broken_on_attribute(install: Any) -> EntryPoint:
+    return EntryPoint("bad", "math:no_such_attribute", ENTRY_POINT_GROUP)
+
+
+def broken_on_record(install: Any) -> EntryPoint:
+    return install("bad", RuntimeError("out of luck"))
+
+
+def broken_by_another_record(install: Any) -> EntryPoint:
+    return install("bad", {"name": "bad"})
+
+
+def broken_without_a_hook(install: Any) -> EntryPoint:
+    return EntryPoint("bad", "math", ENTRY_POINT_GROUP)
+
+
+BROKEN = {
+    broken_on_import: "ModuleNotFoundError.*no_such_module_of_ours",
+    broken_on_attribute: "AttributeError.*no_such_attribute",
+    broken_on_record: "RuntimeError: out of luck",
+    broken_by_another_record: "BackendSpec",
+    broken_without_a_hook: "BackendSpec",
+}
+
+
+@pytest.mark.parametrize("breaks", BROKEN, ids=lambda breaks: breaks.__name__)
+@pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
+def test_a_broken_plugin_is_named_with_its_error_and_hides_nobody(
+    install: Any, breaks: Any, first: bool
+) -> None:
+    points = [install("a", spec("a", 1)), install("b", spec("b", 2))]
+    points.insert(0 if first else 2, breaks(install))
+    found = Registry(points)
+    assert found.open(None, {}).name == "b"
+    assert found.open("a", {}).name == "a"
+    assert set(found.specs()) == {"a", "b"}
+    rows = {info.name: info for info in found.infos()}
+    assert rows["a"].available
+    assert not rows["bad"].available
+    for text in (rows["bad"].reason, found.broken()["bad"]):
+        assert re.search(BROKEN[breaks], text), text
+    with pytest.raises(ml.BackendNotFoundError, match=f"broken: .*{BROKEN[breaks]}"):
+        found.open("bad", {})
+    with pytest.raises(ml.BackendNotFoundError, match=r"broken plugins: .*bad"):
+        found.open("x", {})
+
+
+def test_a_probe_that_raises_is_the_reason_and_hides_nobody(install: Any) -> None:
+    found = Registry([install("a", spec("a", 1)), install("b", spec("b", 2, probe=no))])
+    assert found.open(None, {}).name == "a"
+    rows = {info.name: info for info in found.infos()}
+    assert not rows["b"].available
+    assert "RuntimeError: the driver is too old" in rows["b"].reason
+    with pytest.raises(ml.BackendUnavailableError, match="driver is too old"):
+        found.open("b", {})
+
+
+@pytest.mark.parametrize("answer", [None, True, "yes"])
+def test_a_probe_that_gives_something_else_is_unavailable(install: Any, answer: Any) -> None:
+    found = Registry([install("a", spec("a", probe=lambda: answer))])
+    with pytest.raises(ml.BackendUnavailableError, match="Availability"):
+        found.open("a", {})
+
+
+def test_an_open_that_fails_is_named_and_the_next_is_tried(install: Any) -> None:
+    found = Registry([install("a", spec("a", 1)), install("b", spec("b", 2, open=no))])
+    with pytest.raises(ml.BackendUnavailableError, match=r"'b'.*driver is too old") as caught:
+        found.open("b", {})
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.warns(RuntimeWarning, match="driver is too old.*next"):
+        assert found.open(None, {}).name == "a"
+
+
+def test_two_plugins_of_one_name_are_an_error_that_names_both(install: Any) -> None:
+    found = Registry([install("a", spec("same"), "first"), install("b", spec("same"), "second")])
+    for ask in (found.specs, found.infos, lambda: found.open(None, {}), lambda: found.open("same", {})):
+        with pytest.raises(ml.PluginError, match=r"'same'.*first.*second"):
+            ask()
+
+
+def test_two_entry_points_of_one_label_are_two_plugins(install: Any) -> None:
+    found = Registry([install("a", spec("a"), "label"), install("b", spec("b"), "label")])
+    assert set(found.specs()) == {"a", "b"}
+
+
+# Laziness and hand-made plugins.
+
+
+def test_nothing_is_loaded_before_the_first_question(install: Any) -> None:
+    loaded = []
+
+    class Watched(EntryPoint):
+        def load(self) -> Any:
+            loaded.append(self.name)
+            return super().load()
+
+    point = install("a", spec("a"))
+    found = Registry([Watched(point.name, point.value, point.group)])
+    assert loaded == []
+    found.specs()
+    found.infos()
+    assert loaded == ["a"]
+
+
+def test_listing_probes_but_opens_nothing(install: Any) -> None:
+    found = Registry([install("a", spec("a", open=no))])
+    assert [info.name for info in found.infos()] == ["a"]
+
+
+def test_infos_put_what_runs_first_then_by_priority(install: Any) -> None:
+    off = {"probe": lambda: Availability(False, "off")}
+    specs = [spec("low", 1), spec("high", 9), spec("off", 99, **off)]
+    found = Registry([install(each.name, each) for each in specs])
+    assert [info.name for info in found.infos()] == ["high", "low", "off"]
+    assert found.infos()[0].version == "1.0"
+    assert found.infos()[0].devices == ("cpu",)
+    assert found.infos()[0].install_hint == "pip install high"
+
+
+def test_a_plugin_may_be_registered_and_taken_out_by_hand(install: Any) -> None:
+    class Plugin:
+        @ml.hookimpl
+        def ml_backend(self) -> BackendSpec:
+            return spec("mine", 5)
+
+    found, plugin = Registry([install("a", spec("a", 1))]), Plugin()
+    found.register(plugin)
+    assert found.open(None, {}).name == "mine"
+    found.unregister(plugin)
+    assert found.open(None, {}).name == "a"
+    with pytest.raises(ml.BackendNotFoundError):
+        found.open("mine", {})
+    with pytest.raises(ml.PluginError, match="not registered"):
+        found.unregister(plugin)
+
+
+def test_registries_are_isolated_from_each_other_and_from_the_process(install: Any) -> None:
+    first, second = Registry([install("a", spec("a"))]), Registry([install("b", spec("b"))])
+    assert set(first.specs()) == {"a"}
+    assert set(second.specs()) == {"b"}
+    assert not {"a", "b"} & set(registry().specs())
+    assert registry() is registry()
+
+
+# The installed ones.
+
+
+def test_numpy_is_always_there_and_our_plugins_are_sound() -> None:
+    rows = {info.name: info for info in ml.available_backends()}
+    assert rows["numpy"].available
+    assert rows["numpy"].devices == ("cpu",)
+    assert registry().broken() == {}
+    for name, record in registry().specs().items():
+        assert record.name == name
+        assert record.requires
+        assert record.install_hint.startswith("pip install")
+
+
+def test_open_backend_warns_at_the_line_that_called_it(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "ml.plugins._registry", Registry([install("a", spec("a", 1)), install("b", spec("b", 2, open=no))])
+    )
+    with pytest.warns(RuntimeWarning, match="next") as caught:
+        assert ml.open_backend().name == "a"
+    assert caught[0].filename == __file__
+
+
+def test_a_broken_plugin_object_is_reported_too() -> None:
+    found = Registry([])
+    found.register(SimpleNamespace(ml_backend="no hook"), "odd")
+    assert "odd" in found.broken()

@@ -1,0 +1,400 @@
+"""Models whose layers need several caches, against transformers: small configs, random weights.
+
+Every model is saved by transformers and loaded from the folder. Windows and chunks are of 8 tokens, so
+that 40 tokens are past several of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache
+import ml
+from kvcache.runner.config import load_config
+from kvcache.runner.errors import ModelError, RequestError
+from kvcache.runner.families import FAMILIES, family_of
+from kvcache.runner.generate import Generator, GeneratorOptions
+from kvcache.runner.loading import load_model
+from kvcache.runner.requests import Settings
+from kvcache.runner.weights import open_weights
+from ml import DType
+
+pytest.importorskip("transformers")
+
+BACKENDS = [
+    info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch", "mlx")
+]
+LENGTH, WINDOW = 40, 8
+BASE: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "initializer_range": 0.1, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+    "attn_implementation": "eager", "experts_implementation": "eager",
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False,
+        "beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": 10000.0}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32, "rope_theta": 10000.0}  # fmt: skip
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+          "linear_value_head_dim": 12}  # fmt: skip
+LOCAL = {"rope_type": "default", "rope_theta": 100.0}
+FULL = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3": ("Gemma3", "Gemma3Text", {
+        "sliding_window": WINDOW, "query_pre_attn_scalar": 20, "final_logit_softcapping": 9.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {"sliding_attention": LOCAL, "full_attention": FULL}, "initializer_range": 0.2,
+    }),
+    "gpt-oss": ("GptOss", "GptOss", {
+        "sliding_window": WINDOW, "num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": YARN,
+        "swiglu_limit": 2.0, "initializer_range": 0.2,
+    }),
+    "llama4": ("Llama4", "Llama4Text", {
+        "attention_chunk_size": WINDOW, "num_local_experts": 4, "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "floor_scale": 8, "attn_scale": 0.5,
+        "rope_parameters": LLAMA3,
+    }),
+    "llama4 top 2, no norm": ("Llama4", "Llama4Text", {
+        "attention_chunk_size": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "use_qk_norm": False,
+        "attn_temperature_tuning": False, "attention_bias": True, "tie_word_embeddings": True,
+    }),
+    "qwen3-next": ("Qwen3Next", "Qwen3Next", {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], **LINEAR,
+    }),
+    "qwen3.5": ("Qwen3_5", "Qwen3_5Text", {"attention_bias": True, "tie_word_embeddings": True, **LINEAR}),
+}  # fmt: skip
+WINDOWED = [name for name in MODELS if not name.startswith("qwen")]
+NARROW = [(DType.F16, 0.03), (DType.BF16, 0.2)]
+
+
+@functools.cache
+def peer(name: str) -> Any:
+    """The model of transformers with every parameter random, biases, norms and sinks too."""
+    import torch
+    import transformers
+
+    model_name, config_name, changes = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{config_name}Config")(**(BASE | changes))
+    model = getattr(transformers, f"{model_name}ForCausalLM")(config).eval().requires_grad_(False)
+    for path, parameter in model.named_parameters():
+        if parameter.ndim == 1 or path.endswith("_bias"):
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def expected_logits(name: str, tokens: Sequence[int]) -> np.ndarray:
+    import torch
+
+    logits: np.ndarray = peer(name)(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
+    return logits
+
+
+def expected_tokens(name: str, tokens: Sequence[int], count: int) -> list[int]:
+    """What transformers generates, with its own cache."""
+    import torch
+
+    ids = torch.tensor([list(tokens)])
+    out = peer(name).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, use_cache=True
+    )
+    generated: list[int] = out[0, len(tokens) :].tolist()
+    return generated
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @functools.cache
+    def folder(name: str) -> Path:
+        path = tmp_path_factory.mktemp("model")
+        peer(name).save_pretrained(path)
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
+    with ml.open_backend(request.param) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def models(backend: ml.Backend, folders: Any) -> Any:
+    """``models(name, dtype)``: each is loaded once per backend."""
+
+    @functools.cache
+    def load(name: str, dtype: DType = DType.F32) -> Any:
+        return load_model(folders(name), backend, dtype)
+
+    return load
+
+
+def prompt(count: int = LENGTH, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(3, 97, count)]
+
+
+def new_cache(model: Any, sequences: int = 1, dtype: DType = DType.F32, cache: Any = None) -> Any:
+    cache = cache or model.make_cache()
+    cache.init(model.backend, dtype, sequences, 64, 48)
+    return cache
+
+
+def run(
+    model: Any, cache: Any, entries: Sequence[tuple[int, int]], tokens: Any, outputs: Any = None
+) -> np.ndarray:
+    """Logits of a batch of (sequence, position); ``tokens[sequence][position]`` are its inputs."""
+    batch = kvcache.Batch(
+        positions=[at for _, at in entries],
+        sequences=[seq for seq, _ in entries],
+        inputs=[tokens[seq][at] for seq, at in entries],
+        outputs=outputs,
+    )
+    with model.backend.new_context() as ctx:
+        cache.start_forward(ctx, batch)
+        logits: np.ndarray = model.forward(ctx, batch, cache).to_numpy()
+        return logits
+
+
+def feed(
+    model: Any, cache: Any, tokens: Sequence[int], start: int = 0, stop: int | None = None
+) -> np.ndarray:
+    stop = len(tokens) if stop is None else stop
+    return run(model, cache, [(0, at) for at in range(start, stop)], [tokens])
+
+
+def close(got: np.ndarray, expected: np.ndarray) -> None:
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+class TestAgainstTransformers:
+    def test_logits_with_prefill_in_chunks(self, models: Any, name: str) -> None:
+        model, tokens = models(name), prompt()
+        expected = expected_logits(name, tokens)
+        assert np.ptp(expected, axis=1).min() > 1.0  # logits that tell tokens apart
+        for chunk in (1, 5, 16):
+            cache = new_cache(model)
+            parts = [
+                feed(model, cache, tokens, at, min(at + chunk, LENGTH)) for at in range(0, LENGTH, chunk)
+            ]
+            close(np.concatenate(parts), expected)
+
+    def test_greedy_tokens(self, models: Any, name: str) -> None:
+        model, tokens = models(name), prompt(14)
+        expected = expected_tokens(name, tokens, 26)
+        cache = new_cache(model)
+        row = feed(model, cache, tokens)[-1]
+        while len(tokens) < LENGTH:
+            tokens.append(int(row.argmax()))
+            row = feed(model, cache, tokens, len(tokens) - 1)[0]
+        assert tokens[14:] == expected
+
+    def test_two_sequences_interleaved(self, models: Any, name: str) -> None:
+        """Prefills of different lengths shuffled into one batch, then both decode, then one is fed on."""
+        model, tokens = models(name), (prompt(seed=1), prompt(seed=2))
+        expected = [expected_logits(name, each) for each in tokens]
+        batches = [
+            _merge([(0, at) for at in range(19)], [(1, at) for at in range(11)]),
+            *([(1, 11 + i), (0, 19 + i)] for i in range(9)),
+            [(0, at) for at in range(28, 40)],
+            _merge([(1, at) for at in range(20, 40)], []),
+        ]
+        cache = new_cache(model, sequences=2)
+        for entries in batches:
+            got = run(model, cache, entries, tokens)
+            close(got, np.stack([expected[seq][at] for seq, at in entries]))
+
+    def test_a_prefix_shared_by_two_sequences(self, models: Any, name: str) -> None:
+        model, one = models(name), prompt(seed=3)
+        two = one[:21] + prompt(seed=4)[21:]
+        cache = new_cache(model, sequences=2)
+        run(model, cache, [(0, at) for at in range(21)], [one])
+        cache.copy_prefix(0, 1, 21)
+        entries = _merge([(0, at) for at in range(21, 40)], [(1, at) for at in range(21, 40)])
+        got = run(model, cache, entries, (one, two))
+        expected = expected_logits(name, one), expected_logits(name, two)
+        close(got, np.stack([expected[seq][at] for seq, at in entries]))
+
+    def test_only_wanted_rows(self, models: Any, name: str) -> None:
+        model, tokens = models(name), prompt()
+        entries = [(0, at) for at in range(LENGTH)]
+        expected = expected_logits(name, tokens)
+        close(run(model, new_cache(model), entries, [tokens], [39, 3]), expected[[39, 3]])
+        cache = new_cache(model)
+        assert run(model, cache, entries[:30], [tokens], []).shape == (0, 97)
+        close(feed(model, cache, tokens, 30), expected[30:])
+
+    def test_a_pass_taken_back(self, models: Any, name: str) -> None:
+        """As after a failure: the batch's tokens go, and are computed again."""
+        model, tokens = models(name), prompt()
+        cache = new_cache(model, cache=_remembering(model))
+        feed(model, cache, tokens, 0, 24)
+        feed(model, cache, prompt(seed=9), 24, 33)
+        cache.remove(0, 24)
+        start = cache.offset(0) if isinstance(cache, kvcache.RecurrentCache) else 24
+        assert 16 <= start <= 24
+        close(feed(model, cache, tokens, start), expected_logits(name, tokens)[start:])
+
+    def test_reserve(self, models: Any, name: str) -> None:
+        """A pass that only shows its shapes leaves nothing behind."""
+        model, tokens = models(name), prompt()
+        cache = new_cache(model)
+        batch = kvcache.Batch(range(16), [0] * 16, inputs=tokens[:16])
+        with model.backend.new_context() as ctx:
+            cache.start_forward(ctx, batch, reserve=True)
+            assert model.forward(ctx, batch, cache).shape == (16, 97)
+        close(feed(model, cache, tokens), expected_logits(name, tokens))
+
+    @pytest.mark.parametrize(("dtype", "tolerance"), NARROW)
+    def test_narrow_dtypes(self, models: Any, name: str, dtype: DType, tolerance: float) -> None:
+        """Weights, activations and cache in half precision: the logits agree coarsely."""
+        model, tokens = models(name, dtype), prompt(24)
+        cache = new_cache(model, dtype=dtype)
+        got = np.concatenate([feed(model, cache, tokens, 0, 16), feed(model, cache, tokens, 16)])
+        expected = expected_logits(name, tokens)
+        assert got.dtype == np.float32
+        assert np.median(np.abs(got - expected)) < tolerance * expected.std()
+
+    def test_the_generator(self, models: Any, name: str) -> None:
+        """Requests that share prefixes, more of them than sequences, in small chunks of prefill."""
+        start = prompt(20, seed=5)
+        prompts = [start, [*start[:15], *prompt(12, seed=6)], prompt(9, seed=7)]
+        options = GeneratorOptions(max_sequences=2, capacity=48, prefill_chunk=7)
+        with Generator(models(name), None, options=options) as generator:
+            answers = generator.complete(prompts, Settings(max_new_tokens=12))
+        for tokens, answer in zip(prompts, answers, strict=True):
+            assert list(answer.tokens) == expected_tokens(name, tokens, 12)
+
+
+def _merge(one: list[tuple[int, int]], two: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Both in their own order, shuffled into one another."""
+    chosen = np.random.default_rng(0).permutation([0] * len(one) + [1] * len(two))
+    left, right = iter(one), iter(two)
+    return [next(right) if pick else next(left) for pick in chosen]
+
+
+def _remembering(model: Any) -> Any:
+    """A cache that can go back further than its window, or to checkpoints close by."""
+    family = family_of(model.config)
+    if isinstance(model.make_cache(), kvcache.RecurrentCache):
+        return family.make_cache(model.config, model.dtype, checkpoint_interval=8)
+    if model.config.architecture.startswith("Llama4"):
+        return model.make_cache()
+    return family.make_cache(model.config, model.dtype, memory=32)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("layer", [0, 1, 2, 3])
+def test_removal_from_the_middle_shifts_keys(
+    backend: ml.Backend, folders: Any, name: str, layer: int
+) -> None:
+    """One layer's keys depend on position and token alone: removing equals never having seen."""
+    config = load_config(folders(name))
+    family = family_of(config)
+    kept = {"kinds", "rotated", "sparse"} & {field.name for field in dataclasses.fields(config)}
+    single = dataclasses.replace(config, layers=1, **{key: getattr(config, key)[layer:][:1] for key in kept})
+    model = family.model(backend, single, _Moved(open_weights(folders(name)), layer))
+    tokens = prompt(30)
+    short = tokens[:4] + tokens[9:]
+    cache, fresh = (new_cache(model, cache=_remembering(model)) for _ in range(2))
+    feed(model, cache, tokens, 0, 29)
+    cache.remove(0, 4, 9)
+    feed(model, fresh, short, 0, 24)
+    close(feed(model, cache, short, 24), feed(model, fresh, short, 24))
+
+
+class _Moved:
+    """Weights whose layer ``layer`` is called layer 0."""
+
+    def __init__(self, weights: Any, layer: int) -> None:
+        self.weights, self.layer = weights, layer
+
+    def _name(self, name: str) -> str:
+        return name.replace("model.layers.0.", f"model.layers.{self.layer}.")
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        array: np.ndarray = self.weights[self._name(name)]
+        return array
+
+    def __contains__(self, name: object) -> bool:
+        return self._name(str(name)) in self.weights
+
+
+class TestRefusals:
+    def test_the_wrong_cache(self, models: Any) -> None:
+        model = models("gemma3")
+        cache = new_cache(model, cache=kvcache.CausalCache())
+        with pytest.raises(RequestError, match="Gemma3 runs on a WrapperCache, not a CausalCache"):
+            feed(model, cache, prompt(3))
+
+    @pytest.mark.parametrize(
+        ("name", "changes", "says"),
+        [
+            ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported"),
+            ("gemma3", {"layer_types": ["full_attention"]}, "1 layer_types for 4 layers"),
+            ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
+            ("llama4", {"layer_types": ["mamba"] * 4}, "layer type 'mamba' is not supported"),
+            ("qwen3-next", {"linear_num_key_heads": 3}, "4 linear value heads for 3 key heads"),
+            ("qwen3.5", {"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
+        ],
+    )
+    def test_configs(self, name: str, changes: dict[str, Any], says: str) -> None:
+        from kvcache.runner.config import parse_config
+
+        raw = peer(name).config.to_dict() | {"architectures": [f"{MODELS[name][0]}ForCausalLM"]}
+        parse_config(raw)
+        with pytest.raises(ModelError, match=says):
+            parse_config(raw | changes)
+
+    def test_an_encoder_decoder_is_no_causal_model(self) -> None:
+        from kvcache.runner.config import parse_config
+
+        with pytest.raises(ModelError, match="unsupported architecture WhisperForConditionalGeneration"):
+            parse_config({"architectures": ["WhisperForConditionalGeneration"]})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_configs_by_model_type(name: str) -> None:
+    from kvcache.runner.config import parse_config
+
+    raw = peer(name).config.to_dict() | {"architectures": None}
+    assert parse_config(raw).architecture == f"{MODELS[name][0]}ForCausalLM"
+
+
+def test_configs_as_they_were_before_transformers_5() -> None:
+    """Rotary settings outside ``rope_parameters``, layer types as a pattern."""
+    from kvcache.runner.config import parse_config
+
+    raw = peer("gemma3").config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]}
+    del raw["rope_parameters"], raw["layer_types"]
+    raw |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2}
+    raw |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    config: Any = parse_config(raw)
+    assert config.kinds == ("sliding_attention", "full_attention") * 2
+    assert (config.rope.base, config.rope.scaling.factor) == (1e6, 8.0)
+    assert (config.local_rope.base, config.local_rope.scaling) == (1e4, None)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_progress_counts_every_tensor(folders: Any, name: str) -> None:
+    seen: list[tuple[int, int]] = []
+    with ml.open_backend("numpy") as backend:
+        load_model(folders(name), backend, progress=lambda *args: seen.append(args))
+    total = len(open_weights(folders(name)))
+    assert seen == [(i + 1, total) for i in range(total)]
+
+
+def test_every_family_has_a_model_here() -> None:
+    tested = {f"{model}ForCausalLM" for model, _, _ in MODELS.values()}
+    hybrid = {name for name, family in FAMILIES.items() if family.causal and family.model_type}
+    assert tested == hybrid

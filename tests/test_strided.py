@@ -1,0 +1,284 @@
+"""The arithmetic of strided views against NumPy's own, and against plain enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import ml
+from ml import strided
+
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+FILLED = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+fast = settings(max_examples=300, derandomize=True, database=None, deadline=None)
+
+
+def positions(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+    """Where the elements of a view lie, in C order, by enumerating every index."""
+    indices = itertools.product(*(range(size) for size in shape))
+    return [offset + sum(i * stride for i, stride in zip(index, strides, strict=True)) for index in indices]
+
+
+@st.composite
+def views(
+    draw: st.DrawFn, shapes: Any = FILLED, largest: int = 12
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shape = draw(shapes)
+    return shape, tuple(draw(st.integers(0, largest)) for _ in shape)
+
+
+@fast
+@given(FILLED)
+def test_contiguous_strides_are_numpys(shape: tuple[int, ...]) -> None:
+    assert strided.contiguous_strides(shape) == np.empty(shape, np.int8).strides
+
+
+@fast
+@given(SHAPES)
+def test_contiguous_strides_are_positive_even_when_empty(shape: tuple[int, ...]) -> None:
+    assert all(stride > 0 for stride in strided.contiguous_strides(shape))
+
+
+@fast
+@given(views(SHAPES))
+def test_extent_is_from_the_first_to_the_last_element(view: Any) -> None:
+    assert strided.extent(*view) == max(positions(0, *view), default=-1) + 1
+
+
+@fast
+@given(views(SHAPES, largest=8))
+def test_overlaps_itself_says_whether_an_element_is_shown_twice(view: Any) -> None:
+    where = positions(0, *view)
+    assert strided.overlaps_itself(*view) == (len(set(where)) != len(where))
+
+
+@fast
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(-70, 70), views(SHAPES))
+def test_view_geometry_accepts_exactly_what_lies_inside(
+    size: int, first: int, offset: int, view: Any
+) -> None:
+    shape, strides = view
+    where = positions(first + offset, shape, strides)
+    inside = first + offset >= 0 and max(where, default=first + offset - 1) < size
+    if inside:
+        assert strided.view_geometry(size, first, offset, shape, strides) == (first + offset, shape, strides)
+    else:
+        with pytest.raises(ml.BoundsError):
+            strided.view_geometry(size, first, offset, shape, strides)
+
+
+def test_view_geometry_without_strides_is_contiguous() -> None:
+    assert strided.view_geometry(24, 3, 1, [2, 3], None) == (4, (2, 3), (3, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((-1,), None), ((2,), (-1,)), ((2, 2), (1,)), ((2.0,), None), ((2,), (1.0,)), (None, None)],
+)
+def test_view_geometry_refuses_bad_shapes_and_strides(shape: Any, strides: Any) -> None:
+    with pytest.raises(ml.ShapeError):
+        strided.view_geometry(24, 0, 0, shape, strides)
+
+
+@fast
+@given(views(), st.data())
+def test_reshape_strides_says_yes_exactly_when_strides_can_say_it(view: Any, data: st.DataObject) -> None:
+    """Against enumeration: the target is one offset and strides, or it is not."""
+    shape, strides = view
+    target = data.draw(factorizations(math.prod(shape)))
+    where = np.array(positions(0, shape, strides)).reshape(target)
+    steps = tuple(
+        int(where[tuple(int(i == axis) for i in range(where.ndim))] - where.flat[0]) if size > 1 else 1
+        for axis, size in enumerate(target)
+    )
+    possible = min(steps, default=0) >= 0 and positions(0, target, steps) == where.ravel().tolist()
+    found = strided.reshape_strides(shape, strides, target)
+    assert (found is not None) == possible
+    if found is not None:
+        assert positions(0, target, found) == where.ravel().tolist()
+
+
+@fast
+@given(views(), st.data())
+def test_reshape_strides_allows_whatever_numpy_does_without_a_copy(view: Any, data: st.DataObject) -> None:
+    shape, strides = view
+    base = np.arange(strided.extent(shape, strides))
+    array = np.lib.stride_tricks.as_strided(base, shape, [8 * stride for stride in strides])
+    target = data.draw(factorizations(math.prod(shape)))
+    reshaped = array.reshape(target)
+    found = strided.reshape_strides(shape, strides, target)
+    if found is not None:
+        again = np.lib.stride_tricks.as_strided(base, target, [8 * stride for stride in found])
+        np.testing.assert_array_equal(again, reshaped)
+    else:
+        assert not np.shares_memory(reshaped, base)
+
+
+@st.composite
+def factorizations(draw: st.DrawFn, count: int) -> tuple[int, ...]:
+    """A shape that holds ``count`` elements, axes of size 1 included."""
+    shape: list[int] = []
+    while count > 1:
+        shape.append(draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0])))
+        count //= shape[-1]
+        if len(shape) > 5:
+            shape.append(count)
+            break
+    return tuple(shape) + (1,) * draw(st.integers(0, 1))
+
+
+def test_reshape_strides_of_the_docstring() -> None:
+    assert strided.reshape_strides((2, 3, 4), (24, 4, 1), (2, 12)) == (24, 1)
+    assert strided.reshape_strides((2, 3, 4), (24, 4, 1), (6, 4)) is None
+
+
+@pytest.mark.parametrize("target", [(0,), (3, 0), (0, 2, 5)])
+def test_an_empty_tensor_takes_any_empty_shape(target: tuple[int, ...]) -> None:
+    assert strided.reshape_strides((2, 0, 3), (7, 1, 2), target) == strided.contiguous_strides(target)
+
+
+@fast
+@given(SHAPES, st.lists(st.integers(-2, 6), max_size=4))
+def test_resolve_shape_is_numpys(shape: tuple[int, ...], target: list[int]) -> None:
+    try:
+        expected = np.empty(shape, np.int8).reshape(target).shape if -2 not in target else None
+    except ValueError:
+        expected = None
+    if expected is None:
+        with pytest.raises(ml.ShapeError):
+            strided.resolve_shape("reshape", math.prod(shape), target)
+    else:
+        assert strided.resolve_shape("reshape", math.prod(shape), target) == expected
+
+
+@fast
+@given(st.integers(0, 9), st.integers(-3, 12), st.integers(-3, 12), st.integers(-1, 4))
+def test_slice_length_is_ranges_and_never_wraps_or_clamps(
+    size: int, start: int, stop: int, step: int
+) -> None:
+    if step < 1:
+        with pytest.raises(ml.ShapeError):
+            strided.slice_length(size, 0, start, stop, step)
+    elif 0 <= start <= stop <= size:
+        assert strided.slice_length(size, 0, start, stop, step) == len(range(start, stop, step))
+    else:
+        with pytest.raises(ml.BoundsError):
+            strided.slice_length(size, 0, start, stop, step)
+
+
+@pytest.mark.parametrize(
+    ("axis", "ndim", "found"), [(0, 2, 0), (1, 2, 1), (-1, 2, 1), (-2, 2, 0), (np.int8(1), 3, 1)]
+)
+def test_normalize_axis_counts_from_the_front(axis: int, ndim: int, found: int) -> None:
+    assert strided.normalize_axis("op", axis, ndim) == found
+
+
+@pytest.mark.parametrize(("axis", "ndim"), [(2, 2), (-3, 2), (0, 0), (-1, 0), (0.0, 2), (None, 1)])
+def test_normalize_axis_refuses_what_is_not_there(axis: Any, ndim: int) -> None:
+    with pytest.raises(ml.ShapeError, match=r"^op: "):
+        strided.normalize_axis("op", axis, ndim)
+
+
+@fast
+@given(st.integers(0, 4).flatmap(lambda n: st.permutations(range(n))))
+def test_normalize_axes_takes_every_permutation(axes: list[int]) -> None:
+    if axes:
+        assert strided.normalize_axes("op", axes, len(axes)) == tuple(axes)
+        assert strided.normalize_axes("op", [axis - len(axes) for axis in axes], len(axes)) == tuple(axes)
+    assert strided.normalize_axes("op", (), len(axes)) == tuple(reversed(range(len(axes))))
+
+
+@pytest.mark.parametrize(
+    ("axes", "ndim"), [((0,), 2), ((0, 0), 2), ((0, -2), 2), ((0, 1, 2), 2), ((0, 2), 2)]
+)
+def test_normalize_axes_refuses_the_rest(axes: tuple[int, ...], ndim: int) -> None:
+    with pytest.raises(ml.ShapeError):
+        strided.normalize_axes("op", axes, ndim)
+
+
+@fast
+@given(SHAPES, SHAPES)
+def test_broadcast_shapes_is_numpys(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    try:
+        expected = np.broadcast_shapes(a, b)
+    except ValueError:
+        with pytest.raises(ml.ShapeError, match="do not broadcast"):
+            strided.broadcast_shapes("add", a, b)
+    else:
+        assert strided.broadcast_shapes("add", a, b) == expected
+
+
+@pytest.mark.parametrize("shape", [(2**62, 2), (2**40, 2**40), (2**32,) * 3])
+def test_more_elements_than_can_be_counted_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ml.ShapeError):
+        strided.check_count("zeros", shape)
+    with pytest.raises(ml.ShapeError):
+        strided.view_geometry(4, 0, 0, shape, (0,) * len(shape))
+
+
+def test_no_more_than_can_be_counted_is_fine() -> None:
+    strided.check_count("zeros", (2**62,))
+    strided.check_count("zeros", (2**62, 2**62, 0))
+
+
+@fast
+@given(FILLED, st.data())
+def test_regular_region_shows_a_box_of_the_base(base: tuple[int, ...], data: st.DataObject) -> None:
+    """A view made by slicing and permuting is found; what is found shows the same elements."""
+    grid = np.arange(math.prod(base)).reshape(base)
+    slices = []
+    for size in base:
+        start = data.draw(st.integers(0, size - 1))
+        slices.append(slice(start, data.draw(st.integers(start + 1, size)), data.draw(st.integers(1, 3))))
+    axes = data.draw(st.permutations(range(len(base))))
+    shown = grid[tuple(slices)].transpose(axes)
+    strides = tuple(stride // 8 for stride in shown.strides)
+    offset = int(shown.flat[0])
+    check_region(
+        grid, offset, shown.shape, strides, found=strided.regular_region(base, offset, shown.shape, strides)
+    )
+
+
+@fast
+@given(FILLED, st.integers(0, 30), views(FILLED, largest=8))
+def test_regular_region_is_right_or_none(base: tuple[int, ...], offset: int, view: Any) -> None:
+    shape, strides = view
+    assume(offset + strided.extent(shape, strides) <= math.prod(base))
+    grid = np.arange(math.prod(base)).reshape(base)
+    found = strided.regular_region(base, offset, shape, strides)
+    if found is not None:
+        check_region(grid, offset, shape, strides, found)
+
+
+def check_region(grid: np.ndarray, offset: int, shape: Any, strides: Any, found: Any) -> None:
+    assert found is not None
+    slices, axes = found
+    box = grid[slices]
+    kept = [axis for axis in axes if axis >= 0]
+    dropped = [axis for axis in range(grid.ndim) if axis not in kept]
+    assert all(box.shape[axis] == 1 for axis in dropped)
+    rebuilt = box.transpose([*kept, *dropped]).reshape(shape)
+    assert rebuilt.ravel().tolist() == positions(offset, shape, strides)
+
+
+def test_integers_takes_whatever_has_an_index_and_names_what_has_none() -> None:
+    assert strided.integers("op", 1, np.int64(2), True) == (1, 2, 1)
+    assert all(type(n) is int for n in strided.integers("op", np.uint8(3), np.int32(4)))
+    with pytest.raises(ml.ShapeError, match=r"^op: .*1\.5"):
+        strided.integers("op", 1, 1.5)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), [2, 3], (np.int64(2), 3), range(2, 4)])
+def test_as_shape_takes_sequences_of_integers(shape: Any) -> None:
+    assert strided.as_shape("op", shape) == tuple(shape)
+    assert all(type(size) is int for size in strided.as_shape("op", shape))
+
+
+def test_as_shape_takes_one_integer() -> None:
+    assert strided.as_shape("op", 5) == (5,)
