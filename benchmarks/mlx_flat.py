@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
@@ -57,11 +58,12 @@ class ByHand:
 
 
 class Ours:
+    """The same on protocol Tensors."""
+
     def __init__(self, ctx: Any, layers: int, capacity: int, dtype: DType) -> None:
+        shape = (HEADS, capacity, DIM)
         self.ctx = ctx
-        self.layers = [
-            tuple(ctx.zeros((HEADS, capacity, DIM), dtype) for _ in range(2)) for _ in range(layers)
-        ]
+        self.layers = [tuple(ctx.zeros(shape, dtype) for _ in range(2)) for _ in range(layers)]
         self.token = ctx.full((1, HEADS, DIM), 1, dtype)
         self.strides = (DIM, capacity * DIM, 1)  # seen as (tokens, heads, dim)
         ctx.compute(self.token)
@@ -85,34 +87,41 @@ def measure(
     ctx: Any, layers: int, history: int, dtype: DType, steps: int, held_steps: int
 ) -> list[np.ndarray]:
     """Seconds per layer of each step: floor, ours, held."""
-    ways = ByHand(layers, history + steps + 16, dtype), Ours(ctx, layers, history + steps + 16, dtype)
+    capacity = history + steps + 16
+    by_hand, ours = ByHand(layers, capacity, dtype), Ours(ctx, layers, capacity, dtype)
     times: list[list[float]] = [[], [], []]
-    held: Any = None  # our views of the step before
+    held: Any = None
     for position in range(history, history + steps):
-        for column, way in enumerate(ways):
-            start = time.perf_counter()
-            views = way.step(position)
-            way.wait(views)
-            times[column].append(time.perf_counter() - start)
-            held = views if way is ways[1] else held
-            del views
+        start = time.perf_counter()
+        views = by_hand.step(position)
+        by_hand.wait(views)
+        del views
+        middle = time.perf_counter()
+        views = ours.step(position)
+        ours.wait(views)
+        held = views
+        del views
+        times[0].append(middle - start)
+        times[1].append(time.perf_counter() - middle)
     del held
-    held_views: Any = None
     for position in range(history, history + held_steps):
         start = time.perf_counter()
-        views = ways[0].step(position)
-        ways[0].wait(views)
+        views = by_hand.step(position)
         mx.eval(views)
-        times[2].append(time.perf_counter() - start)
-        held_views = views
+        by_hand.wait(views)
+        held = views
         del views
-    del held_views
+        times[2].append(time.perf_counter() - start)
+    del held
     return [np.array(column[len(column) // 10 :]) / layers for column in times]
 
 
 def chained(way: ByHand | Ours, layers: int, history: int, steps: int) -> tuple[float, float]:
-    """Seconds per layer and step, and MB beyond the buffers: ``steps`` steps, one evaluation at their end."""
-    way.wait(way.step(history))
+    """Seconds per layer and step, MB beyond the buffers: ``steps`` steps, one evaluation at their end."""
+    for position in (history, history + 1):
+        way.wait(way.step(position))
+    gc.collect()
+    mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     start = time.perf_counter()
@@ -123,7 +132,11 @@ def chained(way: ByHand | Ours, layers: int, history: int, steps: int) -> tuple[
         if isinstance(way, Ours):
             held.append(views)
     way.wait(views)
-    return (time.perf_counter() - start) / steps / layers, (mx.get_peak_memory() - before) / 1e6
+    return (time.perf_counter() - start) / steps / layers, max(0, mx.get_peak_memory() - before) / 1e6
+
+
+def row(name: str, cells: Iterable[str]) -> str:
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -133,39 +146,27 @@ def main() -> None:
     parser.add_argument("--held-steps", type=int, default=6)
     parser.add_argument("--histories", type=int, nargs="+", default=[128, 1024, 8192, 32768])
     options = parser.parse_args()
-    print(f"mlx {version('mlx')}, {mx.default_device()}; microseconds per layer\n")
-    print(
-        "| dtype, history | floor median | floor p99 | ours median | ours p99 | ours / floor | held median |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    chains = [
-        "| dtype, history | floor us | ours us | floor MB beyond | ours MB beyond |",
-        "|---|---|---|---|---|",
-    ]
+    layers, steps = options.layers, options.steps
+    print(f"mlx {version('mlx')}, {mx.default_device()}, {layers} layers; microseconds per layer\n")
+    heads = ["floor median", "floor p99", "ours median", "ours p99", "ours / floor", "held median"]
+    print(row("dtype, history", heads), row("---", ["---"] * len(heads)), sep="\n")
+    heads = ["floor us", "ours us", "floor MB beyond", "ours MB beyond"]
+    chains = [row("dtype, history", heads), row("---", ["---"] * len(heads))]
     with ml.open_backend("mlx") as backend, backend.new_context() as ctx:
         for dtype in NATIVE:
             for history in options.histories:
-                columns = measure(ctx, options.layers, history, dtype, options.steps, options.held_steps)
+                name = f"{dtype.name} {history}"
+                columns = measure(ctx, layers, history, dtype, steps, options.held_steps)
                 gc.collect()
                 floor, mine, held = (np.percentile(column, [50, 99]) * 1e6 for column in columns)
-                row = [*floor, *mine]
-                cells = " | ".join(f"{value:.0f}" for value in row)
-                print(
-                    f"| {dtype.name} {history} | {cells} | {mine[0] / floor[0]:.2f} | {held[0]:.0f} |",
-                    flush=True,
-                )
-                capacity = history + options.steps + 16
-                hand = chained(
-                    ByHand(options.layers, capacity, dtype), options.layers, history, options.steps
-                )
-                own = chained(
-                    Ours(ctx, options.layers, capacity, dtype), options.layers, history, options.steps
-                )
-                chains.append(
-                    f"| {dtype.name} {history} | {hand[0] * 1e6:.0f} | {own[0] * 1e6:.0f} "
-                    f"| {hand[1]:.2f} | {own[1]:.2f} |"
-                )
-    print(f"\n{options.steps} steps chained (ours: every view held), one evaluation at the end\n")
+                cells = [f"{value:.0f}" for value in (*floor, *mine)]
+                print(row(name, [*cells, f"{mine[0] / floor[0]:.2f}", f"{held[0]:.0f}"]), flush=True)
+                capacity = history + steps + 16
+                hand = chained(ByHand(layers, capacity, dtype), layers, history, steps)
+                own = chained(Ours(ctx, layers, capacity, dtype), layers, history, steps)
+                cells = [f"{us * 1e6:.0f}" for us, _ in (hand, own)] + [f"{mb:.2f}" for _, mb in (hand, own)]
+                chains.append(row(name, cells))
+    print(f"\n{steps} steps chained (ours: every view held), one evaluation at the end\n")
     print("\n".join(chains))
 
 

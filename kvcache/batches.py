@@ -40,7 +40,7 @@ class Group:
         return int(self.positions[-1]) - int(self.positions[0]) == self.positions.size - 1
 
 
-def check_sequence(op: str, seq: int, max_sequences: int) -> None:
+def check_sequence(op: str, seq: object, max_sequences: int) -> None:
     if not isinstance(seq, (int, np.integer)) or not 0 <= seq < max_sequences:
         raise InvalidSequenceError(f"{op}: sequence {seq!r}; sequences are 0 to {max_sequences - 1}")
 

@@ -56,6 +56,7 @@ class EncoderCache:
         self._tokens = 0
         self._receivers: list[tuple[int, int]] = []
         self._reserve = False
+        self._shown: dict[tuple[int, int], tuple[ml.Tensor, ml.Tensor]] = {}  # put while reserving
         self._mask: Mask | bool = False
         self._previous: dict[int, _Entry] | None = None
 
@@ -100,6 +101,7 @@ class EncoderCache:
         receivers = _receivers(batch)
         self._groups, self._receivers = groups, receivers
         self._tokens, self._reserve, self._mask = len(batch), reserve, False
+        self._shown.clear()
         self._previous = dict(self._entries)
 
     def undo_forward(self) -> None:
@@ -139,6 +141,8 @@ class EncoderCache:
         sizes = self._lengths(key.shape[0], lengths)
         parts = _split(ctx.layer(self._layer), key, value, sizes, self._dtype)
         if self._reserve:
+            for (seq, _), tensors in zip(self._receivers, parts, strict=True):
+                self._shown[seq, self._layer] = tensors
             return
         for (seq, position), size, tensors in zip(self._receivers, sizes, parts, strict=True):
             self._store(seq, position, size, tensors)
@@ -196,6 +200,8 @@ class EncoderCache:
         return result
 
     def _held(self, seq: int) -> tuple[ml.Tensor, ml.Tensor]:
+        if (seq, self._layer) in self._shown:
+            return self._shown[seq, self._layer]
         entry = self._entries.get(seq)
         if entry is None or self._layer not in entry.layers:
             raise OrderError(

@@ -33,6 +33,9 @@ __all__ = [
 ENTRY_POINT_GROUP = "ml.backends"
 ENVIRONMENT_VARIABLE = "ML_BACKEND"
 
+_FAILURES = (Exception, SystemExit)
+"""What a plugin may raise without taking the others, or the program, with it."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Found:
@@ -148,7 +151,7 @@ class Registry:
     def _load_one(self, point: importlib.metadata.EntryPoint) -> _Found:
         try:
             plugin = point.load()
-        except Exception as error:
+        except _FAILURES as error:
             return _Found(point.name, error=f"importing {point.value} raised {_summary(error)}")
         return self._record(plugin, point.name)
 
@@ -165,7 +168,7 @@ class Registry:
             records = caller()
             if len(records) != 1 or not isinstance(records[0], BackendSpec):
                 raise PluginError(f"ml_backend() gave {records!r}; it returns one ml.BackendSpec")
-        except Exception as error:
+        except _FAILURES as error:
             if self._manager.has_plugin(unique):
                 self._manager.unregister(name=unique)
             return _Found(source, error=f"ml_backend() of {source} raised {_summary(error)}")
@@ -176,7 +179,7 @@ def probe(spec: BackendSpec) -> Availability:
     """The plugin's own probe; one that raises is unavailable for that reason."""
     try:
         found: object = spec.probe()
-    except Exception as error:
+    except _FAILURES as error:
         return Availability(False, f"its probe raised {_summary(error)}")
     if not isinstance(found, Availability):
         return Availability(False, f"its probe gave {found!r}; it returns an ml.Availability")
@@ -188,7 +191,7 @@ def _open(spec: BackendSpec, options: dict[str, Any]) -> Backend:
         return spec.open(**options)
     except (MLError, TypeError, ValueError):  # an option that the backend refuses
         raise
-    except Exception as error:
+    except _FAILURES as error:
         raise BackendUnavailableError(
             f"open_backend: {spec.name!r} failed to open: {_summary(error)}"
         ) from error

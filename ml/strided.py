@@ -152,7 +152,10 @@ def slice_length(size: int, axis: int, start: int, stop: int, step: int) -> int:
 
 def normalize_axis(op: str, axis: int, ndim: int) -> int:
     """``axis`` counted from the front; negative ones count from the end, as in NumPy."""
-    (found,) = integers(op, axis)
+    try:
+        found = operator.index(axis)
+    except TypeError:
+        raise ShapeError(f"{op}: axis {axis!r} is no integer") from None
     if not -ndim <= found < ndim:
         raise ShapeError(f"{op}: axis {axis} of a tensor with {ndim} axes")
     return found % ndim if ndim else 0
@@ -162,7 +165,7 @@ def normalize_axes(op: str, axes: Sequence[int], ndim: int) -> Shape:
     """A permutation of all ``ndim`` axes; none given reverses them, as ``numpy.transpose``."""
     if not axes:
         return tuple(range(ndim - 1, -1, -1))
-    found = tuple(normalize_axis(op, axis, ndim) for axis in axes)
+    found = tuple(axis + ndim if axis < 0 else axis for axis in integers(op, *axes))
     if sorted(found) != list(range(ndim)):
         raise ShapeError(f"{op}: axes {tuple(axes)} are not a permutation of {ndim} axes")
     return found

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +127,48 @@ def save_weights(folder: Path, config: dict[str, Any], replaced: dict[str, np.nd
         for name, shape in expected_shapes(parse_config(config)).items()
     }
     save_file({**tensors, **replaced}, folder / "model.safetensors")
+
+
+# Plugins of strangers: installed into a folder, and held to the shipped suites in a process of their own.
+
+SAMPLE = """
+import os
+
+def pytest_collection_modifyitems(items):
+    step = int(os.environ["ML_SAMPLE"])
+    items[:] = [item for i, item in enumerate(items) if i % step == 0]
+"""
+
+
+@dataclass(frozen=True)
+class PluginFolder:
+    """A folder on the path of the processes that it starts."""
+
+    path: Path
+
+    def install(self, project: Path) -> None:
+        """``pip install --target``, without the network."""
+        options = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(self.path)]
+        self.run([sys.executable, "-m", "pip", "install", "--quiet", *options, str(project)])
+
+    def run(self, command: list[str], sample: int = 1, cwd: Path | None = None) -> str:
+        """The output of a command that succeeds; of the tests that it collects, one in ``sample`` runs."""
+        (self.path / "ml_sample.py").write_text(SAMPLE, encoding="utf-8")
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "ML_"))}
+        options = "-p ml_sample -p no:cacheprovider -p no:xdist -W error -q --tb=short"
+        environment = {"PYTHONPATH": str(self.path), "PYTEST_ADDOPTS": options, "ML_SAMPLE": str(sample)}
+        done = subprocess.run(
+            command,
+            env={**clean, **environment},
+            cwd=cwd or self.path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> PluginFolder:
+    return PluginFolder(tmp_path_factory.mktemp("plugins"))

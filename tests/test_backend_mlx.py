@@ -21,7 +21,7 @@ mx = pytest.importorskip("mlx.core")
 
 from backends.mlx import backend as backend_module  # noqa: E402
 from backends.mlx.backend import PENDING_RESULTS, MlxBackend, MlxContext  # noqa: E402
-from backends.mlx.regions import canonical, region_of, row_region_of, runs_of  # noqa: E402
+from backends.mlx.regions import is_contiguous, region_of, row_region_of, runs_of  # noqa: E402
 from backends.mlx.tensor import MlxTensor  # noqa: E402
 
 FLOATS = {DType.F32: mx.float32, DType.F16: mx.float16, DType.BF16: mx.bfloat16}
@@ -541,7 +541,8 @@ def test_rows_that_are_whole_layers() -> None:
     assert row_region_of((4, 10, 3), 0, (7, 3), (17, 1), 0) is None
 
 
-def test_runs_and_canonical_strides() -> None:
+def test_runs_and_contiguity() -> None:
     assert runs_of(np.array([5])) == [(0, 1, 5)]
     assert runs_of(np.array([3, 4, 5, 9, 8])) == [(0, 3, 3), (3, 4, 9), (4, 5, 8)]
-    assert canonical((2, 1, 3), (3, 77, 1)) == (3, 3, 1)
+    assert is_contiguous((2, 1, 3), (3, 77, 1))
+    assert not is_contiguous((2, 3), (1, 2))

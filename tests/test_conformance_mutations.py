@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -204,3 +205,62 @@ def test_a_backend_without_some_dtypes_that_says_so_passes(copy: ModuleType, run
     reports = run_suite(copy, BackendTests, Features(dtypes=offered))
     assert not reports.failed
     assert run_suite(copy, RefusalTests).failed
+
+
+# The command line, and suites of strangers.
+
+
+def session(*arguments: str) -> tuple[int, Reports]:
+    reports = Reports()
+    return pytest.main(
+        ["-Werror", "--import-mode=importlib", "-pno:cacheprovider", *arguments], [reports]
+    ), reports
+
+
+def test_the_shipped_suite_runs_by_package_name(tmp_path: Path) -> None:
+    code, reports = session(
+        f"--rootdir={tmp_path}", "--pyargs", "ml.testing", "--ml-backend=numpy", "-k", "outlive"
+    )
+    assert code == pytest.ExitCode.OK
+    assert reports.outcomes["passed"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], r"which backend\? Add --ml-backend=NAME"),
+        (["--ml-backend=nope"], "no such backend; there are .*numpy"),
+        (["--ml-backend-option=device=cpu"], "needs --ml-backend"),
+        (["--ml-backend=numpy", "--ml-backend-option=device"], "give KEY=VALUE"),
+        (["--ml-backend=numpy", "--ml-backend-option=dtype=F99"], "one of .*BF16"),
+    ],
+)
+def test_a_wrong_command_line_is_a_usage_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    code, _ = session(f"--rootdir={tmp_path}", "--pyargs", "ml.testing", "--collect-only", "-q", *options)
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert re.search(message, capfd.readouterr().err.replace("\n", " "))
+
+
+STRANGER = """
+import ml, pytest
+from ml.testing.{module} import {area}
+
+class TestMine({area}):
+    features = ml.Features()
+
+    @pytest.fixture
+    def backend(self):
+        with ml.open_backend("numpy") as backend:
+            yield backend
+"""
+
+
+@pytest.mark.parametrize(("module", "area"), [("refusals", "RefusalTests"), ("order", "OrderTests")])
+def test_a_stranger_may_override_the_backend_fixture(tmp_path: Path, module: str, area: str) -> None:
+    file = tmp_path / f"test_{next(NUMBERS)}.py"
+    file.write_text(STRANGER.format(module=module, area=area))
+    code, reports = session(f"--rootdir={tmp_path}", "-pno:terminal", str(file))
+    assert code == pytest.ExitCode.OK
+    assert reports.outcomes["passed"] > 10

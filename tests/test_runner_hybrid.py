@@ -33,7 +33,7 @@ BACKENDS = [
 ]
 LENGTH, WINDOW = 40, 8
 BASE: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4,
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
     "initializer_range": 0.1, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
     "attn_implementation": "eager", "experts_implementation": "eager",
@@ -43,13 +43,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32, "rope_theta": 10000.0}  # fmt: skip
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-          "linear_value_head_dim": 12}  # fmt: skip
+          "linear_value_head_dim": 12,
+          "layer_types": ["linear_attention", "full_attention", "linear_attention"]}  # fmt: skip
 LOCAL = {"rope_type": "default", "rope_theta": 100.0}
 FULL = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", "Gemma3Text", {
         "sliding_window": WINDOW, "query_pre_attn_scalar": 20, "final_logit_softcapping": 9.0,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {"sliding_attention": LOCAL, "full_attention": FULL}, "initializer_range": 0.2,
     }),
     "gpt-oss": ("GptOss", "GptOss", {
@@ -62,8 +63,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "rope_parameters": LLAMA3,
     }),
     "llama4 top 2, no norm": ("Llama4", "Llama4Text", {
-        "attention_chunk_size": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "use_qk_norm": False,
-        "attn_temperature_tuning": False, "attention_bias": True, "tie_word_embeddings": True,
+        "attention_chunk_size": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layer_interval": 2,
+        "attention_bias": True, "tie_word_embeddings": True,
     }),
     "qwen3-next": ("Qwen3Next", "Qwen3Next", {
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -191,10 +193,10 @@ class TestAgainstTransformers:
 
     def test_greedy_tokens(self, models: Any, name: str) -> None:
         model, tokens = models(name), prompt(14)
-        expected = expected_tokens(name, tokens, 26)
+        expected = expected_tokens(name, tokens, 20)
         cache = new_cache(model)
         row = feed(model, cache, tokens)[-1]
-        while len(tokens) < LENGTH:
+        while len(tokens) < 34:
             tokens.append(int(row.argmax()))
             row = feed(model, cache, tokens, len(tokens) - 1)[0]
         assert tokens[14:] == expected
@@ -205,9 +207,9 @@ class TestAgainstTransformers:
         expected = [expected_logits(name, each) for each in tokens]
         batches = [
             _merge([(0, at) for at in range(19)], [(1, at) for at in range(11)]),
-            *([(1, 11 + i), (0, 19 + i)] for i in range(9)),
-            [(0, at) for at in range(28, 40)],
-            _merge([(1, at) for at in range(20, 40)], []),
+            *([(1, 11 + i), (0, 19 + i)] for i in range(6)),
+            [(0, at) for at in range(25, 40)],
+            [(1, at) for at in range(17, 40)],
         ]
         cache = new_cache(model, sequences=2)
         for entries in batches:
@@ -294,7 +296,7 @@ def _remembering(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-@pytest.mark.parametrize("layer", [0, 1, 2, 3])
+@pytest.mark.parametrize("layer", [1, 2])
 def test_removal_from_the_middle_shifts_keys(
     backend: ml.Backend, folders: Any, name: str, layer: int
 ) -> None:
@@ -341,9 +343,9 @@ class TestRefusals:
         ("name", "changes", "says"),
         [
             ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported"),
-            ("gemma3", {"layer_types": ["full_attention"]}, "1 layer_types for 4 layers"),
+            ("gemma3", {"layer_types": ["full_attention"]}, "1 layer_types for 3 layers"),
             ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
-            ("llama4", {"layer_types": ["mamba"] * 4}, "layer type 'mamba' is not supported"),
+            ("llama4", {"layer_types": ["mamba"] * 3}, "layer type 'mamba' is not supported"),
             ("qwen3-next", {"linear_num_key_heads": 3}, "4 linear value heads for 3 key heads"),
             ("qwen3.5", {"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
         ],
@@ -380,7 +382,7 @@ def test_configs_as_they_were_before_transformers_5() -> None:
     raw |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2}
     raw |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     config: Any = parse_config(raw)
-    assert config.kinds == ("sliding_attention", "full_attention") * 2
+    assert config.kinds == ("sliding_attention", "full_attention", "sliding_attention")
     assert (config.rope.base, config.rope.scaling.factor) == (1e6, 8.0)
     assert (config.local_rope.base, config.local_rope.scaling) == (1e4, None)
 

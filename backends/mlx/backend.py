@@ -20,7 +20,7 @@ from backends.mlx.tensor import MlxTensor
 from ml.base import BaseBackend, BaseContext, BaseTensor
 from ml.capabilities import CacheConfig, CausalMask, DeviceInfo, DeviceMemory, Layout
 from ml.dtypes import DType
-from ml.errors import ClosedError, DeviceError, DTypeError
+from ml.errors import DeviceError, DTypeError
 from ml.host import host_memory
 from ml.nn.rope import RopeSpec
 from ml.protocols import Tensor
@@ -163,13 +163,6 @@ class MlxBackend(BaseBackend):
         return DeviceMemory(
             device.name, allocated, None if total is None else max(0, total - mx.get_active_memory()), total
         )
-
-    def check_usable(self, box: Box) -> None:
-        """Raise ClosedError where ``close`` has taken the box's array away."""
-        if box.array is None:
-            raise ClosedError(
-                "write: the backend of this tensor is closed; open it again with ml.open_backend"
-            )
 
     def close(self) -> None:
         """Frees the arrays of all tensors, held or not, and MLX's cache of freed buffers."""

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from backends.mlx.regions import Region, canonical
+from backends.mlx.regions import Region, is_contiguous
 from ml.base import Storage
-from ml.errors import DeviceError
-from ml.strided import Shape, contiguous_strides
+from ml.errors import ClosedError, DeviceError
+from ml.strided import Shape
 
 if TYPE_CHECKING:
     from backends.mlx.backend import MlxBackend
@@ -42,10 +42,10 @@ class Box(Storage):
 
     ``raw`` says that the array is some operation's result, whose layout in memory MLX does not
     tell. It is put in C order once, when a strided view or a write first needs that; where it is
-    so already, nothing is copied.
+    so already, nothing is copied. ``borrowed``: it came through ``from_native``, and is not counted.
     """
 
-    __slots__ = ("nbytes", "raw", "read_at", "shape", "written_at")
+    __slots__ = ("borrowed", "nbytes", "raw", "read_at", "shape", "written_at")
 
     array: Any
     backend: MlxBackend
@@ -55,6 +55,7 @@ class Box(Storage):
         self.nbytes: int = array.nbytes
         self.shape: Shape = array.shape
         self.raw = raw
+        self.borrowed = not owned
         self.read_at = 0
         self.written_at = backend.epoch
         backend.boxes[id(self)] = weakref.ref(self)
@@ -69,7 +70,7 @@ class Box(Storage):
         stream = self.backend.stream
         if 0 in shape:
             return mx.zeros(shape, self.array.dtype, stream=stream)
-        if offset == 0 and canonical(shape, strides) == contiguous_strides(shape):
+        if offset == 0 and is_contiguous(shape, strides):
             if shape == self.shape:
                 return self.array
             if math.prod(shape) == self.size:
@@ -121,18 +122,23 @@ class Box(Storage):
         )
 
     def _before_write(self, value: Any) -> None:
-        self.backend.check_usable(self)
-        self.backend._ledger.setdefault(
-            id(self), (self.device, self.nbytes)
-        )  # a borrowed array is ours from here on
+        backend = self.backend
+        if self.array is None:
+            raise ClosedError(
+                "write: the backend of this tensor is closed; open it again with ml.open_backend"
+            )
         if self.raw:
             self._settle_layout()
-        if self.nbytes >= WAIT_BYTES:
-            if self.written_at < self.backend.epoch:
-                self.backend.drain(self.written_at)
-            self.backend.drain(self.read_at, value)
-        self.written_at = self.backend.epoch
+        if self.borrowed:  # the write moves it to memory of our own, or the lender has let go of it
+            self.borrowed = False
+            backend._ledger[id(self)] = (self.device, self.nbytes)
+        read, written = self.read_at > backend.drained, backend.drained < self.written_at < backend.epoch
+        if (read or written) and self.nbytes >= WAIT_BYTES:
+            backend.drain(self.written_at if written else 0)
+            backend.drain(self.read_at, value)
+        self.written_at = backend.epoch
 
     def _settle_layout(self) -> None:
-        self.array = mx.contiguous(self.array, stream=self.backend.stream)
-        self.raw = False
+        with self.backend.lock:
+            self.array = mx.contiguous(self.array, stream=self.backend.stream)
+            self.raw = False

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ml.strided import Shape, regular_region
+from ml.strided import Shape, contiguous_strides, regular_region
 
-__all__ = ["Region", "RowRegion", "canonical", "element_offsets", "region_of", "row_region_of", "runs_of"]
+__all__ = ["Region", "RowRegion", "element_offsets", "is_contiguous", "region_of", "row_region_of", "runs_of"]
 
 
 class Region(NamedTuple):
@@ -104,14 +104,10 @@ def _inverse(ndim: int, placed: Shape) -> Shape:
 
 
 @lru_cache(maxsize=4096)
-def canonical(shape: Shape, strides: Shape) -> Shape:
-    """The strides, with those of axes of size 1 as a C-contiguous tensor has them."""
-    result, inner = list(strides), 1
-    for axis in range(len(shape) - 1, -1, -1):
-        if shape[axis] == 1:
-            result[axis] = inner
-        inner = result[axis] * shape[axis]
-    return tuple(result)
+def is_contiguous(shape: Shape, strides: Shape) -> bool:
+    """Whether the strides are those of a C-contiguous tensor; of axes of size 1 they do not matter."""
+    wanted = contiguous_strides(shape)
+    return all(size == 1 or a == b for size, a, b in zip(shape, strides, wanted, strict=True))
 
 
 def element_offsets(offset: int, shape: Shape, strides: Shape) -> np.ndarray:

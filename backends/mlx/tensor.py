@@ -255,7 +255,7 @@ class MlxTensor(StridedTensor):
 
 # What may ask for more than MLX can say (its sizes are int32) or hold.
 for _name in (
-    "_write", "_scatter", "_gather", "_concat", "_repeat", "_cast", "_binary", "_matmul", "_compare",
+    "_scatter", "_gather", "_concat", "_repeat", "_cast", "_binary", "_matmul", "_compare",
     "_where", "to_numpy",
 ):  # fmt: skip
     setattr(MlxTensor, _name, translated(_name, getattr(MlxTensor, _name)))

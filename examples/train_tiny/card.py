@@ -55,9 +55,9 @@ and AdamW on the rest. `training_log.json` holds the figures behind this picture
 
 ![loss](loss.svg)
 
-`heldout.txt` was scored at every checkpoint (lowest: {best:.3f}, at step {best_step}; the weights
-are those of the last step all the same). Its score also guided the choice of optimizer, learning rates and shape, in a few
-short runs; the other held-out chapters had no part in that.
+`heldout.txt` was scored at every checkpoint (lowest: {best:.3f}, at step {best_step}; the weights are
+those of the last step all the same). Its score also guided the choice of optimizer, learning rates and
+shape, in a few short runs; the other held-out chapters had no part in that.
 
 The seed fixes the weights for one machine and one version of PyTorch; elsewhere the last digits differ.
 

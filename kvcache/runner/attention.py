@@ -82,8 +82,9 @@ def load_attention(
     load: Loader, ctx: ml.Context, prefix: str, config: ModelConfig, **options: Any
 ) -> Attention:
     """Of the tensors below ``prefix``; ``options`` are fields of Attention."""
+    if "qkv" not in options:
+        options["qkv"] = load.linear(ctx, *(f"{prefix}.{name}_proj" for name in "qkv"))
     fields = {
-        "qkv": load.linear(ctx, *(f"{prefix}.{name}_proj" for name in "qkv")),
         "output": load.linear(ctx, f"{prefix}.o_proj"),
         "heads": config.heads,
         "kv_heads": config.kv_heads,

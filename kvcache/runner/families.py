@@ -32,10 +32,11 @@ class Family:
     """How a kind of model is read and run.
 
     ``parse(raw, generation)``: config.json and generation_config.json to a config. ``model(backend,
-    config, weights, dtype, progress)``: the weights and their forward pass. ``make_cache(config,
-    dtype, **options)``: an unbound cache, with the dtype of the model's activations; options are the
-    family's own (``memory``, ``checkpoints``). ``shapes(config)``: every tensor it reads. ``model_type``: as config.json has it where it names no architecture. ``causal``: a
-    decoder alone, which ``Generator`` and ``kvcache generate`` can run.
+    config, weights, dtype, progress)``: the weights and their forward pass. ``make_cache(config, dtype,
+    **options)``: an unbound cache, with the dtype of the model's activations; options are the family's
+    own (``memory``, ``checkpoints``). ``shapes(config)``: every tensor it reads. ``model_type``: as
+    config.json has it where it names no architecture. ``causal``: a decoder alone, which ``Generator``
+    and ``kvcache generate`` can run.
     """
 
     parse: Callable[[Raw, Raw], Any]

@@ -261,7 +261,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--traces", type=int, default=2000, help="how many (2000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first one (0)")
     parser.add_argument("--processes", type=int, default=1, help="how many at a time (1)")
-    parser.add_argument("--replay", type=int, metavar="SEED", help="run one trace again and print its calls")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run the trace of one seed again")
     args = parser.parse_args(argv)
     if args.replay is not None:
         args.seed, args.traces, args.processes = args.replay, 1, 1

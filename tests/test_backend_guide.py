@@ -1,0 +1,93 @@
+"""docs/writing-a-backend.md works as written: its files are written, its commands are run, in order."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml.base
+import ml.strided
+import ml.testing
+
+GUIDE = Path(__file__).resolve().parents[1] / "docs" / "writing-a-backend.md"
+FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+CONTINUED = " (continued)"
+SAMPLE = 1 if os.environ.get("ML_LONG") else 6
+"""Of the suites' tests every sixth, unless ML_LONG=1."""
+
+
+class Block(NamedTuple):
+    language: str
+    title: str
+    text: str
+
+
+def blocks() -> list[Block]:
+    return [Block(*found) for found in FENCE.findall(GUIDE.read_text(encoding="utf-8"))]
+
+
+def write(project: Path, block: Block) -> None:
+    """A block with a title is that file; one that is continued is appended to it."""
+    path = project / block.title.removesuffix(CONTINUED)
+    path.parent.mkdir(exist_ok=True)
+    before = path.read_text(encoding="utf-8") if block.title.endswith(CONTINUED) else ""
+    path.write_text(before + block.text, encoding="utf-8")
+
+
+def perform(project: Path, plugins: Any, command: str) -> None:
+    program, *arguments = shlex.split(command)
+    if program == "pip":
+        assert arguments == ["install", "-e", "."]
+        plugins.install(project)
+    else:
+        assert program == "pytest"
+        assert " passed" in plugins.run([sys.executable, "-m", program, *arguments], sample=SAMPLE)
+
+
+def test_the_guide_leads_from_nothing_to_green(tmp_path: Path, plugins: Any) -> None:
+    commands = 0
+    for block in blocks():
+        if block.title:
+            write(tmp_path, block)
+            if commands:  # installed in place, as -e does: later files are seen without another pip
+                write(plugins.path, block)
+        elif block.language == "sh":
+            for command in block.text.splitlines():
+                perform(tmp_path, plugins, command)
+                commands += 1
+    assert commands == 3
+    collected = plugins.run([sys.executable, "-m", "pytest", "tests", "--collect-only"], cwd=tmp_path)
+    assert "TestMine" in collected
+    assert "TestCaches" in collected
+
+
+def test_what_the_guide_shows_at_the_prompt_is_what_it_prints(tmp_path: Path) -> None:
+    import doctest
+
+    shown = [block.text for block in blocks() if block.language == "python" and not block.title]
+    assert shown
+    for text in shown:
+        test = doctest.DocTestParser().get_doctest(text, {}, "guide", str(GUIDE), 0)
+        assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_the_hooks_in_the_table_are_those_of_the_base_classes() -> None:
+    text = GUIDE.read_text(encoding="utf-8")
+    table = text[text.index("## The hooks") : text.index("## Functional frameworks")]
+    listed = set(re.findall(r"`(_[a-z]\w*)`", table.split("\\* may be left out")[0]))
+    classes = (ml.base.BaseBackend, ml.base.BaseContext, ml.base.StridedTensor)
+    assert [name for name in sorted(listed) if not any(hasattr(base, name) for base in classes)] == []
+    abstract = set().union(*(base.__abstractmethods__ for base in classes))
+    assert {name for name in abstract if name.startswith("_")} <= listed
+
+
+def test_the_tests_that_the_guide_names_exist() -> None:
+    from ml.testing import BackendTests
+
+    named = set(re.findall(r"`(test_\w+)", GUIDE.read_text(encoding="utf-8")))
+    assert len(named) >= 6
+    assert [name for name in sorted(named) if not hasattr(BackendTests, name)] == []

@@ -1,0 +1,228 @@
+"""Discovery as a person sees it: installed plugins, whole and broken, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+HEAD = """
+from ml import Availability, BackendSpec, DeviceInfo, hookimpl
+from ml.base import BaseBackend
+
+class Opened(BaseBackend):
+    def __init__(self, name, device="cpu", **options):
+        super().__init__(name, (DeviceInfo(device, device),), **options)
+    def _new_context(self, max_graph_nodes):
+        raise NotImplementedError
+
+def well():
+    return Availability(True, version="1.2.3", devices=("cpu", "npu"))
+
+def record(name, priority, probe=well, open=None):
+    return BackendSpec(name, priority, (), f"pip install {name}", probe,
+                       open or (lambda **options: Opened(name, **options)))
+
+def fail(**options):
+    raise RuntimeError("it went up in smoke")
+"""
+
+HOOK = "\n@hookimpl\ndef ml_backend():\n    return "
+
+PLUGINS = {
+    "whole": HEAD + HOOK + "record('whole', 900)",
+    "second": HEAD + HOOK + "record('second', 800)",
+    "missing": "import a_framework_that_is_not_there",
+    "exits": "raise SystemExit('no licence')",
+    "hook": HEAD + HOOK + "fail()",
+    "nothing": HEAD + HOOK + "None",
+    "hookless": "x = 1",
+    "misspelt": HEAD + "\n@hookimpl\ndef ml_backends():\n    return record('misspelt', 1)",
+    "probe": HEAD + HOOK + "record('probe', 990, probe=fail)",
+    "probes_badly": HEAD + HOOK + "record('probes_badly', 980, probe=lambda: True)",
+    "absent": HEAD + HOOK + "record('absent', 970, probe=lambda: Availability(False, 'no such chip'))",
+    "open": HEAD + HOOK + "record('open', 1000, open=fail)",
+    "twin": HEAD + HOOK + "record('whole', 1)",
+}
+"""Modules by the name of their entry point."""
+
+
+def install(folder: Path, *names: str) -> None:
+    """What ``pip install`` leaves behind: a module, and a dist-info that names its entry point."""
+    for name in names:
+        (folder / f"plugin_{name}.py").write_text(PLUGINS[name], encoding="utf-8")
+        info = folder / f"plugin_{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: plugin-{name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[ml.backends]\n{name} = plugin_{name}\n")
+
+
+def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if key != "ML_BACKEND"}
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning", *command],
+        env={**clean, "PYTHONPATH": path, **environment},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def ask(folder: Path, code: str, **environment: str) -> Any:
+    """The value of ``answer`` after ``code``; an ml error becomes [its class, its message]."""
+    program = (
+        "import json, ml\n"
+        "try:\n" + "".join(f"    {line}\n" for line in code.splitlines()) + "except ml.MLError as error:\n"
+        "    answer = [type(error).__name__, str(error)]\n"
+        "print(json.dumps(answer))"
+    )
+    done = run(folder, "-c", program, **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+OPEN = "with ml.open_backend({}) as backend:\n    answer = [backend.name, backend.devices[0].name]"
+EVERYTHING = """
+def attempt(*name):
+    try:
+        with ml.open_backend(*name) as backend:
+            return [backend.name, backend.devices[0].name]
+    except ml.MLError as error:
+        return [type(error).__name__, str(error)]
+rows = {row.name: [row.available, row.reason, row.version, row.devices, row.priority, row.install_hint]
+        for row in ml.available_backends()}
+answer = [rows, attempt(), {name: attempt(name) for name in rows if name not in ("torch", "mlx", "cupy")}]
+"""
+
+BROKEN = {
+    "missing": "ModuleNotFoundError: No module named 'a_framework_that_is_not_there'",
+    "exits": "SystemExit: no licence",
+    "hook": "RuntimeError: it went up in smoke",
+    "nothing": "it returns one ml.BackendSpec",
+    "hookless": "it returns one ml.BackendSpec",
+    "misspelt": "ml_backend",
+    "probe": "its probe raised RuntimeError: it went up in smoke",
+    "probes_badly": "its probe gave True",
+    "absent": "no such chip",
+}
+"""The plugins that cannot be used, and what has to be said of each."""
+BROKEN_SHOWN = ("it went up in smoke", "no such chip", "a_framework_that_is_not_there")
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One process in which every broken plugin is installed beside two whole ones."""
+    folder = tmp_path_factory.mktemp("crowd")
+    install(folder, "whole", "second", *BROKEN)
+    return ask(folder, EVERYTHING)
+
+
+def test_an_installed_plugin_is_listed_with_all_that_it_says(crowd: Any) -> None:
+    rows, _, _ = crowd
+    assert rows["whole"] == [True, "", "1.2.3", ["cpu", "npu"], 900, "pip install whole"]
+    assert list(rows)[:2] == ["whole", "second"], "the highest priority comes first"
+    available = [row[0] for row in rows.values()]
+    assert available == sorted(available, reverse=True), "what can run comes first"
+
+
+@pytest.mark.parametrize(("name", "reason"), BROKEN.items())
+def test_a_broken_plugin_is_named_with_its_error(crowd: Any, name: str, reason: str) -> None:
+    rows, _, opened = crowd
+    assert rows[name][0] is False
+    assert reason in rows[name][1]
+    kind, message = opened[name]
+    assert kind in ("BackendNotFoundError", "BackendUnavailableError")
+    assert name in message
+    assert reason in message
+
+
+def test_broken_plugins_hide_no_other(crowd: Any) -> None:
+    rows, best, opened = crowd
+    assert best == ["whole", "cpu"]
+    assert {name for name, row in rows.items() if row[0]} >= {"whole", "second", "numpy"}
+    assert [opened[name][0] for name in ("whole", "second", "numpy")] == ["whole", "second", "numpy"]
+
+
+def test_a_plugin_that_fails_to_open_is_named_and_the_next_one_is_tried(tmp_path: Path) -> None:
+    install(tmp_path, "open", "whole")
+    kind, message = ask(tmp_path, OPEN.format("'open'"))
+    assert kind == "BackendUnavailableError"
+    assert "'open' failed to open: RuntimeError: it went up in smoke" in message
+    code = (
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as seen:\n"
+        "    warnings.simplefilter('always')\n"
+        "    with ml.open_backend() as backend:\n"
+        "        answer = [backend.name, [str(one.message) for one in seen]]"
+    )
+    name, warned = ask(tmp_path, code)
+    assert name == "whole"
+    assert "it went up in smoke" in warned[0]
+    assert "trying the next backend" in warned[0]
+
+
+def test_two_plugins_of_one_name_are_an_error_that_names_both(tmp_path: Path) -> None:
+    install(tmp_path, "whole", "twin")
+    kind, message = ask(tmp_path, OPEN.format("'whole'"))
+    assert kind == "PluginError"
+    assert "'whole' is provided twice" in message
+    assert "twin" in message
+
+
+def test_the_name_goes_before_the_environment_and_that_before_priority(tmp_path: Path) -> None:
+    install(tmp_path, "whole", "second")
+    code = """
+import os
+answer = []
+for name, variable, options in (
+    ((), None, {}), ((), "", {}), ((), "second", {}), (("numpy",), "second", {}), ((None,), "numpy", {}),
+    (("second",), "numpy", {"device": "npu"}),
+):
+    os.environ.pop("ML_BACKEND", None)
+    if variable is not None:
+        os.environ["ML_BACKEND"] = variable
+    with ml.open_backend(*name, **options) as backend:
+        answer.append([backend.name, backend.devices[0].name])
+"""
+    names = ["whole", "whole", "second", "numpy", "numpy", "second"]
+    assert ask(tmp_path, code) == [[name, "cpu"] for name in names[:-1]] + [["second", "npu"]]
+
+
+def test_an_unknown_name_lists_what_there_is_and_how_to_install_it(tmp_path: Path) -> None:
+    install(tmp_path, "whole", "missing")
+    for argument, variable in (("'nonesuch'", ""), ("", "nonesuch")):
+        kind, message = ask(tmp_path, OPEN.format(argument), ML_BACKEND=variable)
+        assert kind == "BackendNotFoundError"
+        assert "no backend 'nonesuch'" in message
+        assert "pip install whole" in message
+        assert "a_framework_that_is_not_there" in message
+
+
+def test_listing_imports_no_framework_that_is_not_asked(tmp_path: Path) -> None:
+    """Loading the records imports the plugins' modules only; a probe may import its own framework."""
+    install(tmp_path, "whole")
+    code = (
+        "import sys\nml.plugins.registry().specs()\n"
+        "answer = sorted({'torch', 'mlx', 'jax', 'cupy'} & set(sys.modules))"
+    )
+    assert ask(tmp_path, code) == []
+
+
+def test_the_command_shows_a_table_of_them(tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    install(tmp_path, "whole", "probe", "missing", "absent")
+    done = run(tmp_path, "-m", "kvcache", "backends", COLUMNS="240")
+    assert done.returncode == 0, done.stderr
+    table = " ".join(done.stdout.split())
+    for shown in ("whole", "1.2.3", "npu", "900", "numpy", "pip install absent", *BROKEN_SHOWN):
+        assert shown in table, f"{shown!r} is not in\n{done.stdout}"

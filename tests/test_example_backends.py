@@ -1,0 +1,113 @@
+"""The two example plugins, installed as a stranger installs them and held to the shipped suites."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+PUBLIC = {"ml", "ml.base", "ml.strided", "ml.testing"}
+LIMITS = {"ml-backend-jax": 400, "ml-backend-list": 200}
+SUITES = ["-m", "pytest", "--pyargs", "ml.testing", "kvcache.testing"]
+
+long = pytest.mark.skipif("ML_LONG" not in os.environ, reason="takes minutes: XLA compiles; set ML_LONG=1")
+
+SHORTER = """
+from kvcache.testing import CacheTests
+from ml.testing import BackendTests
+
+class TestBackend(BackendTests):
+    backend_name = "jax"
+
+class TestCaches(CacheTests):
+    backend_name = "jax"
+    traces = 8
+    examples = 1
+"""
+
+
+@pytest.fixture(scope="module", params=LIMITS)
+def sources(request: pytest.FixtureRequest) -> list[Path]:
+    files = sorted((EXAMPLES / request.param).rglob("*.py"))
+    assert files
+    return files
+
+
+def test_each_example_is_short(sources: list[Path]) -> None:
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources)
+    project = next(name for name in LIMITS if name in sources[0].parts)
+    assert lines < LIMITS[project]
+
+
+def test_examples_use_public_names_only(sources: list[Path]) -> None:
+    """Of ours the four public modules; and no underscored name of anybody else's object."""
+    for path in sources:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            for module in _imported(node):
+                ours = module.partition(".")[0] in ("ml", "kvcache", "backends")
+                assert not ours or module in PUBLIC, f"{path.name}:{node.lineno} imports {module}"
+                assert "._" not in module, f"{path.name}:{node.lineno} imports {module}"
+            if isinstance(node, ast.ImportFrom):
+                assert not any(alias.name.startswith("_") for alias in node.names)
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+                owner = ast.unparse(node.value)
+                assert owner in ("self", "super()"), f"{path.name}:{node.lineno} uses {owner}.{node.attr}"
+
+
+def _imported(node: Any) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
+def test_lists_pass_both_suites(plugins: Any) -> None:
+    plugins.install(EXAMPLES / "ml-backend-list")
+    output = plugins.run([sys.executable, *SUITES, "--ml-backend=list"])
+    assert " passed" in output
+
+
+@pytest.fixture(scope="module")
+def jax_plugin(plugins: Any) -> Any:
+    pytest.importorskip("jax")
+    plugins.install(EXAMPLES / "ml-backend-jax")
+    return plugins
+
+
+def test_jax_passes_a_sample_of_both_suites(jax_plugin: Any) -> None:
+    """Every sixteenth test, and a few random traces: each shape is compiled, so all of them take minutes."""
+    (jax_plugin.path / "test_jax.py").write_text(SHORTER, encoding="utf-8")
+    assert " passed" in jax_plugin.run([sys.executable, "-m", "pytest", "test_jax.py"], sample=16)
+
+
+@long
+def test_jax_passes_both_suites(jax_plugin: Any) -> None:
+    assert " passed" in jax_plugin.run([sys.executable, *SUITES, "--ml-backend=jax"])
+
+
+def test_a_write_leaves_the_buffer_where_it_is_while_views_are_held(jax_plugin: Any) -> None:
+    """One token into a large cache: the memory is given up to the update, not copied."""
+    program = """
+import ml
+with ml.open_backend("jax") as backend, backend.new_context() as ctx:
+    cache, token = ctx.zeros((8, 4096, 64), ml.DType.F32), ctx.full((1, 8, 64), 1, ml.DType.F32)
+    rows = cache.permute(ctx, 1, 0, 2)
+    held, places = [], set()
+    for n in range(6):
+        token.copy(ctx, rows.slice(ctx, 0, n, n + 1))
+        rows.set_rows(ctx, token, [100 + n])
+        held.append(rows.slice(ctx, 0, 0, 256))
+        places.add(cache.storage.array.unsafe_buffer_pointer())
+    assert len(places) == 1, places
+    snapshot = cache.native
+    token.copy(ctx, rows.slice(ctx, 0, 9, 10))
+    assert snapshot.sum() == 12 * 512
+    assert cache.to_numpy().sum() == 13 * 512
+    assert held[0].to_numpy().sum() == 13 * 512
+"""
+    jax_plugin.run([sys.executable, "-W", "error", "-c", program])
