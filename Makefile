@@ -8,9 +8,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: run test lint types docs bench dist clean
 
 run: $(VENV)/.installed-run
-	$(BIN)/kvcache generate --backend numpy --max-tokens 120 \
-	  --prompt "And God said unto Noah, " \
-	  --prompt "And God said unto Moses, "
+	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
+	  --prompt "And it came to pass in those days, that God said unto Noah," \
+	  --prompt "And it came to pass in those days, that God said unto Moses,"
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto

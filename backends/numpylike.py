@@ -1,7 +1,7 @@
 """One translation for the frameworks that speak NumPy's API: NumPy itself and CuPy.
 
 ``ArrayTensor.xp`` is the module. What the two do differently (how a strided view of a storage is
-made, how memory is taken) is left to their own files.
+made, how memory is taken) is left to their own files, and to the few hooks under "What may differ".
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import numpy as np
 
 from ml.base import BaseContext, StridedTensor
 from ml.dtypes import DType
+from ml.errors import ShapeError
+from ml.strided import Shape, contiguous_strides
 
-__all__ = ["ArrayContext", "ArrayTensor"]
+__all__ = ["ArrayContext", "ArrayTensor", "element_strides"]
 
 _SQRT_2 = math.sqrt(2.0)
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
@@ -38,33 +40,71 @@ class ArrayTensor(StridedTensor):
         """Wrap a result that the framework has just allocated."""
         raise NotImplementedError
 
+    # What may differ: how NumPy does it.
+
+    def _bits(self, array: Any) -> Any:
+        """The array as what only moves elements takes it; ``own`` turns it back."""
+        return array
+
+    def _values(self) -> Any:
+        """The elements as comparisons take them."""
+        return self.native
+
+    def _bridge(self, array: Any, source: DType, target: DType) -> Any:
+        """What ``array`` is cast from: integers reach the narrow floats by way of F32."""
+        return array.astype(np.float32) if source.is_integer and target in _NARROW else array
+
+    def _overlaps(self, src: Self) -> bool:
+        return src.storage is self.storage
+
+    def _index(self, indices: Any) -> Any:
+        return indices.native if isinstance(indices, StridedTensor) else indices
+
+    def _order(self, x: Any, axis: int) -> Any:
+        """Indices of a stable ascending sort."""
+        return self.xp.argsort(x, axis=axis, kind="stable")
+
+    def _erf(self, x: Any) -> Any:
+        raise NotImplementedError
+
+    def _converted(self, dtype: DType) -> Any:
+        """A C-contiguous copy as ``dtype``."""
+        source = self._bridge(self.native, self.dtype, dtype)
+        return source.astype(dtype.numpy, order="C", copy=True)
+
+    # Movement.
+
     def _write(self, src: Self) -> None:
-        source = src.native
-        if src.dtype.is_integer and self.dtype in _NARROW:
-            source = source.astype(np.float32)
-        elif src.storage is self.storage:
+        source = self._bridge(src.native, src.dtype, self.dtype)
+        if source is src.native and self._overlaps(src):
             source = source.copy()  # neither framework gets every overlap right (NumPy: a[0:10:2] = a[:5])
-        self.xp.copyto(self.native, source, casting="unsafe")
+        if src.dtype is self.dtype:
+            self.xp.copyto(self._bits(self.native), self._bits(source), casting="unsafe")
+        else:
+            self.xp.copyto(self.native, source, casting="unsafe")
 
     def _gather(self, ctx: ArrayContext, indices: Any, axis: int) -> Self:
-        return self.own(ctx, self.xp.take(self.native, _native(indices), axis=axis), self.dtype)
+        taken = self.xp.take(self._bits(self.native), self._index(indices), axis=axis)
+        return self.own(ctx, taken, self.dtype)
 
     def _scatter(self, src: Self, indices: Any, axis: int) -> None:
         source = src.native
-        if src.dtype is not self.dtype or src.storage is self.storage:
-            source = _astype(source, src.dtype, self.dtype)
-        self.native[(slice(None),) * axis + (_native(indices),)] = source
+        if src.dtype is not self.dtype or self._overlaps(src):
+            source = src._converted(self.dtype)
+        rows = (slice(None),) * axis + (self._index(indices),)
+        self._bits(self.native)[rows] = self._bits(source)
 
     def _concat(self, ctx: ArrayContext, other: Self, axis: int) -> Self:
-        return self.own(ctx, self.xp.concatenate((self.native, other.native), axis=axis), self.dtype)
+        pair = (self._bits(self.native), self._bits(other.native))
+        return self.own(ctx, self.xp.concatenate(pair, axis=axis), self.dtype)
 
     def _repeat(self, ctx: ArrayContext, axis: int, n: int) -> Self:
         reps = [1] * len(self.shape)
         reps[axis] = n
-        return self.own(ctx, self.xp.tile(self.native, reps), self.dtype)
+        return self.own(ctx, self.xp.tile(self._bits(self.native), reps), self.dtype)
 
     def _cast(self, ctx: ArrayContext, dtype: DType) -> Self:
-        return self.own(ctx, _astype(self.native, self.dtype, dtype), dtype)
+        return self.own(ctx, self._converted(dtype), dtype)
 
     # Compute: floats narrower than F32 are widened, computed, and rounded once.
 
@@ -93,17 +133,13 @@ class ArrayTensor(StridedTensor):
             phi = self._erf(x / _SQRT_2)
         return self._result(ctx, 0.5 * x * (1.0 + phi), self.dtype)
 
-    def _erf(self, x: Any) -> Any:
-        raise NotImplementedError
-
     def _clamp(self, ctx: ArrayContext, lo: float | None, hi: float | None) -> Self:
         if lo is None and hi is None:
             return self._cast(ctx, self.dtype)
-        if lo is None and hi is None:
-            return self._cast(ctx, self.dtype)
+        x = self._values()
         bound = self.dtype.numpy.type
-        low, high = (None if value is None else bound(value) for value in (lo, hi))
-        return self._result(ctx, _clip(self.xp, self.native, low, high), self.dtype)
+        low, high = (None if value is None else x.dtype.type(bound(value)) for value in (lo, hi))
+        return self._result(ctx, _clip(self.xp, x, low, high), self.dtype)
 
     def _matmul(self, ctx: ArrayContext, other: Self) -> Self:
         return self._result(ctx, self.xp.matmul(self._wide(), other._wide()), self.dtype)
@@ -125,15 +161,15 @@ class ArrayTensor(StridedTensor):
         return self._result(ctx, getattr(x, op)(axis=axis, keepdims=keepdims), self.dtype)
 
     def _argsort(self, ctx: ArrayContext, axis: int) -> Self:
-        return self._result(ctx, self.xp.argsort(self._wide(), axis=axis, kind="stable"), DType.I32)
+        return self._result(ctx, self._order(self._wide(), axis), DType.I32)
 
     def _top_k(self, ctx: ArrayContext, k: int) -> tuple[Self, Self]:
         # A stable ascending sort of the reversed axis, read backwards: ties keep their order.
         size = self.shape[-1]
-        order = self.xp.argsort(self._wide()[..., ::-1], axis=-1, kind="stable")
+        order = self._order(self._wide()[..., ::-1], -1)
         order = size - 1 - order[..., : size - k - 1 if k < size else None : -1]
-        values = self.xp.take_along_axis(self.native, order, axis=-1)
-        return self._result(ctx, values, self.dtype), self._result(ctx, order, DType.I32)
+        values = self.xp.take_along_axis(self._bits(self.native), order, axis=-1)
+        return self.own(ctx, values, self.dtype), self._result(ctx, order, DType.I32)
 
     def _rms_norm(self, ctx: ArrayContext, weight: Self | None, eps: float) -> Self:
         if 0 in self.shape:
@@ -145,10 +181,12 @@ class ArrayTensor(StridedTensor):
         return self._result(ctx, x, self.dtype)
 
     def _compare(self, ctx: ArrayContext, op: str, other: Self) -> Self:
-        return self._result(ctx, getattr(self.xp, _COMPARE[op])(self.native, other.native), DType.BOOL)
+        function = getattr(self.xp, _COMPARE[op])
+        return self._result(ctx, function(self._values(), other._values()), DType.BOOL)
 
     def _where(self, ctx: ArrayContext, a: Self, b: Self) -> Self:
-        return self._result(ctx, self.xp.where(self.native, a.native, b.native), a.dtype)
+        chosen = self.xp.where(self.native, self._bits(a.native), self._bits(b.native))
+        return self.own(ctx, chosen, a.dtype)
 
 
 _NARROW = (DType.F16, DType.BF16)
@@ -173,18 +211,19 @@ _UNARY: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _native(indices: Any) -> Any:
-    return indices.native if isinstance(indices, StridedTensor) else indices
-
-
-def _astype(array: Any, source: DType, target: DType) -> Any:
-    """A converted C-contiguous copy; integers reach the narrow floats by way of F32."""
-    if source.is_integer and target in _NARROW:
-        array = array.astype(np.float32)
-    return array.astype(target.numpy, order="C", copy=True)
-
-
 def _clip(xp: Any, x: Any, low: Any, high: Any) -> Any:
     if low is not None:
         x = xp.maximum(x, low)
     return x if high is None else xp.minimum(x, high)
+
+
+def element_strides(array: Any, itemsize: int) -> Shape:
+    """The strides of a foreign array in elements, where the contract can express them."""
+    if array.size == 0:
+        return contiguous_strides(array.shape)
+    axes = list(zip(array.shape, array.strides, strict=True))
+    if any(size > 1 and (stride < 0 or stride % itemsize) for size, stride in axes):
+        raise ShapeError(
+            f"from_native: strides of {array.strides} bytes; they are >= 0 and multiples of {itemsize}"
+        )
+    return tuple(stride // itemsize if size > 1 else 1 for size, stride in axes)

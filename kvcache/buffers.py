@@ -5,15 +5,15 @@ from __future__ import annotations
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.plain import Buffer, Cells
-from kvcache.quantized import QuantizedBuffer
+from kvcache.quantized import BLOCK, QuantizedBuffer, check_dim
 
-__all__ = ["LayerBuffers"]
+__all__ = ["LayerBuffers", "stored_shape"]
 
 
 class LayerBuffers:
     """K and V of one layer, allocated at the first ``put`` for all cells at once."""
 
-    __slots__ = ("key", "permuted_v", "value")
+    __slots__ = ("activations", "key", "permuted_v", "value")
 
     def __init__(
         self,
@@ -28,9 +28,12 @@ class LayerBuffers:
         """``key`` and ``value`` are (heads, dim); quantized ones are read back as ``activations``."""
         order = (1, 0, 2) if config.layout == ml.Layout.HEAD_MAJOR else (0, 1, 2)
         self.permuted_v = config.permuted_v
+        self.activations = activations
         self.key: Buffer | QuantizedBuffer
         self.value: Buffer | QuantizedBuffer
         if dtype.is_quantized:
+            for _, dim in (key, value):  # both before the first is allocated
+                check_dim(dtype, dim)
             self.key = QuantizedBuffer(ctx, dtype, cells, *key, order, activations)
             self.value = QuantizedBuffer(ctx, dtype, cells, *value, order, activations)
         else:
@@ -66,3 +69,19 @@ class LayerBuffers:
         if isinstance(cells, int):
             return self.key.read(ctx, cells, count), self.value.read_permuted(ctx, cells, count)
         return self.key.gather(ctx, cells), self.value.gather(ctx, cells).permute(ctx, 1, 2, 0)
+
+    def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
+        """Copies of K and V as they are stored, (count, heads, ...) each."""
+        return *self.key.read_stored(ctx, cells, count), *self.value.read_stored(ctx, cells, count)
+
+    def write_stored(self, ctx: ml.Context, cells: Cells, found: tuple[ml.Tensor, ...]) -> None:
+        """Write what ``read_stored`` gave, into other cells or another cache's."""
+        half = len(found) // 2
+        self.key.write_stored(ctx, cells, found[:half])
+        self.value.write_stored(ctx, cells, found[half:])
+
+
+def stored_shape(parts: tuple[ml.Tensor, ...]) -> tuple[int, int, int]:
+    """(count, heads, dim) of what is stored as one tensor, or as codes and scales."""
+    count, heads, dim = parts[-1].shape
+    return count, heads, dim * (BLOCK if len(parts) > 1 else 1)

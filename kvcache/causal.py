@@ -39,12 +39,13 @@ from kvcache.cache import (
 from kvcache.cells import CellTable, SavedRow
 from kvcache.forward import Forward
 from kvcache.reading import LowerBound
+from kvcache.snapshots import AttentionSnapshots
 from ml import nn
 
 __all__ = ["CausalCache", "ChunkedCache", "SlidingWindowCache", "drop_middle"]
 
 
-class CausalCache:
+class CausalCache(AttentionSnapshots):
     """Keeps every token; a query sees all of its own sequence up to itself.
 
     ``shift`` re-encodes stored keys for new positions; without it, tokens cannot be removed from the
@@ -273,16 +274,21 @@ class CausalCache:
             )
         buffers = self._buffers.get(self._layer)
         if buffers is None:
-            buffers = self._allocate(ctx, key_shape, value_shape, key.dtype)
+            buffers = self._allocate(ctx, self._layer, key_shape, value_shape, key.dtype)
         buffers.check(self._layer, key, value)
         if not forward.reserve:
             buffers.write(ctx, forward.targets(ctx), key, value)
         self._buffers[self._layer] = buffers  # last: a failed write fixes no shapes
 
     def _allocate(
-        self, ctx: ml.Context, key: tuple[int, ...], value: tuple[int, ...], activations: ml.DType
+        self,
+        ctx: ml.Context,
+        layer: int,
+        key: tuple[int, ...],
+        value: tuple[int, ...],
+        activations: ml.DType,
     ) -> LayerBuffers:
-        place, cells = ctx.layer(self._layer), self._table.cells
+        place, cells = ctx.layer(layer), self._table.cells
         return LayerBuffers(
             place, self._dtype, self._active, cells, (key[1], key[2]), (value[1], value[2]), activations
         )
@@ -499,6 +505,8 @@ class SlidingWindowCache(CausalCache):
     those below (last position + 1) - memory.
     """
 
+    _whole = True
+
     def __init__(self, window: int, memory: int | None = None, shift: ShiftFunction | None = None) -> None:
         super().__init__(shift)
         if window < 0:
@@ -537,11 +545,12 @@ class SlidingWindowCache(CausalCache):
 
     def can_resume(self, seq: int, position: int) -> bool:
         """Whether something is stored, and reaches from the window of ``position`` to right before it."""
-        known = super().can_resume(seq, position)
-        row = self._table.rows[seq]
-        if not known or not len(row):
+        return super().can_resume(seq, position) and self._reaches(self._table.rows[seq].positions, position)
+
+    def _reaches(self, stored: np.ndarray, position: int) -> bool:
+        if not stored.size:
             return False
-        return max(0, position - self.window) >= row.first and position <= row.last + 1
+        return max(0, position - self.window) >= int(stored[0]) and position <= int(stored[-1]) + 1
 
     def _check_shift(self, seq: int, stop: int, distance: int, start: int) -> None:
         super()._check_shift(seq, stop, distance, start)

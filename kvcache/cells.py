@@ -96,6 +96,10 @@ class Row:
     def save(self) -> SavedRow:
         return self._positions, self._cells, self._head, self._tail, self.contiguous
 
+    def save_copy(self) -> SavedRow:
+        """What ``save`` gives, safe from any change of the row."""
+        return self.positions.copy(), self.cells.copy(), 0, len(self), self.contiguous
+
     def load(self, saved: SavedRow) -> None:
         self._positions, self._cells, self._head, self._tail, self.contiguous = saved
 
@@ -253,7 +257,7 @@ class CellTable:
         return self.rows[seq].save()
 
     def restore_row(self, seq: int, saved: SavedRow) -> None:
-        """Bring a row back to what ``save_row`` gave; only appends and cuts lie between."""
+        """Bring a row back to what ``save_row`` gave (only appends and head cuts between), or a copy."""
         row = self.rows[seq]
         self._release(row.cells)
         row.load(saved)

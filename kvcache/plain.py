@@ -69,6 +69,14 @@ class Buffer:
         """Write what :meth:`fetch` gave into other cells."""
         ctx.forward(self.tensor.set_rows(ctx, found[0], cells, axis=self.axis))
 
+    def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
+        """Copies (count, heads, dim) of cells, for :meth:`write_stored` of any layout."""
+        found = self.read(ctx, cells, count) if isinstance(cells, int) else self.gather(ctx, cells)
+        return (found.contiguous(ctx),)
+
+    def write_stored(self, ctx: ml.Context, cells: Cells, found: tuple[ml.Tensor, ...]) -> None:
+        ctx.forward(self.write(ctx, cells, found[0]))
+
     @property
     def nbytes(self) -> int:
         return self.tensor.nbytes

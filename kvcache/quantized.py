@@ -21,7 +21,7 @@ import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.plain import Buffer, Cells
 
-__all__ = ["BLOCK", "QuantizedBuffer", "dequantize", "quantize"]
+__all__ = ["BLOCK", "QuantizedBuffer", "check_dim", "dequantize", "quantize"]
 
 BLOCK = 32
 """Values that share a scale, along head_dim."""
@@ -42,11 +42,6 @@ class QuantizedBuffer:
         order: tuple[int, int, int],
         activations: ml.DType,
     ) -> None:
-        if dim % BLOCK or dim == 0:
-            raise InvalidRangeError(
-                f"put: head_dim {dim} in a cache of {dtype.name}, whose blocks are {BLOCK} values along "
-                "head_dim; use a multiple of it, or init the cache with F16"
-            )
         self.heads, self.dim, self.dtype, self.activations = heads, dim, dtype, activations
         eight = dtype is ml.DType.Q8_0
         code_dtype = ml.DType.I8 if eight else ml.DType.U8
@@ -79,8 +74,25 @@ class QuantizedBuffer:
         self.codes.store(ctx, cells, found[:1])
         self.scales.store(ctx, cells, found[1:])
 
+    def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
+        """Copies of codes and scales (count, heads, ...), for :meth:`write_stored`."""
+        return *self.codes.read_stored(ctx, cells, count), *self.scales.read_stored(ctx, cells, count)
+
+    def write_stored(self, ctx: ml.Context, cells: Cells, found: tuple[ml.Tensor, ...]) -> None:
+        self.codes.write_stored(ctx, cells, found[:1])
+        self.scales.write_stored(ctx, cells, found[1:])
+
     def _decode(self, ctx: ml.Context, codes: ml.Tensor, scales: ml.Tensor) -> ml.Tensor:
         return dequantize(ctx, codes, scales, self.dtype).cast(ctx, self.activations)
+
+
+def check_dim(dtype: ml.DType, dim: int) -> None:
+    """Raise InvalidRangeError unless heads of ``dim`` divide into blocks."""
+    if dim % BLOCK or dim == 0:
+        raise InvalidRangeError(
+            f"put: head_dim {dim} in a cache of {dtype.name}, whose blocks are {BLOCK} values along "
+            "head_dim; use a multiple of it, or init the cache with F16"
+        )
 
 
 def quantize(ctx: ml.Context, x: ml.Tensor, dtype: ml.DType) -> tuple[ml.Tensor, ml.Tensor]:

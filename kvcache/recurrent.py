@@ -22,12 +22,14 @@ from kvcache.cache import (
     InvalidBatchError,
     InvalidRangeError,
     Mask,
+    NotSupportedError,
     OrderError,
     SequenceLostError,
     ShiftFunction,
 )
 from kvcache.causal import CausalCache, drop_middle
-from kvcache.states import Checkpoint, Pass, StateBuffers, StateRow, arrange, lost_in
+from kvcache.snapshots import RecurrentSnapshot
+from kvcache.states import Arrangement, Checkpoint, Pass, StateBuffers, StateRow, arrange, lost_in
 
 __all__ = ["RecurrentCache"]
 
@@ -66,7 +68,11 @@ class RecurrentCache:
         """The cache of the attention layers."""
         self._checkpoints, self._interval = checkpoints, checkpoint_interval
         self._conv_dtype = conv_dtype
-        self._backend: ml.Backend | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._rows: list[StateRow] = []
+        self._buffers = StateBuffers(0)
         self._pass: Pass | None = None
 
     # Setting up and closing.
@@ -76,20 +82,17 @@ class RecurrentCache:
     ) -> None:
         """Bind to ``backend``: a slot per sequence in every recurrent layer, allocated when first used."""
         self.attention.init(backend, dtype, max_sequences, capacity, max_batch)
-        self._backend = backend
         self._max_sequences = max_sequences
         self._rows = [StateRow() for _ in range(max_sequences)]
         self._buffers = StateBuffers(max_sequences)
         self._conv = self._conv_dtype or (ml.DType.F32 if dtype.is_quantized else dtype)
-        self._pass = None
 
     def set_config(self, config: ml.CacheConfig) -> None:
         self.attention.set_config(config)
 
     def close(self) -> None:
         self.attention.close()
-        self._backend, self._pass = None, None
-        self._rows, self._buffers = [], StateBuffers(0)
+        self._forget()
 
     # One pass.
 
@@ -111,8 +114,9 @@ class RecurrentCache:
             return
         try:
             self._start(backend, order, groups)
-        except Exception:
+        except BaseException:
             self.attention.undo_forward()
+            self._pass = None
             raise
 
     def _check_group(self, group: Group) -> None:
@@ -129,21 +133,8 @@ class RecurrentCache:
     def _start(self, backend: ml.Backend, order: tuple[int, ...], groups: list[Group]) -> None:
         """Take due checkpoints, then move states into place; only the last step writes."""
         before = {seq: replace(self._rows[seq]) for seq in order}
-        with backend.new_context() as ctx:
-            taken = {
-                seq: self._buffers.capture(ctx, row.offset, row.slot)
-                for seq, row in before.items()
-                if row.slot is not None and self._is_due(row)
-            }
-            plan = arrange(self._rows, order)
-            write = self._buffers.prepare(ctx, plan)
-            ctx.compute(*(tensor for point in taken.values() for tensor in point.tensors.values()))
-            try:
-                write()
-                ctx.compute()
-            except Exception:
-                lost_in(self._rows, plan)
-                raise
+        plan = arrange(self._rows, order)
+        taken = self._carry_out(backend, before, plan)
         for seq, slot in plan.slots.items():
             self._rows[seq].slot = slot
         for group in groups:
@@ -153,6 +144,30 @@ class RecurrentCache:
             if group.seq in taken:
                 self._keep(row, taken[group.seq])
         self._pass = Pass(order, plan.start, before)
+
+    def _carry_out(
+        self, backend: ml.Backend, before: dict[int, StateRow], plan: Arrangement
+    ) -> dict[int, Checkpoint]:
+        """The checkpoints that were due; the states are where ``plan`` wants them."""
+        due = {seq: row.slot for seq, row in before.items() if row.slot is not None and self._is_due(row)}
+        taken: dict[int, Checkpoint] = {}
+        if not due and not plan.moves and not plan.loads:
+            return taken
+        writing = False
+        try:
+            with backend.new_context() as ctx:
+                for seq, slot in due.items():
+                    taken[seq] = self._buffers.capture(ctx, before[seq].offset, slot)
+                write = self._buffers.prepare(ctx, plan)
+                ctx.compute(*(tensor for point in taken.values() for tensor in point.tensors.values()))
+                writing = True
+                write()
+                ctx.compute()
+        except BaseException:  # closing the context may fail too, when all is written
+            if writing:
+                lost_in(self._rows, plan)
+            raise
+        return taken
 
     def _is_due(self, row: StateRow) -> bool:
         if not self._checkpoints:
@@ -244,7 +259,7 @@ class RecurrentCache:
         return self._rows[seq].offset
 
     def checkpoint(self, seq: int) -> None:
-        """Keep a copy of the state as it is now, between passes."""
+        """Keep a copy of the state as it is now, when a pass has set the states of all layers."""
         backend = self._bound("checkpoint")
         check_sequence("checkpoint", seq, self._max_sequences)
         row = self._rows[seq]
@@ -267,15 +282,15 @@ class RecurrentCache:
         """Where ``remove(seq, position)`` would go: at or before ``position``; None: back to nothing."""
         self._bound("prepare_restore")
         check_sequence("prepare_restore", seq, self._max_sequences)
-        row = self._rows[seq]
-        if row.offset <= position and not row.lost:
-            return row.offset or None
-        point = row.nearest(position)
-        return None if point is None else point.offset
+        if not self.attention.can_resume(seq, 0):  # a device failure took its keys
+            return None
+        return self._at(self._rows[seq], position).offset or None
 
     def can_resume(self, seq: int, position: int) -> bool:
         """Whether the state of exactly ``position`` is there, or that of the beginning is meant."""
-        return position == 0 or self.prepare_restore(seq, position) == position
+        if position == 0:
+            return self.attention.can_resume(seq, 0)
+        return self.prepare_restore(seq, position) == position
 
     def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
         """Let ``dst_seq`` share ``[0, length)``; no data moves until one of the two is continued.
@@ -292,6 +307,8 @@ class RecurrentCache:
         source = self._rows[src_seq]
         if source.lost:
             raise _lost("copy_prefix", src_seq)
+        if length < 0:
+            raise InvalidRangeError(f"copy_prefix: length {length}; it is >= 0")
         row = self._at(source, length)
         share = self.attention.prepare_copy_prefix(src_seq, dst_seq, row.offset)
 
@@ -307,19 +324,24 @@ class RecurrentCache:
 
         To the end (None): goes back as the class says. From the middle: later tokens move down as in
         CausalCache, checkpoints with them, and the state stays what it is, having seen what was removed
-        (as a context shift wants it); checkpoints inside the range are dropped.
+        (as a context shift wants it). Checkpoints that have seen some of the range and nothing after
+        it are dropped: none of them is the state of a position that is left.
         """
         self.prepare_remove(seq, begin, end)()
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
         self._bound("remove")
         check_sequence("remove", seq, self._max_sequences)
+        if begin < 0 or (end is not None and end < begin):
+            raise InvalidRangeError(f"remove: [{begin}, {end}); it needs 0 <= begin <= end")
         row = self._rows[seq]
         if end is None or end >= row.offset:
             if row.lost and begin > 0 and row.nearest(begin) is None:
                 raise _lost("remove", seq)
             row = self._at(row, begin)
-            cut = self.attention.prepare_remove(seq, row.offset if begin >= 0 else begin, None)
+            cut = self.attention.prepare_remove(seq, row.offset, None)
+        elif row.lost:
+            raise _lost("remove", seq)
         else:
             cut = self.attention.prepare_remove(seq, begin, end)
             row = _shifted(row, begin, end)
@@ -331,12 +353,82 @@ class RecurrentCache:
 
         return commit
 
+    # Snapshots.
+
+    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> RecurrentSnapshot:
+        """Copy the state at ``end`` (None: where the sequence is) and the attention layers' [begin, end).
+
+        Raises NotSupportedError where no state of ``end`` is there: it is ``offset(seq)``, 0, or one of
+        ``checkpoints(seq)``.
+        """
+        backend, offset = self._bound("snapshot"), self.offset(seq)
+        row = self._rows[seq]
+        end = offset if end is None else end
+        if row.lost:
+            raise _lost("snapshot", seq)
+        attention = self.attention.snapshot(seq, begin, end)
+        point = row.pending if end == offset and row.slot is None else row.nearest(end)
+        if end == offset and row.slot is not None:
+            with backend.new_context() as ctx:
+                point = self._buffers.capture(ctx, offset, row.slot)
+                ctx.compute(*point.tensors.values())
+        elif end and end != offset and (point is None or point.offset != end):
+            raise NotSupportedError(
+                f"snapshot: sequence {seq} has no state of position {end}; there are those of "
+                f"{[*self.checkpoints(seq), offset]}"
+            )
+        return RecurrentSnapshot(attention, {} if point is None or not end else point.tensors)
+
+    def restore(self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None) -> bool:
+        """Make the sequence what it was at ``snapshot.end``: a state is whole, no other target will do.
+
+        False, and nothing touched, for another target or where ``[0, begin)`` is not stored. What is
+        raised leaves the sequence as it was, as in CausalCache.restore.
+        """
+        self._bound("restore")
+        check_sequence("restore", seq, self._max_sequences)
+        if target not in (None, snapshot.end):
+            return False
+        self._check_states(snapshot)
+        if not self.attention.restore(seq, snapshot.attention):
+            return False
+        self._pass = None
+        point = Checkpoint(snapshot.end, snapshot.states)
+        kept = [other for other in self._rows[seq].checkpoints if other.offset <= snapshot.begin]
+        self._rows[seq] = StateRow(snapshot.end, checkpoints=tuple(kept))
+        if snapshot.end:
+            self._rows[seq].pending = point
+            self._keep(self._rows[seq], point)
+        return True
+
+    def _check_states(self, snapshot: RecurrentSnapshot) -> None:
+        shapes = {"conv": (1, *self.conv_shape), "recurrent": (1, *self.state_shape)}
+        for (kind, layer), tensor in snapshot.states.items():
+            if tensor.shape != shapes[kind]:
+                raise InvalidRangeError(
+                    f"restore: the {kind} state {tensor.shape} of layer {layer}; this cache's are {shapes[kind]}"
+                )
+
+    def merge(self, parent: RecurrentSnapshot | None, child: RecurrentSnapshot) -> RecurrentSnapshot:
+        """The child's states; its attention layers joined with the parent's where those end as it begins."""
+        if parent is None or parent.end != child.begin:
+            return child
+        return replace(child, attention=self.attention.merge(parent.attention, child.attention))
+
+    def split(
+        self, snapshot: RecurrentSnapshot, at: int
+    ) -> tuple[RecurrentSnapshot | None, RecurrentSnapshot]:
+        """(None, snapshot): there is no state of ``at`` in it."""
+        if not snapshot.begin <= at <= snapshot.end:
+            raise InvalidRangeError(f"split: at {at}; the snapshot is [{snapshot.begin}, {snapshot.end})")
+        return None, snapshot
+
     def shift_context(self, seq: int, keep: int) -> int:
         """As CausalCache.shift_context; the recurrent state stays what it is."""
         return drop_middle(self, seq, keep, self.offset(seq))
 
     def _at(self, row: StateRow, length: int) -> StateRow:
-        """A row with the state of ``length`` tokens, or of the nearest checkpoint before."""
+        """A row with the state of ``length`` tokens, or of the nearest checkpoint before, or empty."""
         if row.offset <= length and not row.lost:
             return replace(row)
         point = row.nearest(length)
@@ -348,8 +440,9 @@ class RecurrentCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the states' buffers, of checkpoints, and of the attention layers."""
-        points = {id(point): point.nbytes for row in self._rows for point in row.checkpoints}
-        return self._buffers.nbytes + sum(points.values()) + self.attention.nbytes
+        points = (point for row in self._rows for point in row.checkpoints)
+        shared = {id(tensor): tensor.nbytes for point in points for tensor in point.tensors.values()}
+        return self._buffers.nbytes + sum(shared.values()) + self.attention.nbytes
 
     def _bound(self, op: str) -> ml.Backend:
         return self.attention._bound(op)
@@ -365,11 +458,11 @@ def _shifted(row: StateRow, begin: int, end: int) -> StateRow:
     """The row after ``[begin, end)`` was taken out of the middle."""
     distance = end - begin
     points = [point for point in row.checkpoints if point.offset <= begin]
+    # The one at ``end`` would be at ``begin`` then, and the state of ``begin`` has seen none of it.
     points += [
-        replace(point, offset=point.offset - distance) for point in row.checkpoints if point.offset >= end
+        replace(point, offset=point.offset - distance) for point in row.checkpoints if point.offset > end
     ]
-    unique = {point.offset: point for point in points}
-    return replace(row, offset=row.offset - distance, checkpoints=tuple(unique.values()))
+    return replace(row, offset=row.offset - distance, checkpoints=tuple(points))
 
 
 def _lost(op: str, seq: int) -> SequenceLostError:

@@ -31,10 +31,6 @@ class Checkpoint:
     offset: int
     tensors: Mapping[tuple[str, int], ml.Tensor]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
 
 @dataclass(slots=True)
 class StateRow:
@@ -179,8 +175,10 @@ class Pass:
 
 
 def lost_in(rows: Sequence[StateRow], plan: Arrangement) -> None:
-    """Mark every sequence whose state a failed arrangement may have touched."""
-    touched = {slot for pair in plan.moves for slot in pair} | {slot for _, slot in plan.loads}
-    for seq, row in enumerate(rows):
-        if row.slot in touched or plan.slots.get(seq) in touched:
-            row.lost = True
+    """Mark every sequence whose state a failed arrangement may have overwritten.
+
+    Slots are renamed only after all is written: a state that was merely read is still in its place.
+    """
+    written = {slot for _, slot in plan.moves} | {slot for _, slot in plan.loads}
+    for row in rows:
+        row.lost = row.lost or row.slot in written

@@ -152,6 +152,11 @@ class WrapperCache:
         held = [cache.positions(seq) for cache in self.caches if isinstance(cache, CausalCache)]
         return drop_middle(self, seq, keep, max((int(p[-1]) + 1 for p in held if p.size), default=0))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches that tell."""
+        return sum(getattr(cache, "nbytes", 0) for cache in self.caches)
+
     def _prepare(self, op: str, *arguments: Any) -> Callable[[], None]:
         """Ask all caches; the callable returned changes them, the one that may yet refuse first."""
         commits = [getattr(c, f"prepare_{op}")(*arguments) for c in self._order if isinstance(c, Preparable)]

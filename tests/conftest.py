@@ -34,7 +34,7 @@ def stories_text(stories: Path) -> str:
     return (stories / "README.md").read_text(encoding="utf-8").split("against:\n\n")[1].strip("\n")
 
 
-@pytest.fixture(scope="session", params=["numpy", "torch"])
+@pytest.fixture(scope="session", params=["numpy", "torch", "mlx"])
 def runner_backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
     infos = {info.name: info for info in ml.available_backends()}
     if not infos[request.param].available:

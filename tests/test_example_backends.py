@@ -13,7 +13,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PUBLIC = {"ml", "ml.base", "ml.strided", "ml.testing"}
 LIMITS = {"ml-backend-jax": 400, "ml-backend-list": 200}
-SUITES = ["-m", "pytest", "--pyargs", "ml.testing", "kvcache.testing"]
+SUITES = ("ml.testing", "kvcache.testing")
 
 long = pytest.mark.skipif("ML_LONG" not in os.environ, reason="takes minutes: XLA compiles; set ML_LONG=1")
 
@@ -66,10 +66,17 @@ def _imported(node: Any) -> list[str]:
     return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
 
 
-def test_lists_pass_both_suites(plugins: Any) -> None:
+@pytest.fixture(scope="module")
+def list_plugin(plugins: Any) -> Any:
     plugins.install(EXAMPLES / "ml-backend-list")
-    output = plugins.run([sys.executable, *SUITES, "--ml-backend=list"])
-    assert " passed" in output
+    return plugins
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_lists_pass_the_whole_suite(list_plugin: Any, suite: str) -> None:
+    assert " passed" in list_plugin.run(
+        [sys.executable, "-m", "pytest", "--pyargs", suite, "--ml-backend=list"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +87,17 @@ def jax_plugin(plugins: Any) -> Any:
 
 
 def test_jax_passes_a_sample_of_both_suites(jax_plugin: Any) -> None:
-    """Every sixteenth test, and a few random traces: each shape is compiled, so all of them take minutes."""
+    """Every 24th test, and a few random traces: each shape is compiled, so all of them take minutes."""
     (jax_plugin.path / "test_jax.py").write_text(SHORTER, encoding="utf-8")
-    assert " passed" in jax_plugin.run([sys.executable, "-m", "pytest", "test_jax.py"], sample=16)
+    assert " passed" in jax_plugin.run([sys.executable, "-m", "pytest", "test_jax.py"], sample=24)
 
 
 @long
-def test_jax_passes_both_suites(jax_plugin: Any) -> None:
-    assert " passed" in jax_plugin.run([sys.executable, *SUITES, "--ml-backend=jax"])
+@pytest.mark.parametrize("suite", SUITES)
+def test_jax_passes_the_whole_suite(jax_plugin: Any, suite: str) -> None:
+    assert " passed" in jax_plugin.run(
+        [sys.executable, "-m", "pytest", "--pyargs", suite, "--ml-backend=jax"]
+    )
 
 
 def test_a_write_leaves_the_buffer_where_it_is_while_views_are_held(jax_plugin: Any) -> None:

@@ -94,17 +94,27 @@ def peer(name: str) -> Any:
 
 
 def expected_logits(name: str, tokens: Sequence[int]) -> np.ndarray:
+    return _logits(name, tuple(tokens))
+
+
+@functools.cache
+def _logits(name: str, tokens: tuple[int, ...]) -> np.ndarray:
     import torch
 
-    logits: np.ndarray = peer(name)(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
+    logits: np.ndarray = peer(name)(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
     return logits
 
 
 def expected_tokens(name: str, tokens: Sequence[int], count: int) -> list[int]:
     """What transformers generates, with its own cache."""
+    return _generated(name, tuple(tokens), count)
+
+
+@functools.cache
+def _generated(name: str, tokens: tuple[int, ...], count: int) -> list[int]:
     import torch
 
-    ids = torch.tensor([list(tokens)])
+    ids = torch.tensor([tokens])
     out = peer(name).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, use_cache=True
     )
@@ -277,6 +287,14 @@ class TestAgainstTransformers:
         for tokens, answer in zip(prompts, answers, strict=True):
             assert list(answer.tokens) == expected_tokens(name, tokens, 12)
 
+    @pytest.mark.parametrize("sequences", [1, 2])
+    def test_cache_bytes_are_what_the_cache_allocates(self, models: Any, name: str, sequences: int) -> None:
+        options = GeneratorOptions(max_sequences=sequences, capacity=64, prefill_chunk=16)
+        with Generator(models(name), None, options=options) as generator:
+            generator.complete([prompt(20)], Settings(max_new_tokens=2))
+            cache: Any = generator.cache
+            assert generator.cache_bytes == cache.nbytes
+
 
 def _merge(one: list[tuple[int, int]], two: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Both in their own order, shuffled into one another."""
@@ -330,6 +348,35 @@ class _Moved:
 
     def __contains__(self, name: object) -> bool:
         return self._name(str(name)) in self.weights
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_on_several_devices(folders: Any, name: str) -> None:
+    """Hidden states and what a pass shares follow the layers; here every move is recorded."""
+    from backends.numpy.backend import NumpyBackend, NumpyContext
+
+    moves: list[tuple[int, int]] = []
+
+    class Placed(NumpyContext):
+        def _on_device(self, device: int) -> Placed:
+            moves.append((self._device, device))
+            return Placed(self.backend, self.max_graph_nodes, device)
+
+        def _device_of_layer(self, i: int) -> int:
+            return i // 2
+
+    class TwoDevices(NumpyBackend):
+        def __init__(self) -> None:
+            super().__init__()
+            self._devices = (*self._devices, ml.DeviceInfo("cpu:1", "cpu"))
+
+        def _new_context(self, max_graph_nodes: int) -> Placed:
+            return Placed(self, max_graph_nodes)
+
+    with TwoDevices() as backend:
+        model, tokens = load_model(folders(name), backend), prompt()
+        close(feed(model, new_cache(model), tokens), expected_logits(name, tokens))
+    assert (0, 1) in moves
 
 
 class TestRefusals:
@@ -400,3 +447,23 @@ def test_every_family_has_a_model_here() -> None:
     tested = {f"{model}ForCausalLM" for model, _, _ in MODELS.values()}
     hybrid = {name for name, family in FAMILIES.items() if family.causal and family.model_type}
     assert tested == hybrid
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
+def test_the_command_line(name: str, make_model: Any, tmp_path: Path) -> None:
+    """``kvcache generate --model DIR`` on a folder that transformers saved, with a byte tokenizer."""
+    pytest.importorskip("typer")
+    import json
+
+    from typer.testing import CliRunner
+
+    from kvcache.commands import app
+
+    peer(name).save_pretrained(tmp_path)
+    tokenizer = (make_model() / "tokenizer.json").read_text(encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    arguments = ["generate", "--model", str(tmp_path), "--prompt", "!", "--max-tokens", "12", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)["outputs"][0]
+    assert answer["tokens"] == expected_tokens(name, [1, 3], 12)

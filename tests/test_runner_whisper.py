@@ -191,6 +191,14 @@ def test_a_prefix_shared_by_two_sequences(model: Whisper) -> None:
     close(got[1::2], expected_logits(0, two)[12:30])
 
 
+def test_states_as_a_tensor(model: Whisper) -> None:
+    tokens = prompt(10)
+    with model.backend.new_context() as ctx:
+        item = ctx.from_numpy(states(0))
+    got = run(model, new_cache(model), [(0, at) for at in range(10)], [tokens], [(0, item)])
+    close(got, expected_logits(0, tokens))
+
+
 def test_reserve(model: Whisper) -> None:
     tokens = prompt(10)
     cache = new_cache(model)

@@ -13,11 +13,11 @@ from typing import Any, Self
 import numpy as np
 
 from backends.numpy.erf import erf
-from backends.numpylike import ArrayContext, ArrayTensor
+from backends.numpylike import ArrayContext, ArrayTensor, element_strides
 from ml.base import BaseBackend, Storage
 from ml.capabilities import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
-from ml.errors import DeviceError, DTypeError, ReadOnlyError, ShapeError
+from ml.errors import DeviceError, DTypeError, ReadOnlyError
 from ml.strided import Shape, contiguous_strides, extent
 
 __all__ = ["NumpyBackend", "NumpyContext", "NumpyTensor"]
@@ -130,22 +130,10 @@ class NumpyContext(ArrayContext):
         if not isinstance(array, np.ndarray):
             raise DTypeError(f"from_native: {type(array).__name__} is no numpy.ndarray; use from_numpy")
         dtype = DType.from_numpy(array.dtype)
-        strides = _element_strides(array, dtype.itemsize)
+        strides = element_strides(array, dtype.itemsize)
         size = extent(array.shape, strides)
         flat = np.lib.stride_tricks.as_strided(
             array, (size,), (dtype.itemsize,), writeable=array.flags.writeable
         )
         storage = Storage(self.backend, flat.view(np.uint8), size, 0, owned=False)
         return NumpyTensor(storage, dtype, 0, array.shape, strides, array)
-
-
-def _element_strides(array: np.ndarray, itemsize: int) -> Shape:
-    """The strides of a foreign array in elements, where the contract can express them."""
-    if array.size == 0:
-        return contiguous_strides(array.shape)
-    axes = list(zip(array.shape, array.strides, strict=True))
-    if any(size > 1 and (stride < 0 or stride % itemsize) for size, stride in axes):
-        raise ShapeError(
-            f"from_native: strides of {array.strides} bytes; they are >= 0 and multiples of {itemsize}"
-        )
-    return tuple(stride // itemsize if size > 1 else 1 for size, stride in axes)

@@ -1,4 +1,4 @@
-"""A Llama-family model and its generation loop, written once on ml.nn.
+"""Models and their generation loop, written once on ml.nn: the Llama family, and those of families.py.
 
 >>> import ml
 >>> from kvcache.runner import Generator, Settings, Tokenizer, bundled_model, load_model

@@ -69,6 +69,14 @@ class ModelConfig:
             if not 0 <= token < self.vocab_size:
                 raise ModelError(f"model config: token id {token} is outside the {self.vocab_size} tokens")
 
+    def cached_tokens(self, max_sequences: int, capacity: int, max_batch: int) -> int:
+        """Tokens whose keys and values are stored, of all layers together, when the cache is full."""
+        return self.layers * max_sequences * capacity
+
+    def state_bytes(self, max_sequences: int, capacity: int) -> int:
+        """Bytes of what a cache holds beside keys and values: recurrent states, at most."""
+        return 0
+
 
 _SIZES = (
     "vocab_size",

@@ -35,6 +35,7 @@ from kvcache.runner.layer_types import (
     parse_rope,
     refuse,
     sliding_cache,
+    sliding_tokens,
 )
 from kvcache.runner.loader import Loader
 from kvcache.wrapper import WrapperCache
@@ -59,6 +60,10 @@ class Gemma3Config(ModelConfig):
     local_rope: nn.RopeSpec
     query_scalar: float
     logit_softcap: float | None
+
+    def cached_tokens(self, max_sequences: int, capacity: int, max_batch: int) -> int:
+        windows = [self.window if kind == _SLIDING else None for kind in self.kinds]
+        return sliding_tokens(windows, max_sequences, capacity, max_batch)
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3Config:

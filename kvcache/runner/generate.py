@@ -103,8 +103,8 @@ class Generator:
         sizes = (options.cache_dtype, options.max_sequences, self.capacity)
         check_memory(model.config, model.backend, *sizes)
         self.cache = _cache_for(model) if cache is None else cache
-        largest = max(options.prefill_chunk, options.max_sequences)
-        self.cache.init(model.backend, *sizes, largest)
+        self._largest = max(options.prefill_chunk, options.max_sequences)
+        self.cache.init(model.backend, *sizes, self._largest)
         self._slots = [Slot(seq) for seq in range(options.max_sequences)]
         self._queue: list[Run] = []
         self._clock = 0
@@ -120,7 +120,8 @@ class Generator:
     def cache_bytes(self) -> int:
         """What the cache takes when its buffers are there, which is from the first token on."""
         options = self.options
-        return cache_bytes(self.model.config, options.cache_dtype, options.max_sequences, self.capacity)
+        sizes = (options.cache_dtype, options.max_sequences, self.capacity)
+        return cache_bytes(self.model.config, *sizes, self._largest)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids. Raises RequestError for one that is empty, too long or out of range."""

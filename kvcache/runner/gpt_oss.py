@@ -32,6 +32,7 @@ from kvcache.runner.layer_types import (
     parse_rope,
     refuse,
     sliding_cache,
+    sliding_tokens,
 )
 from kvcache.runner.loader import Loader
 from kvcache.runner.routing import SparseMLP, load_experts
@@ -61,6 +62,10 @@ class GptOssConfig(ModelConfig):
     experts_per_token: int
     alpha: float
     limit: float
+
+    def cached_tokens(self, max_sequences: int, capacity: int, max_batch: int) -> int:
+        windows = [self.window if kind == _SLIDING else None for kind in self.kinds]
+        return sliding_tokens(windows, max_sequences, capacity, max_batch)
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> GptOssConfig:

@@ -14,7 +14,7 @@ from ml import nn
 
 __all__ = [
     "FULL", "SLIDING", "attention_shapes", "common_fields", "layer_types", "model_shapes", "parse_rope",
-    "refuse", "sliding_cache",
+    "refuse", "sliding_cache", "sliding_tokens",
 ]  # fmt: skip
 
 SLIDING, FULL = 0, 1
@@ -104,6 +104,16 @@ def sliding_cache(
     return WrapperCache(
         SlidingWindowCache(window - 1, memory, nn.rope_shift(sliding)), CausalCache(nn.rope_shift(full))
     )
+
+
+def sliding_tokens(windows: Sequence[int | None], max_sequences: int, capacity: int, max_batch: int) -> int:
+    """What ``sliding_cache`` stores in layers of these windows, None for full ones."""
+    full = max_sequences * capacity
+    total = 0
+    for window in windows:
+        kept = capacity if window is None else window - (max_sequences == 1)
+        total += full if kept >= capacity else max_sequences * kept + max_batch
+    return total
 
 
 def model_shapes(config: ModelConfig, layer: Callable[[int], Mapping[str, Shape]]) -> dict[str, Shape]:

@@ -11,12 +11,19 @@ __all__ = ["available_bytes", "cache_bytes", "check_memory", "human_bytes"]
 _BLOCK_BYTES = {ml.DType.Q8_0: 34, ml.DType.Q4_0: 18}  # per 32 values
 
 
-def cache_bytes(config: ModelConfig, dtype: ml.DType, max_sequences: int, capacity: int) -> int:
-    """Bytes of keys and values in all layers, for ``max_sequences`` of ``capacity`` tokens each."""
-    values = 2 * config.layers * config.kv_heads * config.head_dim * max_sequences * capacity
+def cache_bytes(
+    config: ModelConfig, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int = 512
+) -> int:
+    """Bytes of keys and values in all layers, for ``max_sequences`` of ``capacity`` tokens each.
+
+    Layers with a window store the window alone, and room for ``max_batch`` tokens.
+    """
+    tokens = config.cached_tokens(max_sequences, capacity, max_batch)
+    values = 2 * tokens * config.kv_heads * config.head_dim
+    states = config.state_bytes(max_sequences, capacity)
     if dtype.is_quantized:
-        return values * _BLOCK_BYTES[dtype] // 32
-    return values * dtype.itemsize
+        return states + values * _BLOCK_BYTES[dtype] // 32
+    return states + values * dtype.itemsize
 
 
 def available_bytes(backend: ml.Backend) -> int | None:

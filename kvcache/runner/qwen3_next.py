@@ -66,6 +66,16 @@ class Qwen3NextConfig(ModelConfig):
     shared_size: int
     normalize: bool
 
+    def cached_tokens(self, max_sequences: int, capacity: int, max_batch: int) -> int:
+        return self.kinds.count(_FULL) * max_sequences * capacity
+
+    def state_bytes(self, max_sequences: int, capacity: int) -> int:
+        """Of states in F32, and as many checkpoints as RecurrentCache takes by default."""
+        sizes = self.delta
+        values = sizes.channels * (sizes.kernel - 1) + sizes.value_heads * sizes.key_dim * sizes.value_dim
+        checkpoints = min(24, capacity // 256)
+        return self.kinds.count(_LINEAR) * max_sequences * (1 + checkpoints) * values * 4
+
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Qwen3NextConfig:
     """Qwen3NextForCausalLM."""

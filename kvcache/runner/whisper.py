@@ -6,8 +6,8 @@ transformers' modeling_whisper.py. Positions are learned, norms have biases, key
     hidden += attend(norm(hidden));    hidden += attend(norm(hidden), encoder);    hidden += mlp(norm(hidden))
 
 What the encoder gave comes in ``batch.multimodal`` as pairs of (batch index, states (frames,
-hidden_size)), with a token of the sequence that it belongs to: once, usually with the first. Its keys
-and values then stay in the cache.
+hidden_size), an array or a Tensor), with a token of the sequence that it belongs to: once, usually with
+the first. Its keys and values then stay in the cache.
 """
 
 from __future__ import annotations
@@ -148,7 +148,10 @@ class Whisper(Decoder):
 
     def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         step = Step(batch, cache)
-        items = [np.asarray(item) for item in _items(batch).values()]
+        items = [
+            item.to_numpy() if isinstance(item, ml.Tensor) else np.asarray(item)
+            for item in _items(batch).values()
+        ]
         for item in items:
             if item.ndim != 2 or item.shape[1] != self.config.hidden_size:
                 raise RequestError(
