@@ -69,6 +69,9 @@ class ArrayTensor(StridedTensor):
 
     def _converted(self, dtype: DType) -> Any:
         """A C-contiguous copy as ``dtype``."""
+        if dtype is self.dtype:
+            same = self._bits(self.native)
+            return same.astype(same.dtype, order="C", copy=True)
         source = self._bridge(self.native, self.dtype, dtype)
         return source.astype(dtype.numpy, order="C", copy=True)
 

@@ -406,7 +406,7 @@ class RecurrentCache:
         for (kind, layer), tensor in snapshot.states.items():
             if tensor.shape != shapes[kind]:
                 raise InvalidRangeError(
-                    f"restore: the {kind} state {tensor.shape} of layer {layer}; this cache's are {shapes[kind]}"
+                    f"restore: the {kind} state {tensor.shape} of layer {layer}; here it is {shapes[kind]}"
                 )
 
     def merge(self, parent: RecurrentSnapshot | None, child: RecurrentSnapshot) -> RecurrentSnapshot:

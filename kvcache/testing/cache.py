@@ -10,6 +10,8 @@ from kvcache.testing.faults import FaultTests
 from kvcache.testing.masks import MaskTests
 from kvcache.testing.order import OrderTests
 from kvcache.testing.properties import PropertyTests
+from kvcache.testing.quantized import QuantizedTests
+from kvcache.testing.recurrent import RecurrentFaultTests, RecurrentTests
 from kvcache.testing.removal import RemovalTests
 from kvcache.testing.reserving import ReservingTests
 from kvcache.testing.sharing import SharingTests
@@ -33,6 +35,9 @@ class CacheTests(
     AttendingTests,
     FaultTests,
     PropertyTests,
+    QuantizedTests,
+    RecurrentTests,
+    RecurrentFaultTests,
 ):
     """Everything the contract says of the attention caches. Subclass it; see :mod:`kvcache.testing`.
 

@@ -65,7 +65,7 @@ def write_box(array: Array, value: Array, start: Any, base: Shape, sizes: Shape,
     return box.reshape(array.shape)
 
 
-def positions(at: Any, shape: Shape, rows: Any = None, axis: int = 0) -> Array:
+def positions(at: Any, shape: Shape, rows: Any = None, axis: int = 0) -> Any:
     where = at[0]
     for i, size in enumerate(shape):
         steps = rows if rows is not None and i == axis else jnp.arange(size)
@@ -75,13 +75,14 @@ def positions(at: Any, shape: Shape, rows: Any = None, axis: int = 0) -> Array:
 
 @compiled
 def read_any(array: Array, at: Any, shape: Shape) -> Array:
-    return array.reshape(-1).at[positions(at, shape)].get(mode="promise_in_bounds")
+    flat: Array = array.reshape(-1).at[positions(at, shape)].get(mode="promise_in_bounds")
+    return flat
 
 
 @compiled
 def write_any(array: Array, value: Array, at: Any, rows: Any = None, axis: int = 0) -> Array:
-    flat = array.reshape(-1).at[positions(at, value.shape, rows, axis)]
-    flat = flat.set(convert(value, array.dtype), mode="promise_in_bounds", unique_indices=True)
+    where, value = positions(at, value.shape, rows, axis), convert(value, array.dtype)
+    flat = array.reshape(-1).at[where].set(value, mode="promise_in_bounds", unique_indices=True)
     return flat.reshape(array.shape)
 
 
@@ -131,27 +132,23 @@ def attention(
     return out[..., : value.shape[-1]].astype(query.dtype)
 
 
-KERNELS: dict[str, Kernel] = {
-    name: compiled(function)
-    for name, function in {
-        "cast": lambda x, dtype: convert(x, dtype.numpy),
-        "take": lambda x, rows, axis: jnp.take(x, rows, axis, mode="clip"),
-        "concat": lambda x, y, axis: jnp.concatenate((x, y), axis),
-        "repeat": lambda x, axis, n: jnp.tile(x, [n if i == axis else 1 for i in range(x.ndim)]),
-        "elementwise": lambda x, op, *others: FUNCTIONS[op](widen(x), *map(widen, others)).astype(x.dtype),
-        "compare": lambda x, op, y: FUNCTIONS[op](x, y),
-        "where": jnp.where,
-        "scale": lambda x, by: (widen(x) * scalar(by, wide(x.dtype))).astype(x.dtype),
-        "gelu": lambda x, tanh: jax.nn.gelu(widen(x), approximate=tanh).astype(x.dtype),
-        "clamp": lambda x, lo, hi: jnp.clip(
-            x, *(None if y is None else scalar(y, x.dtype) for y in (lo, hi))
-        ),
-        "matmul": lambda x, y: jnp.matmul(widen(x), widen(y), precision="highest").astype(x.dtype),
-        "softmax": lambda x, axis: jax.nn.softmax(widen(x), axis).astype(x.dtype) if x.size else x,
-        "reduce": reduce,
-        "argsort": lambda x, axis: jnp.argsort(x, axis, stable=True).astype(np.int32),
-        "top_k": top_k,
-        "rms_norm": rms_norm,
-        "attention": attention,
-    }.items()
+RESULTS: dict[str, Kernel] = {
+    "cast": lambda x, dtype: convert(x, dtype.numpy),
+    "take": lambda x, rows, axis: jnp.take(x, rows, axis, mode="clip"),
+    "concat": lambda x, y, axis: jnp.concatenate((x, y), axis),
+    "repeat": lambda x, axis, n: jnp.tile(x, [n if i == axis else 1 for i in range(x.ndim)]),
+    "elementwise": lambda x, op, *others: FUNCTIONS[op](widen(x), *map(widen, others)).astype(x.dtype),
+    "compare": lambda x, op, y: FUNCTIONS[op](x, y),
+    "where": jnp.where,
+    "scale": lambda x, by: (widen(x) * scalar(by, wide(x.dtype))).astype(x.dtype),
+    "gelu": lambda x, tanh: jax.nn.gelu(widen(x), approximate=tanh).astype(x.dtype),
+    "clamp": lambda x, lo, hi: jnp.clip(x, *(None if y is None else scalar(y, x.dtype) for y in (lo, hi))),
+    "matmul": lambda x, y: jnp.matmul(widen(x), widen(y), precision="highest").astype(x.dtype),
+    "softmax": lambda x, axis: jax.nn.softmax(widen(x), axis).astype(x.dtype) if x.size else x,
+    "reduce": reduce,
+    "argsort": lambda x, axis: jnp.argsort(x, axis, stable=True).astype(np.int32),
+    "top_k": top_k,
+    "rms_norm": rms_norm,
+    "attention": attention,
 }
+KERNELS = {name: compiled(function) for name, function in RESULTS.items()}

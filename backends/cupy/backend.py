@@ -1,0 +1,126 @@
+"""Backend and Context on CuPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+
+from backends.cupy.devices import find_places
+from backends.cupy.tensor import CupyTensor
+from backends.numpylike import ArrayContext, element_strides
+from backends.placement import PlacedBackend, PlacedContext
+from ml.base import Storage
+from ml.capabilities import DeviceInfo, DeviceMemory
+from ml.dtypes import DType
+from ml.errors import DeviceError, DTypeError
+from ml.strided import Shape, extent
+
+__all__ = ["CupyBackend", "CupyContext"]
+
+
+class CupyBackend(PlacedBackend):
+    """``open_backend("cupy", device="cuda:1")``, or ``devices=["cuda:0", "cuda:1"], layers=32``.
+
+    A device is a name, a number or a ``cupy.cuda.Device``; with neither option it is the first one.
+
+    ``stream=`` sends all work of the backend to one ``cupy.cuda.Stream``. Without it, work goes to
+    the stream that is current in the calling thread, as everywhere in CuPy: the default stream,
+    which orders the work of all threads, unless the caller entered another; then the order between
+    streams is the caller's to keep. A ``to_numpy`` waits for its own stream.
+    """
+
+    def __init__(
+        self,
+        device: str | int | Any = None,
+        devices: Sequence[str | int | Any] | None = None,
+        layers: int | None = None,
+        dtype: DType = DType.F32,
+        stream: Any = None,
+    ) -> None:
+        self.places = find_places(device, devices, stream)
+        super().__init__("cupy", [place.info() for place in self.places], layers, dtype)
+
+    def _new_context(self, max_graph_nodes: int) -> CupyContext:
+        return CupyContext(self, max_graph_nodes)
+
+    def _device_memory(self, index: int, device: DeviceInfo, allocated: int) -> DeviceMemory:
+        return DeviceMemory(device.name, allocated, *self.places[index].memory())
+
+    def pool_bytes(self, index: int = 0) -> tuple[int, int]:
+        """(used, kept) bytes of CuPy's memory pool on a device; whoever uses CuPy shares it."""
+        self.check("pool_bytes")
+        return self.places[index].pool()
+
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            for place in self.places:
+                place.release()
+
+
+class CupyContext(PlacedContext, ArrayContext):
+    """Creation on one device of the backend."""
+
+    tensor = CupyTensor
+    _backend: CupyBackend
+
+    def __init__(self, backend: CupyBackend, max_graph_nodes: int, device: int = 0) -> None:
+        super().__init__(backend, max_graph_nodes, device)
+        self.place = backend.places[device]
+
+    @property
+    def backend(self) -> CupyBackend:
+        return self._backend
+
+    def _empty(self, shape: Shape, dtype: DType) -> CupyTensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        with self.place.work("allocate", f"{nbytes} bytes for {shape} of {dtype!r}: "):
+            memory = cupy.cuda.alloc(nbytes)
+        storage = Storage(self._backend, memory, math.prod(shape), nbytes, self._device)
+        return CupyTensor.whole(storage, dtype, shape)
+
+    def _full(self, shape: Shape, value: float, dtype: DType) -> CupyTensor:
+        result = self._empty(shape, dtype)
+        if result.storage.size:
+            with self.place.work("full"):
+                pattern = np.dtype(f"i{dtype.itemsize}")  # the bits: one fill for every dtype
+                bits = np.array(value).astype(dtype.numpy).view(pattern)
+                self._flat(result, pattern).fill(int(bits))
+        return result
+
+    def _from_array(self, array: np.ndarray, dtype: DType) -> CupyTensor:
+        result = self._empty(array.shape, dtype)
+        if result.storage.size:
+            host = np.array(array, order="C", copy=None).reshape(-1).view(np.uint8)
+            with self.place.work("from_numpy"):
+                self._flat(result, host.dtype).set(host)
+        return result
+
+    def _flat(self, tensor: CupyTensor, dtype: np.dtype) -> Any:
+        """All bytes of a new storage as one axis of ``dtype``."""
+        return cupy.ndarray((tensor.nbytes // dtype.itemsize,), dtype, memptr=tensor.storage.array)
+
+    def _from_native(self, array: Any) -> CupyTensor:
+        if not isinstance(array, cupy.ndarray):
+            other = "cupy.from_dlpack(it)" if hasattr(array, "__dlpack__") else "from_numpy"
+            raise DTypeError(f"from_native: {type(array).__name__} is no cupy.ndarray; use {other}")
+        dtype = DType.from_numpy(array.dtype)
+        strides = element_strides(array, dtype.itemsize)
+        size = extent(array.shape, strides)
+        device = self._place_of(int(array.device.id))
+        storage = Storage(self._backend, array.data, size, 0, device, owned=False)
+        return CupyTensor(storage, dtype, 0, array.shape, strides, array)
+
+    def _place_of(self, index: int) -> int:
+        places = self._backend.places
+        for i, place in enumerate(places):
+            if place.index == index:
+                return i
+        raise DeviceError(
+            f"from_native: an array on cuda:{index}; the backend was opened on "
+            f"{', '.join(place.name for place in places)}: move it there, or name its device in open_backend"
+        )

@@ -1,0 +1,86 @@
+"""The plugin record of the CuPy backend, and why it cannot run where it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ml import Availability, Backend, BackendSpec, hookimpl
+
+__all__ = ["ml_backend"]
+
+MINIMUM = 14
+"""The first release with BF16."""
+INSTALL_HINT = "pip install 'ml-kvcache[cupy-cuda12x]'  (or cupy-cuda13x)"
+
+
+def probe() -> Availability:
+    try:
+        import cupy
+    except ImportError as error:
+        return Availability(False, f"cupy cannot be imported: {_one_line(error)}")
+    version = str(cupy.__version__)
+    if int(version.split(".")[0]) < MINIMUM:
+        return Availability(False, f"cupy {version} is older than {MINIMUM}, the first with BF16", version)
+    reason = _missing(cupy)
+    if reason:
+        return Availability(False, reason, version)
+    count = cupy.cuda.runtime.getDeviceCount()
+    return Availability(True, version=version, devices=tuple(f"cuda:{i}" for i in range(count)))
+
+
+def _missing(cupy: Any) -> str:
+    """What CuPy lacks here, in CUDA's own words; empty where nothing is."""
+    runtime = cupy.cuda.runtime
+    try:
+        count = runtime.getDeviceCount()
+    except Exception as error:
+        return f"{_kind(runtime, error)} ({_one_line(error)})"
+    if not count:
+        return "no CUDA device (cudaGetDeviceCount: 0)"
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:  # the wheels carry no compiler, and every kernel is compiled when first used
+        return (
+            f"no NVRTC, CUDA's runtime compiler ({_one_line(error)}); "
+            "install the CUDA toolkit, or pip install 'cupy-cuda12x[ctk]'"
+        )
+    return ""
+
+
+def _kind(runtime: Any, error: Exception) -> str:
+    if "NoDevice" in str(error):
+        return "no CUDA device"
+    try:
+        driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    except Exception:
+        return "CUDA cannot be used"
+    if not driver:
+        return "no CUDA driver"
+    if "InsufficientDriver" in str(error):
+        return (
+            f"the CUDA driver is too old: it is for {_cuda(driver)}, and CuPy was built with {_cuda(needed)}"
+        )
+    return "CUDA cannot be used"
+
+
+def _cuda(number: int) -> str:
+    """CUDA's 12090 as people write it: 12.9."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _one_line(error: BaseException) -> str:
+    """CuPy frames its longer messages with rules and blank lines."""
+    return " ".join(str(error).replace("=" * 16, "").split()) or type(error).__name__
+
+
+def open_cupy(**options: Any) -> Backend:
+    from backends.cupy.backend import CupyBackend
+
+    return CupyBackend(**options)
+
+
+@hookimpl
+def ml_backend() -> BackendSpec:
+    return BackendSpec("cupy", 30, ("cupy",), INSTALL_HINT, probe, open_cupy)

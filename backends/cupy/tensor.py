@@ -1,0 +1,199 @@
+"""Tensor on CuPy arrays.
+
+A storage is a MemoryPointer, so that a strided view of any dtype is one ``cupy.ndarray`` over it.
+CuPy's BF16 is young: here it is only ever cast from and to F32. Whatever moves elements moves the
+bits of BF16 as integers, and whatever computes or compares, computes in F32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Self, cast
+
+import cupy
+import numpy as np
+from cupyx.scipy.special import erf
+
+from backends.cupy.devices import Place
+from backends.numpylike import ArrayContext, ArrayTensor
+from ml.base import Storage
+from ml.dtypes import DType
+from ml.errors import NotSupportedError
+from ml.strided import Shape, contiguous_strides
+
+__all__ = ["CupyTensor"]
+
+_BITS = np.dtype(np.uint16)
+
+
+class CupyTensor(ArrayTensor):
+    __slots__ = ()
+    xp = cupy
+
+    @classmethod
+    def own(cls, ctx: ArrayContext, array: Any, dtype: DType) -> Self:
+        whole = array if array.flags.c_contiguous else cupy.ascontiguousarray(array)
+        storage = Storage(ctx.backend, whole.data, whole.size, whole.nbytes, ctx._device)
+        return cls.whole(storage, dtype, whole.shape)  # with native as ours: what was moved as bits is BF16
+
+    @property
+    def native(self) -> Any:
+        """A cupy.ndarray that aliases the storage."""
+        if self._native is None:
+            itemsize = self.dtype.itemsize
+            memory = self.storage.array
+            self._native = cupy.ndarray(  # built once, then kept
+                self.shape,
+                self.dtype.numpy,
+                memptr=memory + self.offset * itemsize if self.storage.size else memory,
+                strides=_byte_strides(self.shape, self.strides, itemsize),
+            )
+        return self._native
+
+    @property
+    def place(self) -> Place:
+        """The device that the storage lies on."""
+        return cast("Place", self.backend.places[self.storage.device])  # type: ignore[attr-defined]
+
+    @property
+    def device(self) -> str:
+        return self.place.name
+
+    def to_numpy(self) -> np.ndarray:
+        self.backend._check_open("to_numpy")
+        with self.place.work("to_numpy"):
+            host: np.ndarray = cupy.asnumpy(self._bits(self.native))
+        return host.view(self.dtype.numpy)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        try:
+            with self.place.work("dlpack"):  # the consumer is made to wait for the stream current here
+                return self.native.__dlpack__(**options)
+        except Exception as error:
+            raise NotSupportedError(f"dlpack: not offered for {self.dtype!r} here ({error})") from error
+
+    def moved(self, place: Place) -> Self:
+        """This tensor, or a copy of it on another device of the backend."""
+        if self.place is place:
+            return self
+        with self.place.work("move"):
+            source = cupy.ascontiguousarray(self._bits(self.native))
+        self.place.synchronize()
+        with place.work("move", f"{source.nbytes} bytes: "):
+            target = cupy.cuda.alloc(source.nbytes)
+            target.copy_from_device_async(source.data, source.nbytes)
+        place.synchronize()  # before the source's memory may be used again
+        index = self.backend.places.index(place)  # type: ignore[attr-defined]
+        return self.whole(
+            Storage(self.backend, target, source.size, source.nbytes, index), self.dtype, self.shape
+        )
+
+    # What differs from NumPy.
+
+    def _bits(self, array: Any) -> Any:
+        return array.view(_BITS) if array.dtype == DType.BF16.numpy else array
+
+    def _values(self) -> Any:
+        return self._wide()
+
+    def _bridge(self, array: Any, source: DType, target: DType) -> Any:
+        """CuPy's narrow floats are C++ classes: nothing is left to how they convert but from and to F32."""
+        narrow = (DType.F16, DType.BF16)
+        via = source is not target and DType.F32 not in (source, target)
+        return array.astype(np.float32) if via and (source in narrow or target in narrow) else array
+
+    def _overlaps(self, src: Self) -> bool:
+        return bool(cupy.may_share_memory(self.native, src.native))
+
+    def _index(self, indices: Any) -> Any:
+        found = super()._index(indices)
+        return found if isinstance(found, cupy.ndarray) else cupy.asarray(found)
+
+    def _order(self, x: Any, axis: int) -> Any:
+        return cupy.argsort(x, axis=axis)  # stable: it knows no other kind
+
+    def _erf(self, x: Any) -> Any:
+        return erf(x)
+
+    # What CuPy refuses, or leaves open, of arrays without elements.
+
+    def _reduce(self, ctx: Any, op: str, axis: int, keepdims: bool) -> Self:
+        if 0 not in self.shape:
+            return super()._reduce(ctx, op, axis, keepdims)
+        shape = (*self.shape[:axis], *((1,) if keepdims else ()), *self.shape[axis + 1 :])
+        dtype = (
+            DType.I32
+            if op == "argmax"
+            else DType.I64
+            if not self.dtype.is_float and op == "sum"
+            else self.dtype
+        )
+        return cast("Self", ctx._full(shape, 0, dtype))
+
+    def _argsort(self, ctx: Any, axis: int) -> Self:
+        return (
+            super()._argsort(ctx, axis)
+            if 0 not in self.shape
+            else cast("Self", ctx._empty(self.shape, DType.I32))
+        )
+
+    def _top_k(self, ctx: Any, k: int) -> tuple[Self, Self]:
+        if 0 not in self.shape:
+            return super()._top_k(ctx, k)
+        shape = (*self.shape[:-1], k)
+        return cast("Self", ctx._empty(shape, self.dtype)), cast("Self", ctx._empty(shape, DType.I32))
+
+
+@functools.lru_cache(maxsize=4096)
+def _byte_strides(shape: Shape, strides: Shape, itemsize: int) -> Shape:
+    """cuBLAS takes the stride of an axis of size 1 for a leading dimension: there it has to make sense."""
+    usual = contiguous_strides(shape)
+    chosen = (u if size == 1 else s for size, s, u in zip(shape, strides, usual, strict=True))
+    return tuple(stride * itemsize for stride in chosen)
+
+
+_FAMILIES = ("_binary", "_unary", "_reduce", "_compare")
+"""Methods that are told which operation it is."""
+
+
+def _placed(name: str) -> Callable[..., Any]:
+    """The method on the device of its context, operands from other devices moved there first."""
+    method: Callable[..., Any] = getattr(CupyTensor, name)
+
+    @functools.wraps(method)
+    def run(self: CupyTensor, ctx: Any, *args: Any) -> Any:
+        place = ctx.place
+        with place.work(args[0] if name in _FAMILIES else name[1:]):
+            if len(ctx.backend.places) > 1:
+                self, *args = (_moved(value, place) for value in (self, *args))  # type: ignore[assignment]
+            return method(self, ctx, *args)
+
+    return run
+
+
+def _written(name: str) -> Callable[..., Any]:
+    """The method on the device of the destination."""
+    method: Callable[..., Any] = getattr(CupyTensor, name)
+
+    @functools.wraps(method)
+    def run(self: CupyTensor, *args: Any) -> None:
+        with self.place.work(name[1:]):
+            if len(self.backend.places) > 1:  # type: ignore[attr-defined]
+                args = tuple(_moved(value, self.place) for value in args)
+            method(self, *args)
+
+    return run
+
+
+def _moved(value: Any, place: Place) -> Any:
+    return value.moved(place) if isinstance(value, CupyTensor) else value
+
+
+for _name in ("_write", "_scatter"):
+    setattr(CupyTensor, _name, _written(_name))
+for _name in (
+    "_gather", "_concat", "_repeat", "_cast", "_binary", "_unary", "_scale", "_gelu", "_clamp", "_matmul",
+    "_softmax", "_reduce", "_argsort", "_top_k", "_rms_norm", "_compare", "_where",
+):  # fmt: skip
+    setattr(CupyTensor, _name, _placed(_name))

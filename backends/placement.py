@@ -1,0 +1,63 @@
+"""The layers of a model over several devices, the same for every backend that has more than one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from ml.base import BaseBackend, BaseContext
+from ml.capabilities import DeviceInfo
+from ml.dtypes import DType
+from ml.errors import BoundsError, ShapeError
+
+__all__ = ["PlacedBackend", "PlacedContext"]
+
+
+class PlacedBackend(BaseBackend):
+    """Layers are split evenly over the devices, in order; several devices need to be told how many."""
+
+    def __init__(
+        self, name: str, devices: Sequence[DeviceInfo], layers: int | None, dtype: DType = DType.F32
+    ) -> None:
+        if layers is not None and operator.index(layers) < 1:
+            raise ShapeError(f"open_backend: layers={layers}; a model has at least one")
+        if layers is None and len(devices) > 1:
+            raise ShapeError(f"open_backend: {len(devices)} devices to split layers over; say layers=N")
+        super().__init__(name, devices, dtype)
+        self.layers = layers
+
+
+class PlacedContext(BaseContext):
+    """One device of a :class:`PlacedBackend`. The contexts of its layers close with it."""
+
+    _backend: PlacedBackend
+
+    def __init__(self, backend: PlacedBackend, max_graph_nodes: int, device: int = 0) -> None:
+        super().__init__(backend, max_graph_nodes, device)
+        self._family: dict[int, PlacedContext] = {device: self}
+
+    @property
+    def device(self) -> str:
+        """The name of the device that results lie on."""
+        return self._backend.devices[self._device].name
+
+    def _device_of_layer(self, i: int) -> int:
+        layers = self._backend.layers
+        if layers is None:
+            return 0
+        if i >= layers:
+            raise BoundsError(f"layer: {i} of {layers}; the backend was opened with layers={layers}")
+        return i * len(self._backend.devices) // layers
+
+    def _on_device(self, device: int) -> PlacedContext:
+        found = self._family.get(device)
+        if found is None or found._closed:
+            found = self._family[device] = type(self)(self._backend, self._max_graph_nodes, device)
+            found._family = self._family
+        return found
+
+    def close(self) -> None:
+        if self._family.get(0) is self or len(self._family) == 1:
+            for ctx in self._family.values():
+                ctx._closed = True
+        self._closed = True

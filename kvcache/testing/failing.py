@@ -1,0 +1,48 @@
+"""Failing in each call to the backend in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+import ml
+from kvcache.testing.protocol import InjectedError, Plan, only_protocol
+
+__all__ = ["every_failure", "every_way_to_fail"]
+
+Subject = TypeVar("Subject")
+
+WAYS = ("before the call", "after the call", "by an interrupt")
+every_way_to_fail = pytest.mark.parametrize("when", WAYS)
+
+
+def every_failure(
+    backend: ml.Backend,
+    when: str,
+    make: Callable[[ml.Backend, ml.Context], Subject],
+    act: Callable[[Subject], object],
+    check: Callable[[Subject], object],
+) -> int:
+    """Let the first call of ``act`` fail on what ``make`` makes, then ``check`` it; then the second ...
+
+    Returns how many calls there are to fail.
+    """
+    error = KeyboardInterrupt if when == "by an interrupt" else InjectedError
+    fail_at = 0
+    while True:
+        plan = Plan()
+        limited = only_protocol(backend, plan)
+        with limited.new_context() as ctx:
+            subject = make(limited, ctx)
+            plan.arm(fail_at, when == "after the call", error)
+            try:
+                act(subject)
+            except error:
+                plan.arm(None)
+                check(subject)
+            else:  # it makes no more calls than that
+                plan.arm(None)
+                return fail_at
+        fail_at += 1

@@ -1,0 +1,520 @@
+"""The CuPy backend without a GPU: its record, its probe, and all of its code on a double of CuPy.
+
+The double (fake_cupy.py) is NumPy behind CuPy's signatures, with CuPy's rules on devices, streams
+and conversions. On a real GPU test_conformance_cupy.py and test_cache_cupy.py run.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import inspect
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import backends.cupy
+import ml
+from backends.cupy import plugin
+from kvcache.testing import CacheTests
+from ml import DType
+from ml.testing import BackendTests
+
+HINT = "pip install 'ml-kvcache[cupy-cuda12x]'  (or cupy-cuda13x)"
+OURS = ("devices", "tensor", "backend")
+
+
+def load_double() -> Any:
+    spec = importlib.util.spec_from_file_location("fake_cupy", Path(__file__).with_name("fake_cupy.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fake_cupy"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_backend(double: Any) -> ModuleType:
+    """backends.cupy.backend as it is where ``import cupy`` gives the double; nothing of it stays behind."""
+    found = double.modules()
+    names = [name for name in sys.modules if name.split(".")[0] in ("cupy", "cupyx")]
+    names += [f"backends.cupy.{name}" for name in OURS]
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    sys.modules.update(found)
+    try:
+        return importlib.import_module("backends.cupy.backend")
+    finally:
+        for name in (*found, *(f"backends.cupy.{name}" for name in OURS)):
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+        for name in OURS:
+            vars(backends.cupy).pop(name, None)
+            if f"backends.cupy.{name}" in before:
+                setattr(backends.cupy, name, before[f"backends.cupy.{name}"])
+
+
+double: Any = load_double()
+module: Any = load_backend(double)
+CUPY: Any = double.modules()["cupy"]
+
+
+@pytest.fixture
+def backend() -> Iterator[Any]:
+    with module.CupyBackend() as opened:
+        yield opened
+
+
+@pytest.fixture
+def ctx(backend: Any) -> Any:
+    return backend.new_context()
+
+
+# The contract, on the double.
+
+
+class TestDouble(BackendTests):
+    @pytest.fixture
+    def open_backend(self) -> Iterator[Callable[[], Any]]:
+        opened: list[Any] = []
+
+        def open_one() -> Any:
+            opened.append(module.CupyBackend())
+            return opened[-1]
+
+        yield open_one
+        for backend in opened:
+            backend.close()
+
+
+class TestDoubleCaches(CacheTests):
+    traces = 10
+    examples = 1
+    long_run = 500
+
+    @pytest.fixture
+    def backend(self) -> Iterator[Any]:
+        with module.CupyBackend() as opened:
+            yield opened
+
+
+def signatures() -> list[tuple[str, Any, Any]]:
+    real = pytest.importorskip("cupy")
+    pairs = [(f.__name__, f, getattr(real, f.__name__)) for f in double.FUNCTIONS]
+    pairs += [
+        (name, getattr(double.ndarray, name), getattr(real.ndarray, name))
+        for name in ("astype", "copy", "fill", "set", "max", "sum", "mean", "view", "__dlpack__")
+    ]
+    return pairs
+
+
+def test_the_double_has_the_signatures_of_cupy() -> None:
+    for name, ours, theirs in signatures():
+        wanted = inspect.signature(ours).parameters
+        try:
+            found = set(inspect.signature(theirs).parameters)
+        except ValueError:  # Cython's methods tell theirs in the docstring
+            found = {word.split("=")[0].split()[-1] for word in _arguments(theirs.__doc__)}
+        assert set(wanted) - found <= {"self"}, name
+
+
+def _arguments(doc: str) -> list[str]:
+    return [word for word in doc[doc.index("(") + 1 : doc.index(")")].split(",") if word.strip(" *")]
+
+
+def test_what_the_double_stands_for_is_in_cupy() -> None:
+    real = pytest.importorskip("cupy")
+    assert not [name for name in double.UFUNCS if not isinstance(getattr(real, name), real.ufunc)]
+    for name in ("Device", "Stream", "ExternalStream", "MemoryPointer", "alloc", "get_current_stream"):
+        assert hasattr(real.cuda, name)
+    for name in (
+        "getDeviceCount",
+        "getDeviceProperties",
+        "driverGetVersion",
+        "runtimeGetVersion",
+        "memGetInfo",
+    ):
+        assert hasattr(real.cuda.runtime, name)
+    assert issubclass(real.cuda.memory.OutOfMemoryError, MemoryError)
+    from cupyx.scipy.special import erf
+
+    assert isinstance(erf, real.ufunc)
+
+
+# The plugin.
+
+
+def row() -> ml.BackendInfo:
+    return {info.name: info for info in ml.available_backends()}["cupy"]
+
+
+def test_finding_the_plugin_imports_no_cupy() -> None:
+    code = (
+        "import sys, ml, ml.plugins; specs = ml.plugins.registry().specs(); "
+        "assert specs['cupy'].priority == 30; assert 'cupy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_cupy_the_probe_says_so_and_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert not row().available
+    assert row().reason.startswith("cupy cannot be imported: import of cupy halted")
+    assert row().install_hint == HINT
+    with pytest.raises(ml.BackendUnavailableError, match=r"'cupy' cannot run here: cupy cannot be imported"):
+        ml.open_backend("cupy")
+
+
+def fails(error: str) -> Callable[[], Any]:
+    def call() -> Any:
+        raise RuntimeError(error)
+
+    return call
+
+
+NO_DRIVER = "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version"
+NO_DEVICE = "cudaErrorNoDevice: no CUDA-capable device is detected"
+NO_NVRTC = 'Failure finding "libnvrtc.so.12":\n  No such file'
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"getDeviceCount": fails(NO_DRIVER), "driverGetVersion": lambda: 0},
+            f"no CUDA driver ({NO_DRIVER})",
+        ),
+        (
+            {"getDeviceCount": fails(NO_DRIVER), "driverGetVersion": lambda: 11040},
+            f"the CUDA driver is too old: it is for 11.4, and CuPy was built with 12.9 ({NO_DRIVER})",
+        ),
+        ({"getDeviceCount": fails(NO_DEVICE)}, f"no CUDA device ({NO_DEVICE})"),
+        ({"getDeviceCount": lambda: 0}, "no CUDA device (cudaGetDeviceCount: 0)"),
+        ({"getDeviceCount": fails("cudaErrorUnknown: ?")}, "CUDA cannot be used (cudaErrorUnknown: ?)"),
+        (
+            {"getDeviceCount": fails("cudaErrorUnknown: ?"), "driverGetVersion": fails("too")},
+            "CUDA cannot be used (cudaErrorUnknown: ?)",
+        ),
+        ({"getVersion": fails(NO_NVRTC)}, "no NVRTC, CUDA's runtime compiler (Failure finding"),
+        ({"__version__": "13.6.0"}, "cupy 13.6.0 is older than 14, the first with BF16"),
+    ],
+)  # fmt: skip
+def test_the_probe_says_what_is_missing_in_cudas_own_words(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str
+) -> None:
+    for name, found in double.modules().items():
+        monkeypatch.setitem(sys.modules, name, found)
+    cupy = sys.modules["cupy"]
+    for name, value in changes.items():
+        owner = {"__version__": cupy, "getVersion": cupy.cuda.nvrtc}.get(name, cupy.cuda.runtime)
+        monkeypatch.setattr(owner, name, value)
+    found = plugin.probe()
+    assert not found.ok
+    assert found.reason.startswith(reason)
+    assert "\n" not in found.reason
+    assert found.version == cupy.__version__
+
+
+def test_the_probe_reports_version_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, found in double.modules().items():
+        monkeypatch.setitem(sys.modules, name, found)
+    assert plugin.probe() == ml.Availability(True, version="14.2.0", devices=("cuda:0", "cuda:1"))
+
+
+def test_the_real_cupy_is_imported_and_probed_where_it_is_installed() -> None:
+    real = pytest.importorskip("cupy")
+    assert row().version == real.__version__
+    if not row().available:
+        assert "CUDA" in row().reason
+        with pytest.raises(ml.BackendUnavailableError, match="CUDA"):
+            ml.open_backend("cupy")
+    importlib.import_module("backends.cupy.backend")  # on the real one: nothing is asked of a device
+
+
+# Options.
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "cpu", "", -1, 2, True, 1.0])
+def test_an_absent_device_is_refused_with_those_that_exist(device: Any) -> None:
+    with pytest.raises(ml.DeviceError, match=r"cupy has no device .*there are: cuda:0, cuda:1"):
+        module.CupyBackend(device=device)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [(None, "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), (1, "cuda:1"), (double.Device(1), "cuda:1")],
+)
+def test_a_device_is_a_name_a_number_or_cupys_own(device: Any, name: str) -> None:
+    with module.CupyBackend(device=device) as backend:
+        described = f"Double {name[-1]}"
+        assert [(d.name, d.kind, d.description) for d in backend.devices] == [(name, "cuda", described)]
+        assert backend.new_context().zeros((2,), DType.F32).native.device.id == int(name[-1])
+
+
+def test_devices_are_named_once_and_said_in_one_way() -> None:
+    for options in (
+        {"device": 0, "devices": [0]},
+        {"devices": []},
+        {"devices": "cuda"},
+        {"devices": ["cuda", 0], "layers": 2},
+    ):  # fmt: skip
+        with pytest.raises(ml.DeviceError):
+            module.CupyBackend(**options)
+    for layers in (None, 0):
+        with pytest.raises(ml.ShapeError, match="layers"):
+            module.CupyBackend(devices=[0, 1], layers=layers)
+
+
+def test_a_stream_is_cupys_and_of_that_device() -> None:
+    with pytest.raises(ml.DeviceError, match=r"stream='x'; it is a cupy.cuda.Stream"):
+        module.CupyBackend(stream="x")
+    with double.Device(1):
+        stream = double.Stream()
+    with pytest.raises(ml.DeviceError, match=r"a stream of cuda:1 for cuda:0"):
+        module.CupyBackend(stream=stream)
+    assert module.CupyBackend(device=1, stream=stream).devices[0].name == "cuda:1"
+
+
+# Streams.
+
+
+def work(ctx: Any) -> None:
+    x = ctx.from_numpy(np.arange(8.0)).reshape(ctx, 2, 4)
+    y = ctx.full((2, 4), 2, DType.F16).cast(ctx, DType.F32)
+    x.copy(ctx, y)
+    y.set_rows(ctx, x, [1, 0]).add(ctx, x).softmax(ctx).gelu(ctx).argsort(ctx).to_numpy()
+    x.top_k(ctx, 2)[0].matmul(ctx, y.rows(ctx, [0]).permute(ctx, 1, 0).slice(ctx, 0, 0, 2)).to_numpy()
+
+
+def test_all_work_goes_to_the_stream_that_the_backend_was_given() -> None:
+    stream = double.Stream()
+    with double.logged() as log, module.CupyBackend(stream=stream) as backend:
+        work(backend.new_context())
+    assert len(log) > 20
+    assert {(device, used) for _, device, used in log} == {(0, stream)}
+
+
+def test_without_one_it_goes_to_the_stream_that_is_current_in_the_thread(backend: Any) -> None:
+    used: list[set[Any]] = []
+    streams = [double.NULL, double.Stream(), double.Stream()]
+    log: list[Any]
+    for stream in streams:
+        with double.logged() as log, stream:
+            thread = threading.Thread(target=lambda: work(backend.new_context()))
+            work(backend.new_context())
+        used.append({used for _, _, used in log})
+        with double.logged() as log, stream:
+            thread.start()
+            thread.join()
+        assert {used for _, _, used in log} == {double.NULL}
+    assert used == [{stream} for stream in streams]
+
+
+# Several devices.
+
+
+def test_results_lie_on_the_device_of_the_context_and_writes_on_the_destinations() -> None:
+    with module.CupyBackend(devices=["cuda:1", "cuda:0"], layers=2) as backend:
+        first = backend.new_context()
+        second = first.layer(1)
+        assert (first.device, second.device, second.input().device) == ("cuda:1", "cuda:0", "cuda:1")
+        with pytest.raises(ml.BoundsError, match="layers=2"):
+            first.layer(2)
+        a, b = first.arange(0, 256, 1, DType.F32), second.full((256,), 2, DType.F32)
+        results = [a.add(ctx, b) for ctx in (first, second)]
+        assert [result.device for result in results] == ["cuda:1", "cuda:0"]
+        assert [result.to_numpy()[3] for result in results] == [5, 5]
+        turned = a.reshape(first, 16, 16).permute(first, 1, 0).cast(first, DType.BF16)
+        moved = turned.contiguous(second)
+        assert moved.device == "cuda:0"
+        np.testing.assert_array_equal(moved.to_numpy(), turned.to_numpy())
+        a.copy(second, b)
+        b.set_rows(second, first.zeros((1,), DType.F32), first.full((1,), 7, DType.I32))
+        assert b.device == "cuda:0"
+        assert b.to_numpy().tolist() == [0 if i == 7 else i for i in range(256)]
+        assert a.rows(second, second.full((2,), 5, DType.I32)).to_numpy().tolist() == [5, 5]
+        assert [d.allocated > 0 for d in backend.memory().devices] == [True, True]
+
+
+def test_a_copy_between_devices_waits_for_both_sides() -> None:
+    with module.CupyBackend(devices=[0, 1], layers=2) as backend, double.logged() as log:
+        ctx = backend.new_context()
+        ctx.zeros((4,), DType.F32).contiguous(ctx.layer(1))
+    steps = [(op, device) for op, device, _ in log]
+    at = steps.index(("copy_from_device", 1))
+    assert ("synchronize", 0) in steps[:at]
+    assert steps[at + 1] == ("synchronize", 1)
+
+
+def test_contexts_of_layers_close_with_the_one_they_came_from() -> None:
+    with module.CupyBackend(devices=[0, 1], layers=2) as backend:
+        ctx = backend.new_context()
+        layer = ctx.layer(1)
+        layer.close()
+        layer = ctx.layer(1)
+        assert layer.zeros((1,), DType.F32).device == "cuda:1"
+        ctx.close()
+        for closed in (ctx, layer):
+            with pytest.raises(ml.ClosedError):
+                closed.zeros((1,), DType.F32)
+
+
+# The user's arrays.
+
+
+def test_from_native_aliases_and_keeps_the_users_array(ctx: Any) -> None:
+    theirs = double.made(np.arange(12, dtype=np.float32).reshape(3, 4))
+    ours = ctx.from_native(theirs)
+    assert ours.native is theirs
+    ctx.full((4,), -1, DType.F32).copy(ctx, ours.slice(ctx, 0, 1, 2).reshape(ctx, 4))
+    assert theirs.array[1].tolist() == [-1] * 4
+    assert ours.permute(ctx, 1, 0).native.data.ptr == theirs.data.ptr
+    part = ctx.from_native(theirs[1:, ::2])
+    assert part.strides == (4, 2)
+    assert part.to_numpy().tolist() == [[-1, -1], [8, 10]]
+
+
+def on(device: int, dtype: Any = np.float32) -> Any:
+    with double.Device(device):
+        return double.ndarray((2,), dtype)
+
+
+class Exporter:
+    """As a torch.Tensor: it has DLPack."""
+
+    def __dlpack__(self) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("array", "error", "match"),
+    [
+        (np.zeros(2), ml.DTypeError, r"ndarray is no cupy.ndarray; use cupy.from_dlpack|from_numpy"),
+        ([1.0], ml.DTypeError, "list is no cupy.ndarray; use from_numpy"),
+        (Exporter(), ml.DTypeError, r"Exporter is no cupy.ndarray; use cupy.from_dlpack\(it\)"),
+        (on(1), ml.DeviceError, "an array on cuda:1; the backend was opened on cuda:0"),
+        (on(0, np.float64), ml.DTypeError, "float64"),
+        (on(0)[::-1], ml.ShapeError, "strides"),
+    ],
+    ids=["numpy", "list", "dlpack", "other device", "float64", "reversed"],
+)
+def test_from_native_refuses(ctx: Any, array: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        ctx.from_native(array)
+
+
+def test_two_wrappers_of_one_memory_overlap(ctx: Any) -> None:
+    ours = ctx.arange(0, 8, 1, DType.F32)
+    theirs = ctx.from_native(ours.native[0:6])
+    theirs.copy(ctx, ours.slice(ctx, 0, 2, 8))
+    assert ours.to_numpy().tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
+
+
+def test_dlpack_hands_out_the_device_and_names_what_is_not_offered(ctx: Any) -> None:
+    assert ctx.zeros((2,), DType.F32).__dlpack_device__() == (2, 0)
+    with pytest.raises(ml.NotSupportedError, match=r"dlpack: not offered for DType\.BF16"):
+        ctx.zeros((2,), DType.BF16).__dlpack__()
+
+
+def test_a_row_whose_stride_says_nothing_has_one_that_cublas_takes(ctx: Any) -> None:
+    row = ctx.arange(0, 4, 1, DType.F32).view(ctx, 0, (1, 4), (0, 1))
+    assert row.native.strides == (16, 4)
+    assert row.matmul(ctx, row.permute(ctx, 1, 0)).to_numpy().tolist() == [[14]]
+
+
+# Memory.
+
+
+def test_memory_counts_ours_and_asks_cuda_for_the_rest(backend: Any) -> None:
+    ctx = backend.new_context()
+    tensor = ctx.zeros((1000,), DType.F32)
+    (device,) = backend.memory().devices
+    assert (device.device, device.allocated, device.total) == ("cuda:0", 4000, double.TOTAL)
+    assert device.free == double.TOTAL - double.POOL.total[0]
+    used, kept = backend.pool_bytes()
+    assert 4000 < 4096 <= used <= kept
+    del tensor
+    gc.collect()
+    assert backend.memory().allocated == 0
+    assert backend.pool_bytes()[0] == used - 4096
+
+
+def test_close_gives_free_blocks_back_to_the_device_and_ends_all_use() -> None:
+    backend = module.CupyBackend()
+    ctx = backend.new_context()
+    kept = ctx.zeros((1000,), DType.F32)
+    dropped = ctx.zeros((1 << 20,), DType.F32)
+    before = backend.memory().devices[0].free
+    del dropped
+    gc.collect()
+    backend.close()
+    backend.close()
+    with double.Device(0):
+        assert double.memGetInfo()[0] >= before + (4 << 20)
+    for use in (
+        kept.to_numpy,
+        backend.memory,
+        backend.pool_bytes,
+        backend.new_context,
+        lambda: kept.exp(ctx),
+    ):
+        with pytest.raises(ml.ClosedError):
+            use()
+
+
+def test_what_does_not_fit_names_bytes_shape_and_device(ctx: Any) -> None:
+    with pytest.raises(
+        ml.DeviceError,
+        match=rf"allocate: {4 << 30} bytes for \(1073741824,\) of DType.F32: out of memory on cuda:0: Out",
+    ):
+        ctx.empty((1 << 30,), DType.F32)
+
+
+def test_a_result_that_does_not_fit_names_operation_and_device(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.cupy, "exp", lambda x: double.alloc(1 << 31))
+    with pytest.raises(ml.DeviceError, match="^exp: out of memory on cuda:0: Out of memory allocating 2,147"):
+        ctx.zeros((1,), DType.F32).exp(ctx)
+
+
+def test_what_cuda_raises_is_a_device_error_that_names_operation_and_device(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.cupy, "matmul", lambda a, b: fails("CUBLAS_STATUS_EXECUTION_FAILED\nmore")())
+    square = ctx.zeros((2, 2), DType.F32)
+    with pytest.raises(
+        ml.DeviceError, match=r"^matmul: CuPy failed on cuda:0: CUBLAS_STATUS_EXECUTION_FAILED$"
+    ):
+        square.matmul(ctx, square)
+
+
+def test_nothing_of_it_is_pickled(backend: Any) -> None:
+    ctx = backend.new_context()
+    for thing in (backend, ctx, ctx.zeros((1,), DType.F32)):
+        with pytest.raises(ml.NotSupportedError, match="pickle"):
+            pickle.dumps(thing)
+
+
+def test_a_double_that_is_used_wrongly_says_so() -> None:
+    """The double is as strict as it claims."""
+    bf16, f32 = double.made(np.zeros(2, DType.BF16.numpy)), double.made(np.zeros(2, np.float32))
+    for use in (
+        lambda: CUPY.add(f32, np.zeros(2)),
+        lambda: CUPY.exp(bf16),
+        lambda: bf16.astype(np.int32),
+        lambda: CUPY.copyto(f32, f32),
+        lambda: CUPY.take(bf16, f32),
+        lambda: np.asarray(f32),
+        lambda: CUPY.exp(on(1)),
+    ):
+        with pytest.raises((TypeError, RuntimeError, ValueError)):
+            use()

@@ -1,0 +1,13 @@
+"""The shipped cache suite on our PyMlx backend, used exactly as a stranger uses it."""
+
+import pytest
+
+from kvcache.testing import CacheTests
+
+pytest.importorskip("mlx")
+
+
+class TestMlx(CacheTests):
+    backend_name = "mlx"
+    traces = 200
+    examples = 15

@@ -1,0 +1,92 @@
+"""Our block formats against the reference quantisation of the gguf package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import ml
+from kvcache.quantized import dequantize, quantize
+from kvcache.testing.quantized import bound
+from ml import DType
+
+quants = pytest.importorskip("gguf.quants")
+gguf = pytest.importorskip("gguf")
+
+FORMATS = {DType.Q8_0: gguf.GGMLQuantizationType.Q8_0, DType.Q4_0: gguf.GGMLQuantizationType.Q4_0}
+both_formats = pytest.mark.parametrize("codec", FORMATS, ids=lambda codec: codec.name)
+
+
+@pytest.fixture(params=["numpy", "torch", "mlx"])
+def ctx(request: pytest.FixtureRequest) -> Iterator[ml.Context]:
+    infos = {info.name: info for info in ml.available_backends()}
+    if not infos[request.param].available:
+        pytest.skip(f"{request.param} cannot run here: {infos[request.param].reason}")
+    with ml.open_backend(request.param) as backend, backend.new_context() as context:
+        yield context
+
+
+def samples(rows: int = 2000) -> np.ndarray:
+    """Rows of 64 of many magnitudes, among them zeros, one peak alone, ties of sign, and exact halves."""
+    random = np.random.default_rng(3)
+    x = random.normal(size=(rows, 64)) * 10.0 ** random.uniform(-4, 3, size=(rows, 1))
+    x[0] = 0
+    x[1], x[1, 7] = 0, -5
+    x[2] = np.where(np.arange(64) % 2, 1.0, -1.0)
+    x[3] = np.arange(64) * 0.5 - 16
+    return x.astype(np.float32)
+
+
+def parts(blob: np.ndarray, codec: DType) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and F16 scales of GGML's blocks: the scale in two bytes, then the codes."""
+    size = 34 if codec is DType.Q8_0 else 18
+    blocks = blob.reshape(len(blob), -1, size)
+    scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)[:, :, 0]
+    codes = np.ascontiguousarray(blocks[:, :, 2:]).reshape(len(blob), -1)
+    return codes.view(np.int8) if codec is DType.Q8_0 else codes, scales
+
+
+@both_formats
+def test_codes_and_scales_are_those_of_gguf(ctx: ml.Context, codec: DType) -> None:
+    x = samples()
+    codes, scales = (tensor.to_numpy() for tensor in quantize(ctx, ctx.from_numpy(x), codec))
+    wanted_codes, wanted_scales = parts(quants.quantize(x, FORMATS[codec]), codec)
+    np.testing.assert_array_equal(scales, wanted_scales)
+    # gguf computes in float64 what GGML and we compute in float32: a value on the edge of two codes
+    # may fall to either side. That is one step, and rare.
+    different = codes != wanted_codes
+    assert different.mean() < 1e-4
+    wide, wanted = (_unpacked(host, codec)[different] for host in (codes, wanted_codes))
+    assert (np.abs(wide - wanted).max(axis=-1) <= 1).all() if different.any() else True
+
+
+def _unpacked(codes: np.ndarray, codec: DType) -> np.ndarray:
+    """Codes as int32, one or two for each stored."""
+    if codec is DType.Q8_0:
+        return codes.astype(np.int32)[..., None]
+    return np.stack([codes & 15, codes >> 4], axis=-1).astype(np.int32)
+
+
+@both_formats
+def test_gguf_reads_what_we_store_as_we_do(ctx: ml.Context, codec: DType) -> None:
+    x = samples()
+    codes, scales = quantize(ctx, ctx.from_numpy(x), codec)
+    ours = dequantize(ctx, codes, scales, codec).to_numpy()
+    packed = np.concatenate(
+        [
+            scales.to_numpy()[:, :, None].view(np.uint8),
+            codes.to_numpy().view(np.uint8).reshape(len(x), x.shape[1] // 32, -1),
+        ],
+        axis=-1,
+    ).reshape(len(x), -1)
+    np.testing.assert_array_equal(ours, quants.dequantize(packed, FORMATS[codec]))
+
+
+@both_formats
+def test_the_error_stays_within_the_bound_of_the_format(ctx: ml.Context, codec: DType) -> None:
+    x = samples()
+    read = dequantize(ctx, *quantize(ctx, ctx.from_numpy(x), codec), codec).to_numpy()
+    assert (np.abs(read - x) <= bound(x, codec)).all()
+    assert np.abs(read - x).max() > 0

@@ -1,0 +1,219 @@
+"""Backends beside each other: two of one framework, many threads, other processes, and the end."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache
+import ml
+from ml import DType
+
+NAMES = ("numpy", "torch", "mlx", "cupy")
+THREADS = 4
+ROUNDS = 25
+
+
+@pytest.fixture(params=NAMES)
+def open_one(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
+    """Opens one more backend of the framework; all are closed after the test."""
+    info = {row.name: row for row in ml.available_backends()}[request.param]
+    if not info.available:
+        pytest.skip(f"{request.param} cannot run here: {info.reason}")
+    opened: list[Any] = []
+
+    def open_backend(**options: Any) -> Any:
+        opened.append(ml.open_backend(request.param, **options))
+        return opened[-1]
+
+    yield open_backend
+    for backend in opened:
+        backend.close()
+
+
+def in_threads(work: Callable[[int], Any]) -> list[Any]:
+    """``work(i)`` in THREADS threads that all begin at once."""
+    barrier = threading.Barrier(THREADS)
+
+    def run(i: int) -> Any:
+        barrier.wait(timeout=60)
+        return work(i)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(run, range(THREADS)))
+
+
+def ramp(ctx: Any, start: int, dtype: DType = DType.F32) -> Any:
+    return ctx.from_numpy(np.arange(start, start + 12, dtype=np.float32).reshape(3, 4), dtype)
+
+
+# Two of one framework.
+
+
+def test_two_backends_of_one_framework_know_nothing_of_each_other(open_one: Callable[..., Any]) -> None:
+    first, second = open_one(), open_one(dtype=DType.F16)
+    a, b = first.new_context(), second.new_context()
+    x, y = ramp(a, 0), ramp(b, 100)
+    assert first.memory().allocated == second.memory().allocated == 48
+    assert (a.from_numpy([0.5]).dtype, b.from_numpy([0.5]).dtype) == (DType.F32, DType.F16)
+    for mixed in (lambda: x.add(a, y), lambda: x.copy(a, y), lambda: x.exp(b), lambda: b.forward(x)):
+        with pytest.raises(ml.DeviceError, match="from_numpy"):
+            mixed()
+    first.close()
+    with pytest.raises(ml.ClosedError):
+        x.to_numpy()
+    assert y.add(b, y).to_numpy()[0].tolist() == [200, 202, 204, 206]
+
+
+def test_two_backends_of_one_framework_work_at_once(open_one: Callable[..., Any]) -> None:
+    backends = [open_one() for _ in range(THREADS)]
+
+    def work(i: int) -> list[float]:
+        ctx = backends[i].new_context()
+        return [float(accumulate(ctx, i, rounds)) for rounds in range(ROUNDS)]
+
+    assert in_threads(work) == [[12 * i * rounds for rounds in range(ROUNDS)] for i in range(THREADS)]
+
+
+def accumulate(ctx: Any, value: float, rounds: int) -> Any:
+    total = ctx.zeros((3, 4), DType.F32)
+    step = ctx.full((3, 4), value, DType.F32)
+    for _ in range(rounds):
+        total.add(ctx, step).copy(ctx, total)
+    return total.reshape(ctx, 12).sum(ctx, 0).to_numpy()
+
+
+# One backend, many threads.
+
+
+def test_threads_with_a_context_each_do_not_disturb_one_another(open_one: Callable[..., Any]) -> None:
+    backend = open_one()
+
+    def work(i: int) -> list[float]:
+        with backend.new_context() as ctx:
+            return [float(accumulate(ctx, i + 1, rounds)) for rounds in range(ROUNDS)]
+
+    expected = [[12 * (i + 1) * rounds for rounds in range(ROUNDS)] for i in range(THREADS)]
+    assert in_threads(work) == expected
+    gc.collect()
+    assert backend.memory().allocated == 0
+
+
+def test_threads_write_their_own_rows_of_one_storage(open_one: Callable[..., Any]) -> None:
+    backend = open_one()
+    main = backend.new_context()
+    shared = main.zeros((THREADS * ROUNDS, 8), DType.F32)
+
+    def work(i: int) -> None:
+        ctx = backend.new_context()
+        for n in range(ROUNDS):
+            row = i * ROUNDS + n
+            source = ctx.full((1, 8), row, DType.F32)
+            if n % 2:
+                shared.set_rows(ctx, source, [row])
+            else:
+                source.copy(ctx, shared.slice(ctx, 0, row, row + 1))
+            ctx.compute(shared)
+
+    in_threads(work)
+    np.testing.assert_array_equal(shared.to_numpy()[:, 3], np.arange(THREADS * ROUNDS))
+
+
+def test_what_one_thread_made_another_reads(open_one: Callable[..., Any]) -> None:
+    backend = open_one()
+    made = in_threads(lambda i: ramp(backend.new_context(), i).scale(backend.new_context(), 2))
+    seen = in_threads(lambda i: made[(i + 1) % THREADS].to_numpy()[0, 0])
+    assert seen == [2 * ((i + 1) % THREADS) for i in range(THREADS)]
+
+
+def test_a_cache_in_every_thread(open_one: Callable[..., Any]) -> None:
+    """The unit that runtimes give to a thread: a context and a cache of its own."""
+    backend = open_one()
+
+    def work(i: int) -> Any:
+        cache = kvcache.CausalCache()
+        cache.init(backend, DType.F32, 2, 32, 4)
+        with backend.new_context() as ctx:
+            for position in range(10):
+                cache.start_forward(ctx, kvcache.Batch([position], [0]))
+                cache.set_layer(0)
+                cell = ctx.full((1, 2, 4), 100 * i + position, DType.F32)
+                cache.put(ctx, cell, cell)
+                key, _, mask = cache.get(ctx)
+            keys = np.sort(
+                key.to_numpy()[mask.to_numpy()[0] == 0, 0, 0] if mask is not None else key.to_numpy()
+            )
+        cache.close()
+        return keys.tolist()
+
+    assert in_threads(work) == [[100 * i + position for position in range(10)] for i in range(THREADS)]
+
+
+# Processes.
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"])
+def test_nothing_with_a_device_in_it_is_pickled(
+    open_one: Callable[..., Any], way: Callable[..., Any]
+) -> None:
+    backend = open_one()
+    ctx = backend.new_context()
+    for thing, remedy in (
+        (backend, "open one in each process"),
+        (ctx, "make one in each process"),
+        (ramp(ctx, 0), r"to_numpy\(\)"),
+    ):
+        with pytest.raises(ml.NotSupportedError, match=f"pickle: .*{remedy}"):
+            way(thing)
+    assert pickle.loads(pickle.dumps(ramp(ctx, 0, DType.BF16).to_numpy())).dtype == DType.BF16.numpy
+
+
+# The end.
+
+
+def test_dropped_tensors_are_given_back_and_close_ends_all_use(open_one: Callable[..., Any]) -> None:
+    backend = open_one()
+    ctx = backend.new_context()
+    kept = ramp(ctx, 0)
+    large = ctx.zeros((1 << 20,), DType.F32)
+    large.add(ctx, large).to_numpy()
+    gc.collect()
+    assert backend.memory().allocated == 48 + (4 << 20)
+    view = large.slice(ctx, 0, 0, 1)
+    del large
+    gc.collect()
+    assert backend.memory().allocated == 48 + (4 << 20)  # a view holds its storage
+    del view
+    gc.collect()
+    assert backend.memory().allocated == 48
+    backend.close()
+    for use in (
+        kept.to_numpy, backend.memory, backend.new_context, lambda: ctx.zeros((1,), DType.F32),
+        lambda: kept.view(ctx, 0, (2,)), lambda: kept.exp(ctx), lambda: ctx.compute(kept),
+    ):  # fmt: skip
+        with pytest.raises(ml.ClosedError, match="closed"):
+            use()
+    backend.close()
+
+
+def test_close_gives_memory_back_to_the_device(open_one: Callable[..., Any]) -> None:
+    """As the device counts it; where it is the host, other programs take and give at the same time."""
+    backend, watcher = open_one(), open_one()
+    if watcher.devices[0].kind == "cpu":
+        pytest.skip("a host's free bytes are everyone's")
+    tensor = backend.new_context().full((64 << 20,), 1, DType.F32)
+    tensor.to_numpy()
+    before = watcher.memory().devices[0].free
+    del tensor
+    gc.collect()
+    backend.close()
+    after = watcher.memory().devices[0].free
+    assert after - before >= 200 << 20
