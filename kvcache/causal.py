@@ -431,6 +431,11 @@ class CausalCache(AttentionSnapshots):
         self._changed()
         moving.defragment(backend, self._buffers, self._table)
 
+    def mark_lost(self, seq: int) -> None:
+        """Let a sequence say that it is lost wherever it is used, until it is removed."""
+        row = self._table.rows[seq]
+        row.lost = len(row) > 0
+
     def _clear(self, seq: int) -> None:
         row = self._table.rows[seq]
         self._table.drop(seq, 0, len(row))

@@ -56,6 +56,7 @@ class EncoderCache:
         self._tokens = 0
         self._receivers: list[tuple[int, int]] = []
         self._reserve = False
+        self._used = False
         self._shown: dict[tuple[int, int], tuple[ml.Tensor, ml.Tensor]] = {}  # put while reserving
         self._mask: Mask | bool = False
         self._previous: dict[int, _Entry] | None = None
@@ -76,8 +77,8 @@ class EncoderCache:
         self._closed = False
 
     def set_config(self, config: ml.CacheConfig) -> None:
-        if self._entries:
-            raise OrderError("set_config: an encoder's output is stored already; configure before it")
+        if self._used:
+            raise OrderError("set_config: batches were started already; configure before the first")
         self._config = config
 
     @property
@@ -103,6 +104,7 @@ class EncoderCache:
         self._tokens, self._reserve, self._mask = len(batch), reserve, False
         self._shown.clear()
         self._previous = dict(self._entries)
+        self._used = True
 
     def undo_forward(self) -> None:
         """Forget the pass, and what was put in it."""
@@ -139,7 +141,10 @@ class EncoderCache:
                 "(total, kv_heads, v_dim)"
             )
         sizes = self._lengths(key.shape[0], lengths)
+        if not self._reserve:
+            self._check_lengths(sizes)
         parts = _split(ctx.layer(self._layer), key, value, sizes, self._dtype)
+        ctx.forward(*(tensor for pair in parts for tensor in pair))
         if self._reserve:
             for (seq, _), tensors in zip(self._receivers, parts, strict=True):
                 self._shown[seq, self._layer] = tensors
@@ -159,11 +164,26 @@ class EncoderCache:
             raise InvalidRangeError(f"put: lengths={sizes} for {total} rows of {count} sequences")
         return sizes
 
+    def _check_lengths(self, sizes: Sequence[int]) -> None:
+        """Refuse a layer that is longer or shorter than those put before it in this pass."""
+        for (seq, _), size in zip(self._receivers, sizes, strict=True):
+            entry = self._fresh(seq)
+            others = () if entry is None else entry.layers.keys() - {self._layer}
+            if entry is not None and others and entry.length != size:
+                raise InvalidRangeError(
+                    f"put: {size} rows for sequence {seq} in layer {self._layer}, and {entry.length} in "
+                    f"layers {sorted(others)}; one encoder output has one length"
+                )
+
+    def _fresh(self, seq: int) -> _Entry | None:
+        """The entry that began in this pass."""
+        entry = self._entries.get(seq)
+        return None if entry is (self._previous or {}).get(seq) else entry
+
     def _store(self, seq: int, position: int, size: int, tensors: tuple[ml.Tensor, ml.Tensor]) -> None:
         """Add a layer to the entry that began in this pass, or begin it."""
-        entry = self._entries.get(seq)
-        fresh = entry is None or (self._previous or {}).get(seq) is entry
-        if entry is None or fresh or entry.length != size:
+        entry = self._fresh(seq)
+        if entry is None or entry.length != size:
             entry = self._entries[seq] = _Entry(position, size)
         entry.layers[self._layer] = tensors
 

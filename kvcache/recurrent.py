@@ -427,6 +427,10 @@ class RecurrentCache:
         """As CausalCache.shift_context; the recurrent state stays what it is."""
         return drop_middle(self, seq, keep, self.offset(seq))
 
+    def mark_lost(self, seq: int) -> None:
+        """As CausalCache.mark_lost."""
+        self.attention.mark_lost(seq)
+
     def _at(self, row: StateRow, length: int) -> StateRow:
         """A row with the state of ``length`` tokens, or of the nearest checkpoint before, or empty."""
         if row.offset <= length and not row.lost:

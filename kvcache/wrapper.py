@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import ml
 from kvcache.cache import Batch, Cache, InvalidRangeError, KVCacheError, Mask
-from kvcache.causal import CausalCache, drop_middle
+from kvcache.causal import drop_middle
 
 __all__ = ["Preparable", "WrapperCache"]
 
@@ -72,7 +72,7 @@ class WrapperCache:
             for cache in self.caches:
                 cache.init(backend, dtype, max_sequences, capacity, max_batch)
                 done.append(cache)
-        except Exception:
+        except BaseException:
             for cache in done:
                 cache.close()
             raise
@@ -87,18 +87,18 @@ class WrapperCache:
 
     def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
         """Start all, or none: where one refuses, those that had started go back."""
-        self._type = 0
         started: list[Cache] = []
         try:
             for cache in self._order:
                 cache.start_forward(ctx, batch, reserve)
                 started.append(cache)
-        except Exception:
+        except BaseException:
             if not reserve:
                 for cache in reversed(started):
                     assert isinstance(cache, Preparable)
                     cache.undo_forward()
             raise
+        self._type = 0
 
     def undo_forward(self) -> None:
         """Take back the last ``start_forward`` of all; KVCacheError where one of them cannot."""
@@ -149,13 +149,22 @@ class WrapperCache:
 
     def shift_context(self, seq: int, keep: int) -> int:
         """As CausalCache.shift_context, the same range in all caches."""
-        held = [cache.positions(seq) for cache in self.caches if isinstance(cache, CausalCache)]
-        return drop_middle(self, seq, keep, max((int(p[-1]) + 1 for p in held if p.size), default=0))
+        return drop_middle(self, seq, keep, self.offset(seq))
+
+    def offset(self, seq: int) -> int:
+        """Where the next token of a sequence belongs, by the wrapped caches that know."""
+        return max((cache.offset(seq) for cache in self.caches if hasattr(cache, "offset")), default=0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the caches that tell."""
         return sum(getattr(cache, "nbytes", 0) for cache in self.caches)
+
+    def mark_lost(self, seq: int) -> None:
+        """Mark a sequence lost in all caches that can: some have changed it where others failed to."""
+        for cache in self.caches:
+            if hasattr(cache, "mark_lost"):
+                cache.mark_lost(seq)
 
     def _prepare(self, op: str, *arguments: Any) -> Callable[[], None]:
         """Ask all caches; the callable returned changes them, the one that may yet refuse first."""
@@ -165,8 +174,13 @@ class WrapperCache:
         def commit() -> None:
             for change in others:
                 change(*arguments)
-            for change in commits:
-                change()
+            for i, change in enumerate(commits):
+                try:
+                    change()
+                except BaseException:
+                    if i or others:  # some have changed already, and cannot change back
+                        self.mark_lost(arguments[0] if op == "remove" else arguments[1])
+                    raise
 
         return commit
 

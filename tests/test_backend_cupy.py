@@ -25,7 +25,13 @@ import pytest
 import backends.cupy
 import ml
 from backends.cupy import plugin
-from kvcache.testing import CacheTests
+from kvcache.testing.attending import AttendingTests
+from kvcache.testing.quantized import QuantizedTests
+from kvcache.testing.recurrent import RecurrentTests
+from kvcache.testing.removal import RemovalTests
+from kvcache.testing.sharing import SharingTests
+from kvcache.testing.storing import StoringTests
+from kvcache.testing.windows import WindowTests
 from ml import DType
 from ml.testing import BackendTests
 
@@ -95,10 +101,13 @@ class TestDouble(BackendTests):
             backend.close()
 
 
-class TestDoubleCaches(CacheTests):
+class TestDoubleCaches(
+    StoringTests, SharingTests, RemovalTests, AttendingTests, WindowTests, QuantizedTests, RecurrentTests
+):
+    """The part of the cache suite that asks most of tensors; the rest asks it of caches."""
+
     traces = 10
     examples = 1
-    long_run = 500
 
     @pytest.fixture
     def backend(self) -> Iterator[Any]:
@@ -482,7 +491,9 @@ def test_a_result_that_does_not_fit_names_operation_and_device(
     ctx: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module.cupy, "exp", lambda x: double.alloc(1 << 31))
-    with pytest.raises(ml.DeviceError, match="^exp: out of memory on cuda:0: Out of memory allocating 2,147"):
+    with pytest.raises(
+        ml.DeviceError, match=r"^exp: out of memory on cuda:0: Out of memory allocating 2,147"
+    ):
         ctx.zeros((1,), DType.F32).exp(ctx)
 
 

@@ -6,6 +6,7 @@ from kvcache.testing.attending import AttendingTests
 from kvcache.testing.batches import BatchTests
 from kvcache.testing.capacity import CapacityTests
 from kvcache.testing.defrag import DefragTests
+from kvcache.testing.encoder import EncoderTests
 from kvcache.testing.faults import FaultTests
 from kvcache.testing.masks import MaskTests
 from kvcache.testing.order import OrderTests
@@ -17,6 +18,7 @@ from kvcache.testing.reserving import ReservingTests
 from kvcache.testing.sharing import SharingTests
 from kvcache.testing.storing import StoringTests
 from kvcache.testing.windows import WindowTests
+from kvcache.testing.wrapper import WrapperTests
 
 __all__ = ["CacheTests"]
 
@@ -36,6 +38,8 @@ class CacheTests(
     FaultTests,
     PropertyTests,
     QuantizedTests,
+    EncoderTests,
+    WrapperTests,
     RecurrentTests,
     RecurrentFaultTests,
 ):

@@ -1,0 +1,432 @@
+"""The wrapper: several caches as one, and nothing done in some of them only."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+import kvcache
+import ml
+from kvcache import Batch
+from kvcache.testing import values
+from kvcache.testing.failing import every_failure, every_way_to_fail
+from kvcache.testing.harness import CacheCase
+from kvcache.testing.model import Held, Model, Setup
+from kvcache.testing.rig import Rig, outcome
+from ml import DType
+
+__all__ = ["ForeignCache", "WrapperRig", "WrapperTests", "wrapper_trace"]
+
+WIDE = Setup(max_sequences=3, capacity=12, max_batch=6)
+NARROW = Setup(max_sequences=3, capacity=12, max_batch=6, window=2, memory=4)
+CHUNKS = Setup(max_sequences=3, capacity=12, max_batch=6, chunk=4)
+
+
+class ForeignCache:
+    """The Cache protocol and no more, around one of ours; it refuses when it is told to."""
+
+    def __init__(self, inner: kvcache.CausalCache) -> None:
+        self.inner = inner
+        self.refuses: str | None = None
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        if self.refuses == name:
+            raise kvcache.KVCacheError(f"{name}: this cache refuses")
+        return getattr(self.inner, name)(*args)
+
+    def init(self, *args: Any) -> None:
+        self._ask("init", *args)
+
+    def set_config(self, config: ml.CacheConfig) -> None:
+        self._ask("set_config", config)
+
+    def close(self) -> None:
+        self._ask("close")
+
+    def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
+        self._ask("start_forward", ctx, batch, reserve)
+
+    def set_layer(self, layer: int) -> None:
+        self._ask("set_layer", layer)
+
+    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
+        self._ask("put", ctx, key, value)
+
+    def get(self, ctx: ml.Context) -> Any:
+        return self._ask("get", ctx)
+
+    def attend(self, *args: Any) -> Any:
+        return self._ask("attend", *args)
+
+    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
+        self._ask("copy_prefix", src_seq, dst_seq, length)
+
+    def can_resume(self, seq: int, position: int) -> bool:
+        return bool(self._ask("can_resume", seq, position))
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        self._ask("remove", seq, begin, end)
+
+
+class WrapperRig:
+    """A wrapper beside a model of each cache in it: either all of them change, or none."""
+
+    def __init__(
+        self, setups: Sequence[Setup], backend: ml.Backend, ctx: ml.Context, foreign: int | None = None
+    ) -> None:
+        self.ctx, self.backend = ctx, backend
+        self.rigs = [_Part(setup, backend, ctx) for setup in setups]
+        inner: list[Any] = [rig.cache for rig in self.rigs]
+        self.foreign = None if foreign is None else ForeignCache(inner[foreign])
+        if foreign is not None:
+            inner[foreign] = self.foreign
+        self.cache = kvcache.WrapperCache(*inner)
+        self.cache.init(backend, DType.F32, setups[0].max_sequences, setups[0].capacity, setups[0].max_batch)
+        self.next_token = 1
+
+    @property
+    def models(self) -> list[Model]:
+        return [rig.model for rig in self.rigs]
+
+    def last(self, seq: int) -> int:
+        return max(model.last(seq) for model in self.models)
+
+    def both(self, real: Callable[[], object], model: Callable[[Model], object]) -> bool:
+        """Whether all did it; where a model refuses, all go back and the wrapper has refused too."""
+        before: list[Held] = [[dict(row) for row in m.tokens] for m in self.models]
+        refusals = [outcome(lambda m=m: model(m)) for m in self.models]  # type: ignore[misc]
+        expected = [error for error in refusals if error is not None]
+        if expected:
+            for m, tokens in zip(self.models, before, strict=True):
+                m.tokens = tokens
+        found = outcome(real)
+        assert (found is None) == (not expected), f"raised {found!r}, expected {expected!r}"
+        assert found is None or any(isinstance(found, type(error)) for error in expected)
+        self.check()
+        return found is None
+
+    def forward(
+        self, positions: Sequence[int], sequences: Sequence[int], lifted: Collection[int] = ()
+    ) -> bool:
+        ids = range(self.next_token, self.next_token + len(positions))
+        batch = Batch(list(positions), list(sequences))
+        if not self.both(
+            lambda: self.cache.start_forward(self.ctx, batch), lambda m: m.start(positions, sequences, ids)
+        ):
+            return False
+        self.next_token += len(ids)
+        self.store(positions, sequences, lifted)
+        return True
+
+    def store(self, positions: Sequence[int], sequences: Sequence[int], lifted: Collection[int] = ()) -> None:
+        """Put into each type's own layer, then look in all."""
+        if lifted:
+            self.cache.set_causal(self.ctx, except_=lifted)
+        for i, rig in enumerate(self.rigs):
+            self.cache.set_layer_type(i)
+            rig.through(self.cache.put, self.cache.set_layer)
+            rig.next_token, rig.pass_ = self.next_token, (list(positions), list(sequences))
+            rig.put()
+        for i, rig in enumerate(self.rigs):
+            self.cache.set_layer_type(i)
+            rig.check_seen(lifted)
+
+    def extend(self, seq: int, count: int = 1) -> bool:
+        first = self.last(seq) + 1
+        return self.forward(range(first, first + count), [seq] * count)
+
+    def copy_prefix(self, src: int, dst: int, length: int) -> bool:
+        return self.both(
+            lambda: self.cache.copy_prefix(src, dst, length), lambda m: m.copy_prefix(src, dst, length)
+        )
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> bool:
+        return self.both(lambda: self.cache.remove(seq, begin, end), lambda m: m.remove(seq, begin, end))
+
+    def check(self) -> None:
+        for rig in self.rigs:
+            rig.check_figures()
+        for seq in range(len(self.models[0].tokens)):
+            for position in range(self.last(seq) + 3):
+                wanted = all(model.can_resume(seq, position) for model in self.models)
+                assert self.cache.can_resume(seq, position) == wanted
+
+    def drain(self) -> None:
+        """Everything that is stored is read back, cache by cache."""
+        for rig in self.rigs:
+            rig.next_token, rig.direct = self.next_token, True
+            rig.drain()
+
+
+class _Part(Rig):
+    """One wrapped cache: bound by the wrapper, put to through it."""
+
+    direct = False
+
+    def __init__(self, setup: Setup, backend: ml.Backend, ctx: ml.Context) -> None:
+        super().__init__(setup, backend, ctx)
+        self.cache.close()  # the wrapper binds it again
+
+    def through(self, put: Callable[..., None], set_layer: Callable[[int], None]) -> None:
+        self._put, self._set_layer = put, set_layer
+
+    def put(self) -> None:
+        if self.direct:
+            super().put()
+            return
+        positions, _ = self.pass_
+        ids = range(self.next_token - len(positions), self.next_token)
+        self._set_layer(0)
+        key, value = values.keys(list(ids), positions), values.values(list(ids))
+        self._put(self.ctx, self.ctx.from_numpy(key), self.ctx.from_numpy(value))
+
+
+def wrapper_trace(backend: ml.Backend, seed: int) -> None:
+    """The trace of one seed; raises where the wrapper and its models part."""
+    rnd = random.Random(seed)
+    common: dict[str, Any] = {
+        "max_sequences": rnd.randint(1, 3), "capacity": rnd.choice((5, 9)), "max_batch": rnd.choice((2, 5)),
+    }  # fmt: skip
+    kinds: list[dict[str, Any]] = [{}, {"window": 2}, {"window": 1, "memory": 4}, {"chunk": 3}]
+    setups = [
+        Setup(can_shift=rnd.random() < 0.9, **common, **rnd.choice(kinds)) for _ in range(rnd.randint(1, 3))
+    ]
+    foreign = rnd.choice((None, rnd.randrange(len(setups))))
+    with backend.new_context() as ctx:
+        r = WrapperRig(setups, backend, ctx, foreign)
+        for _ in range(rnd.randrange(4, 12)):
+            _random_call(rnd, r, common["max_sequences"])
+        r.drain()
+
+
+def _random_call(rnd: random.Random, r: WrapperRig, count: int) -> None:
+    seq, roll = rnd.randrange(count), rnd.random()
+    if roll < 0.6:
+        last = [r.last(s) for s in range(count)]
+        pairs = []
+        for _ in range(rnd.randint(1, 4)):
+            seq = rnd.randrange(count)
+            last[seq] += 1
+            pairs.append((last[seq], seq))
+        if rnd.random() < 0.1:
+            pairs[-1] = rnd.randrange(6), pairs[-1][1]
+        lifted = [0] if r.foreign is None and rnd.random() < 0.1 else []
+        r.forward([p for p, _ in pairs], [s for _, s in pairs], lifted)
+    elif roll < 0.75 and count > 1:
+        src, dst = rnd.sample(range(count), 2)
+        r.copy_prefix(src, dst, rnd.randrange(6))
+    elif r.foreign is None or roll < 0.85:  # what a foreign cache refuses is only known in the end
+        begin = rnd.randint(0, r.last(seq) + 1)
+        r.remove(seq, begin, rnd.choice((None, begin + rnd.randrange(4))))
+
+
+class WrapperTests(CacheCase):
+    wrapper_traces: ClassVar[int] = 40
+    """How many seeded traces of the wrapper to run."""
+
+    @pytest.fixture
+    def wrapped(self, backend: ml.Backend, ctx: ml.Context) -> Callable[..., WrapperRig]:
+        """``wrapped(*setups, foreign=None)``: a wrapper and a model for each cache in it."""
+        return lambda *setups, foreign=None: WrapperRig(setups or (NARROW, WIDE), backend, ctx, foreign)
+
+    def test_a_wrapper_follows_all_its_models_in_random_traces(self, backend: ml.Backend) -> None:
+        for seed in range(self.wrapper_traces):
+            wrapper_trace(backend, seed)
+
+    def test_layers_go_to_the_cache_of_their_type(self, wrapped: Callable[..., WrapperRig]) -> None:
+        r = wrapped(NARROW, WIDE, CHUNKS)
+        r.forward(range(6), [0] * 6)
+        r.forward([6, 0, 7], [0, 1, 0])
+        assert [len(model.tokens[0]) for model in r.models] == [6, 8, 8]
+        r.cache.set_layer_type(1)
+        r.forward([8], [0], lifted=[0])
+        assert r.cache.current is r.rigs[2].cache, "a pass begins with type 0"
+        for wrong in (-1, 3):
+            with pytest.raises(kvcache.InvalidRangeError):
+                r.cache.set_layer_type(wrong)
+        r.drain()
+
+    def test_except_lists_reach_all_caches_and_wrong_ones_none(
+        self, wrapped: Callable[..., WrapperRig]
+    ) -> None:
+        r = wrapped()
+        r.forward(range(4), [0] * 4, lifted=[0, 1])
+        with pytest.raises(kvcache.InvalidRangeError):
+            r.cache.set_causal(r.ctx, except_=[4])
+        for i, rig in enumerate(r.rigs):
+            r.cache.set_layer_type(i)
+            rig.check_seen([0, 1])
+        r.drain()
+
+    # All or none.
+
+    @pytest.mark.parametrize("order", [(NARROW, WIDE), (WIDE, NARROW)], ids=["window first", "window last"])
+    def test_a_full_cache_among_them_takes_back_the_evictions_of_the_others(
+        self, wrapped: Callable[..., WrapperRig], order: tuple[Setup, Setup]
+    ) -> None:
+        r = wrapped(*order)
+        for seq in (0, 1, 2):
+            r.forward(range(6), [seq] * 6)
+            r.forward(range(6, 12), [seq] * 6)
+        assert not r.forward([12], [0])
+        r.drain()
+
+    @pytest.mark.parametrize("order", [(NARROW, WIDE), (WIDE, NARROW)], ids=["window first", "window last"])
+    def test_a_window_that_could_not_resume_refuses_a_removal_for_all(
+        self, wrapped: Callable[..., WrapperRig], order: tuple[Setup, Setup]
+    ) -> None:
+        r = wrapped(*order)
+        r.forward(range(6), [0] * 6)
+        r.forward(range(6, 9), [0] * 3)
+        assert not r.remove(0, 1, 8)
+        assert r.remove(0, 8)
+        r.extend(0)
+        r.drain()
+
+    @pytest.mark.parametrize("broken", [0, 1])
+    def test_a_shift_function_that_raises_leaves_all_as_they_were(
+        self, wrapped: Callable[..., WrapperRig], broken: int
+    ) -> None:
+        r = wrapped(WIDE, CHUNKS)
+        r.forward(range(6), [0] * 6)
+
+        def fail(*_: Any) -> ml.Tensor:
+            raise ValueError("no shift today")
+
+        cache = r.rigs[broken].cache
+        shift, cache._shift = cache._shift, fail
+        with pytest.raises(ValueError, match="no shift today"):
+            r.cache.remove(0, 1, 3)
+        r.check()
+        cache._shift = shift
+        assert r.remove(0, 1, 3)
+        r.extend(0)
+        r.drain()
+
+    def test_a_shared_token_in_one_refuses_for_all(self, wrapped: Callable[..., WrapperRig]) -> None:
+        r = wrapped(WIDE, NARROW)
+        r.forward(range(6), [0] * 6)
+        r.copy_prefix(0, 1, 6)
+        assert not r.remove(0, 1, 3)
+        r.extend(0)
+        r.drain()
+
+    def test_a_start_of_all_can_be_taken_back(self, wrapped: Callable[..., WrapperRig]) -> None:
+        r = wrapped()
+        r.forward(range(6), [0] * 6)
+        r.cache.start_forward(r.ctx, Batch([6, 0], [0, 1]))
+        r.cache.undo_forward()
+        r.check()
+        r.extend(0)
+        r.drain()
+
+    def test_a_context_shift_moves_all(self, wrapped: Callable[..., WrapperRig]) -> None:
+        r = wrapped(WIDE, CHUNKS)
+        for _ in range(2):
+            r.extend(0, 6)
+        assert r.cache.shift_context(0, 2) == 5
+        for model in r.models:
+            model.remove(0, 2, 7)
+        r.check()
+        r.extend(0, 2)
+        r.drain()
+
+    def test_an_init_that_fails_closes_what_was_opened(self, backend: ml.Backend) -> None:
+        first, last = kvcache.CausalCache(), ForeignCache(kvcache.CausalCache())
+        last.refuses = "init"
+        wrapper = kvcache.WrapperCache(first, last)
+        with pytest.raises(kvcache.KVCacheError):
+            wrapper.init(backend, DType.F32, 2, 8, 4)
+        with pytest.raises(kvcache.ClosedError):
+            first.positions(0)
+        last.refuses = None
+        wrapper.init(backend, DType.F32, 2, 8, 4)
+        assert first.cells == 16
+
+    def test_a_config_is_for_all_and_comes_before_the_first_batch(
+        self, backend: ml.Backend, ctx: ml.Context
+    ) -> None:
+        causal, encoder = kvcache.CausalCache(), kvcache.EncoderCache()
+        wrapper = kvcache.WrapperCache(encoder, causal)
+        config = ml.CacheConfig(permuted_v=True)
+        wrapper.set_config(config)
+        wrapper.init(backend, DType.F32, 2, 8, 4)
+        assert causal.config == encoder.config == config
+        wrapper.start_forward(ctx, Batch([0], [0]))
+        with pytest.raises(kvcache.OrderError):
+            wrapper.set_config(ml.CacheConfig())
+        assert causal.config == encoder.config == config
+
+    # A cache of someone else's.
+
+    @pytest.mark.parametrize("place", [0, 1])
+    @pytest.mark.parametrize("refuses", ["start_forward", "copy_prefix", "remove"])
+    def test_a_foreign_cache_is_asked_last_and_its_refusal_is_everyones(
+        self, wrapped: Callable[..., WrapperRig], place: int, refuses: str
+    ) -> None:
+        r = wrapped(foreign=place)
+        r.forward(range(6), [0] * 6)
+        assert r.foreign is not None
+        calls: dict[str, Callable[[], object]] = {
+            "start_forward": lambda: r.cache.start_forward(r.ctx, Batch([6, 0], [0, 1])),
+            "copy_prefix": lambda: r.cache.copy_prefix(0, 1, 3),
+            "remove": lambda: r.cache.remove(0, 4),
+        }
+        r.foreign.refuses = refuses
+        with pytest.raises(kvcache.KVCacheError, match="this cache refuses"):
+            calls[refuses]()
+        r.foreign.refuses = None
+        r.check()
+        r.copy_prefix(0, 1, 3)
+        r.remove(0, 5)
+        r.forward([5, 3], [0, 1])
+        r.drain()
+
+    def test_one_foreign_cache_may_be_wrapped_and_not_two(self) -> None:
+        foreign = [ForeignCache(kvcache.CausalCache()) for _ in range(2)]
+        kvcache.WrapperCache(foreign[0], kvcache.CausalCache())
+        with pytest.raises(kvcache.InvalidRangeError, match="ForeignCache"):
+            kvcache.WrapperCache(*foreign)
+        with pytest.raises(kvcache.InvalidRangeError):
+            kvcache.WrapperCache()
+        with pytest.raises(kvcache.KVCacheError):
+            kvcache.WrapperCache(foreign[0]).undo_forward()
+
+    # Faults.
+
+    @pytest.mark.parametrize("what", ["start", "copy", "remove", "shift"])
+    @every_way_to_fail
+    def test_a_failing_backend_leaves_all_caches_as_they_were_or_the_sequence_lost(
+        self, backend: ml.Backend, what: str, when: str
+    ) -> None:
+        def make(limited: ml.Backend, ctx: ml.Context) -> WrapperRig:
+            r = WrapperRig((CHUNKS, WIDE), limited, ctx)
+            r.forward([0, 1, 2, 3, 0, 1], [0, 0, 0, 0, 1, 1])
+            return r
+
+        acts: dict[str, Callable[[WrapperRig], object]] = {
+            "start": lambda r: r.cache.start_forward(r.ctx, Batch([4, 2], [0, 1])),
+            "copy": lambda r: r.cache.copy_prefix(0, 2, 3),
+            "remove": lambda r: r.cache.remove(0, 2),
+            "shift": lambda r: r.cache.remove(0, 0, 2),
+        }
+
+        def check(r: WrapperRig) -> None:
+            if r.cache.can_resume(0, 4):
+                r.check()
+                acts[what](r)
+                return
+            assert what == "shift"
+            with pytest.raises(kvcache.SequenceLostError):
+                r.cache.start_forward(r.ctx, Batch([9], [0]))
+            r.cache.remove(0, 0)
+            for model in r.models:
+                model.remove(0, 0)
+            r.check()
+            r.forward([0, 2], [0, 1])
+            r.drain()
+
+        every_failure(backend, when, make, acts[what], check)
