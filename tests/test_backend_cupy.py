@@ -232,6 +232,14 @@ def test_the_probe_says_what_is_missing_in_cudas_own_words(
     assert found.version == cupy.__version__
 
 
+def test_open_backend_opens_it_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, found in {**double.modules(), "backends.cupy.backend": module}.items():
+        monkeypatch.setitem(sys.modules, name, found)
+    with ml.open_backend("cupy", device="cuda:1", dtype=DType.F16) as backend:
+        assert backend.devices[0].name == "cuda:1"
+        assert backend.new_context().from_numpy([0.5]).dtype is DType.F16
+
+
 def test_the_probe_reports_version_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, found in double.modules().items():
         monkeypatch.setitem(sys.modules, name, found)
@@ -361,6 +369,15 @@ def test_a_copy_between_devices_waits_for_both_sides() -> None:
     at = steps.index(("copy_from_device", 1))
     assert ("synchronize", 0) in steps[:at]
     assert steps[at + 1] == ("synchronize", 1)
+
+
+def test_an_operand_that_does_not_fit_beside_the_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with module.CupyBackend(devices=[0, 1], layers=2) as backend:
+        first = backend.new_context()
+        a, b = first.zeros((4,), DType.F32), first.layer(1).zeros((4,), DType.F32)
+        monkeypatch.setattr(module.cupy.cuda, "alloc", lambda size: double.alloc(1 << 40))
+        with pytest.raises(ml.DeviceError, match=r"^move: 16 bytes: out of memory on cuda:0"):
+            a.add(first, b)
 
 
 def test_contexts_of_layers_close_with_the_one_they_came_from() -> None:

@@ -11,3 +11,6 @@ class TestMlx(CacheTests):
     backend_name = "mlx"
     traces = 200
     examples = 15
+    state_traces = 16
+    encoder_traces = 16
+    wrapper_traces = 8

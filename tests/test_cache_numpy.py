@@ -14,6 +14,7 @@ from ml.capabilities import COMPUTE_OPERATIONS
 class TestNumpy(CacheTests):
     backend_name = "numpy"
     traces = 2000
+    state_traces = 160
     examples = 100
 
 
@@ -31,6 +32,9 @@ class TestStorageOnly(CacheTests):
 
     features = ml.Features(absent=frozenset({"compute"}))
     traces = 80
+    state_traces = 16
+    encoder_traces = 16
+    wrapper_traces = 8
     examples = 5
     long_run = 2000
 

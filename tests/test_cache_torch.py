@@ -11,3 +11,6 @@ class TestTorch(CacheTests):
     backend_name = "torch"
     traces = 200
     examples = 15
+    state_traces = 24
+    encoder_traces = 24
+    wrapper_traces = 12

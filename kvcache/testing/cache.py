@@ -16,6 +16,7 @@ from kvcache.testing.recurrent import RecurrentFaultTests, RecurrentTests
 from kvcache.testing.removal import RemovalTests
 from kvcache.testing.reserving import ReservingTests
 from kvcache.testing.sharing import SharingTests
+from kvcache.testing.snapshots import SnapshotTests
 from kvcache.testing.storing import StoringTests
 from kvcache.testing.windows import WindowTests
 from kvcache.testing.wrapper import WrapperTests
@@ -38,6 +39,7 @@ class CacheTests(
     FaultTests,
     PropertyTests,
     QuantizedTests,
+    SnapshotTests,
     EncoderTests,
     WrapperTests,
     RecurrentTests,

@@ -387,9 +387,13 @@ class EncoderTests(CacheCase):
 
         tensors: dict[str, Callable[[EncoderRig], object]] = {
             "start": lambda r: r.cache.start_forward(r.ctx, Batch([1], [0])),
-            "put": lambda r: r.cache.put(r.ctx, *(r.ctx.zeros((4, 2, dim), DType.F32) for dim in (8, 5))),
+            "put": lambda r: r.cache.put(r.ctx, *_zeros(r.ctx)),
             "get": lambda r: r.cache.get(r.ctx),
             "copy": lambda r: r.cache.copy_prefix(0, 2, 1),
             "remove": lambda r: r.cache.remove(0, 0),
         }
         every_failure(backend, when, make, tensors[what], lambda r: r.look(computes=False))
+
+
+def _zeros(ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor]:
+    return ctx.zeros((4, 2, 8), DType.F32), ctx.zeros((4, 2, 5), DType.F32)

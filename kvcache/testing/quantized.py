@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kvcache.testing.harness import CacheCase
 from kvcache.testing.rig import mask_of, reference_attention
 from ml import DType, Layout
 
-__all__ = ["QuantizedRig", "QuantizedTests", "bound"]
+__all__ = ["QuantizedRig", "QuantizedTests", "bound", "quantized_trace"]
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 64, 32
 CODECS = (DType.Q8_0, DType.Q4_0)
@@ -121,7 +122,65 @@ class QuantizedRig:
         return [tensor.to_numpy() for tensor in found]
 
 
+def quantized_trace(backend: ml.Backend, seed: int, floats: Sequence[DType]) -> None:
+    """The trace of one seed; raises where what is read back leaves the format's bound."""
+    rnd = random.Random(seed)
+    make, config = rnd.choice(list(CACHES.values())), rnd.choice(list(ARRANGEMENTS.values()))
+    cache = make(shift=lambda ctx, layer, key, offsets: key)
+    cache.set_config(config)
+    codec, count = rnd.choice(CODECS), rnd.randint(1, 3)
+    cache.init(backend, codec, count, rnd.choice((5, 9)), 4)
+    with backend.new_context() as ctx:
+        r = QuantizedRig(cache, ctx, codec, rnd.choice(list(floats)))
+        for _ in range(rnd.randint(3, 10)):
+            _random_call(rnd, r, count)
+
+
+def _random_call(rnd: random.Random, r: QuantizedRig, count: int) -> None:
+    seq, roll = rnd.randrange(count), rnd.random()
+    length = r.cache.offset(seq)
+    if roll < 0.6:
+        last = [r.cache.offset(s) for s in range(count)]
+        pairs = []
+        for _ in range(rnd.randint(1, 4)):
+            seq = rnd.randrange(count)
+            pairs.append((last[seq], seq))
+            last[seq] += 1
+        held, before = r.cache.held(), dict(r.tokens)
+        try:
+            r.forward([p for p, _ in pairs], [s for _, s in pairs])
+        except kvcache.CacheFullError:
+            assert (r.cache.held(), r.tokens) == (held, before)
+    elif roll < 0.75 and count > 1:
+        dst = (seq + 1) % count
+        r.cache.copy_prefix(seq, dst, rnd.randint(0, length))
+        r.tokens |= {(dst, p): r.tokens[seq, p] for p in r.cache.positions(dst).tolist()}
+    elif roll < 0.9:
+        begin = rnd.randint(0, length)
+        end = rnd.choice((length, begin + rnd.randint(0, 2)))
+        row = {p: r.tokens[seq, p] for p in r.cache.positions(seq).tolist()}
+        try:
+            r.cache.remove(seq, begin, max(begin, end))
+        except kvcache.NotSupportedError:
+            return
+        moved = {(seq, p - max(0, end - begin)): token for p, token in row.items() if p >= max(begin, end)}
+        r.tokens |= moved
+    else:
+        r.cache.defrag()
+
+
 class QuantizedTests(CacheCase):
+    quantized_traces: ClassVar[int] = 30
+    """How many seeded traces of quantized caches to run."""
+
+    def test_quantized_tokens_stay_within_their_bound_in_random_traces(
+        self, backend: ml.Backend, declared: ml.Features, floats: list[DType]
+    ) -> None:
+        if not declared.has("matmul"):
+            pytest.skip("declared absent: compute")
+        for seed in range(self.quantized_traces):
+            quantized_trace(backend, seed, floats)
+
     @pytest.fixture
     def quantized(
         self, backend: ml.Backend, ctx: ml.Context, declared: ml.Features

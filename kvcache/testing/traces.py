@@ -3,6 +3,7 @@
 From the shell, many of them::
 
     python -m kvcache.testing.traces --backend numpy --traces 100000 --seed 0 --processes 1
+    python -m kvcache.testing.traces --cache recurrent
 
 A trace is made from its seed alone. A failure is shrunk to the fewest calls that still fail, and
 printed with the seed; ``--replay SEED`` runs that one again.
@@ -11,6 +12,7 @@ printed with the seed; ``--replay SEED`` runs that one again.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import sys
 import time
@@ -20,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import ml
+from kvcache.testing.family import FAMILY, run_family
 from kvcache.testing.model import Model, Setup
 from kvcache.testing.rig import Rig
 from ml import DType, Layout
@@ -29,6 +32,8 @@ __all__ = ["Failure", "random_setup", "run_trace", "run_traces"]
 Op = tuple[object, ...]
 Ints = tuple[int, ...]
 FLOATS = (DType.F32, DType.F16, DType.BF16)
+KINDS = {"attention": (0, 1, 2, 3), "causal": (0,), "sliding": (1, 2), "chunked": (3,)}
+"""What ``--cache`` names: no window, a window, one with memory, a chunk."""
 LENGTH = 14
 """Calls of one trace, at most."""
 
@@ -47,7 +52,7 @@ class Failure:
         return f"seed {self.seed}: {self.setup}\n{calls}\n{self.error}"
 
 
-def random_setup(rnd: random.Random, floats: Sequence[DType] = FLOATS) -> Setup:
+def random_setup(rnd: random.Random, floats: Sequence[DType] = FLOATS, cache: str = "attention") -> Setup:
     """A cache of any kind and arrangement; now and then a wide one, whose cells lie far apart."""
     wide = rnd.random() < 0.15
     config = ml.CacheConfig(
@@ -67,7 +72,7 @@ def random_setup(rnd: random.Random, floats: Sequence[DType] = FLOATS) -> Setup:
         layers=rnd.choice((1, 1, 2)),
         can_shift=rnd.random() < 0.85,
     )
-    kind = rnd.randrange(4)
+    kind = rnd.choice(KINDS[cache])
     if kind == 1:
         return replace(setup, window=rnd.randrange(6))
     if kind == 2:
@@ -168,11 +173,15 @@ def _apply_forward(
 
 
 def run_trace(
-    backend: ml.Backend, seed: int, floats: Sequence[DType] = FLOATS, computes: bool = True
+    backend: ml.Backend,
+    seed: int,
+    floats: Sequence[DType] = FLOATS,
+    computes: bool = True,
+    cache: str = "attention",
 ) -> Failure | None:
     """Run the trace of ``seed``; a failure comes shrunk."""
     rnd = random.Random(seed)
-    setup = random_setup(rnd, floats)
+    setup = random_setup(rnd, floats, cache)
     ops: list[Op] = []
 
     def choose(model: Model) -> Iterator[Op]:
@@ -222,40 +231,52 @@ def _shrink(
 
 
 def run_traces(
-    backend: ml.Backend, seeds: range, floats: Sequence[DType] = FLOATS, computes: bool = True
+    backend: ml.Backend,
+    seeds: range,
+    floats: Sequence[DType] = FLOATS,
+    computes: bool = True,
+    cache: str = "attention",
 ) -> list[Failure]:
     """The failures among the traces of ``seeds``."""
-    found = (run_trace(backend, seed, floats, computes) for seed in seeds)
+    found = (run_trace(backend, seed, floats, computes, cache) for seed in seeds)
     return [failure for failure in found if failure is not None]
 
 
 # The command.
 
 
-def _chunk(name: str, start: int, stop: int) -> list[Failure]:
+def _chunk(cache: str, name: str, start: int, stop: int) -> list[str]:
     features = ml.plugins.registry().specs()[name].features
     floats = [dtype for dtype in FLOATS if dtype in features.dtypes]
     with ml.open_backend(name) as backend:
-        return run_traces(backend, range(start, stop), floats, features.has("matmul"))
+        if cache in FAMILY:
+            found = (run_family(cache, backend, seed, floats, features) for seed in range(start, stop))
+            return [failure for failure in found if failure is not None]
+        failures = run_traces(backend, range(start, stop), floats, features.has("matmul"), cache)
+        return [str(failure) for failure in failures]
 
 
-def _chunks(args: argparse.Namespace) -> Iterator[tuple[int, list[Failure]]]:
+def _chunks(args: argparse.Namespace) -> Iterator[tuple[int, list[str]]]:
     """(how many were run, failures), as they come in."""
     size = 100
     starts = range(args.seed, args.seed + args.traces, size)
     stops = [min(start + size, args.seed + args.traces) for start in starts]
     names = [args.backend] * len(stops)
     counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    run = functools.partial(_chunk, args.cache)
     if args.processes == 1:
-        yield from zip(counts, map(_chunk, names, starts, stops), strict=True)
+        yield from zip(counts, map(run, names, starts, stops), strict=True)
         return
     with ProcessPoolExecutor(args.processes) as pool:
-        yield from zip(counts, pool.map(_chunk, names, starts, stops), strict=True)
+        yield from zip(counts, pool.map(run, names, starts, stops), strict=True)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m kvcache.testing.traces", description="Random traces of caches against their model."
+    )
+    parser.add_argument(
+        "--cache", default="attention", choices=[*KINDS, *FAMILY], help="what to trace (all attention caches)"
     )
     parser.add_argument("--backend", default="numpy", help="name of an installed backend (numpy)")
     parser.add_argument("--traces", type=int, default=2000, help="how many (2000)")
@@ -280,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(f"\n{failure}\n")
         spent = time.monotonic() - began
         sys.stderr.write(
-            f"\r{args.backend}: {done} of {args.traces} traces, {failures} mismatches, "
+            f"\r{args.cache} on {args.backend}: {done} of {args.traces} traces, {failures} mismatches, "
             f"{spent:.0f} s, {done / spent:.0f} a second "
         )
         sys.stderr.flush()
