@@ -13,7 +13,7 @@ __all__ = ["LayerBuffers", "stored_shape"]
 class LayerBuffers:
     """K and V of one layer, allocated at the first ``put`` for all cells at once."""
 
-    __slots__ = ("activations", "key", "permuted_v", "value")
+    __slots__ = ("_key_shape", "_value_shape", "activations", "key", "permuted_v", "value")
 
     def __init__(
         self,
@@ -29,6 +29,7 @@ class LayerBuffers:
         order = (1, 0, 2) if config.layout == ml.Layout.HEAD_MAJOR else (0, 1, 2)
         self.permuted_v = config.permuted_v
         self.activations = activations
+        self._key_shape, self._value_shape = tuple(key), tuple(value)
         self.key: Buffer | QuantizedBuffer
         self.value: Buffer | QuantizedBuffer
         if dtype.is_quantized:
@@ -44,17 +45,18 @@ class LayerBuffers:
     def nbytes(self) -> int:
         return self.key.nbytes + self.value.nbytes
 
-    def check(self, layer: int, key: ml.Tensor, value: ml.Tensor) -> None:
-        """Raise InvalidRangeError unless K and V have the shape that this layer stores."""
-        for name, tensor, buffer in (("key", key, self.key), ("value", value, self.value)):
-            if tensor.shape[1] != buffer.heads or tensor.shape[2] != buffer.dim:
-                raise InvalidRangeError(
-                    f"put: {name} {tensor.shape} in layer {layer}, which stores (tokens, {buffer.heads}, "
-                    f"{buffer.dim})"
-                )
+    def check(self, layer: int, key: tuple[int, ...], value: tuple[int, ...]) -> None:
+        """Raise InvalidRangeError unless K and V of these shapes are what this layer stores."""
+        if key[1:] != self._key_shape or value[1:] != self._value_shape:
+            raise InvalidRangeError(
+                f"put: key {key} and value {value} in layer {layer}, which stores (tokens, kv_heads, dim) of "
+                f"{self._key_shape} and {self._value_shape}"
+            )
 
     def write(self, ctx: ml.Context, cells: Cells, key: ml.Tensor, value: ml.Tensor) -> None:
-        ctx.forward(self.key.write(ctx, cells, key), self.value.write(ctx, cells, value))
+        # No ctx.forward: writes are seen in program order without it, and this is the hottest path.
+        self.key.write(ctx, cells, key)
+        self.value.write(ctx, cells, value)
 
     def read(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ml.Tensor]:
         """K and V as (count, heads, dim)."""

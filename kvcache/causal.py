@@ -275,7 +275,7 @@ class CausalCache(AttentionSnapshots):
         buffers = self._buffers.get(self._layer)
         if buffers is None:
             buffers = self._allocate(ctx, self._layer, key_shape, value_shape, key.dtype)
-        buffers.check(self._layer, key, value)
+        buffers.check(self._layer, key_shape, value_shape)
         if not forward.reserve:
             buffers.write(ctx, forward.targets(ctx), key, value)
         self._buffers[self._layer] = buffers  # last: a failed write fixes no shapes

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from backends.placement import PlacedBackend, PlacedContext
 from backends.torch.attention import attend
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, translated
 from backends.torch.devices import device_memory, find_places, release
 from backends.torch.tensor import TorchStorage, TorchTensor, as_element
-from ml.base import BaseBackend, BaseContext
 from ml.capabilities import CacheConfig, CausalMask, DeviceInfo, DeviceMemory, Layout
 from ml.dtypes import DType
-from ml.errors import BoundsError, DeviceError, DTypeError, ShapeError
+from ml.errors import DeviceError, DTypeError
 from ml.strided import Shape
 
 __all__ = ["TorchBackend", "TorchContext"]
 
 
-class TorchBackend(BaseBackend):
+class TorchBackend(PlacedBackend):
     """``open_backend("torch", device="cuda:1")``, or ``devices=["cuda:0", "cuda:1"], layers=32``.
 
     Layers are split evenly over the devices, in order: ``Context.layer(i)`` gives the context on
@@ -38,12 +37,7 @@ class TorchBackend(BaseBackend):
         dtype: DType = DType.F32,
     ) -> None:
         self.places = find_places(device, devices)
-        if layers is not None and operator.index(layers) < 1:
-            raise ShapeError(f"open_backend: layers={layers}; a model has at least one")
-        if layers is None and len(self.places) > 1:
-            raise ShapeError(f"open_backend: {len(self.places)} devices to split layers over; say layers=N")
-        self.layers = layers
-        super().__init__("torch", [place.info() for place in self.places], dtype)
+        super().__init__("torch", [place.info() for place in self.places], layers, dtype)
         self.foreign = tuple(TorchStorage(self, i, None) for i in range(len(self.places)))
         self.causal_mask: tuple[Any, torch.Tensor] | None = None
 
@@ -81,7 +75,7 @@ class TorchBackend(BaseBackend):
             raise translated("attention", error, ctx.device) from error
 
 
-class TorchContext(BaseContext):
+class TorchContext(PlacedContext):
     """Creation on one device of the backend. Contexts of its layers close with it."""
 
     _backend: TorchBackend
@@ -91,16 +85,10 @@ class TorchContext(BaseContext):
         self.torch_device = backend.places[device].device
         self.moves = len({place.device for place in backend.places}) > 1
         self._foreign = backend.foreign[device]
-        self._family: dict[int, TorchContext] = {device: self}
 
     @property
     def backend(self) -> TorchBackend:
         return self._backend
-
-    @property
-    def device(self) -> str:
-        """The name of the device that results lie on."""
-        return self._backend.places[self._device].name
 
     def from_native(self, array: Any) -> TorchTensor:
         if self._closed or self._backend._closed:
@@ -165,26 +153,3 @@ class TorchContext(BaseContext):
         result = self._empty(array.shape, dtype)
         fill_from_host(result.native, array, dtype)
         return result
-
-    # Placement.
-
-    def _device_of_layer(self, i: int) -> int:
-        layers = self._backend.layers
-        if layers is None:
-            return 0
-        if i >= layers:
-            raise BoundsError(f"layer: {i} of {layers}; the backend was opened with layers={layers}")
-        return i * len(self._backend.places) // layers
-
-    def _on_device(self, device: int) -> TorchContext:
-        found = self._family.get(device)
-        if found is None or found._closed:
-            found = self._family[device] = TorchContext(self._backend, self._max_graph_nodes, device)
-            found._family = self._family
-        return found
-
-    def close(self) -> None:
-        if self._family.get(0) is self or len(self._family) == 1:
-            for ctx in self._family.values():
-                ctx._closed = True
-        self._closed = True

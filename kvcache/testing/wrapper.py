@@ -344,7 +344,7 @@ class WrapperTests(CacheCase):
             first.positions(0)
         last.refuses = None
         wrapper.init(backend, DType.F32, 2, 8, 4)
-        assert first.cells == 16
+        assert first.cells >= 16  # more where the backend asks for padding
 
     def test_a_config_is_for_all_and_comes_before_the_first_batch(
         self, backend: ml.Backend, ctx: ml.Context

@@ -1,0 +1,183 @@
+"""The traces of the wider family are themselves tested: every bug planted here has to make one fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import ml
+from kvcache import encoder, recurrent, snapshots, states
+from kvcache.encoder import EncoderCache
+from kvcache.plain import Buffer
+from kvcache.quantized import QuantizedBuffer
+from kvcache.recurrent import RecurrentCache
+from kvcache.testing.family import run_family
+from kvcache.wrapper import WrapperCache
+from ml import DType
+
+Patch = pytest.MonkeyPatch
+MUTATIONS: dict[str, tuple[str, Callable[[Patch], None]]] = {}
+FLOATS = (DType.F32, DType.F16, DType.BF16)
+
+
+def bug(cache: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    def plant(function: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTATIONS[function.__name__] = cache, function
+        return function
+
+    return plant
+
+
+@bug("recurrent")
+def a_shared_state_written_in_place(patch: Patch) -> None:
+    original = states.arrange
+    patch.setattr(recurrent, "arrange", lambda *args: replace(original(*args), moves=()))
+
+
+@bug("recurrent")
+def a_new_sequence_that_begins_with_an_old_state(patch: Patch) -> None:
+    original = states.arrange
+    patch.setattr(recurrent, "arrange", lambda *args: replace(original(*args), loads=()))
+
+
+@bug("recurrent")
+def a_checkpoint_that_is_a_view(patch: Patch) -> None:
+    def capture(self: Any, ctx: ml.Context, offset: int, slot: int) -> states.Checkpoint:
+        found = {key: tensor.slice(ctx, 0, slot, slot + 1) for key, tensor in self.tensors.items()}
+        return states.Checkpoint(offset, found)
+
+    patch.setattr(states.StateBuffers, "capture", capture)
+
+
+@bug("recurrent")
+def checkpoints_that_stay_where_they_were(patch: Patch) -> None:
+    patch.setattr(
+        recurrent, "_shifted", lambda row, begin, end: replace(row, offset=row.offset - end + begin)
+    )
+
+
+@bug("recurrent")
+def a_state_at_0_that_has_seen_what_was_removed(patch: Patch) -> None:
+    original = recurrent._shifted
+    patch.setattr(recurrent, "_shifted", lambda row, begin, end: _too_many(original, row, begin, end))
+
+
+def _too_many(original: Any, row: states.StateRow, begin: int, end: int) -> states.StateRow:
+    wrong = tuple(replace(point, offset=begin) for point in row.checkpoints if point.offset == end)
+    shifted: states.StateRow = original(row, begin, end)
+    return replace(shifted, checkpoints=(*wrong, *shifted.checkpoints))
+
+
+@bug("recurrent")
+def one_checkpoint_too_many(patch: Patch) -> None:
+    original = RecurrentCache.__init__
+
+    def init(self: RecurrentCache, *args: Any) -> None:
+        original(self, *args)
+        self._checkpoints += 1
+
+    patch.setattr(RecurrentCache, "__init__", init)
+
+
+@bug("recurrent")
+def a_state_restored_at_any_position(patch: Patch) -> None:
+    original = RecurrentCache.restore
+    patch.setattr(
+        RecurrentCache, "restore", lambda self, seq, snapshot, target: original(self, seq, snapshot)
+    )
+
+
+@bug("recurrent")
+def a_snapshot_restored_without_its_beginning(patch: Patch) -> None:
+    original = snapshots.AttentionSnapshots.restore
+
+    def restore(self: Any, seq: int, snapshot: Any, target: int | None = None) -> bool:
+        return original(self, seq, replace(snapshot, begin=0), target)
+
+    patch.setattr(snapshots.AttentionSnapshots, "restore", restore)
+
+
+@bug("encoder")
+def another_sequences_output_visible(patch: Patch) -> None:
+    original = EncoderCache._batch_mask
+    patch.setattr(
+        EncoderCache, "_batch_mask", lambda self, ctx, groups, sizes: original(self, ctx, groups[::-1], sizes)
+    )
+
+
+@bug("encoder")
+def an_output_written_where_another_shares_it(patch: Patch) -> None:
+    def store(self: Any, seq: int, position: int, size: int, tensors: Any) -> None:
+        entry = self._entries.setdefault(seq, encoder._Entry(position, size))
+        entry.position, entry.length = position, size
+        entry.layers[self._layer] = tensors
+
+    patch.setattr(EncoderCache, "_store", store)
+
+
+@bug("encoder")
+def an_output_that_outlives_its_token(patch: Patch) -> None:
+    original = EncoderCache.prepare_remove
+    patch.setattr(
+        EncoderCache, "prepare_remove", lambda self, seq, begin, end=None: original(self, seq, begin + 1, end)
+    )
+
+
+@bug("wrapper")
+def starts_that_are_not_taken_back(patch: Patch) -> None:
+    patch.setattr("kvcache.causal.CausalCache.undo_forward", lambda self: None)
+
+
+@bug("wrapper")
+def a_removal_from_the_first_cache_only(patch: Patch) -> None:
+    patch.setattr(WrapperCache, "prepare_remove", lambda self, *args: self._order[0].prepare_remove(*args))
+
+
+@bug("wrapper")
+def one_that_can_resume_speaks_for_all(patch: Patch) -> None:
+    patch.setattr(
+        WrapperCache, "can_resume", lambda self, *args: any(cache.can_resume(*args) for cache in self.caches)
+    )
+
+
+@bug("quantized")
+def scales_left_behind_by_defrag(patch: Patch) -> None:
+    patch.setattr(
+        QuantizedBuffer, "store", lambda self, ctx, cells, found: self.codes.store(ctx, cells, found[:1])
+    )
+
+
+@bug("quantized")
+def halves_of_a_byte_swapped(patch: Patch) -> None:
+    original = QuantizedBuffer._decode
+
+    def decode(self: Any, ctx: ml.Context, codes: ml.Tensor, scales: ml.Tensor) -> ml.Tensor:
+        found = original(self, ctx, codes, scales)
+        half = found.shape[-1] // 2
+        return found.slice(ctx, 2, half, 2 * half).concat(ctx, found.slice(ctx, 2, 0, half), 2)
+
+    patch.setattr(QuantizedBuffer, "_decode", decode)
+
+
+@bug("quantized")
+def scattered_rows_written_in_a_run(patch: Patch) -> None:
+    original = Buffer.write
+    patch.setattr(
+        Buffer,
+        "write",
+        lambda self, ctx, cells, source: original(self, ctx, cells if isinstance(cells, int) else 0, source),
+    )
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_trace_notices(name: str, monkeypatch: Patch, numpy_backend: ml.Backend) -> None:
+    cache, plant = MUTATIONS[name]
+    plant(monkeypatch)
+    for seed in range(250):
+        failure = run_family(cache, numpy_backend, seed, FLOATS, ml.Features())
+        if failure is not None:
+            return
+    pytest.fail(f"{name}: 250 traces of {cache}, and none failed")
