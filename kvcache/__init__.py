@@ -18,9 +18,11 @@ from kvcache.cache import (
 from kvcache.causal import CausalCache, ChunkedCache, SlidingWindowCache
 from kvcache.encoder import EncoderCache
 from kvcache.recurrent import RecurrentCache
+from kvcache.snapshots import AttentionSnapshot, RecurrentSnapshot
 from kvcache.wrapper import WrapperCache
 
 __all__ = [
+    "AttentionSnapshot",
     "Batch",
     "Cache",
     "CacheFullError",
@@ -36,6 +38,7 @@ __all__ = [
     "NotSupportedError",
     "OrderError",
     "RecurrentCache",
+    "RecurrentSnapshot",
     "SequenceLostError",
     "ShiftFunction",
     "SlidingWindowCache",

@@ -7,7 +7,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from enum import StrEnum
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import ml
 from kvcache.cli import INTERRUPTED
@@ -27,6 +26,7 @@ from kvcache.runner.requests import Finished, Settings
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.runner.weights import parameter_count
 from kvcache.screen import JsonScreen, LiveScreen, PlainScreen, Screen
+from kvcache.survey import listing, plain, record, survey
 
 __all__ = ["Precision", "app"]
 
@@ -70,21 +70,20 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the trace of an error
 
 @app.command()
 def backends(as_json: Json = False, debug: Debug = False) -> None:
-    """List the backends that were found, and how to install the others.
+    """List the backends that were found, what they offer, and how to install the others.
+
+    Each one that can run is opened for a moment, to ask it for its memory and capabilities.
 
     Example: kvcache backends --json
     """
     with reported(debug):
-        infos = ml.available_backends()
+        rows = survey()
         if as_json:
-            typer.echo(json.dumps([asdict(info) for info in infos], indent=2))
+            typer.echo(json.dumps([record(row) for row in rows], indent=2))
         elif sys.stdout.isatty():
-            Console().print(_backends_table(infos))
+            Console(highlight=False).print(listing(rows))
         else:
-            for row in ((*_HEADINGS,), *map(_backend_row, infos)):
-                typer.echo(
-                    "  ".join(f"{cell:<{width}}" for cell, width in zip(row, _WIDTHS, strict=True)).rstrip()
-                )
+            typer.echo("\n".join(plain(rows)))
 
 
 @app.command()
@@ -226,27 +225,3 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return f"out of memory{f' ({text})' if text else ''}; use a smaller --capacity or a narrower --dtype"
     return f"{type(error).__name__}: {text}; --debug shows where"
-
-
-_HEADINGS = ("name", "available", "version", "priority", "devices", "reason or how to install")
-_WIDTHS = (8, 9, 14, 8, 16, 0)
-
-
-def _backend_row(info: ml.BackendInfo) -> tuple[str, ...]:
-    why = "" if info.available else "; ".join(filter(None, (info.reason, info.install_hint)))
-    available = "yes" if info.available else "no"
-    return (
-        info.name,
-        available,
-        info.version or "-",
-        str(info.priority),
-        ", ".join(info.devices) or "-",
-        why,
-    )
-
-
-def _backends_table(infos: Sequence[ml.BackendInfo]) -> Table:
-    table = Table(*_HEADINGS)
-    for info in infos:
-        table.add_row(*_backend_row(info), style=None if info.available else "dim")
-    return table

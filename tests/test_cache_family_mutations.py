@@ -15,7 +15,7 @@ from kvcache.plain import Buffer
 from kvcache.quantized import QuantizedBuffer
 from kvcache.recurrent import RecurrentCache
 from kvcache.testing.family import run_family
-from kvcache.wrapper import WrapperCache
+from kvcache.wrapper import Preparable, WrapperCache
 from ml import DType
 
 Patch = pytest.MonkeyPatch
@@ -121,9 +121,11 @@ def an_output_written_where_another_shares_it(patch: Patch) -> None:
 @bug("encoder")
 def an_output_that_outlives_its_token(patch: Patch) -> None:
     original = EncoderCache.prepare_remove
-    patch.setattr(
-        EncoderCache, "prepare_remove", lambda self, seq, begin, end=None: original(self, seq, begin + 1, end)
-    )
+
+    def prepare(self: Any, seq: int, begin: int, end: int | None = None) -> Any:
+        return original(self, seq, begin + 1, end if end is None else max(end, begin + 1))
+
+    patch.setattr(EncoderCache, "prepare_remove", prepare)
 
 
 @bug("wrapper")
@@ -133,7 +135,13 @@ def starts_that_are_not_taken_back(patch: Patch) -> None:
 
 @bug("wrapper")
 def a_removal_from_the_first_cache_only(patch: Patch) -> None:
-    patch.setattr(WrapperCache, "prepare_remove", lambda self, *args: self._order[0].prepare_remove(*args))
+    original = WrapperCache.prepare_remove
+
+    def prepare(self: WrapperCache, *args: Any) -> Any:
+        first = self._order[0]
+        return first.prepare_remove(*args) if isinstance(first, Preparable) else original(self, *args)
+
+    patch.setattr(WrapperCache, "prepare_remove", prepare)
 
 
 @bug("wrapper")

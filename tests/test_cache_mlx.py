@@ -13,4 +13,6 @@ class TestMlx(CacheTests):
     examples = 15
     state_traces = 16
     encoder_traces = 16
+    fault_stride = 3
     wrapper_traces = 8
+    quantized_traces = 8

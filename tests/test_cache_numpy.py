@@ -34,6 +34,7 @@ class TestStorageOnly(CacheTests):
     traces = 80
     state_traces = 16
     encoder_traces = 16
+    fault_stride = 3
     wrapper_traces = 8
     examples = 5
     long_run = 2000

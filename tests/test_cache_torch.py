@@ -13,4 +13,6 @@ class TestTorch(CacheTests):
     examples = 15
     state_traces = 24
     encoder_traces = 24
+    fault_stride = 3
     wrapper_traces = 12
+    quantized_traces = 8

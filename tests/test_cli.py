@@ -31,6 +31,7 @@ from kvcache.runner.generate import Generator
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.requests import Finished, Prefilled, Started, Statistics, Token
 from kvcache.screen import LiveScreen, Totals
+from kvcache.survey import Surveyed, listing, plain, survey
 
 Make = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[1]
@@ -356,27 +357,85 @@ def test_backends_lists_them_all() -> None:
     infos = ml.available_backends()
     result = run("backends")
     assert result.exit_code == 0
-    lines = result.stdout.splitlines()
-    assert lines[0].split()[:5] == ["name", "available", "version", "priority", "devices"]
-    assert [line.split()[0] for line in lines[1:]] == [info.name for info in infos]
-    assert "yes" in next(line for line in lines if line.startswith("numpy"))
+    blocks = blocks_of(result.stdout)
+    assert list(blocks) == [info.name for info in infos]
+    for info in infos:
+        assert f"priority {info.priority}" in blocks[info.name]
+        assert (info.version or "") in blocks[info.name]
+    block = blocks["numpy"]
+    assert "devices       cpu" in block
+    assert "GiB free of" in block
+    assert "dtypes        F32 F16 BF16 I8 U8 I32 I64 BOOL" in block
+    assert "capabilities  -" in block
+    assert all(line == line.rstrip() for line in result.stdout.splitlines())
+
+
+def blocks_of(text: str) -> dict[str, str]:
+    """The lines of each backend, by its name."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        name = line.split()[0] if line[0] != " " else list(found)[-1]
+        found[name] = f"{found.get(name, '')}{line}\n"
+    return found
 
 
 def test_backends_as_json() -> None:
-    rows = json.loads(run("backends", "--json").stdout)
-    assert {row["name"] for row in rows} >= {"numpy"}
-    assert set(rows[0]) == {
-        "name", "available", "reason", "version", "devices", "priority", "install_hint"
+    rows = {row["name"]: row for row in json.loads(run("backends", "--json").stdout)}
+    assert set(rows["numpy"]) == {
+        "name", "available", "reason", "version", "devices", "priority", "install_hint",
+        "dtypes", "absent", "error", "memory", "capabilities",
     }  # fmt: skip
+    (memory,) = rows["numpy"]["memory"]
+    assert (memory["device"], memory["allocated"]) == ("cpu", 0)
+    assert 0 < memory["free"] <= memory["total"]
+    assert rows["numpy"]["capabilities"] == rows["numpy"]["absent"] == []
+
+
+@pytest.mark.parametrize("name", ["torch", "mlx"])
+def test_backends_tell_their_capabilities(name: str) -> None:
+    rows = {row["name"]: row for row in json.loads(run("backends", "--json").stdout)}
+    if not rows[name]["available"]:
+        pytest.skip(rows[name]["reason"])
+    with ml.open_backend(name) as backend:
+        kinds = (ml.SupportsAttention, ml.SupportsRope, ml.SupportsCacheConfig)
+        expected = [kind.__name__ for kind in kinds if isinstance(backend, kind)]
+    assert "SupportsAttention" in expected
+    assert rows[name]["capabilities"] == expected
 
 
 def test_backends_that_cannot_run_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    info = ml.BackendInfo("abacus", False, "no beads", None, (), 3, "pip install beads")
+    info = ml.BackendInfo("abacus", False, "no\nbeads", None, (), 3, "pip install beads")
     monkeypatch.setattr(ml, "available_backends", lambda: (info,))
-    assert "no beads; pip install beads" in run("backends").stdout
-    console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    console.print(kvcache.commands._backends_table([info]))
-    assert "no beads; pip install beads" in console.file.getvalue()  # type: ignore[attr-defined]
+    lines = run("backends").stdout.splitlines()
+    assert lines == [
+        "abacus  priority 3, cannot run here",
+        "  why           no beads",
+        "  install       pip install beads",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_backends_fit_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = ml.BackendInfo("abacus", False, "no beads, " * 30, None, (), 3, "pip install beads")
+    monkeypatch.setattr(ml, "available_backends", lambda real=ml.available_backends: (*real(), absent))
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(listing(survey()))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= width
+    why = next(i for i, line in enumerate(lines) if line.endswith("priority 3, cannot run here")) + 1
+    assert lines[why].startswith("  why           no beads, no beads")
+    assert lines[why + 1].startswith(f"{'':16}"), "what is wrapped stays in its column"
+    assert any("dtypes        F32 F16 BF16 I8 U8 I32 I64 BOOL" in line for line in lines)
+
+
+def test_backends_tell_memory_that_is_known_in_part() -> None:
+    info = ml.BackendInfo("abacus", True, "", "1", ("rod:0",), 3, "")
+    sizes = [(2**30, 2**31), (2**30, None), (None, 2**31), (None, None)]
+    row = Surveyed(info, memory=tuple(ml.DeviceMemory("rod:0", 0, *size) for size in sizes))
+    shown = [line.split("rod:0: ")[1] for line in plain([row]) if "memory" in line]
+    assert shown == [
+        "1.0 GiB free of 2.0 GiB", "1.0 GiB free", "2.0 GiB, how much is free is unknown", "unknown"
+    ]  # fmt: skip
 
 
 # A terminal.

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 HEAD = """
-from ml import Availability, BackendSpec, DeviceInfo, hookimpl
+from ml import Availability, BackendSpec, CacheConfig, DeviceInfo, DType, Features, hookimpl
 from ml.base import BaseBackend
 
 class Opened(BaseBackend):
@@ -22,13 +22,20 @@ class Opened(BaseBackend):
         super().__init__(name, (DeviceInfo(device, device),), **options)
     def _new_context(self, max_graph_nodes):
         raise NotImplementedError
+    def cache_config(self):
+        return CacheConfig()
+
+class Unmetered(Opened):
+    def memory(self):
+        raise OSError("the meter is broken")
 
 def well():
     return Availability(True, version="1.2.3", devices=("cpu", "npu"))
 
 def record(name, priority, probe=well, open=None):
     return BackendSpec(name, priority, (), f"pip install {name}", probe,
-                       open or (lambda **options: Opened(name, **options)))
+                       open or (lambda **options: Opened(name, **options)),
+                       Features(frozenset({DType.F32, DType.F16}), frozenset({"compute"})))
 
 def fail(**options):
     raise RuntimeError("it went up in smoke")
@@ -49,6 +56,7 @@ PLUGINS = {
     "probes_badly": HEAD + HOOK + "record('probes_badly', 980, probe=lambda: True)",
     "absent": HEAD + HOOK + "record('absent', 970, probe=lambda: Availability(False, 'no such chip'))",
     "open": HEAD + HOOK + "record('open', 1000, open=fail)",
+    "memory": HEAD + HOOK + "record('memory', 890, open=lambda **options: Unmetered('memory', **options))",
     "twin": HEAD + HOOK + "record('whole', 1)",
 }
 """Modules by the name of their entry point."""
@@ -218,11 +226,38 @@ def test_listing_imports_no_framework_that_is_not_asked(tmp_path: Path) -> None:
     assert ask(tmp_path, code) == []
 
 
-def test_the_command_shows_a_table_of_them(tmp_path: Path) -> None:
+def test_the_command_shows_all_of_them(tmp_path: Path) -> None:
     pytest.importorskip("typer")
-    install(tmp_path, "whole", "probe", "missing", "absent")
-    done = run(tmp_path, "-m", "kvcache", "backends", COLUMNS="240")
+    install(tmp_path, "whole", "probe", "missing", "absent", "open", "memory")
+    done = run(tmp_path, "-m", "kvcache", "backends")
     assert done.returncode == 0, done.stderr
-    table = " ".join(done.stdout.split())
-    for shown in ("whole", "1.2.3", "npu", "900", "numpy", "pip install absent", *BROKEN_SHOWN):
-        assert shown in table, f"{shown!r} is not in\n{done.stdout}"
+    lines = done.stdout.splitlines()
+    for shown in (
+        "whole  1.2.3, priority 900",
+        "  devices       cpu, npu",
+        "  memory        cpu: unknown",
+        "open  1.2.3, priority 1000, failed to open",
+        "  why           open_backend: 'open' failed to open: RuntimeError: it went up in smoke",
+        "memory  1.2.3, priority 890, failed to open",
+        "  why           OSError: the meter is broken",
+        "absent  priority 970, cannot run here",
+        "  why           no such chip",
+        "  install       pip install absent",
+    ):
+        assert shown in lines, f"{shown!r} is not in\n{done.stdout}"
+    assert any(line.startswith("numpy  ") for line in lines)
+    assert all(shown in done.stdout for shown in BROKEN_SHOWN)
+
+
+def test_the_command_tells_all_of_it_as_json(tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    install(tmp_path, "whole", "open", "missing")
+    done = run(tmp_path, "-m", "kvcache", "backends", "--json")
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    whole = rows["whole"]
+    assert whole["capabilities"] == ["SupportsCacheConfig"]
+    assert whole["memory"] == [{"device": "cpu", "allocated": 0, "free": None, "total": None}]
+    assert (whole["dtypes"], whole["absent"], whole["error"]) == (["F32", "F16"], ["compute"], "")
+    assert "it went up in smoke" in rows["open"]["error"]
+    assert rows["open"]["memory"] == rows["missing"]["dtypes"] == []
+    assert rows["missing"]["available"] is False

@@ -392,7 +392,7 @@ class EncoderTests(CacheCase):
             "copy": lambda r: r.cache.copy_prefix(0, 2, 1),
             "remove": lambda r: r.cache.remove(0, 0),
         }
-        every_failure(backend, when, make, tensors[what], lambda r: r.look(computes=False))
+        every_failure(backend, when, make, tensors[what], lambda r: r.look(computes=False), self.fault_stride)
 
 
 def _zeros(ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -51,6 +51,9 @@ every_arrangement = pytest.mark.parametrize("arranged", list(ARRANGEMENTS.values
 
 class CacheCase(BackendCase):
     """Fixtures of the cache suite; the backend is chosen as in :class:`ml.testing.BackendTests`."""
+
+    fault_stride: ClassVar[int] = 1
+    """Of the calls to the backend that could fail, one in this many does (see failing.py)."""
 
     @pytest.fixture
     def rig(self, backend: ml.Backend, ctx: ml.Context) -> MakeRig:

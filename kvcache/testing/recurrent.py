@@ -472,7 +472,7 @@ class RecurrentFaultTests(CacheCase):
             fault.prepare(r)
             return r
 
-        every_failure(backend, when, make, fault.act, lambda r: _check_after(r, fault))
+        every_failure(backend, when, make, fault.act, lambda r: _check_after(r, fault), self.fault_stride)
 
 
 def _check_after(r: StateRig, fault: Fault) -> None:

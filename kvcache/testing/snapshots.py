@@ -262,7 +262,9 @@ class SnapshotTests(CacheCase):
                 h.check()
             h.restore(seq, snapshot, ids)
 
-        every_failure(backend, when, make, lambda made: made[0].cache.restore(seq, made[1]), check)
+        every_failure(
+            backend, when, make, lambda made: made[0].cache.restore(seq, made[1]), check, self.fault_stride
+        )
 
     @every_way_to_fail
     def test_a_failing_backend_takes_no_snapshot_and_changes_nothing(
@@ -272,7 +274,9 @@ class SnapshotTests(CacheCase):
             snapshot = h.cache.snapshot(0)
             return h.cache.merge(*h.cache.split(snapshot, 3))
 
-        every_failure(backend, when, lambda b, ctx: _filled(ALL, b, ctx), act, lambda h: h.check())
+        every_failure(
+            backend, when, lambda b, ctx: _filled(ALL, b, ctx), act, lambda h: h.check(), self.fault_stride
+        )
 
 
 def _filled(setup: Setup, backend: ml.Backend, ctx: ml.Context) -> Holder:

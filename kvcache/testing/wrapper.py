@@ -429,4 +429,4 @@ class WrapperTests(CacheCase):
             r.forward([0, 2], [0, 1])
             r.drain()
 
-        every_failure(backend, when, make, acts[what], check)
+        every_failure(backend, when, make, acts[what], check, self.fault_stride)

@@ -1,0 +1,277 @@
+"""What passes where, from the suites' own results: a Markdown table for each area of the contract.
+
+::
+
+    python -m ml.testing.table --ml-backends numpy,torch,mlx > conformance.md
+
+runs the suites on each backend in a process of its own. ``--results FOLDER`` keeps what each run
+reports (``NAME.json``) and takes a report that is there in place of a run, so that backends of
+several machines come into one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+__all__ = ["Collector", "Result", "Run", "main", "render"]
+
+SUITES = ("ml.testing", "kvcache.testing")
+OUTCOMES = ("pass", "absent", "n/a", "FAIL")
+_MANY = 8
+"""More dtypes than this in one row are counted, not named, where they are all there are."""
+
+
+class Result(NamedTuple):
+    """One test: the module it is written in, its name, operation and dtypes, and how it ended."""
+
+    area: str
+    test: str
+    operation: str
+    dtypes: str
+    outcome: str
+    reason: str
+
+
+class Run(NamedTuple):
+    """The results of one backend."""
+
+    name: str
+    version: str
+    results: tuple[Result, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.version}".rstrip()
+
+
+# In pytest: `-p ml.testing.table --ml-results=FILE` writes what the suite reports.
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ml", "conformance of ml backends")
+    group.addoption(
+        "--ml-results", metavar="FILE", help="write the outcome of every test of the suites there"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--ml-results"):
+        config.pluginmanager.register(Collector(Path(path), str(config.getoption("--ml-backend"))))
+
+
+class Collector:
+    """Notes the outcome of every test, and writes them all at the end."""
+
+    def __init__(self, path: Path, backend: str) -> None:
+        self.path, self.backend = path, backend
+        self.tests: dict[str, tuple[str, str, str, str]] = {}
+        self.outcomes: dict[str, tuple[str, str]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self.tests = {item.nodeid: _describe(item) for item in items}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.outcomes[report.nodeid] = "FAIL", report.when
+        elif report.skipped:
+            self.outcomes[report.nodeid] = _skipped(report)
+        elif report.when == "call":
+            self.outcomes[report.nodeid] = "pass", ""
+
+    def pytest_sessionfinish(self) -> None:
+        results = [(*test, *self.outcomes.get(nodeid, ("FAIL", ""))) for nodeid, test in self.tests.items()]
+        record = {"name": self.backend, "version": _version(self.backend), "results": results}
+        self.path.write_text(json.dumps(record, indent=0) + "\n", encoding="utf-8")
+
+
+def _describe(item: pytest.Item) -> tuple[str, str, str, str]:
+    function = getattr(item, "function", None)
+    params: Mapping[str, object] = getattr(getattr(item, "callspec", None), "params", {})
+    named = params.get("op", params.get("symbol", ""))
+    operation = named if isinstance(named, str) else ""
+    area = getattr(function, "__module__", "")
+    return area, getattr(function, "__name__", item.name), operation, "-".join(_dtypes(params.values()))
+
+
+def _dtypes(values: Iterable[object]) -> list[str]:
+    from ml.dtypes import DType
+
+    found: list[str] = []
+    for value in values:
+        if isinstance(value, DType):
+            found.append(value.name)
+        elif isinstance(value, tuple):
+            found += _dtypes(value)
+    return found
+
+
+def _skipped(report: pytest.TestReport) -> tuple[str, str]:
+    """A declared absence, or a test that asks nothing of this backend."""
+    reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    return ("absent" if reason.startswith("declared absent") else "n/a"), reason
+
+
+def _version(name: str) -> str:
+    from ml.plugins import available_backends
+
+    return next((info.version or "" for info in available_backends() if info.name == name), "")
+
+
+# Runs.
+
+
+def _run(name: str, suites: Sequence[str], path: Path) -> None:
+    """Run the suites on a backend in a process of its own. RuntimeError when pytest itself fails."""
+    options = f"--ml-backend={name} --ml-results={path} -q --tb=short -p no:cacheprovider -p no:xdist".split()
+    command = [sys.executable, "-m", "pytest", "-p", "ml.testing.table", "--pyargs", *suites, *options]
+    done = subprocess.run(command, stdout=sys.stderr, check=False)
+    if done.returncode not in (0, 1):  # 1: tests failed, which the table says
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}")
+
+
+def _load(path: Path) -> Run:
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return Run(record["name"], record["version"], tuple(Result(*row) for row in record["results"]))
+
+
+def _runs(names: Sequence[str], suites: Sequence[str], folder: Path) -> list[Run]:
+    for name in names:
+        if not (folder / f"{name}.json").exists():
+            _run(name, suites, folder / f"{name}.json")
+    return [_load(folder / f"{name}.json") for name in names]
+
+
+# Markdown.
+
+
+def render(runs: Sequence[Run], command: str) -> str:
+    """The whole page."""
+    areas = list(dict.fromkeys(result.area for run in runs for result in run.results))
+    parts = [_HEAD.format(command=command, versions=", ".join(run.title for run in runs))]
+    parts += ["## By area\n", _summary(runs, areas, "area")]
+    dtypes = [name for name in _NAMES if any(_has(result, name) for run in runs for result in run.results)]
+    parts += [
+        "## By dtype\n",
+        _summary(runs, dtypes, "dtypes"),
+        "## Tests that were not run\n",
+        _reasons(runs),
+    ]
+    parts += [part for area in areas for part in (f"## {area}\n", _area(runs, area))]
+    return "\n".join(parts)
+
+
+_NAMES = ("F32", "F16", "BF16", "I8", "U8", "I32", "I64", "BOOL", "Q8_0", "Q4_0")
+_HEAD = """# What passes where
+
+Written by a machine from the results of the shipped suites; do not edit. To make it again:
+
+```console
+$ {command}
+```
+
+{versions}. A cell counts tests: those that **pass**, those skipped because the backend declares the operation or dtype
+**absent** (another test checks that it then refuses), those that ask nothing of this backend (**n/a**), and those that **FAIL**.
+A row without a dtype is of tests that use one of their own choice, or several.
+"""
+
+
+def _has(result: Result, name: str) -> bool:
+    return name in result.dtypes.split("-")
+
+
+def _summary(runs: Sequence[Run], rows: Sequence[str], field: str) -> str:
+    lines = _table([field.removesuffix("s"), *(run.title for run in runs)])
+    for name in rows:
+        counts = [
+            Counter(
+                result.outcome
+                for result in run.results
+                if (_has(result, name) if field == "dtypes" else result.area == name)
+            )
+            for run in runs
+        ]
+        lines.append(_row([name, *map(_cell, counts)]))
+    totals = [Counter(result.outcome for result in run.results) for run in runs]
+    return "\n".join([*lines, *([_row(["all", *map(_cell, totals)])] if field == "area" else []), ""])
+
+
+def _reasons(runs: Sequence[Run]) -> str:
+    lines = _table(["reason", *(run.title for run in runs)])
+    found = [Counter(one.reason for one in run.results if one.outcome in ("absent", "n/a")) for run in runs]
+    for reason in sorted({reason for counts in found for reason in counts}):
+        lines.append(_row([reason, *(str(counts[reason] or "") for counts in found)]))
+    return "\n".join([*lines, ""])
+
+
+def _area(runs: Sequence[Run], area: str) -> str:
+    """Tests in the order of the suite; dtypes with the same outcome everywhere share a row."""
+    tests: dict[tuple[str, str], dict[str, list[Counter[str]]]] = {}
+    for i, run in enumerate(runs):
+        for one in (result for result in run.results if result.area == area):
+            dtypes = tests.setdefault((one.test, one.operation), {})
+            dtypes.setdefault(one.dtypes, [Counter() for _ in runs])[i][one.outcome] += 1
+    lines = _table(["operation", "dtype", *(run.name for run in runs)])
+    for (test, operation), dtypes in tests.items():
+        alike: dict[tuple[frozenset[str], ...], list[str]] = {}
+        for name, counts in dtypes.items():
+            alike.setdefault(tuple(frozenset(count) for count in counts), []).append(name)
+        for names in alike.values():
+            sums = [sum((dtypes[name][i] for name in names), Counter()) for i in range(len(runs))]
+            lines.append(_row([_label(test, operation), _listed(names, len(dtypes)), *map(_cell, sums)]))
+    return "\n".join([*lines, ""])
+
+
+def _label(test: str, operation: str) -> str:
+    words = test.removeprefix("test_").replace("_", " ")
+    return f"`{operation}`: {words}" if operation else words
+
+
+def _listed(names: Sequence[str], total: int) -> str:
+    if len(names) == total > _MANY:
+        return f"all {total} pairs" if all("-" in name for name in names) else f"all {total}"
+    return " ".join(names)
+
+
+def _cell(counts: Counter[str]) -> str:
+    shown = [f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome]]
+    return ", ".join(f"**{text}**" if text.endswith("FAIL") else text for text in shown) or "-"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _table(headings: Sequence[str]) -> list[str]:
+    return [_row(headings), f"|{'---|' * len(headings)}"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the page. Exit code 1 when a test failed somewhere."""
+    parser = argparse.ArgumentParser(prog="python -m ml.testing.table", description="What passes where.")
+    parser.add_argument("--ml-backends", required=True, metavar="NAMES", help="with commas between them")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="keep reports there, and use them")
+    given = parser.parse_args(arguments)
+    names = given.ml_backends.split(",")
+    suites = [suite for suite in SUITES if importlib.util.find_spec(suite.partition(".")[0])]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given.results or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        runs = _runs(names, suites, folder)
+    sys.stdout.write(render(runs, f"python -m ml.testing.table --ml-backends {','.join(names)}"))
+    return int(any(result.outcome == "FAIL" for run in runs for result in run.results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
