@@ -55,13 +55,13 @@ class CacheFullError(KVCacheError, RuntimeError):
     (a shared cell counts for each). Removing a sequence and starting the same batch again works.
     """
 
-    def __init__(self, asked: int, free: int, held: Mapping[int, int]) -> None:
+    def __init__(self, asked: int, free: int, held: Mapping[int, int], op: str = "start_forward") -> None:
         self.asked = asked
         self.free = free
         self.held = dict(held)
         holders = ", ".join(f"sequence {seq}: {count}" for seq, count in self.held.items()) or "nobody"
         super().__init__(
-            f"start_forward: the batch needs {asked} cells and {free} are free (held by {holders}); "
+            f"{op}: {asked} cells are needed and {free} are free (held by {holders}); "
             "remove a sequence or part of one, or init with a larger capacity"
         )
 

@@ -47,7 +47,7 @@ class LayerSnapshot:
         return self.tensors[len(self.tensors) // 2 :]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionSnapshot:
     """What an attention cache held of one sequence at ``positions``, all within ``[begin, end)``.
 
@@ -67,7 +67,7 @@ class AttentionSnapshot:
         return sum(tensor.nbytes for layer in self.layers.values() for tensor in layer.tensors)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RecurrentSnapshot:
     """The states of one sequence at ``end``, and its attention layers over ``[begin, end)``."""
 
@@ -180,7 +180,7 @@ class AttentionSnapshots:
         saved, held = row.save_copy(), row.cells.copy()
         table.drop(seq, row.index(snapshot.begin), len(row))
         if count > table.free:
-            full = CacheFullError(count, table.free, table.held())
+            full = CacheFullError(count, table.free, table.held(), op="restore")
             table.restore_row(seq, saved)
             raise full
         if not count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -41,6 +42,38 @@ def runner_backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
         pytest.skip(f"{request.param} cannot run here: {infos[request.param].reason}")
     with one_torch_thread(request.param), ml.open_backend(request.param) as backend:
         yield backend
+
+
+@pytest.fixture(scope="session")
+def open_any() -> Callable[[str], contextlib.AbstractContextManager[ml.Backend]]:
+    """``with open_any(name) as backend``: any backend, the JAX example too; skips what cannot run here."""
+    return _open_any
+
+
+@contextlib.contextmanager
+def _open_any(name: str) -> Iterator[ml.Backend]:
+    with contextlib.ExitStack() as stack:
+        if name == "jax" and name not in ml.plugins.registry().specs():
+            stack.enter_context(_jax_example())
+        info = next(info for info in ml.available_backends() if info.name == name)
+        if not info.available:
+            pytest.skip(f"{name} cannot run here: {info.reason}")
+        stack.enter_context(one_torch_thread(name))
+        yield stack.enter_context(ml.open_backend(name))
+
+
+@contextlib.contextmanager
+def _jax_example() -> Iterator[None]:
+    """The plugin of examples/ml-backend-jax, registered by hand where it is not installed."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).resolve().parents[1] / "examples" / "ml-backend-jax")
+        plugin = importlib.import_module("ml_backend_jax")
+        ml.plugins.registry().register(plugin, "jax")
+        try:
+            yield
+        finally:
+            ml.plugins.registry().unregister(plugin)
 
 
 @contextlib.contextmanager

@@ -97,8 +97,8 @@ class StateModel:
         return cells - len({token for row in self.rows for token in row.tokens})
 
     def fresh(self, ids: Sequence[int]) -> list[Token]:
-        self.next_cell += len(ids)
-        return [(self.next_cell + i, token) for i, token in enumerate(ids)]
+        first, self.next_cell = self.next_cell, self.next_cell + len(ids)
+        return [(first + i, token) for i, token in enumerate(ids)]
 
     def start(self, sequences: Sequence[int], ids: Sequence[int]) -> None:
         if len(ids) > self.free():

@@ -29,7 +29,7 @@ __all__ = ["Collector", "Result", "Run", "main", "render"]
 SUITES = ("ml.testing", "kvcache.testing")
 OUTCOMES = ("pass", "absent", "n/a", "FAIL")
 _MANY = 8
-"""More dtypes than this in one row are counted, not named, where they are all there are."""
+"""More pairs of dtypes than this in one row are counted, not named."""
 
 
 class Result(NamedTuple):
@@ -71,15 +71,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Collector:
-    """Notes the outcome of every test, and writes them all at the end."""
+    """Notes the outcome of every test, and writes them all at the end. One without an outcome failed."""
 
     def __init__(self, path: Path, backend: str) -> None:
         self.path, self.backend = path, backend
         self.tests: dict[str, tuple[str, str, str, str]] = {}
         self.outcomes: dict[str, tuple[str, str]] = {}
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        self.tests = {item.nodeid: _describe(item) for item in items}
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.tests = {item.nodeid: _describe(item) for item in session.items}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -181,9 +181,12 @@ Written by a machine from the results of the shipped suites; do not edit. To mak
 $ {command}
 ```
 
-{versions}. A cell counts tests: those that **pass**, those skipped because the backend declares the operation or dtype
-**absent** (another test checks that it then refuses), those that ask nothing of this backend (**n/a**), and those that **FAIL**.
-A row without a dtype is of tests that use one of their own choice, or several.
+{versions}.
+
+A cell counts tests: those that **pass**, those skipped because the backend declares the operation or
+dtype **absent** (another test checks that it then refuses), those that ask nothing of this backend
+(**n/a**), and those that **FAIL**. A row without an operation or dtype is of tests that choose their
+own. Operations or dtypes in one row have the same outcome; where one differs, it has a row.
 """
 
 
@@ -216,32 +219,39 @@ def _reasons(runs: Sequence[Run]) -> str:
 
 
 def _area(runs: Sequence[Run], area: str) -> str:
-    """Tests in the order of the suite; dtypes with the same outcome everywhere share a row."""
-    tests: dict[tuple[str, str], dict[str, list[Counter[str]]]] = {}
+    """Tests in the order of the suite. What has the same outcome everywhere shares a row."""
+    tests: dict[str, dict[tuple[str, str], list[Counter[str]]]] = {}
     for i, run in enumerate(runs):
         for one in (result for result in run.results if result.area == area):
-            dtypes = tests.setdefault((one.test, one.operation), {})
-            dtypes.setdefault(one.dtypes, [Counter() for _ in runs])[i][one.outcome] += 1
-    lines = _table(["operation", "dtype", *(run.name for run in runs)])
-    for (test, operation), dtypes in tests.items():
-        alike: dict[tuple[frozenset[str], ...], list[str]] = {}
-        for name, counts in dtypes.items():
-            alike.setdefault(tuple(frozenset(count) for count in counts), []).append(name)
-        for names in alike.values():
-            sums = [sum((dtypes[name][i] for name in names), Counter()) for i in range(len(runs))]
-            lines.append(_row([_label(test, operation), _listed(names, len(dtypes)), *map(_cell, sums)]))
+            parts = tests.setdefault(one.test, {})
+            parts.setdefault((one.operation, one.dtypes), [Counter() for _ in runs])[i][one.outcome] += 1
+    lines = _table(["test", "operation", "dtype", *(run.name for run in runs)])
+    for test, parts in tests.items():
+        for group in _alike(parts):
+            sums = [sum((parts[part][i] for part in group), Counter()) for i in range(len(runs))]
+            operations = " ".join(dict.fromkeys(f"`{operation}`" for operation, _ in group if operation))
+            dtypes = _listed(list(dict.fromkeys(dtype for _, dtype in group)))
+            lines.append(_row([_words(test), operations, dtypes, *map(_cell, sums)]))
     return "\n".join([*lines, ""])
 
 
-def _label(test: str, operation: str) -> str:
-    words = test.removeprefix("test_").replace("_", " ")
-    return f"`{operation}`: {words}" if operation else words
+def _alike(parts: Mapping[tuple[str, str], Sequence[Counter[str]]]) -> list[list[tuple[str, str]]]:
+    """Operations and dtypes with the same outcomes: dtypes of one operation, or operations without one."""
+    groups: dict[tuple[object, ...], list[tuple[str, str]]] = {}
+    for (operation, dtypes), counts in parts.items():
+        key = (operation if dtypes else "", bool(dtypes), *(frozenset(count) for count in counts))
+        groups.setdefault(key, []).append((operation, dtypes))
+    return list(groups.values())
 
 
-def _listed(names: Sequence[str], total: int) -> str:
-    if len(names) == total > _MANY:
-        return f"all {total} pairs" if all("-" in name for name in names) else f"all {total}"
-    return " ".join(names)
+def _words(test: str) -> str:
+    return test.removeprefix("test_").replace("_", " ")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Pairs are named where they are few, else counted; single dtypes are always named."""
+    pairs = sum("-" in name for name in names)
+    return f"{pairs} pairs" if pairs > _MANY else " ".join(names).strip()
 
 
 def _cell(counts: Counter[str]) -> str:
