@@ -13,7 +13,7 @@ run: $(VENV)/.installed-run
 	  --prompt "And it came to pass in those days, that God said unto Moses,"
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
