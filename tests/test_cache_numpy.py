@@ -15,6 +15,8 @@ class TestNumpy(CacheTests):
     backend_name = "numpy"
     traces = 2000
     state_traces = 160
+    wrapper_traces = 40
+    encoder_traces = 60
     examples = 100
 
 

@@ -184,7 +184,7 @@ def encoder_trace(backend: ml.Backend, seed: int, floats: Sequence[DType], compu
 
 
 class EncoderTests(CacheCase):
-    encoder_traces: ClassVar[int] = 60
+    encoder_traces: ClassVar[int] = 30
     """How many seeded traces of the encoder cache to run."""
 
     @pytest.fixture

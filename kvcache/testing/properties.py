@@ -21,9 +21,9 @@ PARTS = 8
 
 
 class PropertyTests(CacheCase):
-    traces: ClassVar[int] = 400
+    traces: ClassVar[int] = 100
     """How many seeded traces to run."""
-    examples: ClassVar[int] = 40
+    examples: ClassVar[int] = 15
     """How many programs hypothesis makes up."""
 
     @pytest.mark.parametrize("part", range(PARTS))

@@ -28,7 +28,7 @@ MakeStates = Callable[..., StateRig]
 
 
 class RecurrentTests(CacheCase):
-    state_traces: ClassVar[int] = 80
+    state_traces: ClassVar[int] = 40
     """How many seeded traces of the recurrent cache to run."""
 
     @pytest.fixture

@@ -224,7 +224,7 @@ def _random_call(rnd: random.Random, r: WrapperRig, count: int) -> None:
 
 
 class WrapperTests(CacheCase):
-    wrapper_traces: ClassVar[int] = 40
+    wrapper_traces: ClassVar[int] = 20
     """How many seeded traces of the wrapper to run."""
 
     @pytest.fixture
