@@ -16,6 +16,7 @@ class TestNumpy(CacheTests):
     traces = 2000
     state_traces = 160
     wrapper_traces = 40
+    quantized_traces = 30
     encoder_traces = 60
     examples = 100
 

@@ -170,7 +170,7 @@ def _random_call(rnd: random.Random, r: QuantizedRig, count: int) -> None:
 
 
 class QuantizedTests(CacheCase):
-    quantized_traces: ClassVar[int] = 30
+    quantized_traces: ClassVar[int] = 8
     """How many seeded traces of quantized caches to run."""
 
     def test_quantized_tokens_stay_within_their_bound_in_random_traces(
