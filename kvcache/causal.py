@@ -95,11 +95,19 @@ class CausalCache(AttentionSnapshots):
 
         Before ``init``, or after it while nothing has been stored; OrderError later.
         """
+        self.prepare_set_config(config)()
+
+    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
+        """Check all that ``set_config`` may refuse; the callable returned then does it."""
         if self._buffers or self._forward is not None or (self._backend and any(self._table.occupied())):
             raise OrderError("set_config: tokens are stored already; configure before the first batch")
-        self._config = config
-        if self._backend is not None:
-            self._make_table()
+
+        def commit() -> None:
+            self._config = config
+            if self._backend is not None:
+                self._make_table()
+
+        return commit
 
     def close(self) -> None:
         """Drop all tensors and metadata. ``init`` may bind the cache anew."""
@@ -220,16 +228,21 @@ class CausalCache(AttentionSnapshots):
             table.take(group.seq, group.positions, chosen)
         return chosen
 
-    def undo_forward(self) -> None:
+    def pass_under_way(self) -> object:
+        """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
+        return self._forward
+
+    def undo_forward(self, resume: object = None) -> None:
         """Take back the last ``start_forward``, evictions included, as if it had not been called.
 
         For caches that start together: where one refuses, the others go back. Only right after
         ``start_forward``; once another sequence operation has followed there is nothing to undo.
+        The pass ends, or goes on with ``resume``: what ``pass_under_way`` gave before that start.
         """
         self._bound("undo_forward")
         saved, self._undo = self._undo, {}
         self._restore(saved)
-        self._forward = None
+        self._forward = resume if isinstance(resume, Forward) else None
 
     def _restore(self, saved: dict[int, SavedRow]) -> None:
         for seq, row in saved.items():
@@ -261,6 +274,14 @@ class CausalCache(AttentionSnapshots):
         shapes and allocates its buffers. Raises InvalidRangeError for other shapes.
         """
         forward = self._forward or self._started("put")
+        buffers = self._buffers.get(self._layer)
+        if (
+            buffers is not None
+            and forward.run >= 0
+            and (store := buffers.store) is not None
+            and store.write(ctx, forward.run, forward.tokens, key, value)
+        ):
+            return
         key_shape, value_shape = key.shape, value.shape
         if (
             len(key_shape) != 3
@@ -272,7 +293,6 @@ class CausalCache(AttentionSnapshots):
                 f"put: key {key_shape} and value {value_shape} for a batch of {forward.tokens}; "
                 "they are (tokens, kv_heads, head_dim) and (tokens, kv_heads, v_dim)"
             )
-        buffers = self._buffers.get(self._layer)
         if buffers is None:
             buffers = self._allocate(ctx, self._layer, key_shape, value_shape, key.dtype)
         buffers.check(self._layer, key_shape, value_shape)
@@ -300,10 +320,14 @@ class CausalCache(AttentionSnapshots):
         where the cells lie close together, else gathered copies.
         """
         forward = self._forward or self._started("get")
-        buffers = self._stored("get")
+        buffers = self._buffers.get(self._layer) or self._stored("get")
         if forward.reserve:
             return (*buffers.read_as_configured(ctx, 0, self._table.cells), self._reserve_mask(ctx, forward))
         reading, mask = forward.shared(ctx)
+        if reading.index is None and (store := buffers.store) is not None:
+            found = store.read(ctx, reading.start, reading.length)
+            if found is not None:
+                return found[0], found[1], mask
         return (*buffers.read_as_configured(ctx, reading.cells(ctx), reading.length), mask)
 
     def attend(

@@ -34,6 +34,22 @@ class _Entry:
     layers: dict[int, tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Pass:
+    """One forward pass: the batch, who receives what is put, and what was stored before it."""
+
+    groups: list[Group]
+    receivers: list[tuple[int, int]]
+    tokens: int
+    reserve: bool
+    previous: dict[int, _Entry]
+    first: bool
+    """It is the first of the cache: taken back, the cache may be configured again."""
+    mask: Mask | bool = False
+    shown: dict[tuple[int, int], tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
+    """What was put while reserving."""
+
+
 class EncoderCache:
     """K and V of each sequence's encoder output, stored once and read by every later token.
 
@@ -52,14 +68,8 @@ class EncoderCache:
     def _reset(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._layer = 0
-        self._groups: list[Group] | None = None
-        self._tokens = 0
-        self._receivers: list[tuple[int, int]] = []
-        self._reserve = False
+        self._pass: _Pass | None = None
         self._used = False
-        self._shown: dict[tuple[int, int], tuple[ml.Tensor, ml.Tensor]] = {}  # put while reserving
-        self._mask: Mask | bool = False
-        self._previous: dict[int, _Entry] | None = None
 
     def init(
         self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
@@ -77,9 +87,17 @@ class EncoderCache:
         self._closed = False
 
     def set_config(self, config: ml.CacheConfig) -> None:
+        self.prepare_set_config(config)()
+
+    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
+        """Check all that ``set_config`` may refuse; the callable returned then does it."""
         if self._used:
             raise OrderError("set_config: batches were started already; configure before the first")
-        self._config = config
+
+        def commit() -> None:
+            self._config = config
+
+        return commit
 
     @property
     def config(self) -> ml.CacheConfig:
@@ -100,18 +118,20 @@ class EncoderCache:
         self._bound("start_forward")
         groups = group_batch(batch, self._max_sequences)
         receivers = _receivers(batch)
-        self._groups, self._receivers = groups, receivers
-        self._tokens, self._reserve, self._mask = len(batch), reserve, False
-        self._shown.clear()
-        self._previous = dict(self._entries)
+        self._pass = _Pass(groups, receivers, len(batch), reserve, dict(self._entries), not self._used)
         self._used = True
 
-    def undo_forward(self) -> None:
-        """Forget the pass, and what was put in it."""
+    def pass_under_way(self) -> object:
+        """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
+        return self._pass
+
+    def undo_forward(self, resume: object = None) -> None:
+        """Forget the pass, and what was put in it; go on with ``resume``, the one before."""
         self._bound("undo_forward")
-        if self._previous is not None:
-            self._entries = self._previous
-        self._previous, self._groups = None, None
+        if self._pass is not None:
+            self._entries = self._pass.previous
+            self._used = not self._pass.first
+        self._pass = resume if isinstance(resume, _Pass) else None
 
     def encoder_cached(self, seq: int | None = None) -> bool:
         """Whether an encoder's output is stored: for ``seq``, or for all sequences of the batch."""
@@ -119,7 +139,7 @@ class EncoderCache:
         if seq is not None:
             check_sequence("encoder_cached", seq, self._max_sequences)
             return seq in self._entries
-        return all(group.seq in self._entries for group in self._started("encoder_cached"))
+        return all(group.seq in self._entries for group in self._started("encoder_cached").groups)
 
     def set_layer(self, layer: int) -> None:
         if layer < 0:
@@ -134,40 +154,29 @@ class EncoderCache:
         ``lengths`` says how many rows belong to each receiving sequence, in the order in which they
         appear in the batch; None divides them equally. The rows are copied.
         """
-        self._started("put")
+        current = self._started("put")
         if len(key.shape) != 3 or len(value.shape) != 3 or key.shape[:2] != value.shape[:2]:
             raise InvalidRangeError(
                 f"put: key {key.shape} and value {value.shape}; they are (total, kv_heads, head_dim) and "
                 "(total, kv_heads, v_dim)"
             )
-        sizes = self._lengths(key.shape[0], lengths)
-        if not self._reserve:
-            self._check_lengths(sizes)
+        sizes = _lengths(len(current.receivers), key.shape[0], lengths)
+        if not current.reserve:
+            self._check_lengths(current, sizes)
         parts = _split(ctx.layer(self._layer), key, value, sizes, self._dtype)
         ctx.forward(*(tensor for pair in parts for tensor in pair))
-        if self._reserve:
-            for (seq, _), tensors in zip(self._receivers, parts, strict=True):
-                self._shown[seq, self._layer] = tensors
+        if current.reserve:
+            for (seq, _), tensors in zip(current.receivers, parts, strict=True):
+                current.shown[seq, self._layer] = tensors
             return
-        for (seq, position), size, tensors in zip(self._receivers, sizes, parts, strict=True):
-            self._store(seq, position, size, tensors)
-        self._mask = False
+        for (seq, position), size, tensors in zip(current.receivers, sizes, parts, strict=True):
+            self._store(current, seq, position, size, tensors)
+        current.mask = False
 
-    def _lengths(self, total: int, lengths: Sequence[int] | None) -> list[int]:
-        count = len(self._receivers)
-        if lengths is None:
-            if total % count:
-                raise InvalidRangeError(f"put: {total} rows for {count} sequences; say lengths=")
-            return [total // count] * count
-        sizes = [int(size) for size in lengths]
-        if len(sizes) != count or sum(sizes) != total or min(sizes) < 0:
-            raise InvalidRangeError(f"put: lengths={sizes} for {total} rows of {count} sequences")
-        return sizes
-
-    def _check_lengths(self, sizes: Sequence[int]) -> None:
+    def _check_lengths(self, current: _Pass, sizes: Sequence[int]) -> None:
         """Refuse a layer that is longer or shorter than those put before it in this pass."""
-        for (seq, _), size in zip(self._receivers, sizes, strict=True):
-            entry = self._fresh(seq)
+        for (seq, _), size in zip(current.receivers, sizes, strict=True):
+            entry = self._fresh(current, seq)
             others = () if entry is None else entry.layers.keys() - {self._layer}
             if entry is not None and others and entry.length != size:
                 raise InvalidRangeError(
@@ -175,14 +184,16 @@ class EncoderCache:
                     f"layers {sorted(others)}; one encoder output has one length"
                 )
 
-    def _fresh(self, seq: int) -> _Entry | None:
+    def _fresh(self, current: _Pass, seq: int) -> _Entry | None:
         """The entry that began in this pass."""
         entry = self._entries.get(seq)
-        return None if entry is (self._previous or {}).get(seq) else entry
+        return None if entry is current.previous.get(seq) else entry
 
-    def _store(self, seq: int, position: int, size: int, tensors: tuple[ml.Tensor, ml.Tensor]) -> None:
+    def _store(
+        self, current: _Pass, seq: int, position: int, size: int, tensors: tuple[ml.Tensor, ml.Tensor]
+    ) -> None:
         """Add a layer to the entry that began in this pass, or begin it."""
-        entry = self._fresh(seq)
+        entry = self._fresh(current, seq)
         if entry is None or entry.length != size:
             entry = self._entries[seq] = _Entry(position, size)
         entry.layers[self._layer] = tensors
@@ -193,35 +204,37 @@ class EncoderCache:
         With ``permuted_v`` V is (kv_heads, v_dim, history). The mask is None for one sequence whatever
         ``elide_mask`` says, as there is nothing to hide.
         """
-        groups = self._started("get")
-        held = [self._held(group.seq) for group in groups]
+        current = self._started("get")
+        held = [self._held(current, group.seq) for group in current.groups]
         key, value = held[0]
         for other_key, other_value in held[1:]:
             key, value = key.concat(ctx, other_key, 0), value.concat(ctx, other_value, 0)
         if self.config.permuted_v:
             value = value.permute(ctx, 1, 2, 0)
-        return key, value, self._batch_mask(ctx, groups, [part.shape[0] for part, _ in held])
+        return key, value, self._batch_mask(ctx, current, [part.shape[0] for part, _ in held])
 
     def attend(
         self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
     ) -> ml.Tensor:
         """Attention of query (tokens, heads, head_dim) over its own sequence's encoder output."""
-        groups = self._started("attend")
-        if query.shape[0] != self._tokens:
-            raise InvalidRangeError(f"attend: query {query.shape} for a batch of {self._tokens} tokens")
+        current = self._started("attend")
+        groups = current.groups
+        if query.shape[0] != current.tokens:
+            raise InvalidRangeError(f"attend: query {query.shape} for a batch of {current.tokens} tokens")
         if len(groups) == 1:
-            return nn.attention(ctx, query, *self._held(groups[0].seq), None, scale, sinks)
-        dim = self._held(groups[0].seq)[1].shape[2]
+            return nn.attention(ctx, query, *self._held(current, groups[0].seq), None, scale, sinks)
+        dim = self._held(current, groups[0].seq)[1].shape[2]
         result = ctx.empty((*query.shape[:2], dim), query.dtype)
         for group in groups:
-            rows = np.arange(self._tokens)[group.rows]
-            out = nn.attention(ctx, query.rows(ctx, rows), *self._held(group.seq), None, scale, sinks)
+            rows = np.arange(current.tokens)[group.rows]
+            held = self._held(current, group.seq)
+            out = nn.attention(ctx, query.rows(ctx, rows), *held, None, scale, sinks)
             result.set_rows(ctx, out, rows)
         return result
 
-    def _held(self, seq: int) -> tuple[ml.Tensor, ml.Tensor]:
-        if (seq, self._layer) in self._shown:
-            return self._shown[seq, self._layer]
+    def _held(self, current: _Pass, seq: int) -> tuple[ml.Tensor, ml.Tensor]:
+        if (seq, self._layer) in current.shown:
+            return current.shown[seq, self._layer]
         entry = self._entries.get(seq)
         if entry is None or self._layer not in entry.layers:
             raise OrderError(
@@ -229,18 +242,18 @@ class EncoderCache:
             )
         return entry.layers[self._layer]
 
-    def _batch_mask(self, ctx: ml.Context, groups: list[Group], sizes: list[int]) -> Mask:
-        if len(groups) == 1:
+    def _batch_mask(self, ctx: ml.Context, current: _Pass, sizes: list[int]) -> Mask:
+        if len(current.groups) == 1:
             return None
-        if isinstance(self._mask, bool):
+        if isinstance(current.mask, bool):
             padding = self.config.mask_batch_padding
-            host = np.full((-(-self._tokens // padding) * padding, sum(sizes)), -np.inf, dtype=np.float32)
+            host = np.full((-(-current.tokens // padding) * padding, sum(sizes)), -np.inf, dtype=np.float32)
             start = 0
-            for group, size in zip(groups, sizes, strict=True):
-                host[np.arange(self._tokens)[group.rows], start : start + size] = 0
+            for group, size in zip(current.groups, sizes, strict=True):
+                host[np.arange(current.tokens)[group.rows], start : start + size] = 0
                 start += size
-            self._mask = ctx.input().from_numpy(host, self.config.mask_dtype)
-        return self._mask
+            current.mask = ctx.input().from_numpy(host, self.config.mask_dtype)
+        return current.mask
 
     # Sequences.
 
@@ -256,7 +269,7 @@ class EncoderCache:
             raise InvalidRangeError(f"copy_prefix: {src_seq} to {dst_seq}, length {length}")
 
         def commit() -> None:
-            self._previous, self._groups = None, None
+            self._pass = None
             entry = self._entries.get(src_seq)
             self._entries.pop(dst_seq, None)
             if entry is not None and entry.position < length:
@@ -280,7 +293,7 @@ class EncoderCache:
             raise InvalidRangeError(f"remove: [{begin}, {end}); it needs 0 <= begin <= end")
 
         def commit() -> None:
-            self._previous, self._groups = None, None
+            self._pass = None
             entry = self._entries.get(seq)
             if entry is None or entry.position < begin:
                 return
@@ -307,11 +320,23 @@ class EncoderCache:
             raise OrderError(f"{op}: the cache is bound to no backend; call init first")
         return self._backend
 
-    def _started(self, op: str) -> list[Group]:
+    def _started(self, op: str) -> _Pass:
         self._bound(op)
-        if self._groups is None:
+        if self._pass is None:
             raise OrderError(f"{op}: no pass is under way; call start_forward first")
-        return self._groups
+        return self._pass
+
+
+def _lengths(count: int, total: int, lengths: Sequence[int] | None) -> list[int]:
+    """How many of ``total`` rows each of ``count`` sequences gets."""
+    if lengths is None:
+        if total % count:
+            raise InvalidRangeError(f"put: {total} rows for {count} sequences; say lengths=")
+        return [total // count] * count
+    sizes = [int(size) for size in lengths]
+    if len(sizes) != count or sum(sizes) != total or min(sizes) < 0:
+        raise InvalidRangeError(f"put: lengths={sizes} for {total} rows of {count} sequences")
+    return sizes
 
 
 def _receivers(batch: Batch) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ checkpoint, and computing again from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -90,6 +90,10 @@ class RecurrentCache:
     def set_config(self, config: ml.CacheConfig) -> None:
         self.attention.set_config(config)
 
+    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
+        """As CausalCache.prepare_set_config."""
+        return self.attention.prepare_set_config(config)
+
     def close(self) -> None:
         self.attention.close()
         self._forget()
@@ -108,6 +112,7 @@ class RecurrentCache:
         if not reserve:
             for group in groups:
                 self._check_group(group)
+        under_way, lost = self.attention.pass_under_way(), _lost_rows(self._rows)
         self.attention.start_forward(ctx, batch, reserve)
         if reserve:
             self._pass = Pass(order, 0, reserve=True)
@@ -115,8 +120,9 @@ class RecurrentCache:
         try:
             self._start(backend, order, groups)
         except BaseException:
-            self.attention.undo_forward()
-            self._pass = None
+            if _lost_rows(self._rows) != lost:
+                self._pass = under_way = None  # states of the pass under way may be among the lost
+            self.attention.undo_forward(under_way)
             raise
 
     def _check_group(self, group: Group) -> None:
@@ -132,9 +138,10 @@ class RecurrentCache:
 
     def _start(self, backend: ml.Backend, order: tuple[int, ...], groups: list[Group]) -> None:
         """Take due checkpoints, then move states into place; only the last step writes."""
-        before = {seq: replace(self._rows[seq]) for seq in order}
         plan = arrange(self._rows, order)
-        taken = self._carry_out(backend, before, plan)
+        moved = (seq for seq, slot in plan.slots.items() if self._rows[seq].slot != slot)
+        before = {seq: replace(self._rows[seq]) for seq in {*order, *moved}}
+        taken = self._carry_out(backend, order, plan)
         for seq, slot in plan.slots.items():
             self._rows[seq].slot = slot
         for group in groups:
@@ -146,18 +153,20 @@ class RecurrentCache:
         self._pass = Pass(order, plan.start, before)
 
     def _carry_out(
-        self, backend: ml.Backend, before: dict[int, StateRow], plan: Arrangement
+        self, backend: ml.Backend, order: tuple[int, ...], plan: Arrangement
     ) -> dict[int, Checkpoint]:
         """The checkpoints that were due; the states are where ``plan`` wants them."""
-        due = {seq: row.slot for seq, row in before.items() if row.slot is not None and self._is_due(row)}
+        due = [seq for seq in order if self._is_due(self._rows[seq])]
         taken: dict[int, Checkpoint] = {}
         if not due and not plan.moves and not plan.loads:
             return taken
         writing = False
         try:
             with backend.new_context() as ctx:
-                for seq, slot in due.items():
-                    taken[seq] = self._buffers.capture(ctx, before[seq].offset, slot)
+                for seq in due:
+                    row = self._rows[seq]
+                    assert row.slot is not None
+                    taken[seq] = self._buffers.capture(ctx, row.offset, row.slot)
                 write = self._buffers.prepare(ctx, plan)
                 ctx.compute(*(tensor for point in taken.values() for tensor in point.tensors.values()))
                 writing = True
@@ -170,7 +179,7 @@ class RecurrentCache:
         return taken
 
     def _is_due(self, row: StateRow) -> bool:
-        if not self._checkpoints:
+        if not self._checkpoints or row.slot is None:
             return False
         last = max((point.offset for point in row.checkpoints), default=0)
         return row.offset - last >= self._interval
@@ -179,16 +188,50 @@ class RecurrentCache:
         others = [point for point in row.checkpoints if point.offset != checkpoint.offset]
         row.checkpoints = (*others, checkpoint)[-self._checkpoints :] if self._checkpoints else ()
 
-    def undo_forward(self) -> None:
-        """Take back the last ``start_forward``, provided that no state was set since."""
-        self._bound("undo_forward")
-        self.attention.undo_forward()
-        if self._pass is None:
-            return
-        for seq, row in self._pass.before.items():
-            slot = self._rows[seq].slot
-            self._rows[seq] = replace(row, slot=None if row.slot is None else slot)
+    def pass_under_way(self) -> object:
+        """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
+        return None if self._pass is None else (self._pass, self.attention.pass_under_way())
+
+    def undo_forward(self, resume: object = None) -> None:
+        """Take back the last ``start_forward``, provided that no state was set since.
+
+        States that it moved go back to where they were, so that the pass ``resume`` goes on with its
+        views. A device that fails in this leaves the sequences that it moved lost.
+        """
+        backend, current = self._bound("undo_forward"), self._pass
+        own, attention = resume if isinstance(resume, tuple) else (None, None)
+        self.attention.undo_forward(attention)
         self._pass = None
+        if current is not None:
+            self._move_back(backend, current.before)
+        self._pass = own
+
+    def _move_back(self, backend: ml.Backend, before: dict[int, StateRow]) -> None:
+        now = {seq: self._rows[seq].slot for seq in before}
+        for seq, row in before.items():
+            self._rows[seq] = replace(row, slot=None if row.slot is None else now[seq])
+        moved = [seq for seq, row in before.items() if row.slot is not None and now[seq] != row.slot]
+        intact = {row.slot for seq, row in enumerate(self._rows) if seq not in moved}
+        moves = {before[seq].slot: now[seq] for seq in moved}  # sharers of a slot hold the same state
+        pairs = tuple(
+            (source, target)
+            for target, source in moves.items()
+            if source is not None and target is not None and target not in intact
+        )
+        if pairs:
+            self._move(backend, pairs, moved)
+        for seq, row in before.items():
+            self._rows[seq].slot = row.slot
+
+    def _move(self, backend: ml.Backend, pairs: tuple[tuple[int, int], ...], moved: list[int]) -> None:
+        try:
+            with backend.new_context() as ctx:
+                self._buffers.prepare(ctx, Arrangement(0, {}, pairs, ()))()
+                ctx.compute()
+        except BaseException:
+            for seq in moved:
+                self._rows[seq].lost = True
+            raise
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -467,6 +510,10 @@ def _shifted(row: StateRow, begin: int, end: int) -> StateRow:
         replace(point, offset=point.offset - distance) for point in row.checkpoints if point.offset > end
     ]
     return replace(row, offset=row.offset - distance, checkpoints=tuple(points))
+
+
+def _lost_rows(rows: Sequence[StateRow]) -> list[bool]:
+    return [row.lost for row in rows]
 
 
 def _lost(op: str, seq: int) -> SequenceLostError:

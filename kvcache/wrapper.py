@@ -26,13 +26,18 @@ __all__ = ["Preparable", "WrapperCache"]
 class Preparable(Protocol):
     """A cache whose changes can be checked before they are made, and whose start can be taken back.
 
+    ``undo_forward(resume)`` also puts back the pass that was under way before the start:
+    what ``pass_under_way`` gave then.
+
     All caches of this package are; another cache is wrapped on its own word: it is asked last, and
     what it refuses then has touched nothing.
     """
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]: ...
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]: ...
-    def undo_forward(self) -> None: ...
+    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]: ...
+    def pass_under_way(self) -> object: ...
+    def undo_forward(self, resume: object = None) -> None: ...
 
 
 class WrapperCache:
@@ -48,10 +53,11 @@ class WrapperCache:
             raise InvalidRangeError(
                 f"WrapperCache: {len(others)} caches cannot take back what they started "
                 f"({', '.join(type(cache).__name__ for cache in others)}); at most one may lack "
-                "prepare_remove, prepare_copy_prefix and undo_forward"
+                "what kvcache.wrapper.Preparable lists"
             )
         # The one that cannot take anything back goes last: if it refuses, the others go back.
         self._order = sorted(caches, key=lambda cache: not isinstance(cache, Preparable))
+        self._preparable = [cache if isinstance(cache, Preparable) else None for cache in self._order]
 
     @property
     def current(self) -> Cache:
@@ -78,34 +84,52 @@ class WrapperCache:
             raise
 
     def set_config(self, config: ml.CacheConfig) -> None:
-        for cache in self.caches:
-            cache.set_config(config)
+        """Configure all caches, or none: each is asked before the first is touched."""
+        self.prepare_set_config(config)()
+
+    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
+        commits = [cache.prepare_set_config(config) for cache in self._preparable if cache is not None]
+        others = [cache for cache in self._order if not isinstance(cache, Preparable)]
+
+        def commit() -> None:
+            for cache in others:
+                cache.set_config(config)
+            for change in commits:
+                change()
+
+        return commit
 
     def close(self) -> None:
         for cache in self.caches:
             cache.close()
 
     def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
-        """Start all, or none: where one refuses, those that had started go back."""
-        started: list[Cache] = []
+        """Start all, or none: where one refuses, those that had started go back to the pass before."""
+        started: list[tuple[Preparable | None, object]] = []
         try:
-            for cache in self._order:
+            for cache, preparable in zip(self._order, self._preparable, strict=True):
+                under_way = None if preparable is None else preparable.pass_under_way()
                 cache.start_forward(ctx, batch, reserve)
-                started.append(cache)
+                started.append((preparable, under_way))
         except BaseException:
-            if not reserve:
-                for cache in reversed(started):
-                    assert isinstance(cache, Preparable)
-                    cache.undo_forward()
+            for preparable, under_way in reversed(started):
+                assert preparable is not None  # the one that is not comes last
+                preparable.undo_forward(under_way)
             raise
         self._type = 0
 
-    def undo_forward(self) -> None:
+    def pass_under_way(self) -> object:
+        """The passes of all caches, for ``undo_forward``, and the layer type."""
+        return [None if cache is None else cache.pass_under_way() for cache in self._preparable], self._type
+
+    def undo_forward(self, resume: object = None) -> None:
         """Take back the last ``start_forward`` of all; KVCacheError where one of them cannot."""
         _check_preparable("undo_forward", self._order)
-        for cache in reversed(self._order):
+        passes, layer_type = resume if isinstance(resume, tuple) else ([None] * len(self._order), 0)
+        for cache, under_way in zip(reversed(self._order), reversed(passes), strict=True):
             assert isinstance(cache, Preparable)
-            cache.undo_forward()
+            cache.undo_forward(under_way)
+        self._type = layer_type
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
         """As CausalCache.set_causal, on every wrapped cache that has it."""

@@ -130,7 +130,17 @@ def an_output_that_outlives_its_token(patch: Patch) -> None:
 
 @bug("wrapper")
 def starts_that_are_not_taken_back(patch: Patch) -> None:
-    patch.setattr("kvcache.causal.CausalCache.undo_forward", lambda self: None)
+    patch.setattr("kvcache.causal.CausalCache.undo_forward", lambda self, resume=None: None)
+
+
+@bug("wrapper")
+def a_refused_start_that_ends_the_pass_before(patch: Patch) -> None:
+    patch.setattr("kvcache.causal.CausalCache.pass_under_way", lambda self: None)
+
+
+@bug("recurrent")
+def states_that_stay_where_a_refused_start_moved_them(patch: Patch) -> None:
+    patch.setattr("kvcache.recurrent.RecurrentCache._move", lambda self, *args: None)
 
 
 @bug("wrapper")

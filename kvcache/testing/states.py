@@ -223,6 +223,31 @@ class StateRig:
         )
         self.check_seen()
 
+    def start_and_resume(self, sequences: Sequence[int]) -> None:
+        """A start that is taken back: the pass under way goes on, and its views stay what they were."""
+        order = list(dict.fromkeys(self.sequences))
+        held = {(kind, layer): self.state(kind, layer) for kind in KINDS for layer in RECURRENT_LAYERS}
+        under_way = self.cache.pass_under_way()
+        seen = [len(row.tokens) for row in self.model.rows]
+        positions = []
+        for seq in sequences:
+            positions.append(seen[seq])
+            seen[seq] += 1
+        try:
+            self.cache.start_forward(self.ctx, Batch(positions, list(sequences)))
+        except kvcache.CacheFullError:
+            pass
+        else:
+            self.cache.undo_forward(under_way)
+        for (kind, layer), state in held.items():
+            rows = self.model.rows
+            expected = np.stack([state_values(rows[seq].seen, kind, layer) for seq in order])
+            for view in (state, self.state(kind, layer)):
+                np.testing.assert_array_equal(view.to_numpy().astype(np.float32), expected)
+            self.write(kind, layer, in_place=False)
+        self.check_seen()
+        self.check()
+
     def state(self, kind: str, layer: int) -> ml.Tensor:
         state = (self.cache.conv_state if kind == "conv" else self.cache.recurrent_state)(self.ctx, layer)
         assert state.dtype is (self.setup.conv if kind == "conv" else DType.F32)
@@ -398,3 +423,6 @@ def _random_pass(rnd: random.Random, rig: StateRig, sequences: list[int]) -> Non
         return
     rig.step(lambda: rnd.random() < 0.5)
     rig.check()
+    if rnd.random() < 0.2:
+        count = rig.setup.max_sequences
+        rig.start_and_resume(rnd.choices(range(count), k=rnd.randint(1, 5)))

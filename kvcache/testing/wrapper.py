@@ -86,6 +86,7 @@ class WrapperRig:
         self.cache = kvcache.WrapperCache(*inner)
         self.cache.init(backend, DType.F32, setups[0].max_sequences, setups[0].capacity, setups[0].max_batch)
         self.next_token = 1
+        self.under_way: tuple[Sequence[int], Sequence[int], Collection[int]] | None = None
 
     @property
     def models(self) -> list[Model]:
@@ -116,10 +117,27 @@ class WrapperRig:
         if not self.both(
             lambda: self.cache.start_forward(self.ctx, batch), lambda m: m.start(positions, sequences, ids)
         ):
+            self.go_on()
             return False
         self.next_token += len(ids)
+        self.under_way = positions, sequences, lifted
         self.store(positions, sequences, lifted)
         return True
+
+    def go_on(self) -> None:
+        """After a refusal: the pass that was under way stores and reads as before."""
+        if self.under_way is not None:
+            self.store(*self.under_way)
+
+    def refused_start(self, positions: Sequence[int], sequences: Sequence[int]) -> None:
+        """A start that the foreign cache refuses when the others have started."""
+        assert self.foreign is not None
+        self.foreign.refuses = "start_forward"
+        with pytest.raises(kvcache.KVCacheError):
+            self.cache.start_forward(self.ctx, Batch(list(positions), list(sequences)))
+        self.foreign.refuses = None
+        self.check()
+        self.go_on()
 
     def store(self, positions: Sequence[int], sequences: Sequence[int], lifted: Collection[int] = ()) -> None:
         """Put into each type's own layer, then look in all."""
@@ -139,12 +157,24 @@ class WrapperRig:
         return self.forward(range(first, first + count), [seq] * count)
 
     def copy_prefix(self, src: int, dst: int, length: int) -> bool:
-        return self.both(
-            lambda: self.cache.copy_prefix(src, dst, length), lambda m: m.copy_prefix(src, dst, length)
+        return self._over(
+            self.both(
+                lambda: self.cache.copy_prefix(src, dst, length), lambda m: m.copy_prefix(src, dst, length)
+            )
         )
 
     def remove(self, seq: int, begin: int, end: int | None = None) -> bool:
-        return self.both(lambda: self.cache.remove(seq, begin, end), lambda m: m.remove(seq, begin, end))
+        return self._over(
+            self.both(lambda: self.cache.remove(seq, begin, end), lambda m: m.remove(seq, begin, end))
+        )
+
+    def _over(self, done: bool) -> bool:
+        """What changed sequences ended the pass; what was refused did not."""
+        if done:
+            self.under_way = None
+        else:
+            self.go_on()
+        return done
 
     def check(self) -> None:
         for rig in self.rigs:
@@ -214,6 +244,9 @@ def _random_call(rnd: random.Random, r: WrapperRig, count: int) -> None:
         if rnd.random() < 0.1:
             pairs[-1] = rnd.randrange(6), pairs[-1][1]
         lifted = [0] if r.foreign is None and rnd.random() < 0.1 else []
+        if r.foreign is not None and rnd.random() < 0.2:
+            r.refused_start([p for p, _ in pairs], [s for _, s in pairs])
+            return
         r.forward([p for p, _ in pairs], [s for _, s in pairs], lifted)
     elif roll < 0.75 and count > 1:
         src, dst = rnd.sample(range(count), 2)
@@ -323,6 +356,81 @@ class WrapperTests(CacheCase):
         r.extend(0)
         r.drain()
 
+    @pytest.mark.parametrize("reserve", [False, True])
+    @pytest.mark.parametrize("place", [0, 1])
+    def test_the_pass_under_way_goes_on_where_one_refuses_the_next(
+        self, wrapped: Callable[..., WrapperRig], place: int, reserve: bool
+    ) -> None:
+        r = wrapped(foreign=place)
+        positions, sequences = [0, 1, 2, 3, 0, 1], [0, 0, 0, 0, 1, 1]
+        r.forward(positions, sequences)
+        assert r.foreign is not None
+        r.foreign.refuses = "start_forward"
+        with pytest.raises(kvcache.KVCacheError, match="this cache refuses"):
+            r.cache.start_forward(r.ctx, Batch([4, 0], [0, 2]), reserve)
+        r.foreign.refuses = None
+        r.store(positions, sequences)  # once more, into the cells of the first time
+        r.check()
+        r.forward([2, 4], [1, 0])
+        r.drain()
+
+    def test_the_layer_type_stays_where_one_refuses(self, wrapped: Callable[..., WrapperRig]) -> None:
+        r = wrapped(foreign=0)
+        r.forward(range(3), [0] * 3)
+        r.cache.set_layer_type(1)
+        assert r.foreign is not None
+        r.foreign.refuses = "start_forward"
+        with pytest.raises(kvcache.KVCacheError):
+            r.cache.start_forward(r.ctx, Batch([3], [0]))
+        assert r.cache.current is r.cache.caches[1]
+
+    @pytest.mark.parametrize("reserve", [False, True])
+    def test_an_encoder_pass_goes_on_where_another_cache_refuses(
+        self, backend: ml.Backend, ctx: ml.Context, reserve: bool
+    ) -> None:
+        encoder, other = kvcache.EncoderCache(), ForeignCache(kvcache.CausalCache())
+        wrapper = kvcache.WrapperCache(encoder, other)
+        wrapper.init(backend, DType.F32, 2, 8, 4)
+        key = ctx.from_numpy(values.keys(range(1, 5), range(4), 0))
+        value = ctx.from_numpy(values.values(range(1, 5), 0))
+        wrapper.start_forward(ctx, Batch([0, 0], [0, 1]))
+        wrapper.put(ctx, key, value)
+        other.refuses = "start_forward"
+        with pytest.raises(kvcache.KVCacheError, match="this cache refuses"):
+            wrapper.start_forward(ctx, Batch([1], [1]), reserve)
+        wrapper.set_layer(1)
+        wrapper.put(ctx, key, value)  # the second layer of the same pass, for both sequences
+        for layer in range(2):
+            wrapper.set_layer(layer)
+            found = wrapper.get(ctx)[0].to_numpy()
+            assert (found == key.to_numpy()).all()
+
+    def test_states_and_views_of_them_go_on_where_another_cache_refuses(
+        self, backend: ml.Backend, ctx: ml.Context
+    ) -> None:
+        recurrent = kvcache.RecurrentCache((2,), (3,), checkpoint_interval=1)
+        other = ForeignCache(kvcache.CausalCache())
+        wrapper = kvcache.WrapperCache(recurrent, other)
+        wrapper.init(backend, DType.F32, 4, 8, 8)
+        wrapper.start_forward(ctx, Batch([0, 0, 0], [2, 0, 1]))
+        recurrent.set_recurrent_state(ctx, 0, ctx.from_numpy([[2.0] * 3, [0.5] * 3, [1.0] * 3]))
+        recurrent.copy_prefix(2, 3, 1)
+        wrapper.start_forward(ctx, Batch([1, 1], [0, 1]))
+        state = recurrent.recurrent_state(ctx, 0)
+        other.refuses = "start_forward"
+        for sequences in ([1, 2, 0, 3], [2], [3, 0], [0, 1]):
+            positions = [recurrent.offset(seq) for seq in sequences]
+            with pytest.raises(kvcache.KVCacheError, match="this cache refuses"):
+                wrapper.start_forward(ctx, Batch(positions, sequences))
+            assert recurrent.sequences == (0, 1)
+            assert state.to_numpy().tolist() == [[0.5] * 3, [1.0] * 3]
+            assert recurrent.recurrent_state(ctx, 0).to_numpy().tolist() == [[0.5] * 3, [1.0] * 3]
+        recurrent.set_recurrent_state(ctx, 0, ctx.from_numpy([[5.0] * 3, [7.0] * 3]))
+        other.refuses = None
+        assert state.to_numpy().tolist() == [[5.0] * 3, [7.0] * 3]  # it is the same view still
+        wrapper.start_forward(ctx, Batch([2, 1, 1, 2], [0, 2, 3, 1]))
+        assert recurrent.recurrent_state(ctx, 0).to_numpy()[:, 0].tolist() == [5.0, 2.0, 2.0, 7.0]
+
     def test_a_context_shift_moves_all(self, wrapped: Callable[..., WrapperRig]) -> None:
         r = wrapped(WIDE, CHUNKS)
         for _ in range(2):
@@ -359,6 +467,23 @@ class WrapperTests(CacheCase):
         with pytest.raises(kvcache.OrderError):
             wrapper.set_config(ml.CacheConfig())
         assert causal.config == encoder.config == config
+
+    def test_a_config_that_one_refuses_is_taken_by_none(self, backend: ml.Backend, ctx: ml.Context) -> None:
+        inner = [kvcache.CausalCache(), kvcache.EncoderCache(), kvcache.RecurrentCache((2,), (3,))]
+        busy = kvcache.CausalCache()
+        for last in (busy, ForeignCache(kvcache.CausalCache())):
+            wrapper = kvcache.WrapperCache(kvcache.WrapperCache(*inner), last)
+            wrapper.init(backend, DType.F32, 2, 8, 4)
+            before = [cache.config for cache in (inner[0], inner[1], inner[2].attention)]
+            if isinstance(last, ForeignCache):
+                last.refuses = "set_config"
+            else:
+                last.start_forward(ctx, Batch([0], [0]))
+            with pytest.raises(kvcache.KVCacheError):
+                wrapper.set_config(ml.CacheConfig(permuted_v=True, cache_padding=7))
+            assert [cache.config for cache in (inner[0], inner[1], inner[2].attention)] == before
+            assert inner[0].cells == -(-16 // before[0].cache_padding) * before[0].cache_padding
+            wrapper.close()
 
     # A cache of someone else's.
 
