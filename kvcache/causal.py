@@ -36,10 +36,12 @@ from kvcache.cache import (
     SequenceLostError,
     ShiftFunction,
 )
+from kvcache.capturing import AttentionSnapshots
 from kvcache.cells import CellTable, SavedRow
 from kvcache.forward import Forward
 from kvcache.reading import LowerBound
-from kvcache.snapshots import AttentionSnapshots
+from kvcache.scheduling import Schedule
+from kvcache.snapshots import AttentionSnapshot
 from ml import nn
 
 __all__ = ["CausalCache", "ChunkedCache", "SlidingWindowCache", "drop_middle"]
@@ -61,6 +63,8 @@ class CausalCache(AttentionSnapshots):
         self._forward: Forward | None = None
         self._buffers: dict[int, LayerBuffers] = {}
         self._undo: dict[int, SavedRow] = {}
+        self._lazy = []
+        self._schedule: Schedule[AttentionSnapshot] = Schedule()
 
     # Setting up and closing.
 
@@ -110,7 +114,12 @@ class CausalCache(AttentionSnapshots):
         return commit
 
     def close(self) -> None:
-        """Drop all tensors and metadata. ``init`` may bind the cache anew."""
+        """Drop all tensors and metadata. ``init`` may bind the cache anew.
+
+        Snapshots that still lie in the cache are copied out first.
+        """
+        self._detach_all()
+        self._schedule = Schedule()
         self._buffers.clear()
         self._changed()
         self._backend = None
@@ -181,6 +190,9 @@ class CausalCache(AttentionSnapshots):
                 )
         cells = self._place(len(batch), groups)
         self._forward = Forward(table, self._active, self._lower(), len(batch), groups, cells)
+        if self._schedule:
+            for group in groups:
+                self._capture(group.seq)
 
     def _place(self, tokens: int, groups: list[Group]) -> int | np.ndarray:
         """Evict, then give every token a cell; everything or nothing."""
@@ -191,19 +203,21 @@ class CausalCache(AttentionSnapshots):
             saved[group.seq] = table.save_row(group.seq)
         for seq, position in evictions:
             table.drop(seq, 0, table.rows[seq].index(position))
-        if tokens > table.free:
-            full = CacheFullError(tokens, table.free, table.held())
+        try:
+            if tokens > table.free:
+                self._reclaim(tokens)
+            if tokens > table.free:
+                raise CacheFullError(tokens, table.free, table.held())
+        except BaseException:
             self._restore(saved)
-            raise full
+            raise
         self._undo = saved
         if len(groups) == 1:
             return self._place_one(groups[0])
         cells = np.empty(tokens, dtype=np.int64)
         for group in groups:
             chosen = self._place_group(group)
-            cells[group.rows] = (
-                chosen if not isinstance(chosen, int) else np.arange(chosen, chosen + len(group))
-            )
+            cells[group.rows] = chosen if len(group) == 1 else group.spread(chosen)
         first = int(cells[0])
         return first if bool((cells == np.arange(first, first + tokens)).all()) else cells
 
@@ -218,6 +232,8 @@ class CausalCache(AttentionSnapshots):
     def _place_group(self, group: Group) -> int | np.ndarray:
         """Cells for a group's ascending positions, taken."""
         table, count = self._table, len(group)
+        if count == 1 and (cell := table.append(group.seq, group.lowest)) is not None:
+            return cell
         chosen = table.choose(group.seq, count)
         if isinstance(chosen, int):
             if group.is_run() and group.lowest > table.rows[group.seq].last:
@@ -242,6 +258,8 @@ class CausalCache(AttentionSnapshots):
         self._bound("undo_forward")
         saved, self._undo = self._undo, {}
         self._restore(saved)
+        for seq in saved:
+            self._schedule.cut(seq, self._table.rows[seq].last + 1)
         self._forward = resume if isinstance(resume, Forward) else None
 
     def _restore(self, saved: dict[int, SavedRow]) -> None:
@@ -372,6 +390,7 @@ class CausalCache(AttentionSnapshots):
         def commit() -> None:
             self._changed()
             self._clear(dst_seq)
+            self._schedule.drop(dst_seq)
             self._table.share(src_seq, dst_seq, source.index(length))
 
         return commit
@@ -400,7 +419,7 @@ class CausalCache(AttentionSnapshots):
         if row.lost and (start or stop < len(row)):
             raise _lost("remove", seq)
         if end is None or end == begin or stop == len(row):
-            return functools.partial(self._drop, seq, start, stop)
+            return functools.partial(self._drop, seq, begin, start, stop)
         self._check_shift(seq, stop, end - begin, start)
         write = moving.prepare_shift(backend, self._buffers, table, seq, stop, begin - end, self._shift)
 
@@ -410,12 +429,13 @@ class CausalCache(AttentionSnapshots):
             positions = row.positions.copy()
             positions[stop:] -= end - begin
             row.assign(positions, row.cells.copy())
-            self._drop(seq, start, stop)
+            self._drop(seq, begin, start, stop)
 
         return commit
 
-    def _drop(self, seq: int, start: int, stop: int) -> None:
+    def _drop(self, seq: int, begin: int, start: int, stop: int) -> None:
         self._changed()
+        self._schedule.cut(seq, begin)
         self._table.drop(seq, start, stop)
         row = self._table.rows[seq]
         row.lost = row.lost and len(row) > 0
@@ -433,7 +453,10 @@ class CausalCache(AttentionSnapshots):
                 f"remove: {len(row) - stop} tokens of sequence {seq} have to move down by {distance}, and "
                 "this cache has no shift function; pass shift= to its constructor, or remove to the end"
             )
-        if bool((self._table.references[row.cells[stop:]] > 1).any()):
+        moving = row.cells[stop:]
+        if self._table.shared(moving):
+            self._detach_shared(moving)
+        if self._table.shared(moving):
             raise NotSupportedError(
                 f"remove: a token of sequence {seq} that has to move is shared with another sequence; "
                 "remove that one first, or compute this one anew"
@@ -475,8 +498,9 @@ class CausalCache(AttentionSnapshots):
 
     @property
     def free_cells(self) -> int:
+        """Cells that no sequence holds; snapshots that lie in some make room when it is needed."""
         self._bound("free_cells")
-        return self._table.free
+        return self._table.unowned
 
     @property
     def nbytes(self) -> int:
@@ -575,6 +599,9 @@ class SlidingWindowCache(CausalCache):
     def can_resume(self, seq: int, position: int) -> bool:
         """Whether something is stored, and reaches from the window of ``position`` to right before it."""
         return super().can_resume(seq, position) and self._reaches(self._table.rows[seq].positions, position)
+
+    def _window_of(self, end: int) -> int:
+        return max(0, end - self._kept)
 
     def _reaches(self, stored: np.ndarray, position: int) -> bool:
         if not stored.size:

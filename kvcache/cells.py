@@ -8,16 +8,19 @@ prefix name the same cells; ``references`` counts the owners of every cell, 0 wh
     sequence 1   positions 0 1 2        cells 0 1 6        (shares two, then went its own way)
     references   2 2 1 1 0 0 1 0
 
+A snapshot that has copied nothing yet owns cells too, through a pin: no sequence writes there.
+
 All work is on whole arrays or on a batch's tokens, never a Python loop over cells.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
 
-__all__ = ["CellTable", "Row", "SavedRow"]
+__all__ = ["CellTable", "Pin", "Row", "SavedRow"]
 
 Array = np.ndarray
 SavedRow = tuple[np.ndarray, np.ndarray, int, int, bool]
@@ -152,6 +155,17 @@ class Row:
         self._head, self._tail = 0, self._tail - self._head
 
 
+class Pin:
+    """Cells that a snapshot reads where they lie; they follow a defragmentation."""
+
+    __slots__ = ("cells", "lost")
+
+    def __init__(self, cells: Array) -> None:
+        self.cells = cells
+        self.lost = False
+        """The device failed while these cells were being moved."""
+
+
 class CellTable:
     """Rows of all sequences over ``cells`` cells, and who shares what."""
 
@@ -161,6 +175,8 @@ class CellTable:
         self.free = cells
         self.rows = [Row() for _ in range(max_sequences)]
         self._home = max(1, cells // max_sequences)
+        self.pins: dict[int, Pin] = {}
+        self._dropped: deque[Pin] = deque()
 
     def held(self) -> dict[int, int]:
         """Cells per sequence, of those that hold any."""
@@ -168,6 +184,43 @@ class CellTable:
 
     def occupied(self) -> Iterator[tuple[int, Row]]:
         return ((seq, row) for seq, row in enumerate(self.rows) if len(row))
+
+    # Pins.
+
+    def pin(self, cells: Array) -> Pin:
+        """Keep ``cells`` (distinct, each in use) from being given to others until ``unpin``."""
+        pin = Pin(cells)
+        self.references[cells] += 1
+        self.pins[id(pin)] = pin
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        if self.pins.pop(id(pin), None) is not None:
+            self._release(pin.cells)
+
+    def drop_pin(self, pin: Pin) -> None:
+        """Have ``pin`` taken out at the next ``sweep``: safe wherever a garbage collector runs."""
+        self._dropped.append(pin)
+
+    def sweep(self) -> None:
+        """Take out the pins whose snapshots are gone."""
+        while self._dropped:
+            self.unpin(self._dropped.popleft())
+
+    @property
+    def unowned(self) -> int:
+        """Cells that no sequence holds: free ones, and those that only pins keep."""
+        if not self.pins:
+            return self.free
+        self.sweep()
+        owned = np.zeros(self.cells, dtype=bool)
+        for _, row in self.occupied():
+            owned[row.cells] = True
+        return self.cells - int(owned.sum())
+
+    def shared(self, cells: Array) -> bool:
+        """Whether more than one owner, sequence or pin, holds one of ``cells``."""
+        return bool((self.references[cells] > 1).any())
 
     # Choosing cells.
 
@@ -220,6 +273,17 @@ class CellTable:
             self.references[cell : cell + count] = 1
         self.free -= count
 
+    def append(self, seq: int, position: int) -> int | None:
+        """Store one token behind the last one of its sequence, in the cell behind; None if that is taken."""
+        row = self.rows[seq]
+        if row.last >= position or not len(row):
+            return None
+        cell = row.last_cell + 1
+        if cell >= self.cells or self.references[cell]:
+            return None
+        self.take_run(seq, position, cell, 1)
+        return cell
+
     def take(self, seq: int, positions: Array, cells: Array) -> None:
         """Store ascending positions in free cells."""
         self.rows[seq].insert(positions, cells)
@@ -231,6 +295,11 @@ class CellTable:
         source = self.rows[src]
         cells = source.cells[:count].copy()
         self.rows[dst].assign(source.positions[:count].copy(), cells)
+        self.references[cells] += 1
+
+    def adopt(self, seq: int, positions: Array, cells: Array) -> None:
+        """Append positions to a row in cells that a pin or another row owns already."""
+        self.rows[seq].insert(positions, cells)
         self.references[cells] += 1
 
     def drop(self, seq: int, start: int, stop: int) -> None:
@@ -271,16 +340,17 @@ class CellTable:
         """For every cell where it should lie so that rows are runs with room to grow; -1 if free.
 
         Rows follow one another in the order of sequences, a shared cell in its first owner's row,
-        and the free cells are dealt out evenly behind them.
+        and the free cells are dealt out evenly behind them. What only pins keep comes last.
         """
         target = np.full(self.cells, -1, dtype=np.int64)
         rows = list(self.occupied())
         gap = self.free // max(1, len(rows))
         cursor = 0
-        for _, row in rows:
-            own = row.cells[target[row.cells] < 0]
+        owners: list[Row | Pin] = [*(row for _, row in rows), *self.pins.values()]
+        for owner in owners:
+            own = owner.cells[target[owner.cells] < 0]
             target[own] = np.arange(cursor, cursor + own.size)
-            cursor += own.size + gap
+            cursor += own.size + (gap if isinstance(owner, Row) else 0)
         return target
 
     def move(self, target: Array) -> None:
@@ -291,6 +361,8 @@ class CellTable:
         self.references = references
         for _, row in self.occupied():
             row.assign(row.positions.copy(), target[row.cells])
+        for pin in self.pins.values():
+            pin.cells = target[pin.cells]
 
 
 def _is_run(cells: Array) -> bool:

@@ -7,7 +7,7 @@ belongs to sequences of the batch and stays until the token it came with is remo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from kvcache.cache import (
     Mask,
     OrderError,
 )
+from kvcache.snapshots import EncoderSnapshot
 from ml import nn
 
 __all__ = ["EncoderCache"]
@@ -304,6 +305,80 @@ class EncoderCache:
                 self._entries[seq] = moved
 
         return commit
+
+    # Snapshots.
+
+    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> EncoderSnapshot:
+        """The output that came with a token of ``[begin, end)``; None: with any. It is shared, not copied."""
+        self._bound("snapshot")
+        check_sequence("snapshot", seq, self._max_sequences)
+        entry = self._entries.get(seq)
+        if end is None:
+            end = begin if entry is None else max(begin, entry.position + 1)
+        if not 0 <= begin <= end:
+            raise InvalidRangeError(f"snapshot: [{begin}, {end}); it needs 0 <= begin <= end")
+        if entry is None or not begin <= entry.position < end:
+            return EncoderSnapshot(begin, end, None, 0, {})
+        return EncoderSnapshot(begin, end, entry.position, entry.length, dict(entry.layers))
+
+    def restore(self, seq: int, snapshot: EncoderSnapshot, target: int | None = None) -> bool:
+        """Give the sequence the snapshot's output; False where ``target`` lies outside the snapshot."""
+        commit = self.prepare_restore_snapshot(seq, snapshot, target)
+        if commit is None:
+            return False
+        commit()
+        return True
+
+    def prepare_restore_snapshot(
+        self, seq: int, snapshot: EncoderSnapshot, target: int | None = None
+    ) -> Callable[[], None] | None:
+        """Check all that ``restore`` may refuse; None where it would give False."""
+        self._bound("restore")
+        check_sequence("restore", seq, self._max_sequences)
+        end = snapshot.end if target is None else target
+        if not snapshot.begin <= end <= snapshot.end:
+            return None
+        dtypes = {tensor.dtype for pair in snapshot.layers.values() for tensor in pair}
+        if dtypes - {self._dtype}:
+            raise InvalidRangeError(
+                f"restore: a snapshot of {', '.join(sorted(dtype.name for dtype in dtypes))}; this cache "
+                f"stores {self._dtype.name}"
+            )
+
+        def commit() -> None:
+            self._pass = None
+            held = self._entries.get(seq)
+            if held is not None and held.position >= snapshot.begin:
+                del self._entries[seq]
+            if snapshot.position is not None and snapshot.position < end:
+                self._entries[seq] = _Entry(snapshot.position, snapshot.length, dict(snapshot.layers))
+
+        return commit
+
+    def merge(self, parent: EncoderSnapshot | None, child: EncoderSnapshot) -> EncoderSnapshot:
+        """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; the later output stays."""
+        if parent is None:
+            return child
+        if parent.end != child.begin:
+            raise InvalidRangeError(
+                f"merge: [{parent.begin}, {parent.end}) and [{child.begin}, {child.end}) do not follow "
+                "one another"
+            )
+        last = parent if child.position is None else child
+        return replace(last, begin=parent.begin, end=child.end)
+
+    def split(self, snapshot: EncoderSnapshot, at: int) -> tuple[EncoderSnapshot | None, EncoderSnapshot]:
+        """Cut ``[a, c)`` into ``[a, at)`` and ``[at, c)``; the output goes with its token."""
+        if not snapshot.begin <= at <= snapshot.end:
+            raise InvalidRangeError(f"split: at {at}; the snapshot is [{snapshot.begin}, {snapshot.end})")
+        if at == snapshot.begin:
+            return None, snapshot
+        empty = EncoderSnapshot(snapshot.begin, snapshot.end, None, 0, {})
+        first = snapshot.position is not None and snapshot.position < at
+        return (
+            replace(snapshot if first else empty, end=at),
+            replace(empty if first else snapshot, begin=at),
+        )
 
     @property
     def nbytes(self) -> int:

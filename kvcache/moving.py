@@ -13,7 +13,7 @@ import numpy as np
 import ml
 from kvcache.buffers import LayerBuffers
 from kvcache.cache import InvalidRangeError, ShiftFunction
-from kvcache.cells import CellTable
+from kvcache.cells import CellTable, Pin, Row
 
 __all__ = ["defragment", "prepare_shift"]
 
@@ -82,7 +82,8 @@ def _shifted(
 
 
 def defragment(backend: ml.Backend, buffers: Mapping[int, LayerBuffers], table: CellTable) -> None:
-    """Move the cells of every sequence together, data and metadata alike."""
+    """Move the cells of every sequence together, data and metadata alike; pinned cells too."""
+    table.sweep()
     target = table.spread()
     moved = np.flatnonzero((target >= 0) & (target != np.arange(target.size)))
     if not moved.size:
@@ -107,9 +108,10 @@ def defragment(backend: ml.Backend, buffers: Mapping[int, LayerBuffers], table: 
 
 
 def _mark_lost(table: CellTable, *touched: Iterable[int]) -> None:
-    """Mark every sequence that owns one of these cells."""
+    """Mark every sequence and every pin that owns one of these cells."""
     cells = np.zeros(table.cells, dtype=bool)
     for some in touched:
         cells[np.asarray(some)] = True
-    for _, row in table.occupied():
-        row.lost = row.lost or bool(cells[row.cells].any())
+    owners: list[Row | Pin] = [*(row for _, row in table.occupied()), *table.pins.values()]
+    for owner in owners:
+        owner.lost = owner.lost or bool(cells[owner.cells].any())

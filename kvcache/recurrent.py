@@ -28,6 +28,7 @@ from kvcache.cache import (
     ShiftFunction,
 )
 from kvcache.causal import CausalCache, drop_middle
+from kvcache.scheduling import Schedule
 from kvcache.snapshots import RecurrentSnapshot
 from kvcache.states import Arrangement, Checkpoint, Pass, StateBuffers, StateRow, arrange, lost_in
 
@@ -74,6 +75,7 @@ class RecurrentCache:
         self._rows: list[StateRow] = []
         self._buffers = StateBuffers(0)
         self._pass: Pass | None = None
+        self._schedule: Schedule[RecurrentSnapshot] = Schedule()
 
     # Setting up and closing.
 
@@ -108,6 +110,9 @@ class RecurrentCache:
         """
         backend = self._bound("start_forward")
         groups = group_batch(batch, self._max_sequences)
+        if self._schedule and not reserve:
+            for group in groups:
+                self._capture(group.seq)
         order = tuple(dict.fromkeys(int(seq) for seq in batch.sequences))
         if not reserve:
             for group in groups:
@@ -359,6 +364,7 @@ class RecurrentCache:
             self._pass = None
             share()
             self._rows[dst_seq] = row
+            self._schedule.drop(dst_seq)
 
         return commit
 
@@ -393,13 +399,44 @@ class RecurrentCache:
             self._pass = None
             cut()
             self._rows[seq] = row
+            self._schedule.cut(seq, min(begin, row.offset))
 
         return commit
 
     # Snapshots.
 
+    def schedule_snapshots(self, seq: int, positions: Sequence[int]) -> None:
+        """As CausalCache.schedule_snapshots, but a batch has to end at each of ``positions``.
+
+        The state inside a batch is never there to be copied: a position that a batch runs past is
+        not taken. ``next_snapshot(seq)`` says where to end one.
+        """
+        self._schedule.add(seq, positions, self.offset(seq))
+
+    def next_snapshot(self, seq: int) -> int | None:
+        """The next position at which a batch of this sequence should end; None: anywhere."""
+        self.offset(seq)
+        return self._schedule.next(seq)
+
+    def take_snapshots(self, seq: int) -> list[RecurrentSnapshot]:
+        """The scheduled snapshots that were taken since the last call, by position."""
+        self.offset(seq)
+        self._capture(seq)
+        return self._schedule.take(seq)
+
+    def _capture(self, seq: int) -> None:
+        """Take what is due, when a pass has set the states of all layers."""
+        offset = self._rows[seq].offset
+        for begin, end in self._schedule.due(seq, offset):
+            if end == offset:
+                self._schedule.taken(seq, self.snapshot(seq, begin, end))
+            else:
+                self._schedule.skip(seq, end)
+
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> RecurrentSnapshot:
-        """Copy the state at ``end`` (None: where the sequence is) and the attention layers' [begin, end).
+        """Copy the state at ``end`` (None: where the sequence is), with the attention layers' [begin, end).
+
+        The state is copied at once, as the next pass writes over it; attention is not (see CausalCache).
 
         Raises NotSupportedError where no state of ``end`` is there: it is ``offset(seq)``, 0, or one of
         ``checkpoints(seq)``.
@@ -428,21 +465,37 @@ class RecurrentCache:
         False, and nothing touched, for another target or where ``[0, begin)`` is not stored. What is
         raised leaves the sequence as it was, as in CausalCache.restore.
         """
+        commit = self.prepare_restore_snapshot(seq, snapshot, target)
+        if commit is None:
+            return False
+        commit()
+        return True
+
+    def prepare_restore_snapshot(
+        self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None
+    ) -> Callable[[], None] | None:
+        """Check all that ``restore`` may refuse; None where it would give False."""
         self._bound("restore")
         check_sequence("restore", seq, self._max_sequences)
         if target not in (None, snapshot.end):
-            return False
+            return None
         self._check_states(snapshot)
-        if not self.attention.restore(seq, snapshot.attention):
-            return False
-        self._pass = None
-        point = Checkpoint(snapshot.end, snapshot.states)
-        kept = [other for other in self._rows[seq].checkpoints if other.offset <= snapshot.begin]
-        self._rows[seq] = StateRow(snapshot.end, checkpoints=tuple(kept))
-        if snapshot.end:
-            self._rows[seq].pending = point
-            self._keep(self._rows[seq], point)
-        return True
+        put_back = self.attention.prepare_restore_snapshot(seq, snapshot.attention)
+        if put_back is None:
+            return None
+
+        def commit() -> None:
+            put_back()
+            self._pass = None
+            point = Checkpoint(snapshot.end, snapshot.states)
+            kept = [other for other in self._rows[seq].checkpoints if other.offset <= snapshot.begin]
+            self._rows[seq] = StateRow(snapshot.end, checkpoints=tuple(kept))
+            self._schedule.cut(seq, snapshot.begin)
+            if snapshot.end:
+                self._rows[seq].pending = point
+                self._keep(self._rows[seq], point)
+
+        return commit
 
     def _check_states(self, snapshot: RecurrentSnapshot) -> None:
         shapes = {"conv": (1, *self.conv_shape), "recurrent": (1, *self.state_shape)}
@@ -483,6 +536,15 @@ class RecurrentCache:
             return StateRow()
         kept = tuple(other for other in row.checkpoints if other.offset <= point.offset)
         return StateRow(point.offset, None, point, kept)
+
+    @property
+    def on_pressure(self) -> Callable[[int], None] | None:
+        """As CausalCache.on_pressure."""
+        return self.attention.on_pressure
+
+    @on_pressure.setter
+    def on_pressure(self, call: Callable[[int], None] | None) -> None:
+        self.attention.on_pressure = call
 
     @property
     def nbytes(self) -> int:

@@ -12,12 +12,13 @@ What is asked of the sequences is asked of all caches, and done in all or in non
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import ml
-from kvcache.cache import Batch, Cache, InvalidRangeError, KVCacheError, Mask
+from kvcache.cache import Batch, Cache, InvalidRangeError, KVCacheError, Mask, NotSupportedError
 from kvcache.causal import drop_middle
+from kvcache.snapshots import WrapperSnapshot
 
 __all__ = ["Preparable", "WrapperCache"]
 
@@ -57,7 +58,9 @@ class WrapperCache:
             )
         # The one that cannot take anything back goes last: if it refuses, the others go back.
         self._order = sorted(caches, key=lambda cache: not isinstance(cache, Preparable))
-        self._preparable = [cache if isinstance(cache, Preparable) else None for cache in self._order]
+        self._preparable: list[Preparable | None] = [
+            cache if isinstance(cache, Preparable) else None for cache in self._order
+        ]
 
     @property
     def current(self) -> Cache:
@@ -126,9 +129,9 @@ class WrapperCache:
         """Take back the last ``start_forward`` of all; KVCacheError where one of them cannot."""
         _check_preparable("undo_forward", self._order)
         passes, layer_type = resume if isinstance(resume, tuple) else ([None] * len(self._order), 0)
-        for cache, under_way in zip(reversed(self._order), reversed(passes), strict=True):
-            assert isinstance(cache, Preparable)
-            cache.undo_forward(under_way)
+        for preparable, under_way in zip(reversed(self._preparable), reversed(passes), strict=True):
+            assert preparable is not None
+            preparable.undo_forward(under_way)
         self._type = layer_type
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
@@ -179,6 +182,131 @@ class WrapperCache:
         """Where the next token of a sequence belongs, by the wrapped caches that know."""
         return max((cache.offset(seq) for cache in self.caches if hasattr(cache, "offset")), default=0)
 
+    # Snapshots.
+
+    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> WrapperSnapshot:
+        """A snapshot of every wrapped cache over ``[begin, end)``; None: to the sequence's end."""
+        end = self.offset(seq) if end is None else end
+        return WrapperSnapshot(
+            begin, end, tuple(cache.snapshot(seq, begin, end) for cache in self._keepers("snapshot"))
+        )
+
+    def restore(self, seq: int, snapshot: WrapperSnapshot, target: int | None = None) -> bool:
+        """Restore all caches, or none: each is asked before the first is touched."""
+        commit = self.prepare_restore_snapshot(seq, snapshot, target)
+        if commit is None:
+            return False
+        commit()
+        return True
+
+    def prepare_restore_snapshot(
+        self, seq: int, snapshot: WrapperSnapshot, target: int | None = None
+    ) -> Callable[[], None] | None:
+        """Check all that ``restore`` may refuse; None where it would give False."""
+        keepers = self._keepers("restore")
+        if len(snapshot.parts) != len(keepers):
+            raise InvalidRangeError(
+                f"restore: a snapshot of {len(snapshot.parts)} caches into a wrapper of {len(keepers)}"
+            )
+        end = snapshot.end if target is None else target
+        commits = []
+        for cache, part in zip(keepers, snapshot.parts, strict=True):
+            commit = cache.prepare_restore_snapshot(seq, part, end)
+            if commit is None:
+                return None
+            commits.append(commit)
+
+        def restore_all() -> None:
+            try:
+                for commit in commits:
+                    commit()
+            except BaseException:
+                self.mark_lost(seq)  # some have changed already, and cannot change back
+                raise
+
+        return restore_all
+
+    def merge(self, parent: WrapperSnapshot | None, child: WrapperSnapshot) -> WrapperSnapshot:
+        """Join ``[a, b)`` and ``[b, c)`` in all caches; a cache whose content is whole keeps the child's."""
+        if parent is None:
+            return child
+        if parent.end != child.begin:
+            raise InvalidRangeError(
+                f"merge: [{parent.begin}, {parent.end}) and [{child.begin}, {child.end}) do not follow "
+                "one another"
+            )
+        triples = zip(self._keepers("merge"), parent.parts, child.parts, strict=True)
+        parts = tuple(cache.merge(one, other) for cache, one, other in triples)
+        return WrapperSnapshot(parent.begin, child.end, parts)
+
+    def split(self, snapshot: WrapperSnapshot, at: int) -> tuple[WrapperSnapshot | None, WrapperSnapshot]:
+        """Cut at a position; (None, snapshot) where the content of one of the caches is whole."""
+        if not snapshot.begin <= at <= snapshot.end:
+            raise InvalidRangeError(f"split: at {at}; the snapshot is [{snapshot.begin}, {snapshot.end})")
+        if at == snapshot.begin or not snapshot.divisible:
+            return None, snapshot
+        pairs = [
+            cache.split(part, at) for cache, part in zip(self._keepers("split"), snapshot.parts, strict=True)
+        ]
+        return (
+            WrapperSnapshot(snapshot.begin, at, tuple(first for first, _ in pairs)),
+            WrapperSnapshot(at, snapshot.end, tuple(second for _, second in pairs)),
+        )
+
+    def schedule_snapshots(self, seq: int, positions: Sequence[int]) -> None:
+        """As CausalCache.schedule_snapshots; a batch has to end where ``next_snapshot`` says."""
+        offset, wanted = self.offset(seq), sorted({int(position) for position in positions})
+        if wanted and wanted[0] <= offset:
+            raise InvalidRangeError(
+                f"schedule_snapshots: position {wanted[0]} of sequence {seq}, which is at {offset} already; "
+                "snapshot takes it now"
+            )
+        for cache in self._keepers("schedule_snapshots"):
+            if hasattr(cache, "schedule_snapshots"):
+                cache.schedule_snapshots(seq, wanted)
+
+    def next_snapshot(self, seq: int) -> int | None:
+        """The next position at which a batch of this sequence should end; None: anywhere."""
+        asked = (cache.next_snapshot(seq) for cache in self.caches if hasattr(cache, "next_snapshot"))
+        return min((position for position in asked if position is not None), default=None)
+
+    def take_snapshots(self, seq: int) -> list[WrapperSnapshot]:
+        """The scheduled snapshots that all wrapped caches have taken since the last call, by position."""
+        keepers = self._keepers("take_snapshots")
+        taken = {i: c.take_snapshots(seq) for i, c in enumerate(keepers) if hasattr(c, "take_snapshots")}
+        if not taken:
+            return []
+        common = set.intersection(*({part.end for part in parts} for parts in taken.values()))
+        columns = {i: _joined_at(keepers[i], parts, common) for i, parts in taken.items()}
+        found = []
+        for row, end in enumerate(sorted(common)):
+            begin = max(column[row].begin for column in columns.values())
+            parts = tuple(
+                columns[i][row] if i in columns else cache.snapshot(seq, begin, end)
+                for i, cache in enumerate(keepers)
+            )
+            found.append(WrapperSnapshot(begin, end, parts))
+        return found
+
+    def _keepers(self, op: str) -> list[Any]:
+        """The wrapped caches, all of which have to know snapshots."""
+        for cache in self.caches:
+            if not hasattr(cache, "prepare_restore_snapshot"):
+                raise NotSupportedError(f"{op}: {type(cache).__name__} takes no snapshots")
+        return list(self.caches)
+
+    @property
+    def on_pressure(self) -> Callable[[int], None] | None:
+        """As CausalCache.on_pressure, of all wrapped caches."""
+        found = (getattr(cache, "on_pressure", None) for cache in self.caches)
+        return next((call for call in found if call is not None), None)
+
+    @on_pressure.setter
+    def on_pressure(self, call: Callable[[int], None] | None) -> None:
+        for cache in self.caches:
+            if hasattr(cache, "on_pressure"):
+                cache.on_pressure = call
+
     @property
     def nbytes(self) -> int:
         """Bytes of the caches that tell."""
@@ -207,6 +335,17 @@ class WrapperCache:
                     raise
 
         return commit
+
+
+def _joined_at(cache: Any, parts: Sequence[Any], ends: Collection[int]) -> list[Any]:
+    """``parts``, which follow one another, joined so that there is one for each of ``ends``."""
+    found, carried = [], None
+    for part in parts:
+        carried = part if carried is None else cache.merge(carried, part)
+        if part.end in ends:
+            found.append(carried)
+            carried = None
+    return found
 
 
 def _check_preparable(op: str, caches: Iterable[Cache]) -> None:

@@ -421,6 +421,7 @@ def _check_states(r: StateRig) -> None:
 def _copied(r: StateRig) -> None:
     _fill(r)
     r.snapshot(2)
+    r.copies[0][0].detach()
 
 
 FAULTS = {
@@ -449,12 +450,12 @@ FAULTS = {
     "restoring into free cells": Fault(
         _copied,
         lambda r: r.cache.restore(3, r.copies[0][0]),
-        lambda r: r.model.restore(3, r.copies[0][1], None),
+        lambda r: r.model.restore(3, r.copies[0][1], None, shared=False),
     ),
     "restoring over what is there": Fault(
         _copied,
         lambda r: r.cache.restore(2, r.copies[0][0]),
-        lambda r: r.model.restore(2, r.copies[0][1], None),
+        lambda r: r.model.restore(2, r.copies[0][1], None, shared=False),
         frozenset([2]),
     ),
 }  # fmt: skip

@@ -186,6 +186,7 @@ class SnapshotTests(CacheCase):
         h = holder(replace(ALL, capacity=4))
         h.forward([0, 1, 2, 3, 4], [2] * 5)
         ids, snapshot = dict(h.held[0]), h.cache.snapshot(0)
+        snapshot.detach()
         with pytest.raises(kvcache.CacheFullError) as caught:
             h.cache.restore(3, snapshot)
         assert (caught.value.asked, caught.value.free) == (6, 3)
@@ -213,8 +214,9 @@ class SnapshotTests(CacheCase):
             with pytest.raises(kvcache.InvalidRangeError):
                 other.make(backend).restore(0, snapshot)
         wide = {i: replace(layer, tensors=layer.tensors[::-1]) for i, layer in snapshot.layers.items()}
+        swapped = AttentionSnapshot(0, 6, snapshot.positions, snapshot.dtype, False, wide)
         with pytest.raises(kvcache.InvalidRangeError):
-            h.cache.restore(2, replace(snapshot, layers=wide))
+            h.cache.restore(2, swapped)
         h.check()
 
     @pytest.mark.parametrize("codec", [DType.Q8_0, DType.Q4_0], ids=lambda dtype: dtype.name)

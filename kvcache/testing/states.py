@@ -77,12 +77,16 @@ class Copy:
     """What a snapshot is of."""
 
     begin: int
-    ids: tuple[int, ...]
+    tokens: tuple[Token, ...]
     seen: tuple[int, ...]
 
     @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(token for _, token in self.tokens)
+
+    @property
     def end(self) -> int:
-        return self.begin + len(self.ids)
+        return self.begin + len(self.tokens)
 
 
 class StateModel:
@@ -142,18 +146,20 @@ class StateModel:
             raise kvcache.InvalidRangeError(f"[{begin}, {end})")
         if end not in {0, len(row.tokens), *row.points}:
             raise kvcache.NotSupportedError(f"{end}")
-        return Copy(begin, tuple(token for _, token in row.tokens[begin:end]), row.cut(end).seen)
+        return Copy(begin, tuple(row.tokens[begin:end]), row.cut(end).seen)
 
-    def restore(self, seq: int, copy: Copy, target: int | None) -> bool:
+    def restore(self, seq: int, copy: Copy, target: int | None, shared: bool) -> bool:
+        """``shared``: the copy still lies in the cache, so that its very cells are taken."""
         row = self.rows[seq]
         if target not in (None, copy.end) or len(row.tokens) < copy.begin:
             return False
         before, self.rows[seq] = row, ModelRow(row.tokens[: copy.begin])
-        if len(copy.ids) > self.free():
+        if not shared and len(copy.ids) > self.free():
             self.rows[seq] = before
             raise kvcache.CacheFullError(len(copy.ids), 0, {})
         points = {point: seen for point, seen in before.points.items() if point <= copy.begin}
-        row = ModelRow(before.tokens[: copy.begin] + self.fresh(copy.ids), copy.seen, points)
+        tokens = list(copy.tokens) if shared else self.fresh(copy.ids)
+        row = ModelRow(before.tokens[: copy.begin] + tokens, copy.seen, points)
         self.rows[seq] = row
         if row.tokens:
             self.keep(row)
@@ -314,9 +320,10 @@ class StateRig:
     def restore(self, seq: int, which: int, target: int | None = None) -> bool:
         snapshot, copy = self.copies[which]
         found: list[bool] = []
+        shared = snapshot.attention.in_cache
         self.agree(
             lambda: found.append(self.cache.restore(seq, snapshot, target)),
-            lambda: found.append(self.model.restore(seq, copy, target)),
+            lambda: found.append(self.model.restore(seq, copy, target, shared)),
         )
         assert len(set(found)) < 2, f"restore gave {found}"
         self.check()
@@ -408,6 +415,8 @@ def _random_call(rnd: random.Random, rig: StateRig) -> None:
         rig.snapshot(seq, rnd.randint(0, length if end is None else end), end)
     elif rig.copies:
         which = rnd.randrange(len(rig.copies))
+        if rnd.random() < 0.3:
+            rig.copies[which][0].detach()
         end = rig.copies[which][1].end
         rig.restore(seq, which, rnd.choice([None, end, max(0, end - 1)]))
 

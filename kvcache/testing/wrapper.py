@@ -469,7 +469,9 @@ class WrapperTests(CacheCase):
         assert causal.config == encoder.config == config
 
     def test_a_config_that_one_refuses_is_taken_by_none(self, backend: ml.Backend, ctx: ml.Context) -> None:
-        inner = [kvcache.CausalCache(), kvcache.EncoderCache(), kvcache.RecurrentCache((2,), (3,))]
+        inner: list[Any] = [
+            kvcache.CausalCache(), kvcache.EncoderCache(), kvcache.RecurrentCache((2,), (3,)),
+        ]  # fmt: skip
         busy = kvcache.CausalCache()
         for last in (busy, ForeignCache(kvcache.CausalCache())):
             wrapper = kvcache.WrapperCache(kvcache.WrapperCache(*inner), last)

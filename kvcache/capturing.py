@@ -1,0 +1,347 @@
+"""Taking, restoring, cutting and joining snapshots of attention caches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+
+import ml
+from kvcache.batches import check_sequence
+from kvcache.buffers import LayerBuffers, stored_shape
+from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, SequenceLostError
+from kvcache.cells import CellTable
+from kvcache.scheduling import Schedule
+from kvcache.snapshots import (
+    AttentionSnapshot,
+    InCache,
+    LayerSnapshot,
+    joined,
+    sliced,
+    tensors_of,
+)
+
+Shape = tuple[int, ...]
+
+__all__ = ["AttentionSnapshots"]
+
+
+class AttentionSnapshots:
+    """The part of an attention cache that takes, restores, cuts and joins snapshots."""
+
+    _whole: ClassVar[bool] = False
+    """Whether a sequence's content is that of one position, as a window's is."""
+
+    _buffers: dict[int, LayerBuffers]
+    _table: CellTable
+    _dtype: ml.DType
+    _max_sequences: int
+    _lazy: list[weakref.ref[AttentionSnapshot]]
+    _schedule: Schedule[AttentionSnapshot]
+    on_pressure: Callable[[int], None] | None = None
+    """Called with the number of cells that are missing, before lazy snapshots are copied out."""
+
+    def _bound(self, op: str) -> ml.Backend:
+        raise NotImplementedError
+
+    def _changed(self) -> None:
+        raise NotImplementedError
+
+    def _allocate(
+        self, ctx: ml.Context, layer: int, key: Shape, value: Shape, activations: ml.DType
+    ) -> LayerBuffers:
+        raise NotImplementedError
+
+    def _reaches(self, stored: np.ndarray, position: int) -> bool:
+        """Whether a token at ``position`` would find in ``stored`` (ascending) all that it sees."""
+        return True
+
+    def offset(self, seq: int) -> int:
+        """One past the last stored position of a sequence: where its next token belongs; 0 if empty."""
+        self._bound("offset")
+        check_sequence("offset", seq, self._max_sequences)
+        return self._table.rows[seq].last + 1
+
+    # Taking.
+
+    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> AttentionSnapshot:
+        """What the sequence holds of positions ``[begin, end)``; None: to its end. Nothing is copied yet.
+
+        A window is taken whole, whatever ``begin``. Raises InvalidRangeError for a range that is not
+        within ``[0, offset(seq)]``, NotSupportedError where a window no longer reaches back from ``end``.
+        """
+        backend, offset = self._bound("snapshot"), self.offset(seq)
+        end = offset if end is None else end
+        if not 0 <= begin <= end <= offset:
+            raise InvalidRangeError(
+                f"snapshot: [{begin}, {end}) of sequence {seq}; it needs 0 <= begin <= end <= {offset}"
+            )
+        row = self._table.rows[seq]
+        if row.lost:
+            raise SequenceLostError(
+                f"snapshot: the data of sequence {seq} is lost; call remove({seq}, 0) and compute it again"
+            )
+        low = begin
+        if self._whole:
+            begin, low = 0, self._window_of(end)
+            if end and not self._reaches(row.positions[: row.index(end)], end):
+                raise NotSupportedError(
+                    f"snapshot: sequence {seq} holds positions from {row.first}; a window at {end} needs more"
+                )
+        start, stop = row.index(low), row.index(end)
+        source = InCache(backend, self._table, self._buffers, row.cells[start:stop].copy())
+        return self._remember(begin, end, row.positions[start:stop].copy(), source)
+
+    def _window_of(self, end: int) -> int:
+        """The lowest position that a whole snapshot at ``end`` holds."""
+        return 0
+
+    def _remember(self, begin: int, end: int, positions: np.ndarray, source: InCache) -> AttentionSnapshot:
+        found = AttentionSnapshot(begin, end, positions, self._dtype, self._whole, source)
+        self._lazy = [ref for ref in self._lazy if (other := ref()) is not None and other.in_cache]
+        self._lazy.append(weakref.ref(found))
+        return found
+
+    def _reclaim(self, count: int) -> None:
+        """Make ``count`` cells free, as far as snapshots hold them: they are copied out, the oldest first."""
+        table = self._table
+        table.sweep()
+        if table.free < count and table.pins and self.on_pressure is not None:
+            self.on_pressure(count - table.free)
+            table.sweep()
+        for ref in self._lazy:
+            if table.free >= count:
+                break
+            snapshot = ref()
+            if snapshot is not None and snapshot.source is not None and snapshot.source.frees:
+                snapshot.detach()
+
+    def _detach_all(self) -> None:
+        """Copy out all that snapshots have not copied yet; what the device no longer gives is lost."""
+        for ref in self._lazy:
+            snapshot = ref()
+            if snapshot is None or snapshot.source is None:
+                continue
+            try:
+                snapshot.detach()
+            except Exception:
+                snapshot.source.pin.lost = True
+        self._lazy = []
+
+    def _detach_shared(self, cells: np.ndarray) -> None:
+        """Copy out the snapshots that hold one of ``cells``, which are about to change."""
+        self._table.sweep()
+        if not self._table.pins:
+            return
+        marked = np.zeros(self._table.cells, dtype=bool)
+        marked[cells] = True
+        for ref in self._lazy:
+            snapshot = ref()
+            source = None if snapshot is None else snapshot.source
+            if snapshot is not None and source is not None and bool(marked[source.pin.cells].any()):
+                snapshot.detach()
+
+    def schedule_snapshots(self, seq: int, positions: list[int]) -> None:
+        """Take a snapshot at each of ``positions`` when a batch reaches it, also from its middle.
+
+        They are those of a sequence that has just ``position`` tokens; each spans from the one before
+        it, the first from where the sequence stands now. Positions that it has passed already are
+        refused with InvalidRangeError. ``remove`` of a position that one has reached drops it, and
+        schedules it anew.
+        """
+        self._schedule.add(seq, positions, self.offset(seq))
+
+    def take_snapshots(self, seq: int) -> list[AttentionSnapshot]:
+        """The scheduled snapshots that were taken since the last call, by position."""
+        self.offset(seq)
+        return self._schedule.take(seq)
+
+    def _capture(self, seq: int) -> None:
+        """Take what is due after a batch was placed: its tokens are all still there."""
+        for begin, end in self._schedule.due(seq, self._table.rows[seq].last + 1):
+            try:
+                self._schedule.taken(seq, self.snapshot(seq, begin, end))
+            except NotSupportedError:  # a window with gaps: nothing of this position can be resumed
+                self._schedule.skip(seq, end)
+
+    # Restoring.
+
+    def restore(self, seq: int, snapshot: AttentionSnapshot, target: int | None = None) -> bool:
+        """Make the sequence hold ``[0, target)``, with what the snapshot has; None: all of it.
+
+        What the sequence holds from ``snapshot.begin`` on is replaced. A snapshot that still lies in this
+        cache is shared, and nothing is copied. False, and nothing touched, where ``target`` lies outside
+        the snapshot, ``[0, begin)`` is not stored, or a window would be incomplete. Raises CacheFullError
+        where the cells do not suffice, InvalidRangeError for a snapshot of another dtype or shape; all or
+        nothing then too. A device that fails while data that is replaced is overwritten leaves the
+        sequence lost.
+        """
+        commit = self.prepare_restore_snapshot(seq, snapshot, target)
+        if commit is None:
+            return False
+        commit()
+        return True
+
+    def prepare_restore_snapshot(
+        self, seq: int, snapshot: AttentionSnapshot, target: int | None = None
+    ) -> Callable[[], None] | None:
+        """Check all that ``restore`` may refuse; None where it would give False."""
+        backend = self._bound("restore")
+        check_sequence("restore", seq, self._max_sequences)
+        end = snapshot.end if target is None else target
+        row = self._table.rows[seq]
+        count = int(np.searchsorted(snapshot.positions, end))
+        if not snapshot.begin <= end <= snapshot.end or (row.lost and snapshot.begin):
+            return None
+        if row.index(snapshot.begin) != snapshot.begin:
+            return None
+        if snapshot.whole and end and not self._reaches(snapshot.positions[:count], end):
+            return None
+        self._check(snapshot)
+        source = snapshot.source
+        shares = source is not None and source.table is self._table
+        if source is not None and source.pin.lost:
+            source.read()  # says that it is lost
+        if not shares:
+            self._check_room(seq, snapshot.begin, count)
+
+        def commit() -> None:
+            if shares and snapshot.source is not None:
+                self._share(seq, snapshot, count)
+            else:
+                self._put_back(backend, seq, snapshot, count)
+            self._changed()
+            self._schedule.cut(seq, snapshot.begin)
+            row.lost = False
+
+        return commit
+
+    def _check_room(self, seq: int, begin: int, count: int) -> None:
+        table, row = self._table, self._table.rows[seq]
+        replaced = row.cells[row.index(begin) :]
+        table.sweep()
+        own = int((table.references[replaced] == 1).sum())
+        if count > table.free + own:
+            self._reclaim(count)
+            own = int((table.references[replaced] == 1).sum())
+        if count > table.free + own:
+            raise CacheFullError(count, table.free + own, table.held(), op="restore")
+
+    def _share(self, seq: int, snapshot: AttentionSnapshot, count: int) -> None:
+        """Own the snapshot's cells too."""
+        assert snapshot.source is not None
+        table, row = self._table, self._table.rows[seq]
+        table.drop(seq, row.index(snapshot.begin), len(row))
+        if count:
+            table.adopt(seq, snapshot.positions[:count], snapshot.source.pin.cells[:count])
+
+    def _put_back(self, backend: ml.Backend, seq: int, snapshot: AttentionSnapshot, count: int) -> None:
+        """Replace the row's end first, then the data; the row is changed back where the data fails."""
+        table, row = self._table, self._table.rows[seq]
+        saved, held = row.save_copy(), row.cells.copy()
+        layers = snapshot.read()
+        table.drop(seq, row.index(snapshot.begin), len(row))
+        if not count:
+            return
+        chosen = table.choose(seq, count)
+        cells = np.arange(chosen, chosen + count) if isinstance(chosen, int) else chosen
+        table.take(seq, snapshot.positions[:count], cells)
+        writing = False
+        try:
+            with backend.new_context() as ctx:
+                buffers = {i: self._buffer(ctx, i, layer) for i, layer in layers.items()}
+                where = chosen if isinstance(chosen, int) else ctx.from_numpy(cells, ml.DType.I32)
+                writing = True
+                for i, layer in layers.items():
+                    place = ctx.layer(i)
+                    parts = layer.tensors
+                    if count < snapshot.positions.size:
+                        parts = tuple(tensor.slice(place, 0, 0, count) for tensor in parts)
+                    buffers[i].write_stored(place, where, parts)
+                ctx.compute()
+        except BaseException:
+            table.restore_row(seq, saved)
+            row.lost = row.lost or (writing and bool(np.isin(cells, held).any()))
+            raise
+        self._buffers.update(buffers)
+
+    def _buffer(self, ctx: ml.Context, i: int, layer: LayerSnapshot) -> LayerBuffers:
+        held = self._buffers.get(i)
+        if held is not None:
+            return held
+        return self._allocate(ctx, i, stored_shape(layer.key), stored_shape(layer.value), layer.activations)
+
+    # Cutting and joining.
+
+    def merge(self, parent: AttentionSnapshot | None, child: AttentionSnapshot) -> AttentionSnapshot:
+        """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; a window keeps the child."""
+        if parent is None or child.whole:
+            return child
+        if parent.end != child.begin or parent.dtype is not child.dtype or parent.whole:
+            raise InvalidRangeError(
+                f"merge: [{parent.begin}, {parent.end}) {parent.dtype.name} and "
+                f"[{child.begin}, {child.end}) {child.dtype.name} do not follow one another"
+            )
+        if not parent.positions.size:
+            return child.spanning(parent.begin, child.end)
+        if not child.positions.size:
+            return parent.spanning(parent.begin, child.end)
+        positions = np.concatenate((parent.positions, child.positions))
+        one, other = parent.source, child.source
+        if one is not None and other is not None and one.table is other.table is self._table:
+            cells = np.concatenate((one.pin.cells, other.pin.cells))
+            return self._remember(
+                parent.begin, child.end, positions, InCache(one.backend, one.table, one.buffers, cells)
+            )
+        first, second = parent.read(), child.read()
+        if first.keys() != second.keys():
+            raise InvalidRangeError(f"merge: layers {[*first]} and {[*second]}")
+        with self._bound("merge").new_context() as ctx:
+            layers = joined(ctx, first, second)
+            ctx.compute(*tensors_of(layers))
+        return AttentionSnapshot(parent.begin, child.end, positions, parent.dtype, False, layers)
+
+    def split(
+        self, snapshot: AttentionSnapshot, at: int
+    ) -> tuple[AttentionSnapshot | None, AttentionSnapshot]:
+        """Cut ``[a, c)`` into ``[a, at)`` and ``[at, c)``; (None, snapshot) for a window, or at ``a``."""
+        if not snapshot.begin <= at <= snapshot.end:
+            raise InvalidRangeError(f"split: at {at}; the snapshot is [{snapshot.begin}, {snapshot.end})")
+        if snapshot.whole or at == snapshot.begin:
+            return None, snapshot
+        positions = snapshot.positions
+        count, size = int(np.searchsorted(positions, at)), positions.size
+        source = snapshot.source
+        if source is not None and source.table is self._table:
+            return (
+                self._remember(snapshot.begin, at, positions[:count], source.part(0, count)),
+                self._remember(at, snapshot.end, positions[count:], source.part(count, size)),
+            )
+        layers = snapshot.read()
+        with self._bound("split").new_context() as ctx:
+            first, second = (sliced(ctx, layers, *part) for part in ((0, count), (count, size)))
+            ctx.compute(*tensors_of(first), *tensors_of(second))
+        return (
+            AttentionSnapshot(snapshot.begin, at, positions[:count], snapshot.dtype, False, first),
+            AttentionSnapshot(at, snapshot.end, positions[count:], snapshot.dtype, False, second),
+        )
+
+    def _check(self, snapshot: AttentionSnapshot) -> None:
+        """Refuse a snapshot that was taken of another kind of cache."""
+        if snapshot.dtype is not self._dtype or snapshot.whole is not self._whole:
+            raise InvalidRangeError(
+                f"restore: a snapshot of {snapshot.dtype.name}, whole={snapshot.whole}, into a cache of "
+                f"{self._dtype.name}, whole={self._whole}"
+            )
+        for i, shapes in snapshot.shapes().items():
+            held = self._buffers.get(i)
+            if held is None:
+                continue
+            for buffer, (heads, dim) in zip((held.key, held.value), shapes, strict=True):
+                if (heads, dim) != (buffer.heads, buffer.dim):
+                    raise InvalidRangeError(
+                        f"restore: layer {i} stores {buffer.heads} heads of {buffer.dim}; the snapshot has "
+                        f"{heads} of {dim}"
+                    )

@@ -1,0 +1,78 @@
+"""Snapshots that are asked for ahead, at positions that a sequence has not reached yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
+from kvcache.cache import InvalidRangeError
+from kvcache.snapshots import Snapshot
+
+__all__ = ["Schedule"]
+
+S = TypeVar("S", bound=Snapshot)
+
+
+class Schedule(Generic[S]):
+    """For each sequence the positions where a snapshot is due, and those that were taken."""
+
+    def __init__(self) -> None:
+        self._due: dict[int, list[int]] = {}
+        self._taken: dict[int, list[S]] = {}
+        self._from: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything is due."""
+        return any(self._due.values())
+
+    def add(self, seq: int, positions: Iterable[int], offset: int) -> None:
+        """Have snapshots taken at ``positions``, all after ``offset``, where the sequence stands."""
+        wanted = sorted({int(position) for position in positions})
+        if wanted and wanted[0] <= offset:
+            raise InvalidRangeError(
+                f"schedule_snapshots: position {wanted[0]} of sequence {seq}, which is at {offset} already; "
+                "snapshot takes it now"
+            )
+        if not wanted:
+            return
+        if not self._due.get(seq) and not self._taken.get(seq):
+            self._from[seq] = offset
+        self._due[seq] = sorted({*self._due.get(seq, ()), *wanted})
+
+    def due(self, seq: int, offset: int) -> Iterator[tuple[int, int]]:
+        """[begin, end) of the snapshots that a sequence of ``offset`` tokens has reached."""
+        for position in [position for position in self._due.get(seq, ()) if position <= offset]:
+            yield self._from[seq], position
+
+    def next(self, seq: int) -> int | None:
+        """The lowest position that is due."""
+        return min(self._due.get(seq, ()), default=None)
+
+    def taken(self, seq: int, snapshot: S) -> None:
+        self._taken.setdefault(seq, []).append(snapshot)
+        self.skip(seq, snapshot.end)
+        self._from[seq] = snapshot.end
+
+    def skip(self, seq: int, position: int) -> None:
+        """Nothing can be taken at ``position``."""
+        self._due[seq].remove(position)
+
+    def take(self, seq: int) -> list[S]:
+        """Hand over what was taken."""
+        return self._taken.pop(seq, [])
+
+    def cut(self, seq: int, position: int) -> None:
+        """The sequence lost what lies at ``position`` and after: snapshots of it are due again."""
+        taken = self._taken.get(seq, [])
+        gone = [snapshot for snapshot in taken if snapshot.end > position]
+        if gone:
+            self._taken[seq] = [snapshot for snapshot in taken if snapshot.end <= position]
+            self._due[seq] = sorted({*self._due.get(seq, ()), *(snapshot.end for snapshot in gone)})
+            self._from[seq] = min(snapshot.begin for snapshot in gone)
+        if self._from.get(seq, 0) > position:
+            self._from[seq] = position
+
+    def drop(self, seq: int) -> None:
+        """Forget all of a sequence."""
+        for held in (self._due, self._taken, self._from):
+            held.pop(seq, None)
