@@ -17,8 +17,17 @@ from kvcache.cache import (
 )
 from kvcache.causal import CausalCache, ChunkedCache, SlidingWindowCache
 from kvcache.encoder import EncoderCache
+from kvcache.paging import from_page, to_page
+from kvcache.prefix import PrefixCache, PrefixStats, Session, SessionLimitError
 from kvcache.recurrent import RecurrentCache
-from kvcache.snapshots import AttentionSnapshot, RecurrentSnapshot
+from kvcache.snapshots import (
+    AttentionSnapshot,
+    EncoderSnapshot,
+    RecurrentSnapshot,
+    Snapshot,
+    WrapperSnapshot,
+)
+from kvcache.tiers import HostTier
 from kvcache.wrapper import WrapperCache
 
 __all__ = [
@@ -30,6 +39,8 @@ __all__ = [
     "ChunkedCache",
     "ClosedError",
     "EncoderCache",
+    "EncoderSnapshot",
+    "HostTier",
     "InvalidBatchError",
     "InvalidRangeError",
     "InvalidSequenceError",
@@ -37,10 +48,18 @@ __all__ = [
     "Mask",
     "NotSupportedError",
     "OrderError",
+    "PrefixCache",
+    "PrefixStats",
     "RecurrentCache",
     "RecurrentSnapshot",
     "SequenceLostError",
+    "Session",
+    "SessionLimitError",
     "ShiftFunction",
     "SlidingWindowCache",
+    "Snapshot",
     "WrapperCache",
+    "WrapperSnapshot",
+    "from_page",
+    "to_page",
 ]

@@ -68,7 +68,7 @@ def group_batch(batch: Batch, max_sequences: int) -> list[Group]:
     check_sequence("start_forward", high, max_sequences)
     if low == high:
         return [_one_sequence(low, positions)]
-    return _several(positions, sequences)
+    return _one_each(positions, sequences) or _several(positions, sequences)
 
 
 def _integers(name: str, values: object) -> np.ndarray:
@@ -86,6 +86,18 @@ def _one_sequence(seq: int, positions: np.ndarray) -> Group:
     group = Group(seq, positions, rows)
     _check_positions(group)
     return group
+
+
+def _one_each(positions: np.ndarray, sequences: np.ndarray) -> list[Group] | None:
+    """The groups of a batch that decodes: one token of each sequence. None where it is another."""
+    order = sequences.argsort()
+    ascending = sequences[order]
+    if (ascending[1:] == ascending[:-1]).any() or positions.min() < 0 or positions.max() > _LIMIT:
+        return None
+    return [
+        Group(seq, positions[i : i + 1], slice(i, i + 1))
+        for seq, i in zip(ascending.tolist(), order.tolist(), strict=True)
+    ]
 
 
 def _several(positions: np.ndarray, sequences: np.ndarray) -> list[Group]:

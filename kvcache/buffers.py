@@ -13,7 +13,7 @@ __all__ = ["LayerBuffers", "stored_shape"]
 class LayerBuffers:
     """K and V of one layer, allocated at the first ``put`` for all cells at once."""
 
-    __slots__ = ("_key_shape", "_value_shape", "activations", "key", "permuted_v", "value")
+    __slots__ = ("_key_shape", "_value_shape", "activations", "key", "permuted_v", "store", "value")
 
     def __init__(
         self,
@@ -40,10 +40,29 @@ class LayerBuffers:
         else:
             self.key = Buffer(ctx, dtype, cells, *key, order)
             self.value = Buffer(ctx, dtype, cells, *value, (1, 2, 0) if self.permuted_v else order)
+        self.store = self._find_store(ctx)
+        """The backend's own way for a run of cells, asked first; None where it has none."""
+
+    def _find_store(self, ctx: ml.Context) -> ml.KVStore | None:
+        key, value, backend = self.key, self.value, ctx.backend
+        if self.permuted_v or not isinstance(key, Buffer) or not isinstance(value, Buffer):
+            return None
+        if not isinstance(backend, ml.SupportsKVStore):
+            return None
+        return backend.kv_store(key.read(ctx, 0, key.cells), value.read(ctx, 0, value.cells))
 
     @property
     def nbytes(self) -> int:
         return self.key.nbytes + self.value.nbytes
+
+    def touch(self, ctx: ml.Context) -> None:
+        """Write the zeros that new buffers hold, so that the system gives them their memory now.
+
+        It may have promised it only, and the pages would then be found one by one while decoding.
+        """
+        for buffer in (self.key, self.value):
+            if isinstance(buffer, Buffer):
+                buffer.touch(ctx)
 
     def check(self, layer: int, key: tuple[int, ...], value: tuple[int, ...]) -> None:
         """Raise InvalidRangeError unless K and V of these shapes are what this layer stores."""
@@ -54,13 +73,16 @@ class LayerBuffers:
             )
 
     def write(self, ctx: ml.Context, cells: Cells, key: ml.Tensor, value: ml.Tensor) -> None:
-        # No ctx.forward: writes are seen in program order without it, and this is the hottest path.
+        # No ctx.forward: writes are seen in program order without it.
         self.key.write(ctx, cells, key)
         self.value.write(ctx, cells, value)
 
     def read(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ml.Tensor]:
         """K and V as (count, heads, dim)."""
         if isinstance(cells, int):
+            found = None if self.store is None else self.store.read(ctx, cells, count)
+            if found is not None:
+                return found
             return self.key.read(ctx, cells, count), self.value.read(ctx, cells, count)
         return self.key.gather(ctx, cells), self.value.gather(ctx, cells)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -40,8 +40,11 @@ class AttentionSnapshots:
     _max_sequences: int
     _lazy: list[weakref.ref[AttentionSnapshot]]
     _schedule: Schedule[AttentionSnapshot]
-    on_pressure: Callable[[int], None] | None = None
-    """Called with the number of cells that are missing, before lazy snapshots are copied out."""
+    on_pressure: Callable[[int], bool | None] | None = None
+    """Called with the number of cells that are missing, before lazy snapshots are copied out.
+
+    It may drop or detach some, and says whether it did; it is asked again while cells are missing.
+    """
 
     def _bound(self, op: str) -> ml.Backend:
         raise NotImplementedError
@@ -105,29 +108,44 @@ class AttentionSnapshots:
         return found
 
     def _reclaim(self, count: int) -> None:
-        """Make ``count`` cells free, as far as snapshots hold them: they are copied out, the oldest first."""
+        """Make ``count`` cells free where snapshots hold enough of them, else leave all as it is.
+
+        They are copied out, the oldest first and no more than it takes: those that alone hold a cell,
+        and then those that hold one with other snapshots only.
+        """
         table = self._table
         table.sweep()
-        if table.free < count and table.pins and self.on_pressure is not None:
-            self.on_pressure(count - table.free)
+        if table.free >= count or table.unowned < count:
+            return
+        while table.free < count and self.on_pressure is not None and self.on_pressure(count - table.free):
             table.sweep()
-        for ref in self._lazy:
+        table.sweep()
+        for snapshot, source in self._in_cache():
             if table.free >= count:
-                break
+                return
+            if source.frees:
+                snapshot.release()
+        owned = table.owned()
+        for snapshot, source in self._in_cache():
+            if table.free >= count:
+                return
+            if not owned[source.pin.cells].all():
+                snapshot.release()
+
+    def _in_cache(self) -> Iterator[tuple[AttentionSnapshot, InCache]]:
+        """The snapshots that still lie in the cache, the oldest first."""
+        for ref in self._lazy:
             snapshot = ref()
-            if snapshot is not None and snapshot.source is not None and snapshot.source.frees:
-                snapshot.detach()
+            if snapshot is not None and snapshot.source is not None:
+                yield snapshot, snapshot.source
 
     def _detach_all(self) -> None:
         """Copy out all that snapshots have not copied yet; what the device no longer gives is lost."""
-        for ref in self._lazy:
-            snapshot = ref()
-            if snapshot is None or snapshot.source is None:
-                continue
+        for snapshot, source in self._in_cache():
             try:
                 snapshot.detach()
             except Exception:
-                snapshot.source.pin.lost = True
+                source.pin.lost = True
         self._lazy = []
 
     def _detach_shared(self, cells: np.ndarray) -> None:
@@ -137,11 +155,9 @@ class AttentionSnapshots:
             return
         marked = np.zeros(self._table.cells, dtype=bool)
         marked[cells] = True
-        for ref in self._lazy:
-            snapshot = ref()
-            source = None if snapshot is None else snapshot.source
-            if snapshot is not None and source is not None and bool(marked[source.pin.cells].any()):
-                snapshot.detach()
+        for snapshot, source in self._in_cache():
+            if marked[source.pin.cells].any():
+                snapshot.release()
 
     def schedule_snapshots(self, seq: int, positions: list[int]) -> None:
         """Take a snapshot at each of ``positions`` when a batch reaches it, also from its middle.
@@ -153,10 +169,20 @@ class AttentionSnapshots:
         """
         self._schedule.add(seq, positions, self.offset(seq))
 
-    def take_snapshots(self, seq: int) -> list[AttentionSnapshot]:
-        """The scheduled snapshots that were taken since the last call, by position."""
+    def take_snapshots(self, seq: int, upto: int | None = None) -> list[AttentionSnapshot]:
+        """The scheduled snapshots that were taken since the last call, by position; those up to ``upto``."""
         self.offset(seq)
-        return self._schedule.take(seq)
+        return self._schedule.take(seq, upto)
+
+    def cancel_snapshots(self, seq: int) -> None:
+        """Forget what was scheduled for a sequence, and what was taken of it and not handed over."""
+        self.offset(seq)
+        self._schedule.drop(seq)
+
+    def snapshots_taken(self, seq: int) -> list[AttentionSnapshot]:
+        """What ``take_snapshots`` would hand over, and still has then."""
+        self.offset(seq)
+        return self._schedule.waiting(seq)
 
     def _capture(self, seq: int) -> None:
         """Take what is due after a batch was placed: its tokens are all still there."""
@@ -202,8 +228,8 @@ class AttentionSnapshots:
         self._check(snapshot)
         source = snapshot.source
         shares = source is not None and source.table is self._table
-        if source is not None and source.pin.lost:
-            source.read()  # says that it is lost
+        if source is not None:
+            source.check()
         if not shares:
             self._check_room(seq, snapshot.begin, count)
 
@@ -211,6 +237,8 @@ class AttentionSnapshots:
             if shares and snapshot.source is not None:
                 self._share(seq, snapshot, count)
             else:
+                if shares:  # copied out since it was prepared
+                    self._check_room(seq, snapshot.begin, count)
                 self._put_back(backend, seq, snapshot, count)
             self._changed()
             self._schedule.cut(seq, snapshot.begin)
@@ -219,15 +247,16 @@ class AttentionSnapshots:
         return commit
 
     def _check_room(self, seq: int, begin: int, count: int) -> None:
+        """Refuse ``count`` cells that are not there even without what they replace and snapshots hold."""
         table, row = self._table, self._table.rows[seq]
-        replaced = row.cells[row.index(begin) :]
-        table.sweep()
-        own = int((table.references[replaced] == 1).sum())
-        if count > table.free + own:
+        saved = table.save_row(seq)
+        table.drop(seq, row.index(begin), len(row))
+        try:
             self._reclaim(count)
-            own = int((table.references[replaced] == 1).sum())
-        if count > table.free + own:
-            raise CacheFullError(count, table.free + own, table.held(), op="restore")
+            if count > table.free:
+                raise CacheFullError(count, table.unowned, table.held(), op="restore")
+        finally:
+            table.restore_row(seq, saved)
 
     def _share(self, seq: int, snapshot: AttentionSnapshot, count: int) -> None:
         """Own the snapshot's cells too."""
@@ -284,13 +313,13 @@ class AttentionSnapshots:
                 f"merge: [{parent.begin}, {parent.end}) {parent.dtype.name} and "
                 f"[{child.begin}, {child.end}) {child.dtype.name} do not follow one another"
             )
-        if not parent.positions.size:
-            return child.spanning(parent.begin, child.end)
-        if not child.positions.size:
-            return parent.spanning(parent.begin, child.end)
+        if not parent.positions.size or not child.positions.size:
+            return self._spanning(child if child.positions.size else parent, parent.begin, child.end)
         positions = np.concatenate((parent.positions, child.positions))
         one, other = parent.source, child.source
         if one is not None and other is not None and one.table is other.table is self._table:
+            one.check()
+            other.check()
             cells = np.concatenate((one.pin.cells, other.pin.cells))
             return self._remember(
                 parent.begin, child.end, positions, InCache(one.backend, one.table, one.buffers, cells)
@@ -302,6 +331,13 @@ class AttentionSnapshots:
             layers = joined(ctx, first, second)
             ctx.compute(*tensors_of(layers))
         return AttentionSnapshot(parent.begin, child.end, positions, parent.dtype, False, layers)
+
+    def _spanning(self, snapshot: AttentionSnapshot, begin: int, end: int) -> AttentionSnapshot:
+        """The same content, said to be of ``[begin, end)``."""
+        source, positions = snapshot.source, snapshot.positions
+        if source is not None and source.table is self._table:
+            return self._remember(begin, end, positions, source.part(0, positions.size))
+        return AttentionSnapshot(begin, end, positions, snapshot.dtype, snapshot.whole, snapshot.read())
 
     def split(
         self, snapshot: AttentionSnapshot, at: int

@@ -120,7 +120,7 @@ class CausalCache(AttentionSnapshots):
         """
         self._detach_all()
         self._schedule = Schedule()
-        self._buffers.clear()
+        self._buffers = {}  # a new one: a snapshot may know the old
         self._changed()
         self._backend = None
         self._layer = 0
@@ -161,6 +161,11 @@ class CausalCache(AttentionSnapshots):
         check_sequence("can_resume", seq, self._max_sequences)
         return not self._table.rows[seq].lost
 
+    def resume_point(self, seq: int, position: int) -> int:
+        """The last position up to ``position`` from which the sequence can go on exactly; 0: from nothing."""
+        reached = min(position, self.offset(seq))
+        return reached if reached > 0 and self.can_resume(seq, reached) else 0
+
     # One pass.
 
     def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
@@ -189,7 +194,8 @@ class CausalCache(AttentionSnapshots):
                     f"{group.positions[-1]} already; remove them first"
                 )
         cells = self._place(len(batch), groups)
-        self._forward = Forward(table, self._active, self._lower(), len(batch), groups, cells)
+        kept = None if self._forward is None else self._forward.kept
+        self._forward = Forward(table, self._active, self._lower(), len(batch), groups, cells, kept=kept)
         if self._schedule:
             for group in groups:
                 self._capture(group.seq)
@@ -206,8 +212,8 @@ class CausalCache(AttentionSnapshots):
         try:
             if tokens > table.free:
                 self._reclaim(tokens)
-            if tokens > table.free:
-                raise CacheFullError(tokens, table.free, table.held())
+                if tokens > table.free:
+                    raise CacheFullError(tokens, table.unowned, table.held())
         except BaseException:
             self._restore(saved)
             raise
@@ -311,10 +317,13 @@ class CausalCache(AttentionSnapshots):
                 f"put: key {key_shape} and value {value_shape} for a batch of {forward.tokens}; "
                 "they are (tokens, kv_heads, head_dim) and (tokens, kv_heads, v_dim)"
             )
+        fresh = buffers is None
         if buffers is None:
             buffers = self._allocate(ctx, self._layer, key_shape, value_shape, key.dtype)
         buffers.check(self._layer, key_shape, value_shape)
-        if not forward.reserve:
+        if forward.reserve and fresh:
+            buffers.touch(ctx.layer(self._layer))
+        elif not forward.reserve:
             buffers.write(ctx, forward.targets(ctx), key, value)
         self._buffers[self._layer] = buffers  # last: a failed write fixes no shapes
 
@@ -421,6 +430,7 @@ class CausalCache(AttentionSnapshots):
         if end is None or end == begin or stop == len(row):
             return functools.partial(self._drop, seq, begin, start, stop)
         self._check_shift(seq, stop, end - begin, start)
+        self._detach_shared(row.cells[stop:])
         write = moving.prepare_shift(backend, self._buffers, table, seq, stop, begin - end, self._shift)
 
         def commit() -> None:
@@ -453,10 +463,7 @@ class CausalCache(AttentionSnapshots):
                 f"remove: {len(row) - stop} tokens of sequence {seq} have to move down by {distance}, and "
                 "this cache has no shift function; pass shift= to its constructor, or remove to the end"
             )
-        moving = row.cells[stop:]
-        if self._table.shared(moving):
-            self._detach_shared(moving)
-        if self._table.shared(moving):
+        if self._table.shared(seq, row.cells[stop:]):
             raise NotSupportedError(
                 f"remove: a token of sequence {seq} that has to move is shared with another sequence; "
                 "remove that one first, or compute this one anew"
@@ -489,6 +496,20 @@ class CausalCache(AttentionSnapshots):
         row.lost = False
 
     # Looking in.
+
+    @property
+    def backend(self) -> ml.Backend:
+        return self._bound("backend")
+
+    @property
+    def max_sequences(self) -> int:
+        self._bound("max_sequences")
+        return self._max_sequences
+
+    def settings(self) -> dict[str, object]:
+        """What decides the content of a snapshot, JSON-able: two caches that agree in it may share them."""
+        self._bound("settings")
+        return {"kind": type(self).__name__, "dtype": self._dtype.name}
 
     @property
     def cells(self) -> int:
@@ -600,6 +621,9 @@ class SlidingWindowCache(CausalCache):
         """Whether something is stored, and reaches from the window of ``position`` to right before it."""
         return super().can_resume(seq, position) and self._reaches(self._table.rows[seq].positions, position)
 
+    def settings(self) -> dict[str, object]:
+        return {**super().settings(), "window": self.window}
+
     def _window_of(self, end: int) -> int:
         return max(0, end - self._kept)
 
@@ -628,6 +652,9 @@ class ChunkedCache(CausalCache):
         if chunk < 1:
             raise InvalidRangeError(f"ChunkedCache: chunk={chunk}; it is >= 1")
         self.chunk = chunk
+
+    def settings(self) -> dict[str, object]:
+        return {**super().settings(), "chunk": self.chunk}
 
     def _lower(self) -> LowerBound:
         chunk = self.chunk

@@ -213,14 +213,21 @@ class CellTable:
         if not self.pins:
             return self.free
         self.sweep()
-        owned = np.zeros(self.cells, dtype=bool)
-        for _, row in self.occupied():
-            owned[row.cells] = True
-        return self.cells - int(owned.sum())
+        return self.cells - int(self.owned().sum())
 
-    def shared(self, cells: Array) -> bool:
-        """Whether more than one owner, sequence or pin, holds one of ``cells``."""
-        return bool((self.references[cells] > 1).any())
+    def owned(self, besides: int | None = None) -> Array:
+        """For every cell whether a sequence holds it, one other than ``besides``."""
+        owned = np.zeros(self.cells, dtype=bool)
+        for seq, row in self.occupied():
+            if seq != besides:
+                owned[row.cells] = True
+        return owned
+
+    def shared(self, seq: int, cells: Array) -> bool:
+        """Whether a sequence other than ``seq``, which holds ``cells``, holds one of them too."""
+        if not (self.references[cells] > 1).any():
+            return False
+        return bool(self.owned(besides=seq)[cells].any())
 
     # Choosing cells.
 

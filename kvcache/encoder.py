@@ -306,6 +306,25 @@ class EncoderCache:
 
         return commit
 
+    def resume_point(self, seq: int, position: int) -> int:
+        """``position``: an encoder's output serves every later token."""
+        self.can_resume(seq, position)
+        return position
+
+    @property
+    def backend(self) -> ml.Backend:
+        return self._bound("backend")
+
+    @property
+    def max_sequences(self) -> int:
+        self._bound("max_sequences")
+        return self._max_sequences
+
+    def settings(self) -> dict[str, object]:
+        """As CausalCache.settings."""
+        self._bound("settings")
+        return {"kind": type(self).__name__, "dtype": self._dtype.name}
+
     # Snapshots.
 
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> EncoderSnapshot:

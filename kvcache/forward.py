@@ -10,6 +10,7 @@ import ml
 from kvcache.batches import Group
 from kvcache.cache import Mask
 from kvcache.cells import CellTable
+from kvcache.masks import KeptMask, build_mask
 from kvcache.reading import LowerBound, Reading, plan_reading
 
 __all__ = ["Forward"]
@@ -31,10 +32,17 @@ class Forward:
     """Where the batch is written, in its own order: the first of a run, or one cell per token."""
     reserve: bool = False
     lifted: frozenset[int] = frozenset()
+    kept: KeptMask | None = None
+    """What the pass before left: the mask that this one may go on with."""
+    run: int = field(init=False)
+    """The first cell of the run that the batch is written to; -1 where it is none, or with ``reserve``."""
     _targets: ml.Tensor | None = None
     _shared: tuple[Reading, Mask] | None = None
     _merge: bool | None = None
     _own: dict[int, tuple[Reading, Mask]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.run = self.cells if isinstance(self.cells, int) and not self.reserve else -1
 
     def targets(self, ctx: ml.Context) -> int | ml.Tensor:
         """The first cell of the run to write, or all cells as an I32 tensor."""
@@ -70,14 +78,38 @@ class Forward:
             elided = reading.elided(self.lower, self.lifted)
             if not isinstance(elided, bool):
                 return elided
-        host = reading.mask(self.tokens, self.lower, self.lifted, config.mask_batch_padding)
+        padding = config.mask_batch_padding
+        shape = -(-self.tokens // padding) * padding, reading.length
+        if self.lower is None and not self.lifted and self._keep(ctx, reading, shape[0]):
+            assert self.kept is not None
+            return self.kept.shown(ctx, reading.length)
+        large = self._large(ctx, reading, shape)
+        if large is not None:
+            return large
+        host = reading.mask(self.tokens, self.lower, self.lifted, padding)
         return ctx.input().from_numpy(host, config.mask_dtype)
+
+    def _keep(self, ctx: ml.Context, reading: Reading, rows: int) -> bool:
+        """Whether ``kept`` is the mask of this pass now: the one of the pass before, or a new one."""
+        place = ctx.input()
+        if self.kept is None or not self.kept.follow(place, reading):
+            self.kept = KeptMask.build(place, reading, rows, self.config.mask_dtype)
+        return self.kept is not None
 
     def _own_mask(self, ctx: ml.Context, reading: Reading) -> Mask:
         elided = reading.elided(self.lower, self.lifted)
         if not isinstance(elided, bool):
             return elided
+        large = self._large(ctx, reading, (len(reading.groups[0]), reading.length), own=True)
+        if large is not None:
+            return large
         return ctx.input().from_numpy(reading.own_mask(self.lower, self.lifted), self.config.mask_dtype)
+
+    def _large(
+        self, ctx: ml.Context, reading: Reading, shape: tuple[int, int], own: bool = False
+    ) -> ml.Tensor | None:
+        dtype = self.config.mask_dtype
+        return build_mask(ctx.input(), reading, shape, self.lower, self.lifted, dtype, own)
 
     def worth_merging(self) -> bool:
         """Whether one masked call over all cells is cheaper than a call per sequence."""

@@ -41,6 +41,11 @@ class Buffer:
         steps[order[0]] = sizes[order[1]] * sizes[order[2]]
         self.strides = tuple(steps)
 
+    def touch(self, ctx: ml.Context) -> None:
+        """Write zeros everywhere."""
+        zero = ctx.zeros((1, 1, 1), self.tensor.dtype)
+        ctx.forward(zero.view(ctx, 0, self.tensor.shape, (0, 0, 0)).copy(ctx, self.tensor))
+
     def read(self, ctx: ml.Context, start: int, count: int) -> ml.Tensor:
         """Cells ``[start, start + count)`` as a view (count, heads, dim)."""
         return self.tensor.view(ctx, start * self.strides[0], (count, self.heads, self.dim), self.strides)
@@ -70,9 +75,14 @@ class Buffer:
         ctx.forward(self.tensor.set_rows(ctx, found[0], cells, axis=self.axis))
 
     def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
-        """Copies (count, heads, dim) of cells, for :meth:`write_stored` of any layout."""
-        found = self.read(ctx, cells, count) if isinstance(cells, int) else self.gather(ctx, cells)
-        return (found.contiguous(ctx),)
+        """Copies (count, heads, dim) of cells, for :meth:`write_stored` of any layout.
+
+        They lie in memory in this buffer's own order of axes.
+        """
+        if not isinstance(cells, int):
+            return (self.gather(ctx, cells),)
+        found = self.read(ctx, cells, count).permute(ctx, *self.order).contiguous(ctx)
+        return (found.permute(ctx, *(self.order.index(axis) for axis in range(3))),)
 
     def write_stored(self, ctx: ml.Context, cells: Cells, found: tuple[ml.Tensor, ...]) -> None:
         ctx.forward(self.write(ctx, cells, found[0]))

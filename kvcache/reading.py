@@ -6,6 +6,7 @@ apart are gathered, so that reading costs what is used and not what lies between
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from kvcache.batches import Group
 from kvcache.cache import Mask
 from kvcache.cells import CellTable, Row
 
-__all__ = ["LowerBound", "Reading", "plan_reading"]
+__all__ = ["HIDDEN", "LowerBound", "Reading", "plan_reading", "sees_all", "visible"]
 
 LowerBound = Callable[[np.ndarray], np.ndarray]
 """Lowest position that a query at each of these positions may see."""
@@ -24,7 +25,7 @@ LowerBound = Callable[[np.ndarray], np.ndarray]
 _SPARSE = 2
 """A view may span this many times the cells it is read for; beyond that, gathering is cheaper."""
 _SLACK = 64
-_HIDDEN = np.float32(-np.inf)
+HIDDEN = np.float32(-np.inf)
 
 
 @dataclass(slots=True)
@@ -57,11 +58,13 @@ class Reading:
         if len(self.groups) != 1 or self.length != len(self.rows[0]):
             return False
         group, row = self.groups[0], self.rows[0]
+        if sees_all(group, row, lower):
+            return None
         first, stop = visible(group, row, lower, lifted)
-        if int(np.max(first)) > 0:
+        if int(first.max()) > 0:
             return False
         size = len(row)
-        if int(np.min(stop)) == size:
+        if int(stop.min()) == size:
             return None
         in_order = isinstance(group.rows, slice) and (self.index is not None or row.contiguous)
         if in_order and np.array_equal(stop, np.arange(size - len(group) + 1, size + 1)):
@@ -72,13 +75,17 @@ class Reading:
         self, tokens: int, lower: LowerBound | None, lifted: frozenset[int], row_padding: int
     ) -> np.ndarray:
         """The additive mask (tokens rounded up to ``row_padding``, length): 0 seen, -inf not."""
-        mask = np.full((-(-tokens // row_padding) * row_padding, self.length), _HIDDEN, dtype=np.float32)
+        mask = np.full((-(-tokens // row_padding) * row_padding, self.length), HIDDEN, dtype=np.float32)
         for group, row, columns in zip(self.groups, self.rows, self.columns, strict=True):
-            first, stop = visible(group, row, lower, lifted)
             if isinstance(columns, int) and isinstance(group.rows, slice):
-                _unmask(mask[group.rows, columns : columns + len(row)], first, stop)
+                own = mask[group.rows, columns : columns + len(row)]
+                if sees_all(group, row, lower):
+                    own[...] = 0
+                else:
+                    _unmask(own, *visible(group, row, lower, lifted))
                 continue
-            block = np.full((len(group), len(row)), _HIDDEN, dtype=np.float32)
+            first, stop = visible(group, row, lower, lifted)
+            block = np.full((len(group), len(row)), HIDDEN, dtype=np.float32)
             _unmask(block, first, stop)
             where = np.arange(columns, columns + len(row)) if isinstance(columns, int) else columns
             mask[np.arange(tokens)[group.rows][:, None], where] = block
@@ -87,12 +94,12 @@ class Reading:
     def own_mask(self, lower: LowerBound | None, lifted: frozenset[int]) -> np.ndarray:
         """The mask of the one group alone, a row for each of its tokens in ascending positions."""
         group, row, columns = self.groups[0], self.rows[0], self.columns[0]
-        mask = np.full((len(group), self.length), _HIDDEN, dtype=np.float32)
+        mask = np.full((len(group), self.length), HIDDEN, dtype=np.float32)
         first, stop = visible(group, row, lower, lifted)
         if isinstance(columns, int):
             _unmask(mask[:, columns : columns + len(row)], first, stop)
             return mask
-        block = np.full((len(group), len(row)), _HIDDEN, dtype=np.float32)
+        block = np.full((len(group), len(row)), HIDDEN, dtype=np.float32)
         _unmask(block, first, stop)
         mask[:, columns] = block
         return mask
@@ -102,6 +109,8 @@ def plan_reading(table: CellTable, groups: Iterable[Group], padding: int = 1) ->
     """How to read the rows of ``groups`` together; the length is a multiple of ``padding``."""
     groups = list(groups)
     rows = [table.rows[group.seq] for group in groups]
+    if padding == 1 and len(rows) == 1 and rows[0].contiguous:
+        return Reading(groups, rows, len(rows[0]), [0], rows[0].span()[0])
     spans = [row.span() for row in rows]
     start = min(low for low, _ in spans) // padding * padding
     stop = -(-max(high for _, high in spans) // padding) * padding
@@ -109,21 +118,29 @@ def plan_reading(table: CellTable, groups: Iterable[Group], padding: int = 1) ->
     if stop - start <= _SPARSE * used + max(_SLACK, 2 * padding):
         columns = [spans[i][0] - start if row.contiguous else row.cells - start for i, row in enumerate(rows)]
         return Reading(groups, rows, stop - start, columns, start)
-    return _gathered(groups, rows, padding)
+    return _gathered(table, groups, rows, padding)
 
 
-def _gathered(groups: list[Group], rows: list[Row], padding: int) -> Reading:
+def _gathered(table: CellTable, groups: list[Group], rows: list[Row], padding: int) -> Reading:
+    """Row by row, each in the order of its positions; cells that several share once, in their own order."""
+    index = np.concatenate([row.cells for row in rows])
     columns: list[int | np.ndarray]
-    if len(rows) == 1:
-        index = rows[0].cells.copy()  # in the order of positions
-        columns = [0]
-    else:
-        index = np.unique(np.concatenate([row.cells for row in rows]))
+    if len(rows) > 1 and bool((table.references[index] > 1).any()):
+        used = np.zeros(table.cells, dtype=bool)
+        used[index] = True
+        index = np.flatnonzero(used)
         columns = [np.searchsorted(index, row.cells) for row in rows]
+    else:
+        columns = list(itertools.accumulate((len(row) for row in rows[:-1]), initial=0))
     missing = -index.size % padding
     if missing:
         index = np.concatenate((index, np.repeat(index[:1], missing)))
     return Reading(groups, rows, index.size, columns, index=index)
+
+
+def sees_all(group: Group, row: Row, lower: LowerBound | None) -> bool:
+    """Whether the group is one token behind all others of its sequence, and no bound holds."""
+    return lower is None and len(group) == 1 and group.lowest == row.last
 
 
 def visible(

@@ -340,6 +340,10 @@ class RecurrentCache:
             return self.attention.can_resume(seq, 0)
         return self.prepare_restore(seq, position) == position
 
+    def resume_point(self, seq: int, position: int) -> int:
+        """The last position up to ``position`` whose state is there; 0: from nothing."""
+        return self.prepare_restore(seq, position) or 0
+
     def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
         """Let ``dst_seq`` share ``[0, length)``; no data moves until one of the two is continued.
 
@@ -413,16 +417,25 @@ class RecurrentCache:
         """
         self._schedule.add(seq, positions, self.offset(seq))
 
+    def cancel_snapshots(self, seq: int) -> None:
+        """As CausalCache.cancel_snapshots."""
+        self.offset(seq)
+        self._schedule.drop(seq)
+
     def next_snapshot(self, seq: int) -> int | None:
         """The next position at which a batch of this sequence should end; None: anywhere."""
-        self.offset(seq)
-        return self._schedule.next(seq)
+        return self._schedule.next(seq, self.offset(seq))
 
-    def take_snapshots(self, seq: int) -> list[RecurrentSnapshot]:
-        """The scheduled snapshots that were taken since the last call, by position."""
+    def take_snapshots(self, seq: int, upto: int | None = None) -> list[RecurrentSnapshot]:
+        """The scheduled snapshots that were taken since the last call, by position; those up to ``upto``."""
+        self.snapshots_taken(seq)
+        return self._schedule.take(seq, upto)
+
+    def snapshots_taken(self, seq: int) -> list[RecurrentSnapshot]:
+        """As CausalCache.snapshots_taken; takes the one that is due where the sequence is."""
         self.offset(seq)
         self._capture(seq)
-        return self._schedule.take(seq)
+        return self._schedule.waiting(seq)
 
     def _capture(self, seq: int) -> None:
         """Take what is due, when a pass has set the states of all layers."""
@@ -498,11 +511,16 @@ class RecurrentCache:
         return commit
 
     def _check_states(self, snapshot: RecurrentSnapshot) -> None:
-        shapes = {"conv": (1, *self.conv_shape), "recurrent": (1, *self.state_shape)}
+        here = {
+            "conv": ((1, *self.conv_shape), self._conv),
+            "recurrent": ((1, *self.state_shape), ml.DType.F32),
+        }
         for (kind, layer), tensor in snapshot.states.items():
-            if tensor.shape != shapes[kind]:
+            shape, dtype = here[kind]
+            if tensor.shape != shape or tensor.dtype is not dtype:
                 raise InvalidRangeError(
-                    f"restore: the {kind} state {tensor.shape} of layer {layer}; here it is {shapes[kind]}"
+                    f"restore: the {kind} state {tensor.shape} {tensor.dtype.name} of layer {layer}; here it "
+                    f"is {shape} {dtype.name}"
                 )
 
     def merge(self, parent: RecurrentSnapshot | None, child: RecurrentSnapshot) -> RecurrentSnapshot:
@@ -538,12 +556,25 @@ class RecurrentCache:
         return StateRow(point.offset, None, point, kept)
 
     @property
-    def on_pressure(self) -> Callable[[int], None] | None:
+    def backend(self) -> ml.Backend:
+        return self._bound("backend")
+
+    @property
+    def max_sequences(self) -> int:
+        return self.attention.max_sequences
+
+    def settings(self) -> dict[str, object]:
+        """As CausalCache.settings."""
+        states = {"conv": [*self.conv_shape, self._conv.name], "state": [*self.state_shape]}
+        return {"kind": type(self).__name__, "attention": self.attention.settings(), **states}
+
+    @property
+    def on_pressure(self) -> Callable[[int], bool | None] | None:
         """As CausalCache.on_pressure."""
         return self.attention.on_pressure
 
     @on_pressure.setter
-    def on_pressure(self, call: Callable[[int], None] | None) -> None:
+    def on_pressure(self, call: Callable[[int], bool | None] | None) -> None:
         self.attention.on_pressure = call
 
     @property

@@ -44,9 +44,9 @@ class Schedule(Generic[S]):
         for position in [position for position in self._due.get(seq, ()) if position <= offset]:
             yield self._from[seq], position
 
-    def next(self, seq: int) -> int | None:
-        """The lowest position that is due."""
-        return min(self._due.get(seq, ()), default=None)
+    def next(self, seq: int, offset: int) -> int | None:
+        """The lowest position that is due and that a sequence of ``offset`` tokens has not reached."""
+        return min((position for position in self._due.get(seq, ()) if position > offset), default=None)
 
     def taken(self, seq: int, snapshot: S) -> None:
         self._taken.setdefault(seq, []).append(snapshot)
@@ -57,9 +57,18 @@ class Schedule(Generic[S]):
         """Nothing can be taken at ``position``."""
         self._due[seq].remove(position)
 
-    def take(self, seq: int) -> list[S]:
-        """Hand over what was taken."""
-        return self._taken.pop(seq, [])
+    def waiting(self, seq: int) -> list[S]:
+        """What was taken and not handed over."""
+        return [*self._taken.get(seq, ())]
+
+    def take(self, seq: int, upto: int | None = None) -> list[S]:
+        """Hand over what was taken, those that end at ``upto`` or before."""
+        taken = self._taken.pop(seq, [])
+        if upto is None:
+            return taken
+        if later := [snapshot for snapshot in taken if snapshot.end > upto]:
+            self._taken[seq] = later
+        return [snapshot for snapshot in taken if snapshot.end <= upto]
 
     def cut(self, seq: int, position: int) -> None:
         """The sequence lost what lies at ``position`` and after: snapshots of it are due again."""

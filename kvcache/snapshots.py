@@ -33,6 +33,7 @@ __all__ = [
     "RecurrentSnapshot",
     "Snapshot",
     "WrapperSnapshot",
+    "compact",
     "joined",
     "read_layers",
     "sliced",
@@ -54,6 +55,10 @@ class Snapshot(Protocol):
     @property
     def in_cache(self) -> bool:
         """Whether some of it still lies in the cache's own cells."""
+
+    @property
+    def frees_cells(self) -> bool:
+        """Whether a cell would be free if this snapshot let go of it."""
 
     @property
     def divisible(self) -> bool:
@@ -87,15 +92,18 @@ Layers = Mapping[int, LayerSnapshot]
 
 
 class InCache:
-    """The cells that a snapshot names, in the buffers of the cache that it was taken of."""
+    """The cells that a snapshot names, in the buffers of the cache that it was taken of.
+
+    ``buffers`` are the cache's own, by layer: a snapshot taken before the first ``put`` of a layer has it
+    all the same.
+    """
 
     __slots__ = ("backend", "buffers", "pin", "table")
 
     def __init__(
         self, backend: ml.Backend, table: CellTable, buffers: Mapping[int, LayerBuffers], cells: np.ndarray
     ) -> None:
-        self.backend, self.table = backend, table
-        self.buffers = dict(buffers)
+        self.backend, self.table, self.buffers = backend, table, buffers
         self.pin: Pin = table.pin(cells)
 
     def __del__(self) -> None:
@@ -111,15 +119,20 @@ class InCache:
         """Whether letting go would free a cell."""
         return bool((self.table.references[self.pin.cells] == 1).any())
 
-    def part(self, start: int, stop: int) -> InCache:
-        return InCache(self.backend, self.table, self.buffers, self.pin.cells[start:stop].copy())
-
-    def read(self) -> dict[int, LayerSnapshot]:
-        """Copies of what lies there."""
+    def check(self) -> None:
+        """Raise SequenceLostError where a device failure took what lies there."""
         if self.pin.lost:
             raise SequenceLostError(
                 "snapshot: the device failed while its cells were being moved; compute the sequence again"
             )
+
+    def part(self, start: int, stop: int) -> InCache:
+        self.check()
+        return InCache(self.backend, self.table, self.buffers, self.pin.cells[start:stop].copy())
+
+    def read(self) -> dict[int, LayerSnapshot]:
+        """Copies of what lies there."""
+        self.check()
         return read_layers(self.backend, self.buffers, self.pin.cells)
 
 
@@ -156,6 +169,10 @@ class AttentionSnapshot:
         return self.source is not None
 
     @property
+    def frees_cells(self) -> bool:
+        return self.source is not None and self.source.frees
+
+    @property
     def divisible(self) -> bool:
         return not self.whole
 
@@ -173,6 +190,13 @@ class AttentionSnapshot:
         self.source = None
         source.table.unpin(source.pin)
 
+    def release(self) -> None:
+        """Detach it; where its content is lost, just let go of the cells."""
+        if self.source is not None and self.source.pin.lost:
+            self.source.table.unpin(self.source.pin)
+        else:
+            self.detach()
+
     def read(self) -> Layers:
         """Its layers, copied where they lie in the cache; what lies there stays."""
         return self._layers if self.source is None else self.source.read()
@@ -188,11 +212,6 @@ class AttentionSnapshot:
             i: (stored_shape(layer.key)[1:], stored_shape(layer.value)[1:])
             for i, layer in self._layers.items()
         }
-
-    def spanning(self, begin: int, end: int) -> AttentionSnapshot:
-        """The same content, said to be of ``[begin, end)``."""
-        content = self._layers if self.source is None else self.source.part(0, self.positions.size)
-        return AttentionSnapshot(begin, end, self.positions, self.dtype, self.whole, content)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,6 +237,10 @@ class RecurrentSnapshot:
     @property
     def in_cache(self) -> bool:
         return self.attention.in_cache
+
+    @property
+    def frees_cells(self) -> bool:
+        return self.attention.frees_cells
 
     @property
     def divisible(self) -> bool:
@@ -250,6 +273,10 @@ class EncoderSnapshot:
         return False
 
     @property
+    def frees_cells(self) -> bool:
+        return False
+
+    @property
     def divisible(self) -> bool:
         return True
 
@@ -272,6 +299,10 @@ class WrapperSnapshot:
     @property
     def in_cache(self) -> bool:
         return any(part.in_cache for part in self.parts)
+
+    @property
+    def frees_cells(self) -> bool:
+        return any(part.frees_cells for part in self.parts)
 
     @property
     def divisible(self) -> bool:
@@ -308,9 +339,15 @@ def sliced(ctx: ml.Context, layers: Layers, start: int, stop: int) -> dict[int, 
     found: dict[int, LayerSnapshot] = {}
     for i, layer in layers.items() if stop > start else ():
         place = ctx.layer(i)
-        parts = (tensor.slice(place, 0, start, stop).contiguous(place) for tensor in layer.tensors)
+        parts = (compact(place, tensor.slice(place, 0, start, stop)) for tensor in layer.tensors)
         found[i] = replace(layer, tensors=tuple(parts))
     return found
+
+
+def compact(ctx: ml.Context, tensor: ml.Tensor) -> ml.Tensor:
+    """A copy without gaps whose axes lie in memory in the order in which the tensor's do."""
+    axes = sorted(range(len(tensor.shape)), key=lambda axis: -tensor.strides[axis])
+    return tensor.permute(ctx, *axes).contiguous(ctx).permute(ctx, *(axes.index(i) for i in range(len(axes))))
 
 
 def joined(ctx: ml.Context, first: Layers, second: Layers) -> dict[int, LayerSnapshot]:

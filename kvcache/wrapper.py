@@ -167,6 +167,30 @@ class WrapperCache:
         """Whether every one of the caches can."""
         return all(cache.can_resume(seq, position) for cache in self.caches)
 
+    def resume_point(self, seq: int, position: int) -> int:
+        """The last position up to ``position`` from which all caches can go on exactly; 0: from nothing."""
+        keepers = self._keepers("resume_point")
+        while position > 0:
+            lower = min(cache.resume_point(seq, position) for cache in keepers)
+            if lower == position:
+                break
+            position = lower
+        return position
+
+    @property
+    def backend(self) -> ml.Backend:
+        found: ml.Backend = self._keepers("backend")[0].backend
+        return found
+
+    @property
+    def max_sequences(self) -> int:
+        return min(int(cache.max_sequences) for cache in self._keepers("max_sequences"))
+
+    def settings(self) -> dict[str, object]:
+        """As CausalCache.settings."""
+        caches = [cache.settings() for cache in self._keepers("settings")]
+        return {"kind": type(self).__name__, "caches": caches}
+
     def remove(self, seq: int, begin: int, end: int | None = None) -> None:
         """Remove from all caches, or from none: each is asked before the first is touched."""
         self.prepare_remove(seq, begin, end)()
@@ -217,12 +241,13 @@ class WrapperCache:
             commits.append(commit)
 
         def restore_all() -> None:
-            try:
-                for commit in commits:
+            for i, commit in enumerate(commits):
+                try:
                     commit()
-            except BaseException:
-                self.mark_lost(seq)  # some have changed already, and cannot change back
-                raise
+                except BaseException:
+                    if i:  # some have changed already, and cannot change back
+                        self.mark_lost(seq)
+                    raise
 
         return restore_all
 
@@ -265,15 +290,32 @@ class WrapperCache:
             if hasattr(cache, "schedule_snapshots"):
                 cache.schedule_snapshots(seq, wanted)
 
+    def cancel_snapshots(self, seq: int) -> None:
+        """As CausalCache.cancel_snapshots."""
+        for cache in self.caches:
+            if hasattr(cache, "cancel_snapshots"):
+                cache.cancel_snapshots(seq)
+
     def next_snapshot(self, seq: int) -> int | None:
         """The next position at which a batch of this sequence should end; None: anywhere."""
         asked = (cache.next_snapshot(seq) for cache in self.caches if hasattr(cache, "next_snapshot"))
         return min((position for position in asked if position is not None), default=None)
 
-    def take_snapshots(self, seq: int) -> list[WrapperSnapshot]:
-        """The scheduled snapshots that all wrapped caches have taken since the last call, by position."""
+    def take_snapshots(self, seq: int, upto: int | None = None) -> list[WrapperSnapshot]:
+        """The scheduled snapshots that all wrapped caches have taken since the last call, by position.
+
+        What one of them took where another could not is joined to its next one. Those up to ``upto``.
+        """
+        found = [snapshot for snapshot in self.snapshots_taken(seq) if upto is None or snapshot.end <= upto]
+        for cache in self.caches if found else ():
+            if hasattr(cache, "take_snapshots"):
+                cache.take_snapshots(seq, found[-1].end)
+        return found
+
+    def snapshots_taken(self, seq: int) -> list[WrapperSnapshot]:
+        """What ``take_snapshots`` would hand over, and still has then."""
         keepers = self._keepers("take_snapshots")
-        taken = {i: c.take_snapshots(seq) for i, c in enumerate(keepers) if hasattr(c, "take_snapshots")}
+        taken = {i: c.snapshots_taken(seq) for i, c in enumerate(keepers) if hasattr(c, "snapshots_taken")}
         if not taken:
             return []
         common = set.intersection(*({part.end for part in parts} for parts in taken.values()))
@@ -296,13 +338,13 @@ class WrapperCache:
         return list(self.caches)
 
     @property
-    def on_pressure(self) -> Callable[[int], None] | None:
+    def on_pressure(self) -> Callable[[int], bool | None] | None:
         """As CausalCache.on_pressure, of all wrapped caches."""
         found = (getattr(cache, "on_pressure", None) for cache in self.caches)
         return next((call for call in found if call is not None), None)
 
     @on_pressure.setter
-    def on_pressure(self, call: Callable[[int], None] | None) -> None:
+    def on_pressure(self, call: Callable[[int], bool | None] | None) -> None:
         for cache in self.caches:
             if hasattr(cache, "on_pressure"):
                 cache.on_pressure = call

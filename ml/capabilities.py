@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
 from ml.dtypes import STORAGE_DTYPES, DType
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ml.nn.rope import RopeSpec
     from ml.protocols import Backend, Context, Tensor
 
@@ -24,9 +26,12 @@ __all__ = [
     "DeviceInfo",
     "DeviceMemory",
     "Features",
+    "KVStore",
     "Layout",
     "SupportsAttention",
+    "SupportsBorrow",
     "SupportsCacheConfig",
+    "SupportsKVStore",
     "SupportsRope",
 ]
 
@@ -85,6 +90,47 @@ class SupportsCacheConfig(Protocol):
     """A backend that wants its caches arranged in its own way."""
 
     def cache_config(self) -> CacheConfig: ...
+
+
+class KVStore(Protocol):
+    """Writes and reads of runs of rows in two tensors at once: what a decoded token comes down to.
+
+    Everything here can be said through ``slice`` and ``copy`` too, and is when a store declines:
+    a store does the plain case with as few steps as its framework allows.
+    """
+
+    def write(self, ctx: Context, start: int, count: int, key: Tensor, value: Tensor) -> bool:
+        """Rows ``[start, start + count)`` of both become ``key`` and ``value``, converted as by ``copy``.
+
+        False, and nothing written, where this is not the plain case: shapes that differ, rows out of
+        range, a tensor of elsewhere, a source in the memory that is written, a closed context. The
+        caller then takes the general way, which does it or says what is wrong.
+        """
+
+    def read(self, ctx: Context, start: int, count: int) -> tuple[Tensor, Tensor] | None:
+        """Rows ``[start, start + count)`` of both as views; None in the cases of ``write``."""
+
+
+@runtime_checkable
+class SupportsBorrow(Protocol):
+    """A backend in host memory, which can read NumPy arrays where they lie."""
+
+    def borrow(self, ctx: Context, array: np.ndarray) -> Tensor:
+        """A tensor over ``array``'s own memory, of its dtype and shape; a copy where that cannot be.
+
+        Whoever borrows only reads it, and the array stays as it is for as long.
+        """
+
+
+@runtime_checkable
+class SupportsKVStore(Protocol):
+    """A backend that writes and reads the two halves of a cache's layer in one step."""
+
+    def kv_store(self, key: Tensor, value: Tensor) -> KVStore | None:
+        """A store over two tensors (rows, ...) of this backend, strided as they may be.
+
+        None where it would have nothing to offer for tensors like these.
+        """
 
 
 @runtime_checkable

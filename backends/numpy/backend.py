@@ -14,7 +14,7 @@ import numpy as np
 
 from backends.numpy.erf import erf
 from backends.numpylike import ArrayContext, ArrayTensor, element_strides
-from ml.base import BaseBackend, Storage
+from ml.base import BaseBackend, BaseTensor, Storage
 from ml.capabilities import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, ReadOnlyError
@@ -33,6 +33,10 @@ class NumpyBackend(BaseBackend):
 
     def _new_context(self, max_graph_nodes: int) -> NumpyContext:
         return NumpyContext(self, max_graph_nodes)
+
+    def borrow(self, ctx: NumpyContext, array: np.ndarray) -> BaseTensor:
+        """See :class:`ml.SupportsBorrow`."""
+        return ctx.from_native(array)
 
     def _device_memory(self, index: int, device: DeviceInfo, allocated: int) -> DeviceMemory:
         from ml.host import host_memory

@@ -13,7 +13,9 @@ from backends.placement import PlacedBackend, PlacedContext
 from backends.torch.attention import attend
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, translated
 from backends.torch.devices import device_memory, find_places, release
+from backends.torch.store import TorchKVStore
 from backends.torch.tensor import TorchStorage, TorchTensor, as_element
+from ml.base import BaseTensor
 from ml.capabilities import CacheConfig, CausalMask, DeviceInfo, DeviceMemory, Layout
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError
@@ -56,6 +58,21 @@ class TorchBackend(PlacedBackend):
     def cache_config(self) -> CacheConfig:
         """Head-major, since attention reads each head's keys in one run; masks in our default dtype."""
         return CacheConfig(layout=Layout.HEAD_MAJOR, elide_mask=True, mask_dtype=self.dtype)
+
+    def borrow(self, ctx: TorchContext, array: np.ndarray) -> BaseTensor:
+        """See :class:`ml.SupportsBorrow`. In place on the CPU; read-only arrays are copied."""
+        ctx.check("borrow")
+        dtype = DType.from_numpy(array.dtype)
+        if ctx.torch_device.type != "cpu" or not array.flags.writeable or not array.flags.c_contiguous:
+            return ctx.from_numpy(array, dtype)
+        host = array.view(np.int16) if dtype is DType.BF16 else array
+        return ctx.from_native(torch.from_numpy(host).view(TO_TORCH[dtype]))
+
+    def kv_store(self, key: TorchTensor, value: TorchTensor) -> TorchKVStore | None:
+        """See :class:`ml.SupportsKVStore`. None on MPS, where addresses are not comparable."""
+        if key.dtype is not value.dtype or key.native.device != value.native.device or key.native.is_mps:
+            return None
+        return TorchKVStore(self, key, value)
 
     def attention(
         self,

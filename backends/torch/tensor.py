@@ -1,8 +1,8 @@
 """Tensor on ``torch.Tensor``: torch keeps the geometry, so a view is one ``as_strided``.
 
-The KV cache's hot path is ``from_native``, ``view`` and ``copy``. There torch's own checks come
-first; only when it refuses, or cannot be asked, do the checks of :class:`ml.base.BaseTensor` run
-and name the reason.
+In ``from_native``, ``view``, ``slice`` and ``copy`` torch's own checks come first; only when it
+refuses, or cannot be asked, do the checks of :class:`ml.base.BaseTensor` run and name the reason. The
+KV cache's decode loop has a way of its own: store.py.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _guarded(method: _Method) -> _Method:
 class TorchTensor(BaseTensor):
     """A view of a storage. ``native`` is the torch.Tensor and aliases the memory."""
 
-    __slots__ = ("_shape", "_sizes", "_steps", "backend", "dtype", "native", "storage")
+    __slots__ = ("_shape", "backend", "dtype", "native", "storage")
 
     native: torch.Tensor
 
@@ -84,8 +84,6 @@ class TorchTensor(BaseTensor):
         self.storage = storage
         self.backend = storage.backend
         self._shape: Shape | None = None
-        self._sizes: Shape | None = None  # as `view` was given them; NumPy's integers are possible
-        self._steps: Shape | None = None
 
     @classmethod
     def own(cls, ctx: TorchContext, array: torch.Tensor, dtype: DType) -> Self:
@@ -142,8 +140,6 @@ class TorchTensor(BaseTensor):
                 shown.storage = self.storage
                 shown.backend = self.backend
                 shown._shape = None
-                shown._sizes = sizes
-                shown._steps = steps
                 return cast("Self", shown)
         except Exception:  # whatever it was, the checks below name it
             pass
@@ -191,9 +187,9 @@ class TorchTensor(BaseTensor):
             source, target, storage = self.native, dst.native, dst.storage
             sizes = source.size()
             if (
-                sizes == (dst._sizes or target.size())
+                sizes == target.size()
                 and not storage.low <= source.data_ptr() < storage.high
-                and not overlaps_itself(sizes, dst._steps or target.stride())
+                and not overlaps_itself(sizes, target.stride())
             ):
                 try:
                     target.copy_(source)

@@ -1,0 +1,71 @@
+"""What goes first when a tier is full: the least recently used, the deepest of equals, pinned ones last."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+__all__ = ["Ledger"]
+
+N = TypeVar("N")
+Priority = tuple[bool, int, int]
+"""(pinned, time of last use, minus depth): the smallest goes first."""
+
+
+class Ledger(Generic[N]):
+    """What one tier holds, counted in bytes, against its budget (None: no limit).
+
+    ``priority`` tells an entry's order. It may change at any time, with a ``touch`` after it.
+    """
+
+    def __init__(self, budget: int | None, priority: Callable[[N], Priority]) -> None:
+        self.budget = budget
+        self.nbytes = 0
+        self._priority = priority
+        self._sizes: dict[int, tuple[N, int]] = {}
+        self._heap: list[tuple[Priority, int, N]] = []
+        self._count = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, entry: N) -> bool:
+        return id(entry) in self._sizes
+
+    def __iter__(self) -> Iterator[N]:
+        return (entry for entry, _ in [*self._sizes.values()])
+
+    def add(self, entry: N, nbytes: int) -> None:
+        """Count an entry, or count it anew with another size."""
+        self.discard(entry)
+        self._sizes[id(entry)] = entry, nbytes
+        self.nbytes += nbytes
+        self.touch(entry)
+
+    def discard(self, entry: N) -> None:
+        _, nbytes = self._sizes.pop(id(entry), (entry, 0))
+        self.nbytes -= nbytes
+
+    def touch(self, entry: N) -> None:
+        """Order an entry by its present priority."""
+        if id(entry) in self._sizes:
+            heapq.heappush(self._heap, (self._priority(entry), next(self._count), entry))
+            if len(self._heap) > 64 + 4 * len(self._sizes):
+                self._heap = [(self._priority(e), next(self._count), e) for e in self]
+                heapq.heapify(self._heap)
+
+    @property
+    def excess(self) -> int:
+        """Bytes over the budget."""
+        return 0 if self.budget is None else max(0, self.nbytes - self.budget)
+
+    def first(self) -> N | None:
+        """The entry that goes first; it stays counted."""
+        while self._heap:
+            priority, _, entry = self._heap[0]
+            if id(entry) in self._sizes and priority == self._priority(entry):
+                return entry
+            heapq.heappop(self._heap)
+        return None

@@ -1,0 +1,162 @@
+"""Snapshots in host memory: the arrays of a snapshot and what they are, and back.
+
+A page is what goes to host memory, to disk or over a wire (see kvcache.stores). It names no backend and no
+layout: a page written on one backend is restored on any other that has its dtypes. Arrays keep the order
+of axes in which the cache stores them, so that they are put back by plain copies; ``axes`` says which
+(0 cells, 1 heads, 2 dims, from the outermost in).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import ml
+from kvcache.snapshots import (
+    AttentionSnapshot,
+    EncoderSnapshot,
+    LayerSnapshot,
+    RecurrentSnapshot,
+    Snapshot,
+    WrapperSnapshot,
+)
+from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.stores.page import Page
+
+__all__ = ["from_page", "to_page"]
+
+Meta = Mapping[str, Any]
+
+
+def to_page(backend: ml.Backend, snapshot: Snapshot) -> Page:
+    """Copy a snapshot of a cache on ``backend`` to host memory, byte for byte. The snapshot stays as it is."""
+    with backend.new_context() as ctx:
+        writer = _Writer(ctx)
+        meta = writer.encode(snapshot)
+        return Page({"snapshot": meta}, writer.arrays)
+
+
+def from_page(backend: ml.Backend, page: Page) -> Snapshot:
+    """A snapshot over a page's arrays, for a cache on ``backend``; raises SnapshotCorrupt for no page of one.
+
+    Where the backend lives in host memory the arrays are used in place: leave them as they are.
+    """
+    try:
+        with backend.new_context() as ctx:
+            return _Reader(ctx, backend, page.arrays).decode(page.meta["snapshot"])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ml.ShapeError) as error:
+        raise SnapshotCorrupt(f"from_page: not the page of a snapshot ({error!r})") from error
+
+
+class _Writer:
+    def __init__(self, ctx: ml.Context) -> None:
+        self.ctx = ctx
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def encode(self, snapshot: Snapshot, at: str = "") -> dict[str, Any]:
+        meta: dict[str, Any] = {"begin": int(snapshot.begin), "end": int(snapshot.end)}
+        if isinstance(snapshot, AttentionSnapshot):
+            return {"kind": "attention", **meta, **self._attention(snapshot, at)}
+        if isinstance(snapshot, RecurrentSnapshot):
+            states = [
+                [kind, layer, self._tensor(f"{at}{kind}.{layer}", tensor)]
+                for (kind, layer), tensor in snapshot.states.items()
+            ]
+            attention = self.encode(snapshot.attention, f"{at}attention.")
+            return {"kind": "recurrent", **meta, "attention": attention, "states": states}
+        if isinstance(snapshot, EncoderSnapshot):
+            layers = [
+                [i, [self._tensor(f"{at}{i}.{n}", tensor) for n, tensor in enumerate(pair)]]
+                for i, pair in snapshot.layers.items()
+            ]
+            held = {"position": snapshot.position, "length": snapshot.length, "layers": layers}
+            return {"kind": "encoder", **meta, **held}
+        if isinstance(snapshot, WrapperSnapshot):
+            parts = [self.encode(part, f"{at}{i}/") for i, part in enumerate(snapshot.parts)]
+            return {"kind": "wrapper", **meta, "parts": parts}
+        raise ml.NotSupportedError(f"to_page: a snapshot of {type(snapshot).__name__}")
+
+    def _attention(self, snapshot: AttentionSnapshot, at: str) -> dict[str, Any]:
+        self.arrays[f"{at}positions"] = np.ascontiguousarray(snapshot.positions, dtype=np.int64)
+        layers = [
+            [
+                i,
+                layer.activations.name,
+                [self._tensor(f"{at}{i}.{n}", t) for n, t in enumerate(layer.tensors)],
+            ]
+            for i, layer in snapshot.read().items()
+        ]
+        return {"dtype": snapshot.dtype.name, "whole": snapshot.whole, "layers": layers}
+
+    def _tensor(self, name: str, tensor: ml.Tensor) -> list[Any]:
+        """[name, axes]"""
+        axes = sorted(range(len(tensor.shape)), key=lambda axis: -tensor.strides[axis])
+        self.arrays[name] = np.ascontiguousarray(tensor.permute(self.ctx, *axes).to_numpy())
+        return [name, axes]
+
+
+class _Reader:
+    def __init__(self, ctx: ml.Context, backend: ml.Backend, arrays: Mapping[str, np.ndarray]) -> None:
+        self.ctx, self.arrays = ctx, arrays
+        self.borrow = backend.borrow if isinstance(backend, ml.SupportsBorrow) else None
+
+    def decode(self, meta: Meta, at: str = "") -> Snapshot:
+        kind, begin, end = meta["kind"], _count(meta["begin"]), _count(meta["end"])
+        if not begin <= end:
+            raise ValueError(f"[{begin}, {end})")
+        if kind == "attention":
+            return self._attention(meta, at, begin, end)
+        if kind == "recurrent":
+            attention = self.decode(meta["attention"], f"{at}attention.")
+            if not isinstance(attention, AttentionSnapshot):
+                raise ValueError(f"attention layers of kind {meta['attention']['kind']}")
+            states = {
+                (str(kind), _count(layer)): self._tensor(tensor) for kind, layer, tensor in meta["states"]
+            }
+            return RecurrentSnapshot(attention, states)
+        if kind == "encoder":
+            position = None if meta["position"] is None else _count(meta["position"])
+            pairs = {_count(i): self._pair(tensors) for i, tensors in meta["layers"]}
+            return EncoderSnapshot(begin, end, position, _count(meta["length"]), pairs)
+        if kind == "wrapper":
+            parts = tuple(self.decode(part, f"{at}{i}/") for i, part in enumerate(meta["parts"]))
+            return WrapperSnapshot(begin, end, parts)
+        raise ValueError(f"kind {kind!r}")
+
+    def _attention(self, meta: Meta, at: str, begin: int, end: int) -> AttentionSnapshot:
+        positions = self.arrays[f"{at}positions"]
+        ascending = (
+            positions.ndim == 1 and positions.dtype == np.int64 and bool((np.diff(positions) > 0).all())
+        )
+        if not ascending or (positions.size and not begin <= positions[0] <= positions[-1] < end):
+            raise ValueError(f"{at}positions do not ascend within [{begin}, {end})")
+        layers = {}
+        for i, activations, tensors in meta["layers"]:
+            parts = tuple(self._tensor(tensor) for tensor in tensors)
+            if len(parts) not in (2, 4) or any(part.shape[:1] != (positions.size,) for part in parts):
+                raise ValueError(f"layer {i} of {positions.size} positions: {[part.shape for part in parts]}")
+            layers[_count(i)] = LayerSnapshot(parts, ml.DType[activations])
+        return AttentionSnapshot(begin, end, positions, ml.DType[meta["dtype"]], bool(meta["whole"]), layers)
+
+    def _pair(self, tensors: Sequence[Any]) -> tuple[ml.Tensor, ml.Tensor]:
+        key, value = tensors
+        return self._tensor(key), self._tensor(value)
+
+    def _tensor(self, entry: Sequence[Any]) -> ml.Tensor:
+        name, axes = entry
+        array = self.arrays[name]
+        if sorted(axes) != list(range(array.ndim)):
+            raise ValueError(f"{name}: axes {axes} of an array of {array.ndim}")
+        if self.borrow is not None:
+            stored = self.borrow(self.ctx, array)
+        else:
+            stored = self.ctx.from_numpy(array, ml.DType.from_numpy(array.dtype))
+        return stored.permute(self.ctx, *(axes.index(axis) for axis in range(array.ndim)))
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value

@@ -1,0 +1,468 @@
+"""Conversations that never recompute what they share.
+
+After the prefix cache of Ollama's x/mlxrunner and RadixAttention (SGLang). What a session computed stays
+behind as snapshots in a trie over tokens (kvcache.trie): first in the cache itself, without a copy, then
+in host memory, then in stores (kvcache.tiers). A new session starts from the longest prefix that any of
+them has, or that another session holds right now::
+
+    with prefix.begin(tokens) as session:
+        for chunk in session.chunks(512):          # session.remaining, cut where snapshots are due
+            evaluate(session.seq, chunk)
+        while (token := sample()) is not None:
+            session.extend([token])
+            evaluate(session.seq, [token])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError, NotSupportedError
+from kvcache.paging import from_page
+from kvcache.shelf import Held, Shelf, SnapshotCache, span_of
+from kvcache.snapshots import Snapshot
+from kvcache.stores import Keys, Page, SnapshotStore, open_store
+from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.tiers import HostTier, StoreTier
+from kvcache.trie import Node, common_length
+
+__all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError"]
+
+Tokens = Sequence[int | bytes] | np.ndarray
+
+
+class SessionLimitError(KVCacheError):
+    """As many sessions are open as the cache has sequences."""
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """What was asked for and where it came from, in tokens, since the start."""
+
+    sessions: int = 0
+    tokens: int = 0
+    """Tokens of all prompts."""
+    live: int = 0
+    """Shared with a session that was open."""
+    device: int = 0
+    host: int = 0
+    store: int = 0
+
+    @property
+    def reused(self) -> int:
+        return self.live + self.device + self.host + self.store
+
+
+class Session:
+    """One conversation in the cache: ``seq`` is its sequence, ``cached`` of its tokens are there already.
+
+    Evaluate ``remaining`` (all but the first ``cached`` tokens of the prompt), then every token that
+    ``extend`` adds, in order. ``close`` leaves what was evaluated to later sessions.
+    """
+
+    def __init__(self, owner: PrefixCache, seq: int, tokens: np.ndarray, cached: int) -> None:
+        self._owner = owner
+        self.seq = seq
+        self.cached = cached
+        self._tokens = tokens
+        self._more: list[int | bytes] = []
+        self._prompt = int(tokens.size)
+        self.closed = False
+
+    @property
+    def tokens(self) -> list[int | bytes]:
+        """The prompt, and all that was added."""
+        return [*self._owner.alphabet.decode(self._tokens), *self._more]
+
+    @property
+    def remaining(self) -> list[int | bytes]:
+        """The prompt's tokens that are still to be evaluated: those from position ``cached`` on."""
+        return self._owner.alphabet.decode(self._tokens[self.cached : self._prompt])
+
+    def chunks(self, size: int) -> Iterator[list[int | bytes]]:
+        """``remaining`` in parts of at most ``size``, which end where a snapshot is due.
+
+        Only a model with recurrent layers needs the parts to end there; without it, positions in the
+        middle are resumed from an earlier one.
+        """
+        if size < 1:
+            raise InvalidRangeError(f"chunks: size={size}; it is >= 1")
+        at = self.cached
+        while at < self._prompt:
+            stop = min(at + size, self._prompt)
+            due = self._owner.next_snapshot(self.seq)
+            if due is not None and at < due < stop:
+                stop = due
+            yield self._owner.alphabet.decode(self._tokens[at:stop])
+            at = stop
+
+    def extend(self, tokens: Tokens) -> None:
+        """Add tokens behind the prompt: those that were generated, or a further turn."""
+        self._check("extend")
+        self._owner.alphabet.encode(tokens)  # refuses what is no token
+        self._more += tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
+
+    def close(self, keep: bool = True) -> None:
+        """End the session. What the cache holds of it is kept for others, unless ``keep`` is False.
+
+        Tokens that were added and not evaluated are forgotten. A second close does nothing.
+        """
+        if not self.closed:
+            self.closed = True
+            self._owner._end(self, keep)
+
+    def _check(self, op: str) -> None:
+        if self.closed:
+            raise ClosedError(f"{op}: the session is closed")
+
+    def encoded(self) -> np.ndarray:
+        """All tokens, as the trie has them."""
+        if self._more:
+            more = self._owner.alphabet.encode(self._more)
+            self._tokens, self._more = np.concatenate((self._tokens, more)), []
+        return self._tokens
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(slots=True)
+class _Source:
+    """A prefix that can be had: from a session, or along nodes of the trie."""
+
+    length: int = 0
+    session: Session | None = None
+    nodes: tuple[Node[Held], ...] = ()
+
+
+class PrefixCache:
+    """Sessions over one cache, which share their prefixes by a trie of snapshots.
+
+    ``budget`` bounds the bytes of snapshots on the device (None: what the cache's cells have room for);
+    ``tiers`` are a HostTier and stores, from the nearest on: an open store, or what ``open_store`` takes.
+    Whatever is evicted goes to the next tier, the least recently used first.
+
+    ``identity`` says what computed K and V: model, weights, rope settings, tensor-parallel rank. A
+    store, which others may use too, needs it. ``salt`` keeps apart what must not be shared. ``chunk`` is
+    how many tokens a stored key covers; ``interval``, how far apart snapshots of content that is whole
+    (windows, recurrent states) are taken in a prompt; ``backlog`` bounds the bytes that wait to be
+    written to the stores.
+
+    The PrefixCache uses all sequences of the cache. Not thread-safe; stores are written by a thread.
+    """
+
+    def __init__(
+        self,
+        cache: SnapshotCache,
+        budget: int | None = None,
+        tiers: Sequence[HostTier | SnapshotStore | str | PathLike[str]] = (),
+        *,
+        identity: Mapping[str, Any] | None = None,
+        salt: str = "",
+        chunk: int = 256,
+        interval: int = 512,
+        backlog: int = 256 << 20,
+    ) -> None:
+        if interval < 1:
+            raise InvalidRangeError(f"PrefixCache: interval={interval}; it is >= 1")
+        host, stores, self._opened = _sorted_tiers(tiers)
+        if stores and not identity:
+            raise InvalidRangeError(
+                "PrefixCache: a store keeps snapshots for others and for later; identity= has to say which "
+                "model and weights they are of"
+            )
+        keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": cache.settings()}, chunk)
+        self.cache = cache
+        self.stats = PrefixStats()
+        self.interval = interval
+        self.shelf = Shelf(cache, budget, host, StoreTier(stores, backlog) if stores else None, keys)
+        self.alphabet = self.shelf.alphabet
+        self._sessions: dict[int, Session] = {}
+        self._free = list(range(cache.max_sequences))
+        self._closed = False
+        cache.on_pressure = self.shelf.relieve
+
+    # Sessions.
+
+    def begin(self, tokens: Tokens) -> Session:
+        """Start a conversation with the prompt ``tokens``, from the longest prefix that is there.
+
+        At least one token is left to evaluate. Raises SessionLimitError when all sequences are in use,
+        CacheFullError where the prefix does not fit beside the open sessions, InvalidRangeError for no
+        tokens; no session has begun then.
+        """
+        self._check("begin")
+        ids = self.alphabet.encode(tokens)
+        if not ids.size:
+            raise InvalidRangeError("begin: no tokens; a prompt has at least one")
+        if not self._free:
+            raise SessionLimitError(
+                f"begin: {len(self._sessions)} sessions are open, one per sequence; close one first"
+            )
+        self.shelf.settle()
+        seq = self._free[0]
+        try:
+            cached = self._fill(seq, ids)
+            self._schedule(seq, ids, cached)
+        except BaseException:
+            self.cache.cancel_snapshots(seq)
+            self.cache.remove(seq, 0)
+            raise
+        self._free.remove(seq)
+        session = self._sessions[seq] = Session(self, seq, ids, cached)
+        self.stats.sessions += 1
+        self.stats.tokens += int(ids.size)
+        return session
+
+    def next_snapshot(self, seq: int) -> int | None:
+        """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
+        found = getattr(self.cache, "next_snapshot", None)
+        return None if found is None else found(seq)
+
+    def pin(self, tokens: Tokens) -> int:
+        """Evict what is kept of this prefix last; returns how many of the tokens that is."""
+        self._check("pin")
+        return self.shelf.pin(self.alphabet.encode(tokens), 1)
+
+    def unpin(self, tokens: Tokens) -> int:
+        """Take one ``pin`` back."""
+        self._check("unpin")
+        return self.shelf.pin(self.alphabet.encode(tokens), -1)
+
+    def evict(self, nbytes: int | None = None) -> int:
+        """Page out the device's least recently used snapshots, ``nbytes`` of them or all; how many."""
+        self._check("evict")
+        count = self.shelf.evict(nbytes)
+        self.shelf.settle()
+        return count
+
+    def clear(self) -> None:
+        """Forget all that is kept, in the cache and in host memory. Open sessions and stores stay."""
+        self._check("clear")
+        self.shelf.clear()
+
+    def flush(self) -> None:
+        """Write all that is kept to the stores, and wait until it is there; with no store, nothing."""
+        self._check("flush")
+        self.shelf.flush()
+
+    def close(self, flush: bool = True) -> None:
+        """Close open sessions, write what is kept to the stores (``flush``), and let go of the cache."""
+        if self._closed:
+            return
+        for session in list(self._sessions.values()):
+            session.close()
+        if flush:
+            self.shelf.flush()
+        self.shelf.clear()
+        if self.shelf.store is not None:
+            self.shelf.store.close()
+        for store in self._opened:
+            store.close()
+        self.cache.on_pressure = None
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """Those that are open."""
+        return tuple(self._sessions.values())
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of snapshots per tier: "device", "host" where there is one, "writing" to stores."""
+        found = {"device": self.shelf.device.nbytes}
+        if self.shelf.host is not None:
+            found["host"] = self.shelf.host.nbytes
+        if self.shelf.store is not None:
+            found["writing"] = self.shelf.store.waiting
+        return found
+
+    # Finding a prefix.
+
+    def _fill(self, seq: int, ids: np.ndarray) -> int:
+        """Make the sequence hold the longest prefix of ``ids`` that can be had; returns its length."""
+        limit = int(ids.size) - 1
+        while True:
+            source = self._best(ids, limit)
+            self.shelf.touch(ids[: source.length])
+            stored = self._longest_stored(ids, source.length, limit)
+            if stored > source.length and self._from_store(seq, ids, source, stored):
+                return stored
+            if self._from_source(seq, ids, source):
+                self.shelf.enforce()
+                return source.length
+
+    def _best(self, ids: np.ndarray, limit: int) -> _Source:
+        best = _Source()
+        for session in self._sessions.values():
+            shared = min(common_length(session.encoded(), ids), limit)
+            if shared > best.length:
+                length = self.cache.resume_point(session.seq, min(shared, self.cache.offset(session.seq)))
+                if length > best.length:
+                    best = _Source(length, session)
+        length, nodes = self.shelf.along(ids[:limit])
+        return _Source(length, nodes=nodes) if length > best.length else best
+
+    def _from_source(self, seq: int, ids: np.ndarray, source: _Source) -> bool:
+        """Whether the sequence holds the prefix now; a node that fails is dropped, and nothing is held."""
+        if source.session is not None:
+            self.cache.copy_prefix(source.session.seq, seq, source.length)
+            self.stats.live += source.length
+            if not self.shelf.divisible:  # later snapshots build on this position
+                self.shelf.insert(seq, ids[: source.length], [self.cache.snapshot(seq, 0, source.length)])
+            return True
+        came = {"device": 0, "host": 0}
+        at = 0
+        for node in source.nodes:
+            target = min(node.end, source.length)
+            tier = self.shelf.restore(seq, node, target)
+            if tier is None:
+                self.cache.remove(seq, 0)
+                self.shelf.drop(node)
+                return False
+            came[tier] += target - at
+            at = target
+        self.stats.device += came["device"]
+        self.stats.host += came["host"]
+        return True
+
+    def _longest_stored(self, ids: np.ndarray, length: int, limit: int) -> int:
+        if self.shelf.store is None or length >= limit:
+            return length
+        chain = self.shelf.keys.chain(self.alphabet.decode(ids[:limit]))
+        return self.shelf.store.longest(chain, length, limit, self.shelf.divisible)
+
+    def _from_store(self, seq: int, ids: np.ndarray, source: _Source, stored: int) -> bool:
+        """Restore ``[0, stored)`` from pages and what ``source`` has; False where a page is missing."""
+        pages = self._read_back(ids[:stored], source.length)
+        if not pages:
+            return False
+        first, _ = span_of(pages[0])
+        if first and not self._from_source(seq, ids, source):
+            return False
+        for page in pages:
+            if not self._restore_page(seq, page):
+                self.cache.remove(seq, 0)
+                self._drop_stored(ids, span_of(page)[1])
+                return False
+        self.stats.store += stored - (source.length if first else 0)
+        self.shelf.insert(seq, ids[:stored], self._pieces(seq, ids[:stored], first), stored=True)
+        self.shelf.enforce()
+        return True
+
+    def _read_back(self, ids: np.ndarray, floor: int) -> list[Page]:
+        """Pages that follow one another to the end of ``ids``, from ``floor`` or before; [] if one lacks."""
+        assert self.shelf.store is not None
+        chain = self.shelf.keys.chain(self.alphabet.decode(ids))
+        pages: list[Page] = []
+        at = int(ids.size)
+        while at > floor or not pages:
+            page = self.shelf.store.read(chain.at(at))
+            if page is None:
+                return []
+            try:
+                begin, end = span_of(page)
+            except SnapshotCorrupt:
+                begin, end = at, -1
+            if end != at or begin >= at:
+                self._drop_stored(ids, at)
+                return []
+            pages.append(page)
+            at = begin
+        return pages[::-1]
+
+    def _restore_page(self, seq: int, page: Page) -> bool:
+        try:
+            return self.cache.restore(seq, from_page(self.cache.backend, page))
+        except (SnapshotCorrupt, InvalidRangeError, AttributeError):
+            return False  # of another cache than its key says
+
+    def _drop_stored(self, ids: np.ndarray, end: int) -> None:
+        assert self.shelf.store is not None
+        self.shelf.store.drop(self.shelf.keys.chain(self.alphabet.decode(ids[:end])).at(end))
+
+    # Keeping what a session computed.
+
+    def _schedule(self, seq: int, ids: np.ndarray, cached: int) -> None:
+        """Snapshots of whole content: where prompts part, at intervals, before the last token."""
+        if self.shelf.divisible:
+            return
+        last = int(ids.size) - 1
+        first = cached - cached % self.interval + self.interval
+        wanted = {last, self.shelf.trie.match(ids).length, *range(first, last, self.interval)}
+        wanted |= {common_length(other.encoded(), ids) for other in self._sessions.values()}
+        positions = sorted(position for position in wanted if cached < position <= last)
+        if positions:
+            self.cache.schedule_snapshots(seq, positions)
+
+    def _end(self, session: Session, keep: bool) -> None:
+        seq = session.seq
+        try:
+            if keep:
+                ids = session.encoded()
+                ids = ids[: min(int(ids.size), self.cache.offset(seq))]
+                self.shelf.insert(seq, ids, self._pieces(seq, ids, session.cached))
+        finally:
+            self.cache.cancel_snapshots(seq)
+            self.cache.remove(seq, 0)
+            del self._sessions[seq]
+            self._free.append(seq)
+        self.shelf.enforce()
+        self.shelf.settle()
+
+    def _pieces(self, seq: int, ids: np.ndarray, begin: int) -> list[Snapshot]:
+        """Snapshots of what is whole, which follow one another from ``begin`` on."""
+        size = int(ids.size)
+        if self.shelf.divisible:
+            return []
+        taken = [part for part in self.cache.take_snapshots(seq) if part.end <= size]
+        begin = taken[-1].end if taken else begin
+        if begin < size:
+            try:
+                taken.append(self.cache.snapshot(seq, begin, size))
+            except NotSupportedError:
+                return taken  # a window or a state that was rolled back and is not there any more
+        return taken
+
+    def _check(self, op: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{op}: the PrefixCache is closed")
+
+
+def _sorted_tiers(
+    tiers: Sequence[HostTier | SnapshotStore | str | PathLike[str]],
+) -> tuple[HostTier | None, list[SnapshotStore], list[SnapshotStore]]:
+    """The host tier, the stores in order, and those of them that were opened here."""
+    hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
+    if len(hosts) > 1 or (hosts and tiers[0] is not hosts[0]):
+        raise InvalidRangeError("PrefixCache: tiers are one HostTier at most, and then stores")
+    stores: list[SnapshotStore] = []
+    opened: list[SnapshotStore] = []
+    for tier in tiers[len(hosts) :]:
+        if isinstance(tier, (str, PathLike)):
+            opened.append(open_store(fspath(tier)))
+            stores.append(opened[-1])
+        elif isinstance(tier, SnapshotStore):
+            stores.append(tier)
+        else:
+            raise InvalidRangeError(f"PrefixCache: {tier!r} is no tier; a HostTier, a store, or its URL")
+    return (hosts[0] if hosts else None), stores, opened

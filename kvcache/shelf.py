@@ -1,0 +1,420 @@
+"""Snapshots on a trie, in tiers: what is kept of conversations, where it lies, and what goes first.
+
+A node of the trie (kvcache.trie) may hold the snapshot of its edge on the device, mostly still in the
+cache's own cells, or its page in host memory. What is evicted goes from the device to host memory, from
+there to the stores, and is found in them by key. Content that is divisible is parted with its edge; what
+is whole (a window, a recurrent state) belongs to the end of its edge, and an edge that is parted above it
+has nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+import ml
+from kvcache.cache import Cache, SequenceLostError
+from kvcache.eviction import Ledger, Priority
+from kvcache.paging import from_page, to_page
+from kvcache.snapshots import Snapshot
+from kvcache.stores import Chain, Keys, Page
+from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.tiers import HostTier, Parcel, StoreTier
+from kvcache.trie import Alphabet, Node, Trie
+
+__all__ = ["Held", "Shelf", "SnapshotCache", "span_of"]
+
+
+class SnapshotCache(Cache, Protocol):
+    """A cache that a PrefixCache can use: all caches of this package are."""
+
+    on_pressure: Any
+
+    @property
+    def backend(self) -> ml.Backend: ...
+    @property
+    def max_sequences(self) -> int: ...
+    def settings(self) -> dict[str, object]: ...
+    def offset(self, seq: int) -> int: ...
+    def resume_point(self, seq: int, position: int) -> int: ...
+    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> Any: ...
+    def restore(self, seq: int, snapshot: Any, target: int | None = None) -> bool: ...
+    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]: ...
+    def schedule_snapshots(self, seq: int, positions: list[int]) -> None: ...
+    def take_snapshots(self, seq: int) -> list[Any]: ...
+    def cancel_snapshots(self, seq: int) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """What is kept at a node of the trie: its snapshot on the device, its page in host memory, or both."""
+
+    begin: int
+    """Where the snapshot begins: with the node's edge, or before it where content is whole."""
+    snapshot: Snapshot | None = None
+    page: Page | None = None
+    parcel: Parcel | None = None
+    """Its pages on their way to the stores."""
+    stored: bool = False
+    pins: int = 0
+    used: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def present(self) -> bool:
+        return self.snapshot is not None or self.host is not None
+
+    @property
+    def host(self) -> Page | None:
+        """Its page, also while it is being written."""
+        return self.page or (self.parcel.pages[-1][1] if self.parcel is not None else None)
+
+    @property
+    def tier(self) -> str:
+        """ "cache" (in its cells), "device" (copied out), "host", "writing", or "none"."""
+        if self.snapshot is not None:
+            return "cache" if self.snapshot.in_cache else "device"
+        if self.page is not None:
+            return "host"
+        return "none" if self.parcel is None else "writing"
+
+
+class Shelf:
+    """The trie of snapshots over one cache, with a budget for each tier."""
+
+    def __init__(
+        self,
+        cache: SnapshotCache,
+        budget: int | None,
+        host: HostTier | None,
+        store: StoreTier | None,
+        keys: Keys,
+    ) -> None:
+        self.cache, self.store, self.keys = cache, store, keys
+        self.trie: Trie[Held] = Trie()
+        self.alphabet = Alphabet()
+        self.device: Ledger[Node[Held]] = Ledger(budget, _priority)
+        self.host: Ledger[Node[Held]] | None = None if host is None else Ledger(host.budget, _priority)
+        self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
+        self.evicted = 0
+        """Snapshots that went from everywhere."""
+        self._clock = 0
+
+    # Finding.
+
+    def along(self, ids: np.ndarray) -> tuple[int, tuple[Node[Held], ...]]:
+        """The longest prefix of ``ids`` that is kept, and the nodes to restore it from, in order."""
+        match = self.trie.match(ids)
+        if not self.divisible:
+            for last in range(len(match.nodes) - 1, -1, -1):
+                if match.nodes[last].end <= match.length and (chain := _chain(match.nodes[: last + 1])):
+                    return chain[-1].end, chain
+            return 0, ()
+        usable: list[Node[Held]] = []
+        for node in match.nodes:
+            if node.data is None or not node.data.present:
+                break
+            usable.append(node)
+        return (min(match.length, usable[-1].end) if usable else 0), tuple(usable)
+
+    def restore(self, seq: int, node: Node[Held], target: int) -> str | None:
+        """Put a node's content into a sequence; the tier it came from, or None where it cannot be had."""
+        held = node.data
+        if held is None or not held.present:
+            return None
+        tier = "host" if held.snapshot is None else "device"
+        try:
+            snapshot = held.snapshot or from_page(self.cache.backend, _page(held))
+            if not self.cache.restore(seq, snapshot, target if snapshot.divisible else None):
+                return None
+        except (SnapshotCorrupt, SequenceLostError):
+            return None
+        if tier == "host" and target == node.end:
+            # It lies in the cache now: kept from there, the next one shares it.
+            self._keep_on_device(node, self.cache.snapshot(seq, held.begin, node.end))
+        return tier
+
+    # Keeping.
+
+    def insert(self, seq: int, ids: np.ndarray, pieces: Sequence[Snapshot], stored: bool = False) -> None:
+        """Keep what a sequence holds of ``ids``; ``stored``: the stores have it too.
+
+        What is divisible is taken from the sequence as far as the trie has nothing of it; of what is
+        whole there are ``pieces``, each with its own end.
+        """
+        if self.divisible:
+            if self.trie.match(ids).length < ids.size:
+                self._node_at(ids)
+            self._refill(seq, ids, stored)
+        for piece in () if self.divisible else pieces:
+            node = self._node_at(ids[: piece.end])
+            if node.parent is None or (node.data is not None and node.data.snapshot is not None):
+                continue
+            if node.data is None:
+                node.data = Held(piece.begin, stored=stored)
+            if node.data.begin == piece.begin:
+                self._keep_on_device(node, piece)
+        self.touch(ids)
+
+    def _refill(self, seq: int, ids: np.ndarray, stored: bool) -> None:
+        """Give the nodes on the way that lost their content what the sequence has of it."""
+        for node in self.trie.match(ids).nodes:
+            if node.end <= ids.size and (node.data is None or not node.data.present):
+                node.data = Held(node.begin, stored=stored)
+                self._keep_on_device(node, self.cache.snapshot(seq, node.begin, node.end))
+
+    def _node_at(self, ids: np.ndarray) -> Node[Held]:
+        """The node that ends exactly with ``ids``: found, parted from an edge, or added."""
+        match = self.trie.match(ids)
+        if match.inside and self._is_leaving(match.nodes[-1]):
+            match = self.trie.match(ids)
+        node = match.nodes[-1] if match.nodes else self.trie.root
+        if match.inside:
+            node = self._split(node, match.length)
+        if match.length < ids.size:
+            node = self.trie.add(node, ids[match.length :])
+        return node
+
+    def _is_leaving(self, node: Node[Held]) -> bool:
+        """Whether a node was on its way to the stores; it has arrived now, and the trie may have changed."""
+        if self.store is None or node.data is None or node.data.parcel is None:
+            return False
+        self.store.flush()
+        self.settle()
+        return True
+
+    def _split(self, node: Node[Held], at: int) -> Node[Held]:
+        """Part an edge; content that is divisible is parted with it."""
+        held = node.data
+        if held is None or not self.divisible:
+            return self.trie.split(node, at)
+        upper = self.trie.split(node, at)
+        above = Held(held.begin, pins=held.pins, used=held.used, since=held.since)
+        upper.data, held.begin = above, at
+        if held.snapshot is not None:
+            first, second = self.cache.split(held.snapshot, at)
+            self._keep_on_device(upper, first)
+            self._keep_on_device(node, second)
+        if held.page is not None:
+            first, second = self.cache.split(from_page(self.cache.backend, held.page), at)
+            self._keep_on_host(upper, to_page(self.cache.backend, first))
+            self._keep_on_host(node, to_page(self.cache.backend, second))
+        return upper
+
+    def _keep_on_device(self, node: Node[Held], snapshot: Snapshot) -> None:
+        assert node.data is not None
+        node.data.snapshot = snapshot
+        self.device.add(node, snapshot.nbytes)
+
+    def _keep_on_host(self, node: Node[Held], page: Page) -> None:
+        assert node.data is not None
+        assert self.host is not None
+        node.data.page = page
+        self.host.add(node, page.nbytes)
+
+    def touch(self, ids: np.ndarray) -> None:
+        """A prefix was used: it goes later than all others."""
+        self._clock += 1
+        for node in self.trie.match(ids).nodes:
+            if node.data is not None and node.begin < ids.size:
+                node.data.used = self._clock
+                self._reorder(node)
+
+    def pin(self, ids: np.ndarray, change: int) -> int:
+        """Pin (1) or unpin (-1) what is kept of a prefix; returns how many tokens that is."""
+        match = self.trie.match(ids)
+        for node in match.nodes:
+            if node.data is not None:
+                node.data.pins = max(0, node.data.pins + change)
+                self._reorder(node)
+        return match.length
+
+    def _reorder(self, node: Node[Held]) -> None:
+        self.device.touch(node)
+        if self.host is not None:
+            self.host.touch(node)
+
+    # Evicting.
+
+    def enforce(self) -> None:
+        """Bring every tier within its budget."""
+        while self.device.excess and (node := self.device.first()) is not None:
+            self.page_out(node)
+        while self.host is not None and self.host.excess and (node := self.host.first()) is not None:
+            self._leave_host(node)
+
+    def evict(self, nbytes: int | None = None) -> int:
+        """Page out the device's least recently used snapshots, ``nbytes`` of them or all; how many."""
+        goal = 0 if nbytes is None else max(0, self.device.nbytes - nbytes)
+        count = 0
+        while (self.device.nbytes > goal or nbytes is None) and (node := self.device.first()) is not None:
+            self.page_out(node)
+            count += 1
+        return count
+
+    def relieve(self, missing: int) -> bool:
+        """The cache needs cells: page out the least recently used snapshot that lies in some."""
+        inside = [node for node in self.device if node.data is not None and _in_cache(node.data)]
+        freeing = [node for node in inside if node.data is not None and _frees(node.data)]
+        if not inside:
+            return False
+        self.page_out(min(freeing or inside, key=_priority))
+        return True
+
+    def page_out(self, node: Node[Held]) -> None:
+        """Move a snapshot from the device to the next tier, or drop it where there is none."""
+        held = node.data
+        assert held is not None
+        if held.snapshot is not None and held.host is None and not held.stored:
+            if self.host is not None:
+                self._keep_on_host(node, to_page(self.cache.backend, held.snapshot))
+            elif self.store is not None:
+                self._submit(node, to_page(self.cache.backend, held.snapshot))
+        self.device.discard(node)
+        held.snapshot = None
+        self._prune(node)
+        while self.host is not None and self.host.excess and (other := self.host.first()) is not None:
+            self._leave_host(other)
+
+    def _leave_host(self, node: Node[Held]) -> None:
+        held = node.data
+        assert held is not None
+        assert self.host is not None
+        if self.store is not None and held.page is not None and not held.stored and held.parcel is None:
+            self._submit(node, held.page)
+        self.host.discard(node)
+        held.page = None
+        self._prune(node)
+
+    def drop(self, node: Node[Held]) -> None:
+        """Forget what is kept at a node."""
+        self.device.discard(node)
+        if self.host is not None:
+            self.host.discard(node)
+        if node.data is not None:
+            self.evicted += 1
+            node.data = None
+        self._prune(node)
+
+    def _prune(self, node: Node[Held] | None) -> None:
+        """Take out nodes that hold nothing and lead nowhere."""
+        while node is not None and node.parent is not None:
+            if node.data is not None:
+                if node.data.present:
+                    return
+                self.evicted += not node.data.stored
+                node.data = None
+            if len(node.children) == 1 and not self.divisible:
+                self.trie.join(node)
+                return
+            if node.children:
+                return
+            parent = node.parent
+            self.trie.remove(node)
+            node = parent
+
+    def clear(self) -> None:
+        """Forget all that is kept on the device and in host memory; what is being written is written."""
+        if self.store is not None:
+            self.store.flush()
+            self.settle()
+        for node in list(self.trie):
+            self.device.discard(node)
+            if self.host is not None:
+                self.host.discard(node)
+        self.trie = Trie()
+
+    # Stores.
+
+    def flush(self) -> None:
+        """Write all that is kept to the stores, and wait until it is there; with no store, nothing."""
+        if self.store is None:
+            return
+        for node in list(self.trie):
+            held = node.data
+            if held is None or held.stored or held.parcel is not None:
+                continue
+            if held.page is not None:
+                self._submit(node, held.page)
+            elif held.snapshot is not None:
+                self._submit(node, to_page(self.cache.backend, held.snapshot))
+        self.store.flush()
+        self.settle()
+
+    def settle(self) -> None:
+        """Take note of what the stores have by now."""
+        for parcel in () if self.store is None else self.store.finished():
+            node = parcel.owner
+            assert isinstance(node, Node)
+            held: Held | None = node.data
+            if held is not None and held.parcel is parcel:
+                held.stored, held.parcel = not parcel.failed, None
+                self._prune(node)
+
+    def _submit(self, node: Node[Held], page: Page) -> None:
+        """Have a node's content written: cut at multiples of the chunk where it is divisible."""
+        assert self.store is not None
+        assert node.data is not None
+        chain = self.keys.chain(self.alphabet.decode(node.prefix()))
+        pages = [(chain.at(end), part) for end, part in self._cut(page, chain)]
+        node.data.parcel = Parcel(pages, page, node)
+        self.store.submit(node.data.parcel)
+
+    def _cut(self, page: Page, chain: Chain) -> Iterator[tuple[int, Page]]:
+        """(end, page) of the parts of a page; an empty end of one has no part of its own."""
+        begin, end = span_of(page)
+        cuts = range(begin - begin % chain.chunk + chain.chunk, end, chain.chunk)
+        if not self.divisible or not cuts:
+            yield end, page
+            return
+        rest = from_page(self.cache.backend, page)
+        for at in cuts:
+            first, rest = self.cache.split(rest, at)
+            yield at, to_page(self.cache.backend, first)
+        yield end, to_page(self.cache.backend, rest)
+
+
+def span_of(page: Page) -> tuple[int, int]:
+    """[begin, end) of a page's snapshot; raises SnapshotCorrupt where it has none."""
+    meta = page.meta.get("snapshot")
+    begin, end = (meta.get("begin"), meta.get("end")) if isinstance(meta, Mapping) else (None, None)
+    if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
+        raise SnapshotCorrupt(f"page: a snapshot of [{begin}, {end})")
+    return begin, end
+
+
+def _priority(node: Node[Held]) -> Priority:
+    held = node.data
+    return (False, 0, 0) if held is None else (held.pins > 0, held.used, -node.end)
+
+
+def _page(held: Held) -> Page:
+    assert held.host is not None
+    return held.host
+
+
+def _in_cache(held: Held) -> bool:
+    return held.snapshot is not None and held.snapshot.in_cache
+
+
+def _frees(held: Held) -> bool:
+    return held.snapshot is not None and held.snapshot.frees_cells
+
+
+def _chain(nodes: Sequence[Node[Held]]) -> tuple[Node[Held], ...]:
+    """The nodes, ending with the last of ``nodes``, whose snapshots follow one another from 0; () if none."""
+    last = nodes[-1]
+    if last.data is None or not last.data.present:
+        return ()
+    if last.data.begin == 0:
+        return (last,)
+    for i in range(len(nodes) - 2, -1, -1):
+        if nodes[i].end < last.data.begin:
+            break
+        if before := _chain(nodes[: i + 1]):
+            return (*before, last)
+    return ()

@@ -1,0 +1,66 @@
+"""Stores: where snapshots go when they are paged out, and how what they hold is named and laid out.
+
+``FileStore`` loads when it is first asked for; its digests need the extra ``[disk]``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvcache.stores.buffers import Buffer, WritableBuffer
+from kvcache.stores.errors import (
+    SnapshotCorrupt,
+    StoreClosedError,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    StoreValueError,
+)
+from kvcache.stores.hookspecs import StoreSpec, hookimpl
+from kvcache.stores.keys import Chain, Keys
+from kvcache.stores.memory import MemoryStore
+from kvcache.stores.page import PAGE_FORMAT, Page, pack, unpack
+from kvcache.stores.paging import get_page, put_page
+from kvcache.stores.plugins import open_store
+from kvcache.stores.protocol import SnapshotStore, Stat, Usage, check_budget, check_key
+from kvcache.stores.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from kvcache.stores.file import FileStore
+
+__all__ = [
+    "PAGE_FORMAT",
+    "Buffer",
+    "Chain",
+    "FileStore",
+    "Keys",
+    "MemoryStore",
+    "Page",
+    "SnapshotCorrupt",
+    "SnapshotStore",
+    "Stat",
+    "StoreClosedError",
+    "StoreError",
+    "StoreFull",
+    "StoreSpec",
+    "StoreUnavailable",
+    "StoreValueError",
+    "Usage",
+    "WritableBuffer",
+    "check_budget",
+    "check_key",
+    "get_page",
+    "hookimpl",
+    "open_store",
+    "pack",
+    "parse_bytes",
+    "put_page",
+    "unpack",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FileStore":
+        return importlib.import_module("kvcache.stores.file").FileStore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

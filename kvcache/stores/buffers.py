@@ -1,0 +1,42 @@
+"""What stores take as bytes."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+
+from kvcache.stores.errors import StoreValueError
+
+__all__ = ["Buffer", "WritableBuffer", "as_bytes", "as_writable"]
+
+Buffer = bytes | bytearray | memoryview | mmap.mmap | np.ndarray
+"""Anything with the buffer interface whose bytes lie in one contiguous piece."""
+WritableBuffer = bytearray | memoryview | mmap.mmap | np.ndarray
+
+
+def as_bytes(buffer: Buffer) -> memoryview:
+    """The buffer's bytes as a flat memoryview, not copied. StoreValueError for what is not contiguous."""
+    try:
+        # NumPy's own buffers do not know bfloat16: its bytes are asked for first.
+        if isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
+            buffer = buffer.reshape(-1).view(np.uint8).data
+        view = memoryview(buffer)  # type: ignore[arg-type]
+        return view.cast("B") if view.nbytes else _empty(view.readonly)
+    except (TypeError, ValueError, BufferError) as error:
+        raise StoreValueError(
+            f"a buffer of type {type(buffer).__name__} has no contiguous bytes: {error}"
+        ) from error
+
+
+def as_writable(buffer: WritableBuffer, op: str) -> memoryview:
+    """The same, and StoreValueError where it is read-only."""
+    view = as_bytes(buffer)
+    if view.readonly:
+        raise StoreValueError(f"{op}: the buffer is read-only")
+    return view
+
+
+def _empty(readonly: bool) -> memoryview:
+    """A view with a 0 in its shape cannot be cast."""
+    return memoryview(b"" if readonly else bytearray())

@@ -1,0 +1,91 @@
+"""The records of the stores that are always there."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import unquote, urlsplit
+
+from kvcache.stores.errors import StoreError, StoreValueError
+from kvcache.stores.hookspecs import StoreSpec, hookimpl
+from kvcache.stores.memory import MemoryStore
+from kvcache.stores.protocol import SnapshotStore
+from kvcache.stores.sizes import parse_bytes
+from kvcache.stores.streams import load_xxhash
+from ml import Availability
+
+__all__ = ["File", "Memory"]
+
+_TRUTH = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+
+
+class File:
+    """``file:///absolute/path?budget=10GiB&durable=no``, or ``path=`` as an option."""
+
+    @staticmethod
+    @hookimpl
+    def kvcache_store() -> StoreSpec:
+        return StoreSpec("file", "pip install 'ml-kvcache[disk]'", _probe_file, _open_file)
+
+
+class Memory:
+    """``memory:?budget=2GiB``."""
+
+    @staticmethod
+    @hookimpl
+    def kvcache_store() -> StoreSpec:
+        return StoreSpec("memory", "", lambda: Availability(True), _open_memory)
+
+
+def _probe_file() -> Availability:
+    try:
+        version = str(load_xxhash().VERSION)
+    except StoreError as error:
+        return Availability(False, str(error))
+    if os.name != "posix":
+        return Availability(False, "it needs POSIX file locks")
+    return Availability(True, version=version)
+
+
+def _open_file(
+    url: str | None = None,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    budget: int | str | None = None,
+    durable: bool | str = True,
+) -> SnapshotStore:
+    from kvcache.stores.file import FileStore
+
+    where = _path(url) if url is not None else path
+    if where is None or (url is not None and path is not None):
+        raise StoreValueError(f"open_store: a file store has one path; the URL is {url!r}, path={path!r}")
+    return FileStore(where, parse_bytes(budget), durable=_truth("durable", durable))
+
+
+def _open_memory(url: str | None = None, *, budget: int | str | None = None) -> SnapshotStore:
+    return MemoryStore(parse_bytes(budget))
+
+
+def _path(url: str) -> str:
+    parts = urlsplit(url)
+    path = unquote(parts.path)
+    if parts.netloc not in ("", "localhost") or not path or "\0" in path:
+        raise StoreValueError(f"open_store: {url!r} names no folder; write file:///absolute or file:relative")
+    return path
+
+
+def _truth(name: str, value: bool | str) -> bool:
+    if isinstance(value, bool):
+        return value
+    try:
+        return _TRUTH[value.lower()]
+    except (KeyError, AttributeError):
+        raise StoreValueError(f"open_store: {name}={value!r}; it is yes or no") from None

@@ -1,0 +1,127 @@
+"""Entries as files of a folder: looked at and read without a lock, so that what is found may not hold."""
+
+from __future__ import annotations
+
+import errno
+import os
+from stat import S_ISREG
+
+from kvcache.stores.errors import StoreValueError
+from kvcache.stores.folder import Folder
+from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, Manifest
+from kvcache.stores.protocol import Stat
+from kvcache.stores.streams import read_digested
+
+__all__ = ["BrokenEntryError", "Entries"]
+
+_WRONG_FILE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
+REMEMBERED = 1 << 16
+"""Entries; then all are forgotten, and parsed again when they are next asked for."""
+
+
+class BrokenEntryError(Exception):
+    """What was read does not hold: damage, or a change on the way. Within the folder's lock: damage."""
+
+
+class Entries:
+    """The entries of a folder."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._refused: dict[str, int] = {}  # key -> inode of a manifest that could not be removed
+        self._seen: dict[str, tuple[tuple[int, int], int]] = {}  # key -> manifest's (inode, size), nbytes
+
+    def stat(self, key: str) -> Stat | None:
+        """None: not there. BrokenEntryError when manifest and data do not fit.
+
+        A manifest that was parsed once, and fits the data's size, is not parsed again: one that somebody
+        has changed in place is noticed by ``read``.
+        """
+        try:
+            status = self._folder.stat(key + MANIFEST)
+        except FileNotFoundError:
+            return None
+        file = status.st_ino, status.st_size
+        remembered = self._seen.get(key)
+        if remembered is None or remembered[0] != file or self._data_size(key) != remembered[1]:
+            manifest = self._load(key)
+            if manifest is None:
+                return None
+            size = self._data_size(key)
+            if size != manifest.nbytes:
+                raise BrokenEntryError(f"{size} bytes are there, {manifest.nbytes} were put")
+            remembered = self._remember(key, file, manifest.nbytes)
+        elif self._refused.get(key) == status.st_ino:
+            return None
+        return Stat(remembered[1], status.st_mtime)
+
+    def read(self, key: str, view: memoryview) -> bool:
+        """Fill ``view``. False: not there. BrokenEntryError when a size or the digest does not hold."""
+        manifest = self._load(key)
+        if manifest is None:
+            return False
+        try:
+            fd = self._folder.open_file(key + DATA)
+        except OSError as error:
+            raise _broken(error) from error
+        try:
+            _read_data(fd, manifest, view)
+        finally:
+            os.close(fd)
+        return True
+
+    def refuse(self, key: str) -> None:
+        """Act as if this entry were not there, where it may not be removed, until it is another one."""
+        try:
+            self._refused[key] = self._folder.stat(key + MANIFEST).st_ino
+        except FileNotFoundError:
+            return
+
+    def _load(self, key: str) -> Manifest | None:
+        try:
+            fd = self._folder.open_file(key + MANIFEST)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _broken(error) from error
+        try:
+            if key in self._refused and self._refused[key] == os.fstat(fd).st_ino:
+                return None
+            return Manifest.parse(os.read(fd, MAX_BYTES), key)
+        except ValueError as error:
+            raise BrokenEntryError(str(error)) from error
+        finally:
+            os.close(fd)
+
+    def _data_size(self, key: str) -> int:
+        try:
+            data = self._folder.stat(key + DATA)
+        except FileNotFoundError as error:
+            raise _broken(error) from error
+        if not S_ISREG(data.st_mode):
+            raise BrokenEntryError("its data are not a regular file")
+        return data.st_size
+
+    def _remember(self, key: str, file: tuple[int, int], nbytes: int) -> tuple[tuple[int, int], int]:
+        if len(self._seen) >= REMEMBERED:
+            self._seen.clear()
+        self._seen[key] = file, nbytes
+        return file, nbytes
+
+
+def _read_data(fd: int, manifest: Manifest, view: memoryview) -> None:
+    size = os.fstat(fd).st_size
+    if size != manifest.nbytes:
+        raise BrokenEntryError(f"{size} bytes are there, {manifest.nbytes} were put")
+    if len(view) != size:
+        raise StoreValueError(f"get_into: a buffer of {len(view)} bytes; {manifest.key} has {size}")
+    count, digest = read_digested(fd, view)
+    if count != size or digest != manifest.digest:
+        raise BrokenEntryError(f"the digest of {count} bytes is {digest}, and was {manifest.digest}")
+
+
+def _broken(error: OSError) -> BrokenEntryError:
+    """Only what says that the file is the wrong one; a failing device or a permission is no damage."""
+    if error.errno not in _WRONG_FILE:
+        raise error
+    return BrokenEntryError(error.strerror or str(error))

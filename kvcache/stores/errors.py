@@ -1,0 +1,41 @@
+"""What a store may raise. The names StoreUnavailable, StoreFull and SnapshotCorrupt are the field's own."""
+
+from __future__ import annotations
+
+from kvcache.cache import ClosedError, KVCacheError
+
+__all__ = [
+    "SnapshotCorrupt",
+    "StoreClosedError",
+    "StoreError",
+    "StoreFull",
+    "StoreUnavailable",
+    "StoreValueError",
+]
+
+
+class StoreError(KVCacheError):
+    """Base of all errors raised by stores. A call that raises leaves no half-written entry."""
+
+
+class StoreUnavailable(StoreError, RuntimeError):  # noqa: N818
+    """The store cannot be reached or may not be used: no permission, a vanished folder, a missing package."""
+
+
+class StoreFull(StoreError, RuntimeError):  # noqa: N818
+    """An entry does not fit, even after everything else has been evicted, or the device is full."""
+
+
+class SnapshotCorrupt(StoreError, ValueError):  # noqa: N818
+    """What is stored is not what was put: a digest, a size, a manifest or a page's header does not hold.
+
+    The store has dropped the entry: compute it again.
+    """
+
+
+class StoreValueError(StoreError, ValueError):
+    """A key, a buffer, a budget or an address that a store does not take."""
+
+
+class StoreClosedError(StoreError, ClosedError):
+    """The store was closed."""

@@ -1,0 +1,46 @@
+"""The hook that a plugin with a store implements.
+
+A plugin is any module (or object) named by an entry point of the group ``kvcache.stores``, with::
+
+    from kvcache.stores import StoreSpec, hookimpl
+
+    @hookimpl
+    def kvcache_store() -> StoreSpec: ...
+
+The module imports without the client library of its store: ``probe`` and ``open`` import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pluggy
+
+from kvcache.stores.protocol import SnapshotStore
+from ml import Availability
+
+__all__ = ["PROJECT", "StoreSpec", "hookimpl", "hookspec", "kvcache_store"]
+
+PROJECT = "kvcache"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSpec:
+    """A plugin's record. Making one imports no client library; ``probe`` and ``open`` may.
+
+    ``name`` is also the scheme of the store's URLs. ``open(url, **options)`` gets the URL without its
+    query, None where the store was asked for by name alone; fields of the query are options, as text.
+    """
+
+    name: str
+    install_hint: str
+    probe: Callable[[], Availability]
+    open: Callable[..., SnapshotStore]
+
+
+@hookspec
+def kvcache_store() -> StoreSpec:  # type: ignore[empty-body]
+    """The record of one kind of store."""

@@ -1,0 +1,150 @@
+"""Names of prefixes: a sha256 chain over chunks of tokens, rooted in who computed them.
+
+Two prefixes have one key exactly when model, settings and all tokens up to there are the same::
+
+    root = sha256(JSON of format, chunk and identity)
+    key 0 = sha256(root  | chunk 0)          names tokens [0, C)
+    key 1 = sha256(key 0 | chunk 1)          names tokens [0, 2C)
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcache.stores import strict_json
+from kvcache.stores.errors import StoreValueError
+from kvcache.stores.page import PAGE_FORMAT
+
+__all__ = ["Chain", "Keys"]
+
+_INTEGERS, _MIXED = b"i", b"m"
+"""What a hashed chunk is: 8 bytes per token, or items that each say their kind and length."""
+
+
+class Keys:
+    """Keys for the prefixes that one model computes under one set of settings.
+
+    ``identity`` is JSON-able and holds everything that changes K and V: model and weights, dtype, layout,
+    rope and window settings, tensor-parallel rank, a salt. The page format's version is added here, so
+    that a new format never reads the old one. ``chunk`` is how many tokens an aligned key covers more
+    than the one before it.
+
+    Raises StoreValueError for an identity that is not JSON-able and a chunk < 1.
+    """
+
+    def __init__(self, identity: Mapping[str, Any], chunk: int = 256) -> None:
+        if type(chunk) is not int or chunk < 1:
+            raise StoreValueError(f"Keys: chunk={chunk!r}; it is an integer >= 1")
+        record = {"format": PAGE_FORMAT, "chunk": chunk, "identity": dict(identity)}
+        try:
+            text = strict_json.encode(record, canonical=True)
+        except ValueError as error:
+            raise StoreValueError(f"Keys: the identity is {error}") from error
+        self.chunk = chunk
+        self._root = hashlib.sha256(text.encode("ascii")).digest()
+
+    @property
+    def root(self) -> str:
+        """The key of the empty prefix."""
+        return self._root.hex()
+
+    def chain(self, tokens: Sequence[int | bytes] | np.ndarray) -> Chain:
+        """The keys of all prefixes of ``tokens``: ids (int64), and bytes that name multimodal items.
+
+        Raises StoreValueError for anything else.
+        """
+        return Chain(self._root, self.chunk, _items(tokens))
+
+
+class Chain:
+    """The keys of the prefixes of one token sequence, of length ``len(chain)``."""
+
+    def __init__(self, root: bytes, chunk: int, items: _Items) -> None:
+        self.chunk = chunk
+        self._items = items
+        self._digests = [root]
+        for start in range(0, len(items) - chunk + 1, chunk):
+            self._digests.append(_link(self._digests[-1], items.encoded(start, start + chunk)))
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def aligned(self) -> list[str]:
+        """Key k covers tokens ``[0, (k + 1) * chunk)``; the full chunks only."""
+        return [digest.hex() for digest in self._digests[1:]]
+
+    def at(self, position: int) -> str:
+        """The key of tokens ``[0, position)``; 0 is the root. StoreValueError outside [0, len(chain)]."""
+        if not 0 <= position <= len(self):
+            raise StoreValueError(f"Chain.at: position {position}; the chain has [0, {len(self)}]")
+        full, rest = divmod(position, self.chunk)
+        if not rest:
+            return self._digests[full].hex()
+        return _link(self._digests[full], self._items.encoded(position - rest, position)).hex()
+
+
+class _Items:
+    """Tokens as int64, and the bytes keys that lie at some places between them."""
+
+    def __init__(self, tokens: np.ndarray, others: Mapping[int, bytes] | None = None) -> None:
+        self._tokens = np.ascontiguousarray(tokens, "<i8")
+        self._others = others or {}
+        self._places = sorted(self._others)
+
+    def __len__(self) -> int:
+        return int(self._tokens.size)
+
+    def encoded(self, start: int, stop: int) -> list[bytes | memoryview]:
+        """What is hashed of ``[start, stop)``; different items never give the same bytes."""
+        first = bisect.bisect_left(self._places, start)
+        if first == bisect.bisect_left(self._places, stop):
+            return [_INTEGERS, self._tokens[start:stop].data]
+        found: list[bytes | memoryview] = [_MIXED]
+        for place in range(start, stop):
+            other = self._others.get(place)
+            if other is None:
+                found += [_INTEGERS, self._tokens[place : place + 1].data]
+            else:
+                found += [_MIXED, len(other).to_bytes(8, "little"), other]
+        return found
+
+
+def _link(before: bytes, parts: list[bytes | memoryview]) -> bytes:
+    digest = hashlib.sha256(before)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _items(tokens: Sequence[int | bytes] | np.ndarray) -> _Items:
+    if isinstance(tokens, np.ndarray):
+        return _Items(_integers(tokens))
+    if isinstance(tokens, str | bytes | bytearray):
+        raise StoreValueError(f"Keys.chain: tokens of type {type(tokens).__name__}; pass a sequence of items")
+    try:
+        return _Items(_packed(tokens))
+    except (TypeError, OverflowError):
+        others = {i: item for i, item in enumerate(tokens) if isinstance(item, bytes)}
+    try:
+        return _Items(_packed([0 if i in others else item for i, item in enumerate(tokens)]), others)
+    except (TypeError, OverflowError) as error:
+        raise StoreValueError(f"Keys.chain: an item is an integer of 64 bits, or bytes: {error}") from error
+
+
+def _packed(tokens: Sequence[Any]) -> np.ndarray:
+    return np.frombuffer(array("q", tokens), np.int64)
+
+
+def _integers(tokens: np.ndarray) -> np.ndarray:
+    if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and tokens.size):
+        raise StoreValueError(f"Keys.chain: tokens {tokens.dtype} {tokens.shape}; they are integers (count,)")
+    if tokens.dtype == np.uint64 and tokens.size and int(tokens.max()) >= 2**63:
+        raise StoreValueError(f"Keys.chain: the token {int(tokens.max())}; it is below 2**63")
+    return tokens

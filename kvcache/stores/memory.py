@@ -1,0 +1,152 @@
+"""A store in host memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from kvcache.stores.buffers import Buffer, WritableBuffer, as_bytes, as_writable
+from kvcache.stores.errors import StoreClosedError, StoreFull, StoreValueError
+from kvcache.stores.protocol import Stat, Usage, check_budget, check_key
+
+__all__ = ["MemoryStore"]
+
+
+@dataclass(slots=True)
+class _Entry:
+    data: np.ndarray  # U8 (nbytes,), read-only
+    last_used: float
+
+
+class MemoryStore:
+    """Copies in host memory; the least recently used go first when ``budget`` bytes are reached."""
+
+    def __init__(self, budget: int | None = None) -> None:
+        self.budget = check_budget(budget)
+        self._entries: OrderedDict[str, _Entry] | None = OrderedDict()  # least recently used first
+        self._nbytes = 0
+        self._evicted = 0
+        self._lock = threading.Lock()
+
+    def put(self, key: str, parts: Sequence[Buffer]) -> bool:
+        check_key(key)
+        views = [as_bytes(part) for part in parts]
+        nbytes = sum(len(view) for view in views)
+        with self._lock:
+            if key in self._open("put"):
+                return False
+        if self.budget is not None and nbytes > self.budget:
+            raise StoreFull(f"put: {nbytes} bytes; the budget of this store is {self.budget}")
+        data = _joined(views, nbytes)
+        with self._lock:
+            entries = self._open("put")
+            if key in entries:
+                return False
+            self._make_room(entries, nbytes)
+            entries[key] = _Entry(data, time.time())
+            self._nbytes += nbytes
+            return True
+
+    def stat(self, keys: Sequence[str]) -> list[Stat | None]:
+        for key in keys:
+            check_key(key)
+        with self._lock:
+            entries = self._open("stat")
+            found = [entries.get(key) for key in keys]
+            return [None if entry is None else Stat(entry.data.nbytes, entry.last_used) for entry in found]
+
+    def get_into(self, key: str, buffer: WritableBuffer) -> bool:
+        view = as_writable(buffer, "get_into")
+        data = self._hit(key, "get_into")
+        if data is None:
+            return False
+        if len(view) != data.nbytes:
+            raise StoreValueError(f"get_into: a buffer of {len(view)} bytes; {key} has {data.nbytes}")
+        if data.nbytes:
+            np.copyto(np.frombuffer(view, np.uint8), data)  # with the interpreter's lock released
+        return True
+
+    def view(self, key: str) -> memoryview | None:
+        """The entry's bytes, read-only and not copied; None: not there. A hit, as ``get_into`` is.
+
+        The view stays good after the entry is evicted, and keeps its memory from being freed.
+        """
+        data = self._hit(key, "view")
+        return None if data is None else data.data
+
+    def prefix(self, keys: Sequence[str]) -> int:
+        for key in keys:
+            check_key(key)
+        with self._lock:
+            entries = self._open("prefix")
+            count = next((i for i, key in enumerate(keys) if key not in entries), len(keys))
+            for key in reversed(keys[:count]):
+                self._touch(entries, key)
+            return count
+
+    def delete(self, key: str) -> bool:
+        check_key(key)
+        with self._lock:
+            entry = self._open("delete").pop(key, None)
+            if entry is not None:
+                self._nbytes -= entry.data.nbytes
+            return entry is not None
+
+    def usage(self) -> Usage:
+        with self._lock:
+            return Usage(len(self._open("usage")), self._nbytes, self.budget, self._evicted)
+
+    def close(self) -> None:
+        with self._lock:
+            self._entries = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, op: str) -> OrderedDict[str, _Entry]:
+        if self._entries is None:
+            raise StoreClosedError(f"{op}: this store was closed")
+        return self._entries
+
+    def _hit(self, key: str, op: str) -> np.ndarray | None:
+        check_key(key)
+        with self._lock:
+            entries = self._open(op)
+            if key not in entries:
+                return None
+            self._touch(entries, key)
+            return entries[key].data
+
+    @staticmethod
+    def _touch(entries: OrderedDict[str, _Entry], key: str) -> None:
+        entries.move_to_end(key)
+        entries[key].last_used = time.time()
+
+    def _make_room(self, entries: OrderedDict[str, _Entry], nbytes: int) -> None:
+        while self.budget is not None and self._nbytes + nbytes > self.budget:
+            _, evicted = entries.popitem(last=False)
+            self._nbytes -= evicted.data.nbytes
+            self._evicted += 1
+
+
+def _joined(views: Sequence[memoryview], nbytes: int) -> np.ndarray:
+    data = np.empty(nbytes, np.uint8)
+    start = 0
+    for view in views:
+        if len(view):
+            np.copyto(data[start : start + len(view)], np.frombuffer(view, np.uint8))
+        start += len(view)
+    data.flags.writeable = False
+    return data

@@ -1,0 +1,174 @@
+"""A snapshot in host memory, and its bytes in the safetensors layout.
+
+::
+
+    8 bytes      little-endian length n of the header
+    n bytes      JSON, padded with spaces so that the data begin at a multiple of 64:
+                 {"__metadata__": {"format": ..., "meta": JSON text}, name: {dtype, shape, data_offsets}, ...}
+    the rest     the arrays, wide elements first, with no gap and no overlap
+
+Source: https://huggingface.co/docs/safetensors (format). ``safetensors`` reads what :func:`pack` writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvcache.stores import strict_json
+from kvcache.stores.buffers import Buffer, as_bytes
+from kvcache.stores.errors import SnapshotCorrupt
+from ml import DType, ShapeError
+from ml.dtypes import STORAGE_DTYPES
+
+__all__ = ["PAGE_FORMAT", "Page", "pack", "unpack"]
+
+PAGE_FORMAT = "kvcache.page/1"
+ALIGNMENT = 64
+MAX_HEADER = 1 << 24
+"""Bytes: a hundred thousand arrays and more; parsing what a stranger wrote has to end soon."""
+MAX_NDIM = 32
+
+_METADATA = "__metadata__"
+_DTYPES = {dtype.name: dtype.numpy for dtype in STORAGE_DTYPES}
+
+
+@dataclass(frozen=True, eq=False)
+class Page:
+    """A snapshot in host memory: named arrays, and JSON-able ``meta`` that says what they are.
+
+    Arrays are C-contiguous, of the dtypes of :class:`ml.DType` (bfloat16 is ``ml_dtypes.bfloat16``);
+    they are referenced, not copied.
+
+    Raises ShapeError for an array that is not contiguous, DTypeError for another dtype, ValueError for
+    the name ``__metadata__``.
+    """
+
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, array in self.arrays.items():
+            if name == _METADATA:
+                raise ValueError(f"Page: the name {name!r} is the format's own")
+            DType.from_numpy(array.dtype)
+            if not array.flags.c_contiguous:
+                raise ShapeError(
+                    f"Page: {name!r} {array.shape} with strides {array.strides} is not C-contiguous; "
+                    "pass numpy.ascontiguousarray of it"
+                )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+def pack(page: Page) -> list[memoryview]:
+    """The page's bytes, in order: a header, then views of the arrays; no array is copied.
+
+    Raises ValueError where ``meta`` is not JSON-able or a name is not Unicode text.
+    """
+    ordered = sorted(page.arrays.items(), key=lambda item: -item[1].dtype.itemsize)
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, array in ordered:
+        places[name] = (end, end + array.nbytes)
+        end += array.nbytes
+    entries: dict[str, Any] = {
+        _METADATA: {"format": PAGE_FORMAT, "meta": strict_json.encode(dict(page.meta))}
+    }
+    for name, array in page.arrays.items():
+        dtype = DType.from_numpy(array.dtype).name
+        entries[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": list(places[name])}
+    text = strict_json.encode(entries).encode("utf-8")
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    if len(text) > MAX_HEADER:
+        raise ValueError(f"pack: a header of {len(text)} bytes; a page has at most {MAX_HEADER}")
+    header = memoryview(len(text).to_bytes(8, "little") + text)
+    return [header, *(as_bytes(array) for _, array in ordered if array.nbytes)]
+
+
+def unpack(buffer: Buffer) -> Page:
+    """The page whose bytes these are; its arrays are views of ``buffer`` (read-only where it is).
+
+    Raises SnapshotCorrupt for anything but a well-formed page. Flipped bits in the arrays' data are
+    not noticed here: a store's digest is for that.
+    """
+    data = as_bytes(buffer)
+    try:
+        header, start = _header(data)
+        meta = _meta(header.pop(_METADATA, None))
+        _check_cover(header, len(data) - start)
+        arrays = {name: _array(name, entry, data[start:]) for name, entry in header.items()}
+    except (ValueError, OverflowError) as error:
+        raise SnapshotCorrupt(f"unpack: {len(data)} bytes are no page: {error}") from error
+    return Page(meta, arrays)
+
+
+def _header(data: memoryview) -> tuple[dict[str, Any], int]:
+    """The parsed header, and where the data begin."""
+    if len(data) < 8:
+        raise ValueError("shorter than the length of its header")
+    length = int.from_bytes(data[:8], "little")
+    if length > min(len(data) - 8, MAX_HEADER):
+        raise ValueError(f"a header of {length} bytes")
+    found = strict_json.decode(bytes(data[8 : 8 + length]))
+    if not isinstance(found, dict):
+        raise ValueError("its header is no JSON object")
+    return found, 8 + length
+
+
+def _meta(metadata: object) -> dict[str, Any]:
+    if not isinstance(metadata, dict) or metadata.get("format") != PAGE_FORMAT:
+        raise ValueError(f"its format is not {PAGE_FORMAT}")
+    text = metadata.get("meta")
+    meta = strict_json.decode(text) if isinstance(text, str) else None
+    if not isinstance(meta, dict):
+        raise ValueError("its meta is no JSON object")
+    return meta
+
+
+def _check_cover(header: Mapping[str, Any], size: int) -> None:
+    """Check each entry's fields, and that together they cover the data with no gap and no overlap."""
+    spans = sorted(_span(name, entry) for name, entry in header.items())
+    end = 0
+    for begin, stop in spans:
+        if begin != end:
+            raise ValueError(f"an array begins at byte {begin}, and the one before it ends at {end}")
+        end = stop
+    if end != size:
+        raise ValueError(f"its arrays take {end} bytes, and {size} are there")
+
+
+def _span(name: str, entry: object) -> tuple[int, int]:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"the entry of {name!r} is not dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ValueError(f"{name!r} has the dtype {dtype!r}")
+    if not _counts(shape) or len(shape) > MAX_NDIM:
+        raise ValueError(f"{name!r} has no shape")
+    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{name!r} has no data_offsets")
+    if math.prod(shape) * _DTYPES[dtype].itemsize != offsets[1] - offsets[0]:
+        raise ValueError(f"{name!r} of shape {shape} takes other than {offsets[1] - offsets[0]} bytes")
+    return offsets[0], offsets[1]
+
+
+def _counts(value: object) -> bool:
+    """Whether this is a list of integers from 0 to 2**63 - 1."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def _array(name: str, entry: Mapping[str, Any], data: memoryview) -> np.ndarray:
+    begin, end = entry["data_offsets"]
+    raw = np.frombuffer(data[begin:end], np.uint8) if end > begin else np.empty(0, np.uint8)
+    dtype = _DTYPES[entry["dtype"]]
+    if dtype == np.bool_ and raw.size and int(raw.max()) > 1:
+        raise ValueError(f"{name!r} is BOOL and holds a byte other than 0 and 1")
+    return raw.view(dtype).reshape(entry["shape"])

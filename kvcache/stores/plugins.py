@@ -1,0 +1,105 @@
+"""Finding stores by name or URL: the host of backends' plugins, with the group ``kvcache.stores``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import threading
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from kvcache.stores import builtin, hookspecs
+from kvcache.stores.errors import StoreUnavailable, StoreValueError
+from kvcache.stores.hookspecs import StoreSpec
+from kvcache.stores.protocol import SnapshotStore
+from ml import MLError
+from ml.plugin_host import FAILURES, Hook, PluginHost, probe, summary
+
+__all__ = ["ENTRY_POINT_GROUP", "StoreRegistry", "open_store", "registry"]
+
+ENTRY_POINT_GROUP = "kvcache.stores"
+
+_HOOK = Hook(
+    provides="store",
+    project=hookspecs.PROJECT,
+    group=ENTRY_POINT_GROUP,
+    specs=hookspecs,
+    name="kvcache_store",
+    record=StoreSpec,
+    record_name="kvcache.stores.StoreSpec",
+)
+
+
+class StoreRegistry(PluginHost[StoreSpec]):
+    """The built-in stores and those of plugins. :func:`registry` gives the process's own."""
+
+    def __init__(self, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> None:
+        super().__init__(_HOOK, entry_points)
+        self.register(builtin.File, "file")
+        self.register(builtin.Memory, "memory")
+
+    def open(self, name_or_url: str, options: dict[str, Any]) -> SnapshotStore:
+        name, url, fields = _parsed(name_or_url)
+        if twice := fields.keys() & options.keys():
+            raise StoreValueError(f"open_store: {sorted(twice)} given in {name_or_url!r} and as an option")
+        spec = self._spec(name)
+        found = probe(spec)
+        if not found.ok:
+            hint = f"; install it with: {spec.install_hint}" if spec.install_hint else ""
+            raise StoreUnavailable(f"open_store: {name!r} cannot be used here: {found.reason}{hint}")
+        try:
+            return spec.open(url, **fields, **options)
+        except (MLError, TypeError, ValueError):  # an option that the store refuses
+            raise
+        except FAILURES as error:
+            raise StoreUnavailable(f"open_store: {name!r} failed to open: {summary(error)}") from error
+
+    def _spec(self, name: str) -> StoreSpec:
+        specs, broken = self.specs(), self.broken()
+        if name in specs:
+            return specs[name]
+        if name in broken:
+            raise StoreUnavailable(f"open_store: the plugin of {name!r} is broken: {broken[name]}")
+        others = f"; broken plugins: {broken}" if broken else ""
+        raise StoreUnavailable(
+            f"open_store: no store {name!r}; there are: {', '.join(sorted(specs))}{others}. "
+            "Give a name, or a URL such as file:///var/cache/kv?budget=10GiB"
+        )
+
+
+def _parsed(name_or_url: str) -> tuple[str, str | None, dict[str, Any]]:
+    """(name, URL without its query, fields of the query)."""
+    if ":" not in name_or_url:
+        return name_or_url, None, {}
+    try:
+        parts = urlsplit(name_or_url)
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError as error:
+        raise StoreValueError(f"open_store: {name_or_url!r}: {error}") from error
+    if len(dict(pairs)) != len(pairs):
+        raise StoreValueError(f"open_store: {name_or_url!r} gives an option twice")
+    if parts.fragment:
+        raise StoreValueError(f"open_store: {name_or_url!r} has a fragment; write %23 for a #")
+    return parts.scheme, name_or_url.partition("?")[0], dict(pairs)
+
+
+_registry: StoreRegistry | None = None
+_registry_lock = threading.Lock()
+
+
+def registry() -> StoreRegistry:
+    """The process's registry, made at the first call."""
+    global _registry
+    with _registry_lock:
+        if _registry is None:
+            _registry = StoreRegistry()
+        return _registry
+
+
+def open_store(name_or_url: str, **options: Any) -> SnapshotStore:
+    """Open a store by name ("file", with ``path=``) or by URL ("file:///var/cache/kv?budget=10GiB").
+
+    Raises StoreUnavailable for an unknown name (the message lists those that exist) and where the store
+    cannot be used here, StoreValueError for an option given twice or out of its range.
+    """
+    return registry().open(name_or_url, options)

@@ -1,0 +1,186 @@
+"""Where snapshots go when they leave the device: host memory, then stores, written in the background."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreFull
+from kvcache.stores.keys import Chain
+from kvcache.stores.page import Page, pack, unpack
+from kvcache.stores.protocol import SnapshotStore
+
+__all__ = ["HostTier", "Parcel", "StoreTier"]
+
+log = logging.getLogger("kvcache")
+
+
+@dataclass(frozen=True, slots=True)
+class HostTier:
+    """Host memory for snapshots that the device has no room for; ``budget`` in bytes, None for no limit."""
+
+    budget: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Parcel:
+    """Pages on their way to the stores: (key, page) each."""
+
+    pages: Sequence[tuple[str, Page]]
+    page: Page
+    """What they were cut from."""
+    owner: object = None
+    failed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.page.nbytes
+
+
+class StoreTier:
+    """One or more stores: read in order, written to all of them by a thread.
+
+    At most ``backlog`` bytes wait to be written; ``submit`` then waits its turn, so that pages never pile
+    up in memory. A store that fails costs a warning and a later recomputation, no more.
+    """
+
+    def __init__(self, stores: Sequence[SnapshotStore], backlog: int) -> None:
+        self.stores = tuple(stores)
+        self.backlog = backlog
+        self.waiting = 0
+        """Bytes that are not written yet."""
+        self.written = 0
+        """Pages written since the start."""
+        self._finished: deque[Parcel] = deque()
+        self._queue: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    # Writing.
+
+    def submit(self, parcel: Parcel) -> None:
+        """Have a parcel written; waits while the backlog is full (one parcel always fits)."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="kvcache-page-out", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: not self.waiting or self.waiting + parcel.nbytes <= self.backlog)
+            self.waiting += parcel.nbytes
+        self._queue.put(parcel)
+
+    def finished(self) -> Iterator[Parcel]:
+        """Parcels that were written, or failed, since the last call."""
+        while self._finished:
+            yield self._finished.popleft()
+
+    def flush(self) -> None:
+        """Wait until all that was submitted is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.waiting)
+
+    def close(self) -> None:
+        """Write what is left, and end the thread. The stores stay open: they are the caller's."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while (parcel := self._queue.get()) is not None:
+            try:
+                for key, page in parcel.pages:
+                    parcel.failed |= not self._write(key, page)
+            except Exception:
+                parcel.failed = True
+                log.exception("page-out: a parcel of %d bytes was not written", parcel.nbytes)
+            self._finished.append(parcel)
+            with self._changed:
+                self.waiting -= parcel.nbytes
+                self._changed.notify_all()
+
+    def _write(self, key: str, page: Page) -> bool:
+        """Whether at least one store has it now."""
+        kept = False
+        for store in self.stores:
+            try:
+                if store.stat([key])[0] is None:
+                    store.put(key, pack(page))
+                    self.written += 1
+                kept = True
+            except StoreFull as error:
+                log.info("page-out: %s", error)
+            except StoreError as error:
+                log.warning("page-out: %s; the snapshot will be computed again", error)
+        return kept
+
+    # Reading.
+
+    def longest(self, chain: Chain, floor: int, limit: int, divisible: bool) -> int:
+        """The longest prefix in (floor, limit] whose end is stored, or ``floor``.
+
+        Content that is ``divisible`` is stored up to every multiple of the chain's chunk, so that a
+        run of these is looked for first; what is whole ends anywhere.
+        """
+        best = floor
+        for store in self.stores:
+            try:
+                best = max(best, _longest(store, chain, best, limit, divisible))
+            except StoreError as error:
+                log.warning("page-in: %s; the prefix is computed instead", error)
+        return best
+
+    def read(self, key: str) -> Page | None:
+        """A page by its key; None where no store has it whole. A corrupt one is dropped by its store."""
+        for store in self.stores:
+            try:
+                (stat,) = store.stat([key])
+                if stat is None:
+                    continue
+                buffer = np.empty(stat.nbytes, np.uint8)
+                if store.get_into(key, buffer):
+                    return unpack(buffer)
+            except SnapshotCorrupt as error:
+                log.warning("page-in: %s; it is dropped and computed again", error)
+                self.drop(key)
+            except StoreError as error:
+                log.warning("page-in: %s; the prefix is computed instead", error)
+        return None
+
+    def drop(self, key: str) -> None:
+        """Forget an entry in all stores."""
+        for store in self.stores:
+            try:
+                store.delete(key)
+            except StoreError as error:
+                log.warning("page-in: %s", error)
+
+
+_PROBES = 256
+"""Keys that are asked for at a time."""
+
+
+def _longest(store: SnapshotStore, chain: Chain, floor: int, limit: int, divisible: bool) -> int:
+    size = chain.chunk
+    if not divisible:
+        return _last_stored(store, chain, floor, limit)
+    first = floor // size
+    whole = (first + store.prefix(chain.aligned[first : limit // size])) * size
+    found = max(floor, whole)
+    return _last_stored(store, chain, found, max(found, min(limit, whole + size - 1)))
+
+
+def _last_stored(store: SnapshotStore, chain: Chain, floor: int, limit: int) -> int:
+    """The last position in (floor, limit] whose key is stored, or ``floor``."""
+    for stop in range(limit, floor, -_PROBES):
+        positions = range(stop, max(floor, stop - _PROBES), -1)
+        found = store.stat([chain.at(position) for position in positions])
+        for position, stat in zip(positions, found, strict=True):
+            if stat is not None:
+                return position
+    return floor
