@@ -1,5 +1,10 @@
 """KV caches of an inference engine, written once against the protocols of ``ml``."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from kvcache.cache import (
     Batch,
     Cache,
@@ -17,8 +22,6 @@ from kvcache.cache import (
 )
 from kvcache.causal import CausalCache, ChunkedCache, SlidingWindowCache
 from kvcache.encoder import EncoderCache
-from kvcache.paging import from_page, to_page
-from kvcache.prefix import PrefixCache, PrefixStats, Session, SessionLimitError
 from kvcache.recurrent import RecurrentCache
 from kvcache.snapshots import (
     AttentionSnapshot,
@@ -27,8 +30,12 @@ from kvcache.snapshots import (
     Snapshot,
     WrapperSnapshot,
 )
-from kvcache.tiers import HostTier
 from kvcache.wrapper import WrapperCache
+
+if TYPE_CHECKING:
+    from kvcache.paging import from_page, to_page
+    from kvcache.prefix import PrefixCache, PrefixStats, Session, SessionLimitError
+    from kvcache.tiers import HostTier
 
 __all__ = [
     "AttentionSnapshot",
@@ -63,3 +70,20 @@ __all__ = [
     "from_page",
     "to_page",
 ]
+
+_LATER = {
+    "HostTier": "kvcache.tiers",
+    "PrefixCache": "kvcache.prefix",
+    "PrefixStats": "kvcache.prefix",
+    "Session": "kvcache.prefix",
+    "SessionLimitError": "kvcache.prefix",
+    "from_page": "kvcache.paging",
+    "to_page": "kvcache.paging",
+}
+"""What is imported when it is first asked for: a loop with a cache alone needs none of it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -230,6 +230,12 @@ class PrefixCache:
         found = getattr(self.cache, "next_snapshot", None)
         return None if found is None else found(seq)
 
+    def longest(self, tokens: Tokens) -> int:
+        """How many of the tokens ``begin`` would find now, without a look into the stores."""
+        self._check("longest")
+        ids = self.alphabet.encode(tokens)
+        return self._best(ids, int(ids.size) - 1).length if ids.size else 0
+
     def pin(self, tokens: Tokens) -> int:
         """Evict what is kept of this prefix last; returns how many of the tokens that is."""
         self._check("pin")

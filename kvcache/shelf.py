@@ -326,6 +326,7 @@ class Shelf:
             self.device.discard(node)
             if self.host is not None:
                 self.host.discard(node)
+            node.data = None  # nodes refer to one another: let go of the cells now
         self.trie = Trie()
 
     # Stores.

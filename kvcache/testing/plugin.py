@@ -9,7 +9,7 @@ __all__: list[str] = []
 _SUITE = (
     "attending", "batches", "cache", "capacity", "defrag", "encoder", "failing", "family", "faults",
     "harness", "masks", "model", "order", "properties", "protocol", "quantized", "recurrent", "removal",
-    "reserving", "rig", "sharing", "snapshots", "stateful", "states", "storing", "traces", "values",
+    "reserving", "rig", "sharing", "snapshots", "stateful", "states", "stores", "storing", "traces", "values",
     "windows", "wrapper",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"kvcache.testing.{name}" for name in _SUITE))

@@ -1,0 +1,180 @@
+"""Timing of short calls beside one another, on a machine that others use too.
+
+Every round runs each contender once, so that what else happens on the machine hits all alike, and the
+order turns by one each round. A round in which the process was taken off its core is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Contender", "Foreign", "Round", "Sample", "Trial", "interleave", "machine", "processor_seconds"]
+
+_MOST_TRIES = 4
+"""Rounds that are run at most, as a multiple of those that are wanted."""
+_SHORT = 10e-3
+"""Seconds; a longer round is interrupted now and then on any machine."""
+_TOLERATED = 0.1
+_FEWEST = 5
+"""Rounds that are kept at least: the least disturbed ones, on a machine that is never quiet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """What is timed, and what has to happen before and after each call without being timed."""
+
+    call: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+    finish: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Microseconds per call: median, 10th and 90th percentile; ``ratio``: the median of the rounds' own."""
+
+    median: float
+    low: float
+    high: float
+    ratio: float
+
+    def __str__(self) -> str:
+        return f"{self.median:,.1f} [{self.low:,.1f}, {self.high:,.1f}]"
+
+
+@dataclass(slots=True)
+class Trial:
+    """Times in microseconds by contender, one per kept round."""
+
+    times: dict[str, list[float]]
+    dropped: int = 0
+    floor: str = ""
+    """The contender that ratios refer to: the faster one, where several are floors."""
+
+    def sample(self, name: str) -> Sample:
+        values = self.times[name]
+        ratios = [mine / floor for mine, floor in zip(values, self.times[self.floor], strict=True)]
+        cuts = statistics.quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
+        return Sample(statistics.median(values), cuts[0], cuts[-1], statistics.median(ratios))
+
+    def samples(self) -> dict[str, Sample]:
+        return {name: self.sample(name) for name in self.times}
+
+
+@dataclass(slots=True)
+class Round:
+    """Notices whether the process was taken off its core since it was made."""
+
+    wall: float = field(default_factory=time.perf_counter)
+    processor: float = field(default_factory=time.process_time)
+    switches: int = field(default_factory=lambda: _switches())
+
+    def lost(self) -> float:
+        """The share of the time that was neither spent computing nor, as far as is known, our own.
+
+        1 where a short round was interrupted: a few microseconds are then not worth keeping.
+        """
+        wall, used = time.perf_counter() - self.wall, time.process_time() - self.processor
+        if wall < _SHORT and _switches() > self.switches:
+            return 1.0
+        return max(0.0, wall - used - 100e-6) / wall
+
+    def disturbed(self) -> bool:
+        return self.lost() > _TOLERATED
+
+
+def _switches() -> int:
+    """How often the system gave this process's core to another, so far; 0 where it does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def interleave(
+    contenders: Mapping[str, Contender],
+    rounds: int,
+    warmup: int = 5,
+    floors: Sequence[str] = (),
+    seconds: float = 60.0,
+    own_threads: bool = True,
+) -> Trial:
+    """Time each contender once a round; the first one is the floor unless ``floors`` names others.
+
+    Stops after ``rounds`` undisturbed rounds, four times as many in all, or ``seconds``, whichever is
+    first. ``own_threads`` False: the work is done elsewhere (a device, a thread that is waited for), so
+    that only interruptions tell of a disturbance.
+    """
+    order = list(contenders.items())
+    runs: list[tuple[float, dict[str, float]]] = []
+    undisturbed, began = 0, time.perf_counter()
+    for i in range(warmup + _MOST_TRIES * rounds):
+        turn = i % len(order)
+        watch = Round()
+        found: dict[str, float] = {}
+        for name, contender in order[turn:] + order[:turn]:
+            contender.prepare()
+            start = time.perf_counter()
+            contender.call()
+            found[name] = (time.perf_counter() - start) * 1e6
+            contender.finish()
+        lost = watch.lost()
+        if i < warmup:
+            continue
+        if not own_threads and lost < 1.0:
+            lost = 0.0
+        runs.append((lost, found))
+        undisturbed += lost <= _TOLERATED
+        if undisturbed >= rounds or time.perf_counter() - began > seconds:
+            break
+    kept = [found for lost, found in runs if lost <= _TOLERATED]
+    if len(kept) < _FEWEST:
+        kept = [found for _, found in sorted(runs, key=lambda run: run[0])[:_FEWEST]]
+    times = {name: [found[name] for found in kept] for name in contenders}
+    candidates = list(floors) or [order[0][0]]
+    floor = min(candidates, key=lambda name: statistics.median(times[name]))
+    return Trial(times, len(runs) - len(kept), floor)
+
+
+@dataclass(slots=True)
+class Foreign:
+    """How much of the machine others used since this was made (Linux; None elsewhere)."""
+
+    wall: float = field(default_factory=time.perf_counter)
+    own: float = field(default_factory=time.process_time)
+    busy: float | None = field(default_factory=lambda: processor_seconds())
+
+    def cores(self) -> float | None:
+        """Cores that other processes kept busy, on average."""
+        now = processor_seconds()
+        if now is None or self.busy is None:
+            return None
+        used = now - self.busy - (time.process_time() - self.own)
+        return max(0.0, used / max(1e-9, time.perf_counter() - self.wall))
+
+
+def processor_seconds() -> float | None:
+    """Seconds that all cores together have been busy."""
+    try:
+        first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+        idle = int(first[4]) + int(first[5])
+        return (sum(map(int, first[1:9])) - idle) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def machine() -> str:
+    """One line: processor, cores, system and Python."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{name}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
