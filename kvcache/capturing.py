@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -39,6 +41,8 @@ class AttentionSnapshots:
     _dtype: ml.DType
     _max_sequences: int
     _lazy: list[weakref.ref[AttentionSnapshot]]
+    _crowded = 64
+    """How long that list may grow before the dead are taken out."""
     _schedule: Schedule[AttentionSnapshot]
     on_pressure: Callable[[int], bool | None] | None = None
     """Called with the number of cells that are missing, before lazy snapshots are copied out.
@@ -103,7 +107,9 @@ class AttentionSnapshots:
 
     def _remember(self, begin: int, end: int, positions: np.ndarray, source: InCache) -> AttentionSnapshot:
         found = AttentionSnapshot(begin, end, positions, self._dtype, self._whole, source)
-        self._lazy = [ref for ref in self._lazy if (other := ref()) is not None and other.in_cache]
+        if len(self._lazy) >= self._crowded:
+            self._lazy = [ref for ref in self._lazy if (other := ref()) is not None and other.in_cache]
+            self._crowded = max(64, 2 * len(self._lazy))
         self._lazy.append(weakref.ref(found))
         return found
 
@@ -183,6 +189,14 @@ class AttentionSnapshots:
         """What ``take_snapshots`` would hand over, and still has then."""
         self.offset(seq)
         return self._schedule.waiting(seq)
+
+    def rolled_back(self, seq: int) -> int | None:
+        """The lowest position that was removed or replaced since this was last asked; None: nothing was.
+
+        For those who keep account of a sequence's tokens: what they know from there on may be wrong.
+        """
+        self.offset(seq)
+        return self._schedule.lowest_cut(seq)
 
     def _capture(self, seq: int) -> None:
         """Take what is due after a batch was placed: its tokens are all still there."""
@@ -331,6 +345,21 @@ class AttentionSnapshots:
             layers = joined(ctx, first, second)
             ctx.compute(*tensors_of(layers))
         return AttentionSnapshot(parent.begin, child.end, positions, parent.dtype, False, layers)
+
+    def join(self, parts: Sequence[AttentionSnapshot]) -> AttentionSnapshot:
+        """``merge`` of one or more, in order; in one step where all of them lie in this cache."""
+        first, last = parts[0], parts[-1]
+        sources = [part.source for part in parts if part.source is not None]
+        follow = all(one.end == other.begin for one, other in itertools.pairwise(parts))
+        here = len(sources) == len(parts) and all(source.table is self._table for source in sources)
+        if len(parts) == 1 or not follow or not here or self._whole:
+            return functools.reduce(self.merge, parts)
+        for source in sources:
+            source.check()
+        cells = np.concatenate([source.pin.cells for source in sources])
+        positions = np.concatenate([part.positions for part in parts])
+        found = InCache(sources[0].backend, self._table, sources[0].buffers, cells)
+        return self._remember(first.begin, last.end, positions, found)
 
     def _spanning(self, snapshot: AttentionSnapshot, begin: int, end: int) -> AttentionSnapshot:
         """The same content, said to be of ``[begin, end)``."""

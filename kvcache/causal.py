@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from kvcache.cache import (
 )
 from kvcache.capturing import AttentionSnapshots
 from kvcache.cells import CellTable, SavedRow
+from kvcache.fixed import FixedPass, GraphTensors
 from kvcache.forward import Forward
 from kvcache.reading import LowerBound
 from kvcache.scheduling import Schedule
@@ -62,6 +64,7 @@ class CausalCache(AttentionSnapshots):
         self._layer = 0
         self._forward: Forward | None = None
         self._buffers: dict[int, LayerBuffers] = {}
+        self._fixed: dict[int, FixedPass] = {}
         self._undo: dict[int, SavedRow] = {}
         self._lazy = []
         self._schedule: Schedule[AttentionSnapshot] = Schedule()
@@ -121,6 +124,7 @@ class CausalCache(AttentionSnapshots):
         self._detach_all()
         self._schedule = Schedule()
         self._buffers = {}  # a new one: a snapshot may know the old
+        self._fixed = {}
         self._changed()
         self._backend = None
         self._layer = 0
@@ -138,6 +142,7 @@ class CausalCache(AttentionSnapshots):
 
     def _make_table(self) -> None:
         self._active = self.config
+        self._fixed = {}
         padding = self._active.cache_padding
         self._table = CellTable(-(-self._cells() // padding) * padding, self._max_sequences)
 
@@ -195,10 +200,50 @@ class CausalCache(AttentionSnapshots):
                 )
         cells = self._place(len(batch), groups)
         kept = None if self._forward is None else self._forward.kept
-        self._forward = Forward(table, self._active, self._lower(), len(batch), groups, cells, kept=kept)
+        forward = Forward(table, self._active, self._lower(), len(batch), groups, cells, kept=kept)
+        if self._active.fixed_shapes:
+            forward = self._fix(ctx, forward)
+        self._forward = forward
         if self._schedule:
             for group in groups:
                 self._capture(group.seq)
+
+    def _fix(self, ctx: ml.Context, forward: Forward) -> Forward:
+        """The pass on the tensors of its batch size, which are brought to it; else all is as it was."""
+        try:
+            tokens = forward.tokens
+            found = self._fixed.get(tokens)
+            if found is None:
+                padding = self._active.mask_batch_padding
+                rows, dtype = -(-tokens // padding) * padding, self._active.mask_dtype
+                found = FixedPass(ctx, tokens, rows, self._table.cells, dtype)
+            fixed = replace(forward, fixed=found)
+            fixed.fill(ctx)
+            self._fixed[tokens] = found
+        except BaseException:
+            saved, self._undo = self._undo, {}
+            self._restore(saved)
+            raise
+        return fixed
+
+    def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
+        """What a captured or compiled graph of this pass's batch size works on, for one layer.
+
+        Aliases of the cache, the same ones in every pass of as many tokens: capture once, then call
+        ``start_forward`` before each replay. Raises NotSupportedError without ``fixed_shapes``,
+        OrderError before the first ``put`` of the layer (a reserve pass will do) or outside a pass.
+        """
+        forward = self._started("graph_tensors")
+        if forward.fixed is None:
+            raise NotSupportedError(
+                "graph_tensors: this pass has no fixed shapes; set_config with fixed_shapes=True, and start "
+                "a pass without reserve"
+            )
+        if layer not in self._buffers:
+            raise OrderError(f"graph_tensors: layer {layer} stores nothing yet; put comes first")
+        forward.fill(ctx)
+        key, value = self._buffers[layer].read_as_configured(ctx, 0, self._table.cells)
+        return GraphTensors(key, value, forward.fixed.slots, forward.fixed.mask)
 
     def _place(self, tokens: int, groups: list[Group]) -> int | np.ndarray:
         """Evict, then give every token a cell; everything or nothing."""
@@ -285,6 +330,7 @@ class CausalCache(AttentionSnapshots):
                 f"set_causal: except_={sorted(indices)}; indices of the batch are 0 to {forward.tokens - 1}"
             )
         forward.lift(indices)
+        forward.fill(ctx)
 
     def set_layer(self, layer: int) -> None:
         if layer < 0:
@@ -620,6 +666,12 @@ class SlidingWindowCache(CausalCache):
     def can_resume(self, seq: int, position: int) -> bool:
         """Whether something is stored, and reaches from the window of ``position`` to right before it."""
         return super().can_resume(seq, position) and self._reaches(self._table.rows[seq].positions, position)
+
+    @property
+    def reach(self) -> int | None:
+        """How many of a sequence's last tokens can go, whatever passes came between; None: any number."""
+        self._bound("reach")
+        return None if self._unlimited else max(0, self._kept - max(self.window, 1))
 
     def settings(self) -> dict[str, object]:
         return {**super().settings(), "window": self.window}

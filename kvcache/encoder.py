@@ -6,6 +6,7 @@ belongs to sequences of the batch and stays until the token it came with is remo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -385,6 +386,10 @@ class EncoderCache:
             )
         last = parent if child.position is None else child
         return replace(last, begin=parent.begin, end=child.end)
+
+    def join(self, parts: Sequence[EncoderSnapshot]) -> EncoderSnapshot:
+        """``merge`` of one or more, in order."""
+        return functools.reduce(self.merge, parts)
 
     def split(self, snapshot: EncoderSnapshot, at: int) -> tuple[EncoderSnapshot | None, EncoderSnapshot]:
         """Cut ``[a, c)`` into ``[a, at)`` and ``[at, c)``; the output goes with its token."""

@@ -31,7 +31,7 @@ Meta = Mapping[str, Any]
 
 
 def to_page(backend: ml.Backend, snapshot: Snapshot) -> Page:
-    """Copy a snapshot of a cache on ``backend`` to host memory, byte for byte. The snapshot stays as it is."""
+    """Copy a snapshot of a cache on ``backend`` to host memory, byte for byte; it stays as it is."""
     with backend.new_context() as ctx:
         writer = _Writer(ctx)
         meta = writer.encode(snapshot)

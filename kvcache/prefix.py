@@ -15,6 +15,7 @@ them has, or that another session holds right now::
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -23,7 +24,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError, NotSupportedError
+from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError, NotSupportedError, SequenceLostError
 from kvcache.paging import from_page
 from kvcache.shelf import Held, Shelf, SnapshotCache, span_of
 from kvcache.snapshots import Snapshot
@@ -58,12 +59,24 @@ class PrefixStats:
     def reused(self) -> int:
         return self.live + self.device + self.host + self.store
 
+    def add(self, tokens: int, origins: Mapping[str, int]) -> None:
+        """Count a session of ``tokens``, of which so many came from each of ``origins``."""
+        self.sessions += 1
+        self.tokens += tokens
+        for origin, count in origins.items():
+            setattr(self, origin, getattr(self, origin) + count)
+
 
 class Session:
     """One conversation in the cache: ``seq`` is its sequence, ``cached`` of its tokens are there already.
 
     Evaluate ``remaining`` (all but the first ``cached`` tokens of the prompt), then every token that
     ``extend`` adds, in order. ``close`` leaves what was evaluated to later sessions.
+
+    To take tokens back, call ``rewind``: then ``remaining`` says what is to be evaluated again, and
+    ``extend`` goes on from there. Tokens whose K and V are taken out of the cache behind the session's
+    back (``cache.remove(session.seq, n)``) are no longer trusted: nothing from ``n`` on is kept or shared,
+    unless ``extend`` has not been called for them yet (drafts that were tried and refused).
     """
 
     def __init__(self, owner: PrefixCache, seq: int, tokens: np.ndarray, cached: int) -> None:
@@ -73,6 +86,10 @@ class Session:
         self._tokens = tokens
         self._more: list[int | bytes] = []
         self._prompt = int(tokens.size)
+        self.kept = cached
+        """Up to here others have it too: what was shared at first, and what ``keep`` left."""
+        self._sure = cached
+        self._certain: int | None = None
         self.closed = False
 
     @property
@@ -95,6 +112,7 @@ class Session:
             raise InvalidRangeError(f"chunks: size={size}; it is >= 1")
         at = self.cached
         while at < self._prompt:
+            self._evaluated()
             stop = min(at + size, self._prompt)
             due = self._owner.next_snapshot(self.seq)
             if due is not None and at < due < stop:
@@ -105,21 +123,72 @@ class Session:
     def extend(self, tokens: Tokens) -> None:
         """Add tokens behind the prompt: those that were generated, or a further turn."""
         self._check("extend")
-        self._owner.alphabet.encode(tokens)  # refuses what is no token
-        self._more += tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
+        alphabet = self._owner.alphabet
+        more = alphabet.decode(alphabet.encode(tokens))
+        self._notice()
+        self._evaluated()
+        self._more += more
+
+    def rewind(self, length: int) -> int:
+        """Forget the tokens from ``length`` on, and what the cache holds of them; returns ``cached``.
+
+        ``cached`` is ``length`` then, or less where that is not evaluated or the cache cannot go on from
+        there (a window or a recurrent state is that of one position): ``remaining`` has the tokens up to
+        ``length`` that are to be evaluated again. InvalidRangeError for a length that the session lacks.
+        """
+        self._check("rewind")
+        tokens = self.encoded()
+        if not 0 <= length <= tokens.size:
+            raise InvalidRangeError(f"rewind: to {length}; the session has {tokens.size} tokens")
+        self._notice()
+        trusted = length if self._certain is None else min(length, self._certain)
+        self.cached = self._owner._rewind(self.seq, trusted)
+        self._tokens, self._prompt, self._certain = tokens[:length], length, None
+        self._sure, self.kept = self.cached, min(self.kept, self.cached)
+        return self.cached
+
+    def keep(self) -> None:
+        """Let others start from the snapshots that were taken so far; the session goes on.
+
+        Divisible content needs none: other sessions share it with this one as it is.
+        """
+        self._check("keep")
+        self._owner._keep(self)
 
     def close(self, keep: bool = True) -> None:
         """End the session. What the cache holds of it is kept for others, unless ``keep`` is False.
 
-        Tokens that were added and not evaluated are forgotten. A second close does nothing.
+        Tokens that were added and not evaluated are forgotten. A second close does nothing. Left by an
+        exception, as a context manager, it keeps what was evaluated before the last ``extend`` or part
+        of ``chunks``: a pass that failed in its middle has left places without K and V.
         """
+        self._close(keep)
+
+    def _close(self, keep: bool, upto: int | None = None) -> None:
         if not self.closed:
             self.closed = True
-            self._owner._end(self, keep)
+            self._owner._end(self, keep, upto)
+
+    def _evaluated(self) -> None:
+        """The caller goes on: what it evaluated is whole."""
+        self._sure = self._owner.cache.offset(self.seq)
+
+    def _notice(self) -> None:
+        """Take note of what was removed from the cache since the last time."""
+        low = self._owner._rolled_back(self.seq)
+        if low is not None and low < self._tokens.size + len(self._more):
+            self._certain = low if self._certain is None else min(low, self._certain)
 
     def _check(self, op: str) -> None:
         if self.closed:
             raise ClosedError(f"{op}: the session is closed")
+
+    def computed(self) -> np.ndarray:
+        """The tokens that the cache holds K and V of, as far as that is certain."""
+        self._notice()
+        tokens = self.encoded()
+        size = min(int(tokens.size), self._owner.cache.offset(self.seq))
+        return tokens[: size if self._certain is None else min(size, self._certain)]
 
     def encoded(self) -> np.ndarray:
         """All tokens, as the trie has them."""
@@ -134,7 +203,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(True, None if kind is None else self._sure)
 
 
 @dataclass(slots=True)
@@ -190,6 +259,7 @@ class PrefixCache:
         self.alphabet = self.shelf.alphabet
         self._sessions: dict[int, Session] = {}
         self._free = list(range(cache.max_sequences))
+        self._origins: Counter[str] = Counter()
         self._closed = False
         cache.on_pressure = self.shelf.relieve
 
@@ -215,14 +285,14 @@ class PrefixCache:
         try:
             cached = self._fill(seq, ids)
             self._schedule(seq, ids, cached)
+            self._rolled_back(seq)
         except BaseException:
             self.cache.cancel_snapshots(seq)
             self.cache.remove(seq, 0)
             raise
         self._free.remove(seq)
         session = self._sessions[seq] = Session(self, seq, ids, cached)
-        self.stats.sessions += 1
-        self.stats.tokens += int(ids.size)
+        self.stats.add(int(ids.size), self._origins)
         return session
 
     def next_snapshot(self, seq: int) -> int | None:
@@ -306,23 +376,27 @@ class PrefixCache:
 
     def _fill(self, seq: int, ids: np.ndarray) -> int:
         """Make the sequence hold the longest prefix of ``ids`` that can be had; returns its length."""
-        limit = int(ids.size) - 1
+        limit = reach = int(ids.size) - 1
         while True:
+            self._origins.clear()
             source = self._best(ids, limit)
             self.shelf.touch(ids[: source.length])
-            stored = self._longest_stored(ids, source.length, limit)
-            if stored > source.length and self._from_store(seq, ids, source, stored):
-                return stored
-            if self._from_source(seq, ids, source):
+            stored = self._longest_stored(ids, source.length, reach)
+            if stored > source.length:
+                reached = self._from_store(seq, ids, source, stored)
+                if reached is not None:
+                    return reached
+                reach = stored - 1  # what cannot be had was dropped, or the store fails: look below it
+            elif self._from_source(seq, ids, source):
                 self.shelf.enforce()
                 return source.length
 
     def _best(self, ids: np.ndarray, limit: int) -> _Source:
         best = _Source()
         for session in self._sessions.values():
-            shared = min(common_length(session.encoded(), ids), limit)
+            shared = min(common_length(session.computed(), ids), limit)
             if shared > best.length:
-                length = self.cache.resume_point(session.seq, min(shared, self.cache.offset(session.seq)))
+                length = self.cache.resume_point(session.seq, shared)
                 if length > best.length:
                     best = _Source(length, session)
         length, nodes = self.shelf.along(ids[:limit])
@@ -332,23 +406,23 @@ class PrefixCache:
         """Whether the sequence holds the prefix now; a node that fails is dropped, and nothing is held."""
         if source.session is not None:
             self.cache.copy_prefix(source.session.seq, seq, source.length)
-            self.stats.live += source.length
+            self._origins["live"] += source.length
             if not self.shelf.divisible:  # later snapshots build on this position
                 self.shelf.insert(seq, ids[: source.length], [self.cache.snapshot(seq, 0, source.length)])
             return True
-        came = {"device": 0, "host": 0}
-        at = 0
-        for node in source.nodes:
+        self.cache.remove(seq, 0)
+        shared = self.shelf.share(seq, source.nodes, source.length)
+        at = min(source.nodes[shared - 1].end, source.length) if shared else 0
+        self._origins["device"] += at
+        for node in source.nodes[shared:]:
             target = min(node.end, source.length)
             tier = self.shelf.restore(seq, node, target)
             if tier is None:
                 self.cache.remove(seq, 0)
                 self.shelf.drop(node)
                 return False
-            came[tier] += target - at
+            self._origins[tier] += target - at
             at = target
-        self.stats.device += came["device"]
-        self.stats.host += came["host"]
         return True
 
     def _longest_stored(self, ids: np.ndarray, length: int, limit: int) -> int:
@@ -357,44 +431,75 @@ class PrefixCache:
         chain = self.shelf.keys.chain(self.alphabet.decode(ids[:limit]))
         return self.shelf.store.longest(chain, length, limit, self.shelf.divisible)
 
-    def _from_store(self, seq: int, ids: np.ndarray, source: _Source, stored: int) -> bool:
-        """Restore ``[0, stored)`` from pages and what ``source`` has; False where a page is missing."""
+    def _from_store(self, seq: int, ids: np.ndarray, source: _Source, stored: int) -> int | None:
+        """Restore what ``source`` has, and then pages of ``[0, stored)``; the length that is held now.
+
+        None, and nothing is held, where what is needed cannot be had.
+        """
+        if self.shelf.divisible:
+            return self._page_by_page(seq, ids[:stored], source)
         pages = self._read_back(ids[:stored], source.length)
         if not pages:
-            return False
+            return None
         first, _ = span_of(pages[0])
         if first and not self._from_source(seq, ids, source):
-            return False
+            return None
         for page in pages:
             if not self._restore_page(seq, page):
                 self.cache.remove(seq, 0)
                 self._drop_stored(ids, span_of(page)[1])
-                return False
-        self.stats.store += stored - (source.length if first else 0)
+                return None
+        self._origins["store"] += stored - (source.length if first else 0)
         self.shelf.insert(seq, ids[:stored], self._pieces(seq, ids[:stored], first), stored=True)
         self.shelf.enforce()
-        return True
+        return stored
+
+    def _page_by_page(self, seq: int, ids: np.ndarray, source: _Source) -> int | None:
+        """Restore pages in order, each when it is read, as far as they follow one another."""
+        if not self._from_source(seq, ids, source):
+            return None
+        reached, size = source.length, self.shelf.keys.chunk
+        chain = self.shelf.keys.chain(self.alphabet.decode(ids))
+        for end in (*range(reached - reached % size + size, int(ids.size), size), int(ids.size)):
+            page = self._page(ids, chain.at(end), end)
+            if page is None or span_of(page)[0] > reached:
+                break
+            if not self._restore_page(seq, page):
+                self._drop_stored(ids, end)
+                break
+            reached = end
+        self._origins["store"] += reached - source.length
+        self.shelf.insert(seq, ids[:reached], (), stored=True)
+        self.shelf.enforce()
+        return reached
 
     def _read_back(self, ids: np.ndarray, floor: int) -> list[Page]:
         """Pages that follow one another to the end of ``ids``, from ``floor`` or before; [] if one lacks."""
-        assert self.shelf.store is not None
         chain = self.shelf.keys.chain(self.alphabet.decode(ids))
         pages: list[Page] = []
         at = int(ids.size)
         while at > floor or not pages:
-            page = self.shelf.store.read(chain.at(at))
+            page = self._page(ids, chain.at(at), at)
             if page is None:
                 return []
-            try:
-                begin, end = span_of(page)
-            except SnapshotCorrupt:
-                begin, end = at, -1
-            if end != at or begin >= at:
-                self._drop_stored(ids, at)
-                return []
             pages.append(page)
-            at = begin
+            at, _ = span_of(page)
         return pages[::-1]
+
+    def _page(self, ids: np.ndarray, key: str, end: int) -> Page | None:
+        """The stored page that ends at ``end``; another one under its key is dropped."""
+        assert self.shelf.store is not None
+        page = self.shelf.store.read(key)
+        if page is None:
+            return None
+        try:
+            begin, last = span_of(page)
+        except SnapshotCorrupt:
+            begin, last = end, -1
+        if last == end and begin < end:
+            return page
+        self._drop_stored(ids, end)
+        return None
 
     def _restore_page(self, seq: int, page: Page) -> bool:
         try:
@@ -420,13 +525,24 @@ class PrefixCache:
         if positions:
             self.cache.schedule_snapshots(seq, positions)
 
-    def _end(self, session: Session, keep: bool) -> None:
+    def _keep(self, session: Session) -> None:
+        seq, ids = session.seq, session.computed()
+        if self.shelf.divisible:
+            return
+        pieces = [part for part in self.cache.take_snapshots(seq) if part.end <= ids.size]
+        if pieces:
+            session.kept = pieces[-1].end
+            self.shelf.insert(seq, ids[: pieces[-1].end], pieces)
+            self.shelf.enforce()
+
+    def _end(self, session: Session, keep: bool, upto: int | None) -> None:
         seq = session.seq
         try:
             if keep:
-                ids = session.encoded()
-                ids = ids[: min(int(ids.size), self.cache.offset(seq))]
-                self.shelf.insert(seq, ids, self._pieces(seq, ids, session.cached))
+                ids = session.computed()[:upto]
+                self.shelf.insert(seq, ids, self._pieces(seq, ids, session.kept))
+        except SequenceLostError:
+            pass  # there is nothing to keep
         finally:
             self.cache.cancel_snapshots(seq)
             self.cache.remove(seq, 0)
@@ -434,6 +550,18 @@ class PrefixCache:
             self._free.append(seq)
         self.shelf.enforce()
         self.shelf.settle()
+
+    def _rewind(self, seq: int, length: int) -> int:
+        """Make the sequence hold ``[0, length)``, or what it can go on from; returns where."""
+        point = self.cache.resume_point(seq, min(length, self.cache.offset(seq)))
+        self.cache.remove(seq, point)
+        self._rolled_back(seq)
+        return point
+
+    def _rolled_back(self, seq: int) -> int | None:
+        """The lowest position that was taken out of the cache since the last call."""
+        found = getattr(self.cache, "rolled_back", None)
+        return None if found is None else found(seq)
 
     def _pieces(self, seq: int, ids: np.ndarray, begin: int) -> list[Snapshot]:
         """Snapshots of what is whole, which follow one another from ``begin`` on."""

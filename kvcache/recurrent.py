@@ -10,6 +10,7 @@ checkpoint, and computing again from there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -169,9 +170,7 @@ class RecurrentCache:
         try:
             with backend.new_context() as ctx:
                 for seq in due:
-                    row = self._rows[seq]
-                    assert row.slot is not None
-                    taken[seq] = self._buffers.capture(ctx, row.offset, row.slot)
+                    taken[seq] = self._copy(ctx, self._rows[seq])
                 write = self._buffers.prepare(ctx, plan)
                 ctx.compute(*(tensor for point in taken.values() for tensor in point.tensors.values()))
                 writing = True
@@ -184,7 +183,7 @@ class RecurrentCache:
         return taken
 
     def _is_due(self, row: StateRow) -> bool:
-        if not self._checkpoints or row.slot is None:
+        if not self._checkpoints:
             return False
         last = max((point.offset for point in row.checkpoints), default=0)
         return row.offset - last >= self._interval
@@ -308,17 +307,51 @@ class RecurrentCache:
 
     def checkpoint(self, seq: int) -> None:
         """Keep a copy of the state as it is now, when a pass has set the states of all layers."""
-        backend = self._bound("checkpoint")
-        check_sequence("checkpoint", seq, self._max_sequences)
+        taken = self.mark(seq, "checkpoint")
+        if taken.offset:
+            self._keep(self._rows[seq], taken)
+
+    def mark(self, seq: int, op: str = "mark") -> Checkpoint:
+        """A copy of the state as it is now, for ``prepare_return``; the caller's alone.
+
+        It is none of ``checkpoints(seq)``, so that it takes the place of none.
+        """
+        backend = self._bound(op)
+        check_sequence(op, seq, self._max_sequences)
         row = self._rows[seq]
         if row.lost:
-            raise _lost("checkpoint", seq)
-        if row.slot is None:
-            return
+            raise _lost(op, seq)
         with backend.new_context() as ctx:
-            taken = self._buffers.capture(ctx, row.offset, row.slot)
+            taken = self._copy(ctx, row)
             ctx.compute(*taken.tensors.values())
-        self._keep(row, taken)
+        return taken
+
+    def _copy(self, ctx: ml.Context, row: StateRow) -> Checkpoint:
+        """The state of a row; what is still to be loaded is a copy already."""
+        if row.slot is None:
+            return replace(row.pending or Checkpoint(0, {}), offset=row.offset)
+        return self._buffers.capture(ctx, row.offset, row.slot)
+
+    def prepare_return(self, seq: int, mark: Checkpoint) -> Callable[[], None]:
+        """Check all that going back to ``mark`` may refuse; the callable returned then does it.
+
+        It is one that ``mark(seq)`` gave, of tokens that the sequence still begins with.
+        """
+        offset = self.offset(seq)
+        if mark.offset > offset:
+            raise InvalidRangeError(
+                f"prepare_return: a mark at {mark.offset} of sequence {seq}, which is at {offset}"
+            )
+        cut = self.attention.prepare_remove(seq, mark.offset, None)
+        kept = tuple(point for point in self._rows[seq].checkpoints if point.offset <= mark.offset)
+
+        def commit() -> None:
+            self._pass = None
+            cut()
+            self._rows[seq] = StateRow(mark.offset, None, mark if mark.offset else None, kept)
+            self._schedule.cut(seq, mark.offset)
+
+        return commit
 
     def checkpoints(self, seq: int) -> tuple[int, ...]:
         """The positions that a sequence can go back to exactly, ascending."""
@@ -437,6 +470,11 @@ class RecurrentCache:
         self._capture(seq)
         return self._schedule.waiting(seq)
 
+    def rolled_back(self, seq: int) -> int | None:
+        """As CausalCache.rolled_back."""
+        self.offset(seq)
+        return self._schedule.lowest_cut(seq)
+
     def _capture(self, seq: int) -> None:
         """Take what is due, when a pass has set the states of all layers."""
         offset = self._rows[seq].offset
@@ -528,6 +566,10 @@ class RecurrentCache:
         if parent is None or parent.end != child.begin:
             return child
         return replace(child, attention=self.attention.merge(parent.attention, child.attention))
+
+    def join(self, parts: Sequence[RecurrentSnapshot]) -> RecurrentSnapshot:
+        """``merge`` of one or more, in order."""
+        return functools.reduce(self.merge, parts)
 
     def split(
         self, snapshot: RecurrentSnapshot, at: int

@@ -9,6 +9,7 @@ has nothing.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class SnapshotCache(Cache, Protocol):
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> Any: ...
     def restore(self, seq: int, snapshot: Any, target: int | None = None) -> bool: ...
     def split(self, snapshot: Any, at: int) -> tuple[Any, Any]: ...
+    def join(self, parts: Sequence[Any]) -> Any: ...
     def schedule_snapshots(self, seq: int, positions: list[int]) -> None: ...
     def take_snapshots(self, seq: int) -> list[Any]: ...
     def cancel_snapshots(self, seq: int) -> None: ...
@@ -120,6 +122,23 @@ class Shelf:
                 break
             usable.append(node)
         return (min(match.length, usable[-1].end) if usable else 0), tuple(usable)
+
+    def share(self, seq: int, nodes: Sequence[Node[Held]], length: int) -> int:
+        """Let an empty sequence share the first nodes in one step, as far as they lie in the cache.
+
+        Returns how many they are; 0 where one alone would do as well.
+        """
+        if not self.divisible:
+            return 0
+        held = [node.data for node in nodes if node.data is not None]
+        parts = [part.snapshot for part in itertools.takewhile(_in_cache, held)]
+        if len(parts) < 2:
+            return 0
+        try:
+            target = min(nodes[len(parts) - 1].end, length)
+            return len(parts) if self.cache.restore(seq, self.cache.join(parts), target) else 0
+        except SequenceLostError:
+            return 0
 
     def restore(self, seq: int, node: Node[Held], target: int) -> str | None:
         """Put a node's content into a sequence; the tier it came from, or None where it cannot be had."""

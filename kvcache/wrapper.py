@@ -264,6 +264,12 @@ class WrapperCache:
         parts = tuple(cache.merge(one, other) for cache, one, other in triples)
         return WrapperSnapshot(parent.begin, child.end, parts)
 
+    def join(self, parts: Sequence[WrapperSnapshot]) -> WrapperSnapshot:
+        """``merge`` of one or more, in order."""
+        columns = zip(*(part.parts for part in parts), strict=True)
+        inner = (cache.join(column) for cache, column in zip(self._keepers("join"), columns, strict=True))
+        return WrapperSnapshot(parts[0].begin, parts[-1].end, tuple(inner))
+
     def split(self, snapshot: WrapperSnapshot, at: int) -> tuple[WrapperSnapshot | None, WrapperSnapshot]:
         """Cut at a position; (None, snapshot) where the content of one of the caches is whole."""
         if not snapshot.begin <= at <= snapshot.end:
@@ -295,6 +301,11 @@ class WrapperCache:
         for cache in self.caches:
             if hasattr(cache, "cancel_snapshots"):
                 cache.cancel_snapshots(seq)
+
+    def rolled_back(self, seq: int) -> int | None:
+        """As CausalCache.rolled_back: the lowest of all wrapped caches."""
+        found = [cache.rolled_back(seq) for cache in self.caches if hasattr(cache, "rolled_back")]
+        return min((position for position in found if position is not None), default=None)
 
     def next_snapshot(self, seq: int) -> int | None:
         """The next position at which a batch of this sequence should end; None: anywhere."""

@@ -1,0 +1,351 @@
+"""Prefix reuse: conversations in turn, restoring, and finding a prefix: ``python -m benchmarks.prefix``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+import kvcache
+import ml
+from kvcache import Batch, HostTier, PrefixCache, from_page, to_page
+from kvcache.bench_timing import Contender, Trial, interleave, machine
+from kvcache.runner.config import load_config
+from kvcache.runner.loading import load_model
+from kvcache.runner.weights import expected_shapes
+from kvcache.shelf import Held
+from kvcache.stores import FileStore
+
+__all__ = ["main"]
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512, "vocab_size": 2048,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}  # fmt: skip
+MIB = 1 << 20
+
+
+def random_model(folder: Path) -> Path:
+    """A Llama of 3 million random weights, as a Hugging Face folder."""
+    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    random = np.random.default_rng(0)
+    shapes = expected_shapes(load_config(folder))
+    weights = {
+        name: (random.normal(size=shape) * 0.05).astype(np.float32)
+        if len(shape) > 1
+        else np.ones(shape, "f4")
+        for name, shape in shapes.items()
+    }
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@dataclass(slots=True)
+class Talk:
+    """What a run of conversations came to."""
+
+    prompts: int = 0
+    evaluated: int = 0
+    ideal: int = 0
+    seconds: float = 0.0
+    sampled: float = 0.0
+    """Seconds of the prompts that were also computed from nothing."""
+    fresh: float = 0.0
+    """Seconds of the same prompts from nothing."""
+    host_peak: int = 0
+    growth: int = 0
+
+
+def talk(backend: ml.Backend, folder: Path, conversations: int, turns: int, system: int, budget: int) -> Talk:
+    """Let conversations that share a system prompt take turns, and count what is computed."""
+    model = load_model(folder, backend, ml.DType.F32)
+    random = np.random.default_rng(1)
+    shared = random.integers(0, 2048, system).tolist()
+    histories = [list(shared) for _ in range(conversations)]
+    cache, found, seen = _cache(backend, model, system), Talk(), _Seen()
+    began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with PrefixCache(cache, tiers=(HostTier(budget),)) as prefix:
+        for turn in range(turns):
+            for i, history in enumerate(histories):
+                history += random.integers(0, 2048, 30).tolist()
+                found.ideal += len(history) - min(seen.longest(history), len(history) - 1)
+                start = time.perf_counter()
+                with prefix.begin(history) as session:
+                    _evaluate(backend, model, cache, session.seq, session.cached, session.remaining)
+                    spent = time.perf_counter() - start
+                    found.evaluated += len(session.remaining)
+                    answer = random.integers(0, 2048, 20).tolist()
+                    session.extend(answer)
+                    _evaluate(backend, model, cache, session.seq, len(history), answer)
+                found.seconds += spent
+                found.prompts += len(history)
+                if (turn * conversations + i) % 25 == 7:
+                    found.sampled += spent
+                    found.fresh += _from_nothing(backend, model, system, history)
+                history += answer
+                seen.add(history)
+                found.host_peak = max(found.host_peak, prefix.nbytes["host"])
+    found.growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began) * 1024
+    return found
+
+
+class _Seen:
+    """Prompts so far, by their longest common beginning with another."""
+
+    def __init__(self) -> None:
+        self._heads: set[tuple[int, ...]] = set()
+
+    def add(self, tokens: list[int]) -> None:
+        self._heads.add(tuple(tokens))
+
+    def longest(self, tokens: list[int]) -> int:
+        best, mine = 0, np.array(tokens)
+        for head in self._heads:
+            size = min(len(head), mine.size)
+            differ = np.flatnonzero(np.array(head[:size]) != mine[:size])
+            best = max(best, int(differ[0]) if differ.size else size)
+        return best
+
+
+def _cache(backend: ml.Backend, model: object, system: int) -> kvcache.CausalCache:
+    cache = kvcache.CausalCache()
+    cache.init(backend, ml.DType.F32, 2, 2 * system + 2048, 512)
+    return cache
+
+
+def _evaluate(
+    backend: ml.Backend, model, cache: kvcache.CausalCache, seq: int, begin: int, tokens: Sequence[int]
+) -> None:
+    for start in range(0, len(tokens), 512):
+        part = list(tokens[start : start + 512])
+        positions = range(begin + start, begin + start + len(part))
+        with backend.new_context() as ctx:
+            batch = Batch(positions, [seq] * len(part), inputs=part, outputs=[len(part) - 1])
+            cache.start_forward(ctx, batch)
+            ctx.compute(model.forward(ctx, batch, cache))
+
+
+def _from_nothing(backend: ml.Backend, model, system: int, tokens: list[int]) -> float:
+    cache = _cache(backend, model, system)
+    _evaluate(backend, model, cache, 0, 0, tokens[:64])  # its buffers are there then
+    cache.remove(0, 0)
+    start = time.perf_counter()
+    _evaluate(backend, model, cache, 0, 0, tokens)
+    spent = time.perf_counter() - start
+    cache.close()
+    return spent
+
+
+# Restoring.
+
+LAYERS, HEADS, DIM = 4, 8, 128
+
+
+def _filled(backend: ml.Backend, dtype: ml.DType, count: int) -> kvcache.CausalCache:
+    cache = kvcache.CausalCache()
+    cache.init(backend, dtype, 2, count + 1, count + 1)
+    with backend.new_context() as ctx:
+        host = np.random.default_rng(0).normal(size=(count, HEADS, DIM)).astype(np.float32)
+        for seq in range(2):  # both touched: page faults are no part of a restore
+            cache.start_forward(ctx, Batch(range(count), [seq] * count))
+            for layer in range(LAYERS):
+                cache.set_layer(layer)
+                cache.put(ctx, ctx.from_numpy(host), ctx.from_numpy(host))
+        ctx.compute()
+    return cache
+
+
+def from_host(backend: ml.Backend, dtype: ml.DType, count: int, rounds: int) -> Trial:
+    """A sequence of ``count`` tokens from host memory, beside a copy of the same bytes."""
+    cache = _filled(backend, dtype, count)
+    page = to_page(backend, cache.snapshot(0))
+    arrays = [array for name, array in page.arrays.items() if name != "positions"]
+    copies = [np.ones_like(array) for array in arrays]
+
+    def copy() -> None:
+        for target, array in zip(copies, arrays, strict=True):
+            np.copyto(target.view(np.uint8), array.view(np.uint8))
+
+    def restore() -> None:
+        if not cache.restore(1, from_page(backend, page)):
+            raise AssertionError("the page was not restored")
+
+    contenders = {"memcpy": Contender(copy), "restore": Contender(restore, lambda: cache.remove(1, 0))}
+    trial = interleave(contenders, rounds)
+    cache.close()
+    return trial
+
+
+def from_disk(backend: ml.Backend, dtype: ml.DType, count: int, rounds: int, chunk: int) -> Trial:
+    """The same from a FileStore, beside reading its files (which lie in the system's page cache)."""
+    tokens = list(range(count + 1))
+    with tempfile.TemporaryDirectory() as folder, FileStore(folder, durable=False) as store:
+        cache = _filled(backend, dtype, count)
+        cache.remove(0, 0)
+        cache.remove(1, 0)
+        prefix = PrefixCache(cache, tiers=(store,), identity={"model": "benchmark"}, chunk=chunk)
+        host = np.random.default_rng(0).normal(size=(count, HEADS, DIM)).astype(np.float32)
+        with prefix.begin(tokens) as session, backend.new_context() as ctx:
+            cache.start_forward(ctx, Batch(range(count), [session.seq] * count))
+            for layer in range(LAYERS):
+                cache.set_layer(layer)
+                cache.put(ctx, ctx.from_numpy(host), ctx.from_numpy(host))
+            ctx.compute()
+        prefix.flush()
+        paths = sorted(Path(folder).rglob("*.safetensors"))
+        buffers = [np.ones(path.stat().st_size, np.uint8) for path in paths]
+
+        def read() -> None:
+            for path, buffer in zip(paths, buffers, strict=True):
+                with open(path, "rb", buffering=0) as file:
+                    view, done = memoryview(buffer), 0
+                    while done < len(view):
+                        done += file.readinto(view[done:]) or 0
+
+        def restore() -> None:
+            session = prefix.begin(tokens)
+            if session.cached != count:
+                raise AssertionError(f"{session.cached} of {count} tokens were restored")
+            session.close(keep=False)
+
+        trial = interleave({"read": Contender(read), "restore": Contender(restore, prefix.clear)}, rounds)
+        prefix.close(flush=False)
+        cache.close()
+    return trial
+
+
+def finding(nodes: int, length: int, rounds: int) -> Trial:
+    """``begin`` with a prompt of ``length`` tokens whose path has 1,000 of the trie's ``nodes``."""
+    backend = ml.open_backend("numpy")
+    cache = kvcache.CausalCache()
+    cache.init(backend, ml.DType.F16, 2, length + 1, 512)
+    prefix = PrefixCache(cache)
+    random = np.random.default_rng(0)
+    prompt = random.integers(0, 32_000, length)
+    with backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch(range(length - 1), [0] * (length - 1)))
+    shelf, step, path = prefix.shelf, (length - 1) // 1000, []
+    node = shelf.trie.root
+    for i in range(1000):
+        end = length - 1 if i == 999 else (i + 1) * step
+        node = shelf.trie.add(node, prompt[i * step : end])
+        path.append(node)
+        _hold(shelf, node, cache.snapshot(0, i * step, end))
+    empty = cache.snapshot(0, 0, 0)
+    count = 1000
+    while count < nodes:
+        parent = path[int(random.integers(1000))]
+        tokens = random.integers(40_000, 10_000_000, 8)
+        if int(tokens[0]) not in parent.children:
+            _hold(shelf, shelf.trie.add(parent, tokens), empty)
+            count += 1
+    cache.remove(0, 0)
+    listed = prompt.tolist()
+
+    def begin(tokens: object) -> None:
+        session = prefix.begin(tokens)  # type: ignore[arg-type]
+        if session.cached != length - 1:
+            raise AssertionError(f"{session.cached} tokens of {length} were found")
+
+    def close() -> None:
+        prefix.sessions[0].close(keep=False)
+
+    return interleave(
+        {
+            "begin, an array": Contender(lambda: begin(prompt), finish=close),
+            "begin, a list": Contender(lambda: begin(listed), finish=close),
+        },
+        rounds,
+    )
+
+
+def _hold(shelf, node, snapshot) -> None:
+    node.data = Held(node.begin, snapshot=snapshot)
+    shelf.device.add(node, snapshot.nbytes)
+
+
+# The command.
+
+
+def _table(title: str, rows: Sequence[tuple[str, Trial, str, str]]) -> str:
+    lines = [
+        f"## {title}",
+        "",
+        "| what | floor, ms | restore, ms | ratio | rounds dropped |",
+        "|---|---|---|---|---|",
+    ]
+    for what, trial, floor, ours in rows:
+        one, other = (trial.sample(name) for name in (floor, ours))
+        lines.append(
+            f"| {what} | {one.median / 1e3:,.1f} | {other.median / 1e3:,.1f} "
+            f"[{other.low / 1e3:,.1f}, {other.high / 1e3:,.1f}] | {other.ratio:.2f} | {trial.dropped} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _talk_table(found: Talk, args: argparse.Namespace) -> str:
+    rows = [
+        ("tokens of all prompts", f"{found.prompts:,}"),
+        ("tokens evaluated", f"{found.evaluated:,}"),
+        ("ideal: those that no earlier conversation had", f"{found.ideal:,}"),
+        ("evaluated / ideal", f"{found.evaluated / found.ideal:.3f}"),
+        ("seconds to the first token, all prompts", f"{found.seconds:.1f}"),
+        ("from nothing / with the cache, every 25th prompt", f"{found.fresh / found.sampled:.1f}"),
+        ("host tier: peak MiB of a budget of", f"{found.host_peak / MIB:.1f} of {args.budget}"),
+        ("growth of the process's peak memory, MiB", f"{found.growth / MIB:.0f}"),
+    ]
+    head = (
+        f"## {args.conversations} conversations of {args.turns} turns, a system prompt of {args.system} "
+        f"tokens ({args.backend})"
+    )
+    return "\n".join([head, "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix", description=__doc__)
+    parser.add_argument("--parts", nargs="+", default=["talk", "host", "disk", "begin"])
+    parser.add_argument("--backend", default="numpy", help="of the conversations (numpy)")
+    parser.add_argument("--restores", nargs="+", default=["numpy", "torch", "mlx"])
+    parser.add_argument("--conversations", type=int, default=50)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--system", type=int, default=2000)
+    parser.add_argument("--budget", type=int, default=256, help="of the host tier, in MiB (256)")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--chunk", type=int, default=256)
+    args = parser.parse_args(argv)
+    print(f"{machine()}; NumPy {np.__version__}\n")
+    if "talk" in args.parts:
+        with tempfile.TemporaryDirectory() as folder, ml.open_backend(args.backend) as backend:
+            sizes = args.conversations, args.turns, args.system, args.budget * MIB
+            print(_talk_table(talk(backend, random_model(Path(folder)), *sizes), args))
+    for part, floor, title in (("host", "memcpy", "host memory"), ("disk", "read", "disk")):
+        rows = []
+        for name in args.restores if part in args.parts else ():
+            with ml.open_backend(name) as backend:
+                for dtype in (ml.DType.F32, ml.DType.F16):
+                    if part == "host":
+                        trial = from_host(backend, dtype, args.tokens, args.rounds)
+                    else:
+                        trial = from_disk(backend, dtype, args.tokens, args.rounds, args.chunk)
+                    rows.append((f"{name} {dtype.name}", trial, floor, "restore"))
+        if rows:
+            print(_table(f"{args.tokens:,} tokens from {title}, {LAYERS} layers of {HEADS} x {DIM}", rows))
+    if "begin" in args.parts:
+        print("## begin, a prompt of 100,000 tokens, 100,000 nodes\n\n| | ms |\n|---|---|")
+        for name, sample in finding(100_000, 100_000, args.rounds).samples().items():
+            print(f"| {name} | {sample.median / 1e3:.1f} [{sample.low / 1e3:.1f}, {sample.high / 1e3:.1f}] |")
+
+
+if __name__ == "__main__":
+    main()
