@@ -15,12 +15,13 @@ them has, or that another session holds right now::
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -32,6 +33,10 @@ from kvcache.stores import Keys, Page, SnapshotStore, open_store
 from kvcache.stores.errors import SnapshotCorrupt
 from kvcache.tiers import HostTier, StoreTier
 from kvcache.trie import Node, common_length
+
+if TYPE_CHECKING:
+    from kvcache.views.models import PrefixPicture
+    from kvcache.views.words import Decode
 
 __all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError"]
 
@@ -295,6 +300,27 @@ class PrefixCache:
         self.stats.add(int(ids.size), self._origins)
         return session
 
+    def adopt(self, tokens: Tokens, snapshot: Snapshot) -> bool:
+        """Keep a snapshot of all of ``tokens`` that came from elsewhere, as if a session had computed it.
+
+        It is restored into a free sequence for a moment. False, and nothing kept, where it is not whole;
+        raises SessionLimitError without a free sequence, and what ``restore`` of the cache raises.
+        """
+        self._check("adopt")
+        ids = self.alphabet.encode(tokens)
+        if not self._free:
+            raise SessionLimitError(f"adopt: {len(self._sessions)} sessions are open; close one first")
+        self.shelf.settle()
+        seq = self._free[0]
+        try:
+            if snapshot.end != ids.size or not self.cache.restore(seq, snapshot):
+                return False
+            self.shelf.insert(seq, ids, [] if self.shelf.divisible else [self.cache.snapshot(seq)])
+        finally:
+            self.cache.remove(seq, 0)
+        self.shelf.enforce()
+        return True
+
     def next_snapshot(self, seq: int) -> int | None:
         """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
         found = getattr(self.cache, "next_snapshot", None)
@@ -371,6 +397,16 @@ class PrefixCache:
         if self.shelf.store is not None:
             found["writing"] = self.shelf.store.waiting
         return found
+
+    def render(self, decode: Decode | None = None, nodes: int = 200) -> PrefixPicture:
+        """A picture of trie, tiers, sessions and cache: ``print`` it, or ``save`` it as .html.
+
+        ``decode`` gives the text of token ids (None: the ids are shown); of a larger trie the ``nodes``
+        that were used last are drawn. Taking it is no use: the order in which things are evicted stays.
+        """
+        from kvcache.views.prefixes import look_at_prefix
+
+        return look_at_prefix(self, decode, nodes)
 
     # Finding a prefix.
 
@@ -460,18 +496,34 @@ class PrefixCache:
             return None
         reached, size = source.length, self.shelf.keys.chunk
         chain = self.shelf.keys.chain(self.alphabet.decode(ids))
-        for end in (*range(reached - reached % size + size, int(ids.size), size), int(ids.size)):
-            page = self._page(ids, chain.at(end), end)
-            if page is None or span_of(page)[0] > reached:
-                break
-            if not self._restore_page(seq, page):
-                self._drop_stored(ids, end)
-                break
-            reached = end
+        ends = (*range(reached - reached % size + size, int(ids.size), size), int(ids.size))
+        with contextlib.closing(self._store.pages([chain.at(end) for end in ends])) as pages:
+            for end in ends:
+                if not self._restore_next(seq, ids, pages, reached, end):
+                    break
+                reached = end
         self._origins["store"] += reached - source.length
         self.shelf.insert(seq, ids[:reached], (), stored=True)
         self.shelf.enforce()
         return reached
+
+    def _restore_next(
+        self, seq: int, ids: np.ndarray, pages: Iterator[Page | None], reached: int, end: int
+    ) -> bool:
+        """Whether the next page, which ends at ``end``, was put behind the first ``reached`` tokens."""
+        page = self._checked(ids, next(pages), end)
+        if page is None:
+            return False
+        begin, _ = span_of(page)
+        before = self._read_back(ids[:begin], reached) if begin > reached else []
+        if begin > reached and not before:  # conversations part there, and what ends there is gone
+            return False
+        for part in (*before, page):
+            if not self._restore_page(seq, part):
+                self._drop_stored(ids, span_of(part)[1])
+                self.cache.remove(seq, reached)
+                return False
+        return True
 
     def _read_back(self, ids: np.ndarray, floor: int) -> list[Page]:
         """Pages that follow one another to the end of ``ids``, from ``floor`` or before; [] if one lacks."""
@@ -479,17 +531,20 @@ class PrefixCache:
         pages: list[Page] = []
         at = int(ids.size)
         while at > floor or not pages:
-            page = self._page(ids, chain.at(at), at)
+            page = self._checked(ids, self._store.read(chain.at(at)), at)
             if page is None:
                 return []
             pages.append(page)
             at, _ = span_of(page)
         return pages[::-1]
 
-    def _page(self, ids: np.ndarray, key: str, end: int) -> Page | None:
-        """The stored page that ends at ``end``; another one under its key is dropped."""
+    @property
+    def _store(self) -> StoreTier:
         assert self.shelf.store is not None
-        page = self.shelf.store.read(key)
+        return self.shelf.store
+
+    def _checked(self, ids: np.ndarray, page: Page | None, end: int) -> Page | None:
+        """A stored page if it ends at ``end``; another one under its key is dropped."""
         if page is None:
             return None
         try:

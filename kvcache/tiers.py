@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +60,7 @@ class StoreTier:
         self.written = 0
         """Pages written since the start."""
         self._finished: deque[Parcel] = deque()
+        self._buffers: list[np.ndarray] = []
         self._queue: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -115,8 +118,8 @@ class StoreTier:
                 kept = True
             except StoreFull as error:
                 log.info("page-out: %s", error)
-            except StoreError as error:
-                log.warning("page-out: %s; the snapshot will be computed again", error)
+            except Exception as error:
+                _warn("page-out", error, "the snapshot will be computed again")
         return kept
 
     # Reading.
@@ -131,9 +134,23 @@ class StoreTier:
         for store in self.stores:
             try:
                 best = max(best, _longest(store, chain, best, limit, divisible))
-            except StoreError as error:
-                log.warning("page-in: %s; the prefix is computed instead", error)
+            except Exception as error:
+                _warn("page-in", error, "the prefix is computed instead")
         return best
+
+    def pages(self, keys: Sequence[str]) -> Generator[Page | None, None, None]:
+        """``read`` of each key in order; the next one is read by a thread while one is put to use."""
+        if len(keys) < 2:
+            yield from map(self.read, keys)
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="kvcache-page-in") as pool:
+            waiting = deque([pool.submit(self.read, keys[0])])
+            for following in (*keys[1:], None):
+                page = waiting.popleft().result()
+                if following is not None:
+                    waiting.append(pool.submit(self.read, following))
+                yield page
+                del page  # its buffer is free for the one after the next
 
     def read(self, key: str) -> Page | None:
         """A page by its key; None where no store has it whole. A corrupt one is dropped by its store."""
@@ -142,27 +159,55 @@ class StoreTier:
                 (stat,) = store.stat([key])
                 if stat is None:
                     continue
-                buffer = np.empty(stat.nbytes, np.uint8)
+                buffer = self._buffer(stat.nbytes)
                 if store.get_into(key, buffer):
                     return unpack(buffer)
             except SnapshotCorrupt as error:
-                log.warning("page-in: %s; it is dropped and computed again", error)
-                self.drop(key)
-            except StoreError as error:
-                log.warning("page-in: %s; the prefix is computed instead", error)
+                _warn("page-in", error, "it is dropped and computed again")
+                _drop(store, key)
+            except Exception as error:
+                _warn("page-in", error, "the prefix is computed instead")
         return None
+
+    def _buffer(self, nbytes: int) -> np.ndarray:
+        """Memory for a page: what an earlier one has left, if nobody looks at that any more.
+
+        Fresh memory costs a page fault for every 4 KiB, as much time as the reading itself.
+        """
+        with self._changed:
+            for i, buffer in enumerate(self._buffers):
+                if buffer.size >= nbytes and sys.getrefcount(buffer) <= _UNUSED:
+                    self._buffers.append(self._buffers.pop(i))
+                    return buffer[:nbytes]
+        buffer = np.empty(nbytes, np.uint8)
+        if nbytes <= _REUSED:
+            self._buffers = [*self._buffers, buffer][-3:]
+        return buffer[:nbytes]
 
     def drop(self, key: str) -> None:
         """Forget an entry in all stores."""
         for store in self.stores:
-            try:
-                store.delete(key)
-            except StoreError as error:
-                log.warning("page-in: %s", error)
+            _drop(store, key)
 
 
+_UNUSED = 3
+"""References to a buffer that only the list of buffers holds, as the loop over it counts them."""
+_REUSED = 64 << 20
+"""Bytes of the largest buffer that is kept for reuse."""
 _PROBES = 256
 """Keys that are asked for at a time."""
+
+
+def _drop(store: SnapshotStore, key: str) -> None:
+    try:
+        store.delete(key)
+    except Exception as error:
+        _warn("page-in", error, "it will be found again")
+
+
+def _warn(what: str, error: Exception, follows: str) -> None:
+    """A store is somebody else's code: with its own errors comes a traceback."""
+    log.warning("%s: %s; %s", what, error, follows, exc_info=not isinstance(error, StoreError))
 
 
 def _longest(store: SnapshotStore, chain: Chain, floor: int, limit: int, divisible: bool) -> int:
