@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 import ml
-from ml.capabilities import CAUSAL, Features, SupportsAttention, SupportsCacheConfig, SupportsRope
+from ml.capabilities import (
+    CAUSAL,
+    Features,
+    SupportsAttention,
+    SupportsBorrow,
+    SupportsCacheConfig,
+    SupportsRope,
+)
 from ml.dtypes import DType
 from ml.nn import (
     LinearScaling,
@@ -49,6 +56,12 @@ def reference(q: Any, k: Any, v: Any, mask: Any, scale: float, sinks: Any = None
             total = weights.sum() + (0 if sinks is None else math.exp(float(sinks[h]) - top))
             out[t, h] = (weights / total) @ v[:, h // group]
     return out
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def causal_matrix(tokens: int, history: int) -> np.ndarray:
@@ -195,6 +208,26 @@ class CapabilityTests(BackendCase):
                 pytest.skip("the kernel leaves this spec to the generic body")
             generic = apply_rope(ctx, x, *rope_tables(ctx, positions, spec), spec)
             assert_close(fused, exact(generic.to_numpy()), dtype, slack=100 if dtype is DType.F32 else 2)
+
+    # Arrays in host memory.
+
+    @pytest.mark.parametrize("dtype", list(ml.STORAGE_DTYPES), ids=lambda dtype: dtype.name)
+    def test_a_borrowed_array_reads_as_it_is(
+        self, backend: Backend, ctx: Context, declared: Features, dtype: DType
+    ) -> None:
+        if not isinstance(backend, SupportsBorrow):
+            pytest.skip("no SupportsBorrow: arrays are copied")
+        if dtype not in declared.dtypes:
+            pytest.skip(f"declared absent: {dtype.name}")
+        raw = np.random.default_rng(7).integers(0, 2 if dtype is DType.BOOL else 256, 24 * 8, np.uint8)
+        array = raw[: 24 * dtype.itemsize].view(dtype.numpy).reshape(2, 3, 4)
+        for given in (array, array[:, ::2], _read_only(array), array[:0]):
+            tensor = backend.borrow(ctx, given)
+            assert (tensor.shape, tensor.dtype) == (given.shape, dtype)
+            assert tensor.to_numpy().tobytes() == given.tobytes()
+            whole = ctx.zeros(given.shape, dtype)
+            tensor.copy(ctx, whole)
+            assert whole.to_numpy().tobytes() == given.tobytes()
 
     # Caches.
 
