@@ -1,0 +1,90 @@
+"""Our caches inside mlx-lm: prompt caches for ``generate``, batches, speculative decoding, files and LRU.
+
+::
+
+    from kvcache.integrations.mlx_lm import make_prompt_cache
+
+    prompt_cache = make_prompt_cache(model, capacity=8192)
+    for response in mlx_lm.stream_generate(model, tokenizer, prompt, prompt_cache=prompt_cache):
+        ...
+
+Prompt caches that meet (rows of a batch, copies, what an ``LRUPromptCache`` keeps) are made by one
+:class:`CachePool`; :func:`install` lets mlx-lm make its prompt caches of such a pool by itself. For
+mlx-lm 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvcache.cache import InvalidRangeError
+from kvcache.integrations.mlx_lm.attention import KVCache, RotatingKVCache
+from kvcache.integrations.mlx_lm.entries import Entry
+from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, layers_of
+from kvcache.integrations.mlx_lm.pool import CachePool, SequencesTakenError
+from kvcache.integrations.mlx_lm.recurrent import ArraysCache
+from kvcache.integrations.mlx_lm.rows import Rows
+from kvcache.integrations.mlx_lm.saving import adopt, load_prompt_cache
+
+__all__ = [
+    "ArraysCache",
+    "Attention",
+    "CachePool",
+    "Entry",
+    "KVCache",
+    "Recurrent",
+    "RotatingKVCache",
+    "SequencesTakenError",
+    "adopt",
+    "install",
+    "layers_of",
+    "load_prompt_cache",
+    "make_prompt_cache",
+    "rewind",
+    "uninstall",
+]
+
+
+def make_prompt_cache(model: Any, **options: Any) -> list[Any]:
+    """A prompt cache for ``model`` in a :class:`CachePool` of its own, which takes the same ``options``."""
+    return CachePool(model, **options).make_prompt_cache()
+
+
+def install(model: Any, **options: Any) -> CachePool:
+    """Let mlx-lm make the prompt caches of ``model`` in one pool, wherever it makes them itself.
+
+    ``generate``, ``BatchGenerator`` and the server ask the model for its caches (``make_cache``); this
+    answers for it. Returns the pool; :func:`uninstall` takes it back.
+    """
+    pool = CachePool(model, **options)
+    model.make_cache = pool.make_prompt_cache
+    return pool
+
+
+def uninstall(model: Any) -> None:
+    """Let ``model`` make mlx-lm's own caches again."""
+    del model.make_cache
+
+
+def rewind(prompt_cache: Sequence[Any], position: int) -> int:
+    """Go back to ``position``, or as little before it as the caches can; returns where they are then.
+
+    Sliding layers may have lost what a token at ``position`` sees, and the states of recurrent layers
+    are those of some positions only: then the nearest kept state before it holds, or 0. The tokens from
+    there on are to be computed again. A prompt cache whose last pass failed half way is whole again
+    where it was before it.
+    """
+    rows: Rows = prompt_cache[0].rows
+    if len(rows.held) != 1:
+        raise InvalidRangeError(f"rewind: a batch of {len(rows.held)} rows; extract one")
+    rows.settle()
+    length = min(entry.size_seen for entry in prompt_cache)
+    if not 0 <= position <= rows.lengths[0]:
+        raise InvalidRangeError(f"rewind: to {position} of {rows.lengths[0]} tokens")
+    target = rows.reachable(min(position, length))
+    for entry in prompt_cache:
+        entry.catch_up()
+    for entry in prompt_cache:
+        entry.cut(target)
+    return target

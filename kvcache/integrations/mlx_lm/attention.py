@@ -1,0 +1,158 @@
+"""Entries of layers with K and V."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import numpy as np
+
+import ml
+from kvcache.cache import OrderError
+from kvcache.integrations.mlx_lm.entries import BatchState, Entry
+from kvcache.integrations.mlx_lm.layers import Attention
+from kvcache.integrations.mlx_lm.passes import Pass
+from kvcache.ragged import visible_mask
+
+__all__ = ["KVCache", "RotatingKVCache"]
+
+
+class KVCache(Entry):
+    """K and V of a layer that attends to all of the past."""
+
+    def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Store (rows, kv_heads, tokens, dim) and give back all that the queries of this pass may see.
+
+        The arrays are in the order that :meth:`make_mask` speaks of, and snapshots: drop them before the
+        next pass, or its write copies the buffer.
+        """
+        one = self.rows.pass_for(self._seen, keys.shape[2], keys.shape[0])
+        self._storage.put(self.layer, one, keys, values)
+        self._seen = self.rows.events
+        return self._read(one, keys.dtype, values.dtype)
+
+    def _read(self, one: Pass, key_dtype: Any, value_dtype: Any) -> tuple[Any, Any]:
+        keys, values = self._storage.get(self.layer, one)
+        if keys.dtype != key_dtype or values.dtype != value_dtype:
+            return keys.astype(key_dtype), values.astype(value_dtype)
+        return keys, values
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
+        """What the next ``N`` tokens see: None (all), "causal", or BOOL (N, history), (rows, 1, N, history).
+
+        Begins the pass: the mask is that of what ``update_and_fetch`` is about to give.
+        """
+        one = self.rows.pass_for(self._seen, N)
+        window = None if window_size is None else window_size - 1
+        if one.rows == 1 and one.is_full:
+            return self._own_mask(N, return_array, window)
+        return self._batch_mask(one, return_array, window)
+
+    def _own_mask(self, tokens: int, return_array: bool, window: int | None) -> Any:
+        cache = self._storage.attention_of(self.layer)
+        seen = visible_mask(cache, self._storage.ctx, window)
+        if seen is None:
+            return None
+        if seen is not ml.CAUSAL:
+            return mx.array(np.asarray(seen))
+        if not return_array:
+            return "causal"
+        history = self._storage.tokens_of(self.layer, self.rows.held[0].seq)
+        return mx.arange(history)[None] <= mx.arange(history - tokens, history)[:, None]
+
+    def _batch_mask(self, one: Pass, return_array: bool, window: int | None) -> Any:
+        reading = self._storage.reading(self._storage.attention_of(self.layer), one)
+        first, stop = reading.visible(one.positions(), window)
+        size, tokens = reading.length, one.tokens
+        if not first.any():
+            if tokens == 1 and (stop == size).all():
+                return None
+            if tokens > 1 and not return_array and (stop == np.arange(size - tokens + 1, size + 1)).all():
+                return "causal"
+        columns = mx.arange(size)
+        after, below = mx.array(first)[:, None, :, None], mx.array(stop)[:, None, :, None]
+        return (columns >= after) & (columns < below)
+
+    def is_trimmable(self) -> bool:
+        """Whether :meth:`trim` can go back."""
+        return True
+
+    # What is stored, in the order of positions.
+
+    def _stored(self) -> tuple[Any, Any]:
+        """K and V of all rows; None and None while there is nothing."""
+        self.rows.settle()
+        if not any(self.rows.lengths):
+            return None, None
+        found = self._storage.stored(self.layer, [held.seq for held in self.rows.held])
+        return self._kept(found[0]), self._kept(found[1])
+
+    def _kept(self, x: Any) -> Any:
+        return x
+
+    @property
+    def keys(self) -> Any:
+        """K (rows, kv_heads, tokens, dim) in the order of positions, for looking at; None while empty."""
+        return self._stored()[0]
+
+    @property
+    def values(self) -> Any:
+        return self._stored()[1]
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What ``update_and_fetch`` gave in this pass, for layers that share another's."""
+        one = self.rows.live()
+        if one is None:
+            raise OrderError("keys_and_values: no pass of this prompt cache is under way")
+        return self._storage.get(self.layer, one)
+
+    @property
+    def state(self) -> Any:
+        """What ``save_prompt_cache`` saves and mlx-lm's KVCache loads: K, V and the offset."""
+        return *self._stored(), self._saved_offset()
+
+    def _saved_offset(self) -> int | BatchState:
+        """How many tokens each row holds, where the rows may be saved together."""
+        lengths = self.rows.lengths_for(self._seen)
+        return BatchState() if self.rows.batched or len(set(lengths)) > 1 else lengths[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this layer that the rows hold; what they share with others counts for each."""
+        tokens = sum(self._storage.tokens_of(self.layer, held.seq) for held in self.rows.held)
+        return self._storage.token_bytes(self.layer) * tokens
+
+
+class RotatingKVCache(KVCache):
+    """K and V of a layer with a sliding window."""
+
+    keep: ClassVar[int] = 0
+    """mlx-lm's first tokens that never leave; there are none here."""
+
+    @property
+    def max_size(self) -> int:
+        """The window: a query sees itself and ``max_size - 1`` tokens before it."""
+        spec = self._storage.layers[self.layer]
+        assert isinstance(spec, Attention)
+        assert spec.window is not None
+        return spec.window
+
+    def size(self) -> int:
+        return min(super().size(), self.max_size)
+
+    def is_trimmable(self) -> bool:
+        """Whether ``rollback`` was asked for, or nothing has left the window as yet."""
+        if self.rows.pool.rollback:
+            return True
+        cache = self._storage.attention_of(self.layer)
+        return all(held.seq is None or cache.can_resume(held.seq, 0) for held in self.rows.held)
+
+    def _kept(self, x: Any) -> Any:
+        return x[..., -self.max_size :, :]
+
+    @property
+    def state(self) -> Any:
+        """What mlx-lm's RotatingKVCache loads: the window in the order of positions."""
+        keys, values = self._stored()
+        size = 0 if keys is None else keys.shape[2]
+        return keys, values, self._saved_offset(), 0, self.max_size, size

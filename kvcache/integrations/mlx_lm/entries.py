@@ -1,0 +1,135 @@
+"""What mlx-lm's loops ask of every entry of a prompt cache: rows that are trimmed, copied, batched.
+
+The classes of entries carry the names of mlx-lm's own, whose place they take: ``save_prompt_cache``
+writes the name of a class beside its ``state``, so that mlx-lm can load what is saved here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import mlx.core as mx
+
+from kvcache.integrations.mlx_lm.rows import Rows
+
+if TYPE_CHECKING:
+    from kvcache.integrations.mlx_lm.storage import Storage
+
+__all__ = ["BatchState", "Entry"]
+
+
+class Entry:
+    """One layer of a prompt cache. All entries of a prompt cache share its :class:`Rows`."""
+
+    def __init__(self, rows: Rows, layer: int, seen: int = 0) -> None:
+        self.rows = rows
+        self.layer = layer
+        self._seen = seen
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A prompt cache of its own that shares what is stored, until one of the two goes on."""
+        behind = self._seen - self.rows.events  # before the copy settles what is under way
+        rows = copy.deepcopy(self.rows, memo)
+        return type(self)(rows, self.layer, min(0, behind))
+
+    @property
+    def _storage(self) -> Storage:
+        return self.rows.pool.storage
+
+    # What is stored.
+
+    @property
+    def offset(self) -> Any:
+        """How many tokens are stored: a number, or an array of one for each row of a batch."""
+        lengths = self.rows.lengths_for(self._seen)
+        if not self.rows.batched:
+            return lengths[0]
+        padding = self.rows.padding_for(self._seen)
+        return mx.array([length - skip for length, skip in zip(lengths, padding, strict=True)])
+
+    def size(self) -> int:
+        """The tokens of the longest row."""
+        return max(self.rows.lengths_for(self._seen))
+
+    @property
+    def size_seen(self) -> int:
+        """The tokens of the longest row in which this layer has part, after a pass that failed half way."""
+        rows = self.rows
+        return max(rows.lengths if self._seen == rows.events else rows.before)
+
+    def catch_up(self) -> None:
+        """Take what the other entries did as done here too; for whoever then makes it good."""
+        self._seen = self.rows.events
+
+    def empty(self) -> bool:
+        return not any(self.rows.lengths_for(self._seen))
+
+    # Changing rows.
+
+    def _do(self, name: str, *arguments: Any) -> Any:
+        change = getattr(self.rows, name)
+        result = self.rows.do(self._seen, (name, *arguments), lambda: change(*arguments))
+        self._seen = self.rows.events
+        return result
+
+    def trim(self, n: int) -> int:
+        """Forget the last ``n`` tokens; returns how many went. NotSupportedError where it cannot be done."""
+        count: int = self._do("trim", int(n))
+        return count
+
+    def cut(self, length: int) -> None:
+        """Keep the first ``length`` tokens of every row; NotSupportedError where it cannot be done."""
+        self._do("cut", (length,) * len(self.rows.held))
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keep these rows."""
+        self._do("filter", _integers(batch_indices))
+
+    def extend(self, other: Entry) -> None:
+        """Add the rows of ``other``, sharing what is stored."""
+        rows = other.rows
+        # By identity: an event that held the rows themselves would keep their claims alive.
+        self.rows.do(self._seen, ("extend", id(rows)), lambda: self.rows.extend(rows))
+        self._seen = self.rows.events
+
+    def prepare(self, lengths: Any = None, left_padding: Any = None, right_padding: Any = None) -> None:
+        """Announce that rows are padded: the padding is computed, and never stored."""
+        padded = right_padding is None or max(_integers(right_padding)) > 0
+        kept = _integers(lengths) if lengths is not None and padded else None
+        self._do("prepare", kept, None if left_padding is None else _integers(left_padding))
+
+    def finalize(self) -> None:
+        """The padded prompts are done."""
+        self._do("finalize")
+
+    def extract(self, idx: int) -> Self:
+        """One row as an entry of its own, sharing what is stored."""
+        idx, rows = int(idx), self.rows
+        rows.settle()
+        return type(self)(rows.derived("extract", (idx,), self.layer, lambda: rows.extract(idx)), self.layer)
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> Self:
+        """The rows of several as one batch; they stay as they are."""
+        several = [entry.rows for entry in caches]
+        for rows in several:
+            rows.settle()
+        of = tuple((id(rows), rows.events) for rows in several)
+        first = several[0]
+        made = first.derived("merge", of, caches[0].layer, lambda: Rows.merge(several))
+        return cls(made, caches[0].layer)
+
+
+class BatchState:
+    """Stands in the state of a batch; ``save_prompt_cache`` refuses it by name."""
+
+    def __repr__(self) -> str:
+        return "a batch of rows, of which one is saved at a time: extract(row) gives its entries"
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    if isinstance(values, mx.array):
+        values = values.tolist()
+    return tuple([int(value) for value in values])

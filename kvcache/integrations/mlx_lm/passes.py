@@ -1,0 +1,98 @@
+"""One pass of a model over the rows of a prompt cache: which tokens are stored, and where they belong.
+
+mlx-lm feeds a rectangle (rows, tokens). Rows may be padded, at the left or at the right; padding is
+never stored, so that a row's columns ``[begin, begin + count)`` are its tokens::
+
+    left padding 2, 0      right padding 1, 0
+    . . a b                a b c .
+    c d e f                d e f g
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvcache.cache import Batch
+
+__all__ = ["Pass"]
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """``tokens`` columns over rows that hold ``before`` tokens each; row i adds ``counts[i]`` of them."""
+
+    tokens: int
+    before: list[int]
+    begins: list[int]
+    counts: list[int]
+    sequences: list[int | None] = field(default_factory=list)
+    """The sequence of each row; None for a row that has none as yet and adds nothing."""
+    written: bool = False
+    undone: bool = False
+    readings: dict[int, Any] = field(default_factory=dict)
+    """By cache: how several rows are read; made when first asked for."""
+    _columns: Any = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.before)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every column is a token, in every row."""
+        return min(self.counts) == self.tokens
+
+    @property
+    def active(self) -> list[int]:
+        """The rows that add tokens."""
+        return [row for row, count in enumerate(self.counts) if count]
+
+    @property
+    def after(self) -> list[int]:
+        return [length + count for length, count in zip(self.before, self.counts, strict=True)]
+
+    def batch(self) -> Batch:
+        """The tokens that are stored, row by row."""
+        if self.rows == 1:
+            length, count = self.before[0], self.counts[0]
+            return Batch(np.arange(length, length + count), np.full(count, self.sequences[0]))  # type: ignore[arg-type]
+        starts, counts = np.array(self.before), np.array(self.counts)
+        ends = np.cumsum(counts)
+        steps = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        ids = np.array([-1 if seq is None else seq for seq in self.sequences])
+        return Batch(np.repeat(starts, counts) + steps, np.repeat(ids, counts))  # type: ignore[arg-type]
+
+    def stored(self, x: Any) -> Any:
+        """Of an array (rows, heads, tokens, dim) what is stored, as (batch, heads, dim)."""
+        rows, heads, tokens, dim = x.shape
+        if tokens == 1 and self.is_full:
+            return x.reshape(rows, heads, dim)
+        flat = mx.transpose(x, (0, 2, 1, 3)).reshape(rows * tokens, heads, dim)
+        if self.is_full:
+            return flat
+        if self._columns is None:
+            chosen = [
+                np.arange(begin, begin + count) + row * tokens
+                for row, (begin, count) in enumerate(zip(self.begins, self.counts, strict=True))
+            ]
+            self._columns = mx.array(np.concatenate(chosen).astype(np.int32))
+        return flat[self._columns]
+
+    def positions(self) -> np.ndarray:
+        """(rows, tokens): the position of each column; padding takes that of the nearest token."""
+        columns = np.arange(self.tokens)[None, :] - np.array(self.begins)[:, None]
+        counts = np.array(self.counts)[:, None]
+        nearest = np.where(counts > 0, np.clip(columns, 0, np.maximum(counts - 1, 0)), -1)
+        return np.array(self.before)[:, None] + nearest
+
+    def valid(self) -> Any:
+        """BOOL (rows, tokens): which columns are tokens; None where all are."""
+        if self.is_full:
+            return None
+        columns = np.arange(self.tokens)[None, :]
+        begins, counts = np.array(self.begins)[:, None], np.array(self.counts)[:, None]
+        return mx.array((columns >= begins) & (columns < begins + counts))

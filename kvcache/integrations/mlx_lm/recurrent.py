@@ -1,0 +1,112 @@
+"""Entries of layers with states of fixed size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvcache.cache import OrderError
+from kvcache.integrations.mlx_lm.entries import Entry
+from kvcache.integrations.mlx_lm.layers import Recurrent
+from kvcache.integrations.mlx_lm.passes import Pass
+from kvcache.integrations.mlx_lm.rows import Rows
+
+__all__ = ["ArraysCache"]
+
+
+class ArraysCache(Entry):
+    """The states of a recurrent layer."""
+
+    left_padding = None
+
+    def __init__(self, rows: Rows, layer: int, seen: int = 0) -> None:
+        super().__init__(rows, layer, seen)
+        self._set: tuple[Pass | None, set[int]] = (None, set())
+        self._advanced: Pass | None = None
+
+    @property
+    def _spec(self) -> Recurrent:
+        spec = self._storage.layers[self.layer]
+        assert isinstance(spec, Recurrent)
+        return spec
+
+    def _join(self, rows: int) -> Pass:
+        one = self.rows.live()
+        if one is not None and self._seen < self.rows.events - 1:
+            self.rows.lengths_for(self._seen)  # says so
+        if one is None:
+            raise OrderError(
+                f"state: layer {self.layer} is asked for its state before any entry was asked for a mask, "
+                "which says how many tokens there are; models that do so need mlx-lm's own cache"
+            )
+        if not one.written:  # begun for a mask, when nobody knew how many rows there are
+            one = self.rows.pass_for(self._seen, one.tokens, rows)
+        self._seen = self.rows.events
+        return one
+
+    def __getitem__(self, idx: int) -> Any:
+        """State ``idx`` of all rows, (rows, *shape); None while nothing is stored."""
+        one = self.rows.live()
+        if one is None:
+            return self._kept(idx)
+        known, changed = self._set
+        if not any(one.before) and not (known is one and idx in changed):
+            return None
+        return self._storage.state(self.layer, idx, one)
+
+    def __setitem__(self, idx: int, value: Any) -> None:
+        one = self._join(value.shape[0])
+        self._storage.set_state(self.layer, idx, one, value)
+        known, changed = self._set
+        self._set = (one, {idx, *changed} if known is one else {idx})
+
+    def _kept(self, idx: int) -> Any:
+        """The state of every row outside of a pass; rows that hold nothing are 0."""
+        spec = self._spec
+        found = [self._storage.kept_state(self.layer, idx, held.seq) for held in self.rows.held]
+        if all(state is None for state in found):
+            return None
+        zero = mx.zeros((1, *spec.shapes[idx]), spec.dtypes[idx])
+        return mx.concatenate([zero if state is None else state for state in found])
+
+    def advance(self, N: int) -> None:  # noqa: N803
+        """The layer has gone on by ``N`` columns."""
+        self._advanced = self.rows.live()
+
+    @property
+    def lengths(self) -> Any:
+        """The tokens of each row from here on, where right padding follows them; else None."""
+        one, left = self.rows.live(), self.rows.left
+        if left is None:
+            return None
+        if one is not None and one is not self._advanced:
+            return mx.array([rest + count for rest, count in zip(left, one.counts, strict=True)])
+        return mx.array(left)
+
+    def make_mask(self, N: int) -> Any:  # noqa: N803
+        """BOOL (rows, N): which columns are tokens; None where all are."""
+        return self.rows.pass_for(self._seen, N).valid()
+
+    def is_trimmable(self) -> bool:
+        """False, as mlx-lm's: a state is whole. See ``rewind`` for going back to one that was kept."""
+        return False
+
+    @property
+    def cache(self) -> list[Any]:
+        """All states."""
+        self.rows.settle()
+        return [self[i] for i in range(len(self._spec.shapes))]
+
+    @property
+    def state(self) -> Any:
+        """What mlx-lm's ArraysCache loads: the states, left padding and lengths."""
+        return self.cache, None, None
+
+    @property
+    def nbytes(self) -> int:
+        spec, rows = self._spec, self.rows
+        states = zip(spec.shapes, spec.dtypes, strict=True)
+        one = sum(int(np.prod(shape)) * int(dtype.size) for shape, dtype in states)
+        return one * sum(held.seq is not None for held in rows.held)

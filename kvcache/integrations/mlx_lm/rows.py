@@ -1,0 +1,316 @@
+"""The rows of one prompt cache, seen by all its layers' entries.
+
+mlx-lm knows no prompt cache, only a list of entries: what it does to one (a pass, ``trim``, ``filter``,
+...) it does to the next, layer by layer. Here the first entry that is asked does it for all, and the
+others follow: ``events`` counts what was done, and each entry counts what it has seen of it. An entry
+that is asked for something else than the others were raises OrderError.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError
+from kvcache.integrations.mlx_lm.passes import Pass
+
+if TYPE_CHECKING:
+    from kvcache.integrations.mlx_lm.pool import CachePool, Held
+
+__all__ = ["Rows"]
+
+
+class Rows:
+    """Rows of ``pool``: their sequences, how many tokens each holds, and the padding that is announced."""
+
+    def __init__(self, pool: CachePool, held: Sequence[Held], lengths: Sequence[int], batched: bool) -> None:
+        """Claims ``held``. ``batched``: offsets are told as an array, one for each row."""
+        self.pool = pool
+        self.held = list(held)
+        for one in self.held:
+            one.claims += 1
+        self.lengths = list(lengths)
+        self.before = list(lengths)
+        """The lengths before the last event."""
+        self.batched = batched
+        self.events = 0
+        self.last: Any = None
+        """The last event: a Pass, or a tuple that tells what was done."""
+        self.result: Any = None
+        self.skip = [0] * len(self.held)
+        """Columns of left padding to come."""
+        self.left: list[int] | None = None
+        """Tokens to come before right padding, where some was announced."""
+        self._derived: dict[str, tuple[Any, weakref.ref[Rows], set[int]]] = {}
+
+    @classmethod
+    def empty(cls, pool: CachePool) -> Rows:
+        return cls(pool, [pool.hold()], [0], batched=False)
+
+    def __del__(self) -> None:
+        for held in self.held:
+            held.release()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
+        self.settle()
+        copy = Rows(self.pool, self.held, self.lengths, self.batched)
+        copy.skip, copy.left = list(self.skip), None if self.left is None else list(self.left)
+        return copy
+
+    # Events.
+
+    def settle(self) -> None:
+        """Forget a pass that was begun for its mask and not carried out."""
+        if isinstance(self.last, Pass) and not self.last.written:
+            if self.last is self.pool.current:
+                self.pool.undo_unwritten()
+            self._forget_undone()
+
+    def _forget_undone(self) -> None:
+        last = self.last
+        if isinstance(last, Pass) and last.undone:
+            self.events -= 1
+            self.lengths, self.last = list(last.before), None
+            self.skip = [skip + begin for skip, begin in zip(self.skip, last.begins, strict=True)]
+            if self.left is not None:
+                self.left = [left + count for left, count in zip(self.left, last.counts, strict=True)]
+
+    def lengths_for(self, seen: int) -> list[int]:
+        """The lengths as an entry sees them that has seen so many events."""
+        self._forget_undone()
+        if seen == self.events:
+            return self.lengths
+        if seen == self.events - 1:
+            return self.before
+        raise OrderError(_LEFT_BEHIND)
+
+    def padding_for(self, seen: int) -> list[int]:
+        """The columns of left padding that an entry has before it that has seen so many events."""
+        if seen < self.events and isinstance(self.last, Pass):
+            return [skip + begin for skip, begin in zip(self.skip, self.last.begins, strict=True)]
+        return self.skip if len(self.skip) == len(self.lengths_for(seen)) else [0] * len(self.before)
+
+    def do(self, seen: int, event: tuple, action: Callable[[], Any]) -> Any:
+        """Do ``action``, unless another entry's asking for the same ``event`` has done it; its result."""
+        self._forget_undone()
+        if seen == self.events - 1 and event == self.last:
+            return self.result
+        self.settle()
+        if seen != self.events:
+            raise OrderError(_LEFT_BEHIND)
+        self.pool.undo_unwritten()
+        before = list(self.lengths)
+        self.result = action()
+        self.before, self.last = before, event
+        self.events += 1
+        return self.result
+
+    # Passes.
+
+    def pass_for(self, seen: int, tokens: int, rows: int | None = None) -> Pass:
+        """The pass of ``tokens`` columns that an entry takes part in next, begun where it is the first.
+
+        ``rows``, where known, is how many rows the model feeds: an empty prompt cache of one row takes
+        any number.
+        """
+        self._forget_undone()
+        last = self.last
+        if (
+            isinstance(last, Pass)
+            and not last.written
+            and (tokens, rows or last.rows) != (last.tokens, last.rows)
+        ):
+            self.settle()
+        if seen == self.events:
+            return self._begin(tokens, rows)
+        if seen != self.events - 1 or not isinstance(self.last, Pass):
+            raise OrderError(_LEFT_BEHIND)
+        if self.last.tokens != tokens or rows not in (None, self.last.rows):
+            raise OrderError(
+                f"update: {rows} rows of {tokens} tokens in a pass that was begun by another layer with "
+                f"{self.last.rows} of {self.last.tokens}"
+            )
+        self.pool.check_current(self.last)
+        return self.last
+
+    def live(self) -> Pass | None:
+        """The pass that these rows were last in, while the caches still stand there."""
+        self._forget_undone()
+        last = self.last
+        return last if isinstance(last, Pass) and last is self.pool.current else None
+
+    def _begin(self, tokens: int, rows: int | None) -> Pass:
+        self.pool.undo_unwritten()
+        if rows is not None and rows != len(self.held):
+            self._widen(rows)
+        begins = [min(skip, tokens) for skip in self.skip]
+        counts = [tokens - begin for begin in begins]
+        if self.left is not None:
+            counts = [min(count, left) for count, left in zip(counts, self.left, strict=True)]
+        if not any(counts):
+            raise InvalidRangeError(
+                f"update: {tokens} columns of padding alone; a pass stores at least one token"
+            )
+        one = Pass(tokens, list(self.lengths), begins, counts)
+        self.pool.reclaim()
+        for row, count in enumerate(counts):
+            if count:
+                self._own(row)
+        one.sequences = [held.seq for held in self.held]
+        self.pool.begin(one)
+        self.skip = [skip - begin for skip, begin in zip(self.skip, begins, strict=True)]
+        if self.left is not None:
+            self.left = [left - count for left, count in zip(self.left, counts, strict=True)]
+        self.before, self.lengths, self.last = one.before, one.after, one
+        self.events += 1
+        return one
+
+    def _widen(self, rows: int) -> None:
+        if len(self.held) != 1 or self.lengths[0]:
+            raise InvalidRangeError(
+                f"update: {rows} rows for a prompt cache of {len(self.held)} rows of {self.lengths} tokens; "
+                "only an empty one takes any number of rows"
+            )
+        self._replace([self.pool.hold() for _ in range(rows)], [0] * rows)
+
+    def _own(self, row: int) -> None:
+        """A sequence that is no one else's."""
+        held = self.held[row]
+        if held.claims > 1:
+            new = self.pool.fork(held, self.lengths[row])
+            self._swap(row, new)
+            held = new
+        self.pool.occupy(held)
+
+    def _swap(self, row: int, new: Held) -> None:
+        new.claims += 1
+        self.held[row].release()
+        self.held[row] = new
+
+    def _replace(self, held: list[Held], lengths: list[int]) -> None:
+        """Other rows instead, with no padding announced."""
+        for one in held:
+            one.claims += 1
+        for one in self.held:
+            one.release()
+        self.held, self.lengths = held, lengths
+        self.skip, self.left = [0] * len(held), None
+
+    # What mlx-lm does to prompt caches.
+
+    def trim(self, count: int) -> int:
+        """Take the last ``count`` tokens from every row, at most what is there."""
+        count = max(0, min(count, max(self.lengths)))
+        self.cut([max(0, length - count) for length in self.lengths])
+        return count
+
+    def reachable(self, position: int) -> int:
+        """The greatest length, at most ``position``, that the one row can be cut to."""
+        pool, seq = self.pool, self.held[0].seq
+        if seq is None or position in (0, self.lengths[0]):
+            return position
+        recurrent = pool.storage.recurrent
+        if recurrent is not None:
+            position = recurrent.prepare_restore(seq, position) or 0
+        return position if pool.cache.can_resume(seq, position) else 0
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Keep the first ``lengths[i]`` tokens of row i. NotSupportedError leaves all as they were."""
+        pool = self.pool
+        for held, old, new in zip(self.held, self.lengths, lengths, strict=True):
+            if 0 < new < old and not pool.cache.can_resume(held.seq, new):
+                raise NotSupportedError(
+                    f"trim: {old - new} of {old} tokens, and what a token at {new} attends to is no longer "
+                    f"stored: sliding layers keep rollback={pool.rollback} tokens beyond their window, "
+                    "recurrent ones the states of some positions (see rewind); compute the prompt anew"
+                )
+        for row, (old, new) in enumerate(zip(self.lengths, lengths, strict=True)):
+            if new < old:
+                self._cut_row(row, new)
+
+    def _cut_row(self, row: int, length: int) -> None:
+        held = self.held[row]
+        if not length:
+            self._swap(row, self.pool.hold())
+        elif held.claims > 1:
+            self._swap(row, self.pool.fork(held, length))
+        else:
+            assert held.seq is not None
+            self.pool.cut(held.seq, length)
+        self.lengths[row] = length
+
+    def filter(self, keep: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        skip, left = self.skip, self.left
+        self._replace([self.held[row] for row in keep], [self.lengths[row] for row in keep])
+        self.skip = [skip[row] for row in keep]
+        self.left = None if left is None else [left[row] for row in keep]
+
+    def extend(self, other: Rows) -> None:
+        """The rows of ``other`` behind these."""
+        other.settle()
+        theirs = other.held_in(self.pool)
+        skip = [*self.skip, *other.skip]
+        self._replace([*self.held, *theirs], [*self.lengths, *other.lengths])
+        self.skip = skip
+        self.batched = True
+
+    def prepare(self, lengths: Sequence[int] | None, skip: Sequence[int] | None) -> None:
+        """Announce padding: ``lengths`` tokens per row and then padding, or ``skip`` columns of it first."""
+        for name, given in (("lengths", lengths), ("left_padding", skip)):
+            if given is not None and len(given) != len(self.held):
+                if len(self.held) == 1 and not self.lengths[0]:
+                    self._widen(len(given))
+                else:
+                    raise InvalidRangeError(
+                        f"prepare: {name} of {len(given)} rows; there are {len(self.held)}"
+                    )
+        if skip is not None:
+            self.skip = [old + int(new) for old, new in zip(self.skip, skip, strict=True)]
+        self.left = None if lengths is None else [int(length) for length in lengths]
+
+    def finalize(self) -> None:
+        """No more padding."""
+        self.skip, self.left = [0] * len(self.held), None
+
+    def extract(self, row: int) -> Rows:
+        """One row as a prompt cache of its own, sharing what is stored."""
+        return Rows(self.pool, [self.held[row]], [self.lengths[row]], batched=False)
+
+    @staticmethod
+    def merge(several: Sequence[Rows]) -> Rows:
+        """All rows as one batch, sharing what is stored; the others stay as they are."""
+        for one in several:
+            one.settle()
+        pool = several[0].pool
+        held = [held for one in several for held in one.held_in(pool)]
+        return Rows(pool, held, [length for one in several for length in one.lengths], batched=True)
+
+    def held_in(self, pool: CachePool) -> list[Held]:
+        """The sequences of these rows in ``pool``, which they have to be of."""
+        if self.pool is not pool:
+            raise NotSupportedError(
+                "merge: prompt caches of different pools; those that meet in a batch are made by one: "
+                "one CachePool(model, max_sequences=...) and its make_prompt_cache(), or install()"
+            )
+        return self.held
+
+    def derived(self, name: str, of: tuple, layer: int, make: Callable[[], Rows]) -> Rows:
+        """What ``make`` gives, the same for every layer that asks once."""
+        found = self._derived.get(name)
+        if found is not None:
+            known, reference, layers = found
+            rows = reference()
+            if rows is not None and known == (self.events, of) and layer not in layers and not rows.events:
+                layers.add(layer)
+                return rows
+        rows = make()
+        self._derived[name] = (self.events, of), weakref.ref(rows), {layer}
+        return rows
+
+
+_LEFT_BEHIND = (
+    "update: this entry did not take part in what the other entries of its prompt cache did (a pass that "
+    "failed half way, or something done to some of the entries only); make a new prompt cache"
+)

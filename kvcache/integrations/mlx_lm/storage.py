@@ -1,0 +1,203 @@
+"""What the layers of a model store, in kvcache's caches: arrays of MLX in, arrays of MLX out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+import ml
+from kvcache.cache import Batch, Cache, NotSupportedError
+from kvcache.causal import CausalCache, SlidingWindowCache
+from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent
+from kvcache.integrations.mlx_lm.passes import Pass
+from kvcache.ragged import RaggedReading
+from kvcache.recurrent import RecurrentCache
+from kvcache.wrapper import WrapperCache
+
+__all__ = ["Storage"]
+
+_schedule: Any = mx.async_eval
+
+
+class Storage:
+    """A cache for each kind of layer there is in ``layers``, behind one: ``cache``.
+
+    ``rollback`` more tokens than their windows need stay in sliding layers.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], ctx: ml.Context, rollback: int, checkpoints: int, interval: int
+    ) -> None:
+        self.layers = list(layers)
+        self.ctx = ctx
+        self.recurrent = _recurrent_cache(ctx, self.layers, checkpoints, interval)
+        causal = CausalCache() if self.recurrent is None else self.recurrent.attention
+        windows = sorted({x.window for x in self.layers if isinstance(x, Attention) and x.window is not None})
+        sliding = {w: SlidingWindowCache(w - 1, memory=w - 1 + rollback) for w in windows}
+        self.attention: list[CausalCache | None] = [
+            (causal if x.window is None else sliding[x.window]) if isinstance(x, Attention) else None
+            for x in self.layers
+        ]
+        """The cache of each layer with K and V; None for the others."""
+        caches: list[Cache] = [] if self.recurrent is None else [self.recurrent]
+        if self.recurrent is None and causal in self.attention:
+            caches.append(causal)
+        caches += sliding.values()
+        self.parts = tuple(caches)
+        self.cache: Any = caches[0] if len(caches) == 1 else WrapperCache(*caches)
+        self.dtype = _computed(ctx, self.layers)
+        """What K and V are stored in."""
+
+    def init(
+        self, backend: ml.Backend, dtype: ml.DType | None, max_sequences: int, capacity: int, max_batch: int
+    ) -> None:
+        """Bind the caches and take their memory: no step has to, and a lack of it shows here."""
+        self.dtype = self.dtype if dtype is None else dtype
+        self.cache.init(backend, self.dtype, max_sequences, capacity, max_batch)
+        ctx = self.ctx
+        self.cache.start_forward(ctx, Batch([0], [0]), reserve=True)
+        for i, (layer, cache) in enumerate(zip(self.layers, self.attention, strict=True)):
+            if isinstance(layer, Recurrent):
+                self._states(i)
+            elif cache is not None and layer.kv_heads and layer.key_dim and layer.value_dim:
+                like = _dtype(ctx, layer.dtype)
+                cache.set_layer(i)
+                cache.put(
+                    ctx,
+                    ctx.zeros((1, layer.kv_heads, layer.key_dim), like),
+                    ctx.zeros((1, layer.kv_heads, layer.value_dim), like),
+                )
+
+    # K and V.
+
+    def put(self, layer: int, one: Pass, keys: Any, values: Any) -> None:
+        """Store K and V, (rows, kv_heads, tokens, dim) each, of a layer."""
+        cache, ctx = self.attention_of(layer), self.ctx
+        cache.set_layer(layer)
+        key, value = one.stored(keys), one.stored(values)
+        _schedule(key, value)  # together: from_native would schedule one after the other
+        cache.put(ctx, ctx.from_native(key), ctx.from_native(value))
+        one.written = True
+
+    def get(self, layer: int, one: Pass) -> tuple[Any, Any]:
+        """K and V of a layer as arrays (rows, kv_heads, history, dim), for this pass."""
+        cache, ctx = self.attention_of(layer), self.ctx
+        cache.set_layer(layer)
+        if one.rows == 1 and one.is_full:
+            key, value, _ = cache.get(ctx)
+            return _by_head(ctx, key).native, _by_head(ctx, value).native
+        found = self.reading(cache, one).read(ctx, layer)
+        keys, values = (x.permute(ctx, 0, 2, 1, 3).native for x in found)
+        return keys, values
+
+    def reading(self, cache: CausalCache, one: Pass) -> RaggedReading:
+        found: RaggedReading | None = one.readings.get(id(cache))
+        if found is None:
+            found = one.readings[id(cache)] = RaggedReading(cache, one.sequences)
+        return found
+
+    def attention_of(self, layer: int) -> CausalCache:
+        cache = self.attention[layer]
+        if cache is None:
+            raise NotSupportedError(f"update_and_fetch: layer {layer} is a recurrent one; it has no K and V")
+        return cache
+
+    def stored(self, layer: int, sequences: Sequence[int | None]) -> tuple[Any, Any]:
+        """K and V of a layer outside of a pass, (rows, kv_heads, tokens, dim), in the order of positions."""
+        found = RaggedReading(self.attention_of(layer), sequences).read(self.ctx, layer)
+        keys, values = (x.permute(self.ctx, 0, 2, 1, 3).native for x in found)
+        return keys, values
+
+    def token_bytes(self, layer: int) -> int:
+        """Bytes of one token's K and V in a layer."""
+        spec, dtype = self.layers[layer], self.dtype
+        assert isinstance(spec, Attention)
+        elements = (spec.kv_heads or 0) * ((spec.key_dim or 0) + (spec.value_dim or 0))
+        if not dtype.is_quantized:
+            return elements * dtype.itemsize
+        return elements * (34 if dtype is ml.DType.Q8_0 else 18) // 32
+
+    def tokens_of(self, layer: int, seq: int | None) -> int:
+        """How many tokens of a sequence the cache of a layer holds."""
+        return 0 if seq is None else int(self.attention_of(layer).positions(seq).size)
+
+    # States.
+
+    def _states(self, layer: int) -> tuple[ml.Tensor, ...]:
+        """The states of a recurrent layer in the pass under way, (active rows, *shape) each."""
+        assert self.recurrent is not None
+        both = self.recurrent.conv_state(self.ctx, layer), self.recurrent.recurrent_state(self.ctx, layer)
+        spec = self.layers[layer]
+        assert isinstance(spec, Recurrent)
+        return both[: len(spec.shapes)]
+
+    def state(self, layer: int, i: int, one: Pass) -> Any:
+        """State ``i`` of a layer as an array (rows, *shape); rows that add nothing to the pass read as 0."""
+        found, spec = self._states(layer)[i].native, self.layers[layer]
+        assert isinstance(spec, Recurrent)
+        found = found.astype(spec.dtypes[i])
+        if len(one.active) == one.rows:
+            return found
+        whole = mx.zeros((one.rows, *found.shape[1:]), found.dtype)
+        whole[mx.array(one.active)] = found
+        return whole
+
+    def set_state(self, layer: int, i: int, one: Pass, value: Any) -> None:
+        assert self.recurrent is not None
+        if len(one.active) != one.rows:
+            value = value[mx.array(one.active)]
+        tensor = self.ctx.from_native(value)
+        change = (self.recurrent.set_conv_state, self.recurrent.set_recurrent_state)[i]
+        change(self.ctx, layer, tensor)
+        one.written = True
+
+    def kept_state(self, layer: int, i: int, seq: int | None) -> Any:
+        """State ``i`` of one sequence outside of a pass, (1, *shape); None where nothing is stored."""
+        spec = self.layers[layer]
+        assert self.recurrent is not None
+        assert isinstance(spec, Recurrent)
+        if seq is None:
+            return None
+        offset = self.recurrent.offset(seq)
+        kept = self.recurrent.snapshot(seq, offset, offset).states
+        found = kept.get((("conv", "recurrent")[i], layer))
+        return None if found is None else found.native.astype(spec.dtypes[i])
+
+
+def _by_head(ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
+    """(history, heads, dim) seen as (1, heads, history, dim)."""
+    (history, heads, dim), (row, head, step) = x.shape, x.strides
+    return x.view(ctx, 0, (1, heads, history, dim), (0, head, row, step))
+
+
+def _recurrent_cache(
+    ctx: ml.Context, layers: Sequence[Layer], checkpoints: int, interval: int
+) -> RecurrentCache | None:
+    found = [layer for layer in layers if isinstance(layer, Recurrent)]
+    if not found:
+        return None
+    first = found[0]
+    if any(layer != first for layer in found):
+        raise NotSupportedError(
+            f"make_prompt_cache: recurrent layers with states of several shapes ({first.shapes} and others); "
+            "they share one shape here; use mlx-lm's own cache"
+        )
+    conv = _dtype(ctx, first.dtypes[0])
+    state = first.shapes[1] if len(first.shapes) > 1 else (1,)
+    return RecurrentCache(
+        first.shapes[0], state, checkpoints=checkpoints, checkpoint_interval=interval, conv_dtype=conv
+    )
+
+
+def _computed(ctx: ml.Context, layers: Sequence[Layer]) -> ml.DType:
+    """The dtype of the first K that the model is known to compute; F32 where none is."""
+    for layer in layers:
+        if isinstance(layer, Attention) and layer.dtype is not None:
+            return _dtype(ctx, layer.dtype)
+    return ml.DType.F32
+
+
+def _dtype(ctx: ml.Context, native: Any) -> ml.DType:
+    return ctx.from_native(mx.zeros((1,), native)).dtype

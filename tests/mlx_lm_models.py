@@ -1,0 +1,201 @@
+"""Small models of mlx-lm's own classes with seeded weights, and ways to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models import gemma3_text, gpt_oss, lfm2, llama, mamba2, qwen3_next
+
+VOCAB = 97
+WINDOW = 8
+COMMON = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE = {**COMMON, "vocab_size": VOCAB, "head_dim": 16}
+
+
+def make_llama(seed: int = 3) -> Any:
+    """Three layers of full attention."""
+    arguments = llama.ModelArgs(
+        model_type="llama", num_hidden_layers=3, rms_norm_eps=1e-5, tie_word_embeddings=False, **SHAPE
+    )
+    return seeded(llama.Model(arguments), seed)
+
+
+def make_gemma(seed: int = 3, head_dim: int = 16) -> Any:
+    """Six layers: two with a sliding window of 8, one with full attention, and again."""
+    arguments = gemma3_text.ModelArgs(
+        model_type="gemma3_text",
+        num_hidden_layers=6,
+        sliding_window=WINDOW,
+        sliding_window_pattern=3,
+        query_pre_attn_scalar=head_dim,
+        **{**SHAPE, "head_dim": head_dim},
+    )
+    return seeded(gemma3_text.Model(arguments), seed)
+
+
+def make_qwen(seed: int = 3) -> Any:
+    """Four layers, three of them recurrent (gated delta net), with experts in two."""
+    arguments = qwen3_next.ModelArgs(
+        model_type="qwen3_next",
+        num_hidden_layers=4,
+        full_attention_interval=4,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=2,
+        shared_expert_intermediate_size=32,
+        moe_intermediate_size=32,
+        mlp_only_layers=[],
+        norm_topk_prob=True,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        partial_rotary_factor=0.5,
+        max_position_embeddings=512,
+        **SHAPE,
+    )
+    return seeded(qwen3_next.Model(arguments), seed)
+
+
+def make_gpt_oss(seed: int = 3) -> Any:
+    """Four layers, every other with a sliding window of 8, attention sinks, experts."""
+    arguments = gpt_oss.ModelArgs(
+        num_hidden_layers=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+        **SHAPE,
+    )
+    return seeded(gpt_oss.Model(arguments), seed)
+
+
+def make_lfm2(seed: int = 3) -> Any:
+    """Four layers, two of them short convolutions, which have one state."""
+    arguments = lfm2.ModelArgs(
+        model_type="lfm2",
+        num_hidden_layers=4,
+        full_attn_idxs=[1, 3],
+        max_position_embeddings=128,
+        norm_eps=1e-6,
+        conv_bias=False,
+        conv_L_cache=3,
+        block_dim=32,
+        block_multiple_of=16,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
+        block_ff_dim=64,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+    )
+    return seeded(lfm2.Model(arguments), seed)
+
+
+def make_mamba2(seed: int = 3) -> Any:
+    """Three recurrent layers and no attention at all."""
+    arguments = mamba2.ModelArgs(
+        model_type="mamba2",
+        num_hidden_layers=3,
+        num_heads=4,
+        head_dim=16,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        state_size=16,
+        layer_norm_epsilon=1e-5,
+        conv_kernel=4,
+        n_groups=2,
+        use_bias=False,
+        use_conv_bias=True,
+        tie_word_embeddings=True,
+        time_step_limit=(0.001, 10.0),
+        time_step_rank="auto",
+    )
+    return seeded(mamba2.Model(arguments), seed)
+
+
+OTHERS: dict[str, Callable[..., Any]] = {
+    "gpt_oss": make_gpt_oss,
+    "lfm2": make_lfm2,
+    "mamba2": make_mamba2,
+}
+MODELS: dict[str, Callable[..., Any]] = {"llama": make_llama, "gemma": make_gemma, "qwen": make_qwen}
+
+
+def seeded(model: Any, seed: int, noise: float = 0.0) -> Any:
+    """Weights from NumPy's generator, the same on every machine; ``noise`` disturbs them a little."""
+    random = np.random.default_rng(seed)
+    disturb = np.random.default_rng(seed + 1)
+    weights = []
+    for name, old in sorted(tree_flatten(model.parameters())):
+        if name.endswith("A_log"):
+            new = np.log(random.uniform(0.5, 4, size=old.shape))
+        elif old.ndim < 2:
+            new = np.array(old)
+        else:
+            scale = 1.0 if "embed" in name else old.shape[-1] ** -0.5
+            new = random.normal(size=old.shape) * scale
+            new = new + disturb.normal(size=old.shape) * scale * noise
+        weights.append((name, mx.array(new.astype(np.float32))))
+    model.update(tree_unflatten(weights))
+    mx.eval(model.parameters())
+    model.eval()
+    return model
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCAB, length)]
+
+
+def greedy(model: Any, prompt: Sequence[int], count: int, prompt_cache: Any, step: int = 7) -> list[int]:
+    return [token for token, _ in steps(model, prompt, count, prompt_cache, step)]
+
+
+def steps(
+    model: Any, prompt: Sequence[int], count: int, prompt_cache: Any, step: int = 7
+) -> list[tuple[int, mx.array]]:
+    """Greedy tokens and log-probabilities of mlx-lm's own loop, the prompt in chunks of ``step``."""
+    loop = generate_step(
+        mx.array(list(prompt)), model, prompt_cache=prompt_cache, max_tokens=count, prefill_step_size=step
+    )
+    return list(loop)
+
+
+def largest(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
+    """The largest difference between two lists of arrays."""
+    return max(float(mx.abs(x - y).max()) for x, y in zip(ours, theirs, strict=True))
+
+
+def run_batch(model: Any, prompts: Any, caches: Any, count: int, **options: Any) -> dict[int, Any]:
+    """uid -> (tokens, log-probabilities, the prompt cache at the end) of mlx-lm's BatchGenerator."""
+    generator = BatchGenerator(model, max_tokens=count, **options)
+    return finish(generator, generator.insert(prompts, caches=caches))
+
+
+def finish(generator: Any, uids: Sequence[int]) -> dict[int, Any]:
+    found: dict[int, Any] = {uid: ([], [], []) for uid in uids}
+    while responses := generator.next_generated():
+        for response in responses:
+            tokens, logprobs, kept = found[response.uid]
+            tokens.append(response.token)
+            logprobs.append(response.logprobs)
+            if response.finish_reason:
+                kept.extend(response.prompt_cache)
+    generator.close()
+    return found

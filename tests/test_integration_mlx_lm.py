@@ -1,0 +1,340 @@
+"""Our caches inside mlx-lm's own models and loops, held against mlx-lm's own caches."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+
+import mlx.core as mx
+from mlx_lm.models.cache import CacheList, RotatingKVCache
+from mlx_lm.models.cache import KVCache as OwnKVCache
+from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
+
+import kvcache
+import ml
+from kvcache.integrations.mlx_lm import (
+    Attention,
+    CachePool,
+    Recurrent,
+    install,
+    layers_of,
+    make_prompt_cache,
+    rewind,
+    uninstall,
+)
+
+
+def helpers() -> Any:
+    path = Path(__file__).with_name("mlx_lm_models.py")
+    spec = importlib.util.spec_from_file_location("mlx_lm_models", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
+    if not hasattr(module, "MODELS"):
+        spec.loader.exec_module(module)
+    return module
+
+
+models: Any = helpers()
+TOLERANCE = 1e-5
+EXACT = ("llama", "qwen")
+"""No sliding layer: our K and V lie as mlx-lm's do, and the kernels give the same bits."""
+
+
+@pytest.fixture(params=list(models.MODELS))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def model(name: str) -> Any:
+    return models.MODELS[name]()
+
+
+# Generation.
+
+
+@pytest.mark.parametrize("step", [7, 64])
+def test_generation_gives_the_tokens_and_logits_of_mlx_lms_own_cache(
+    name: str, model: Any, step: int
+) -> None:
+    prompt = models.prompt_of(21)
+    theirs = models.steps(model, prompt, 24, own_prompt_cache(model), step)
+    ours = models.steps(model, prompt, 24, make_prompt_cache(model, capacity=64), step)
+    assert [token for token, _ in ours] == [token for token, _ in theirs]
+    difference = models.largest([x for _, x in ours], [x for _, x in theirs])
+    assert difference <= (0.0 if name in EXACT and step == 7 else TOLERANCE)
+    assert len({token for token, _ in ours}) > 8  # a model that says something
+
+
+def test_all_logits_of_chunks_of_any_size_are_those_of_mlx_lms_own_cache(model: Any) -> None:
+    tokens = np.array(models.prompt_of(40))
+    theirs, ours = own_prompt_cache(model), make_prompt_cache(model, capacity=64)
+    for begin, end in ((0, 5), (5, 6), (6, 17), (17, 18), (18, 40)):
+        chunk = mx.array(tokens[None, begin:end])
+        assert models.largest([model(chunk, cache=ours)], [model(chunk, cache=theirs)]) <= TOLERANCE * 4
+    assert ours[-1].offset == 40
+
+
+@pytest.mark.parametrize("dtype", [None, ml.DType.F32])
+def test_a_bfloat16_model_gives_the_bits_of_mlx_lms_own_cache(dtype: ml.DType | None) -> None:
+    model = models.make_llama()
+    model.set_dtype(mx.bfloat16)
+    prompt = models.prompt_of(12)
+    theirs = models.steps(model, prompt, 12, own_prompt_cache(model))
+    ours = models.steps(model, prompt, 12, make_prompt_cache(model, capacity=64, dtype=dtype))
+    assert [token for token, _ in ours] == [token for token, _ in theirs]
+    assert models.largest([x for _, x in ours], [x for _, x in theirs]) == 0
+
+
+@pytest.mark.parametrize(("dtype", "steps", "per_token"), [(ml.DType.Q8_0, 127, 34), (ml.DType.Q4_0, 7, 18)])
+def test_quantized_storage_works_on_sliding_layers_too(dtype: ml.DType, steps: int, per_token: int) -> None:
+    """Within a step of each block's scale; mlx-lm quantizes no sliding layer."""
+    pool = CachePool([Attention(window=9)], capacity=64, dtype=dtype, rollback=0)
+    (entry,) = pool.make_prompt_cache()
+    x = np.random.default_rng(0).normal(size=(1, 2, 20, 32)).astype(np.float32)
+    for begin, end in ((0, 7), (7, 19), (19, 20)):
+        chunk = mx.array(x[:, :, begin:end])
+        mask = entry.make_mask(end - begin)
+        keys, _ = entry.update_and_fetch(chunk, chunk)
+    seen = np.array(keys)[:, :, np.ones(keys.shape[2], bool) if mask is None else np.array(mask)[0]]
+    seen = seen[:, :, np.argsort([np.abs(x - seen[:, :, [i]]).sum((0, 1, 3)).argmin() for i in range(9)])]
+    step = np.abs(x[:, :, 11:]).max(-1, keepdims=True) / steps
+    assert (np.abs(seen - x[:, :, 11:]) <= 1.01 * step).all()
+    assert (seen != x[:, :, 11:]).mean() > 0.9
+    assert pool.storage.token_bytes(0) == 0  # its shapes were not told
+    assert pool.nbytes == pool.cache.cells * 2 * 2 * per_token
+
+
+def test_a_model_runs_on_quantized_storage() -> None:
+    model = models.make_gemma(head_dim=32)
+    prompt_cache, plain = (make_prompt_cache(model, capacity=64, dtype=x) for x in (ml.DType.Q8_0, None))
+    chunk = mx.array([models.prompt_of(30)])
+    exact, found = model(chunk, cache=plain), model(chunk, cache=prompt_cache)
+    assert 0 < models.largest([found], [exact]) < 0.1 * float(mx.abs(exact).max())
+    assert prompt_cache[2].nbytes == plain[2].nbytes * 34 // (32 * 4)
+
+
+def test_quantized_storage_refuses_heads_that_are_no_whole_blocks() -> None:
+    with pytest.raises(ValueError, match="16"):
+        make_prompt_cache(models.make_llama(), dtype=ml.DType.Q8_0)
+
+
+def test_mlx_lm_makes_our_prompt_caches_once_installed(model: Any) -> None:
+    prompt = models.prompt_of(9)
+    expected = models.greedy(model, prompt, 8, None)
+    pool = install(model, capacity=64, max_sequences=2)
+    try:
+        assert own_prompt_cache(model)[0].rows.pool is pool
+        assert models.greedy(model, prompt, 8, None) == expected
+    finally:
+        uninstall(model)
+    assert not hasattr(own_prompt_cache(model)[0], "rows")
+
+
+def test_the_layers_of_a_model_are_found_without_computing_anything() -> None:
+    f32 = mx.float32
+    full, sliding = Attention(None, 2, 16, 16, f32), Attention(models.WINDOW, 2, 16, 16, f32)
+    assert layers_of(models.make_llama()) == [full] * 3
+    assert layers_of(models.make_gemma()) == [sliding, sliding, full] * 2
+    state = Recurrent(((3, 64), (4, 8, 8)), (f32, f32))
+    assert layers_of(models.make_qwen()) == [state, state, state, full]
+
+
+# Memory.
+
+
+def test_memory_is_taken_at_once_and_does_not_grow(model: Any) -> None:
+    """mlx-lm's own cache grows every 256 tokens, and copies the history as it does."""
+    prompt_cache = make_prompt_cache(model, capacity=300, checkpoints=0)
+    pool = prompt_cache[0].rows.pool
+    before = pool.nbytes
+    assert before > 0
+    for chunk in (100, 100, 70, *[1] * 20):
+        mx.eval(model(mx.zeros((1, chunk), mx.int32), cache=prompt_cache))
+        assert pool.nbytes == before
+
+
+def test_a_decoding_step_copies_no_buffer() -> None:
+    """Peak memory over a step stays below one buffer, which a copied one would add."""
+    pool = CachePool([Attention(None, 8, 64, 64, mx.float32)] * 2, capacity=4096)
+    entries = pool.make_prompt_cache()
+    buffer = pool.nbytes // 4
+    assert buffer == 8 << 20
+    for tokens in (1000, *[1] * 12):
+        x = mx.zeros((1, 8, tokens, 64))
+        entries[0].make_mask(tokens)
+        mx.synchronize()
+        mx.reset_peak_memory()
+        start = mx.get_active_memory()
+        out = []
+        for entry in entries:
+            keys, values = entry.update_and_fetch(x, x)
+            out.append(keys[..., -1:, :] + values[..., -1:, :])
+            del keys, values
+        mx.eval(out)
+        if tokens == 1:
+            assert mx.get_peak_memory() - start < buffer // 2
+
+
+def test_what_does_not_fit_says_so_and_harms_nothing(model: Any) -> None:
+    prompt_cache = make_prompt_cache(model, capacity=24, max_batch=24)
+    prompt = models.prompt_of(20)
+    mx.eval(model(mx.array([prompt]), cache=prompt_cache))
+    with pytest.raises(kvcache.CacheFullError, match="5 cells are needed and 4 are free"):
+        model(mx.zeros((1, 5), mx.int32), cache=prompt_cache)
+    assert prompt_cache[-1].offset == 20
+    again = model(mx.array([[7]]), cache=prompt_cache)
+    theirs = own_prompt_cache(model)
+    model(mx.array([prompt]), cache=theirs)
+    assert models.largest([again], [model(mx.array([[7]]), cache=theirs)]) <= TOLERANCE * 4
+
+
+# Masks: what a query sees, read off the keys themselves.
+
+
+def seen_of(keys: Any, mask: Any, tokens: int, row: int = 0) -> list[list[int]]:
+    """For each query the values of the keys that it sees, ascending."""
+    history = keys.shape[2]
+    marks = np.array(keys[row, 0, :, 0]).astype(int)
+    if mask is None:
+        visible = np.ones((tokens, history), bool)
+    elif isinstance(mask, str):
+        assert mask == "causal"
+        visible = np.arange(history)[None] <= np.arange(history - tokens, history)[:, None]
+    else:
+        visible = np.array(mask)
+        visible = (
+            np.broadcast_to(visible, (row + 1, 1, tokens, history))[row, 0] if visible.ndim == 4 else visible
+        )
+    return [sorted(marks[line].tolist()) for line in visible]
+
+
+def marked(*rows: list[int]) -> Any:
+    """Keys (rows, 2, tokens, 4), every element of a token its mark."""
+    marks = np.array(rows, np.float32)
+    return mx.array(np.broadcast_to(marks[:, None, :, None], (*marks.shape[:1], 2, marks.shape[1], 4)).copy())
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 16])
+@pytest.mark.parametrize("narrower", [None, 3, 5, 16])
+@pytest.mark.parametrize("return_array", [False, True])
+def test_a_query_sees_itself_and_the_window_before_it(
+    window: int | None, narrower: int | None, return_array: bool
+) -> None:
+    random = np.random.default_rng(2)
+    pool = CachePool([Attention(window)], capacity=64, max_sequences=2, rollback=3)
+    other, (entry,) = pool.make_prompt_cache()[0], pool.make_prompt_cache()
+    length = 0
+    for tokens in random.choice([1, 1, 2, 6], 14):
+        tokens = int(tokens)
+        other.update_and_fetch(marked([-1]), marked([-1]))  # a stranger between the cells
+        mask = entry.make_mask(tokens, return_array=return_array, window_size=narrower)
+        assert entry.offset == length
+        keys, _ = entry.update_and_fetch(*[marked([*range(length, length + tokens)])] * 2)
+        width = min(w for w in (window, narrower, 1000) if w is not None)
+        queries = range(length, length + tokens)
+        assert seen_of(keys, mask, tokens) == [[*range(max(0, q - width + 1), q + 1)] for q in queries]
+        assert not (return_array and isinstance(mask, str))
+        length += tokens
+
+
+# What goes wrong.
+
+
+def test_a_pass_that_fails_half_way_is_noticed_and_can_be_made_good(model: Any) -> None:
+    prompt, prompt_cache = models.prompt_of(12), make_prompt_cache(model, capacity=64)
+    expected = models.greedy(model, prompt, 8, own_prompt_cache(model))
+    mx.eval(model(mx.array([prompt[:9]]), cache=prompt_cache))
+    layer = model.layers[1]
+    inner, layer.mlp = layer.mlp, failing
+    with pytest.raises(RuntimeError, match="out of luck"):
+        model(mx.array([prompt[9:11]]), cache=prompt_cache)
+    layer.mlp = inner
+    with pytest.raises(kvcache.OrderError, match="failed half way"):
+        model(mx.array([prompt[9:11]]), cache=prompt_cache)
+    at = rewind(prompt_cache, 9)
+    assert at in (0, 9)
+    assert models.greedy(model, prompt[at:], 8, prompt_cache) == expected
+
+
+def failing(x: Any) -> Any:
+    raise RuntimeError("out of luck")
+
+
+def test_prompt_caches_of_a_pool_take_turns_but_do_not_interleave(model: Any) -> None:
+    pool = CachePool(model, capacity=64, max_sequences=2)
+    prompts = [models.prompt_of(6, seed=s) for s in (1, 2)]
+    loops = [
+        iter(
+            models.generate_step(mx.array(prompt), model, prompt_cache=pool.make_prompt_cache(), max_tokens=9)
+        )
+        for prompt in prompts
+    ]
+    found = [[next(loop)[0] for loop in loops] for _ in range(9)]
+    for i, prompt in enumerate(prompts):
+        assert [both[i] for both in found] == models.greedy(model, prompt, 9, own_prompt_cache(model))
+
+
+def test_a_conversation_moves_between_threads(model: Any) -> None:
+    """MLX binds pending work to the thread that began it; a server generates in one of its own."""
+    prompt, prompt_cache = models.prompt_of(9), make_prompt_cache(model, capacity=64)
+    said = models.greedy(model, prompt, 5, prompt_cache)
+    with ThreadPoolExecutor(1) as pool:
+        said += pool.submit(models.greedy, model, [3], 5, prompt_cache).result()
+    said += models.greedy(model, [4], 5, prompt_cache)
+    theirs = own_prompt_cache(model)
+    assert said == [token for part in (prompt, [3], [4]) for token in models.greedy(model, part, 5, theirs)]
+
+
+def test_another_prompt_cache_in_the_middle_of_a_pass_is_refused() -> None:
+    pool = CachePool([Attention()] * 2, capacity=16, max_sequences=2)
+    one, two = pool.make_prompt_cache(), pool.make_prompt_cache()
+    x = marked([1])
+    one[0].update_and_fetch(x, x)
+    two[0].update_and_fetch(x, x)
+    with pytest.raises(kvcache.OrderError, match="in the middle"):
+        one[1].update_and_fetch(x, x)
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        (lambda: CacheList(OwnKVCache(), OwnKVCache()), "CacheList"),
+        (lambda: RotatingKVCache(max_size=8, keep=2), "RotatingKVCache with keep=2"),
+    ],
+)
+def test_a_model_with_other_kinds_of_layers_is_refused_by_name(entry: Callable[[], Any], named: str) -> None:
+    class Wants:
+        def make_cache(self) -> list[Any]:
+            return [entry()]
+
+        def __call__(self, tokens: Any, cache: Any) -> None:
+            pass
+
+    with pytest.raises(kvcache.NotSupportedError, match=f"layer 0 of the model wants mlx-lm's {named}"):
+        make_prompt_cache(Wants())
+
+
+def test_entries_are_true_and_claim_no_quantization_of_mlx_lms(model: Any) -> None:
+    for entry in make_prompt_cache(model, capacity=16):
+        assert entry
+        assert not hasattr(entry, "bits")
+        assert not hasattr(entry, "to_quantized")
+        assert not hasattr(entry, "meta_state")
+
+
+def test_the_integration_does_not_shadow_mlx_lm() -> None:
+    import mlx_lm
+
+    assert "site-packages" in str(mlx_lm.__file__)
+    assert "integrations" not in str(mlx_lm.__file__)

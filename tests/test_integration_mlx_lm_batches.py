@@ -1,0 +1,313 @@
+"""Batches of mlx-lm on our caches: its BatchGenerator, and random traces against plain lists."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
+
+import kvcache
+from kvcache.integrations.mlx_lm import Attention, CachePool, SequencesTakenError, make_prompt_cache
+
+
+def helpers() -> Any:
+    path = Path(__file__).with_name("mlx_lm_models.py")
+    spec = importlib.util.spec_from_file_location("mlx_lm_models", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
+    if not hasattr(module, "MODELS"):
+        spec.loader.exec_module(module)
+    return module
+
+
+models: Any = helpers()
+TOLERANCE = 1e-5
+SMALL = {"completion_batch_size": 4, "prefill_batch_size": 3, "prefill_step_size": 6}
+
+
+@pytest.fixture(params=list(models.MODELS))
+def model(request: pytest.FixtureRequest) -> Any:
+    return models.MODELS[request.param]()
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    return [models.prompt_of(length, seed=i) for i, length in enumerate(lengths)]
+
+
+# mlx-lm's own loops.
+
+
+def test_batch_generation_gives_the_tokens_and_logits_of_mlx_lms_own_caches(model: Any) -> None:
+    """Five prompts of different lengths in batches of three, rows leaving and joining."""
+    prompts = prompts_of(5, 19, 12, 3, 9)
+    theirs = models.run_batch(model, prompts, None, 9, **SMALL)
+    pool = CachePool(model, capacity=64, max_sequences=6)
+    caches = [pool.make_prompt_cache() for _ in prompts]
+    ours = models.run_batch(model, prompts, caches, 9, **SMALL)
+    for uid, (tokens, logprobs, _) in ours.items():
+        assert tokens == theirs[uid][0]
+        assert models.largest(logprobs, theirs[uid][1]) <= TOLERANCE
+        assert tokens == models.greedy(model, prompts[uid], 9, own_prompt_cache(model))
+
+
+@pytest.mark.parametrize("name", list(models.OTHERS))
+def test_further_models_say_the_same_alone_and_in_a_batch(name: str) -> None:
+    model, prompts = models.OTHERS[name](), prompts_of(15, 4)
+    expected = [models.steps(model, prompt, 6, own_prompt_cache(model)) for prompt in prompts]
+    for prompt, theirs in zip(prompts, expected, strict=True):
+        ours = models.steps(model, prompt, 6, make_prompt_cache(model, capacity=32))
+        assert models.largest([x for _, x in ours], [x for _, x in theirs]) <= TOLERANCE
+    pool = CachePool(model, capacity=32, max_sequences=4)
+    found = models.run_batch(model, prompts, [pool.make_prompt_cache() for _ in prompts], 6, **SMALL)
+    for uid, theirs in enumerate(expected):
+        assert found[uid][0] == [token for token, _ in theirs]
+        assert models.largest(found[uid][1], [x for _, x in theirs]) <= TOLERANCE
+
+
+def test_no_sequence_is_leaked(model: Any) -> None:
+    pool = CachePool(model, capacity=64, max_sequences=5)
+    for _ in range(3):
+        caches = [pool.make_prompt_cache() for _ in range(4)]
+        found = models.run_batch(model, prompts_of(4, 9, 2, 7), caches, 5, **SMALL)
+        del caches
+        assert pool.free_sequences == 1  # the four that are handed back
+        del found
+        assert pool.free_sequences == 5
+    pool.reclaim()
+    assert all(cache.held() == {} for cache in pool.storage.attention if cache is not None)
+
+
+def test_rows_that_are_removed_and_inserted_while_others_run(model: Any) -> None:
+    prompts = prompts_of(6, 11, 8, 5)
+    found = []
+    for make in (lambda: None, CachePool(model, capacity=64, max_sequences=6).make_prompt_cache):
+        generator = BatchGenerator(model, max_tokens=10, **SMALL)
+        first = generator.insert(prompts[:3], caches=[make() for _ in range(3)])
+        seen: dict[int, list[int]] = {uid: [] for uid in range(4)}
+        for step in range(40):
+            if step == 5:
+                generator.remove([first[1]])
+                generator.insert([prompts[3]], caches=[make()])
+            for response in generator.next()[1]:
+                seen[response.uid].append(response.token)
+        generator.close()
+        found.append(seen)
+    assert found[0] == found[1]
+    assert [len(tokens) for tokens in found[1].values()].count(10) == 3
+
+
+def test_conversations_go_on_from_the_prompt_caches_that_a_batch_hands_back(model: Any) -> None:
+    prompts, more = prompts_of(6, 13), [5, 7, 11]
+    pool = CachePool(model, capacity=64, max_sequences=6)
+    kept = [pool.make_prompt_cache() for _ in prompts]
+    firsts = [models.greedy(model, prompt, 4, cache) for prompt, cache in zip(prompts, kept, strict=True)]
+    batch = models.run_batch(model, [more, more[:1]], kept, 6, **SMALL)
+    for i, (prompt, first) in enumerate(zip(prompts, firsts, strict=True)):
+        said = [*prompt, *first, *(more if i == 0 else more[:1])]
+        assert batch[i][0] == models.greedy(model, said, 6, own_prompt_cache(model))
+        assert models.greedy(model, [3], 5, batch[i][2]) == models.greedy(
+            model, [*said, *batch[i][0], 3], 5, own_prompt_cache(model)
+        )
+        assert kept[i][-1].offset == len(prompt) + 4  # what went in stays as it was
+        assert models.greedy(model, [9], 5, kept[i]) == models.greedy(
+            model, [*prompt, *first, 9], 5, own_prompt_cache(model)
+        )
+
+
+def test_a_model_called_with_several_rows_needs_no_batch_entries(model: Any) -> None:
+    tokens = np.random.default_rng(0).integers(3, 97, (3, 24))
+    ours, theirs = make_prompt_cache(model, capacity=32, max_sequences=3), own_prompt_cache(model)
+    for begin, end in ((0, 9), (9, 10), (10, 24)):
+        chunk = mx.array(tokens[:, begin:end])
+        assert models.largest([model(chunk, cache=ours)], [model(chunk, cache=theirs)]) <= 4 * TOLERANCE
+
+
+def test_left_padding_is_computed_and_never_stored(model: Any) -> None:
+    prompts = prompts_of(4, 11, 7)
+    pool = CachePool(model, capacity=32, max_sequences=4)
+    batch = [
+        entries[0].merge(entries)
+        for entries in zip(*[pool.make_prompt_cache() for _ in prompts], strict=True)
+    ]
+    padding = [11 - len(prompt) for prompt in prompts]
+    for entry in batch:
+        entry.prepare(left_padding=padding)
+    padded = np.array([[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)])
+    logits = [model(mx.array(part), cache=batch)[:, -1] for part in (padded[:, :8], padded[:, 8:])][-1]
+    for row, prompt in enumerate(prompts):
+        alone = model(mx.array([prompt]), cache=own_prompt_cache(model))[:, -1]
+        assert models.largest([logits[row : row + 1]], [alone]) <= 4 * TOLERANCE
+    assert batch[-1].offset.tolist() == [4, 11, 7]
+
+
+# Random traces: keys carry marks, and what a query sees is read off them.
+
+WINDOWS = (None, 4, 9)
+ACTIONS = ("prompt", "step", "step", "filter", "extend", "extract", "copy", "trim")
+
+
+class Marked:
+    """A prompt cache of three layers beside lists of marks, one for each row."""
+
+    def __init__(self, entries: list[Any], rows: list[list[int]], marks: Iterator[int]) -> None:
+        self.entries, self.rows, self.marks = entries, [list(row) for row in rows], marks
+
+    def call(self, name: str, *arguments: Any, **named: Any) -> list[Any]:
+        return [getattr(entry, name)(*arguments, **named) for entry in self.entries]
+
+    def run(self, lengths: list[int]) -> None:
+        """A pass over rows of ``lengths`` tokens, padded at the right."""
+        tokens = max(lengths)
+        new = [[next(self.marks) for _ in range(length)] for length in lengths]
+        padding = [tokens - length for length in lengths]
+        if max(padding):
+            self.call("prepare", lengths=lengths, right_padding=padding)
+        padded = [row + [-1] * pad for row, pad in zip(new, padding, strict=True)]
+        keys = mx.array(np.array(padded, np.float32)[:, None, :, None])
+        for entry, window in zip(self.entries, WINDOWS, strict=True):
+            mask = entry.make_mask(tokens, window_size=window)
+            found, values = entry.update_and_fetch(keys, -keys)
+            assert bool((found == -values).all())
+            self.check(np.array(found)[:, 0, :, 0].astype(int), mask, new, window)
+        if max(padding):
+            self.call("finalize")
+        for row, more in zip(self.rows, new, strict=True):
+            row += more
+
+    def check(self, stored: np.ndarray, mask: Any, new: list[list[int]], window: int | None) -> None:
+        tokens, history = max(len(more) for more in new), stored.shape[1]
+        if mask is None:
+            mask = np.ones((1, history), bool)
+        elif isinstance(mask, str):
+            mask = np.arange(history)[None] <= np.arange(history - tokens, history)[:, None]
+        visible = np.broadcast_to(np.array(mask), (len(new), 1, tokens, history))[:, 0]
+        for i, more in enumerate(new):
+            for k in range(len(more)):
+                sees = [*self.rows[i], *more[: k + 1]]
+                sees = sees if window is None else sees[-window:]
+                assert sorted(stored[i][visible[i, k]].tolist()) == sorted(sees)
+
+
+class Trace:
+    """A batch, and single rows taken out of it that go on by themselves."""
+
+    def __init__(self, pool: CachePool, seed: int) -> None:
+        self.pool, self.random = pool, np.random.default_rng(seed)
+        self.marks = iter(range(1, 10**6))
+        self.aside: list[Marked] = []
+        self.batch = self.merged([self.one(), self.one()])
+
+    def one(self) -> Marked:
+        return Marked(self.pool.make_prompt_cache(), [[]], self.marks)
+
+    def merged(self, several: list[Marked]) -> Marked:
+        layers = zip(*[one.entries for one in several], strict=True)
+        rows = [row for one in several for row in one.rows]
+        return Marked([entries[0].merge(entries) for entries in layers], rows, self.marks)
+
+    def act(self) -> None:
+        getattr(self, self.random.choice(ACTIONS))()
+        for alone in self.aside:
+            if self.random.random() < 0.3:
+                alone.run([int(self.random.integers(1, 4))])
+        assert self.batch.entries[0].offset.tolist() == [len(row) for row in self.batch.rows]
+
+    def prompt(self) -> None:
+        self.batch.run([int(n) for n in self.random.integers(1, 7, len(self.batch.rows))])
+
+    def step(self) -> None:
+        self.batch.run([1] * len(self.batch.rows))
+
+    def filter(self) -> None:
+        count = len(self.batch.rows)
+        size = self.random.integers(1, count + 1)
+        keep = sorted(self.random.choice(count, size=size, replace=False).tolist())
+        self.batch.call("filter", keep)
+        self.batch.rows = [self.batch.rows[i] for i in keep]
+
+    def extend(self) -> None:
+        if len(self.batch.rows) < 4:
+            other = self.merged([self.aside.pop() if self.aside else self.one()])
+            for entry, more in zip(self.batch.entries, other.entries, strict=True):
+                entry.extend(more)
+            self.batch.rows += other.rows
+
+    def extract(self) -> None:
+        if len(self.aside) < 2:
+            i = int(self.random.integers(len(self.batch.rows)))
+            self.aside.append(Marked(self.batch.call("extract", i), [self.batch.rows[i]], self.marks))
+
+    def copy(self) -> None:
+        if len(self.batch.rows) < 3:
+            original = self.batch
+            self.batch = Marked(copy.deepcopy(original.entries), original.rows, self.marks)
+            original.run([1] * len(original.rows))
+
+    def trim(self) -> None:
+        n = int(self.random.integers(1, 4))
+        if min(len(row) for row in self.batch.rows) >= n:
+            assert self.batch.call("trim", n) == [n] * 3
+            for row in self.batch.rows:
+                del row[-n:]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_batches_see_what_plain_lists_hold(seed: int) -> None:
+    layers = [Attention(window) for window in WINDOWS]
+    pool = CachePool(layers, capacity=200, max_sequences=9, rollback=5, max_batch=64)
+    trace = Trace(pool, seed)
+    for _ in range(45):
+        trace.act()
+    del trace
+    assert pool.free_sequences == 9
+
+
+def test_rows_of_a_batch_are_read_without_copying_where_they_grow_from_their_homes() -> None:
+    pool = CachePool([Attention()], capacity=32, max_sequences=4)
+    entries = pool.make_prompt_cache()
+    entries[0].update_and_fetch(mx.zeros((4, 2, 5, 4)), mx.zeros((4, 2, 5, 4)))
+    one = entries[0].rows.last
+    assert pool.storage.reading(pool.storage.attention_of(0), one).is_view
+    entries[0].filter([0, 2, 3])
+    entries[0].update_and_fetch(mx.zeros((3, 2, 1, 4)), mx.zeros((3, 2, 1, 4)))
+    assert not pool.storage.reading(pool.storage.attention_of(0), entries[0].rows.last).is_view
+
+
+def test_more_rows_than_sequences_are_refused_with_advice(model: Any) -> None:
+    pool = CachePool(model, capacity=16, max_sequences=2)
+    entries = pool.make_prompt_cache()
+    with pytest.raises(SequencesTakenError, match="larger max_sequences"):
+        model(mx.zeros((3, 4), mx.int32), cache=entries)
+    del entries
+    again = pool.make_prompt_cache()
+    mx.eval(model(mx.zeros((2, 4), mx.int32), cache=again))
+
+
+def test_prompt_caches_of_different_pools_do_not_meet(model: Any) -> None:
+    one, two = make_prompt_cache(model, capacity=16), make_prompt_cache(model, capacity=16)
+    with pytest.raises(kvcache.NotSupportedError, match="one CachePool"):
+        one[0].merge([one[0], two[0]])
+
+
+def test_what_is_done_to_some_entries_only_is_noticed() -> None:
+    entries = CachePool([Attention()] * 2, capacity=16, max_sequences=2).make_prompt_cache()
+    x = mx.zeros((2, 1, 3, 4))
+    for entry in entries:
+        entry.update_and_fetch(x, x)
+    entries[0].trim(1)
+    entries[0].trim(1)
+    with pytest.raises(kvcache.OrderError, match="did not take part"):
+        entries[1].trim(1)

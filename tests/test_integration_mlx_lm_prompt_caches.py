@@ -1,0 +1,286 @@
+"""Prompt caches of mlx-lm on our caches: trimmed, kept, copied, saved, and used to speculate."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+
+import mlx.core as mx
+from mlx_lm.generate import speculative_generate_step
+from mlx_lm.models.cache import (
+    LRUPromptCache,
+    can_trim_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
+from mlx_lm.models.cache import load_prompt_cache as own_load
+from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
+
+import kvcache
+import ml
+from kvcache.integrations.mlx_lm import (
+    CachePool,
+    Recurrent,
+    SequencesTakenError,
+    adopt,
+    layers_of,
+    load_prompt_cache,
+    make_prompt_cache,
+    rewind,
+)
+
+
+def helpers() -> Any:
+    path = Path(__file__).with_name("mlx_lm_models.py")
+    spec = importlib.util.spec_from_file_location("mlx_lm_models", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
+    if not hasattr(module, "MODELS"):
+        spec.loader.exec_module(module)
+    return module
+
+
+models: Any = helpers()
+PROMPT = 12
+
+
+@pytest.fixture(params=list(models.MODELS))
+def model(request: pytest.FixtureRequest) -> Any:
+    return models.MODELS[request.param]()
+
+
+@pytest.fixture
+def gemma() -> Any:
+    return models.make_gemma()
+
+
+def own_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    found: list[int] = models.greedy(model, prompt, count, own_prompt_cache(model))
+    return found
+
+
+# Speculative decoding.
+
+
+@pytest.mark.parametrize("make", [models.make_llama, models.make_gemma], ids=["llama", "gemma"])
+@pytest.mark.parametrize("drafted", [1, 4])
+def test_speculative_decoding_says_what_greedy_does_past_the_windows_wrap(make: Any, drafted: int) -> None:
+    """The window is 8 tokens; the draft model is right about half of the time."""
+    model, draft = make(), models.seeded(make(), 3, noise=0.3)
+    prompt = models.prompt_of(PROMPT, seed=5)
+    prompt_cache = [*make_prompt_cache(model, capacity=64), *make_prompt_cache(draft, capacity=64)]
+    loop = speculative_generate_step(
+        mx.array(prompt), model, draft, num_draft_tokens=drafted, max_tokens=30, prompt_cache=prompt_cache
+    )
+    found = [(token, from_draft) for token, _, from_draft in loop]
+    assert [token for token, _ in found] == own_greedy(model, prompt, 30)
+    accepted = sum(from_draft for _, from_draft in found)
+    assert 3 <= accepted <= 27
+
+
+# Trimming.
+
+
+def test_tokens_are_trimmed_and_the_same_is_said_again(model: Any) -> None:
+    prompt_cache = make_prompt_cache(model, capacity=64)
+    prompt = models.prompt_of(PROMPT)
+    first = models.greedy(model, prompt, 6, prompt_cache)
+    if isinstance(layers_of(model)[0], Recurrent):
+        assert not can_trim_prompt_cache(prompt_cache)  # as with mlx-lm's own
+        assert trim_prompt_cache(prompt_cache, 3) == 0
+        return
+    assert trim_prompt_cache(prompt_cache, 6) == 6
+    assert prompt_cache[0].offset == PROMPT
+    assert models.greedy(model, first[:1], 5, prompt_cache) == first[1:]
+    assert trim_prompt_cache(prompt_cache, 6) == 6
+    assert prompt_cache[0].offset == PROMPT
+    assert trim_prompt_cache(prompt_cache, 1000) == PROMPT
+    assert all(entry.empty() for entry in prompt_cache)
+    assert models.greedy(model, prompt, 6, prompt_cache) == first
+
+
+def test_more_than_the_rollback_is_refused_and_nothing_is_trimmed(gemma: Any) -> None:
+    prompt_cache = make_prompt_cache(gemma, capacity=64, rollback=4)
+    said = models.greedy(gemma, models.prompt_of(PROMPT), 20, prompt_cache)
+    with pytest.raises(kvcache.NotSupportedError, match="rollback=4"):
+        trim_prompt_cache(prompt_cache, 6)
+    assert prompt_cache[0].offset == PROMPT + 20
+    assert trim_prompt_cache(prompt_cache, 4) == 4
+    assert models.greedy(gemma, said[16:17], 3, prompt_cache) == said[17:]
+
+
+def test_without_rollback_a_wrapped_window_is_not_trimmable_as_in_mlx_lm(gemma: Any) -> None:
+    prompt_cache, theirs = make_prompt_cache(gemma, capacity=64, rollback=0), own_prompt_cache(gemma)
+    trimmable = []
+    for _ in range(3):
+        for one in (prompt_cache, theirs):
+            mx.eval(gemma(mx.array([models.prompt_of(5)]), cache=one))
+        trimmable.append((can_trim_prompt_cache(prompt_cache), can_trim_prompt_cache(theirs)))
+    # After 10 tokens nothing has been evicted yet: the next pass does that.
+    assert trimmable == [(True, True), (True, False), (False, False)]
+
+
+def test_rewind_goes_as_far_back_as_states_were_kept(model: Any) -> None:
+    prompt = models.prompt_of(40)
+    expected = own_greedy(model, prompt, 6)
+    prompt_cache = make_prompt_cache(model, capacity=96, checkpoint_interval=8, rollback=16)
+    models.greedy(model, prompt, 6, prompt_cache, step=8)
+    at = rewind(prompt_cache, 35)
+    assert at in (32, 35)
+    assert models.greedy(model, prompt[at:], 6, prompt_cache) == expected
+    assert rewind(prompt_cache, 0) == 0
+    assert models.greedy(model, prompt, 6, prompt_cache) == expected
+    with pytest.raises(kvcache.InvalidRangeError, match="rewind: to 1000"):
+        rewind(prompt_cache, 1000)
+
+
+# Copies and mlx-lm's LRU.
+
+
+def test_a_copy_shares_what_is_stored_and_goes_its_own_way(model: Any) -> None:
+    pool = CachePool(model, capacity=64, max_sequences=3)
+    prompt_cache, prompt = pool.make_prompt_cache(), models.prompt_of(PROMPT)
+    said = models.greedy(model, prompt, 4, prompt_cache)
+    full = next(cache for cache in pool.storage.attention if cache is not None)
+    free, before = full.free_cells, mx.get_active_memory()
+    copies = [copy.deepcopy(prompt_cache) for _ in range(2)]
+    assert full.free_cells == free
+    assert mx.get_active_memory() - before < 1 << 12
+    for one, more in zip([*copies, prompt_cache], ([3], [4, 5], [6]), strict=True):
+        found = models.greedy(model, more, 5, one)
+        assert found == own_greedy(model, [*prompt, *said, *more], 5)
+    assert free - full.free_cells == 6 + 7 + 6
+
+
+def test_one_copy_too_many_says_what_to_do(model: Any) -> None:
+    prompt_cache = make_prompt_cache(model, capacity=64)
+    models.greedy(model, models.prompt_of(PROMPT), 4, prompt_cache)
+    other = copy.deepcopy(prompt_cache)
+    with pytest.raises(SequencesTakenError, match="all 1 sequences"):
+        models.greedy(model, [3], 4, other)
+    del other
+    assert models.greedy(model, [3], 4, prompt_cache)
+
+
+def test_mlx_lms_lru_keeps_and_gives_our_prompt_caches(model: Any) -> None:
+    pool = CachePool(model, capacity=64, max_sequences=4, rollback=0)
+    lru = LRUPromptCache(max_size=2)
+    prompts = [models.prompt_of(PROMPT, seed=i) for i in range(3)]
+    for prompt in prompts:
+        prompt_cache, rest = lru.fetch_nearest_cache("model", prompt)
+        assert prompt_cache is None
+        prompt_cache = pool.make_prompt_cache()
+        models.greedy(model, rest, 1, prompt_cache)
+        mx.eval(model(mx.array([[7, 7]]), cache=prompt_cache))
+        lru.insert_cache("model", [*prompt, *own_greedy(model, prompt, 1), 7, 7], prompt_cache)
+        assert lru.nbytes == sum(entry.nbytes for entry in prompt_cache) * len(lru)
+        del prompt_cache
+    assert len(lru) == 2
+    assert pool.free_sequences == 2  # what was evicted is free again
+    said = [*prompts[2], *own_greedy(model, prompts[2], 1), 7, 7]
+    prompt_cache, rest = lru.fetch_nearest_cache("model", [*said, 8, 9])
+    assert rest == [8, 9]
+    assert models.greedy(model, rest, 5, prompt_cache) == own_greedy(model, [*said, 8, 9], 5)
+    again, rest = lru.fetch_nearest_cache("model", [*said, 5])
+    assert models.greedy(model, rest, 5, again) == own_greedy(model, [*said, 5], 5)
+
+
+def test_mlx_lms_lru_trims_a_longer_conversation() -> None:
+    model = models.make_llama()
+    pool, lru = CachePool(model, capacity=64, max_sequences=3), LRUPromptCache()
+    prompt_cache, prompt = pool.make_prompt_cache(), models.prompt_of(20)
+    said = models.greedy(model, prompt, 5, prompt_cache)
+    lru.insert_cache("model", [*prompt, *said], prompt_cache)
+    del prompt_cache
+    found, rest = lru.fetch_nearest_cache("model", [*prompt[:15], 4, 5])
+    assert rest == [4, 5]
+    assert found[0].offset == 15
+    assert models.greedy(model, rest, 5, found) == own_greedy(model, [*prompt[:15], 4, 5], 5)
+    exact, rest = lru.fetch_nearest_cache("model", [*prompt, *said])
+    assert rest == []
+    assert models.greedy(model, [3], 5, exact) == own_greedy(model, [*prompt, *said, 3], 5)
+
+
+# Files.
+
+
+def test_what_is_saved_is_loaded_by_us_and_by_mlx_lm(model: Any, tmp_path: Path) -> None:
+    file = str(tmp_path / "prompt.safetensors")
+    pool = CachePool(model, capacity=64, max_sequences=2)
+    prompt_cache, prompt = pool.make_prompt_cache(), models.prompt_of(PROMPT)
+    said = models.greedy(model, prompt, 9, prompt_cache)
+    save_prompt_cache(file, prompt_cache, {"model": "small"})
+    expected = own_greedy(model, [*prompt, *said, 3], 12)
+    ours, metadata = load_prompt_cache(file, pool, return_metadata=True)
+    assert metadata == {"model": "small"}
+    for one in (ours, own_load(file), prompt_cache):
+        assert models.greedy(model, [3], 12, one) == expected
+
+
+@pytest.mark.parametrize(("length", "decoded"), [(3, 0), (3, 5), (9, 0), (9, 12), (30, 0), (30, 1)])
+def test_a_prompt_cache_of_mlx_lm_is_taken_over(model: Any, length: int, decoded: int) -> None:
+    """Before the window is full, just when it is, and after it has wrapped by a chunk or token by token."""
+    theirs, prompt = own_prompt_cache(model), models.prompt_of(length)
+    mx.eval(model(mx.array([prompt]), cache=theirs))
+    more = models.prompt_of(decoded, seed=9)
+    for token in more:
+        mx.eval(model(mx.array([[token]]), cache=theirs))
+    pool = CachePool(model, capacity=64, max_batch=64)
+    ours = adopt(theirs, pool)
+    x = mx.array([[5, 6]])
+    assert models.largest([model(x, cache=ours)], [model(x, cache=theirs)]) <= 4e-5
+    assert models.largest([model(x, cache=ours)], [model(x, cache=theirs)]) <= 4e-5
+
+
+def test_a_quantized_prompt_cache_is_saved_as_what_it_reads(tmp_path: Path) -> None:
+    file = str(tmp_path / "prompt.safetensors")
+    model = models.make_gemma(head_dim=32)
+    pool = CachePool(model, capacity=64, max_sequences=2, dtype=ml.DType.Q8_0)
+    prompt_cache = pool.make_prompt_cache()
+    mx.eval(model(mx.array([models.prompt_of(20)]), cache=prompt_cache))
+    save_prompt_cache(file, prompt_cache)
+    x = mx.array([[5, 6]])
+    exact = model(x, cache=own_load(file))
+    assert models.largest([model(x, cache=prompt_cache)], [exact]) < 0.02 * float(mx.abs(exact).max())
+    again = model(x, cache=load_prompt_cache(file, pool))
+    assert models.largest([again], [exact]) < 0.02 * float(mx.abs(exact).max())
+
+
+def test_a_batch_is_not_saved_as_if_it_were_one_prompt_cache(model: Any, tmp_path: Path) -> None:
+    pool = CachePool(model, capacity=64, max_sequences=2)
+    layers = zip(pool.make_prompt_cache(), pool.make_prompt_cache(), strict=True)
+    batch = [entries[0].merge(entries) for entries in layers]
+    mx.eval(model(mx.zeros((2, 3), mx.int32), cache=batch))
+    with pytest.raises(ValueError, match=r"extract\(row\)"):
+        save_prompt_cache(str(tmp_path / "batch.safetensors"), batch)
+    save_prompt_cache(str(tmp_path / "row.safetensors"), [entry.extract(1) for entry in batch])
+
+
+def test_prompt_caches_of_another_model_are_refused(model: Any) -> None:
+    pool = CachePool(model, capacity=64)
+    others = [make() for name, make in models.MODELS.items() if type(make()) is not type(model)]
+    for other in others:
+        theirs = own_prompt_cache(other)
+        mx.eval(other(mx.zeros((1, 3), mx.int32), cache=theirs))
+        with pytest.raises(kvcache.InvalidRangeError, match="adopt"):
+            adopt(theirs, pool)
+    assert pool.free_sequences == 1
+
+
+def test_what_does_not_fit_is_refused_when_loaded(tmp_path: Path) -> None:
+    model = models.make_llama()
+    theirs = own_prompt_cache(model)
+    mx.eval(model(mx.zeros((1, 30), mx.int32), cache=theirs))
+    pool = CachePool(model, capacity=20)
+    with pytest.raises(kvcache.CacheFullError):
+        adopt(theirs, pool)
+    prompt_cache = pool.make_prompt_cache()
+    assert models.greedy(model, [5, 6, 7], 4, prompt_cache) == own_greedy(model, [5, 6, 7], 4)
