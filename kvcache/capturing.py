@@ -20,6 +20,7 @@ from kvcache.snapshots import (
     AttentionSnapshot,
     InCache,
     LayerSnapshot,
+    check_kind,
     joined,
     sliced,
     tensors_of,
@@ -123,7 +124,11 @@ class AttentionSnapshots:
         table.sweep()
         if table.free >= count or table.unowned < count:
             return
-        while table.free < count and self.on_pressure is not None and self.on_pressure(count - table.free):
+        pins = len(table.pins) + 1
+        while table.free < count and len(table.pins) < pins and self.on_pressure is not None:
+            pins = len(table.pins)  # it is asked again only where fewer are left, whatever it says
+            if not self.on_pressure(count - table.free):
+                break
             table.sweep()
         table.sweep()
         for snapshot, source in self._in_cache():
@@ -230,6 +235,7 @@ class AttentionSnapshots:
         """Check all that ``restore`` may refuse; None where it would give False."""
         backend = self._bound("restore")
         check_sequence("restore", seq, self._max_sequences)
+        check_kind("restore", self, snapshot, AttentionSnapshot)
         end = snapshot.end if target is None else target
         row = self._table.rows[seq]
         count = int(np.searchsorted(snapshot.positions, end))
@@ -400,7 +406,12 @@ class AttentionSnapshots:
                 f"restore: a snapshot of {snapshot.dtype.name}, whole={snapshot.whole}, into a cache of "
                 f"{self._dtype.name}, whole={self._whole}"
             )
-        for i, shapes in snapshot.shapes().items():
+        layers = snapshot.shapes()
+        if snapshot.positions.size and self._buffers.keys() - layers.keys():
+            raise InvalidRangeError(
+                f"restore: this cache stores layers {sorted(self._buffers)}, the snapshot {sorted(layers)}"
+            )
+        for i, shapes in layers.items():
             held = self._buffers.get(i)
             if held is None:
                 continue

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -45,6 +46,9 @@ from kvcache.reading import LowerBound
 from kvcache.scheduling import Schedule
 from kvcache.snapshots import AttentionSnapshot
 from ml import nn
+
+if TYPE_CHECKING:
+    from kvcache.views.models import CachePicture
 
 __all__ = ["CausalCache", "ChunkedCache", "SlidingWindowCache", "drop_middle"]
 
@@ -584,6 +588,15 @@ class CausalCache(AttentionSnapshots):
         self._bound("positions")
         check_sequence("positions", seq, self._max_sequences)
         return self._table.rows[seq].positions.copy()
+
+    def render(self) -> CachePicture:
+        """A picture of who holds which cells: ``print`` it, or ``save`` it as .html, .svg or .json.
+
+        Plain data that the next pass leaves as it is; taking it changes nothing and copies no tensor.
+        """
+        from kvcache.views.caches import look
+
+        return look(self)
 
     # Guards.
 

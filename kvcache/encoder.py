@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,8 +22,11 @@ from kvcache.cache import (
     Mask,
     OrderError,
 )
-from kvcache.snapshots import EncoderSnapshot
+from kvcache.snapshots import EncoderSnapshot, check_kind
 from ml import nn
+
+if TYPE_CHECKING:
+    from kvcache.views.models import CachePicture
 
 __all__ = ["EncoderCache"]
 
@@ -355,6 +359,7 @@ class EncoderCache:
         """Check all that ``restore`` may refuse; None where it would give False."""
         self._bound("restore")
         check_sequence("restore", seq, self._max_sequences)
+        check_kind("restore", self, snapshot, EncoderSnapshot)
         end = snapshot.end if target is None else target
         if not snapshot.begin <= end <= snapshot.end:
             return None
@@ -411,6 +416,12 @@ class EncoderCache:
             id(t): t.nbytes for e in self._entries.values() for pair in e.layers.values() for t in pair
         }
         return sum(tensors.values())
+
+    def render(self) -> CachePicture:
+        """As CausalCache.render."""
+        from kvcache.views.caches import look
+
+        return look(self)
 
     def _bound(self, op: str) -> ml.Backend:
         if self._backend is None:

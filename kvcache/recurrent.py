@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,8 +31,11 @@ from kvcache.cache import (
 )
 from kvcache.causal import CausalCache, drop_middle
 from kvcache.scheduling import Schedule
-from kvcache.snapshots import RecurrentSnapshot
+from kvcache.snapshots import RecurrentSnapshot, check_kind
 from kvcache.states import Arrangement, Checkpoint, Pass, StateBuffers, StateRow, arrange, lost_in
+
+if TYPE_CHECKING:
+    from kvcache.views.models import CachePicture
 
 __all__ = ["RecurrentCache"]
 
@@ -528,6 +532,7 @@ class RecurrentCache:
         """Check all that ``restore`` may refuse; None where it would give False."""
         self._bound("restore")
         check_sequence("restore", seq, self._max_sequences)
+        check_kind("restore", self, snapshot, RecurrentSnapshot)
         if target not in (None, snapshot.end):
             return None
         self._check_states(snapshot)
@@ -625,6 +630,12 @@ class RecurrentCache:
         points = (point for row in self._rows for point in row.checkpoints)
         shared = {id(tensor): tensor.nbytes for point in points for tensor in point.tensors.values()}
         return self._buffers.nbytes + sum(shared.values()) + self.attention.nbytes
+
+    def render(self) -> CachePicture:
+        """As CausalCache.render."""
+        from kvcache.views.caches import look
+
+        return look(self)
 
     def _bound(self, op: str) -> ml.Backend:
         return self.attention._bound(op)

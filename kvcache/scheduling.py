@@ -20,6 +20,7 @@ class Schedule(Generic[S]):
         self._due: dict[int, list[int]] = {}
         self._taken: dict[int, list[S]] = {}
         self._from: dict[int, int] = {}
+        self._cuts: dict[int, int] = {}
 
     def __bool__(self) -> bool:
         """Whether anything is due."""
@@ -72,6 +73,7 @@ class Schedule(Generic[S]):
 
     def cut(self, seq: int, position: int) -> None:
         """The sequence lost what lies at ``position`` and after: snapshots of it are due again."""
+        self._cuts[seq] = min(position, self._cuts.get(seq, position))
         taken = self._taken.get(seq, [])
         gone = [snapshot for snapshot in taken if snapshot.end > position]
         if gone:
@@ -80,6 +82,10 @@ class Schedule(Generic[S]):
             self._from[seq] = min(snapshot.begin for snapshot in gone)
         if self._from.get(seq, 0) > position:
             self._from[seq] = position
+
+    def lowest_cut(self, seq: int) -> int | None:
+        """The lowest position of a ``cut`` since this was last asked; None: there was none."""
+        return self._cuts.pop(seq, None)
 
     def drop(self, seq: int) -> None:
         """Forget all of a sequence."""

@@ -22,7 +22,7 @@ import numpy as np
 
 import ml
 from kvcache.buffers import LayerBuffers, stored_shape
-from kvcache.cache import SequenceLostError
+from kvcache.cache import InvalidRangeError, SequenceLostError
 from kvcache.cells import CellTable, Pin
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "RecurrentSnapshot",
     "Snapshot",
     "WrapperSnapshot",
+    "check_kind",
     "compact",
     "joined",
     "read_layers",
@@ -311,6 +312,14 @@ class WrapperSnapshot:
     def detach(self) -> None:
         for part in self.parts:
             part.detach()
+
+
+def check_kind(op: str, cache: object, snapshot: object, kind: type) -> None:
+    """Refuse a snapshot of a cache that keeps something else."""
+    if not isinstance(snapshot, kind):
+        raise InvalidRangeError(
+            f"{op}: {type(cache).__name__} takes a {kind.__name__}, not {type(snapshot).__name__}"
+        )
 
 
 def read_layers(

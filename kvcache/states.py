@@ -144,6 +144,9 @@ class StateBuffers:
         """Read what ``plan`` moves and loads; the callable returned writes it."""
         if not plan.moves and not plan.loads:
             return lambda: None
+        for point, _ in plan.loads:  # restored before this cache had any states
+            for (kind, layer), state in point.tensors.items() if point is not None else ():
+                self.ensure(ctx, kind, layer, state.shape[1:], state.dtype)
         writes: list[tuple[ml.Tensor, ml.Tensor, np.ndarray]] = []
         sources = np.array([source for source, _ in plan.moves], dtype=np.int64)
         targets = np.array([target for _, target in plan.moves], dtype=np.int64)

@@ -13,12 +13,15 @@ What is asked of the sequences is asked of all caches, and done in all or in non
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import ml
 from kvcache.cache import Batch, Cache, InvalidRangeError, KVCacheError, Mask, NotSupportedError
 from kvcache.causal import drop_middle
-from kvcache.snapshots import WrapperSnapshot
+from kvcache.snapshots import WrapperSnapshot, check_kind
+
+if TYPE_CHECKING:
+    from kvcache.views.models import CachePicture
 
 __all__ = ["Preparable", "WrapperCache"]
 
@@ -228,6 +231,7 @@ class WrapperCache:
     ) -> Callable[[], None] | None:
         """Check all that ``restore`` may refuse; None where it would give False."""
         keepers = self._keepers("restore")
+        check_kind("restore", self, snapshot, WrapperSnapshot)
         if len(snapshot.parts) != len(keepers):
             raise InvalidRangeError(
                 f"restore: a snapshot of {len(snapshot.parts)} caches into a wrapper of {len(keepers)}"
@@ -364,6 +368,12 @@ class WrapperCache:
     def nbytes(self) -> int:
         """Bytes of the caches that tell."""
         return sum(getattr(cache, "nbytes", 0) for cache in self.caches)
+
+    def render(self) -> CachePicture:
+        """As CausalCache.render."""
+        from kvcache.views.caches import look
+
+        return look(self)
 
     def mark_lost(self, seq: int) -> None:
         """Mark a sequence lost in all caches that can: some have changed it where others failed to."""

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 import ml
-from kvcache import encoder, recurrent, snapshots, states
+from kvcache import encoder, recurrent, states
+from kvcache.capturing import AttentionSnapshots
+from kvcache.cells import CellTable
 from kvcache.encoder import EncoderCache
 from kvcache.plain import Buffer
 from kvcache.quantized import QuantizedBuffer
 from kvcache.recurrent import RecurrentCache
 from kvcache.testing.family import run_family
+from kvcache.testing.traces import run_trace
 from kvcache.wrapper import Preparable, WrapperCache
 from ml import DType
 
@@ -92,12 +95,57 @@ def a_state_restored_at_any_position(patch: Patch) -> None:
 
 @bug("recurrent")
 def a_snapshot_restored_without_its_beginning(patch: Patch) -> None:
-    original = snapshots.AttentionSnapshots.restore
+    original = AttentionSnapshots.prepare_restore_snapshot
 
-    def restore(self: Any, seq: int, snapshot: Any, target: int | None = None) -> bool:
-        return original(self, seq, replace(snapshot, begin=0), target)
+    def prepare(self: Any, seq: int, snapshot: Any, target: int | None = None) -> Any:
+        begin, snapshot.begin = snapshot.begin, 0
+        try:
+            return original(self, seq, snapshot, target)
+        finally:
+            snapshot.begin = begin
 
-    patch.setattr(snapshots.AttentionSnapshots, "restore", restore)
+    patch.setattr(AttentionSnapshots, "prepare_restore_snapshot", prepare)
+
+
+@bug("attention")
+def a_snapshot_whose_keys_are_shifted(patch: Patch) -> None:
+    patch.setattr(AttentionSnapshots, "_detach_shared", lambda self, cells: None)
+
+
+@bug("attention")
+def a_snapshot_left_behind_by_defrag(patch: Patch) -> None:
+    original = CellTable.move
+
+    def move(self: CellTable, target: Any) -> None:
+        held = {pin: pin.cells for pin in self.pins.values()}
+        original(self, target)
+        for pin, cells in held.items():
+            pin.cells = cells
+
+    patch.setattr(CellTable, "move", move)
+
+
+@bug("attention")
+def a_snapshot_that_holds_its_cells_for_ever(patch: Patch) -> None:
+    patch.setattr(AttentionSnapshots, "_reclaim", lambda self, count: None)
+
+
+@bug("attention")
+def a_target_one_token_too_far(patch: Patch) -> None:
+    original = AttentionSnapshots._share
+    patch.setattr(
+        AttentionSnapshots, "_share", lambda self, seq, part, count: original(self, seq, part, count + 1)
+    )
+
+
+@bug("wrapper")
+def a_snapshot_restored_in_the_first_cache_only(patch: Patch) -> None:
+    def prepare(self: WrapperCache, seq: int, snapshot: Any, target: int | None = None) -> Any:
+        cache: Any = self.caches[0]
+        end = snapshot.end if target is None else target
+        return cache.prepare_restore_snapshot(seq, snapshot.parts[0], end)
+
+    patch.setattr(WrapperCache, "prepare_restore_snapshot", prepare)
 
 
 @bug("encoder")
@@ -194,8 +242,12 @@ def scattered_rows_written_in_a_run(patch: Patch) -> None:
 def test_a_trace_notices(name: str, monkeypatch: Patch, numpy_backend: ml.Backend) -> None:
     cache, plant = MUTATIONS[name]
     plant(monkeypatch)
-    for seed in range(250):
-        failure = run_family(cache, numpy_backend, seed, FLOATS, ml.Features())
-        if failure is not None:
+    seeds = 500 if cache == "attention" else 250
+    for seed in range(seeds):
+        if cache == "attention":
+            failed = run_trace(numpy_backend, seed) is not None
+        else:
+            failed = run_family(cache, numpy_backend, seed, FLOATS, ml.Features()) is not None
+        if failed:
             return
-    pytest.fail(f"{name}: 250 traces of {cache}, and none failed")
+    pytest.fail(f"{name}: {seeds} traces of {cache}, and none failed")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvcache.cells import CellTable, Row
+from kvcache.cells import CellTable, Pin, Row
 
 Pairs = list[tuple[int, int]]
 
@@ -116,19 +116,30 @@ def test_a_saved_row_comes_back_after_cuts_and_appends() -> None:
 class Naive:
     cells: int
     rows: list[Pairs] = field(default_factory=list)
+    pins: list[tuple[Pin, list[int]]] = field(default_factory=list)
 
     def references(self) -> list[int]:
         found = [0] * self.cells
-        for row in self.rows:
-            for _, cell in row:
+        for cells in [*([cell for _, cell in row] for row in self.rows), *(cells for _, cells in self.pins)]:
+            for cell in cells:
                 found[cell] += 1
         return found
+
+    def owned(self, besides: int | None = None) -> set[int]:
+        return {cell for seq, row in enumerate(self.rows) if seq != besides for _, cell in row}
 
     def check(self, table: CellTable) -> None:
         references = self.references()
         assert table.references.tolist() == references
         assert table.free == references.count(0)
         assert table.held() == {seq: len(row) for seq, row in enumerate(self.rows) if row}
+        assert table.unowned == self.cells - len(self.owned())
+        assert set(np.flatnonzero(table.owned()).tolist()) == self.owned()
+        for pin, cells in self.pins:
+            assert pin.cells.tolist() == cells
+        for seq, held in enumerate(self.rows):
+            cells = [cell for _, cell in held]
+            assert table.shared(seq, np.array(cells, np.int64)) == bool(self.owned(seq).intersection(cells))
         for row, expected in zip(table.rows, self.rows, strict=True):
             assert pairs(row) == expected
             assert row.contiguous == is_run(row)
@@ -189,6 +200,37 @@ class Driver:
         self.table.drop(seq, start, stop)
         del self.naive.rows[seq][start:stop]
 
+    def pin(self) -> None:
+        """Part of a row, or of what another pin holds."""
+        held = self.rnd.choice(
+            [[c for _, c in row] for row in self.naive.rows] + [c for _, c in self.naive.pins]
+        )
+        start, stop = sorted((self.rnd.randrange(len(held) + 1), self.rnd.randrange(len(held) + 1)))
+        pin = self.table.pin(np.array(held[start:stop], np.int64))
+        self.naive.pins.append((pin, held[start:stop]))
+
+    def unpin(self) -> None:
+        """Let go of one, at once or as a collected snapshot does; twice is once."""
+        if not self.naive.pins:
+            return
+        pin, _ = self.naive.pins.pop(self.rnd.randrange(len(self.naive.pins)))
+        if self.rnd.random() < 0.5:
+            self.table.unpin(pin)
+        self.table.drop_pin(pin)
+        self.table.sweep()
+
+    def adopt(self) -> None:
+        """What restoring a snapshot in its cache does."""
+        seq = self.sequence()
+        row = self.naive.rows[seq]
+        for _, cells in self.naive.pins:
+            if cells and not {cell for _, cell in row}.intersection(cells):
+                last = row[-1][0] if row else -1
+                positions = list(range(last + 1, last + 1 + len(cells)))
+                self.table.adopt(seq, np.array(positions, np.int64), np.array(cells, np.int64))
+                row += zip(positions, cells, strict=True)
+                return
+
     def evict_and_restore(self) -> None:
         """What an overflow does: heads are cut off several rows, which then come back."""
         saved = {seq: self.table.save_row(seq) for seq in range(len(self.naive.rows))}
@@ -220,6 +262,7 @@ class Driver:
         assert used.size == 0 or (used.min() >= 0 and used.max() < self.table.cells)
         self.table.move(target)
         self.naive.rows = [[(p, int(target[cell])) for p, cell in row] for row in self.naive.rows]
+        self.naive.pins = [(pin, [int(target[cell]) for cell in cells]) for pin, cells in self.naive.pins]
         if max(references, default=0) < 2:
             assert all(row.contiguous for row in self.table.rows)
 
@@ -230,6 +273,7 @@ def test_random_changes_agree_with_the_naive_table(block: int) -> None:
         driver = Driver(random.Random(seed))
         changes = [driver.take] * 4 + [driver.share, driver.drop, driver.drop]
         changes += [driver.evict_and_restore, driver.take_and_restore, driver.spread]
+        changes += [driver.pin, driver.pin, driver.unpin, driver.adopt]
         for _ in range(25):
             driver.rnd.choice(changes)()
             driver.naive.check(driver.table)

@@ -1,7 +1,8 @@
 """The specification of the attention caches as a plain dict: (sequence, position) -> token.
 
 Written from the contract, and sharing no code with the caches. One token is one cell, however many
-sequences hold it; what is refused raises the error that the cache has to raise, changing nothing.
+sequences hold it; a token that a snapshot brings back into other cells counts as another one, with the
+same content. What is refused raises the error that the cache has to raise, changing nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import ml
 from kvcache.testing.values import shift_positions
 from ml import DType
 
-__all__ = ["Model", "Setup"]
+__all__ = ["Copy", "Model", "Setup"]
 
 Held = list[dict[int, int]]
+_AGAIN = 1 << 20
+"""What a token's number grows by when it lies in further cells."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,15 @@ class Setup:
     @property
     def kept(self) -> int | None:
         """How many past positions stay stored; None: all of them."""
+        return None if self.window is None or self.reach >= self.capacity else self.reach
+
+    @property
+    def reach(self) -> int:
+        """How many past positions a window's sequence can need; 0 without a window."""
         if self.window is None:
-            return None
+            return 0
         memory = self.window if self.memory is None else self.memory
-        if self.max_sequences > 1:
-            memory = max(memory, self.window + 1)
-        return None if memory >= self.capacity else memory
+        return max(memory, self.window + 1) if self.max_sequences > 1 else memory
 
     @property
     def cells(self) -> int:
@@ -70,6 +76,16 @@ class Setup:
         return cells
 
 
+@dataclass(frozen=True)
+class Copy:
+    """What a snapshot is of: position -> token within ``[begin, end)``."""
+
+    begin: int
+    end: int
+    tokens: dict[int, int]
+    whole: bool = False
+
+
 class Model:
     """What a cache made by ``setup`` holds, answers and refuses."""
 
@@ -78,6 +94,7 @@ class Model:
         self.tokens: Held = [{} for _ in range(setup.max_sequences)]
         self.lost: set[int] = set()
         """Sequences that a device failure took; tests that make one say so."""
+        self.again = 0
 
     # Figures.
 
@@ -107,7 +124,7 @@ class Model:
         if self.setup.chunk is not None:
             lowest = position - position % self.setup.chunk
         row = self.tokens[seq]
-        return {p: token for p, token in row.items() if p >= lowest and (p <= position or lifted)}
+        return {p: token % _AGAIN for p, token in row.items() if p >= lowest and (p <= position or lifted)}
 
     # Changes.
 
@@ -168,6 +185,61 @@ class Model:
         others = {token for s, row in enumerate(self.tokens) if s != seq for token in row.values()}
         if not self.setup.can_shift or others.intersection(moving) or not self._resumes(left, max(left) + 1):
             raise kvcache.NotSupportedError(f"sequence {seq}: {len(moving)} tokens cannot move")
+
+    # Snapshots.
+
+    def snapshot(self, seq: int, begin: int, end: int | None) -> Copy:
+        row, offset = self.tokens[seq], self.last(seq) + 1
+        end = offset if end is None else end
+        if not 0 <= begin <= end <= offset:
+            raise kvcache.InvalidRangeError(f"[{begin}, {end}) of {offset}")
+        if seq in self.lost:
+            raise kvcache.SequenceLostError(f"{seq}")
+        if self.setup.window is None:
+            return Copy(begin, end, {p: token for p, token in row.items() if begin <= p < end})
+        before = {p: token for p, token in row.items() if p < end}
+        if end and not self._resumes(before, end):
+            raise kvcache.NotSupportedError(f"{seq} at {end}")
+        return Copy(0, end, {p: t for p, t in before.items() if p >= end - self.setup.reach}, whole=True)
+
+    def restore(self, seq: int, copy: Copy, target: int | None, shared: bool) -> bool:
+        """``shared``: it still lies in the cache, so that its very cells are taken."""
+        end = copy.end if target is None else target
+        row = self.tokens[seq]
+        content = {p: token for p, token in copy.tokens.items() if p < end}
+        if not copy.begin <= end <= copy.end or (seq in self.lost and copy.begin):
+            return False
+        if any(p not in row for p in range(copy.begin)):
+            return False
+        if copy.whole and end and not self._resumes(content, end):
+            return False
+        left = {p: token for p, token in row.items() if p < copy.begin}
+        if not shared:
+            held = [*self.tokens[:seq], left, *self.tokens[seq + 1 :]]
+            free = self.setup.cells - len(_used(held))
+            if len(content) > free:
+                raise kvcache.CacheFullError(len(content), free, _held(held))
+            self.again += 1
+            content = {p: token % _AGAIN + self.again * _AGAIN for p, token in content.items()}
+        self.tokens[seq] = left | content
+        self.lost.discard(seq)
+        return True
+
+    def split(self, copy: Copy, at: int) -> tuple[Copy | None, Copy]:
+        if not copy.begin <= at <= copy.end:
+            raise kvcache.InvalidRangeError(f"{at} of [{copy.begin}, {copy.end})")
+        if copy.whole or at == copy.begin:
+            return None, copy
+        first = {p: token for p, token in copy.tokens.items() if p < at}
+        second = {p: token for p, token in copy.tokens.items() if p >= at}
+        return Copy(copy.begin, at, first), Copy(at, copy.end, second)
+
+    def merge(self, parent: Copy, child: Copy) -> Copy:
+        if child.whole:
+            return child
+        if parent.end != child.begin:
+            raise kvcache.InvalidRangeError(f"[{parent.begin}, {parent.end}) [{child.begin}, {child.end})")
+        return Copy(parent.begin, child.end, parent.tokens | child.tokens)
 
 
 def _used(tokens: Held) -> set[int]:

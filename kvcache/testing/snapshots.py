@@ -20,7 +20,7 @@ from kvcache.testing.model import Setup
 from kvcache.testing.rig import look
 from ml import DType
 
-__all__ = ["SnapshotTests"]
+__all__ = ["Holder", "SnapshotTests", "filled"]
 
 ALL = Setup(max_sequences=4, capacity=12, layers=2)
 WINDOW = replace(ALL, window=3, memory=5)
@@ -95,7 +95,7 @@ class SnapshotTests(CacheCase):
         """``holder(setup)``: sequence 0 holds six tokens, scattered between those of 1."""
 
         def make(setup: Setup = ALL) -> Holder:
-            return _filled(setup, backend, ctx)
+            return filled(setup, backend, ctx)
 
         return make
 
@@ -213,6 +213,9 @@ class SnapshotTests(CacheCase):
         for other in others:
             with pytest.raises(kvcache.InvalidRangeError):
                 other.make(backend).restore(0, snapshot)
+        fewer = AttentionSnapshot(0, 6, snapshot.positions, snapshot.dtype, False, {0: snapshot.layers[0]})
+        with pytest.raises(kvcache.InvalidRangeError, match="layers"):
+            h.cache.restore(2, fewer)
         wide = {i: replace(layer, tensors=layer.tensors[::-1]) for i, layer in snapshot.layers.items()}
         swapped = AttentionSnapshot(0, 6, snapshot.positions, snapshot.dtype, False, wide)
         with pytest.raises(kvcache.InvalidRangeError):
@@ -250,7 +253,7 @@ class SnapshotTests(CacheCase):
         self, backend: ml.Backend, seq: int, when: str
     ) -> None:
         def make(limited: ml.Backend, ctx: ml.Context) -> tuple[Holder, AttentionSnapshot]:
-            h = _filled(ALL, limited, ctx)
+            h = filled(ALL, limited, ctx)
             return h, h.cache.snapshot(0)
 
         def check(made: tuple[Holder, AttentionSnapshot]) -> None:
@@ -277,11 +280,12 @@ class SnapshotTests(CacheCase):
             return h.cache.merge(*h.cache.split(snapshot, 3))
 
         every_failure(
-            backend, when, lambda b, ctx: _filled(ALL, b, ctx), act, lambda h: h.check(), self.fault_stride
+            backend, when, lambda b, ctx: filled(ALL, b, ctx), act, lambda h: h.check(), self.fault_stride
         )
 
 
-def _filled(setup: Setup, backend: ml.Backend, ctx: ml.Context) -> Holder:
+def filled(setup: Setup, backend: ml.Backend, ctx: ml.Context) -> Holder:
+    """Sequence 0 holds six tokens, the first ones scattered between the two of 1."""
     h = Holder(setup, backend, ctx)
     for position in range(2):
         h.forward([position, position], [0, 1])

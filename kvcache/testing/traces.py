@@ -22,9 +22,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import ml
+from kvcache.testing.copies import CopyRig
 from kvcache.testing.family import FAMILY, run_family
 from kvcache.testing.model import Model, Setup
-from kvcache.testing.rig import Rig
 from ml import DType, Layout
 
 __all__ = ["Failure", "random_setup", "run_trace", "run_traces"]
@@ -35,7 +35,7 @@ FLOATS = (DType.F32, DType.F16, DType.BF16)
 KINDS = {"attention": (0, 1, 2, 3), "causal": (0,), "sliding": (1, 2), "chunked": (3,)}
 """What ``--cache`` names: no window, a window, one with memory, a chunk."""
 LENGTH = 14
-"""Calls of one trace, at most."""
+"""Calls of one trace, at most; some more where there are snapshots."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,10 @@ def random_setup(rnd: random.Random, floats: Sequence[DType] = FLOATS, cache: st
 # Choosing the next call, by what the model holds.
 
 
-def next_op(rnd: random.Random, model: Model) -> Op:
+def next_op(rnd: random.Random, model: Model, snapshots: float) -> Op:
+    """``snapshots`` is the share of calls that have to do with them."""
+    if rnd.random() < snapshots:
+        return _with_snapshots(rnd, model)
     roll = rnd.random()
     if roll < 0.58:
         return _forward(rnd, model)
@@ -130,18 +133,42 @@ def _removal(rnd: random.Random, model: Model) -> Op:
     seq = rnd.randrange(model.setup.max_sequences)
     last = model.last(seq)
     begin = rnd.randrange(last + 2) if rnd.random() < 0.9 else rnd.randrange(12)
-    if rnd.random() < 0.5:
+    roll = rnd.random()
+    if roll < 0.2 and last > 0:
+        return "remove", seq, rnd.randrange(last), last  # the last token moves
+    if roll < 0.5:
         return "remove", seq, 0 if rnd.random() < 0.2 else begin, None
     return "remove", seq, begin, begin + rnd.randrange(5)
+
+
+def _with_snapshots(rnd: random.Random, model: Model) -> Op:
+    """Take one, or do something with one of those taken, named by its place."""
+    roll, seq, which = rnd.random(), rnd.randrange(model.setup.max_sequences), rnd.randrange(12)
+    offset = model.last(seq) + 1
+    begin, end = rnd.choice((0, 0, rnd.randrange(offset + 2))), rnd.choice((None, rnd.randrange(offset + 2)))
+    if roll < 0.5:
+        return "snapshot", seq, begin, end
+    if roll < 0.75:
+        return "restore", which, seq, rnd.choice((None, None, rnd.randrange(10)))
+    if roll < 0.83:
+        return "split", which, rnd.randrange(8)
+    if roll < 0.9:
+        return "merge", which, rnd.randrange(12)
+    return rnd.choice(("detach", "drop")), which
 
 
 # Running.
 
 
-def apply(rig: Rig, op: Op, computes: bool) -> None:
+def apply(rig: CopyRig, op: Op, computes: bool) -> None:
     """One call, checked."""
     name, *args = op
-    if name == "forward":
+    if name in ("restore", "split", "merge", "detach", "drop"):
+        if rig.copies:
+            getattr(rig, str(name))(*args)
+    elif name == "snapshot":
+        rig.snapshot(*args)  # type: ignore[arg-type]
+    elif name == "forward":
         _apply_forward(rig, computes, *args)  # type: ignore[arg-type]
     elif name == "copy_prefix":
         src, dst, length = args
@@ -156,7 +183,7 @@ def apply(rig: Rig, op: Op, computes: bool) -> None:
 
 
 def _apply_forward(
-    rig: Rig, computes: bool, positions: Ints, sequences: Ints, lifted: Ints, look: str
+    rig: CopyRig, computes: bool, positions: Ints, sequences: Ints, lifted: Ints, look: str
 ) -> None:
     if look == "undo":
         rig.start_and_undo(positions, sequences)
@@ -183,10 +210,11 @@ def run_trace(
     rnd = random.Random(seed)
     setup = random_setup(rnd, floats, cache)
     ops: list[Op] = []
+    snapshots = rnd.choice((0.0, 0.2, 0.4))
 
     def choose(model: Model) -> Iterator[Op]:
-        for _ in range(rnd.randrange(4, LENGTH + 1)):
-            ops.append(next_op(rnd, model))
+        for _ in range(rnd.randrange(4, LENGTH + 1 + int(20 * snapshots))):
+            ops.append(next_op(rnd, model, snapshots))
             yield ops[-1]
 
     error = _run(backend, setup, choose, computes)
@@ -202,9 +230,10 @@ def _run(
     """What went wrong, or None."""
     try:
         with backend.new_context() as ctx:
-            rig = Rig(setup, backend, ctx)
+            rig = CopyRig(setup, backend, ctx)
             for op in choose(rig.model):
                 apply(rig, op, computes)
+            rig.check_copies()
             rig.cache.close()
     except Exception:
         return traceback.format_exc(limit=-4)

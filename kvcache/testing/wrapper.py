@@ -11,10 +11,11 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
+from kvcache.snapshots import WrapperSnapshot
 from kvcache.testing import values
 from kvcache.testing.failing import every_failure, every_way_to_fail
 from kvcache.testing.harness import CacheCase
-from kvcache.testing.model import Held, Model, Setup
+from kvcache.testing.model import Copy, Held, Model, Setup
 from kvcache.testing.rig import Rig, outcome
 from ml import DType
 
@@ -87,6 +88,7 @@ class WrapperRig:
         self.cache.init(backend, DType.F32, setups[0].max_sequences, setups[0].capacity, setups[0].max_batch)
         self.next_token = 1
         self.under_way: tuple[Sequence[int], Sequence[int], Collection[int]] | None = None
+        self.copies: list[tuple[WrapperSnapshot, list[Copy]]] = []
 
     @property
     def models(self) -> list[Model]:
@@ -168,6 +170,57 @@ class WrapperRig:
             self.both(lambda: self.cache.remove(seq, begin, end), lambda m: m.remove(seq, begin, end))
         )
 
+    def snapshot(self, seq: int, begin: int, end: int | None) -> None:
+        stop = self.last(seq) + 1 if end is None else end
+        taken: list[WrapperSnapshot] = []
+        copies: list[Copy] = []
+        if self.both(
+            lambda: taken.append(self.cache.snapshot(seq, begin, end)),
+            lambda m: copies.append(m.snapshot(seq, begin, stop)),
+        ):
+            self.copies.append((taken[0], copies))
+
+    def restore(self, which: int, seq: int, target: int | None) -> None:
+        """Each is asked in turn, up to the first that cannot."""
+        snapshot, copies = self.copies[which]
+        end = snapshot.end if target is None else target
+        shared = [part.in_cache for part in snapshot.parts]
+        before: list[Held] = [[dict(row) for row in m.tokens] for m in self.models]
+        answers: list[bool] = []
+        wanted: list[bool] = []
+
+        def ask() -> None:
+            for m, copy, is_shared in zip(self.models, copies, shared, strict=True):
+                if not m.restore(seq, copy, end, is_shared):
+                    wanted.append(False)
+                    return
+            wanted.append(True)
+
+        expected = outcome(ask)
+        found = outcome(lambda: answers.append(self.cache.restore(seq, snapshot, target)))
+        assert type(found) is type(expected), f"raised {found!r}, expected {expected!r}"
+        assert answers == wanted
+        done = answers == [True]
+        if not done:
+            for m, tokens in zip(self.models, before, strict=True):
+                m.tokens = tokens
+        self.check()
+        self._over(done)
+
+    def split(self, which: int, at: int) -> None:
+        """Cut one and join it again: the halves and the whole join the copies."""
+        snapshot, copies = self.copies[which]
+        first, second = self.cache.split(snapshot, at)
+        if first is None:
+            assert second is snapshot
+            return
+        halves = [m.split(copy, at) for m, copy in zip(self.models, copies, strict=True)]
+        firsts = [half for half, _ in halves if half is not None]
+        assert len(firsts) == len(copies), "it was cut though one of them is whole"
+        self.copies += [(first, firsts), (second, [half for _, half in halves])]
+        self.copies.append((self.cache.merge(first, second), copies))
+        self.check()
+
     def _over(self, done: bool) -> bool:
         """What changed sequences ended the pass; what was refused did not."""
         if done:
@@ -234,7 +287,9 @@ def wrapper_trace(backend: ml.Backend, seed: int) -> None:
 
 def _random_call(rnd: random.Random, r: WrapperRig, count: int) -> None:
     seq, roll = rnd.randrange(count), rnd.random()
-    if roll < 0.6:
+    if r.foreign is None and rnd.random() < 0.25:
+        _random_snapshot(rnd, r, seq, count)
+    elif roll < 0.6:
         last = [r.last(s) for s in range(count)]
         pairs = []
         for _ in range(rnd.randint(1, 4)):
@@ -254,6 +309,26 @@ def _random_call(rnd: random.Random, r: WrapperRig, count: int) -> None:
     elif r.foreign is None or roll < 0.85:  # what a foreign cache refuses is only known in the end
         begin = rnd.randint(0, r.last(seq) + 1)
         r.remove(seq, begin, rnd.choice((None, begin + rnd.randrange(4))))
+
+
+def _random_snapshot(rnd: random.Random, r: WrapperRig, seq: int, count: int) -> None:
+    roll = rnd.random()
+    if roll < 0.4 or not r.copies:
+        offset = r.last(seq) + 1
+        end = rnd.choice((None, rnd.randint(0, offset + 1)))
+        r.snapshot(seq, rnd.choice((0, rnd.randint(0, offset))), end)
+        return
+    which = rnd.randrange(len(r.copies))
+    snapshot, _ = r.copies[which]
+    if roll < 0.8:
+        target = rnd.choice((None, None, rnd.randint(snapshot.begin, snapshot.end + 1)))
+        r.restore(which, rnd.randrange(count), target)
+    elif roll < 0.9:
+        r.split(which, rnd.randint(snapshot.begin, snapshot.end))
+    else:
+        nbytes = snapshot.nbytes
+        snapshot.detach()
+        assert (snapshot.in_cache, snapshot.nbytes) == (False, nbytes)
 
 
 class WrapperTests(CacheCase):

@@ -1,0 +1,129 @@
+"""A rig that takes snapshots: each beside what the model says it is of.
+
+Snapshots are named by their place in ``copies``, counted round, so that a trace of calls stays one
+when some of them are left out. A batch that fits beside all that snapshots hold copies none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml
+from kvcache.snapshots import AttentionSnapshot, tensors_of
+from kvcache.testing.model import Copy, Setup
+from kvcache.testing.rig import Rig
+
+__all__ = ["CopyRig"]
+
+
+class CopyRig(Rig):
+    """A cache beside its model, and snapshots of it."""
+
+    def __init__(self, setup: Setup, backend: ml.Backend, ctx: ml.Context) -> None:
+        super().__init__(setup, backend, ctx)
+        self.copies: list[tuple[AttentionSnapshot, Copy]] = []
+
+    def start(self, positions: Sequence[int], sequences: Sequence[int]) -> bool:
+        taken, pinned = self._in_cache(), self._pinned()
+        done = super().start(positions, sequences)
+        used = {token for row in self.model.tokens for token in row.values()}
+        if not done or len(used | pinned) <= self.setup.cells:
+            assert self._in_cache() == taken, "copied out with no need"
+        return done
+
+    def snapshot(self, seq: int, begin: int, end: int | None) -> None:
+        self._both(lambda: self.cache.snapshot(seq, begin, end), lambda: self.model.snapshot(seq, begin, end))
+
+    def restore(self, which: int, seq: int, target: int | None) -> bool:
+        """Whether it was restored."""
+        snapshot, copy = self.copies[which % len(self.copies)]
+        answers: list[bool] = []
+        shared = snapshot.in_cache
+        self.agree(
+            lambda: answers.append(self.cache.restore(seq, snapshot, target)),
+            lambda: answers.append(self.model.restore(seq, copy, target, shared)),
+        )
+        assert len(set(answers)) < 2, f"restore gave {answers}"
+        self.check_figures()
+        return bool(answers) and answers[0]
+
+    def split(self, which: int, at: int) -> None:
+        snapshot, copy = self.copies[which % len(self.copies)]
+        self._both(lambda: self.cache.split(snapshot, at), lambda: self.model.split(copy, at))
+
+    def merge(self, which: int, other: int) -> None:
+        """Join one with one of those that begin where it ends, or with any where there is none."""
+        parent, model_parent = self.copies[which % len(self.copies)]
+        fitting = [pair for pair in self.copies if pair[0].begin == parent.end] or self.copies
+        child, model_child = fitting[other % len(fitting)]
+        self._both(
+            lambda: self.cache.merge(parent, child), lambda: self.model.merge(model_parent, model_child)
+        )
+
+    def detach(self, which: int) -> None:
+        snapshot = self.copies[which % len(self.copies)][0]
+        nbytes = snapshot.nbytes
+        snapshot.detach()
+        assert not snapshot.in_cache
+        assert snapshot.nbytes == nbytes == sum(tensor.nbytes for tensor in tensors_of(snapshot.layers))
+        self.check_figures()
+
+    def drop(self, which: int) -> None:
+        del self.copies[which % len(self.copies)]
+        self.check_figures()
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> bool:
+        taken = self._in_cache()
+        done = super().remove(seq, begin, end)
+        if not done or end is None:
+            assert self._in_cache() == taken, "copied out with no need"
+        return done
+
+    def copy_prefix(self, src: int, dst: int, length: int) -> None:
+        taken = self._in_cache()
+        super().copy_prefix(src, dst, length)
+        assert self._in_cache() == taken, "copied out with no need"
+
+    def defrag(self) -> None:
+        taken = self._in_cache()
+        super().defrag()
+        assert self._in_cache() == taken, "copied out with no need"
+
+    def check_copies(self) -> None:
+        """Put every snapshot back where a sequence has room for it, and read it."""
+        for which, (snapshot, copy) in enumerate(self.copies):
+            assert snapshot.positions.tolist() == sorted(copy.tokens)
+            assert (snapshot.begin, snapshot.end) == (copy.begin, copy.end)
+            assert snapshot.divisible is not copy.whole
+            self.remove(0, 0)
+            if copy.begin:
+                self.forward(range(copy.begin), 0)
+            if self.restore(which, 0, None) and copy.tokens and self.model.free():
+                self.forward([copy.end], 0)
+
+    def _both(self, real: Callable[[], Any], model: Callable[[], Any]) -> None:
+        """What both made joins the copies; where the model refuses, so did the cache."""
+        found: list[Any] = []
+        copies: list[Any] = []
+        taken = self._in_cache()
+        self.agree(lambda: found.append(real()), lambda: copies.append(model()))
+        assert self._in_cache() == taken, "copied out with no need"
+        for made, copy in zip(found, copies, strict=True):
+            made_parts = made if isinstance(made, tuple) else (made,)
+            parts = copy if isinstance(copy, tuple) else (copy,)
+            for part, expected in zip(made_parts, parts, strict=True):
+                assert (part is None) == (expected is None)
+                if part is not None:
+                    assert (part.begin, part.end) == (expected.begin, expected.end)
+                    self.copies.append((part, expected))
+        self.check_figures()
+
+    def _in_cache(self) -> list[bool]:
+        return [snapshot.in_cache for snapshot, _ in self.copies]
+
+    def _pinned(self) -> set[int]:
+        """The tokens whose cells snapshots hold."""
+        return {
+            token for snapshot, copy in self.copies if snapshot.in_cache for token in copy.tokens.values()
+        }
