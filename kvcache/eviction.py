@@ -56,6 +56,10 @@ class Ledger(Generic[N]):
                 self._heap = [(self._priority(e), next(self._count), e) for e in self]
                 heapq.heapify(self._heap)
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether an entry of this size has room when all others have gone."""
+        return self.budget is None or nbytes <= self.budget
+
     @property
     def excess(self) -> int:
         """Bytes over the budget."""

@@ -10,6 +10,7 @@ import ml
 from kvcache.batches import Group
 from kvcache.cache import Mask
 from kvcache.cells import CellTable
+from kvcache.fixed import FixedPass, read_everything
 from kvcache.masks import KeptMask, build_mask
 from kvcache.reading import LowerBound, Reading, plan_reading
 
@@ -34,6 +35,8 @@ class Forward:
     lifted: frozenset[int] = frozenset()
     kept: KeptMask | None = None
     """What the pass before left: the mask that this one may go on with."""
+    fixed: FixedPass | None = None
+    """Slots and mask of this batch size, where shapes are fixed."""
     run: int = field(init=False)
     """The first cell of the run that the batch is written to; -1 where it is none, or with ``reserve``."""
     _targets: ml.Tensor | None = None
@@ -42,10 +45,25 @@ class Forward:
     _own: dict[int, tuple[Reading, Mask]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.run = self.cells if isinstance(self.cells, int) and not self.reserve else -1
+        in_place = isinstance(self.cells, int) and not self.reserve and self.fixed is None
+        self.run = self.cells if in_place and isinstance(self.cells, int) else -1
+
+    def fill(self, ctx: ml.Context) -> None:
+        """Bring the tensors of fixed shapes to this pass, unless they are its own already."""
+        if self.fixed is None or (self.fixed.owner is self and self._shared is not None):
+            return
+        reading, padding = read_everything(self.table, self.groups), self.config.mask_batch_padding
+        first = self.cells
+        slots = np.arange(first, first + self.tokens) if isinstance(first, int) else first
+        mask = reading.mask(self.tokens, self.lower, self.lifted, padding)
+        self.fixed.write(ctx, self, slots, mask)
+        self._shared = reading, self.fixed.mask
 
     def targets(self, ctx: ml.Context) -> int | ml.Tensor:
         """The first cell of the run to write, or all cells as an I32 tensor."""
+        if self.fixed is not None:
+            self.fill(ctx)
+            return self.fixed.slots
         if isinstance(self.cells, int):
             return self.cells
         if self._targets is None:
@@ -59,6 +77,7 @@ class Forward:
 
     def shared(self, ctx: ml.Context) -> tuple[Reading, Mask]:
         """What ``get`` reads: all groups together, arranged as the config says."""
+        self.fill(ctx)
         if self._shared is None:
             reading = plan_reading(self.table, self.groups, self.config.cache_padding)
             self._shared = reading, self._mask(ctx, reading, self.config)
@@ -114,7 +133,7 @@ class Forward:
     def worth_merging(self) -> bool:
         """Whether one masked call over all cells is cheaper than a call per sequence."""
         if self._merge is None:
-            self._merge = len(self.groups) > 1 and self._is_dense()
+            self._merge = self.fixed is not None or (len(self.groups) > 1 and self._is_dense())
         return self._merge
 
     def _is_dense(self) -> bool:

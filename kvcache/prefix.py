@@ -250,13 +250,13 @@ class PrefixCache:
     ) -> None:
         if interval < 1:
             raise InvalidRangeError(f"PrefixCache: interval={interval}; it is >= 1")
-        host, stores, self._opened = _sorted_tiers(tiers)
-        if stores and not identity:
+        if not identity and not all(isinstance(tier, HostTier) for tier in tiers):
             raise InvalidRangeError(
                 "PrefixCache: a store keeps snapshots for others and for later; identity= has to say which "
                 "model and weights they are of"
             )
         keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": cache.settings()}, chunk)
+        host, stores, self._opened = _sorted_tiers(tiers)
         self.cache = cache
         self.stats = PrefixStats()
         self.interval = interval
@@ -624,6 +624,8 @@ class PrefixCache:
         if self.shelf.divisible:
             return []
         taken = [part for part in self.cache.take_snapshots(seq) if part.end <= size]
+        if begin and self.shelf.along(ids)[0] < begin:  # what they would follow was evicted since
+            taken, begin = [part for part in taken if not part.begin], 0
         begin = taken[-1].end if taken else begin
         if begin < size:
             try:
@@ -647,11 +649,15 @@ def _sorted_tiers(
     stores: list[SnapshotStore] = []
     opened: list[SnapshotStore] = []
     for tier in tiers[len(hosts) :]:
-        if isinstance(tier, (str, PathLike)):
-            opened.append(open_store(fspath(tier)))
-            stores.append(opened[-1])
-        elif isinstance(tier, SnapshotStore):
-            stores.append(tier)
-        else:
+        if not isinstance(tier, (str, PathLike, SnapshotStore)):
             raise InvalidRangeError(f"PrefixCache: {tier!r} is no tier; a HostTier, a store, or its URL")
+    try:
+        for tier in tiers[len(hosts) :]:
+            if isinstance(tier, (str, PathLike)):
+                opened.append(open_store(fspath(tier)))
+            stores.append(opened[-1] if isinstance(tier, (str, PathLike)) else tier)
+    except BaseException:
+        for store in opened:
+            store.close()
+        raise
     return (hosts[0] if hosts else None), stores, opened

@@ -9,6 +9,7 @@ has nothing.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ class Held:
     @property
     def host(self) -> Page | None:
         """Its page, also while it is being written."""
-        return self.page or (self.parcel.pages[-1][1] if self.parcel is not None else None)
+        return self.page or (self.parcel.page if self.parcel is not None else None)
 
     @property
     def tier(self) -> str:
@@ -112,10 +113,8 @@ class Shelf:
         """The longest prefix of ``ids`` that is kept, and the nodes to restore it from, in order."""
         match = self.trie.match(ids)
         if not self.divisible:
-            for last in range(len(match.nodes) - 1, -1, -1):
-                if match.nodes[last].end <= match.length and (chain := _chain(match.nodes[: last + 1])):
-                    return chain[-1].end, chain
-            return 0, ()
+            chain = _chain([node for node in match.nodes if node.end <= match.length])
+            return (chain[-1].end if chain else 0), chain
         usable: list[Node[Held]] = []
         for node in match.nodes:
             if node.data is None or not node.data.present:
@@ -152,7 +151,7 @@ class Shelf:
                 return None
         except (SnapshotCorrupt, SequenceLostError):
             return None
-        if tier == "host" and target == node.end:
+        if tier == "host" and target == node.end and node.data is held:
             # It lies in the cache now: kept from there, the next one shares it.
             self._keep_on_device(node, self.cache.snapshot(seq, held.begin, node.end))
         return tier
@@ -288,16 +287,24 @@ class Shelf:
         """Move a snapshot from the device to the next tier, or drop it where there is none."""
         held = node.data
         assert held is not None
-        if held.snapshot is not None and held.host is None and not held.stored:
-            if self.host is not None:
-                self._keep_on_host(node, to_page(self.cache.backend, held.snapshot))
-            elif self.store is not None:
-                self._submit(node, to_page(self.cache.backend, held.snapshot))
+        if held.host is None and not held.stored and (self.host is not None or self.store is not None):
+            page = self._copied_out(held)
+            if page is not None and self.host is not None and self.host.fits(page.nbytes):
+                self._keep_on_host(node, page)
+            elif page is not None and self.store is not None:
+                self._submit(node, page)
         self.device.discard(node)
         held.snapshot = None
         self._prune(node)
         while self.host is not None and self.host.excess and (other := self.host.first()) is not None:
             self._leave_host(other)
+
+    def _copied_out(self, held: Held) -> Page | None:
+        """The page of a snapshot; None where a device failure took what it names."""
+        try:
+            return None if held.snapshot is None else to_page(self.cache.backend, held.snapshot)
+        except SequenceLostError:
+            return None
 
     def _leave_host(self, node: Node[Held]) -> None:
         held = node.data
@@ -360,8 +367,8 @@ class Shelf:
                 continue
             if held.page is not None:
                 self._submit(node, held.page)
-            elif held.snapshot is not None:
-                self._submit(node, to_page(self.cache.backend, held.snapshot))
+            elif (page := self._copied_out(held)) is not None:
+                self._submit(node, page)
         self.store.flush()
         self.settle()
 
@@ -426,15 +433,19 @@ def _frees(held: Held) -> bool:
 
 
 def _chain(nodes: Sequence[Node[Held]]) -> tuple[Node[Held], ...]:
-    """The nodes, ending with the last of ``nodes``, whose snapshots follow one another from 0; () if none."""
-    last = nodes[-1]
-    if last.data is None or not last.data.present:
-        return ()
-    if last.data.begin == 0:
-        return (last,)
-    for i in range(len(nodes) - 2, -1, -1):
-        if nodes[i].end < last.data.begin:
-            break
-        if before := _chain(nodes[: i + 1]):
-            return (*before, last)
-    return ()
+    """Of the nodes of a path those whose snapshots follow one another from 0, as far as any do."""
+    reached: list[tuple[Node[Held], int]] = []  # with the place of the one before it, -1 for none
+    for node in nodes:
+        if node.data is None or not node.data.present:
+            continue
+        before = bisect.bisect_left(reached, node.data.begin, key=lambda entry: entry[0].end)
+        if node.data.begin == 0:
+            reached.append((node, -1))
+        elif before < len(reached):
+            reached.append((node, before))
+    found: list[Node[Held]] = []
+    at = len(reached) - 1
+    while at >= 0:
+        node, at = reached[at]
+        found.append(node)
+    return tuple(found[::-1])

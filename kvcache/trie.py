@@ -34,7 +34,10 @@ class Alphabet:
         if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
             found = tokens.astype(np.int64, copy=True).reshape(-1)
         elif set(map(type, tokens)) <= {int}:
-            found = np.array(tokens, dtype=np.int64)
+            try:
+                found = np.array(tokens, dtype=np.int64)
+            except OverflowError as error:
+                raise ValueError("tokens: an id of 2**63 or more; ids are below that") from error
         else:
             return np.array([self._code(token) for token in tokens], dtype=np.int64)
         if found.size and int(found.min()) < 0:
@@ -56,8 +59,8 @@ class Alphabet:
                 self._items.append(item)
             return self._codes[item]
         value = operator.index(token)
-        if value < 0:
-            raise ValueError(f"tokens: {value}; ids are >= 0, other items are bytes")
+        if not 0 <= value < 2**63:
+            raise ValueError(f"tokens: {value}; ids are >= 0 and below 2**63, other items are bytes")
         return value
 
 

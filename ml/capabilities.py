@@ -67,6 +67,8 @@ class CacheConfig:
     ``mask_batch_padding``: the mask's rows likewise (rows of -inf).
     ``permuted_v``: ``get`` gives values as (kv_heads, head_dim, history).
     ``elide_mask``: the mask may be None or :data:`CAUSAL` where that says the same.
+    ``fixed_shapes``: a pass of n tokens has the same tensors each time, over all cells, for CUDA graphs
+    and compilers of graphs (see kvcache.fixed); nothing is elided then.
     """
 
     cache_padding: int = 1
@@ -75,6 +77,7 @@ class CacheConfig:
     permuted_v: bool = False
     layout: Layout | Literal["head_major", "token_major"] = Layout.HEAD_MAJOR
     elide_mask: bool = False
+    fixed_shapes: bool = False
 
     def __post_init__(self) -> None:
         for name in ("cache_padding", "mask_batch_padding"):

@@ -217,6 +217,7 @@ def reshape_strides(shape: Shape, strides: Shape, target: Shape) -> Shape | None
     return tuple(result)
 
 
+@functools.lru_cache(maxsize=1024)
 def broadcast_shapes(op: str, *shapes: Shape) -> Shape:
     """The common shape by NumPy's rules; ShapeError when there is none."""
     try:

@@ -16,6 +16,7 @@ from backends.mlx import fused
 from backends.mlx.arrays import BITS, MLX_DTYPES, from_host, from_mlx_dtype, scalar, schedule, to_host
 from backends.mlx.box import SIZE_LIMIT, WAIT_BYTES, Box
 from backends.mlx.errors import MLX_ERRORS, device_errors
+from backends.mlx.store import MlxKVStore
 from backends.mlx.tensor import MlxTensor
 from ml.base import BaseBackend, BaseContext, BaseTensor
 from ml.capabilities import CacheConfig, CausalMask, DeviceInfo, DeviceMemory, Layout
@@ -90,6 +91,14 @@ class MlxBackend(BaseBackend):
         if len(self._pending) > PENDING_RESULTS or self._pending_bytes > PENDING_BYTES:
             self.flush()
 
+    def defer_pair(self, first: weakref.ref[Box], second: weakref.ref[Box], nbytes: int) -> None:
+        """Note two writes at once."""
+        pending = self._pending
+        pending += (first, second)
+        self._pending_bytes += nbytes
+        if len(pending) > PENDING_RESULTS or self._pending_bytes > PENDING_BYTES:
+            self.flush()
+
     def flush(self, *arrays: Any) -> int:
         """Hand every pending result, and ``arrays`` after them, to the stream; returns the epoch that ends.
 
@@ -132,6 +141,10 @@ class MlxBackend(BaseBackend):
         return host
 
     # Capabilities.
+
+    def kv_store(self, key: MlxTensor, value: MlxTensor) -> MlxKVStore | None:
+        """See :class:`ml.SupportsKVStore`."""
+        return MlxKVStore.over(self, key, value)
 
     def cache_config(self) -> CacheConfig:
         return CacheConfig(mask_dtype=self.dtype, layout=Layout.HEAD_MAJOR, elide_mask=True)

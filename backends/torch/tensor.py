@@ -42,11 +42,12 @@ class TorchStorage(Storage):
     __slots__ = ("high", "low")
 
     def __init__(self, backend: BaseBackend, device: int, owned: torch.Tensor | None) -> None:
+        # As Storage.__init__, in line: every result of an operation has one.
         self.low, self.high = 0, _EVERYWHERE
-        if owned is None:
-            super().__init__(backend, None, 0, 0, device, owned=False)
-        else:
-            super().__init__(backend, None, 0, owned.nbytes, device)
+        self.backend, self.device = backend, device
+        self.array, self.size = None, 0
+        if owned is not None:
+            backend._ledger[id(self)] = device, owned.nbytes
 
     def locate(self, array: torch.Tensor) -> None:
         """Note the addresses, the first time that a write asks for them."""
@@ -89,7 +90,13 @@ class TorchTensor(BaseTensor):
     def own(cls, ctx: TorchContext, array: torch.Tensor, dtype: DType) -> Self:
         """Wrap what torch has just allocated; C-contiguous, so that ``view`` counts as one expects."""
         array = array.contiguous()
-        return cls(array, dtype, TorchStorage(ctx.backend, ctx._device, array))
+        made = _new(TorchTensor)
+        made.native = array
+        made.dtype = dtype
+        made.backend = backend = ctx._backend
+        made.storage = TorchStorage(backend, ctx._device, array)
+        made._shape = None
+        return cast("Self", made)
 
     @property
     def shape(self) -> Shape:
@@ -149,13 +156,14 @@ class TorchTensor(BaseTensor):
         if ctx._closed or ctx._backend is not self.backend or self.backend._closed:
             ctx.check("slice", self)
         try:
-            native = self.native
-            sizes, steps = list(native.size()), list(native.stride())
-            if 0 <= start < stop <= sizes[axis] and step >= 1 and 0 not in sizes:
-                stride = steps[axis]
-                sizes[axis], steps[axis] = (stop - start + step - 1) // step, stride * step
-                shown = native.as_strided(sizes, steps, native.storage_offset() + start * stride)
-                return type(self)(shown, self.dtype, self.storage)
+            if step == 1 and 0 <= start < stop and self.native.numel():
+                shown = _new(TorchTensor)
+                shown.native = self.native.narrow(axis, start, stop - start)
+                shown.dtype = self.dtype
+                shown.storage = self.storage
+                shown.backend = self.backend
+                shown._shape = None
+                return cast("Self", shown)
         except Exception:
             pass
         return super().slice(ctx, axis, start, stop, step)

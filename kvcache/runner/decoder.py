@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -146,6 +147,7 @@ class CausalModel(Decoder, Generic[C]):
         self.backend = backend
         self.config = config
         self.dtype = dtype
+        self.origin: Path | None = getattr(weights, "origin", None)
         load = Loader(weights, self.shapes(config), dtype, progress)
         with backend.new_context() as ctx:
             here = ctx.input()

@@ -24,12 +24,12 @@ from kvcache.causal import CausalCache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError, RunnerError
 from kvcache.runner.memory import cache_bytes, check_memory
-from kvcache.runner.requests import Event, Finished, Prefilled, Settings, Statistics, Token
-from kvcache.runner.runs import Run, Slot, common_prefix
+from kvcache.runner.requests import Event, Finished, Prefilled, Settings, Statistics
+from kvcache.runner.runs import Run, Slot, common_prefix, has_token
 from kvcache.runner.sampling import Sampler
 from kvcache.runner.tokenizer import Tokenizer
 
-__all__ = ["Generator", "GeneratorOptions", "LanguageModel", "Prompt"]
+__all__ = ["Generator", "GeneratorOptions", "LanguageModel", "Prompt", "cache_for", "check_prompt"]
 
 Prompt = str | Sequence[int]
 """A text, or token ids as they are."""
@@ -100,10 +100,10 @@ class Generator:
         self.options = options
         self.capacity = options.capacity_for(model.config)
         self.statistics = Statistics()
-        sizes = (options.cache_dtype, options.max_sequences, self.capacity)
+        sizes = self._sizes()
         check_memory(model.config, model.backend, *sizes)
-        self.cache = _cache_for(model) if cache is None else cache
-        self._largest = max(options.prefill_chunk, options.max_sequences)
+        self.cache = cache_for(model) if cache is None else cache
+        self._largest = self._largest_batch()
         self.cache.init(model.backend, *sizes, self._largest)
         self._slots = [Slot(seq) for seq in range(options.max_sequences)]
         self._queue: list[Run] = []
@@ -119,9 +119,14 @@ class Generator:
     @property
     def cache_bytes(self) -> int:
         """What the cache takes when its buffers are there, which is from the first token on."""
-        options = self.options
-        sizes = (options.cache_dtype, options.max_sequences, self.capacity)
-        return cache_bytes(self.model.config, *sizes, self._largest)
+        return cache_bytes(self.model.config, *self._sizes(), self._largest)
+
+    def _sizes(self) -> tuple[ml.DType, int, int]:
+        """What the cache stores, of how many sequences, with how many tokens each."""
+        return self.options.cache_dtype, self.options.max_sequences, self.capacity
+
+    def _largest_batch(self) -> int:
+        return max(self.options.prefill_chunk, self.options.max_sequences)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids. Raises RequestError for one that is empty, too long or out of range."""
@@ -281,19 +286,11 @@ class Generator:
         return logits
 
     def _accept(self, slot: Slot, run: Run, token: int) -> Iterator[Event]:
-        event = run.accept(token, self.model.config.eos_ids)
-        reason = run.finish_reason(self.limit)
-        if event is not None:
-            self.statistics.generated_tokens += 1
-        if reason is None:
-            if event is not None:
-                yield event
-            return
-        tail, answer = run.finish(reason)
-        slot.leave()
-        if event is not None or tail:
-            yield Token(run.request, event.token if event else None, (event.text if event else "") + tail)
-        yield answer
+        events = run.advance(token, self.model.config.eos_ids, self.limit)
+        self.statistics.generated_tokens += has_token(events[0])
+        if isinstance(events[-1], Finished):
+            slot.leave()
+        yield from events
 
     def _count(self, parts: Sequence[tuple[Slot, Run, int]], prefill: bool, seconds: float) -> None:
         statistics, tokens = self.statistics, sum(count for _, _, count in parts)
@@ -305,7 +302,8 @@ class Generator:
             statistics.decode_seconds += seconds
 
 
-def _cache_for(model: LanguageModel) -> Cache:
+def cache_for(model: LanguageModel) -> Cache:
+    """A fresh cache for the model's layers, bound to no backend."""
     if isinstance(model, MakesCache):
         return model.make_cache()
     return CausalCache(getattr(model, "shift", None))

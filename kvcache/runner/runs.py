@@ -8,7 +8,7 @@ from kvcache.runner.requests import Finished, FinishReason, Settings, Started, T
 from kvcache.runner.sampling import Sampler
 from kvcache.runner.tokenizer import StreamDecoder
 
-__all__ = ["Run", "Slot", "StopStrings", "common_prefix"]
+__all__ = ["Run", "Slot", "StopStrings", "common_prefix", "has_token"]
 
 
 class StopStrings:
@@ -76,6 +76,22 @@ class Run:
         self.text += text
         return Token(self.request, token, text)
 
+    def advance(self, token: int, eos: Sequence[int], limit: int) -> list[Token | Finished]:
+        """Take in a sampled token: what it makes known, with the whole answer where it is the last one."""
+        event = self.accept(token, eos)
+        reason = self.finish_reason(limit)
+        if reason is None:
+            return [] if event is None else [event]
+        return self.end(reason, event)
+
+    def end(self, reason: FinishReason, last: Token | None = None) -> list[Token | Finished]:
+        """The events that end a request, ``last`` among them with the text that was still held back."""
+        tail, answer = self.finish(reason)
+        if last is None and not tail:
+            return [answer]
+        text = (last.text if last else "") + tail
+        return [Token(self.request, last.token if last else None, text), answer]
+
     def finish_reason(self, limit: int) -> FinishReason | None:
         """Why no further token is wanted; None while one is. ``limit``: tokens that a sequence holds."""
         if self.ended or self.stops.found:
@@ -118,6 +134,11 @@ class Slot:
         if self.run is not None:
             self.left = self.run.tokens[: self.run.stored]
             self.run = None
+
+
+def has_token(event: Token | Finished) -> bool:
+    """Whether the event is that of a token, and not of held back text or an answer alone."""
+    return isinstance(event, Token) and event.token is not None
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from kvcache.testing.attending import AttendingTests
 from kvcache.testing.batches import BatchTests
+from kvcache.testing.branches import BranchTests
 from kvcache.testing.capacity import CapacityTests
+from kvcache.testing.composed import EncoderSnapshotTests, WrapperSnapshotTests
 from kvcache.testing.defrag import DefragTests
 from kvcache.testing.encoder import EncoderTests
 from kvcache.testing.faults import FaultTests
+from kvcache.testing.lazy import LazySnapshotTests
 from kvcache.testing.masks import MaskTests
 from kvcache.testing.order import OrderTests
+from kvcache.testing.prefix import PrefixTests
 from kvcache.testing.properties import PropertyTests
 from kvcache.testing.quantized import QuantizedTests
 from kvcache.testing.recurrent import RecurrentFaultTests, RecurrentTests
 from kvcache.testing.removal import RemovalTests
 from kvcache.testing.reserving import ReservingTests
+from kvcache.testing.scheduled import ScheduledSnapshotTests, ScheduledStateTests
 from kvcache.testing.sharing import SharingTests
 from kvcache.testing.snapshots import SnapshotTests
 from kvcache.testing.storing import StoringTests
@@ -40,10 +45,17 @@ class CacheTests(
     PropertyTests,
     QuantizedTests,
     SnapshotTests,
+    LazySnapshotTests,
+    ScheduledSnapshotTests,
     EncoderTests,
+    EncoderSnapshotTests,
     WrapperTests,
+    WrapperSnapshotTests,
     RecurrentTests,
     RecurrentFaultTests,
+    ScheduledStateTests,
+    BranchTests,
+    PrefixTests,
 ):
     """Everything the contract says of the attention caches. Subclass it; see :mod:`kvcache.testing`.
 

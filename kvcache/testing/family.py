@@ -15,7 +15,9 @@ FAMILY = {
     "recurrent": "kvcache.testing.states",
     "encoder": "kvcache.testing.encoder",
     "wrapper": "kvcache.testing.wrapper",
+    "branches": "kvcache.testing.branching",
     "quantized": "kvcache.testing.quantized",
+    "prefix": "kvcache.testing.prefix_traces",
 }
 """Name of a cache -> the module with its trace; imported when asked for."""
 
@@ -26,12 +28,17 @@ def run_family(
     """What went wrong in the trace of ``seed``, or None."""
     module, computes = importlib.import_module(FAMILY[cache]), features.has("matmul")
     try:
+        if cache == "prefix":
+            found: str | None = module.prefix_failure(backend, seed, floats)
+            return found
         if cache == "recurrent":
             module.state_trace(backend, seed, floats)
         elif cache == "encoder":
             module.encoder_trace(backend, seed, floats, computes)
         elif cache == "wrapper":
             module.wrapper_trace(backend, seed)
+        elif cache == "branches":
+            module.branch_trace(backend, seed)
         elif computes:
             module.quantized_trace(backend, seed, floats)
     except Exception:

@@ -1,0 +1,137 @@
+"""K and V of one layer at once, for the decode loop: one slice assignment each, and little around it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from backends.mlx.box import Box
+from backends.mlx.errors import MLX_ERRORS
+from backends.mlx.tensor import MlxTensor
+from ml.protocols import Tensor
+from ml.strided import Shape, contiguous_strides
+
+if TYPE_CHECKING:
+    from backends.mlx.backend import MlxBackend
+
+__all__ = ["MlxKVStore"]
+
+_new = object.__new__
+
+
+class _Half:
+    """The keys, or the values: a whole box, and along which of its axes the rows lie."""
+
+    __slots__ = ("axis", "box", "bytes", "dtype", "one", "order", "ref", "shape", "strides", "whole")
+
+    def __init__(self, tensor: MlxTensor) -> None:
+        self.box: Box = tensor.storage
+        self.ref = weakref.ref(self.box)
+        self.dtype = tensor.dtype
+        self.shape: Shape = tensor.shape[1:]
+        self.strides: Shape = tensor.strides
+        self.bytes = tensor.shape[1] * tensor.shape[2] * tensor.dtype.itemsize
+        sizes = self.box.shape
+        self.order: Shape = tuple(tensor.strides.index(step) for step in contiguous_strides(sizes))
+        """Box axis k is the tensor's axis ``order[k]``."""
+        self.axis = self.order.index(0)
+        self.one: Shape = (*sizes[: self.axis], 1, *sizes[self.axis + 1 :])
+        """One row as it lies in the box."""
+        self.whole = tensor.offset == 0 and tuple(tensor.shape[axis] for axis in self.order) == sizes
+
+    def accept(self, source: Any, count: int, backend: MlxBackend) -> Any:
+        """The array of ``source``, its axes in the order of the box; None unless it is plain."""
+        if (
+            type(source) is not MlxTensor
+            or source.dtype is not self.dtype
+            or source.shape != (count, *self.shape)
+            or source.backend is not backend
+        ):
+            return None
+        held = source.storage
+        if held is self.box or held.array is None:
+            return None
+        strides = source.strides
+        if (
+            count == 1
+            and held.shape == self.one
+            and source.offset == 0
+            and strides[2] == 1
+            and strides[1] == self.shape[1]
+        ):
+            held.read_at = backend.epoch
+            return held.array
+        sizes = source.shape
+        i, j, k = self.order
+        return held.read(source.offset, (sizes[i], sizes[j], sizes[k]), (strides[i], strides[j], strides[k]))
+
+    def view(self, start: int, count: int) -> MlxTensor:
+        """Rows ``[start, start + count)``; as MlxTensor's constructor makes it, in line."""
+        made = _new(MlxTensor)
+        made.storage = box = self.box
+        made.backend = box.backend
+        made.dtype = self.dtype
+        made.strides = strides = self.strides
+        made.offset = start * strides[0]
+        made.shape = (count, *self.shape)
+        made._native = None
+        return made
+
+
+class MlxKVStore:
+    """See :class:`ml.KVStore`; over two tensors (rows, heads, dim), each all of its storage."""
+
+    __slots__ = ("_backend", "_key", "_rows", "_value")
+
+    def __init__(self, backend: MlxBackend, key: _Half, value: _Half, rows: int) -> None:
+        self._backend = backend
+        self._key, self._value, self._rows = key, value, rows
+
+    @classmethod
+    def over(cls, backend: MlxBackend, key: MlxTensor, value: MlxTensor) -> MlxKVStore | None:
+        """None unless both show all of a storage of their own, rows along the same axis of it."""
+        for tensor in (key, value):
+            if len(tensor.shape) != 3 or len(tensor.storage.shape) != 3 or min(tensor.shape) < 2:
+                return None  # an axis of size 1 has no stride to know it by
+        if key.storage is value.storage:
+            return None
+        halves = _Half(key), _Half(value)
+        if not (halves[0].whole and halves[1].whole) or halves[0].axis != halves[1].axis:
+            return None
+        return cls(backend, *halves, key.shape[0])
+
+    def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:
+        backend = self._backend
+        if ctx._closed or ctx._backend is not backend or backend._closed:
+            return False
+        if not 0 <= start <= self._rows - count or count < 1:
+            return False
+        keys, values = self._key, self._value
+        new_key, new_value = keys.accept(key, count, backend), values.accept(value, count, backend)
+        if new_key is None or new_value is None or key.storage is values.box or value.storage is keys.box:
+            return False
+        index = (slice(None),) * keys.axis + (slice(start, start + count),)
+        box, other = keys.box, values.box
+        try:
+            with backend.lock:
+                box._before_write(new_key)
+                other._before_write(new_value)
+                with mx.stream(backend.stream):
+                    # In place: nobody holds these Python objects beyond one operation, and no local
+                    # variable may, or MLX would copy the buffer.
+                    box.array[index] = new_key
+                    other.array[index] = new_value
+                backend.defer_pair(keys.ref, values.ref, count * (keys.bytes + values.bytes))
+        except MLX_ERRORS:
+            return False
+        return True
+
+    def read(self, ctx: Any, start: int, count: int) -> tuple[Tensor, Tensor] | None:
+        backend = self._backend
+        if ctx._closed or ctx._backend is not backend or backend._closed:
+            return None
+        if not 0 <= start <= self._rows - count or count < 1:
+            return None
+        return self._key.view(start, count), self._value.view(start, count)

@@ -1,0 +1,413 @@
+"""Continuous batching: requests come and go at any time, and never recompute what a PrefixCache has.
+
+After the iteration-level scheduling of Orca (Yu et al., 2022). A request is submitted, waits for a free
+sequence, and then takes part in the forward passes that ``step`` makes, one each::
+
+    engine = Engine(model, tokenizer)
+    handle = engine.submit("And God said", Settings(max_new_tokens=8))
+    while engine.busy:
+        for event in engine.step():
+            ...                                  # Started, Prefilled, Token, Finished, Failed
+
+While prompts and answers both want a pass, they take turns. Where the cache is full, the request that
+came last makes room and is continued later, from what is kept of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from kvcache.cache import CacheFullError, ClosedError, SequenceLostError
+from kvcache.prefix import PrefixCache, Session
+from kvcache.runner.active import Failed, Part, Request, batch_of, chunks, plan_sharing, worth_waiting
+from kvcache.runner.errors import RequestError, RunnerError
+from kvcache.runner.generate import GeneratorOptions, LanguageModel, Prompt, cache_for, check_prompt
+from kvcache.runner.identity import model_identity
+from kvcache.runner.memory import cache_bytes, check_memory
+from kvcache.runner.requests import Event, Finished, Prefilled, Settings, Statistics
+from kvcache.runner.runs import Run, has_token
+from kvcache.runner.sampling import Sampler
+from kvcache.runner.tokenizer import Tokenizer
+from kvcache.stores import SnapshotStore
+from kvcache.tiers import HostTier
+
+log = logging.getLogger("kvcache")
+
+__all__ = ["Engine", "EngineEvent", "EngineOptions", "Failed", "Request"]
+
+EngineEvent = Event | Failed
+Tier = HostTier | SnapshotStore | str | PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions(GeneratorOptions):
+    """As GeneratorOptions, and: ``context`` tokens are what one request may hold (None: ``capacity``).
+
+    All sequences share ``max_sequences * capacity`` tokens, so that a larger ``context`` lets some go
+    beyond their share while others need less. ``budget`` bounds the bytes of kept snapshots on the
+    device; ``interval`` is as PrefixCache has it.
+    """
+
+    context: int | None = None
+    budget: int | None = None
+    interval: int = 512
+
+
+class Engine:
+    """Generates for requests that come at any time. A context manager; not thread-safe.
+
+    ``tiers``: where snapshots go that the device has no room for, as PrefixCache takes them. A store
+    among them is shared by all that load the same weights: ``identity`` says which these are (None: a
+    digest of the files that the model was loaded from, computed only where there is a store).
+
+    After every call, whatever it raised, as many sessions are open as requests are running.
+
+    Raises CapacityError where the cache does not fit in memory.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer | None = None,
+        options: EngineOptions | None = None,
+        tiers: Sequence[Tier] = (),
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.options = options = options or EngineOptions()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.capacity = options.capacity_for(model.config)
+        self._sizes = (options.cache_dtype, options.max_sequences, self.capacity)
+        self._largest = max(options.prefill_chunk, options.max_sequences)
+        self._check_context()
+        check_memory(model.config, model.backend, *self._sizes)
+        self._identity = identity
+        stores = any(not isinstance(tier, HostTier) for tier in tiers)
+        identity = self.identity if stores else identity
+        cache: Any = cache_for(model)
+        cache.init(model.backend, *self._sizes, self._largest)
+        self.cache = cache
+        try:
+            self.prefix = PrefixCache(
+                cache, options.budget, tiers, identity=identity, interval=options.interval
+            )
+        except BaseException:
+            cache.close()
+            raise
+        self.statistics = Statistics()
+        self.preemptions = 0
+        """How often a request had to make room for others."""
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._events: list[EngineEvent] = []
+        """What happened before a pass that failed: the next ``step`` tells."""
+        self._submitted = 0
+        self._full = False
+        self._prefilled_last = False
+        self._closed = False
+
+    def _check_context(self) -> None:
+        context, total = self.options.context, self.capacity * self.options.max_sequences
+        if context is not None and not 1 <= context <= total:
+            raise RequestError(f"EngineOptions: context={context}; it is in [1, {total}], what the cache has")
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Which model this is: what was given, or ``model_identity``, which reads all weights once."""
+        if self._identity is None:
+            self._identity = model_identity(self.model)
+        return self._identity
+
+    @property
+    def limit(self) -> int:
+        """How many tokens one request can hold: prompt and answer together."""
+        return min(self.options.context or self.capacity, self.model.config.max_positions)
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the cache takes when its buffers are there, which is from the first token on."""
+        return cache_bytes(self.model.config, *self._sizes, self._largest)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is running or waiting."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """Those that hold a sequence, the longest running first."""
+        return tuple(self._running)
+
+    # Requests.
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The prompt's token ids. Raises RequestError for one that is empty, too long or out of range."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("submit: the prompt is text and there is no tokenizer; pass token ids")
+            prompt = self.tokenizer.encode(prompt)
+        return check_prompt(prompt, self.model.config, self.limit)
+
+    def submit(self, prompt: Prompt, settings: Settings | None = None) -> Request:
+        """Queue a request; it starts in a ``step`` that finds a sequence for it.
+
+        Raises RequestError for a prompt or settings that cannot be served; nothing is queued then.
+        """
+        self._check("submit")
+        settings = settings or Settings()
+        tokens = self.encode(prompt)
+        sampler = Sampler(settings.temperature, settings.top_k, settings.top_p, settings.seed)
+        run = Run(self._submitted, tokens, settings, sampler.fork(0))
+        if self.tokenizer is not None:
+            run.decoder = self.tokenizer.stream(tokens)
+        self._submitted += 1
+        self.statistics.prompt_tokens += len(tokens)
+        request = Request(run)
+        for other in self._running:
+            plan_sharing(other, [request], self.prefix)
+        self._waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> bool:
+        """End a request without an answer; what was computed of it is kept. False: it was done."""
+        if request.done:
+            return False
+        if request in self._waiting:
+            self._waiting.remove(request)
+        else:
+            self._leave(request)
+        request.done = True
+        return True
+
+    def complete(self, prompts: Sequence[Prompt], settings: Settings | None = None) -> list[Finished]:
+        """Submit all, and step until they are done: one answer per prompt, in their order.
+
+        Raises what a request failed with. Whatever is raised, these requests are over; events of others
+        that are running are lost.
+        """
+        requests: list[Request] = []
+        answers: dict[int, Finished] = {}
+        try:
+            requests.extend(self.submit(prompt, settings) for prompt in prompts)
+            wanted = {request.id for request in requests}
+            while len(answers) < len(requests):
+                for event in self.step():
+                    if isinstance(event, Failed) and event.request in wanted:
+                        raise event.error
+                    if isinstance(event, Finished) and event.request in wanted:
+                        answers[event.request] = event
+        finally:
+            for request in requests:
+                self.cancel(request)
+        return [answers[request.id] for request in requests]
+
+    def close(self, flush: bool = True) -> None:
+        """Cancel all requests, write what is kept to the stores (``flush``) and close the cache."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            for request in [*self._waiting, *self._running]:
+                self.cancel(request)
+            self.prefix.close(flush)
+        finally:
+            self.cache.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # The loop.
+
+    def step(self) -> list[EngineEvent]:
+        """Start the requests that there is room for, then make one forward pass; what happened, in order.
+
+        A request that alone cannot go on ends with ``Failed``, or "capacity" once it has an answer.
+        Whatever else a pass raises is raised here: the pass has not happened then, its requests are
+        still there, and the next ``step`` tries again.
+        """
+        self._check("step")
+        events = self._events
+        self._admit(events)
+        while parts := self._plan():
+            began = time.perf_counter()
+            prefill = parts[0].request.prefilling
+            try:
+                logits = self.forward(parts)
+            except CacheFullError as error:
+                self._make_room(error, events)
+                continue
+            self._count(parts, prefill, time.perf_counter() - began)
+            self._prefilled_last = prefill
+            self._take(parts, logits, prefill, events)
+            break
+        self._events = []
+        return events
+
+    def forward(self, parts: Sequence[Part]) -> np.ndarray:
+        """One pass over the next tokens of some sessions; logits (rows, vocab) of the parts that end there.
+
+        A pass that fails takes its tokens out of the cache again. Where that takes more with it (a
+        state that nothing of before is left of), that is computed again.
+        """
+        batch = batch_of(parts)
+        try:
+            with self.model.backend.new_context() as ctx:
+                self.cache.start_forward(ctx, batch)
+                logits = self.model.forward(ctx, batch, self.cache).to_numpy()
+        except BaseException as error:
+            self._take_back(parts, isinstance(error, SequenceLostError))
+            raise
+        for part in parts:
+            part.request.run.stored += part.count
+        return logits
+
+    def _admit(self, events: list[EngineEvent]) -> None:
+        for request in list(self._waiting):
+            if self._full or len(self.prefix.sessions) == self.options.max_sequences:
+                return
+            if worth_waiting(request, self._running, self.prefix):
+                continue
+            try:
+                session = self.prefix.begin(request.run.tokens)
+            except CacheFullError as error:
+                if self._running:
+                    self._full = True
+                    return
+                self._waiting.remove(request)
+                self._over(request, events, [Failed(request.id, error)])
+                continue
+            self._start(request, session, events)
+
+    def _start(self, request: Request, session: Session, events: list[EngineEvent]) -> None:
+        self._waiting.remove(request)
+        self._running.append(request)
+        request.session = session
+        self.statistics.reused_tokens += session.cached
+        if request.started:
+            request.run.stored = session.cached
+        else:
+            request.started = True
+            events.append(request.run.start(session.cached))
+        plan_sharing(request, self._waiting, self.prefix)
+
+    def _plan(self) -> list[Part]:
+        """The next pass: chunks of prompts, or one token of every answer; in turns where both want one."""
+        prefill = [request for request in self._running if request.prefilling]
+        decode = [Part(request, 1) for request in self._running if not request.prefilling]
+        if prefill and not (decode and self._prefilled_last):
+            return list(chunks(prefill, self.options.prefill_chunk, self.prefix))
+        return decode
+
+    def _take(
+        self, parts: Sequence[Part], logits: np.ndarray, prefill: bool, events: list[EngineEvent]
+    ) -> None:
+        """Sample where a part reached the end of its tokens."""
+        rows: Iterator[np.ndarray] = iter(logits)
+        for part in parts:
+            request, run = part.request, part.request.run
+            if prefill and run.stored <= run.prompt_tokens:
+                events.append(Prefilled(request.id, run.stored, run.prompt_tokens))
+            if prefill and request.session is not None:
+                request.session.keep()
+            if run.stored < len(run.tokens):
+                continue
+            try:
+                token = run.sampler(next(rows))
+            except RunnerError as error:
+                self._leave(request)
+                self._over(request, events, [Failed(request.id, error)])
+                continue
+            self._accept(request, token, events)
+
+    def _accept(self, request: Request, token: int, events: list[EngineEvent]) -> None:
+        known = request.run.advance(token, self.model.config.eos_ids, self.limit)
+        self.statistics.generated_tokens += has_token(known[0])
+        if request.session is not None:
+            request.session.extend(request.run.tokens[request.run.stored :])
+        if not isinstance(known[-1], Finished):
+            events.extend(known)
+            return
+        self._leave(request)
+        self._over(request, events, known)
+
+    def _over(self, request: Request, events: list[EngineEvent], last: Sequence[EngineEvent]) -> None:
+        request.done = True
+        events.extend(last)
+        if isinstance(last[-1], Failed):
+            request.error = last[-1].error
+
+    # Where there is no room, or something fails.
+
+    def _make_room(self, error: CacheFullError, events: list[EngineEvent]) -> None:
+        """The request that started last goes back into the queue; a single one is over."""
+        last = self._running[-1]
+        if len(self._running) > 1:
+            self.preemptions += 1
+            self._requeue(last, keep=True)
+            self._full = True
+        elif last.run.generated:
+            self._leave(last)
+            self._over(last, events, last.run.end("capacity"))
+        else:
+            self._leave(last)
+            self._over(last, events, [Failed(last.id, error)])
+
+    def _take_back(self, parts: Sequence[Part], lost: bool) -> None:
+        """Let every session be what it was before the pass, or have more of it computed again."""
+        for part in parts:
+            request, session = part.request, part.request.session
+            assert session is not None
+            target = 0 if lost else request.run.stored
+            try:
+                request.run.stored = session.rewind(target)
+                session.extend(request.run.tokens[target:])
+            except Exception:  # the error under way is the one to tell
+                if request in self._running:
+                    self._requeue(request, keep=False)
+
+    def _requeue(self, request: Request, keep: bool) -> None:
+        """Back to the head of the queue, to be continued from what is kept."""
+        self._leave(request, keep)
+        request.run.stored = 0
+        self._waiting.insert(0, request)
+
+    def _leave(self, request: Request, keep: bool = True) -> None:
+        """Give up a request's sequence; where keeping its content fails, that is forgotten."""
+        session, request.session = request.session, None
+        self._running.remove(request)
+        self._full = False
+        try:
+            if session is not None:
+                session.close(keep)
+        except Exception:  # the session is over all the same
+            log.warning("request %d: what it computed is not kept", request.id, exc_info=True)
+
+    def _count(self, parts: Sequence[Part], prefill: bool, seconds: float) -> None:
+        statistics, tokens = self.statistics, sum(part.count for part in parts)
+        if prefill:
+            statistics.computed_tokens += tokens
+            statistics.prefill_seconds += seconds
+        else:
+            statistics.decoded_tokens += tokens
+            statistics.decode_seconds += seconds
+
+    def _check(self, op: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{op}: the engine is closed")

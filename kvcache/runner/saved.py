@@ -1,0 +1,181 @@
+"""A conversation in one file: its tokens, and what a cache holds of them.
+
+The file is a page of kvcache.stores (safetensors layout). Its meta says which model and which settings
+computed it, and holds a sha256 over all of that and the arrays; it names no backend, so that it is resumed
+on any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ml
+from kvcache.cache import InvalidRangeError
+from kvcache.paging import from_page, to_page
+from kvcache.runner.active import Request, chunks
+from kvcache.runner.engine import Engine
+from kvcache.runner.errors import RunnerError
+from kvcache.runner.requests import Settings
+from kvcache.runner.runs import Run
+from kvcache.runner.sampling import Sampler
+from kvcache.stores import Page, SnapshotCorrupt, pack, strict_json, unpack
+
+__all__ = ["ConversationError", "SavedConversation", "adopt", "capture", "read", "write"]
+
+FORMAT = "kvcache.conversation/1"
+_FIELDS = {"format", "tokens", "evaluated", "model", "cache", "snapshot"}
+
+
+class ConversationError(RunnerError):
+    """A saved conversation that cannot be used: a damaged file, or one of another model or cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedConversation:
+    """``tokens``, and a snapshot of the first ``evaluated`` of them: all, or all but the last.
+
+    ``model`` is the engine's identity, ``cache`` what the cache's ``settings`` say.
+    """
+
+    tokens: tuple[int, ...]
+    evaluated: int
+    model: Mapping[str, Any]
+    cache: Mapping[str, Any]
+    page: Page
+
+    @property
+    def dtype(self) -> ml.DType:
+        """What the model computed in."""
+        return _dtype(self.model)
+
+    @property
+    def cache_dtype(self) -> ml.DType:
+        """What keys and values are stored in."""
+        return _dtype(self.cache)
+
+
+def capture(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
+    """What the engine's cache holds of ``tokens``; what it no longer does is computed.
+
+    Raises CacheFullError or SessionLimitError where the engine's requests leave no room for that.
+    """
+    complete = engine.prefix.longest([*tokens, 0]) == len(tokens)
+    evaluated = len(tokens) if complete else len(tokens) - 1
+    if evaluated < 1:
+        raise ConversationError("save: a conversation of one token; there is nothing to keep of it")
+    asked = [*tokens[:evaluated], 0]  # one token more: a session always leaves one to evaluate
+    with engine.prefix.begin(asked) as session:
+        request = Request(Run(-1, asked[:-1], Settings(), Sampler()))
+        request.session, request.run.stored = session, session.cached
+        while request.run.stored < evaluated:
+            engine.forward(list(chunks([request], engine.options.prefill_chunk, engine.prefix)))
+        page = to_page(engine.model.backend, engine.cache.snapshot(session.seq, 0, evaluated))
+    return SavedConversation(tuple(tokens), evaluated, engine.identity, engine.cache.settings(), page)
+
+
+def adopt(engine: Engine, saved: SavedConversation) -> None:
+    """Keep a saved conversation in the engine's cache: what begins with its tokens goes on from there.
+
+    Raises ConversationError for one of another model or kind of cache, CacheFullError where it does not
+    fit.
+    """
+    if dict(saved.model) != dict(engine.identity):
+        raise ConversationError(
+            "the conversation was saved with another model (its config.json, weights or dtype differ)"
+        )
+    settings = engine.cache.settings()
+    if dict(saved.cache) != settings:
+        raise ConversationError(f"the conversation is of a cache {dict(saved.cache)}; this one is {settings}")
+    try:
+        snapshot = from_page(engine.model.backend, saved.page)
+        adopted = engine.prefix.adopt(saved.tokens[: saved.evaluated], snapshot)
+    except (SnapshotCorrupt, InvalidRangeError) as error:
+        raise ConversationError(f"the conversation does not go with the model's cache: {error}") from error
+    if not adopted:
+        raise ConversationError("the conversation does not go with the model's cache: it is not whole")
+
+
+def write(path: str | os.PathLike[str], saved: SavedConversation) -> int:
+    """Write the file, whole or not at all; returns its bytes. Raises ConversationError where it cannot."""
+    meta = {
+        "format": FORMAT,
+        "tokens": list(saved.tokens),
+        "evaluated": saved.evaluated,
+        "model": dict(saved.model),
+        "cache": dict(saved.cache),
+        "snapshot": saved.page.meta["snapshot"],
+    }
+    meta["sha256"] = _digest(meta, saved.page.arrays)
+    parts = pack(Page(meta, saved.page.arrays))
+    target = Path(path).expanduser()
+    try:
+        _write_whole(target, parts)
+    except OSError as error:
+        raise ConversationError(f"{target}: cannot be written ({error.strerror or error})") from error
+    return sum(part.nbytes for part in parts)
+
+
+def read(path: str | os.PathLike[str]) -> SavedConversation:
+    """Read a file and check it. Raises ConversationError for anything but a whole one."""
+    source = Path(path).expanduser()
+    try:
+        page = unpack(np.fromfile(source, np.uint8))
+    except OSError as error:
+        raise ConversationError(f"{source}: cannot be read ({error.strerror or error})") from error
+    except SnapshotCorrupt as error:
+        raise ConversationError(f"{source}: damaged, or no saved conversation ({error})") from error
+    meta = dict(page.meta)
+    if meta.get("format") != FORMAT:
+        raise ConversationError(f"{source}: no saved conversation of the format {FORMAT}")
+    if meta.pop("sha256", None) != _digest(meta, page.arrays):
+        raise ConversationError(f"{source}: damaged: its digest does not hold; save the conversation anew")
+    if meta.keys() != _FIELDS:
+        raise ConversationError(f"{source}: a saved conversation with other fields: {', '.join(meta)}")
+    content = Page({"snapshot": meta["snapshot"]}, page.arrays)
+    return SavedConversation(tuple(meta["tokens"]), meta["evaluated"], meta["model"], meta["cache"], content)
+
+
+def _digest(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
+    """Over all but itself: the meta, and each array's name, dtype, shape and bytes."""
+    digest = hashlib.sha256(strict_json.encode(dict(meta), canonical=True).encode())
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(strict_json.encode([name, array.dtype.name, list(array.shape)]).encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _write_whole(target: Path, parts: Sequence[memoryview]) -> None:
+    """A temporary file beside it takes its place when it is on the device."""
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _dtype(record: Mapping[str, Any]) -> ml.DType:
+    """The dtype that a model's identity or a cache's settings name, wherever in them."""
+    for key in ("dtype", "attention", "caches"):
+        found = record.get(key)
+        if key == "dtype" and isinstance(found, str) and found in ml.DType.__members__:
+            return ml.DType[found]
+        if isinstance(found, list) and found:
+            found = found[0]
+        if isinstance(found, Mapping):
+            return _dtype(found)
+    raise ConversationError("the conversation names no dtype that is known here")

@@ -1,0 +1,343 @@
+"""Conversations whose K and V follow from their tokens alone, so that all that a session sees can be judged.
+
+K and V of position i in a layer are a digest of the tokens up to i, and a recurrent state is one of all
+tokens that it has seen. A session that was given another one's prefix has to see, bit for bit, what
+computing its own tokens from nothing would have stored: no run of a second cache is needed to know it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import kvcache
+import ml
+from kvcache import Batch
+from kvcache.prefix import PrefixCache, Session
+from kvcache.testing.rig import mask_of
+from ml import DType
+
+__all__ = ["CACHES", "DIVISIBLE", "STATEFUL", "Chat", "ConversationSetup", "Rig", "shared"]
+
+Token = int | bytes
+HEADS, KEY_DIM, VALUE_DIM = 2, 8, 5
+CONV, STATE = (2, 3), (2, 2, 2)
+WINDOW, CHUNK = 3, 4
+
+
+def _whole(position: int) -> int:
+    return 0
+
+
+def _window(position: int) -> int:
+    return max(0, position - WINDOW)
+
+
+def _chunk(position: int) -> int:
+    return position - position % CHUNK
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What one of the wrapped caches (or the only one) keeps: its layers, and what a query sees from."""
+
+    lower: Callable[[int], int] = _whole
+    layers: tuple[int, ...] = (0, 1)
+    states: tuple[int, ...] = ()
+
+
+def _recurrent() -> kvcache.RecurrentCache:
+    return kvcache.RecurrentCache(CONV, STATE, checkpoints=2, checkpoint_interval=6)
+
+
+CACHES: dict[str, tuple[Callable[[], Any], tuple[Layers, ...]]] = {
+    "causal": (kvcache.CausalCache, (Layers(),)),
+    "chunked": (lambda: kvcache.ChunkedCache(CHUNK), (Layers(_chunk),)),
+    "sliding": (lambda: kvcache.SlidingWindowCache(WINDOW), (Layers(_window),)),
+    "sliding with memory": (lambda: kvcache.SlidingWindowCache(WINDOW, 6), (Layers(_window),)),
+    "wrapper": (
+        lambda: kvcache.WrapperCache(kvcache.SlidingWindowCache(WINDOW), kvcache.CausalCache()),
+        (Layers(_window, (0, 1)), Layers(_whole, (2,))),
+    ),
+    "wrapper of chunks": (
+        lambda: kvcache.WrapperCache(kvcache.ChunkedCache(CHUNK), kvcache.CausalCache()),
+        (Layers(_chunk, (0,)), Layers(_whole, (1,))),
+    ),
+    "recurrent": (_recurrent, (Layers(_whole, (1,), (0, 2)),)),
+    "recurrent and sliding": (
+        lambda: kvcache.WrapperCache(_recurrent(), kvcache.SlidingWindowCache(WINDOW)),
+        (Layers(_whole, (1,), (0,)), Layers(_window, (2,))),
+    ),
+}
+"""Name -> (a new cache, what each of its parts keeps)."""
+DIVISIBLE = ("causal", "chunked", "wrapper of chunks")
+"""Those whose content can be cut at any position."""
+STATEFUL = ("recurrent", "recurrent and sliding")
+"""Those that want batches to end where a snapshot is due."""
+
+
+@dataclass(frozen=True)
+class ConversationSetup:
+    """A cache for conversations. ``options`` are the PrefixCache's."""
+
+    cache: str = "causal"
+    max_sequences: int = 3
+    capacity: int = 48
+    max_batch: int = 48
+    dtype: DType = DType.F32
+    config: ml.CacheConfig | None = None
+    options: dict[str, Any] = field(default_factory=lambda: {"chunk": 4, "interval": 8})
+
+    def make(self, backend: ml.Backend) -> Any:
+        cache = CACHES[self.cache][0]()
+        if self.config is not None:
+            cache.set_config(self.config)
+        cache.init(backend, self.dtype, self.max_sequences, self.capacity, self.max_batch)
+        return cache
+
+    @property
+    def token_bytes(self) -> int:
+        """What one token takes in all attention layers of one part, where there is only one."""
+        (part,) = CACHES[self.cache][1]
+        return len(part.layers) * HEADS * (KEY_DIM + VALUE_DIM) * self.dtype.numpy.itemsize
+
+
+def shared(one: Sequence[Token], other: Sequence[Token]) -> int:
+    """How many tokens two conversations have in common from the first on."""
+    for i, (mine, yours) in enumerate(zip(one, other, strict=False)):
+        if mine != yours:
+            return i
+    return min(len(one), len(other))
+
+
+@functools.lru_cache(1 << 16)
+def _link(digest: bytes, token: Token) -> bytes:
+    item = b"b" + token if isinstance(token, bytes) else b"i%d" % token
+    return hashlib.blake2b(digest + item, digest_size=16).digest()
+
+
+def _digests(tokens: Sequence[Token]) -> list[bytes]:
+    """One for each prefix of 1, 2, ... tokens."""
+    found, digest = [], b""
+    for token in tokens:
+        digest = _link(digest, token)
+        found.append(digest)
+    return found
+
+
+@functools.lru_cache(1 << 16)
+def _numbers(digest: bytes, place: bytes, count: int) -> np.ndarray:
+    """Eighths of small integers, which all floats hold exactly."""
+    raw = hashlib.blake2b(digest + place, digest_size=count).digest()
+    return np.frombuffer(raw, np.int8).astype(np.float32) / 8
+
+
+def _rows(digests: Sequence[bytes], layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """K (tokens, HEADS, KEY_DIM) and V (tokens, HEADS, VALUE_DIM) of these prefixes' last tokens."""
+    wide = KEY_DIM + VALUE_DIM
+    both = [_numbers(digest, b"kv%d" % layer, HEADS * wide).reshape(HEADS, wide) for digest in digests]
+    stacked = np.stack(both) if both else np.zeros((0, HEADS, wide), np.float32)
+    return stacked[:, :, :KEY_DIM], stacked[:, :, KEY_DIM:]
+
+
+def _state(tokens: Sequence[Token], kind: str, layer: int) -> np.ndarray:
+    """The state (1, *shape) that has seen these tokens: zero at first."""
+    shape = CONV if kind == "conv" else STATE
+    if not tokens:
+        return np.zeros((1, *shape), np.float32)
+    place = f"{kind}{layer}".encode()
+    return _numbers(_digests(tokens)[-1], place, int(np.prod(shape))).reshape(1, *shape)
+
+
+class Rig:
+    """A cache under a PrefixCache, and the passes of a model over it, each checked bit for bit."""
+
+    def __init__(
+        self,
+        setup: ConversationSetup,
+        backend: ml.Backend,
+        budget: int | None = None,
+        tiers: Sequence[Any] = (),
+        **options: Any,
+    ) -> None:
+        self.setup, self.backend = setup, backend
+        self.cache = setup.make(backend)
+        self.parts = CACHES[setup.cache][1]
+        stored = {"identity": {"model": "digests"}} if tiers else {}
+        self.prefix = PrefixCache(self.cache, budget, tiers, **{**stored, **setup.options, **options})
+        self.evaluated = 0
+        """Tokens that were computed since the start."""
+
+    def begin(self, tokens: Sequence[Token]) -> Chat:
+        """A session, of which nothing is evaluated yet."""
+        session = self.prefix.begin(list(tokens))
+        assert session.remaining == list(tokens)[session.cached :]
+        assert 0 <= session.cached < len(tokens)
+        assert self.cache.offset(session.seq) == session.cached
+        return Chat(self, session, list(tokens))
+
+    def chat(self, tokens: Sequence[Token], size: int = 1000) -> Chat:
+        """A session whose prompt is evaluated."""
+        chat = self.begin(tokens)
+        chat.prefill(size)
+        return chat
+
+    def keep(self, tokens: Sequence[Token], size: int = 1000) -> int:
+        """A session from begin to close; how many of its tokens were there already."""
+        chat = self.chat(tokens, size)
+        chat.close()
+        return chat.cached
+
+    def peek(self, tokens: Sequence[Token]) -> int:
+        """How many of these tokens are there, each of them checked; nothing more is kept."""
+        chat = self.chat(tokens)
+        chat.close(keep=False)
+        return chat.cached
+
+    def evaluate(self, seq: int, history: Sequence[Token], tokens: Sequence[Token]) -> None:
+        """One pass over ``tokens``, which follow ``history``: what every query sees is checked."""
+        first, count = len(history), len(tokens)
+        whole = [*history, *tokens]
+        self.evaluated += count
+        with self.backend.new_context() as ctx:
+            self.cache.start_forward(ctx, Batch(list(range(first, first + count)), [seq] * count))
+            for index, part, cache in self._each():
+                for layer in part.states:
+                    self._step(ctx, cache, layer, history, whole)
+                for layer in part.layers:
+                    self._select(index, layer)
+                    self._pass(ctx, cache, part, layer, whole, first)
+
+    def start_only(self, seq: int, first: int, count: int) -> None:
+        """A pass that begins, and ends before anything is put."""
+        with self.backend.new_context() as ctx:
+            self.cache.start_forward(ctx, Batch(list(range(first, first + count)), [seq] * count))
+
+    def crash(self, lose: bool) -> None:
+        """Let go of all without ``close``. ``lose``: what waits to be written is lost."""
+        tier = self.prefix.shelf.store
+        if tier is not None:
+            while lose and not tier._queue.empty():
+                tier._queue.get()
+            tier.close()
+
+    def check_books(self) -> None:
+        """Every tier counts what it holds, to the byte, within its budget; statistics add up."""
+        shelf, stats = self.prefix.shelf, self.prefix.stats
+        nodes = list(shelf.trie)
+        for ledger, sizes in (
+            (shelf.device, [n.data.snapshot.nbytes for n in nodes if n.data and n.data.snapshot]),
+            (shelf.host, [n.data.page.nbytes for n in nodes if n.data and n.data.page]),
+        ):
+            if ledger is not None:
+                assert ledger.nbytes == sum(sizes)
+                assert len(ledger) == len(sizes)
+                assert ledger.budget is None or ledger.nbytes <= ledger.budget
+        for node in nodes:
+            assert node.data is None or node.data.present, "what holds nothing is not there"
+            assert node.data is not None or node.children, "an end that holds nothing"
+        assert stats.reused == stats.live + stats.device + stats.host + stats.store <= stats.tokens
+
+    def check_empty(self) -> None:
+        """Nothing holds a cell any more."""
+        for cache in getattr(self.cache, "caches", (self.cache,)):
+            table = getattr(cache, "attention", cache)._table
+            table.sweep()
+            assert table.free == table.cells
+            assert not table.pins
+
+    def _each(self) -> Iterator[tuple[int, Layers, Any]]:
+        caches = getattr(self.cache, "caches", (self.cache,))
+        return ((i, part, cache) for i, (part, cache) in enumerate(zip(self.parts, caches, strict=True)))
+
+    def _select(self, index: int, layer: int) -> None:
+        if len(self.parts) > 1:
+            self.cache.set_layer_type(index)
+        self.cache.set_layer(layer)
+
+    @staticmethod
+    def _step(
+        ctx: ml.Context, cache: Any, layer: int, history: Sequence[Token], whole: Sequence[Token]
+    ) -> None:
+        for kind in ("conv", "recurrent"):
+            state = getattr(cache, f"{kind}_state")(ctx, layer)
+            np.testing.assert_array_equal(state.to_numpy().astype(np.float32), _state(history, kind, layer))
+            new = ctx.from_numpy(_state(whole, kind, layer), state.dtype)
+            getattr(cache, f"set_{kind}_state")(ctx, layer, new)
+
+    def _pass(
+        self, ctx: ml.Context, cache: Any, part: Layers, layer: int, whole: Sequence[Token], first: int
+    ) -> None:
+        key, value = _rows(_digests(whole), layer)
+        self.cache.put(ctx, ctx.from_numpy(key[first:]), ctx.from_numpy(value[first:]))
+        stored_key, stored_value, mask = self.cache.get(ctx)
+        config = getattr(cache, "attention", cache).config
+        seen = mask_of(mask, len(whole) - first, stored_key.shape[0], config)
+        found = _bytes(stored_key, stored_value, config)
+        wanted = {row: position for position, row in enumerate(_pack(key, value))}
+        for query, row in zip(range(first, len(whole)), seen, strict=True):
+            positions = [wanted.get(found[i], -1) for i in np.flatnonzero(row)]
+            expected = list(range(part.lower(query), query + 1))
+            assert sorted(positions) == expected, f"the query at {query} in layer {layer} sees {positions}"
+
+
+def _bytes(key: ml.Tensor, value: ml.Tensor, config: ml.CacheConfig) -> list[bytes]:
+    host = value.to_numpy().astype(np.float32)
+    return _pack(key.to_numpy().astype(np.float32), host.transpose(2, 0, 1) if config.permuted_v else host)
+
+
+def _pack(key: np.ndarray, value: np.ndarray) -> list[bytes]:
+    return [row.tobytes() for row in np.concatenate((key, value), axis=2)]
+
+
+class Chat:
+    """A session and what was evaluated of it."""
+
+    def __init__(self, rig: Rig, session: Session, tokens: list[Token]) -> None:
+        self.rig, self.session, self.tokens = rig, session, tokens
+        self.done = self.cached = session.cached
+
+    @property
+    def seq(self) -> int:
+        return self.session.seq
+
+    def prefill(self, size: int = 1000, honour: bool = True) -> None:
+        """Evaluate the prompt in parts of ``size``; ``honour``: as ``chunks`` cuts them."""
+        if honour:
+            for part in self.session.chunks(size):
+                assert 0 < len(part) <= size
+                self._evaluate(part)
+        else:
+            rest = self.session.remaining
+            for start in range(0, len(rest), size):
+                self._evaluate(rest[start : start + size])
+        assert self.done == len(self.tokens)
+
+    def say(self, tokens: Sequence[Token]) -> None:
+        """Add tokens and evaluate them."""
+        self.session.extend(list(tokens))
+        self.tokens += tokens
+        self._evaluate(list(tokens))
+
+    def rewind(self, length: int) -> None:
+        """Take tokens back; those before ``length`` that went with them are evaluated again."""
+        self.done = self.session.rewind(length)
+        self.tokens = self.tokens[:length]
+        assert self.done <= length
+        assert self.rig.cache.offset(self.seq) == self.done
+        assert self.session.tokens == self.tokens
+        if self.tokens:
+            self.prefill()
+
+    def _evaluate(self, part: Sequence[Token]) -> None:
+        assert self.tokens[self.done : self.done + len(part)] == list(part)
+        self.rig.evaluate(self.seq, self.tokens[: self.done], part)
+        self.done += len(part)
+
+    def close(self, keep: bool = True) -> None:
+        self.session.close(keep)

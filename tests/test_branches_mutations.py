@@ -1,0 +1,220 @@
+"""The tests of branches and of speculation are themselves tested: every bug planted here makes one fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import ml
+from kvcache import branches, recurrent
+from kvcache.causal import CausalCache
+from kvcache.recurrent import RecurrentCache
+from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.requests import Settings
+from kvcache.runner.speculative import SpeculativeGenerator
+from kvcache.testing.branching import BRANCHING, branch_trace
+
+from .test_speculative import Oracle, plain, speculate
+
+Patch = pytest.MonkeyPatch
+MUTATIONS: dict[str, tuple[str, Callable[[Patch], None]]] = {}
+SEEDS = 60
+
+
+def bug(kind: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    def plant(function: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTATIONS[function.__name__] = kind, function
+        return function
+
+    return plant
+
+
+@bug("window")
+def what_is_not_exact_is_done_all_the_same(patch: Patch) -> None:
+    patch.setattr(branches, "_check_exact", lambda *args: None)
+
+
+@bug("recurrent")
+def a_recurrent_cache_that_goes_back_too_far(patch: Patch) -> None:
+    patch.setattr(branches, "_check_exact", lambda *args: None)
+
+
+@bug("causal")
+def losers_that_stay(patch: Patch) -> None:
+    original = branches.keep
+    patch.setattr(branches, "keep", lambda cache, winner, seq, losers=(): original(cache, winner, seq))
+
+
+@bug("causal")
+def a_winner_that_stays_as_well(patch: Patch) -> None:
+    original = branches._prepare
+
+    def prepare(cache: Any, op: str, *arguments: int) -> Any:
+        if op == "copy_prefix" and arguments[2] == branches._ALL:
+            prepare.winner = arguments[0]  # type: ignore[attr-defined]
+        if op == "remove" and arguments == (getattr(prepare, "winner", None), 0):
+            return lambda: None
+        return original(cache, op, *arguments)
+
+    patch.setattr(branches, "_prepare", prepare)
+
+
+@bug("causal")
+def a_fork_that_shares_one_token_too_many(patch: Patch) -> None:
+    original = CausalCache.prepare_copy_prefix
+    patch.setattr(
+        CausalCache,
+        "prepare_copy_prefix",
+        lambda self, src, dst, length: original(self, src, dst, length + (length > 0)),
+    )
+
+
+@bug("causal")
+def a_fork_that_is_half_done(patch: Patch) -> None:
+    def fork(cache: Any, seq: int, into: Any, position: int | None = None) -> None:
+        for branch in into:
+            original(cache, seq, [branch], position)
+
+    original = branches.fork
+    patch.setattr(branches, "fork", fork)
+
+
+@bug("recurrent")
+def marks_that_are_checkpoints(patch: Patch) -> None:
+    original = RecurrentCache.mark
+
+    def mark(self: RecurrentCache, seq: int, op: str = "mark") -> Any:
+        taken = original(self, seq, op)
+        if taken.offset:
+            self._keep(self._rows[seq], taken)
+        return taken
+
+    patch.setattr(RecurrentCache, "mark", mark)
+
+
+@bug("recurrent")
+def a_return_that_keeps_later_checkpoints(patch: Patch) -> None:
+    original = RecurrentCache.prepare_return
+
+    def prepare(self: RecurrentCache, seq: int, mark: Any) -> Callable[[], None]:
+        points, commit = self._rows[seq].checkpoints, original(self, seq, mark)
+
+        def keeping() -> None:
+            commit()
+            self._rows[seq].checkpoints = points
+
+        return keeping
+
+    patch.setattr(RecurrentCache, "prepare_return", prepare)
+
+
+@bug("recurrent without checkpoints")
+def a_return_to_an_empty_state(patch: Patch) -> None:
+    original = recurrent.StateRow
+    patch.setattr(
+        recurrent, "StateRow", lambda *args, **named: replace(original(*args, **named), pending=None)
+    )
+
+
+@bug("recurrent")
+def a_checkpoint_missed_after_a_return(patch: Patch) -> None:
+    original = RecurrentCache._is_due
+    patch.setattr(
+        RecurrentCache, "_is_due", lambda self, row: row.slot is not None and bool(original(self, row))
+    )
+
+
+@bug("wrapper of sliding, full and recurrent")
+def a_rollback_of_the_first_cache_only(patch: Patch) -> None:
+    original = branches._return
+    patch.setattr(branches, "_return", lambda part, to, i: (lambda: None) if i else original(part, to, i))
+
+
+@bug("wrapper of sliding, full and recurrent")
+def one_cache_speaks_for_all(patch: Patch) -> None:
+    original = branches._reached
+    patch.setattr(
+        branches, "_reached", lambda part, seq, at, to, i: original(part, seq, at, to, i) if i else at
+    )
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_trace_of_branches_notices(name: str, monkeypatch: Patch, numpy_backend: ml.Backend) -> None:
+    kind, plant = MUTATIONS[name]
+    assert kind in BRANCHING
+    plant(monkeypatch)
+    for seed in range(SEEDS):
+        try:
+            branch_trace(numpy_backend, seed, kind)
+        except Exception:
+            return
+    pytest.fail(f"{name}: {SEEDS} traces on {kind}, and none failed")
+
+
+# Speculation.
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Any]:
+    with ml.open_backend("numpy") as backend:
+        yield load_model(bundled_model(), backend)
+
+
+def _nothing_brought_back(patch: Patch) -> None:
+    patch.setattr(SpeculativeGenerator, "_bring_back", lambda self, attempt, winner, right: right)
+
+
+def _one_token_too_many(patch: Patch) -> None:
+    original = branches.rollback
+    patch.setattr(
+        branches,
+        "rollback",
+        lambda cache, seq, at, to=None: original(
+            cache, seq, min(at + 1, branches.offset(cache, seq)) if at else at, None
+        ),
+    )
+
+
+def _drafts_believed(patch: Patch) -> None:
+    original = SpeculativeGenerator._evaluate
+
+    def evaluate(self: SpeculativeGenerator, attempts: Any) -> None:
+        original(self, attempts)
+        for branch in (branch for attempt in attempts for branch in attempt.tried):
+            for i, token in enumerate(branch.draft):
+                branch.logits[i][token] = 1e9
+
+    patch.setattr(SpeculativeGenerator, "_evaluate", evaluate)
+
+
+def _the_first_branch_wins(patch: Patch) -> None:
+    original = SpeculativeGenerator._accept_drafts
+    patch.setattr(
+        SpeculativeGenerator,
+        "_accept_drafts",
+        lambda self, attempt: (original(self, attempt)[0], attempt.tried[0]),
+    )
+
+
+@pytest.mark.parametrize(
+    "plant", [_nothing_brought_back, _one_token_too_many, _drafts_believed, _the_first_branch_wins]
+)
+def test_speculation_that_is_wrong_is_noticed(tiny: Any, plant: Any, monkeypatch: Patch) -> None:
+    prompts, settings = [[1, 40, 41, 42], [1, 50]], Settings(12, ignore_eos=True)
+    expected = plain(tiny, prompts, settings)
+
+    def same() -> bool:
+        draft = Oracle(prompts, expected, tiny.config.vocab_size).partly
+        found, _ = speculate(tiny, prompts, draft, settings, width=3, max_sequences=1)
+        return found == expected
+
+    assert same()
+    plant(monkeypatch)
+    try:
+        noticed = not same()
+    except Exception:
+        noticed = True
+    assert noticed
