@@ -31,6 +31,8 @@ def main() -> None:
 
 def _app() -> Any:
     try:
+        # They add theirs to the same app.
+        from kvcache import commands_chat, commands_inspect, commands_saved  # noqa: F401
         from kvcache.commands import app
     except ModuleNotFoundError as error:
         name = (error.name or "").split(".")[0]

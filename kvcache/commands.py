@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +17,21 @@ from rich.console import Console
 
 import ml
 from kvcache.cli import INTERRUPTED
+from kvcache.options import (
+    BackendName,
+    CacheDtype,
+    Debug,
+    Device,
+    Dtype,
+    Json,
+    ModelPath,
+    Precision,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    device_options,
+)
 from kvcache.runner.config import load_config
 from kvcache.runner.generate import Generator, GeneratorOptions, check_prompt
 from kvcache.runner.loading import bundled_model, load_model
@@ -28,24 +42,12 @@ from kvcache.runner.weights import parameter_count
 from kvcache.screen import JsonScreen, LiveScreen, PlainScreen, Screen
 from kvcache.survey import listing, plain, record, survey
 
-__all__ = ["Precision", "app"]
+__all__ = ["app", "reported", "screen_for"]
 
 MAX_SEQUENCES = 16
 """Prompts that run at the same time; further ones wait for a free sequence."""
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-class Precision(StrEnum):
-    """The dtypes that weights and caches are held in."""
-
-    F32 = "f32"
-    F16 = "f16"
-    BF16 = "bf16"
-
-    @property
-    def dtype(self) -> ml.DType:
-        return ml.DType[self.name]
 
 
 def _show_version(wanted: bool) -> None:
@@ -62,10 +64,6 @@ Version = Annotated[
 @app.callback()
 def kvcache(version: Version = False) -> None:
     """The KV cache of an inference engine, on NumPy, PyTorch, CuPy, MLX and your own backend."""
-
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the trace of an error.")]
 
 
 @app.command()
@@ -87,28 +85,45 @@ def backends(as_json: Json = False, debug: Debug = False) -> None:
 
 
 @app.command()
-def generate(
-    prompt: Annotated[list[str], typer.Option(help="A text to continue; give several for a batch.")],
-    model: Annotated[
-        Path | None,
-        typer.Option(help="A Hugging Face folder or .gguf file.", show_default="the bundled model"),
-    ] = None,
+def bench(
     backend: Annotated[str, typer.Option(help="See: kvcache backends.", envvar="ML_BACKEND")] = "numpy",
     device: Annotated[str | None, typer.Option(help="As the backend names it: cpu, cuda, mps ...")] = None,
-    dtype: Annotated[Precision, typer.Option(help="Of weights and activations.", case_sensitive=False)] = (
+    dtype: Annotated[Precision, typer.Option(help="Of keys and values.", case_sensitive=False)] = (
         Precision.F32
     ),
-    cache_dtype: Annotated[
-        Precision | None,
-        typer.Option(help="Of keys and values.", case_sensitive=False, show_default="--dtype"),
-    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer lengths and rounds.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure put and get on this machine, beside code by hand and other caches where they are installed.
+
+    Example: kvcache bench --backend torch --quick
+    """
+    with reported(debug):
+        from kvcache.bench import measure, shown
+
+        with ml.open_backend(backend, **device_options(device)) as opened:
+            rows = measure(opened, dtype.dtype, quick)
+            if as_json:
+                typer.echo(json.dumps([row.as_dict() for row in rows], indent=2))
+            else:
+                for row in rows:
+                    typer.echo(shown(row))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[list[str], typer.Option(help="A text to continue; give several for a batch.")],
+    model: ModelPath = None,
+    backend: BackendName = "numpy",
+    device: Device = None,
+    dtype: Dtype = Precision.F32,
+    cache_dtype: CacheDtype = None,
     max_tokens: Annotated[int, typer.Option(help="Per prompt.", min=1)] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.", min=0)] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Keep the likeliest up to this probability.", min=0, max=1)
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same text.", min=0)] = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
     capacity: Annotated[
         int | None, typer.Option(help="Tokens per sequence.", min=1, show_default="what the prompts need")
     ] = None,
@@ -123,7 +138,6 @@ def generate(
     """
     with reported(debug):
         settings = Settings(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-        options = {} if device is None else {"device": device}
         path = bundled_model() if model is None else model
         load_config(path)  # a wrong path is told at once: opening a backend may take seconds
         cache = GeneratorOptions(
@@ -132,8 +146,10 @@ def generate(
             prefill_chunk=prefill_chunk,
             cache_dtype=(cache_dtype or dtype).dtype,
         )
-        screen = _screen(prompt, as_json, {"model": str(path), "backend": backend, "dtype": dtype.dtype.name})
-        with ml.open_backend(backend, **options) as opened:
+        screen = screen_for(
+            prompt, as_json, {"model": str(path), "backend": backend, "dtype": dtype.dtype.name}
+        )
+        with ml.open_backend(backend, **device_options(device)) as opened:
             _generate(opened, path, dtype.dtype, prompt, settings, cache, screen)
 
 
@@ -194,7 +210,8 @@ def _prepare(
     return tokenizer, options
 
 
-def _screen(prompts: Sequence[str], as_json: bool, head: dict[str, Any]) -> Screen:
+def screen_for(prompts: Sequence[str], as_json: bool, head: dict[str, Any]) -> Screen:
+    """A live screen on a terminal, plain text or one JSON object elsewhere."""
     if as_json:
         return JsonScreen(prompts, head)
     console = Console(highlight=False, soft_wrap=False)

@@ -45,8 +45,8 @@ class Forward:
     _own: dict[int, tuple[Reading, Mask]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        in_place = isinstance(self.cells, int) and not self.reserve and self.fixed is None
-        self.run = self.cells if in_place and isinstance(self.cells, int) else -1
+        generic = self.reserve or self.fixed is not None
+        self.run = self.cells if isinstance(self.cells, int) and not generic else -1
 
     def fill(self, ctx: ml.Context) -> None:
         """Bring the tensors of fixed shapes to this pass, unless they are its own already."""

@@ -46,7 +46,7 @@ def from_page(backend: ml.Backend, page: Page) -> Snapshot:
     try:
         with backend.new_context() as ctx:
             return _Reader(ctx, backend, page.arrays).decode(page.meta["snapshot"])
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ml.ShapeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, ml.ShapeError) as error:
         raise SnapshotCorrupt(f"from_page: not the page of a snapshot ({error!r})") from error
 
 
@@ -92,7 +92,7 @@ class _Writer:
 
     def _tensor(self, name: str, tensor: ml.Tensor) -> list[Any]:
         """[name, axes]"""
-        axes = sorted(range(len(tensor.shape)), key=lambda axis: -tensor.strides[axis])
+        axes = _axes(tensor)
         self.arrays[name] = np.ascontiguousarray(tensor.permute(self.ctx, *axes).to_numpy())
         return [name, axes]
 
@@ -113,7 +113,7 @@ class _Reader:
             if not isinstance(attention, AttentionSnapshot):
                 raise ValueError(f"attention layers of kind {meta['attention']['kind']}")
             states = {
-                (str(kind), _count(layer)): self._tensor(tensor) for kind, layer, tensor in meta["states"]
+                (_state(name), _count(layer)): self._tensor(tensor) for name, layer, tensor in meta["states"]
             }
             return RecurrentSnapshot(attention, states)
         if kind == "encoder":
@@ -154,6 +154,21 @@ class _Reader:
         else:
             stored = self.ctx.from_numpy(array, ml.DType.from_numpy(array.dtype))
         return stored.permute(self.ctx, *(axes.index(axis) for axis in range(array.ndim)))
+
+
+def _axes(tensor: ml.Tensor) -> list[int]:
+    """The axes from the outermost in memory on; those of size 1, which lie nowhere, stay in their place."""
+    shape, strides = tensor.shape, tensor.strides
+    if not all(shape):
+        return [*range(len(shape))]
+    wide = iter(sorted((a for a, size in enumerate(shape) if size > 1), key=lambda axis: -strides[axis]))
+    return [next(wide) if size > 1 else axis for axis, size in enumerate(shape)]
+
+
+def _state(name: Any) -> str:
+    if name not in ("conv", "recurrent"):
+        raise ValueError(f"{name!r} is no state")
+    return str(name)
 
 
 def _count(value: Any) -> int:

@@ -218,6 +218,8 @@ class _Source:
     length: int = 0
     session: Session | None = None
     nodes: tuple[Node[Held], ...] = ()
+    held: bool = False
+    """The sequence has it already."""
 
 
 class PrefixCache:
@@ -418,14 +420,19 @@ class PrefixCache:
             source = self._best(ids, limit)
             self.shelf.touch(ids[: source.length])
             stored = self._longest_stored(ids, source.length, reach)
-            if stored > source.length:
+            while stored > source.length:
                 reached = self._from_store(seq, ids, source, stored)
-                if reached is not None:
-                    return reached
-                reach = stored - 1  # what cannot be had was dropped, or the store fails: look below it
-            elif self._from_source(seq, ids, source):
-                self.shelf.enforce()
-                return source.length
+                if reached is None:
+                    reach = stored - 1  # what cannot be had was dropped, or the store fails: look below it
+                    break
+                reached = self._go_on(seq, ids[:limit], reached)
+                progress = reached > source.length
+                source = _Source(reached, held=True)
+                stored = self._longest_stored(ids, reached, reach) if progress else reached
+            else:
+                if self._from_source(seq, ids, source):
+                    self.shelf.enforce()
+                    return source.length
 
     def _best(self, ids: np.ndarray, limit: int) -> _Source:
         best = _Source()
@@ -440,6 +447,8 @@ class PrefixCache:
 
     def _from_source(self, seq: int, ids: np.ndarray, source: _Source) -> bool:
         """Whether the sequence holds the prefix now; a node that fails is dropped, and nothing is held."""
+        if source.held:
+            return True
         if source.session is not None:
             self.cache.copy_prefix(source.session.seq, seq, source.length)
             self._origins["live"] += source.length
@@ -460,6 +469,18 @@ class PrefixCache:
             self._origins[tier] += target - at
             at = target
         return True
+
+    def _go_on(self, seq: int, ids: np.ndarray, reached: int) -> int:
+        """Restore what follows the first ``reached`` tokens from nodes that what stores had leads to."""
+        for node in self.shelf.beyond(ids, reached):
+            target = min(node.end, int(ids.size))
+            tier = self.shelf.restore(seq, node, target)
+            if tier is None:
+                self.shelf.drop(node)
+                break
+            self._origins[tier] += target - reached
+            reached = target
+        return reached
 
     def _longest_stored(self, ids: np.ndarray, length: int, limit: int) -> int:
         if self.shelf.store is None or length >= limit:
@@ -485,7 +506,9 @@ class PrefixCache:
                 self.cache.remove(seq, 0)
                 self._drop_stored(ids, span_of(page)[1])
                 return None
-        self._origins["store"] += stored - (source.length if first else 0)
+        if not first:
+            self._origins.clear()
+        self._origins["store"] += stored - sum(self._origins.values())
         self.shelf.insert(seq, ids[:stored], self._pieces(seq, ids[:stored], first), stored=True)
         self.shelf.enforce()
         return stored

@@ -122,6 +122,14 @@ class Shelf:
             usable.append(node)
         return (min(match.length, usable[-1].end) if usable else 0), tuple(usable)
 
+    def beyond(self, ids: np.ndarray, reached: int) -> tuple[Node[Held], ...]:
+        """The nodes to restore in order where a sequence has the first ``reached`` tokens of ``ids``."""
+        match = self.trie.match(ids)
+        nodes = [node for node in match.nodes if node.end > reached]
+        if not self.divisible:
+            return _chain([node for node in nodes if node.end <= match.length], reached)
+        return tuple(itertools.takewhile(_is_present, nodes))
+
     def share(self, seq: int, nodes: Sequence[Node[Held]], length: int) -> int:
         """Let an empty sequence share the first nodes in one step, as far as they lie in the cache.
 
@@ -287,11 +295,12 @@ class Shelf:
         """Move a snapshot from the device to the next tier, or drop it where there is none."""
         held = node.data
         assert held is not None
-        if held.host is None and not held.stored and (self.host is not None or self.store is not None):
+        to_write = self.store is not None and not held.stored
+        if held.host is None and (self.host is not None or to_write):
             page = self._copied_out(held)
             if page is not None and self.host is not None and self.host.fits(page.nbytes):
                 self._keep_on_host(node, page)
-            elif page is not None and self.store is not None:
+            elif page is not None and to_write:
                 self._submit(node, page)
         self.device.discard(node)
         held.snapshot = None
@@ -432,14 +441,18 @@ def _frees(held: Held) -> bool:
     return held.snapshot is not None and held.snapshot.frees_cells
 
 
-def _chain(nodes: Sequence[Node[Held]]) -> tuple[Node[Held], ...]:
-    """Of the nodes of a path those whose snapshots follow one another from 0, as far as any do."""
+def _is_present(node: Node[Held]) -> bool:
+    return node.data is not None and node.data.present
+
+
+def _chain(nodes: Sequence[Node[Held]], start: int = 0) -> tuple[Node[Held], ...]:
+    """Of the nodes of a path those whose snapshots follow one another from ``start``, as far as any do."""
     reached: list[tuple[Node[Held], int]] = []  # with the place of the one before it, -1 for none
     for node in nodes:
         if node.data is None or not node.data.present:
             continue
         before = bisect.bisect_left(reached, node.data.begin, key=lambda entry: entry[0].end)
-        if node.data.begin == 0:
+        if node.data.begin <= start:
             reached.append((node, -1))
         elif before < len(reached):
             reached.append((node, before))

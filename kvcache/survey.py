@@ -21,6 +21,7 @@ CAPABILITIES: dict[str, type] = {
     "SupportsAttention": ml.SupportsAttention,
     "SupportsRope": ml.SupportsRope,
     "SupportsCacheConfig": ml.SupportsCacheConfig,
+    "SupportsKVStore": ml.SupportsKVStore,
 }
 
 

@@ -397,7 +397,7 @@ def test_backends_tell_their_capabilities(name: str) -> None:
     if not rows[name]["available"]:
         pytest.skip(rows[name]["reason"])
     with ml.open_backend(name) as backend:
-        kinds = (ml.SupportsAttention, ml.SupportsRope, ml.SupportsCacheConfig)
+        kinds = (ml.SupportsAttention, ml.SupportsRope, ml.SupportsCacheConfig, ml.SupportsKVStore)
         expected = [kind.__name__ for kind in kinds if isinstance(backend, kind)]
     assert "SupportsAttention" in expected
     assert rows[name]["capabilities"] == expected

@@ -11,6 +11,8 @@
 """
 
 from kvcache.runner.config import SUPPORTED_ARCHITECTURES, ModelConfig, load_config, parse_config
+from kvcache.runner.conversations import Conversation, Conversations
+from kvcache.runner.engine import Engine, EngineOptions, Failed, Request
 from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
 from kvcache.runner.generate import Generator, GeneratorOptions, LanguageModel, Prompt
 from kvcache.runner.llama import Llama
@@ -27,13 +29,20 @@ from kvcache.runner.requests import (
     Token,
 )
 from kvcache.runner.sampling import Sampler
+from kvcache.runner.saved import ConversationError, SavedConversation
 from kvcache.runner.tokenizer import StreamDecoder, Tokenizer
 from kvcache.runner.weights import WeightSource, check_weights, expected_shapes, open_weights
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "CapacityError",
+    "Conversation",
+    "ConversationError",
+    "Conversations",
+    "Engine",
+    "EngineOptions",
     "Event",
+    "Failed",
     "FinishReason",
     "Finished",
     "Generator",
@@ -44,9 +53,11 @@ __all__ = [
     "ModelError",
     "Prefilled",
     "Prompt",
+    "Request",
     "RequestError",
     "RunnerError",
     "Sampler",
+    "SavedConversation",
     "Settings",
     "Started",
     "Statistics",

@@ -28,7 +28,7 @@ import numpy as np
 from kvcache.cache import CacheFullError, ClosedError, SequenceLostError
 from kvcache.prefix import PrefixCache, Session
 from kvcache.runner.active import Failed, Part, Request, batch_of, chunks, plan_sharing, worth_waiting
-from kvcache.runner.errors import RequestError, RunnerError
+from kvcache.runner.errors import RequestError
 from kvcache.runner.generate import GeneratorOptions, LanguageModel, Prompt, cache_for, check_prompt
 from kvcache.runner.identity import model_identity
 from kvcache.runner.memory import cache_bytes, check_memory
@@ -41,7 +41,7 @@ from kvcache.tiers import HostTier
 
 log = logging.getLogger("kvcache")
 
-__all__ = ["Engine", "EngineEvent", "EngineOptions", "Failed", "Request"]
+__all__ = ["Engine", "EngineEvent", "EngineOptions", "Failed", "Request", "Tier"]
 
 EngineEvent = Event | Failed
 Tier = HostTier | SnapshotStore | str | PathLike[str]
@@ -53,7 +53,8 @@ class EngineOptions(GeneratorOptions):
 
     All sequences share ``max_sequences * capacity`` tokens, so that a larger ``context`` lets some go
     beyond their share while others need less. ``budget`` bounds the bytes of kept snapshots on the
-    device; ``interval`` is as PrefixCache has it.
+    device, those in the cache's own cells too (None: twice what the cache takes); ``interval`` is as
+    PrefixCache has it.
     """
 
     context: int | None = None
@@ -95,10 +96,9 @@ class Engine:
         cache: Any = cache_for(model)
         cache.init(model.backend, *self._sizes, self._largest)
         self.cache = cache
+        budget = 2 * self.cache_bytes if options.budget is None else options.budget
         try:
-            self.prefix = PrefixCache(
-                cache, options.budget, tiers, identity=identity, interval=options.interval
-            )
+            self.prefix = PrefixCache(cache, budget, tiers, identity=identity, interval=options.interval)
         except BaseException:
             cache.close()
             raise
@@ -244,6 +244,7 @@ class Engine:
         """
         self._check("step")
         events = self._events
+        self._read_again()
         self._admit(events)
         while parts := self._plan():
             began = time.perf_counter()
@@ -324,28 +325,26 @@ class Engine:
             request, run = part.request, part.request.run
             if prefill and run.stored <= run.prompt_tokens:
                 events.append(Prefilled(request.id, run.stored, run.prompt_tokens))
-            if prefill and request.session is not None:
-                request.session.keep()
-            if run.stored < len(run.tokens):
-                continue
+            row = next(rows) if run.stored == len(run.tokens) else None
             try:
-                token = run.sampler(next(rows))
-            except RunnerError as error:
+                if prefill and request.session is not None:
+                    request.session.keep()
+                if row is not None:
+                    self._accept(request, run.sampler(row), events)
+            except Exception as error:  # of this request alone: what was computed of the others is good
                 self._leave(request)
                 self._over(request, events, [Failed(request.id, error)])
-                continue
-            self._accept(request, token, events)
 
     def _accept(self, request: Request, token: int, events: list[EngineEvent]) -> None:
         known = request.run.advance(token, self.model.config.eos_ids, self.limit)
         self.statistics.generated_tokens += has_token(known[0])
         if request.session is not None:
             request.session.extend(request.run.tokens[request.run.stored :])
-        if not isinstance(known[-1], Finished):
+        if isinstance(known[-1], Finished):
+            self._leave(request)
+            self._over(request, events, known)
+        else:
             events.extend(known)
-            return
-        self._leave(request)
-        self._over(request, events, known)
 
     def _over(self, request: Request, events: list[EngineEvent], last: Sequence[EngineEvent]) -> None:
         request.done = True
@@ -372,20 +371,29 @@ class Engine:
     def _take_back(self, parts: Sequence[Part], lost: bool) -> None:
         """Let every session be what it was before the pass, or have more of it computed again."""
         for part in parts:
-            request, session = part.request, part.request.session
-            assert session is not None
-            target = 0 if lost else request.run.stored
-            try:
-                request.run.stored = session.rewind(target)
-                session.extend(request.run.tokens[target:])
-            except Exception:  # the error under way is the one to tell
-                if request in self._running:
-                    self._requeue(request, keep=False)
+            self._rewind(part.request, 0 if lost else part.request.run.stored)
+
+    def _read_again(self) -> None:
+        """Where an interruption came before an answer was read, the token before it is computed again."""
+        for request in self.running:
+            if request.run.stored == len(request.run.tokens):
+                self._rewind(request, request.run.stored - 1)
+
+    def _rewind(self, request: Request, target: int) -> None:
+        session = request.session
+        assert session is not None
+        try:
+            request.run.stored = session.rewind(target)
+            session.extend(request.run.tokens[target:])
+        except Exception:  # as good as lost: it starts anew
+            if request in self._running:
+                self._requeue(request, keep=False)
 
     def _requeue(self, request: Request, keep: bool) -> None:
         """Back to the head of the queue, to be continued from what is kept."""
         self._leave(request, keep)
         request.run.stored = 0
+        request.stops.clear()
         self._waiting.insert(0, request)
 
     def _leave(self, request: Request, keep: bool = True) -> None:

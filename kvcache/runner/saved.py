@@ -137,10 +137,18 @@ def read(path: str | os.PathLike[str]) -> SavedConversation:
         raise ConversationError(f"{source}: no saved conversation of the format {FORMAT}")
     if meta.pop("sha256", None) != _digest(meta, page.arrays):
         raise ConversationError(f"{source}: damaged: its digest does not hold; save the conversation anew")
-    if meta.keys() != _FIELDS:
-        raise ConversationError(f"{source}: a saved conversation with other fields: {', '.join(meta)}")
+    if not _is_whole(meta):
+        raise ConversationError(f"{source}: a saved conversation whose fields make no sense")
     content = Page({"snapshot": meta["snapshot"]}, page.arrays)
     return SavedConversation(tuple(meta["tokens"]), meta["evaluated"], meta["model"], meta["cache"], content)
+
+
+def _is_whole(meta: Mapping[str, Any]) -> bool:
+    if meta.keys() != _FIELDS or not all(isinstance(meta[name], Mapping) for name in ("model", "cache")):
+        return False
+    tokens, evaluated = meta["tokens"], meta["evaluated"]
+    counts = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
+    return counts and type(evaluated) is int and evaluated > 0 and evaluated in (len(tokens) - 1, len(tokens))
 
 
 def _digest(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:

@@ -13,7 +13,7 @@ from kvcache.stores.sizes import parse_bytes
 from kvcache.stores.streams import load_xxhash
 from ml import Availability
 
-__all__ = ["File", "Memory"]
+__all__ = ["File", "Memory", "path_of"]
 
 _TRUTH = {
     "1": True,
@@ -64,7 +64,7 @@ def _open_file(
 ) -> SnapshotStore:
     from kvcache.stores.file import FileStore
 
-    where = _path(url) if url is not None else path
+    where = path_of(url) if url is not None else path
     if where is None or (url is not None and path is not None):
         raise StoreValueError(f"open_store: a file store has one path; the URL is {url!r}, path={path!r}")
     return FileStore(where, parse_bytes(budget), durable=_truth("durable", durable))
@@ -74,7 +74,8 @@ def _open_memory(url: str | None = None, *, budget: int | str | None = None) -> 
     return MemoryStore(parse_bytes(budget))
 
 
-def _path(url: str) -> str:
+def path_of(url: str) -> str:
+    """The folder that a URL such as file:///var/cache/kv names."""
     parts = urlsplit(url)
     path = unquote(parts.path)
     if parts.netloc not in ("", "localhost") or not path or "\0" in path:

@@ -5,6 +5,7 @@ What a session sees is judged bit for bit against its own tokens (see :mod:`kvca
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -45,6 +46,18 @@ class SlowStore(MemoryStore):
     def put(self, key: str, parts: Sequence[Any]) -> bool:
         time.sleep(0.002)
         self.waited.append(self.look())
+        return super().put(key, parts)
+
+
+class GatedStore(MemoryStore):
+    """Writes nothing before its gate is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def put(self, key: str, parts: Sequence[Any]) -> bool:
+        self.gate.wait()
         return super().put(key, parts)
 
 
@@ -371,6 +384,35 @@ class PrefixTests(CacheCase):
         assert [r.peek([1, 2, 3, 4, 5]), r.peek([*LONG, 1])] == [4, 20]
         assert (r.prefix.stats.host, r.prefix.stats.store) == (4, 20)
 
+    @every_cache
+    def test_what_came_from_a_store_goes_to_host_memory_when_the_device_lets_go(
+        self, talk: Talk, cache: str
+    ) -> None:
+        store = FlakyStore()
+        writer = talk(cache, tiers=[store])
+        writer.keep(LONG)
+        writer.prefix.close()
+        r = talk(cache, tiers=[HostTier(), store])
+        assert r.peek([*LONG, 1]) == 20
+        r.prefix.evict()
+        store.failing = frozenset(CALLS)
+        assert r.peek([*LONG, 2]) == 20
+        assert (r.prefix.stats.store, r.prefix.stats.host) == (20, 20)
+
+    @pytest.mark.parametrize("cache", DIVISIBLE)
+    def test_a_store_and_host_memory_may_take_turns(self, talk: Talk, cache: str) -> None:
+        """The beginning fits the store only, and the end is in host memory: both are used."""
+        one = replace(ConversationSetup(), cache="causal").token_bytes
+        r = talk(cache, tiers=[HostTier(6 * (one + 8)), MemoryStore()])
+        r.keep(LONG[:12])
+        r.prefix.evict()
+        r.prefix.flush()
+        r.keep(LONG[:16])
+        r.prefix.evict()
+        assert r.peek([*LONG[:16], 1]) == 16
+        assert (r.prefix.stats.store, r.prefix.stats.host) == (24, 4)
+        r.check_books()
+
     def test_a_page_may_have_to_leave_while_it_is_put_to_use(self, talk: Talk) -> None:
         r = talk(max_sequences=2, capacity=8, tiers=[HostTier(8 * (ConversationSetup().token_bytes + 8))])
         r.keep(LONG[:8])
@@ -635,6 +677,40 @@ class PrefixTests(CacheCase):
         assert store.delete(chain.at(12))
         other = talk(tiers=[store])
         assert other.keep([*LONG, 1]) == 8
+
+    @every_cache
+    def test_what_waits_to_be_written_is_there_already(self, talk: Talk, cache: str) -> None:
+        store = GatedStore()
+        r = talk(cache, tiers=[store])
+        try:
+            r.keep(LONG)
+            r.prefix.evict()
+            assert r.prefix.nbytes["device"] == 0 < r.prefix.nbytes["writing"]
+            assert r.peek([*LONG, 1]) == 20
+            assert r.prefix.stats.host == 20
+        finally:
+            store.gate.set()
+        r.prefix.evict()
+        r.prefix.flush()
+        assert r.peek([*LONG, 1]) == 20
+        r.check_books()
+
+    @every_cache
+    def test_a_page_that_is_read_later_changes_nothing_that_was_read(self, talk: Talk, cache: str) -> None:
+        store = MemoryStore()
+        writer = talk(cache, tiers=[store])
+        others = [[number, *LONG] for number in range(6)]
+        for tokens in others:
+            writer.keep(tokens)
+        writer.prefix.close()
+        r = talk(cache, tiers=[store])
+        for first, second, third in (others[:3], others[3:]):
+            chats = [r.begin([*tokens, 1]) for tokens in (first, second, third)]
+            assert [chat.cached for chat in chats] == [21] * 3
+            for chat in chats:
+                chat.prefill()
+                chat.close()
+        r.check_books()
 
     def test_what_waits_to_be_written_is_bounded(self, talk: Talk) -> None:
         store = SlowStore()

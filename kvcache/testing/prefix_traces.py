@@ -82,8 +82,11 @@ class PrefixSetup:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing can get lost, so that the longest common prefix is there."""
-        return self.talk.cache in DIVISIBLE and self.budget is None and self.host is None
+        """Whether nothing can get lost, so that the longest common prefix is there.
+
+        Of what came from a store parts may be left to it, where only multiples of the chunk are found.
+        """
+        return self.talk.cache in DIVISIBLE and self.host is None and not self.store
 
 
 def random_prefix_setup(rnd: random.Random, floats: Sequence[DType]) -> PrefixSetup:

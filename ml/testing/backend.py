@@ -13,6 +13,7 @@ from ml.testing.order import OrderTests
 from ml.testing.reductions import ReductionTests
 from ml.testing.refusals import RefusalTests
 from ml.testing.rows import RowTests
+from ml.testing.stores import KVStoreTests
 
 __all__ = ["BackendTests"]
 
@@ -29,5 +30,6 @@ class BackendTests(
     OrderTests,
     RefusalTests,
     CapabilityTests,
+    KVStoreTests,
 ):
     """Everything the contract says of a backend. Subclass it; see :mod:`ml.testing`."""

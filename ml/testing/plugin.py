@@ -18,7 +18,7 @@ __all__ = ["backend_name", "backend_options"]
 
 _SUITE = (
     "aliasing", "backend", "casts", "compute", "copies", "creation", "harness", "movement",
-    "optional", "order", "reductions", "refusals", "rows", "samples",
+    "optional", "order", "reductions", "refusals", "rows", "samples", "stores",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"ml.testing.{name}" for name in _SUITE))
 

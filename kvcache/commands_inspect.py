@@ -1,0 +1,175 @@
+"""``kvcache inspect``: what lies in a store, in a saved conversation, or in a cache at work, as a picture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import parse_qsl
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+import ml
+from kvcache.commands import app, reported
+from kvcache.options import BackendName, Debug, Device, ModelPath, device_options
+from kvcache.runner.config import load_config
+from kvcache.runner.engine import Engine, EngineOptions, Failed
+from kvcache.runner.errors import RunnerError
+from kvcache.runner.generate import check_prompt
+from kvcache.runner.identity import files_digest
+from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.requests import Settings
+from kvcache.runner.tokenizer import Tokenizer
+from kvcache.stores.builtin import path_of
+from kvcache.stores.sizes import parse_bytes
+from kvcache.tiers import HostTier
+from kvcache.views.disk import is_store, look_at_page, look_at_store, page_meta
+from kvcache.views.models import Picture
+from kvcache.views.terminal import Watched
+from kvcache.views.words import Decode
+
+__all__ = ["demonstrate", "inspect", "look_at", "show", "write_page"]
+
+HOST_BUDGET = 256 << 20
+"""Bytes of host memory that a demonstration keeps snapshots in."""
+_SPARE = 4
+"""Tokens of each sequence that are left free in a demonstration."""
+
+
+@app.command()
+def inspect(
+    target: Annotated[
+        str | None, typer.Argument(help="A store's folder or file:// URL, or a saved conversation.")
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Instead: run these, and draw the cache; repeatable.")
+    ] = None,
+    model: ModelPath = None,
+    backend: BackendName = "numpy",
+    device: Device = None,
+    max_tokens: Annotated[int, typer.Option(help="Generated per prompt.", min=1)] = 8,
+    budget: Annotated[
+        str | None, typer.Option(help="Bytes that the store may hold, or a run's snapshots: 10GiB, say.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Nodes or entries to draw, at most.", min=0)] = 100,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a page that needs no other file.", show_default="no")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_text: Annotated[bool, typer.Option("--text", help="Print plain text, without colours.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Draw what is kept: the entries of a store, a saved conversation, or trie and cells of a run.
+
+    A store is only read: nothing in it is swept, evicted or marked as used.
+
+    Example: kvcache inspect --prompt "In the beginning" --prompt "In the land" --html cache.html
+    """
+    with reported(debug):
+        limit = parse_bytes(budget)
+        if (target is None) == (not prompt):
+            raise RunnerError("inspect: give a store or a saved conversation, or --prompt to run one")
+        console = None if as_json or as_text or not sys.stdout.isatty() else Console(highlight=False)
+        if target is not None:
+            picture = look_at(target, limit, nodes, model)
+        else:
+            path = bundled_model() if model is None else model
+            picture = demonstrate(path, backend, device, prompt or [], max_tokens, limit, nodes, console)
+        if html is not None:
+            write_page(picture, html)
+        show(picture, console, as_json)
+
+
+def look_at(target: str, budget: int | None, entries: int, model: Path | None = None) -> Picture:
+    """The picture of a store's folder, or of a file: with its text where the model that it is of is known."""
+    if target.startswith("file:"):
+        url, _, query = target.partition("?")
+        target = path_of(url)
+        budget = parse_bytes(dict(parse_qsl(query)).get("budget")) if budget is None else budget
+    path = Path(target).expanduser()
+    if path.is_dir() or is_store(path):
+        return look_at_store(path, budget, entries)
+    if not path.exists():
+        raise RunnerError(f"inspect: {path}: there is no such file or folder")
+    return look_at_page(path, _decoder(path, model))
+
+
+def _decoder(path: Path, model: Path | None) -> Decode | None:
+    """That of the model named, or of the bundled one where it is what computed the page."""
+    if model is not None:
+        return Tokenizer.load(model).decode
+    bundled = bundled_model()
+    record = page_meta(path).get("model")
+    ours = isinstance(record, Mapping) and record.get("files") == files_digest(bundled)
+    return Tokenizer.load(bundled).decode if ours else None
+
+
+def demonstrate(
+    path: Path,
+    backend: str,
+    device: str | None,
+    prompts: Sequence[str],
+    max_tokens: int,
+    budget: int | None,
+    nodes: int,
+    console: Console | None,
+) -> Picture:
+    """Generate for all prompts over one PrefixCache; all but the last are done when the picture is taken."""
+    config, tokenizer = load_config(path), Tokenizer.load(path)
+    tokens = [check_prompt(tokenizer.encode(text), config, config.max_positions) for text in prompts]
+    longest = max(map(len, tokens))
+    capacity = min(config.max_positions, longest + max_tokens + _SPARE)
+    options = EngineOptions(max_sequences=max(2, min(4, len(prompts))), capacity=capacity, budget=budget)
+    with ml.open_backend(backend, **device_options(device)) as opened:
+        loaded = load_model(path, opened, ml.DType.F32)
+        with Engine(loaded, tokenizer, options, [HostTier(HOST_BUDGET)]) as engine:
+
+            def take() -> Picture:
+                return engine.prefix.render(tokenizer.decode, nodes)
+
+            if console is None:
+                return _run(engine, tokens, max_tokens, take, lambda: None)
+            watched = Watched(take)
+            with Live(watched, console=console, transient=True, auto_refresh=False) as live:
+                return _run(engine, tokens, max_tokens, take, live.refresh)
+
+
+def _run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    take: Callable[[], Picture],
+    refresh: Callable[[], None],
+) -> Picture:
+    """One request after another, so that each finds what those before it left; the last one stays open."""
+    picture: Picture | None = None
+    for i, tokens in enumerate(prompts):
+        engine.submit(tokens, Settings(max_tokens))
+        while engine.busy:
+            for event in engine.step():
+                if isinstance(event, Failed):
+                    raise event.error
+            if engine.running and i == len(prompts) - 1:
+                picture = take()
+            refresh()
+    return picture or take()
+
+
+def write_page(picture: Picture, path: Path) -> None:
+    try:
+        path.write_text(picture.html(), encoding="utf-8")
+    except OSError as error:
+        raise RunnerError(f"inspect: {path}: cannot be written ({error.strerror or error})") from error
+
+
+def show(picture: Picture, console: Console | None, as_json: bool = False) -> None:
+    """In colours where there is a terminal, else as plain text or JSON."""
+    if as_json:
+        typer.echo(picture.json())
+    elif console is not None:
+        console.print(picture)
+    else:
+        typer.echo(picture.text())

@@ -1,0 +1,52 @@
+"""Seeing caches: who holds which cell, what the prefix trie keeps, who sees what, how full it was.
+
+::
+
+    print(cache.render())                        # text; rich, notebooks and .html show it in colours
+    prefix.render(tokenizer.decode).save("prefix.html")
+    print(views.look_at_mask(cache))             # of the pass under way
+    occupancy = views.Occupancy(cache)           # occupancy.sample() once a step
+    views.plots.occupancy(occupancy.samples)     # matplotlib: pip install 'ml-kvcache[plots]'
+
+Looking changes nothing: no order of use, no snapshot, no tensor.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvcache.views.models import CachePicture, CellMap, MaskPicture, Picture, PrefixPicture
+
+if TYPE_CHECKING:
+    from kvcache.views import plots
+    from kvcache.views.caches import look
+    from kvcache.views.disk import look_at_page, look_at_store
+    from kvcache.views.masks import look_at_mask
+    from kvcache.views.occupancy import Occupancy
+    from kvcache.views.prefixes import look_at_prefix
+    from kvcache.views.terminal import Watched
+
+__all__ = [
+    "CachePicture", "CellMap", "MaskPicture", "Occupancy", "Picture", "PrefixPicture", "Watched", "look",
+    "look_at_mask", "look_at_page", "look_at_prefix", "look_at_store", "plots",
+]  # fmt: skip
+
+_LATER = {
+    "Occupancy": "occupancy",
+    "Watched": "terminal",
+    "look": "caches",
+    "look_at_mask": "masks",
+    "look_at_page": "disk",
+    "look_at_prefix": "prefixes",
+    "look_at_store": "disk",
+}
+"""What is imported when it is first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "plots":
+        return importlib.import_module("kvcache.views.plots")
+    if name in _LATER:
+        return getattr(importlib.import_module(f"kvcache.views.{_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

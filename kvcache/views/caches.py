@@ -1,0 +1,151 @@
+"""Looking at a cache: which sequence and which snapshot holds what. Nothing is changed or copied out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvcache.causal import CausalCache, ChunkedCache, SlidingWindowCache
+from kvcache.cells import CellTable, Pin, Row
+from kvcache.encoder import EncoderCache
+from kvcache.reading import LowerBound
+from kvcache.recurrent import RecurrentCache
+from kvcache.views.models import (
+    CachePicture,
+    CellMap,
+    CellRun,
+    EncoderEntry,
+    EncoderView,
+    OtherView,
+    Part,
+    SequenceView,
+    StatesView,
+    StateView,
+)
+from kvcache.wrapper import WrapperCache
+
+__all__ = ["look", "map_of"]
+
+
+def look(cache: Any) -> CachePicture:
+    """A picture of any cache; caches of other packages show their name and ``nbytes`` alone.
+
+    Raises OrderError or ClosedError for a cache that is bound to no backend.
+    """
+    parts = tuple(_parts(cache))
+    return CachePicture(type(cache).__name__, int(getattr(cache, "nbytes", 0)), parts)
+
+
+def _parts(cache: Any) -> Iterator[Part]:
+    if isinstance(cache, WrapperCache):
+        for wrapped in cache.caches:
+            yield from _parts(wrapped)
+    elif isinstance(cache, RecurrentCache):
+        cache._bound("render")
+        yield map_of(cache.attention)
+        yield _states(cache)
+    elif isinstance(cache, EncoderCache):
+        cache._bound("render")
+        yield _encoder(cache)
+    elif isinstance(cache, CausalCache):
+        yield map_of(cache)
+    else:
+        yield OtherView(type(cache).__name__, int(getattr(cache, "nbytes", 0)))
+
+
+def map_of(cache: CausalCache) -> CellMap:
+    """The cells of one attention cache."""
+    cache._bound("render")
+    table = cache._table
+    labels, owners = _owners(table)
+    held_by = np.array([len(group) for group in owners])[labels]
+    lower = cache._lower()
+    views = (_sequence(seq, row, held_by, lower) for seq, row in table.occupied())
+    runs = _runs(table, labels, owners)
+    return CellMap(type(cache).__name__, _note(cache), table.cells, cache.nbytes, tuple(views), runs)
+
+
+def _note(cache: CausalCache) -> str:
+    if isinstance(cache, SlidingWindowCache):
+        kept = "all kept" if cache._unlimited else f"the last {cache._kept} kept"
+        return f"window {cache.window}, {kept}"
+    return f"chunks of {cache.chunk}" if isinstance(cache, ChunkedCache) else ""
+
+
+def _owners(table: CellTable) -> tuple[np.ndarray, list[tuple[int, ...]]]:
+    """A label for every cell, and the sequences that hold the cells of each label; 0 is nobody."""
+    labels = np.zeros(table.cells, dtype=np.int64)
+    owners: list[tuple[int, ...]] = [()]
+    for seq, row in table.occupied():
+        found, where = np.unique(labels[row.cells], return_inverse=True)
+        labels[row.cells] = len(owners) + where
+        owners += [(*owners[label], seq) for label in found.tolist()]
+    return labels, owners
+
+
+def _sequence(seq: int, row: Row, held_by: np.ndarray, lower: LowerBound | None) -> SequenceView:
+    sees = 0 if lower is None else int(lower(np.array([row.last + 1]))[0])
+    runs = 1 if row.contiguous else 1 + int((np.diff(row.cells) != 1).sum())
+    shared = int((held_by[row.cells] > 1).sum())
+    return SequenceView(
+        seq, len(row), row.first, row.last, shared, len(row) - row.index(sees), runs, bool(row.lost)
+    )
+
+
+def _runs(table: CellTable, labels: np.ndarray, owners: list[tuple[int, ...]]) -> tuple[CellRun, ...]:
+    snapshots = np.zeros(table.cells, dtype=np.int64)
+    for pin in _pins(table):
+        snapshots[pin.cells] += 1
+    positions = np.full(table.cells, -1, dtype=np.int64)
+    for _, row in table.occupied():  # those that share a cell have it at one position
+        positions[row.cells] = row.positions
+    new = (np.diff(labels) != 0) | (np.diff(snapshots) != 0) | (np.diff(positions) != (labels[1:] > 0))
+    edges = [0, *(np.flatnonzero(new) + 1).tolist(), table.cells]
+    return tuple(
+        CellRun(
+            begin,
+            end,
+            owners[labels[begin]],
+            int(snapshots[begin]),
+            int(positions[begin]) if labels[begin] else None,
+        )
+        for begin, end in itertools.pairwise(edges)
+    )
+
+
+def _pins(table: CellTable) -> list[Pin]:
+    """Those of snapshots that are still there; ``table.sweep`` takes the others out when cells are needed."""
+    waiting = table._dropped
+    gone = {id(waiting[i]) for i in range(len(waiting))}  # a garbage collection may add to it meanwhile
+    return [pin for key, pin in list(table.pins.items()) if key not in gone]
+
+
+def _states(cache: RecurrentCache) -> StatesView:
+    rows = (
+        StateView(seq, row.offset, row.slot, cache.checkpoints(seq), bool(row.lost))
+        for seq, row in enumerate(cache._rows)
+        if row.offset or row.lost or row.checkpoints
+    )
+    nbytes = cache.nbytes - cache.attention.nbytes
+    return StatesView("recurrent states and checkpoints", cache._buffers.slots, nbytes, tuple(rows))
+
+
+def _encoder(cache: EncoderCache) -> EncoderView:
+    sharing: dict[int, list[int]] = {}
+    entries = {id(entry): entry for entry in cache._entries.values()}
+    for seq, entry in cache._entries.items():
+        sharing.setdefault(id(entry), []).append(seq)
+    rows = (
+        EncoderEntry(
+            tuple(sorted(sharing[key])),
+            entry.position,
+            entry.length,
+            len(entry.layers),
+            sum(tensor.nbytes for pair in entry.layers.values() for tensor in pair),
+        )
+        for key, entry in entries.items()
+    )
+    return EncoderView(type(cache).__name__, cache.nbytes, tuple(rows))

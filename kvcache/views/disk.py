@@ -1,0 +1,285 @@
+"""Looking at what lies on disk: the folder of a FileStore, and a saved page. Nothing is changed or touched.
+
+A store's folder is read without its lock and without opening the store, which would clear away what it
+finds broken: an entry that another process is just writing or evicting may show as such.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcache.shelf import span_of
+from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable
+from kvcache.stores.folder import LOCK, PAGES, STORE_FORMAT
+from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, TEMPORARY, Manifest
+from kvcache.stores.page import Page, unpack
+from kvcache.views.models import Picture
+from kvcache.views.summaries import Table, tabled
+from kvcache.views.words import Decode, age_text, bytes_text, counted, preview, printable
+
+__all__ = [
+    "EntryView",
+    "PagePart",
+    "PagePicture",
+    "StorePicture",
+    "is_store",
+    "look_at_page",
+    "look_at_store",
+    "page_meta",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """One cache's share of a page: K and V of ``tokens`` positions in ``layers`` layers, or states."""
+
+    kind: str
+    tokens: int
+    layers: int
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class PagePicture(Picture):
+    """A snapshot in a file, in the layout of ``kvcache.stores.Page``."""
+
+    name: str
+    nbytes: int
+    begin: int
+    end: int
+    parts: tuple[PagePart, ...]
+    tokens: int | None
+    """How many token ids the file holds too; None: none."""
+    facts: tuple[tuple[str, str], ...]
+    """How its tokens begin, and what else its meta says."""
+
+    def summary(self) -> str:
+        span = f"[{self.begin}, {self.end})"
+        tokens = "" if self.tokens is None else f", {counted(self.tokens, 'token')}"
+        return f"positions {span}{tokens}, {bytes_text(self.nbytes)}"
+
+    def table(self) -> Table:
+        rows = [
+            (part.kind, f"{part.tokens:,}", f"{part.layers}", part.dtype, bytes_text(part.nbytes))
+            for part in self.parts
+        ]
+        return tabled(("kind", "positions", "layers", "dtype", "bytes"), rows, ["title"] * len(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class EntryView:
+    """An entry of a store; ``problem`` says why it cannot be read, "" where it can."""
+
+    key: str
+    nbytes: int
+    age: float
+    """Seconds since it was last used."""
+    begin: int = 0
+    end: int = 0
+    kind: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class StorePicture(Picture):
+    """The folder of a FileStore: the entries that were used last, and totals of all."""
+
+    name: str
+    total: int
+    nbytes: int
+    budget: int | None
+    entries: tuple[EntryView, ...]
+    writing: int
+    """Temporary files: of writers at work, or of ones that died."""
+
+    def summary(self) -> str:
+        limit = "" if self.budget is None else f" of {bytes_text(self.budget)}"
+        writing = f", {counted(self.writing, 'temporary file')}" if self.writing else ""
+        return f"{counted(self.total, 'entry')}, {bytes_text(self.nbytes)}{limit}{writing}"
+
+    def table(self) -> Table:
+        rows = [
+            (
+                entry.key[:16] + ("…" if len(entry.key) > 16 else ""),
+                f"[{entry.begin}, {entry.end})" if entry.kind else "-",
+                entry.kind or "-",
+                bytes_text(entry.nbytes),
+                age_text(entry.age),
+                entry.problem,
+            )
+            for entry in self.entries
+        ]
+        styles = ["tier:none" if entry.problem else "tier:store" for entry in self.entries]
+        head = ("key", "positions", "kind", "bytes", "last used", "")
+        return tabled(head, rows, styles, self.total - len(rows))
+
+
+# Stores.
+
+
+def is_store(path: Path) -> bool:
+    """Whether this is the folder of a FileStore."""
+    try:
+        return (path / LOCK).read_bytes()[: len(STORE_FORMAT)] == STORE_FORMAT
+    except OSError:
+        return False
+
+
+def look_at_store(path: str | Path, budget: int | None = None, entries: int = 50) -> StorePicture:
+    """A picture of a store's folder; the ``entries`` used last are opened to see what they hold.
+
+    The folder does not know its budget: say it to have it shown. Raises StoreUnavailable for a folder that
+    is no store, or may not be read.
+    """
+    path = Path(path)
+    if not is_store(path):
+        raise StoreUnavailable(f"inspect: {path} is no store: its {LOCK} is missing or foreign")
+    try:
+        sizes, manifests, writing = _scan(path / PAGES)
+    except OSError as error:
+        raise StoreUnavailable(f"inspect: {path}: {error.strerror or error}") from error
+    whole = sizes.keys() & manifests.keys()
+    shown = sorted(manifests, key=lambda key: (-manifests[key], key))[: max(0, entries)]
+    now = time.time()
+    views = tuple(_entry(path / PAGES, key, sizes.get(key), now - manifests[key]) for key in shown)
+    return StorePicture(
+        printable(str(path)), len(manifests), sum(sizes[key] for key in whole), budget, views, writing
+    )
+
+
+def _scan(pages: Path) -> tuple[dict[str, int], dict[str, float], int]:
+    """Bytes of data files, times of manifests, and how many temporary files there are."""
+    sizes: dict[str, int] = {}
+    times: dict[str, float] = {}
+    writing = 0
+    with os.scandir(pages) as found:
+        for item in found:
+            stem, suffix = os.path.splitext(item.name)  # noqa: PTH122
+            writing += suffix == TEMPORARY
+            if suffix in (DATA, MANIFEST) and item.is_file(follow_symlinks=False):
+                status = item.stat(follow_symlinks=False)
+                if suffix == DATA:
+                    sizes[stem] = status.st_size
+                else:
+                    times[stem] = status.st_mtime
+    return sizes, times, writing
+
+
+def _entry(pages: Path, key: str, size: int | None, age: float) -> EntryView:
+    name = printable(key)
+    if size is None:
+        return EntryView(name, 0, age, problem="its data are missing")
+    try:
+        with open(pages / (key + MANIFEST), "rb") as file:
+            manifest = Manifest.parse(file.read(MAX_BYTES), key)
+        if manifest.nbytes != size:
+            return EntryView(name, size, age, problem=f"{manifest.nbytes} bytes were put, {size} are there")
+        page = _open_page(pages / (key + DATA))
+        begin, end = span_of(page)
+    except (OSError, ValueError, SnapshotCorrupt) as error:
+        return EntryView(name, size, age, problem=printable(str(error)))
+    return EntryView(name, size, age, begin, end, printable(str(page.meta["snapshot"].get("kind", "?"))))
+
+
+# Pages.
+
+
+def look_at_page(path: str | Path, decode: Decode | None = None) -> PagePicture:
+    """A picture of a file that holds a page, a saved conversation say; only its header is read.
+
+    Raises SnapshotCorrupt for a file that holds none, StoreUnavailable for one that cannot be read.
+    """
+    path = Path(path)
+    try:
+        page = _open_page(path)
+        size = path.stat().st_size
+    except OSError as error:
+        raise StoreUnavailable(f"inspect: {path}: {error.strerror or error}") from error
+    begin, end = span_of(page)
+    try:
+        parts = tuple(_parts(page.meta["snapshot"], page))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SnapshotCorrupt(f"inspect: {path}: not the page of a snapshot ({error!r})") from error
+    tokens = _tokens(page)
+    facts = [(printable(name), _short(value)) for name, value in page.meta.items() if name not in _DRAWN]
+    if tokens is not None:
+        facts.insert(0, ("begins", preview(tokens, decode)))
+    return PagePicture(
+        printable(str(path)),
+        size,
+        begin,
+        end,
+        parts,
+        None if tokens is None else len(tokens),
+        tuple(facts),
+    )
+
+
+_DRAWN = {"snapshot", "tokens"}
+
+
+def page_meta(path: str | Path) -> Mapping[str, Any]:
+    """What a page's file says of itself; raises as ``look_at_page``."""
+    try:
+        return _open_page(Path(path)).meta
+    except OSError as error:
+        raise StoreUnavailable(f"inspect: {path}: {error.strerror or error}") from error
+
+
+def _open_page(path: Path) -> Page:
+    """The page of a file, mapped: what nobody looks at is not read."""
+    if not path.stat().st_size:
+        raise SnapshotCorrupt(f"inspect: {path}: an empty file")
+    return unpack(np.memmap(path, np.uint8, "r"))
+
+
+def _tokens(page: Page) -> list[int | bytes] | None:
+    """Token ids that were saved with the snapshot: a list in its meta, or an array."""
+    found = page.meta.get("tokens", page.arrays.get("tokens"))
+    if isinstance(found, np.ndarray):
+        found = found.tolist()
+    if not isinstance(found, list) or not all(isinstance(token, int) for token in found):
+        return None
+    return found
+
+
+def _short(value: Any, width: int = 60) -> str:
+    text = printable(value if isinstance(value, str) else repr(value))
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _parts(meta: Mapping[str, Any], page: Page, at: str = "") -> Iterator[PagePart]:
+    """As kvcache.paging has written them."""
+    kind = meta["kind"]
+    if kind == "wrapper":
+        for i, part in enumerate(meta["parts"]):
+            yield from _parts(part, page, f"{at}{i}/")
+    elif kind == "recurrent":
+        yield from _parts(meta["attention"], page, f"{at}attention.")
+        arrays = [page.arrays[tensor[0]] for _, _, tensor in meta["states"]]
+        layers = len({layer for _, layer, _ in meta["states"]})
+        yield PagePart("recurrent state", int(meta["end"]), layers, _dtypes(arrays), _sum(arrays))
+    elif kind == "encoder":
+        arrays = [page.arrays[name] for _, tensors in meta["layers"] for name, _ in tensors]
+        yield PagePart("encoder", int(meta["length"]), len(meta["layers"]), _dtypes(arrays), _sum(arrays))
+    else:
+        arrays = [page.arrays[name] for _, _, tensors in meta["layers"] for name, _ in tensors]
+        name = "window" if meta["whole"] else "attention"
+        positions = int(page.arrays[f"{at}positions"].size)
+        yield PagePart(name, positions, len(meta["layers"]), printable(str(meta["dtype"])), _sum(arrays))
+
+
+def _sum(arrays: list[np.ndarray]) -> int:
+    return sum(array.nbytes for array in arrays)
+
+
+def _dtypes(arrays: list[np.ndarray]) -> str:
+    return " ".join(sorted({str(array.dtype) for array in arrays}))

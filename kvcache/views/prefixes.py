@@ -1,0 +1,162 @@
+"""Looking at a PrefixCache: its trie, tiers and sessions. No order of use changes, nothing is copied out."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+from kvcache.cache import InvalidRangeError
+from kvcache.shelf import Held, Shelf
+from kvcache.trie import Node
+from kvcache.views.caches import look
+from kvcache.views.models import NodeView, PrefixPicture, SessionView, TierView
+from kvcache.views.words import HEAD, Decode, preview, printable
+
+if TYPE_CHECKING:
+    from kvcache.prefix import PrefixCache, Session
+
+__all__ = ["look_at_prefix"]
+
+HeldNode = Node[Held]
+
+
+def look_at_prefix(prefix: PrefixCache, decode: Decode | None = None, nodes: int = 200) -> PrefixPicture:
+    """A picture of a PrefixCache with at most ``nodes`` nodes of its trie, the last used first of all.
+
+    ``decode`` (``Tokenizer.decode``, say) gives the text of token ids; None shows the ids. Raises
+    ClosedError when the PrefixCache is closed, InvalidRangeError for nodes < 0.
+    """
+    prefix._check("render")
+    if nodes < 0:
+        raise InvalidRangeError(f"render: nodes={nodes}; it is >= 0")
+    shelf = prefix.shelf
+    chosen, sizes, uses = _choose(shelf.trie.root, nodes)
+    return PrefixPicture(
+        nodes=tuple(_Look(shelf, chosen, sizes, uses, decode).views()),
+        total=sizes[id(shelf.trie.root)] - 1,
+        hidden=_hidden(shelf.trie.root, chosen, sizes),
+        tiers=tuple(_tiers(prefix)),
+        sessions=tuple(_session(prefix, session, decode) for session in prefix.sessions),
+        tokens=prefix.stats.tokens,
+        reused=prefix.stats.reused,
+        evicted=shelf.evicted,
+        cache=look(prefix.cache),
+    )
+
+
+def _choose(root: HeldNode, limit: int) -> tuple[set[int], dict[int, int], list[int]]:
+    """Up to ``limit`` nodes that were used last, each with all those above it.
+
+    Also how many nodes each subtree has, and at which times of use something was used last, ascending.
+    """
+    below = list(root.descendants())
+    used = {id(node): node.data.used if node.data is not None else 0 for node in below}
+    uses = sorted(set(used.values()))
+    used[id(root)] = 0
+    sizes = dict.fromkeys(used, 1)
+    for node in reversed(below):
+        above = id(node.parent)
+        used[above] = max(used[above], used[id(node)])
+        sizes[above] += sizes[id(node)]
+    order = itertools.count()
+    waiting = [(-used[id(node)], next(order), node) for node in root.children.values()]
+    heapq.heapify(waiting)
+    chosen: set[int] = set()
+    while waiting and len(chosen) < limit:
+        _, _, node = heapq.heappop(waiting)
+        chosen.add(id(node))
+        for child in node.children.values():
+            heapq.heappush(waiting, (-used[id(child)], next(order), child))
+    return chosen, sizes, uses
+
+
+def _hidden(node: HeldNode, chosen: set[int], sizes: dict[int, int]) -> int:
+    return sum(sizes[id(child)] for child in node.children.values() if id(child) not in chosen)
+
+
+class _Look:
+    """What all nodes of one picture are drawn by."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        chosen: set[int],
+        sizes: dict[int, int],
+        uses: list[int],
+        decode: Decode | None,
+    ) -> None:
+        self.shelf, self.chosen, self.sizes, self.uses, self.decode = shelf, chosen, sizes, uses, decode
+        self.now = time.monotonic()
+        # What ``shelf.device.first()`` gives, without tidying the ledger's queue.
+        self.first = min(shelf.device, key=shelf.device._priority, default=None)
+
+    def views(self) -> list[NodeView]:
+        """Parents before children, siblings in the order in which they were made."""
+        found: list[NodeView] = []
+        waiting: list[tuple[HeldNode, int | None, int]] = [(self.shelf.trie.root, None, -1)]
+        while waiting:
+            node, parent, depth = waiting.pop()
+            index = None
+            if depth >= 0:
+                index = len(found)
+                found.append(self._view(node, parent, depth))
+            children = [child for child in node.children.values() if id(child) in self.chosen]
+            waiting += [(child, index, depth + 1) for child in reversed(children)]
+        return found
+
+    def _view(self, node: HeldNode, parent: int | None, depth: int) -> NodeView:
+        hidden = _hidden(node, self.chosen, self.sizes)
+        text = preview(self.shelf.alphabet.decode(node.tokens[:HEAD]), self.decode)
+        held = node.data
+        if held is None:
+            return NodeView(parent, depth, node.begin, node.end, text, (), 0, hidden=hidden)
+        age = max(0.0, self.now - held.since)
+        later = len(self.uses) - bisect.bisect_right(self.uses, held.used)
+        tiers, nbytes, first = _tiers_of(held), _bytes_of(held), node is self.first
+        return NodeView(
+            parent, depth, node.begin, node.end, text, tiers, nbytes, held.pins, age, later, first, hidden
+        )
+
+
+def _tiers_of(held: Held) -> tuple[str, ...]:
+    found = []
+    if held.snapshot is not None:
+        found.append("cache" if held.snapshot.in_cache else "device")
+    if held.page is not None:
+        found.append("host")
+    if held.parcel is not None:
+        found.append("writing")
+    if held.stored:
+        found.append("store")
+    return tuple(found)
+
+
+def _bytes_of(held: Held) -> int:
+    if held.snapshot is not None:
+        return held.snapshot.nbytes
+    return 0 if held.host is None else held.host.nbytes
+
+
+def _tiers(prefix: PrefixCache) -> list[TierView]:
+    shelf = prefix.shelf
+    found = [TierView("device", shelf.device.nbytes, shelf.device.budget, len(shelf.device))]
+    if shelf.host is not None:
+        found.append(TierView("host", shelf.host.nbytes, shelf.host.budget, len(shelf.host)))
+    if shelf.store is not None:
+        found.append(TierView("writing", shelf.store.waiting, shelf.store.backlog, None))
+        for store in shelf.store.stores:
+            where = getattr(store, "path", "")
+            note = printable(f"{type(store).__name__} {where}".strip())
+            found.append(TierView("store", None, getattr(store, "budget", None), None, note))
+    return found
+
+
+def _session(prefix: PrefixCache, session: Session, decode: Decode | None) -> SessionView:
+    tokens = session._tokens
+    size = int(tokens.size) + len(session._more)
+    head = [*prefix.alphabet.decode(tokens[:HEAD]), *session._more[: max(0, HEAD - int(tokens.size))]]
+    evaluated = prefix.cache.offset(session.seq)
+    return SessionView(session.seq, size, session.cached, evaluated, preview(head, decode))

@@ -1,0 +1,324 @@
+"""Pictures as SVG: the map of cells, the trie over positions, masks, tiers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from kvcache.views import binning
+from kvcache.views.canvas import WIDTH, Canvas, fitted
+from kvcache.views.colors import KEPT, SHARED, sequence_color, tier_color
+from kvcache.views.disk import PagePicture, StorePicture
+from kvcache.views.models import (
+    CachePicture,
+    CellMap,
+    CellRun,
+    EncoderView,
+    MaskPicture,
+    NodeView,
+    Part,
+    Picture,
+    PrefixPicture,
+    StatesView,
+    TierView,
+)
+from kvcache.views.summaries import (
+    Table,
+    cells_line,
+    encoder_table,
+    mask_line,
+    node_facts,
+    prefix_line,
+    states_table,
+    tier_text,
+)
+from kvcache.views.words import bytes_text, counted
+
+__all__ = ["document"]
+
+_LEFT = 56.0
+_ROOM = WIDTH - _LEFT - 8
+_PER_LINE = 64
+_LINES = 32
+_WIDE = 18
+"""Pixels from which on every cell has a box of its own, with its position in it."""
+_EMPTY = "#f6f7f9"
+_NAMED = 8
+"""Sequences in a legend."""
+
+
+def document(picture: Picture) -> str:
+    """The SVG of any picture."""
+    canvas = Canvas(_mask_width(picture) if isinstance(picture, MaskPicture) else WIDTH)
+    if isinstance(picture, PrefixPicture):
+        draw_trie(canvas, picture)
+        draw_cache(canvas, picture.cache)
+    elif isinstance(picture, CachePicture):
+        draw_cache(canvas, picture)
+    elif isinstance(picture, MaskPicture):
+        draw_mask(canvas, picture)
+    elif isinstance(picture, StorePicture | PagePicture):
+        canvas.title(fitted(picture.name, WIDTH - 16), picture.summary())
+        _rows(canvas, picture.table())
+    return canvas.document()
+
+
+# Cells.
+
+
+def draw_cache(canvas: Canvas, picture: CachePicture) -> None:
+    for part in picture.parts:
+        _part(canvas, part)
+
+
+def _part(canvas: Canvas, part: Part) -> None:
+    if isinstance(part, CellMap):
+        note = f" ({part.note})" if part.note else ""
+        canvas.title(part.name + note, cells_line(part))
+        _cells(canvas, part)
+        canvas.legend(_cell_legend(part))
+        return
+    canvas.title(part.name, bytes_text(part.nbytes))
+    if isinstance(part, StatesView):
+        _rows(canvas, states_table(part))
+    elif isinstance(part, EncoderView):
+        _rows(canvas, encoder_table(part))
+
+
+def _cells(canvas: Canvas, cells: CellMap) -> None:
+    """Exact where every cell has a mark of its own, else the most frequent holder of each mark's cells."""
+    found = binning.binned(cells, _PER_LINE * _LINES)
+    marks = len(found.codes)
+    columns = min(_PER_LINE, max(marks, 16))
+    step = min(36.0, _ROOM / columns)
+    height = 22.0 if step < 22 else step
+    for line, start in enumerate(range(0, marks, columns)):
+        y = canvas.y + line * (height + 4)
+        canvas.text(_LEFT - 8, y + height / 2 + 4, f"{start * found.size}", "dim mono", "end")
+    for mark, length, fill, tip, run in _boxes(cells, found, columns):
+        x = _LEFT + mark % columns * step
+        y = canvas.y + mark // columns * (height + 4)
+        _box(canvas, x, y, length * step, height, fill, tip, run)
+        if run is not None and run.position is not None and step >= _WIDE:
+            position = f"{run.position + mark - run.begin}"
+            canvas.text(x + step / 2, y + height / 2 + 4, position, "in small", "middle")
+    lines = -(-marks // columns)
+    canvas.y += lines * (height + 4) + 8
+    if found.size > 1:
+        canvas.text(_LEFT, canvas.y + 4, f"a mark is {counted(found.size, 'cell')}", "dim small")
+        canvas.y += 14
+
+
+def _boxes(
+    cells: CellMap, found: binning.Binned, columns: int
+) -> Iterator[tuple[int, int, str, str, CellRun | None]]:
+    """(first mark, marks, fill, tip, the run where it is exact), none of them over the end of a line."""
+    if found.size > 1:
+        marks = zip(found.codes.tolist(), found.filled.tolist(), range(found.codes.size), strict=True)
+        for (code, part), group in itertools.groupby(marks, key=lambda mark: mark[:2]):
+            places = [place for *_, place in group]
+            last = min((places[-1] + 1) * found.size, cells.cells) - 1
+            tip = f"cells {places[0] * found.size} to {last}: {100 * part:.0f} % used"
+            for at, stop in _cut_at(places[0], places[-1] + 1, columns):
+                yield at, stop - at, _fill(code), tip, None
+        return
+    longest = 1 if _ROOM / columns >= _WIDE else columns
+    for run in cells.runs:
+        for at, stop in _cut_at(run.begin, run.end, longest):
+            yield at, stop - at, _fill(int(cells.codes[at])), _tip(run), run
+
+
+def _cut_at(begin: int, end: int, columns: int) -> Iterator[tuple[int, int]]:
+    """``[begin, end)`` in parts that go over no end of a line."""
+    while begin < end:
+        stop = min(end, (begin // columns + 1) * columns)
+        yield begin, stop
+        begin = stop
+
+
+def _fill(code: int) -> str:
+    return {0: _EMPTY, 1: "url(#kept)", 2: SHARED}.get(code) or sequence_color(code - 3)
+
+
+def _tip(run: CellRun) -> str:
+    cells = f"cell {run.begin}" if run.size == 1 else f"cells {run.begin} to {run.end - 1}"
+    snapshots = f", in {counted(run.snapshots, 'snapshot')}" if run.snapshots else ""
+    if run.position is None:
+        return f"{cells}: {'kept' if run.snapshots else 'free'}{snapshots}"
+    holders = ", ".join(map(str, run.sequences))
+    named = "sequence" if len(run.sequences) == 1 else "sequences"
+    last = run.position + run.size - 1
+    return f"{cells}: {named} {holders}, positions {run.position} to {last}{snapshots}"
+
+
+def _box(
+    canvas: Canvas,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    tip: str,
+    run: CellRun | None,
+) -> None:
+    """One run of cells: a shared one in the colours of its holders, underlined where snapshots hold it."""
+    owners = run.sequences[:6] if run is not None else ()
+    if len(owners) < 2:
+        canvas.rect(x, y, width, height, fill, tip, stroke="#fff" if fill != _EMPTY else "#e3e6ea")
+    else:
+        for i, seq in enumerate(owners):
+            band = height / len(owners)
+            canvas.rect(x, y + i * band, width, band, sequence_color(seq), tip)
+        canvas.rect(x, y, width, height, "none", stroke="#fff")
+    if run is not None and run.snapshots and run.sequences:
+        canvas.rect(x, y + height - 3, width, 3, "#1b1f24", tip)
+
+
+def _cell_legend(cells: CellMap) -> Iterator[tuple[str, str]]:
+    for view in cells.sequences[:_NAMED]:
+        yield sequence_color(view.seq), f"sequence {view.seq}: {counted(view.tokens, 'token')}"
+    if len(cells.sequences) > _NAMED:
+        yield "#fff", f"and {len(cells.sequences) - _NAMED} more"
+    if cells.count("shared"):
+        exact = cells.cells <= _PER_LINE * _LINES
+        yield ("#fff", "several colours: shared") if exact else (SHARED, "shared")
+    if cells.count("kept"):
+        yield KEPT, "kept by snapshots alone"
+    if any(run.snapshots and run.sequences for run in cells.runs):
+        yield "#1b1f24", "underlined: in a snapshot too"
+    yield _EMPTY, "free"
+
+
+# The trie.
+
+_TREE = 430.0
+_ROW = 32.0
+_DEEPEST = 14
+"""Depths beyond are drawn at this one."""
+
+
+def draw_trie(canvas: Canvas, picture: PrefixPicture) -> None:
+    """A row for each node: how its edge begins, and where it lies among positions."""
+    canvas.title("Prefix trie", prefix_line(picture))
+    for tier in picture.tiers:
+        _tier(canvas, tier)
+    end = max((node.end for node in picture.nodes), default=0)
+    if end:
+        _axis(canvas, end)
+    depths = {-1: canvas.y}
+    for node in picture.nodes:
+        _node(canvas, node, end, depths)
+        if node.hidden:
+            canvas.text(_indent(node.depth + 1), canvas.y + 14, f"... {node.hidden:,} more", "dim")
+            canvas.y += 22
+    if picture.hidden:
+        canvas.text(_indent(0), canvas.y + 14, f"... {picture.hidden:,} more", "dim")
+        canvas.y += 22
+    canvas.y += 6
+    shown = dict.fromkeys(node.tier for node in picture.nodes)
+    canvas.legend((tier_color(tier), _TIER_NAMES.get(tier, tier)) for tier in shown)
+
+
+_TIER_NAMES = {
+    "cache": "in the cache's cells",
+    "device": "copied out, on the device",
+    "host": "host memory",
+    "writing": "being written",
+    "store": "in a store",
+    "none": "nothing kept",
+}
+
+
+def _tier(canvas: Canvas, tier: TierView) -> None:
+    canvas.text(8, canvas.y + 10, fitted(tier_text(tier), _TREE), "mono")
+    if tier.nbytes is not None and tier.budget:
+        part = min(1.0, tier.nbytes / tier.budget)
+        canvas.rect(_TREE, canvas.y, WIDTH - _TREE - 8, 12, _EMPTY, stroke="#e3e6ea")
+        canvas.rect(_TREE, canvas.y, (WIDTH - _TREE - 8) * part, 12, tier_color(tier.name), tier_text(tier))
+    canvas.y += 18
+
+
+def _axis(canvas: Canvas, end: int) -> None:
+    canvas.text(_TREE, canvas.y + 14, "position 0", "dim small")
+    canvas.text(WIDTH - 8, canvas.y + 14, f"{end:,}", "dim small", "end")
+    canvas.y += 20
+
+
+def _indent(depth: int) -> float:
+    return 14.0 + 16 * min(depth, _DEEPEST)
+
+
+def _node(canvas: Canvas, node: NodeView, end: int, above: dict[int, float]) -> None:
+    """``above`` has where the last node of each depth was drawn."""
+    x, y = _indent(node.depth), canvas.y
+    if node.depth:
+        parent = above[node.depth - 1] + 18
+        canvas.path(f"M{x - 10:.0f} {parent:.0f} V{y + 10:.0f} H{x - 2:.0f}", "#9aa1a9")
+    above[node.depth] = y
+    facts = ", ".join(node_facts(node, ages=False))
+    canvas.text(x, y + 14, fitted(f"“{node.text}”", _TREE - x - 12), "mono")
+    scale = (WIDTH - 8 - _TREE) / end
+    tip = f"{node.text} / {' + '.join(node.tiers) or 'nothing kept'}: {facts}"
+    width = max(2.0, node.tokens * scale)
+    left = min(_TREE + node.begin * scale, WIDTH - 8 - width)
+    canvas.rect(left, y + 4, width, 10, tier_color(node.tier), tip)
+    if node.pins:
+        canvas.rect(left, y + 1, width, 2, "#1b1f24", "pinned")
+    canvas.text(_TREE, y + 26, fitted(facts, WIDTH - _TREE), "dim small")
+    canvas.y += _ROW
+
+
+# Masks, and tables.
+
+
+_MASK_ROWS, _MASK_COLUMNS = 96, 128
+_MASK_STEP = 26.0
+_MASK_LEAST = 330.0
+"""Pixels that the heading of a small mask needs."""
+
+
+def _mask_width(picture: MaskPicture) -> float:
+    columns = min(_MASK_COLUMNS, int(picture.seen.shape[1]))
+    return min(WIDTH, max(_MASK_LEAST, _LEFT + 8 + columns * _MASK_STEP))
+
+
+def draw_mask(canvas: Canvas, picture: MaskPicture) -> None:
+    canvas.title(f"Mask of {picture.name}", mask_line(picture))
+    part, down, across = binning.thinned(picture.seen, _MASK_ROWS, _MASK_COLUMNS)
+    rows, columns = part.shape
+    step = min(_MASK_STEP, _ROOM / max(1, columns))
+    numbered = step >= 18 and across == 1
+    if numbered:
+        for j, cell in enumerate(picture.cells.tolist()):
+            canvas.text(_LEFT + (j + 0.5) * step, canvas.y + 10, f"{cell}", "dim small", "middle")
+        canvas.y += 16
+    for i in range(rows):
+        seq, position = picture.queries[i * down]
+        if step >= 10 or i % 8 == 0:
+            canvas.text(_LEFT - 8, canvas.y + step / 2 + 4, f"{seq}:{position}", "dim small", "end")
+        for j in range(columns):
+            seen = float(part[i, j])
+            fill = sequence_color(seq) if seen else _EMPTY
+            tip = f"token {position} of sequence {seq}, cell {int(picture.cells[j * across])}"
+            shade = 0.3 + 0.7 * seen if seen else 1.0
+            stroke = "#fff" if step >= 6 else ""
+            canvas.rect(_LEFT + j * step, canvas.y, step, step, fill, tip, stroke, shade)
+        canvas.y += step
+    size = "" if down == across == 1 else f"; a mark is {down} by {across}"
+    canvas.text(_LEFT, canvas.y + 16, f"rows: sequence:position; columns: cells{size}", "dim small")
+    canvas.y += 26
+
+
+def _rows(canvas: Canvas, table: Table) -> None:
+    if not table.rows:
+        return
+    step = (WIDTH - 16) / len(table.head)
+    for i, row in enumerate((table.head, *table.rows)):
+        for j, cell in enumerate(row):
+            kind = "mono" if i else "dim small"
+            canvas.text(8 + j * step, canvas.y + 12, fitted(cell, step - 8), kind)
+        canvas.y += 18
+    if table.more:
+        canvas.text(8, canvas.y + 12, f"... {table.more:,} more", "dim")
+        canvas.y += 18
+    canvas.y += 8

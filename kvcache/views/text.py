@@ -1,0 +1,306 @@
+"""Pictures as lines of styled text: plain, with ANSI colours, or (terminal.py) for rich."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import textwrap
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvcache.views import binning
+from kvcache.views.colors import sgr
+from kvcache.views.disk import PagePicture, StorePicture
+from kvcache.views.models import (
+    CachePicture,
+    CellMap,
+    EncoderView,
+    MaskPicture,
+    OtherView,
+    Part,
+    Picture,
+    PrefixPicture,
+    StatesView,
+)
+from kvcache.views.summaries import (
+    Table,
+    cells_line,
+    encoder_table,
+    mask_line,
+    node_facts,
+    prefix_line,
+    sequence_table,
+    session_table,
+    states_table,
+    tier_text,
+)
+from kvcache.views.words import bytes_text, counted
+
+__all__ = ["Line", "Span", "ansi", "cells_wide", "draw", "plain"]
+
+Span = tuple[str, str]
+"""(text, style): "", "dim", "title", "kept", "shared", "free", "tier:NAME", or "seqN"."""
+Line = list[Span]
+
+ROWS = 16
+"""Lines of a map of cells, or of a mask."""
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_MARKS = {0: "·", 1: "*", 2: "+"}
+_SHADES = "·░▒▓█"
+
+
+def draw(picture: Picture, width: int = 80) -> list[Line]:
+    """Any picture as lines; those that are longer than ``width`` (>= 24) are cut."""
+    return [_cut(line, width) for line in _lines(picture, max(24, width))]
+
+
+def _lines(picture: Picture, width: int) -> Iterator[Line]:
+    if isinstance(picture, PrefixPicture):
+        yield from _prefix(picture, width)
+    elif isinstance(picture, CachePicture):
+        yield from _cache(picture, width)
+    elif isinstance(picture, MaskPicture):
+        yield from _mask(picture, width)
+    elif isinstance(picture, StorePicture | PagePicture):
+        yield [(picture.name, "title")]
+        yield from _wrapped(picture.summary(), 2, width, "")
+        yield from _table(picture.table())
+        for name, value in picture.facts if isinstance(picture, PagePicture) else ():
+            yield [(f"  {name}  ", "dim"), (value, "")]
+
+
+# A cache.
+
+
+def _cache(picture: CachePicture, width: int) -> Iterator[Line]:
+    if len(picture.parts) > 1:
+        yield [(picture.name, "title"), (f"  {bytes_text(picture.nbytes)} in {len(picture.parts)} parts", "")]
+        yield []
+    for i, part in enumerate(picture.parts):
+        if i:
+            yield []
+        yield from _part(part, width)
+
+
+def _part(part: Part, width: int) -> Iterator[Line]:
+    if isinstance(part, CellMap):
+        yield from _cells(part, width)
+    elif isinstance(part, StatesView):
+        yield [(part.name, "title"), (f"  {counted(part.slots, 'slot')}, {bytes_text(part.nbytes)}", "")]
+        yield from _table(states_table(part))
+    elif isinstance(part, EncoderView):
+        yield [(part.name, "title"), (f"  {bytes_text(part.nbytes)}", "")]
+        yield from _table(encoder_table(part))
+    elif isinstance(part, OtherView):
+        yield [(part.name, "title"), (f"  {bytes_text(part.nbytes)}", "")]
+
+
+def _cells(cells: CellMap, width: int) -> Iterator[Line]:
+    note = f" ({cells.note})" if cells.note else ""
+    yield [(cells.name + note, "title")]
+    yield from _wrapped(cells_line(cells), 2, width, "")
+    margin = len(f"{cells.cells}") + 2
+    columns = _columns(width - margin)
+    found = binning.binned(cells, columns * ROWS)
+    codes = found.codes.tolist()
+    rows = [codes[start : start + columns] for start in range(0, len(codes), columns)]
+    at = 0
+    for used, group in itertools.groupby(rows, key=any):
+        lines = list(group)
+        for i, row in enumerate(lines):
+            start = (at + i) * columns * found.size
+            if i and not used and len(lines) > 3:
+                yield [(f"{'⋮':>{margin - 2}}  {len(lines) - 1} more lines of free cells", "dim")]
+                break
+            spans = _merged((_mark(code), _style(code)) for code in row)
+            yield [(f"{start:>{margin - 2}}  ", "dim"), *spans]
+        at += len(lines)
+    yield from _wrapped(_legend(cells, found.size), margin, width, "dim")
+    if cells.sequences:
+        yield from _table(sequence_table(cells))
+
+
+def _columns(room: int) -> int:
+    """How many marks a line has: 8, 16, 32, 64 or 128, so that cells are easily counted."""
+    return max([8, *(n for n in (16, 32, 64, 128) if n <= room)])
+
+
+def _mark(code: int) -> str:
+    if code in _MARKS:
+        return _MARKS[code]
+    return _DIGITS[code - 3] if code - 3 < len(_DIGITS) else "#"
+
+
+def _style(code: int) -> str:
+    return {0: "free", 1: "kept", 2: "shared"}.get(code, f"seq{code - 3}")
+
+
+def _legend(cells: CellMap, size: int) -> str:
+    parts = ["0-9a-zA-Z the sequence that holds it"] if cells.sequences else []
+    parts += ["+ shared"] if cells.count("shared") else []
+    parts += ["* kept by snapshots"] if cells.count("kept") else []
+    return ", ".join([*parts, "· free", f"a mark is {counted(size, 'cell')}"])
+
+
+# A PrefixCache.
+
+
+def _prefix(picture: PrefixPicture, width: int) -> Iterator[Line]:
+    yield [("prefix trie", "title"), (f"  {prefix_line(picture)}", "")]
+    for tier in picture.tiers:
+        yield [("  ", ""), (tier_text(tier), f"tier:{tier.name}")]
+    yield from _tree(picture, width)
+    if picture.sessions:
+        yield []
+        yield [("open sessions", "title")]
+        yield from _table(session_table(picture))
+    yield []
+    yield from _cache(picture.cache, width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A node to draw; index None: how many are left out there."""
+
+    index: int | None
+    indent: str
+    last: bool
+    hidden: int = 0
+
+
+def _tree(picture: PrefixPicture, width: int) -> Iterator[Line]:
+    """Depth-first, without recursion: conversations nest deep."""
+    children = picture.children()
+
+    def below(parent: int | None, hidden: int, indent: str) -> list[_Step]:
+        own = children.get(parent, [])
+        steps = [_Step(index, indent, i == len(own) - 1 and not hidden) for i, index in enumerate(own)]
+        steps += [_Step(None, indent, True, hidden)] if hidden else []
+        return steps[::-1]
+
+    waiting = below(None, picture.hidden, "")
+    while waiting:
+        step = waiting.pop()
+        room = width // 3
+        indent = step.indent if len(step.indent) <= room else "⋯" + step.indent[-room:]
+        connector = (indent + ("└─ " if step.last else "├─ "), "dim")
+        if step.index is None:
+            yield [connector, (f"... {step.hidden:,} more", "dim")]
+            continue
+        node = picture.nodes[step.index]
+        tiers = "+".join(node.tiers) or "empty"
+        facts = ", ".join(node_facts(node, span=False))
+        text = node.text if cells_wide(node.text) <= room else _first_columns(node.text, room - 1) + "…"
+        yield [connector, (f"{text}  ", ""), (tiers, f"tier:{node.tier}"), (f"  {facts}", "dim")]
+        waiting += below(step.index, node.hidden, step.indent + ("   " if step.last else "│  "))
+
+
+# A mask.
+
+
+def _mask(picture: MaskPicture, width: int) -> Iterator[Line]:
+    yield [(f"mask of {picture.name}", "title"), (f"  {mask_line(picture)}", "")]
+    labels = [f"{seq}:{position}" for seq, position in picture.queries]
+    margin = max([len(label) for label in labels], default=0) + 1
+    part, down, across = binning.thinned(picture.seen, 2 * ROWS, max(8, width - margin))
+    for i, row in enumerate(part):
+        seq = picture.queries[i * down][0]
+        spans = _merged((_shade(share), f"seq{seq}" if share else "free") for share in row.tolist())
+        yield [(f"{labels[i * down]:>{margin - 1}} ", "dim"), *spans]
+    size = "" if down == across == 1 else f", a mark is {down} by {across}"
+    yield [(" " * margin + f"rows are sequence:position, columns are cells{size}", "dim")]
+
+
+def _shade(share: float) -> str:
+    return _SHADES[math.ceil(share * (len(_SHADES) - 1))]
+
+
+# Lines.
+
+
+def _table(table: Table) -> Iterator[Line]:
+    if not table.rows:
+        return
+    widths = [max(len(row[i]) for row in (table.head, *table.rows)) for i in range(len(table.head))]
+    numbers = [all(row[i].replace(",", "").isdigit() for row in table.rows) for i in range(len(widths))]
+    yield [("  " + "  ".join(_padded(table.head, widths, numbers)), "dim")]
+    for row, style in zip(table.rows, table.colors, strict=True):
+        first, *rest = _padded(row, widths, numbers)
+        yield [("  " + first, style), ("".join(f"  {cell}" for cell in rest), "")]
+    if table.more:
+        yield [(f"  ... {table.more:,} more", "dim")]
+
+
+def _padded(row: Sequence[str], widths: Sequence[int], numbers: Sequence[bool]) -> list[str]:
+    """Numbers to the right, words to the left."""
+    return [
+        cell.rjust(size) if number else cell.ljust(size)
+        for cell, size, number in zip(row, widths, numbers, strict=True)
+    ]
+
+
+def _wrapped(text: str, indent: int, width: int, style: str) -> Iterator[Line]:
+    for line in textwrap.wrap(text, width, initial_indent=" " * indent, subsequent_indent=" " * indent):
+        yield [(line, style)]
+
+
+def _merged(marks: Iterable[Span]) -> Line:
+    """Marks of one style side by side as one span."""
+    line: Line = []
+    for text, style in marks:
+        if line and line[-1][1] == style:
+            line[-1] = (line[-1][0] + text, style)
+        else:
+            line.append((text, style))
+    return line
+
+
+def _cut(line: Line, width: int) -> Line:
+    """The first ``width`` columns, "…" where something is cut; no blanks at the end."""
+    found: Line = []
+    too_long = sum(cells_wide(text) for text, _ in line) > width
+    room = width - too_long
+    for text, style in line:
+        kept = _first_columns(text, room)
+        room -= cells_wide(kept)
+        found.append((kept, style))
+        if kept != text:
+            found.append(("…", "dim"))
+            break
+    while found and not found[-1][0].strip():
+        found.pop()
+    if found:
+        found[-1] = found[-1][0].rstrip(), found[-1][1]
+    return found
+
+
+def _first_columns(text: str, room: int) -> str:
+    if text.isascii():
+        return text[:room]
+    used = itertools.accumulate(cells_wide(c) for c in text)
+    return text[: next((i for i, columns in enumerate(used) if columns > room), len(text))]
+
+
+def cells_wide(text: str) -> int:
+    """Columns of a terminal: East Asian wide characters take two, marks that combine none."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
+    )
+
+
+def plain(lines: Iterable[Line]) -> str:
+    """Without styles."""
+    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+
+
+def ansi(lines: Iterable[Line]) -> str:
+    """With SGR colours."""
+    return "\n".join("".join(_colored(text, style) for text, style in line) for line in lines)
+
+
+def _colored(text: str, style: str) -> str:
+    codes = sgr(style)
+    return f"\x1b[{codes}m{text}\x1b[0m" if codes and text.strip() else text

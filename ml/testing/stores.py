@@ -1,0 +1,136 @@
+"""Backends that write and read K and V at once: the answers of slice and copy, and nothing half-done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from ml.capabilities import KVStore, SupportsKVStore
+from ml.dtypes import DType
+from ml.protocols import Backend, Context, Tensor
+from ml.testing.harness import BackendCase
+
+__all__ = ["KVStoreTests"]
+
+ROWS, HEADS, DIM, V_DIM = 12, 2, 4, 6
+ORDERS = {"head major": (1, 0, 2), "token major": (0, 1, 2)}
+every_order = pytest.mark.parametrize("order", list(ORDERS.values()), ids=list(ORDERS))
+
+
+def halves(ctx: Context, order: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Keys (ROWS, HEADS, DIM) and values (ROWS, HEADS, V_DIM) of zeros, in an order of axes."""
+    made = []
+    for dim in (DIM, V_DIM):
+        sizes = (ROWS, HEADS, dim)
+        whole = ctx.zeros([sizes[axis] for axis in order], DType.F32)
+        made.append(whole.permute(ctx, *(order.index(axis) for axis in range(3))))
+    return made[0], made[1]
+
+
+def store_of(backend: Backend, key: Tensor, value: Tensor) -> KVStore:
+    if not isinstance(backend, SupportsKVStore):
+        pytest.skip("no SupportsKVStore: caches use slice and copy")
+    store = backend.kv_store(key, value)
+    if store is None:
+        pytest.skip("no store for tensors like these")
+    return store
+
+
+def numbers(count: int, dim: int, first: int = 1) -> np.ndarray:
+    return np.arange(first, first + count * HEADS * dim, dtype=np.float32).reshape(count, HEADS, dim)
+
+
+DECLINED: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {
+    "rows beyond the end": (ROWS - 1, 2, (2, HEADS, DIM), (2, HEADS, V_DIM)),
+    "rows before the start": (-1, 1, (1, HEADS, DIM), (1, HEADS, V_DIM)),
+    "no row": (0, 0, (0, HEADS, DIM), (0, HEADS, V_DIM)),
+    "keys of another size": (0, 1, (1, HEADS, DIM + 1), (1, HEADS, V_DIM)),
+    "values of another size": (0, 1, (1, HEADS, DIM), (1, HEADS, V_DIM - 1)),
+    "more keys than rows": (0, 1, (2, HEADS, DIM), (1, HEADS, V_DIM)),
+    "fewer axes": (0, 1, (HEADS, DIM), (1, HEADS, V_DIM)),
+}
+
+
+class KVStoreTests(BackendCase):
+    """What :class:`ml.KVStore` promises, where a backend offers one."""
+
+    @every_order
+    @pytest.mark.parametrize(("start", "count"), [(0, 1), (3, 1), (2, 4), (0, ROWS), (ROWS - 1, 1)])
+    def test_rows_that_were_written_are_read_back_and_no_others_change(
+        self, backend: Backend, ctx: Context, order: tuple[int, ...], start: int, count: int
+    ) -> None:
+        key, value = halves(ctx, order)
+        store = store_of(backend, key, value)
+        new_key, new_value = numbers(count, DIM), numbers(count, V_DIM, 1000)
+        assert store.write(ctx, start, count, ctx.from_numpy(new_key), ctx.from_numpy(new_value))
+        expected_key, expected_value = np.zeros((ROWS, HEADS, DIM)), np.zeros((ROWS, HEADS, V_DIM))
+        expected_key[start : start + count], expected_value[start : start + count] = new_key, new_value
+        for whole, expected in ((key, expected_key), (value, expected_value)):
+            np.testing.assert_array_equal(whole.to_numpy(), expected)
+        found = store.read(ctx, start, count)
+        assert found is not None
+        for part, expected in zip(found, (new_key, new_value), strict=True):
+            assert part.shape == expected.shape
+            np.testing.assert_array_equal(part.to_numpy(), expected)
+
+    @every_order
+    def test_sources_may_be_strided_views(
+        self, backend: Backend, ctx: Context, order: tuple[int, ...]
+    ) -> None:
+        key, value = halves(ctx, order)
+        store = store_of(backend, key, value)
+        new_key = ctx.from_numpy(numbers(3, DIM).transpose(1, 0, 2).copy()).permute(ctx, 1, 0, 2)
+        new_value = ctx.from_numpy(numbers(6, V_DIM)).slice(ctx, 0, 0, 6, 2)
+        assert store.write(ctx, 5, 3, new_key, new_value)
+        np.testing.assert_array_equal(key.to_numpy()[5:8], numbers(3, DIM))
+        np.testing.assert_array_equal(value.to_numpy()[5:8], numbers(6, V_DIM)[::2])
+
+    def test_what_is_read_aliases_the_storage(self, backend: Backend, ctx: Context) -> None:
+        key, value = halves(ctx, ORDERS["head major"])
+        store = store_of(backend, key, value)
+        found = store.read(ctx, 2, 3)
+        assert found is not None
+        ctx.from_numpy(numbers(1, DIM)).copy(ctx, key.slice(ctx, 0, 3, 4))
+        np.testing.assert_array_equal(found[0].to_numpy()[1:2], numbers(1, DIM))
+        ctx.full((3, HEADS, DIM), 5, DType.F32).copy(ctx, found[0])
+        assert key.to_numpy()[2:5].min() == 5
+        assert found[0].strides == key.strides
+
+    @pytest.mark.parametrize("case", list(DECLINED.values()), ids=list(DECLINED))
+    def test_what_is_not_plain_is_declined_and_nothing_written(
+        self, backend: Backend, ctx: Context, case: tuple[int, int, tuple[int, ...], tuple[int, ...]]
+    ) -> None:
+        key, value = halves(ctx, ORDERS["head major"])
+        store = store_of(backend, key, value)
+        start, count, key_shape, value_shape = case
+        new = ctx.full(key_shape, 1, DType.F32), ctx.full(value_shape, 1, DType.F32)
+        assert not store.write(ctx, start, count, *new)
+        assert not key.to_numpy().any()
+        assert not value.to_numpy().any()
+        if key_shape[-1] == DIM and value_shape[-1] == V_DIM and not 0 < count <= ROWS - start <= ROWS:
+            assert store.read(ctx, start, count) is None
+
+    def test_tensors_of_elsewhere_and_closed_contexts_are_declined(
+        self, backend: Backend, ctx: Context, open_backend: Callable[[], Backend]
+    ) -> None:
+        key, value = halves(ctx, ORDERS["head major"])
+        store = store_of(backend, key, value)
+        mine = ctx.full((1, HEADS, DIM), 1, DType.F32), ctx.full((1, HEADS, V_DIM), 1, DType.F32)
+        with open_backend() as again, again.new_context() as other:
+            assert not store.write(other, 0, 1, *mine)
+            assert store.read(other, 0, 1) is None
+            assert not store.write(ctx, 0, 1, mine[0], other.full((1, HEADS, V_DIM), 1, DType.F32))
+            assert not store.write(ctx, 0, 1, other.full((1, HEADS, DIM), 1, DType.F32), mine[1])
+        closed = backend.new_context()
+        closed.close()
+        assert not store.write(closed, 0, 1, *mine)
+        assert store.read(closed, 0, 1) is None
+        assert not key.to_numpy().any()
+
+    def test_a_source_in_the_memory_that_is_written_is_declined(self, backend: Backend, ctx: Context) -> None:
+        key, value = halves(ctx, ORDERS["head major"])
+        store = store_of(backend, key, value)
+        elsewhere = ctx.zeros((2, HEADS, V_DIM), DType.F32)
+        assert not store.write(ctx, 0, 2, key.slice(ctx, 0, 1, 3), elsewhere)

@@ -1,0 +1,107 @@
+"""The order in which a tier lets go, and its account of bytes, against sorting."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from kvcache.eviction import Ledger
+
+
+@dataclass(eq=False)
+class Entry:
+    name: int
+    used: int = 0
+    depth: int = 0
+    pins: int = 0
+
+
+def priority(entry: Entry) -> tuple[bool, int, int]:
+    return entry.pins > 0, entry.used, -entry.depth
+
+
+def ledger(budget: int | None = None) -> Ledger[Entry]:
+    return Ledger(budget, priority)
+
+
+def test_the_least_recently_used_the_deepest_of_equals_pinned_ones_last() -> None:
+    entries = [
+        Entry(3, used=2, depth=9), Entry(1, used=1, depth=5), Entry(4, used=3), Entry(2, used=1, depth=4),
+        Entry(5, used=0, pins=1), Entry(6, used=0, depth=-1, pins=2),
+    ]  # fmt: skip
+    held = ledger()
+    for entry in entries:
+        held.add(entry, 1)
+    order = []
+    while (entry := held.first()) is not None:
+        order.append(entry.name)
+        held.discard(entry)
+    assert order == [1, 2, 3, 4, 5, 6]
+    assert (held.nbytes, len(held), held.first()) == (0, 0, None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_changes_agree_with_sorting(seed: int) -> None:
+    rnd = random.Random(seed)
+    held, sizes = ledger(500), {}
+    pool = [Entry(name) for name in range(40)]
+    for clock in range(600):
+        entry = rnd.choice(pool)
+        roll = rnd.random()
+        if roll < 0.3:
+            entry.used, entry.depth = clock, rnd.randrange(4)
+            sizes[entry] = rnd.randrange(50)
+            held.add(entry, sizes[entry])
+        elif roll < 0.75:
+            entry.used, entry.pins = clock // 3, rnd.choice((0, 0, 0, 1))
+            held.touch(entry)
+        else:
+            held.discard(entry)
+            sizes.pop(entry, None)
+        assert held.nbytes == sum(sizes.values())
+        assert held.excess == max(0, held.nbytes - 500)
+        assert (len(held), set(held)) == (len(sizes), set(sizes))
+        assert all((entry in held) == (entry in sizes) for entry in pool)
+        first = held.first()
+        if first is None:
+            assert not sizes
+        else:
+            assert priority(first) == min(map(priority, sizes))
+
+
+def test_without_a_budget_nothing_is_too_much() -> None:
+    held = ledger()
+    held.add(Entry(1), 10**15)
+    assert held.excess == 0
+    assert held.fits(10**18)
+
+
+def test_what_fits() -> None:
+    held = ledger(10)
+    held.add(Entry(1), 10)
+    assert (held.excess, held.fits(10), held.fits(11)) == (0, True, False)
+    held.add(Entry(2), 1)
+    assert held.excess == 1
+
+
+def test_an_entry_added_again_counts_with_its_new_size() -> None:
+    held, entry = ledger(), Entry(1)
+    held.add(entry, 5)
+    held.add(entry, 3)
+    assert (held.nbytes, len(held)) == (3, 1)
+    held.discard(entry)
+    held.discard(entry)
+    assert held.nbytes == 0
+
+
+def test_touching_without_end_takes_no_more_memory_than_the_entries() -> None:
+    held, entries = ledger(), [Entry(name) for name in range(10)]
+    for entry in entries:
+        held.add(entry, 1)
+    for clock in range(10000):
+        entries[clock % 10].used = clock
+        held.touch(entries[clock % 10])
+    assert len(held._heap) <= 64 + 4 * 10 + 1
+    assert held.first() is entries[0]

@@ -1,0 +1,368 @@
+"""Pages: what a snapshot holds, in host memory and back, bit for bit, on any backend."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache
+import ml
+from kvcache import Batch
+from kvcache.cache import CacheFullError, InvalidRangeError
+from kvcache.paging import from_page, to_page
+from kvcache.stores import Page, SnapshotCorrupt, pack, unpack
+from ml import DType, Layout
+
+Open = Callable[[str], AbstractContextManager[ml.Backend]]
+
+TOKENS, HEADS, DIM, WIDE = 7, 2, 64, 32
+"""DIM of keys and WIDE of values: whole blocks of the quantized formats."""
+NAMES = ("numpy", "torch", "mlx")
+FLOATS = (DType.F32, DType.F16, DType.BF16)
+BLOCKS = (DType.Q8_0, DType.Q4_0)
+
+MAKE: dict[str, Callable[[], Any]] = {
+    "causal": kvcache.CausalCache,
+    "chunked": lambda: kvcache.ChunkedCache(3),
+    "sliding": lambda: kvcache.SlidingWindowCache(2, 4),
+    "recurrent": lambda: kvcache.RecurrentCache((2, 3), (2, 2, 2)),
+    "encoder": kvcache.EncoderCache,
+    "wrapper": lambda: kvcache.WrapperCache(
+        kvcache.SlidingWindowCache(2), kvcache.WrapperCache(kvcache.EncoderCache(), kvcache.CausalCache())
+    ),
+}
+CASES = [(kind, dtype) for kind in MAKE for dtype in (*FLOATS, *BLOCKS)]
+cases = pytest.mark.parametrize(("kind", "dtype"), CASES, ids=[f"{k} {d.name}" for k, d in CASES])
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Callable[[str], ml.Backend]]:
+    """Each opened when it is first asked for."""
+    opened: dict[str, ml.Backend] = {}
+    with ExitStack() as stack:
+
+        def get(name: str) -> ml.Backend:
+            if name not in opened:
+                info = next(info for info in ml.available_backends() if info.name == name)
+                if not info.available:
+                    pytest.skip(f"{name} cannot run here: {info.reason}")
+                opened[name] = stack.enter_context(ml.open_backend(name))
+            return opened[name]
+
+        yield get
+
+
+def make(kind: str, backend: ml.Backend, dtype: DType, config: ml.CacheConfig | None = None) -> Any:
+    cache = MAKE[kind]()
+    if config is not None:
+        cache.set_config(config)
+    cache.init(backend, dtype, 2, 16, 16)
+    return cache
+
+
+def fill(cache: Any, backend: ml.Backend, kind: str, seq: int = 0, seed: int = 1) -> None:
+    """TOKENS of random numbers in every layer, some of them of other sizes than the rest."""
+    rnd = np.random.default_rng(seed)
+
+    def rows(ctx: ml.Context, count: int, dim: int) -> ml.Tensor:
+        return ctx.from_numpy(rnd.normal(size=(count, HEADS, dim)).astype(np.float32))
+
+    with backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch(list(range(TOKENS)), [seq] * TOKENS, multimodal=[(2, "an item")]))
+        parts = [(0, (0, 1), TOKENS)] if kind != "encoder" else [(0, (0, 1), 3)]
+        if kind == "wrapper":
+            cache.set_layer_type(0)
+            put(cache, ctx, rows, 0, TOKENS)
+            inner = cache.caches[1]
+            for which, layer, count in ((0, 1, 3), (1, 2, TOKENS)):
+                inner.set_layer_type(which)
+                put(inner, ctx, rows, layer, count)
+            return
+        for _, layers, count in parts:
+            for layer in layers:
+                put(cache, ctx, rows, layer, count)
+        if kind == "recurrent":
+            for layer in (2, 3):
+                for name in ("conv", "recurrent"):
+                    state = getattr(cache, f"{name}_state")(ctx, layer)
+                    new = ctx.from_numpy(rnd.normal(size=state.shape).astype(np.float32), state.dtype)
+                    getattr(cache, f"set_{name}_state")(ctx, layer, new)
+
+
+def put(cache: Any, ctx: ml.Context, rows: Any, layer: int, count: int) -> None:
+    cache.set_layer(layer)
+    cache.put(ctx, rows(ctx, count, DIM), rows(ctx, count, WIDE))
+
+
+def bits(page: Page) -> dict[str, tuple[Any, ...]]:
+    return {name: (a.dtype.name, a.shape, a.tobytes()) for name, a in page.arrays.items()}
+
+
+def same(one: Page, other: Page) -> None:
+    assert dict(one.meta) == dict(other.meta)
+    assert bits(one) == bits(other)
+
+
+def end_of(kind: str) -> int | None:
+    return None if kind == "encoder" else TOKENS
+
+
+@cases
+def test_a_page_goes_round_all_backends_bit_for_bit(
+    backends: Callable[[str], ml.Backend], kind: str, dtype: DType
+) -> None:
+    source = backends("numpy")
+    cache = make(kind, source, dtype)
+    fill(cache, source, kind)
+    first = to_page(source, cache.snapshot(0, 0, end_of(kind)))
+    assert first.nbytes > 0
+    page = first
+    for name in ("torch", "mlx", "numpy", "mlx", "torch"):
+        backend = backends(name)
+        other = make(kind, backend, dtype)
+        page = unpack(b"".join(pack(page)))
+        assert other.restore(1, from_page(backend, page))
+        page = to_page(backend, other.snapshot(1, 0, end_of(kind)))
+        same(page, first)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [*FLOATS, *BLOCKS], ids=lambda dtype: dtype.name)
+def test_a_page_holds_what_a_query_would_read(
+    backends: Callable[[str], ml.Backend], name: str, dtype: DType
+) -> None:
+    """The numbers that ``get`` gives before and after, on this backend and on NumPy."""
+    backend, numpy = backends(name), backends("numpy")
+    cache = make("causal", backend, dtype)
+    fill(cache, backend, "causal")
+    page = to_page(backend, cache.snapshot(0))
+    expected = read(cache, backend, 0)
+    for where in (backend, numpy):
+        other = make("causal", where, dtype)
+        assert other.restore(1, from_page(where, page))
+        for found, wanted in zip(read(other, where, 1), expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+def read(cache: Any, backend: ml.Backend, seq: int) -> list[np.ndarray]:
+    """K and V of both layers, by position."""
+    found = []
+    with backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch([TOKENS], [seq]))
+        for layer in (0, 1):
+            cache.set_layer(layer)
+            cache.put(ctx, *(ctx.zeros((1, HEADS, dim), DType.F32) for dim in (DIM, WIDE)))
+            key, value, _ = cache.get(ctx)
+            found += [tensor.to_numpy().astype(np.float32)[:TOKENS] for tensor in (key, value)]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [DType.F16, DType.Q8_0], ids=lambda dtype: dtype.name)
+def test_a_page_fits_every_arrangement(backends: Callable[[str], ml.Backend], dtype: DType) -> None:
+    configs = [
+        ml.CacheConfig(layout=layout, permuted_v=permuted, cache_padding=padding)
+        for layout in Layout
+        for permuted in (False, True)
+        for padding in (1, 5)
+    ]
+    backend = backends("numpy")
+    for source in configs:
+        cache = make("causal", backend, dtype, source)
+        fill(cache, backend, "causal")
+        plain = contents(to_page(backend, cache.snapshot(0, 2, 6)))
+        whole = to_page(backend, cache.snapshot(0))
+        for target in configs:
+            other = make("causal", backend, dtype, target)
+            assert other.restore(1, from_page(backend, whole))
+            found = contents(to_page(backend, other.snapshot(1, 2, 6)))
+            assert plain.keys() == found.keys()
+            for name, array in plain.items():
+                np.testing.assert_array_equal(array, found[name])
+
+
+def contents(page: Page) -> dict[str, np.ndarray]:
+    """The arrays by name, with their axes in the order (cells, heads, dims)."""
+    found = {"positions": page.arrays["positions"]}
+    for _, _, tensors in page.meta["snapshot"]["layers"]:
+        for name, axes in tensors:
+            found[name] = page.arrays[name].transpose([axes.index(axis) for axis in range(len(axes))])
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", MAKE)
+def test_taking_a_page_changes_nothing(backends: Callable[[str], ml.Backend], kind: str, name: str) -> None:
+    backend = backends(name)
+    cache = make(kind, backend, DType.F32)
+    fill(cache, backend, kind)
+    snapshot = cache.snapshot(0, 0, end_of(kind))
+    lies = snapshot.in_cache
+    lazy = to_page(backend, snapshot)
+    assert snapshot.in_cache == lies == (kind != "encoder")
+    snapshot.detach()
+    same(to_page(backend, snapshot), lazy)
+    fill(cache, backend, kind, seq=1, seed=2)
+    cache.remove(0, 0)
+    fill(cache, backend, kind, seq=0, seed=3)
+    restored = make(kind, backend, DType.F32)
+    assert restored.restore(0, from_page(backend, lazy))
+    same(to_page(backend, restored.snapshot(0, 0, end_of(kind))), lazy)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_page_stays_what_it_is_when_the_cache_goes_on(
+    backends: Callable[[str], ml.Backend], kind: str, name: str
+) -> None:
+    """Where arrays are used in place, nothing writes into them."""
+    backend = backends(name)
+    cache = make(kind, backend, DType.F32)
+    fill(cache, backend, kind)
+    page = to_page(backend, cache.snapshot(0, 0, end_of(kind)))
+    before = bits(page)
+    for array in page.arrays.values():
+        array.flags.writeable = False
+    other = make(kind, backend, DType.F32)
+    for seq in (0, 1):
+        assert other.restore(seq, from_page(backend, page))
+    other.remove(0, 0)
+    fill(other, backend, kind, seed=5)
+    assert bits(page) == before
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_an_empty_snapshot_has_a_page(backends: Callable[[str], ml.Backend], kind: str) -> None:
+    backend = backends("numpy")
+    cache = make(kind, backend, DType.F32)
+    page = to_page(backend, cache.snapshot(0, 0, 0))
+    assert page.nbytes == 0
+    fill(cache, backend, kind)
+    assert cache.restore(0, from_page(backend, unpack(b"".join(pack(page)))))
+    if kind != "encoder":
+        assert cache.offset(0) == 0
+
+
+# Pages that nobody made of a snapshot.
+
+
+def hostile(value: Any) -> list[Any]:
+    return [None, -1, 2**62, True, "x", [], {}, [[1]], 1.5, [value], {"a": value}]
+
+
+def places(meta: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to everything inside."""
+    items = meta.items() if isinstance(meta, dict) else enumerate(meta) if isinstance(meta, list) else ()
+    for key, value in items:
+        yield (*at, key)
+        yield from places(value, (*at, key))
+
+
+def changed(meta: Any, where: tuple[Any, ...], value: Any, delete: bool = False) -> Any:
+    found = copy.deepcopy(meta)
+    inside = found
+    for key in where[:-1]:
+        inside = inside[key]
+    if delete:
+        del inside[where[-1]]
+    else:
+        inside[where[-1]] = value
+    return found
+
+
+def judge(backend: ml.Backend, kind: str, page: Page) -> None:
+    """It is refused as corrupt, or is a snapshot that the cache takes or refuses."""
+    try:
+        snapshot = from_page(backend, page)
+    except SnapshotCorrupt:
+        return
+    cache = make(kind, backend, DType.F32)
+    try:
+        taken = cache.restore(0, snapshot)
+    except (InvalidRangeError, CacheFullError, AttributeError):
+        taken = False
+    if not taken and kind != "encoder":
+        assert cache.offset(0) == 0
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_page_whose_description_was_changed_is_refused_or_harmless(
+    backends: Callable[[str], ml.Backend], kind: str
+) -> None:
+    backend, rnd = backends("numpy"), random.Random(7)
+    cache = make(kind, backend, DType.F32)
+    fill(cache, backend, kind)
+    page = to_page(backend, cache.snapshot(0, 0, end_of(kind)))
+    judge(backend, kind, page)
+    for where in places(dict(page.meta)):
+        judge(backend, kind, Page(changed(dict(page.meta), where, None, delete=True), page.arrays))
+        inside: Any = page.meta
+        for key in where:
+            inside = inside[key]
+        for value in rnd.sample(hostile(inside), 5):
+            judge(backend, kind, Page(changed(dict(page.meta), where, value), page.arrays))
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_page_whose_arrays_were_changed_is_refused_or_harmless(
+    backends: Callable[[str], ml.Backend], kind: str
+) -> None:
+    backend = backends("numpy")
+    cache = make(kind, backend, DType.F32)
+    fill(cache, backend, kind)
+    page = to_page(backend, cache.snapshot(0, 0, end_of(kind)))
+    for name, array in page.arrays.items():
+        others: list[np.ndarray | None] = [
+            None, array[:-1].copy(), array.reshape(-1), array[None], array[..., :0].copy(),
+            np.array(1.0, np.float32), np.zeros(array.shape, np.int8), np.zeros(array.shape, bool),
+            -np.ones(array.shape, array.dtype), array[::-1].copy(),
+        ]  # fmt: skip
+        for other in others:
+            arrays = {**page.arrays, name: other} if other is not None else {
+                key: kept for key, kept in page.arrays.items() if key != name
+            }  # fmt: skip
+            judge(backend, kind, Page(page.meta, arrays))
+
+
+def test_a_page_of_another_kind_of_cache_is_not_taken(backends: Callable[[str], ml.Backend]) -> None:
+    backend = backends("numpy")
+    for kind in MAKE:
+        cache = make(kind, backend, DType.F32)
+        fill(cache, backend, kind)
+        page = to_page(backend, cache.snapshot(0, 0, end_of(kind)))
+        for other in MAKE:
+            if other != kind and {kind, other} != {"causal", "chunked"}:
+                judge(backend, other, page)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [{}, {"snapshot": None}, {"snapshot": []}, {"snapshot": {"kind": "other", "begin": 0, "end": 1}}],
+    ids=repr,
+)
+def test_what_is_no_page_of_a_snapshot_says_so(
+    backends: Callable[[str], ml.Backend], meta: dict[str, Any]
+) -> None:
+    with pytest.raises(SnapshotCorrupt, match="from_page"):
+        from_page(backends("numpy"), Page(meta))
+
+
+def test_a_page_nested_without_end_is_corrupt(backends: Callable[[str], ml.Backend]) -> None:
+    meta: dict[str, Any] = {"kind": "wrapper", "begin": 0, "end": 0, "parts": []}
+    for _ in range(5000):
+        meta = {"kind": "wrapper", "begin": 0, "end": 0, "parts": [meta]}
+    with pytest.raises(SnapshotCorrupt):
+        from_page(backends("numpy"), Page({"snapshot": meta}))
+
+
+def test_a_snapshot_of_a_stranger_has_no_page(backends: Callable[[str], ml.Backend]) -> None:
+    class Strange:
+        begin = end = 0
+
+    with pytest.raises(ml.NotSupportedError, match="Strange"):
+        to_page(backends("numpy"), Strange())  # type: ignore[arg-type]

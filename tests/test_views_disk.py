@@ -1,0 +1,270 @@
+"""Pictures of what lies on disk, and the command ``kvcache inspect``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ml
+from kvcache import CausalCache, EncoderCache, RecurrentCache, SlidingWindowCache, WrapperCache, to_page
+from kvcache.prefix import PrefixCache
+from kvcache.stores import Page, SnapshotCorrupt, StoreUnavailable, pack
+from kvcache.views.disk import PagePart, look_at_page, look_at_store
+
+from .views_rig import bound, store, talk
+
+pytest.importorskip("xxhash")
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+import kvcache.cli
+from kvcache.stores.file import FileStore
+
+CELL = 32
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, numpy_backend: ml.Backend) -> Path:
+    """A store with three pages: [0, 4), [4, 6) and [0, 3)."""
+    path = tmp_path / "store"
+    with FileStore(path) as files:
+        cache = bound(CausalCache(), numpy_backend)
+        with PrefixCache(cache, tiers=[files], identity={"model": "test"}, chunk=4) as prefix:
+            talk(prefix, numpy_backend, [1, 2, 3, 4, 5, 6]).close()
+            talk(prefix, numpy_backend, [7, 8, 9]).close()
+    return path
+
+
+def listing(path: Path) -> dict[str, tuple[int, int]]:
+    found = {}
+    for file in sorted(path.rglob("*")):
+        status = file.stat()
+        found[str(file)] = status.st_mtime_ns, status.st_size
+    return found
+
+
+def write(path: Path, page: Page) -> Path:
+    path.write_bytes(b"".join(pack(page)))
+    return path
+
+
+# Stores.
+
+
+def test_a_store_shows_its_entries_and_is_left_as_it_is(folder: Path) -> None:
+    before = listing(folder)
+    picture = look_at_store(folder, budget=1 << 20)
+    assert sorted((entry.begin, entry.end, entry.kind) for entry in picture.entries) == [
+        (0, 3, "attention"), (0, 4, "attention"), (4, 6, "attention"),
+    ]  # fmt: skip
+    assert before == listing(folder)
+    with FileStore(folder) as files:
+        usage = files.usage()
+    assert (picture.total, picture.nbytes) == (usage.entries, usage.nbytes)
+    assert picture.summary().startswith("3 entries, ")
+    assert " of 1.0 MiB" in picture.summary()
+    assert all(0 <= entry.age < 3600 and not entry.problem for entry in picture.entries)
+
+
+def test_the_entries_used_last_come_first(folder: Path) -> None:
+    manifests = sorted((folder / "pages").glob("*.json"))
+    for age, path in zip((300, 100, 200), manifests, strict=True):
+        used = path.stat().st_mtime - age
+        os.utime(path, (used, used))
+    picture = look_at_store(folder, entries=2)
+    assert [entry.key for entry in picture.entries] == [manifests[1].stem, manifests[2].stem]
+    assert [round(entry.age, -2) for entry in picture.entries] == [100, 200]
+    assert picture.total == 3
+    assert picture.text().splitlines()[-1] == "  ... 1 more"
+
+
+def test_broken_entries_say_what_is_wrong_and_stay(folder: Path) -> None:
+    pages = folder / "pages"
+    missing, short, damaged = sorted(pages.glob("*.safetensors"))
+    missing.unlink()
+    short.write_bytes(short.read_bytes()[:-1])
+    damaged.write_bytes(b"x" * damaged.stat().st_size)
+    (pages / "foreign.json").write_text("{}")
+    (pages / "foreign.safetensors").write_bytes(b"")
+    (pages / f"{'a' * 32}.tmp").write_bytes(b"half")
+    before = listing(folder)
+    picture = look_at_store(folder)
+    problems = {entry.key: entry.problem for entry in picture.entries}
+    assert problems[missing.stem] == "its data are missing"
+    assert problems[short.stem].endswith(f"bytes were put, {short.stat().st_size} are there")
+    assert "no page" in problems[damaged.stem]
+    assert "other fields" in problems["foreign"]
+    assert picture.writing == 1
+    assert "1 temporary file" in picture.text()
+    assert before == listing(folder)
+
+
+def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match="is no store"):
+        look_at_store(tmp_path)
+    with pytest.raises(StoreUnavailable, match="is no store"):
+        look_at_store(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+
+
+# Pages.
+
+
+def test_a_page_shows_layers_dtype_and_bytes(tmp_path: Path, numpy_backend: ml.Backend) -> None:
+    cache = bound(CausalCache(), numpy_backend)
+    store(cache, numpy_backend, 0, range(6))
+    page = to_page(numpy_backend, cache.snapshot(0, 2, 6))
+    meta = {**page.meta, "tokens": [5, 6, 7], "model": {"name": "tiny\x1b[0m"}}
+    picture = look_at_page(write(tmp_path / "page.kv", Page(meta, page.arrays)))
+    assert (picture.begin, picture.end, picture.tokens) == (2, 6, 3)
+    assert picture.parts == (PagePart("attention", 4, 1, "F32", 4 * CELL),)
+    assert picture.nbytes == (tmp_path / "page.kv").stat().st_size
+    assert dict(picture.facts) == {"begins": "5 6 7", "model": r"{'name': 'tiny\x1b[0m'}"}
+    decoded = look_at_page(tmp_path / "page.kv", lambda ids: "".join(map(chr, ids)))
+    assert dict(decoded.facts)["begins"] == r"\x05\x06\x07"
+    for drawn in (picture.text(), picture.svg(), picture.html(), picture.json()):
+        assert "\x1b" not in drawn
+
+
+def test_a_page_of_every_kind_of_cache(tmp_path: Path, numpy_backend: ml.Backend) -> None:
+    wrapper = bound(WrapperCache(SlidingWindowCache(2), CausalCache(), EncoderCache()), numpy_backend)
+    store(wrapper, numpy_backend, 0, range(5))
+    picture = look_at_page(write(tmp_path / "a", to_page(numpy_backend, wrapper.snapshot(0))))
+    assert [(part.kind, part.tokens) for part in picture.parts] == [
+        ("window", 3), ("attention", 5), ("encoder", 0),
+    ]  # fmt: skip
+    hybrid = bound(RecurrentCache((2,), (1, 2)), numpy_backend)
+    store(hybrid, numpy_backend, 0, range(3))
+    with numpy_backend.new_context() as ctx:
+        hybrid.conv_state(ctx, 1)
+        hybrid.recurrent_state(ctx, 1)
+    picture = look_at_page(write(tmp_path / "b", to_page(numpy_backend, hybrid.snapshot(0))))
+    assert picture.parts == (
+        PagePart("attention", 3, 1, "F32", 3 * CELL), PagePart("recurrent state", 3, 1, "float32", 16),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff" * 64])
+def test_a_file_that_is_no_page_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(SnapshotCorrupt):
+        look_at_page(path)
+
+
+SPAN = {"begin": 0, "end": 1}
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {},
+        {"snapshot": SPAN},
+        {"snapshot": {**SPAN, "kind": "attention"}},
+        {"snapshot": {**SPAN, "kind": "wrapper", "parts": 3}},
+    ],
+)
+def test_a_page_of_no_snapshot_is_refused(tmp_path: Path, meta: dict[str, Any]) -> None:
+    with pytest.raises(SnapshotCorrupt):
+        look_at_page(write(tmp_path / "page", Page(meta, {"x": np.zeros(3, np.float32)})))
+
+
+# The command.
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(kvcache.cli.app, ["inspect", *map(str, arguments)])
+
+
+def test_inspect_a_store(folder: Path) -> None:
+    result = run(folder, "--budget", "10MiB")
+    assert result.exit_code == 0, result.stderr
+    assert "3 entries" in result.stdout
+    assert "of 10.0 MiB" in result.stdout
+    url = run(f"file://{folder}?budget=2MiB", "--json")
+    record = json.loads(url.stdout)
+    assert (record["picture"], record["total"], record["budget"]) == ("StorePicture", 3, 2 << 20)
+
+
+def test_inspect_a_run_draws_trie_and_cells(make_model: Make, tmp_path: Path) -> None:
+    model, page = make_model(), tmp_path / "run.html"
+    arguments = ("--model", model, "--prompt", "abcdef", "--prompt", "abcxyz", "--prompt", "abcq")
+    result = run(*arguments, "--max-tokens", 3, "--html", page)
+    assert result.exit_code == 0, result.stderr
+    assert "prefix trie  3 nodes, 8 of 19 prompt tokens reused (42 %)" in result.stdout
+    assert "├─ def" in result.stdout
+    assert "open sessions" in result.stdout
+    assert "CausalCache" in result.stdout
+    assert "\x1b" not in result.stdout
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    record = json.loads(run(*arguments, "--max-tokens", 3, "--json").stdout)
+    assert record["nodes"][0]["end"] == 4
+    assert record["reused"] == 8
+
+
+def test_inspect_one_prompt_and_one_token(make_model: Make) -> None:
+    record = json.loads(run("--model", make_model(), "--prompt", "ab", "--max-tokens", 1, "--json").stdout)
+    assert [(node["begin"], node["end"]) for node in record["nodes"]] == [(0, 3)]
+
+
+def test_inspect_a_saved_conversation(make_model: Make, tmp_path: Path) -> None:
+    model, out = make_model(), tmp_path / "talk.kv"
+    saved = CliRunner().invoke(
+        kvcache.cli.app, ["save", "--model", str(model), "--prompt", "hello", "--out", str(out)]
+    )
+    assert saved.exit_code == 0, saved.stderr
+    result = run(out, "--model", model)
+    assert result.exit_code == 0, result.stderr
+    assert "6 tokens" in result.stdout
+    assert "begins  hello" in result.stdout
+    assert "begins  1 " in run(out).stdout, "of another model than the bundled one: ids"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a store or a saved conversation"),
+        (["x", "--prompt", "y"], "give a store or a saved conversation"),
+        (["/no/such/place"], "there is no such file or folder"),
+        (["/"], "is no store"),
+        ([__file__], "no page"),
+        (["/tmp", "--budget", "much"], "the size 'much'"),
+        (["--prompt", "x", "--backend", "abacus"], "no backend 'abacus'"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_page_that_cannot_be_written_is_one_line(folder: Path, tmp_path: Path) -> None:
+    result = run(folder, "--html", tmp_path / "nowhere" / "x.html")
+    assert result.exit_code == 1
+    assert "cannot be written" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_on_a_terminal_it_is_drawn_in_colours(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    from kvcache import commands_inspect
+
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        console = Console(file=nowhere, force_terminal=True, width=90, record=True)
+        picture = commands_inspect.demonstrate(
+            make_model(), "numpy", None, ["abc", "abd"], 2, None, 100, console
+        )
+        commands_inspect.show(picture, console)
+    text = console.export_text(styles=True)
+    assert "\x1b[" in text
+    assert "prefix trie" in text
