@@ -1,0 +1,24 @@
+"""Our caches as the key-value cache of Hugging Face transformers.
+
+``HFCache(model.config)`` goes where a ``past_key_values`` goes, ``HFStaticCache`` where fixed shapes are
+wanted; ``install()`` makes plain ``generate()`` use them.
+"""
+
+from kvcache.integrations.transformers.cache import HFCache
+from kvcache.integrations.transformers.install import Installation, install, uninstall
+from kvcache.integrations.transformers.prefixes import HFPrefixCache, HFSession
+from kvcache.integrations.transformers.rope import rope_shift
+from kvcache.integrations.transformers.saving import HFSnapshot
+from kvcache.integrations.transformers.static import HFStaticCache
+
+__all__ = [
+    "HFCache",
+    "HFPrefixCache",
+    "HFSession",
+    "HFSnapshot",
+    "HFStaticCache",
+    "Installation",
+    "install",
+    "rope_shift",
+    "uninstall",
+]

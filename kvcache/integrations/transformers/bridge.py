@@ -1,0 +1,103 @@
+"""Tensors of torch into tensors of a backend, and back: no copy where both are the same memory."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+import ml
+
+__all__ = ["Bridge", "bridge_to", "dtype_of", "torch_dtype"]
+
+_DTYPES = {torch.float32: ml.DType.F32, torch.float16: ml.DType.F16, torch.bfloat16: ml.DType.BF16}
+_TORCH = {ours: theirs for theirs, ours in _DTYPES.items()}
+
+
+class Bridge(Protocol):
+    """One backend's way in and out."""
+
+    def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor: ...
+    def to_torch(self, tensor: ml.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """With the dtype and on the device of ``like``."""
+
+    def alias(self, tensor: ml.Tensor) -> torch.Tensor:
+        """The same memory; NotSupportedError where there is none."""
+
+
+class TorchBridge:
+    """PyTorch's own backend. Its device may be another than the model's: then K and V live there."""
+
+    def __init__(self, ctx: ml.Context) -> None:
+        self._device = ctx.empty((0,), ml.DType.F32).native.device
+
+    def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor:
+        if array.device != self._device:
+            array = array.to(self._device)
+        return ctx.from_native(array.detach() if array.requires_grad else array)
+
+    def to_torch(self, tensor: ml.Tensor, like: torch.Tensor) -> torch.Tensor:
+        native: torch.Tensor = tensor.native
+        if native.dtype is like.dtype and native.device == like.device:
+            return native
+        return native.to(like.device, like.dtype)
+
+    def alias(self, tensor: ml.Tensor) -> torch.Tensor:
+        native: torch.Tensor = tensor.native
+        return native
+
+
+class NumpyBridge:
+    """NumPy: the same host memory, BF16 apart, which torch and NumPy spell differently."""
+
+    def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor:
+        array = array.detach().cpu()
+        if array.dtype is torch.bfloat16:
+            return ctx.from_native(array.contiguous().view(torch.int16).numpy().view(ml.DType.BF16.numpy))
+        return ctx.from_native(array.numpy())
+
+    def to_torch(self, tensor: ml.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return self.alias(tensor).to(like.device, like.dtype)
+
+    def alias(self, tensor: ml.Tensor) -> torch.Tensor:
+        native: Any = tensor.native
+        if tensor.dtype is ml.DType.BF16:
+            return torch.from_numpy(native.view("int16")).view(torch.bfloat16)
+        return torch.from_numpy(native)
+
+
+class HostBridge:
+    """Any other backend, through copies in host memory."""
+
+    def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor:
+        wide = array.detach().cpu().to(torch.float32)
+        return ctx.from_numpy(wide.numpy(), dtype_of(array.dtype))
+
+    def to_torch(self, tensor: ml.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(tensor.to_numpy().astype("float32")).to(like.device, like.dtype)
+
+    def alias(self, tensor: ml.Tensor) -> torch.Tensor:
+        raise ml.NotSupportedError(
+            "HFCache: linear attention writes its states in place, which needs a backend in the same memory "
+            "as the model: torch on its device, or numpy"
+        )
+
+
+def bridge_to(backend: ml.Backend, ctx: ml.Context) -> Bridge:
+    if backend.name == "torch":
+        return TorchBridge(ctx)
+    return NumpyBridge() if backend.name == "numpy" else HostBridge()
+
+
+def dtype_of(dtype: torch.dtype) -> ml.DType:
+    """The DType of a model's activations; NotSupportedError where there is none."""
+    try:
+        return _DTYPES[dtype]
+    except KeyError:
+        names = ", ".join(str(known) for known in _DTYPES)
+        raise ml.NotSupportedError(f"HFCache: activations of {dtype}; a cache stores {names}") from None
+
+
+def torch_dtype(dtype: ml.DType) -> torch.dtype:
+    """The other way round."""
+    return _TORCH[dtype]

@@ -1,0 +1,235 @@
+"""HFCache: our caches as a ``past_key_values`` of transformers."""
+
+from __future__ import annotations
+
+from typing import Any, Self, cast
+
+import torch
+from transformers.cache_utils import Cache, DummyLayer, EncoderDecoderCache
+
+import ml
+from kvcache import NotSupportedError, ShiftFunction
+from kvcache.integrations.transformers.kinds import LINEAR, NONE, Family, Kind, layer_plan
+from kvcache.integrations.transformers.layers import AttentionLayer, CrossLayer, LinearLayer
+from kvcache.integrations.transformers.rows import Rows
+from kvcache.integrations.transformers.saving import HFSnapshot, like_of, load, read_entry, save
+from kvcache.integrations.transformers.states import States
+from kvcache.integrations.transformers.store import Options, Store
+from kvcache.stores import SnapshotStore
+
+__all__ = ["HFCache", "HFEncoderDecoderCache"]
+
+
+class HFCache(Cache):  # type: ignore[misc]
+    """A cache for ``model(..., past_key_values=cache)`` and ``model.generate(..., past_key_values=cache)``.
+
+    The rows of the batch are sequences of our caches: a causal one for full attention, a window for
+    sliding attention, chunks for chunked attention, a recurrent cache for linear attention.
+    Gradients do not flow through it.
+    """
+
+    def __new__(cls, config: Any = None, **options: Any) -> Self:
+        """An encoder-decoder's config makes the subclass that is an ``EncoderDecoderCache`` too."""
+        if cls is HFCache and getattr(config, "is_encoder_decoder", False):
+            return cast("Self", super().__new__(HFEncoderDecoderCache))
+        return cast("Self", super().__new__(cls))
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        backend: ml.Backend | str | None = None,
+        max_sequences: int | None = None,
+        capacity: int = 4096,
+        dtype: ml.DType | None = None,
+        lookback: int = 64,
+        shift: ShiftFunction | None = None,
+        grow: bool = False,
+    ) -> None:
+        """For models of ``config``. Nothing is allocated before the first keys arrive.
+
+        ``backend`` is where K and V lie: one that is open, a name, or None for torch on the model's device.
+        ``max_sequences`` counts the rows of the batch and of all forks (None: the rows of the first
+        batch), ``capacity`` the tokens of each; together they share ``max_sequences * capacity`` cells.
+        ``dtype`` is what K and V are stored as (None: as they come). Sliding windows keep ``lookback``
+        tokens more than they show, so that ``crop`` can take as many back. ``shift`` re-encodes keys for
+        ``remove`` from the middle: see :func:`rope_shift`. With ``grow`` the capacity doubles where a
+        batch does not fit, which copies what is held, instead of CacheFullError.
+
+        Raises NotSupportedError for a config with layers that our caches do not serve.
+        """
+        plan = layer_plan(config)
+        options = Options(backend, dtype, max_sequences, capacity, lookback, shift, grow)
+        rows = Rows(Store(plan, options), len(plan.layers))
+        self._attach(rows, States(rows))
+
+    @classmethod
+    def over(cls, other: HFCache, seq: int, length: int) -> HFCache:
+        """A cache of one row: sequence ``seq`` behind ``other``, which holds ``length`` tokens."""
+        cache = cls.__new__(cls)
+        rows = other.rows.adopt(seq, length)
+        cache._attach(rows, States(rows))
+        cache._note_states()
+        return cache
+
+    def bind(self, like: torch.Tensor) -> Family:
+        """Make the caches now, for keys with the dtype and on the device of ``like``."""
+        self.rows.store.bind(1, like)
+        self.rows.like = like
+        return self.rows.store.family
+
+    def detach(self) -> None:
+        """Let go of the rows without touching them: they belong to someone else now."""
+        self.rows.sequences = []
+        self.rows.clear()
+
+    def _note_states(self) -> None:
+        """All layers of linear attention have states, where there are tokens."""
+        layers = enumerate(self.rows.store.plan.layers)
+        self._states.begin_anew(i for i, kind in layers if kind.name == LINEAR)
+
+    def _attach(self, rows: Rows, states: States) -> None:
+        self.rows, self._states = rows, states
+        Cache.__init__(self, layers=[self._layer(i, kind) for i, kind in enumerate(rows.store.plan.layers)])
+
+    def _layer(self, i: int, kind: Kind) -> AttentionLayer | LinearLayer | DummyLayer:
+        if kind.name == NONE:
+            return DummyLayer()
+        return LinearLayer(self._states, i) if kind.name == LINEAR else AttentionLayer(self.rows, i, kind)
+
+    # What transformers asks of a cache, beyond its layers.
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes what row ``beam_idx[i]`` was. Beams share the cells of what they have in common."""
+        self.rows.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times, side by side; nothing is copied."""
+        self.rows.select([row for row in range(len(self.rows.sequences)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows; a boolean mask works too."""
+        found = indices.nonzero().flatten() if indices.dtype is torch.bool else indices
+        self.rows.select(found.tolist())
+
+    def crop(self, tokens: int) -> None:
+        """Take the last ``-tokens`` back (transformers' way), or keep the first ``tokens`` where it is > 0.
+
+        NotSupportedError, and nothing changed, where a layer cannot go back so far: a window that has
+        forgotten what is seen from there (see ``lookback``), or a recurrent state without a checkpoint.
+        """
+        self.rows.cut(tokens if tokens > 0 else self.rows.length + tokens)
+
+    def reset(self) -> None:
+        """Forget all rows. Buffers stay allocated; the next batch may have another size."""
+        self.rows.clear()
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        raise NotSupportedError("HFCache: open the backend on the host instead: backend='numpy'")
+
+    # What transformers' caches do not offer.
+
+    def remove(self, begin: int, end: int) -> None:
+        """Forget positions ``[begin, end)`` of every row; later tokens move down, their keys re-encoded.
+
+        Positions count the columns of the batch, padding included. NotSupportedError without ``shift``,
+        or where a later token is shared with a fork.
+        """
+        self.rows.remove(begin, end)
+
+    def fork(self) -> Self:
+        """A cache that goes on from here on its own. It shares all cells; what either adds is its own.
+
+        Takes as many of ``max_sequences`` as there are rows, until it is reset.
+        """
+        copy = type(self).__new__(type(self))
+        rows = self.rows.fork()
+        copy._attach(rows, self._states.copy(rows))
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A cache with buffers of its own and the same content; ``fork`` does it without copying."""
+        copy = type(self).__new__(type(self))
+        memo[id(self)] = copy
+        store = self.rows.store
+        rows = Rows(Store(store.plan, store.options), len(self.rows.seen))
+        copy._attach(rows, States(rows))
+        if self.rows.length:
+            copy.restore(self.snapshot())
+        return copy
+
+    def checkpoint(self) -> None:
+        """Keep the recurrent states as they are now, so that ``crop`` can come back to this length."""
+        recurrent = self.rows.store.family.recurrent if self.rows.store.bound else None
+        for seq in self.rows.sequences if recurrent is not None else ():
+            assert recurrent is not None
+            recurrent.checkpoint(seq)
+
+    def snapshot(self) -> HFSnapshot:
+        """What the cache holds, for ``restore``. Attention is copied only when it must be."""
+        return self.rows.snapshot()
+
+    def restore(self, snapshot: HFSnapshot) -> None:
+        """Become what the snapshot is of: of this cache, or of another for the same model.
+
+        Raises CacheFullError or InvalidRangeError and leaves all as it was where it cannot.
+        """
+        self.rows.restore(snapshot)
+        self._note_states()
+
+    def save(self, store: SnapshotStore, key: str) -> bool:
+        """Put what the cache holds into a store (``kvcache.stores``). False: the key is there already."""
+        snapshot = self.snapshot()
+        return save(store, key, self.rows.store.backend, snapshot)
+
+    def load(self, store: SnapshotStore, key: str, device: torch.device | str = "cpu") -> bool:
+        """Become what ``save`` stored; ``device`` is the model's. False, nothing changed, without the key."""
+        page = read_entry(store, key)
+        if page is None:
+            return False
+        rows = self.rows
+        rows.store.bind(len(page.meta["rows"]), like_of(page, torch.device(device)))
+        self.restore(load(page, rows.store.backend, torch.device(device)))
+        return True
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` tokens per row, if there is less: all that is held moves once."""
+        self.rows.store.reserve(capacity)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is allocated, forks included."""
+        store = self.rows.store
+        return int(getattr(store.family.all, "nbytes", 0)) if store.bound else 0
+
+
+class HFEncoderDecoderCache(HFCache, EncoderDecoderCache):  # type: ignore[misc]
+    """HFCache for encoder-decoders: ``HFCache(config)`` makes it where the config says so.
+
+    What cross attention reads lies in an EncoderCache whose sequences are those of the decoder.
+    """
+
+    def _attach(self, rows: Rows, states: States) -> None:
+        self.rows, self._states = rows, states
+        decoder = HFCache.__new__(HFCache)
+        decoder._attach(rows, states)
+        layers = [CrossLayer(rows, i) for i in range(len(rows.store.plan.layers))]
+        EncoderDecoderCache.__init__(self, decoder, Cache(layers=layers))
+        self._note()
+
+    def crop(self, tokens: int) -> None:
+        """As in HFCache. The encoder's output goes when no token is left."""
+        super().crop(tokens)
+        self._note()
+
+    def reset(self) -> None:
+        super().reset()
+        self._note()
+
+    def restore(self, snapshot: HFSnapshot) -> None:
+        super().restore(snapshot)
+        self._note()
+
+    def _note(self) -> None:
+        """Whether the encoder's output is there goes with whether tokens are."""
+        self.is_updated = dict.fromkeys(range(len(self.cross_attention_cache)), self.rows.length > 0)

@@ -1,0 +1,121 @@
+"""Make plain ``generate()`` use our caches, and undo it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import TracebackType
+from typing import Any, Self
+
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.generation.utils import GenerationMixin
+
+import ml
+from kvcache import NotSupportedError, OrderError
+from kvcache.integrations.transformers.cache import HFCache
+from kvcache.integrations.transformers.static import HFStaticCache
+
+__all__ = ["Installation", "install", "uninstall"]
+
+_NAME = "_prepare_cache_for_generation"
+_log = logging.getLogger("kvcache.transformers")
+_installed: Installation | None = None
+
+
+class Installation:
+    """What ``install`` put in place; a context manager that takes it out again."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self._original = getattr(GenerationMixin, _NAME)
+        setattr(GenerationMixin, _NAME, self._replacement())
+
+    def _replacement(self) -> Any:
+        original, options = self._original, self.options
+
+        @functools.wraps(original)
+        def prepare(
+            model: Any,
+            generation_config: Any,
+            model_kwargs: dict[str, Any],
+            generation_mode: Any,
+            batch_size: int,
+            max_cache_length: int,
+        ) -> Any:
+            given = model_kwargs.get("past_key_values")
+            found = original(
+                model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            if isinstance(given, HFCache):
+                given.reserve(max_cache_length)
+            elif given is None:
+                theirs = model_kwargs.get("past_key_values")
+                ours = _ours(model, theirs, max_cache_length, options)
+                if ours is not None:
+                    model_kwargs["past_key_values"] = ours
+            return found
+
+        return prepare
+
+    def uninstall(self) -> None:
+        """Put back what was there. A second call does nothing."""
+        global _installed
+        if _installed is self:
+            setattr(GenerationMixin, _NAME, self._original)
+            _installed = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.uninstall()
+
+
+def install(
+    *,
+    backend: ml.Backend | str | None = None,
+    capacity: int = 0,
+    dtype: ml.DType | None = None,
+    lookback: int = 64,
+) -> Installation:
+    """From now on ``generate()`` makes an HFCache where it would make a DynamicCache, and an HFStaticCache
+    where it would make a StaticCache (``cache_implementation="static"``).
+
+    A cache is as large as the call asks for, and at least ``capacity`` tokens per row; one that is
+    given back to a later call grows between the calls. The other options are HFCache's. Caches that a
+    caller passes, offloaded and quantized ones, and models with layers that we have no cache for stay as
+    they are; the last is logged. ``uninstall()``, or leaving ``with install():``, undoes it.
+
+    OrderError is raised by a second ``install`` without ``uninstall``.
+    """
+    global _installed
+    if _installed is not None:
+        raise OrderError("install: it is in place already; call uninstall() to change its options")
+    options = {"backend": backend, "capacity": capacity, "dtype": dtype, "lookback": lookback}
+    _installed = Installation(options)
+    return _installed
+
+
+def uninstall() -> None:
+    """Undo ``install``; without one, nothing."""
+    if _installed is not None:
+        _installed.uninstall()
+
+
+def _ours(model: Any, theirs: Cache | None, length: int, options: dict[str, Any]) -> Cache | None:
+    """Our cache in place of one that ``generate`` has made; None where that one stays."""
+    decoder = theirs.self_attention_cache if isinstance(theirs, EncoderDecoderCache) else theirs
+    if decoder is None or type(decoder) not in (DynamicCache, StaticCache) or decoder.offloading:
+        return None
+    capacity = max(length, options["capacity"])
+    try:
+        if type(decoder) is DynamicCache:
+            return HFCache(model.config, **{**options, "capacity": capacity, "grow": True})
+        # As transformers does: not smaller than the last one, which code may be compiled for.
+        capacity = max(capacity, getattr(model, "_previous_max_cache_length", 0))
+        return HFStaticCache(model.config, capacity=capacity, backend=options["backend"])
+    except NotSupportedError as error:
+        _log.warning("%s keeps transformers' own cache: %s", type(model).__name__, error)
+        return None

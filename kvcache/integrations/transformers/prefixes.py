@@ -1,0 +1,123 @@
+"""Conversations with a transformers model that never recompute a prefix that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+import ml
+from kvcache import InvalidRangeError, NotSupportedError
+from kvcache.integrations.transformers.cache import HFCache
+from kvcache.prefix import PrefixCache, Session
+
+__all__ = ["HFPrefixCache", "HFSession"]
+
+
+class HFSession:
+    """One conversation: ``cache`` is its ``past_key_values``, and holds ``cached`` of the prompt's tokens."""
+
+    def __init__(self, owner: HFPrefixCache, session: Session) -> None:
+        self._owner, self._session = owner, session
+        self.cached = session.cached
+        self.cache = HFCache.over(owner.cache, session.seq, session.cached)
+
+    def prefill(self, size: int = 512) -> None:
+        """Evaluate all of the prompt but its last token, ``size`` tokens at a time at most.
+
+        ``generate`` goes on from there. Snapshots are taken at the ends of the parts where they are due.
+        """
+        last = len(self._session.tokens) - 1
+        for chunk in self._session.chunks(min(size, self._owner.longest_pass)):
+            chunk = chunk[: last - self.cache.get_seq_length()]
+            if chunk:
+                with torch.no_grad():
+                    ids = torch.tensor([chunk], device=self._owner.model.device)
+                    self._owner.model.base_model(input_ids=ids, past_key_values=self.cache, use_cache=True)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Tell what was generated, or is said next: later conversations may share it once it is evaluated."""
+        self._session.extend(tokens)
+
+    def close(self, keep: bool = True) -> None:
+        """End the conversation; what the cache holds of it stays for others, unless ``keep`` is False."""
+        self._session.close(keep)
+        self.cache.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(keep=error is None)
+
+
+class HFPrefixCache:
+    """A ``kvcache.prefix.PrefixCache`` for a decoder of transformers, sliding and hybrid ones included.
+
+    Every conversation is a batch of one row, without padding; as many as ``max_sequences`` may be open.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_sequences: int = 4,
+        capacity: int = 4096,
+        backend: ml.Backend | str | None = None,
+        dtype: ml.DType | None = None,
+        lookback: int = 64,
+        **options: Any,
+    ) -> None:
+        """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``interval``, ..."""
+        if model.config.is_encoder_decoder:
+            raise NotSupportedError(
+                "HFPrefixCache: what a decoder's prefix means depends on its encoder's input; decoders only"
+            )
+        self.model = model
+        self.cache = HFCache(
+            model.config, backend=backend, max_sequences=max_sequences, capacity=capacity, dtype=dtype,
+            lookback=lookback,
+        )  # fmt: skip
+        family = self.cache.bind(torch.empty(0, dtype=model.dtype, device=model.device))
+        self.cache.rows.store.give_away()
+        self.longest_pass = min((family.kept(kind) or capacity for kind in family.caches), default=capacity)
+        """Tokens that windows keep: a longer pass would leave them no snapshots inside."""
+        whole: Any = family.all
+        self.prefix = PrefixCache(whole, **options)
+
+    def begin(self, tokens: Sequence[int]) -> HFSession:
+        """Start a conversation with a prompt, from the longest prefix of it that is there."""
+        return HFSession(self, self.prefix.begin(tokens))
+
+    def generate(self, input_ids: torch.Tensor, *, prefill_size: int = 512, **options: Any) -> Any:
+        """``model.generate(input_ids, **options)`` for one conversation, (1, tokens), from what is there."""
+        if input_ids.ndim != 2 or input_ids.shape[0] != 1:
+            raise InvalidRangeError(f"generate: input_ids {tuple(input_ids.shape)}; they are (1, tokens)")
+        count = input_ids.shape[1]
+        with self.begin(input_ids[0].tolist()) as session:
+            session.prefill(prefill_size)
+            out = self.model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                past_key_values=session.cache,
+                **options,
+            )
+            sequences = out if isinstance(out, torch.Tensor) else out.sequences
+            session.extend(sequences[0, count:].tolist())
+        return out
+
+    def close(self) -> None:
+        """Close all conversations, and write what is kept to the stores."""
+        self.prefix.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,320 @@
+"""HFStaticCache: fixed shapes, for ``torch.compile``. The buffers of our caches, seen whole at every step.
+
+A compiled step cannot ask a cell table in Python where its tokens go. Each row therefore claims all of
+its ``capacity`` positions when the first keys come, which lie side by side then, and the step writes at
+the position that a counter on the device names. The masks of transformers hide what is not there yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self, cast
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    EncoderDecoderCache,
+    LinearAttentionLayer,
+    StaticLayer,
+)
+from transformers.utils import is_torchdynamo_compiling
+
+import ml
+from kvcache import Batch, CacheFullError, InvalidRangeError, NotSupportedError
+from kvcache.dense import DenseReading
+from kvcache.integrations.transformers.kinds import LINEAR, NONE, Kind, layer_plan
+from kvcache.integrations.transformers.layers import CrossLayer
+from kvcache.integrations.transformers.rows import Pass, Rows
+from kvcache.integrations.transformers.store import Options, Store
+
+__all__ = ["HFStaticCache", "HFStaticEncoderDecoderCache"]
+
+
+class HFStaticCache(Cache):  # type: ignore[misc]
+    """A cache that has the same shapes at every step, as transformers' StaticCache has.
+
+    ``generate`` compiles the model's step with it where transformers would with its own. Windows are stored
+    whole; ``crop`` and beams work, forks, ``remove`` and quantized storage are HFCache's.
+    """
+
+    def __new__(cls, config: Any = None, **options: Any) -> Self:
+        """An encoder-decoder's config makes the subclass that is an ``EncoderDecoderCache`` too."""
+        if cls is HFStaticCache and getattr(config, "is_encoder_decoder", False):
+            return cast("Self", super().__new__(HFStaticEncoderDecoderCache))
+        return cast("Self", super().__new__(cls))
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        capacity: int,
+        backend: ml.Backend | str | None = None,
+        max_sequences: int | None = None,
+    ) -> None:
+        """For models of ``config``: ``capacity`` tokens in each row, padding included.
+
+        ``backend`` is one that shares memory with the model, None: torch on its device. Memory is allocated
+        when the first keys come, for ``max_sequences`` rows (None: those of the first batch).
+        """
+        plan = layer_plan(config)
+        # Windows keep all: a view of the whole has no holes.
+        store = Store(plan, Options(backend, None, max_sequences, capacity, capacity, None))
+        self._attach(StaticRows(store, len(plan.layers)))
+
+    def _attach(self, rows: StaticRows) -> None:
+        self.rows = rows
+        plan = rows.store.plan
+        Cache.__init__(self, layers=[_layer(rows, i, kind) for i, kind in enumerate(plan.layers)])
+
+    def crop(self, tokens: int) -> None:
+        """Take the last ``-tokens`` back, or keep the first ``tokens`` where it is > 0.
+
+        NotSupportedError with linear attention, whose states keep no checkpoints here.
+        """
+        layers = _layers(self)
+        attention = [layer for layer in layers if isinstance(layer, StaticAttentionLayer)]
+        held = int(attention[0].get_seq_length()) if attention else 0
+        gone = held - tokens if tokens > 0 else -tokens
+        if not 0 <= gone <= held:
+            raise InvalidRangeError(f"crop: {tokens} of {held} tokens")
+        if gone and len(attention) < len(layers):
+            raise NotSupportedError(
+                f"crop: {gone} tokens of recurrent states of fixed shapes; HFCache goes back to checkpoints"
+            )
+        for layer in attention:
+            layer.crop(-gone)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is allocated."""
+        store = self.rows.store
+        return int(getattr(store.family.all, "nbytes", 0)) if store.bound else 0
+
+
+class HFStaticEncoderDecoderCache(HFStaticCache, EncoderDecoderCache):  # type: ignore[misc]
+    """HFStaticCache for encoder-decoders: ``HFStaticCache(config)`` makes it where the config says so."""
+
+    def _attach(self, rows: StaticRows) -> None:
+        self.rows = rows
+        decoder = HFStaticCache.__new__(HFStaticCache)
+        decoder._attach(rows)
+        cross = [StaticCrossLayer(rows, i) for i in range(len(rows.store.plan.layers))]
+        EncoderDecoderCache.__init__(self, decoder, Cache(layers=cross))
+
+    def reset(self) -> None:
+        """Forget all tokens, and the encoder's output."""
+        EncoderDecoderCache.reset(self)
+        self.rows.forget_encoded()
+
+
+def _layers(cache: Any) -> list[Any]:
+    """The layers of a decoder that keep something."""
+    decoder = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    return [layer for layer in decoder.layers if not isinstance(layer, DummyLayer)]
+
+
+def _layer(rows: StaticRows, i: int, kind: Kind) -> StaticAttentionLayer | StaticLinearLayer | DummyLayer:
+    if kind.name == NONE:
+        return DummyLayer()
+    return StaticLinearLayer(rows, i) if kind.name == LINEAR else StaticAttentionLayer(rows, i, kind)
+
+
+class StaticRows(Rows):
+    """Rows that hold all of their positions from the beginning, whatever is in them."""
+
+    def claim(self, batch: int, like: torch.Tensor) -> None:
+        """Give every row its cells for all positions, once."""
+        if self.sequences:
+            if batch != len(self.sequences):
+                raise InvalidRangeError(
+                    f"HFStaticCache: a batch of {batch} rows; its shapes are fixed for {len(self.sequences)}"
+                )
+            return
+        store = self.store
+        store.bind(batch, like)
+        self.sequences = store.take(batch)
+        self._pass = store.current = Pass(0, store.options.capacity)
+        whole = self._batch(store.options.capacity, store.options.capacity)
+        try:
+            for cache in store.family.tops:
+                cache.start_forward(store.ctx, whole)
+        except BaseException:
+            store.release(self.sequences)
+            self.sequences = []
+            raise
+
+    def forget_encoded(self) -> None:
+        """Make ready for another output of the encoder, which may be of another length."""
+        store = self.store
+        for seq in self.sequences:
+            store.family.cross.remove(seq, 0)
+        if self.sequences:
+            store.family.cross.start_forward(store.ctx, self._batch(1, 1))
+
+    def views(
+        self, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffers of a layer (rows, heads, capacity, dim), for keys and values like these."""
+        self.claim(key.shape[0], key)
+        store, cache = self.store, self.store.family.caches[kind]
+        # A pass that only reserves allocates, and stores nothing.
+        cache.start_forward(store.ctx, Batch([0] * len(self.sequences), self.sequences), reserve=True)
+        self._put(cache, layer, _one_token(key), _one_token(value))
+        reading = DenseReading(cache, self.sequences)
+        if not reading.is_view:
+            raise NotSupportedError(
+                "HFStaticCache: the rows do not lie at even distances, which fixed shapes need"
+            )
+        keys, values = reading.read(store.ctx, layer)
+        return _addressed(store.bridge.alias(keys)), _addressed(store.bridge.alias(values))
+
+
+class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
+    """transformers' static layer on our buffers. Windows are stored whole, and shown whole."""
+
+    cumulative_length: torch.Tensor
+
+    def __init__(self, rows: StaticRows, layer: int, kind: Kind) -> None:
+        super().__init__(max_cache_len=rows.store.options.capacity)
+        self.rows, self.layer, self.kind = rows, layer, kind
+        self.is_sliding = kind.size > 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.num_heads = key_states.shape[:2]
+        self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
+        self.keys, self.values = self.rows.views(self.layer, self.kind, key_states, value_states)
+        if self.keys.device != self.device:
+            raise NotSupportedError(
+                f"HFStaticCache: fixed shapes on {self.keys.device} for a model on {self.device}"
+            )
+        self.cumulative_length = _addressed(self.cumulative_length.to(self.device))
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if key_states.device.type == "cpu" and not is_torchdynamo_compiling():
+            self._check(key_states.shape[2])
+        found: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
+        return found
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(capacity, 0). Outside of compiled code it refuses what does not fit: CacheFullError."""
+        if not is_torchdynamo_compiling():
+            self._check(query_length)
+        return self.max_cache_len, 0
+
+    def _check(self, tokens: int) -> None:
+        held = int(self.cumulative_length)
+        if held + tokens > self.max_cache_len:
+            raise CacheFullError(
+                tokens, self.max_cache_len - held, dict.fromkeys(self.rows.sequences, held), op="update"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Later tokens overwrite what is taken back; the masks hide it until then."""
+        self.cumulative_length.sub_(-tokens_to_remove)
+
+    def reset(self) -> None:
+        self.cumulative_length.zero_()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """In place: compiled code holds the addresses."""
+        if self.is_initialized:
+            for tensor in (self.keys, self.values):
+                tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+
+
+class StaticCrossLayer(CrossLayer):
+    """K and V of the encoder's output, read once: they do not change until they are replaced."""
+
+    is_compileable = True
+
+    def __init__(self, rows: StaticRows, layer: int) -> None:
+        super().__init__(rows, layer)
+        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.rows
+        assert isinstance(rows, StaticRows)
+        rows.claim(key_states.shape[0], key_states)
+        rows.like = torch.empty(0, dtype=key_states.dtype, device=key_states.device)
+        rows.put_encoded(self.layer, key_states, value_states)
+        found = rows.encoded(self.layer)
+        assert found is not None
+        self._found = _addressed(found[0]), _addressed(found[1])
+        return self._found
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        return None if self._found is None else self._found[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return None if self._found is None else self._found[1]
+
+    def reset(self) -> None:
+        self._found = None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Beams of one input read the same output; others are reordered as the decoder's are."""
+        for tensor in self._found or ():
+            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+
+
+class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """transformers' layer of linear attention on the states of our recurrent cache."""
+
+    def __init__(self, rows: StaticRows, layer: int) -> None:
+        super().__init__()
+        self.rows, self.layer = rows, layer
+
+    def lazy_initialization(
+        self,
+        conv_states: torch.Tensor | None = None,
+        recurrent_states: torch.Tensor | None = None,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> None:
+        rows, like = self.rows, conv_states if conv_states is not None else recurrent_states
+        assert like is not None
+        rows.claim(like.shape[0], like)
+        store, cache = rows.store, rows.store.family.recurrent
+        assert cache is not None
+        self.dtype, self.device = like.dtype, like.device
+        if conv_states is not None:
+            size = conv_kernel_size or conv_states.shape[-1]
+            cache.conv_shape = cache.conv_shape or (conv_states.shape[1], size)
+            self.conv_kernel_size[state_idx] = size
+            self.conv_states[state_idx] = _addressed(
+                store.bridge.alias(cache.conv_state(store.ctx, self.layer))
+            )
+            self.is_conv_states_initialized[state_idx] = True
+        if recurrent_states is not None:
+            cache.state_shape = cache.state_shape or tuple(recurrent_states.shape[1:])
+            found = store.bridge.alias(cache.recurrent_state(store.ctx, self.layer))
+            self.recurrent_states[state_idx] = _addressed(found)
+            self.is_recurrent_states_initialized[state_idx] = True
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: states of fixed shapes cannot go back, which ``crop`` says."""
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for tensor in states.values():
+                if tensor is not None:
+                    tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+
+
+def _one_token(x: torch.Tensor) -> torch.Tensor:
+    return x.new_zeros((x.shape[0], x.shape[1], 1, x.shape[3]))
+
+
+def _addressed(tensor: torch.Tensor) -> torch.Tensor:
+    """Tell torch.compile that the address stays, unless it is tracing."""
+    if not is_torchdynamo_compiling():
+        torch._dynamo.mark_static_address(tensor)
+    return tensor

@@ -1,0 +1,150 @@
+"""The caches behind one transformers cache and its forks, bound when the first keys arrive."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import ml
+from kvcache import InvalidRangeError, InvalidSequenceError, KVCacheError, ShiftFunction
+from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
+from kvcache.integrations.transformers.kinds import Family, Plan
+from kvcache.integrations.transformers.saving import prepare_states
+from kvcache.snapshots import Snapshot
+
+if TYPE_CHECKING:
+    from kvcache.integrations.transformers.rows import Pass
+
+__all__ = ["Options", "Store"]
+
+
+@functools.cache
+def _opened(name: str, device: str | None = None) -> ml.Backend:
+    """One backend for all caches that name it alike, so that they can take each other's snapshots."""
+    return ml.open_backend(name) if device is None else ml.open_backend(name, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What HFCache was given; None: as the first keys are."""
+
+    backend: ml.Backend | str | None
+    dtype: ml.DType | None
+    max_sequences: int | None
+    capacity: int
+    lookback: int
+    shift: ShiftFunction | None
+    grow: bool = False
+
+
+class Store:
+    """Caches of one model, and which of their sequences are taken."""
+
+    family: Family
+    backend: ml.Backend
+    ctx: ml.Context
+    bridge: Bridge
+    activations: ml.DType
+    dtype: ml.DType
+    max_sequences: int
+
+    def __init__(self, plan: Plan, options: Options) -> None:
+        self.plan, self.options = plan, options
+        self.bound = False
+        self.current: Pass | None = None
+        """The pass under way: the caches know of one at a time."""
+        self._free: list[int] = []
+        self._given_away = False
+
+    def bind(self, batch: int, like: torch.Tensor) -> None:
+        """Make the caches, for a first batch of ``batch`` sequences with activations as ``like``."""
+        if self.bound:
+            return
+        options = self.options
+        self.activations = dtype_of(like.dtype)
+        self.dtype = options.dtype or self.activations
+        if options.backend is None:
+            backend = _opened("torch", str(like.device))
+        else:
+            backend = _opened(options.backend) if isinstance(options.backend, str) else options.backend
+        self.backend = backend
+        self.ctx = backend.new_context()
+        self.bridge = bridge_to(backend, self.ctx)
+        self.max_sequences = options.max_sequences or batch
+        self.family = self._new_family(options.capacity)
+        self._free = list(range(self.max_sequences))
+        self.bound = True
+
+    def _new_family(self, capacity: int) -> Family:
+        options = self.options
+        family = Family(self.plan, options.lookback, options.shift, self.activations)
+        family.init(self.backend, self.dtype, self.max_sequences, capacity)
+        return family
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` tokens per sequence: all that is held moves into new buffers, once.
+
+        Sequences that shared cells hold copies then. What is raised leaves everything as it was.
+        """
+        if capacity <= self.options.capacity:
+            return
+        if self.bound:
+            taken = [seq for seq in range(self.max_sequences) if seq not in self._free]
+            held = {seq: self.family.all.snapshot(seq) for seq in taken}
+            family = self._new_family(capacity)
+            for seq, snapshot in held.items():
+                self.put_back(family, seq, snapshot)
+            self.family, self.current = family, None
+        self.options = replace(self.options, capacity=capacity)
+
+    def put_back(self, family: Family, seq: int, snapshot: Snapshot) -> None:
+        """Restore a sequence; InvalidRangeError where the snapshot is of another kind of cache."""
+        prepare_states(family, snapshot)
+        cache: Any = family.all
+        if not cache.restore(seq, snapshot):
+            raise InvalidRangeError("HFCache: the snapshot is not of a cache like this one")
+
+    def take(self, count: int) -> list[int]:
+        """``count`` empty sequences, the lowest ones; InvalidSequenceError where so many are not free."""
+        if count > len(self._free):
+            raise InvalidSequenceError(
+                f"HFCache: {count} sequences are needed and {len(self._free)} are free; "
+                "pass a larger max_sequences="
+            )
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def release(self, sequences: Iterable[int]) -> None:
+        """Empty sequences and give them back."""
+        freed = list(sequences)
+        for seq in freed:
+            self.family.all.remove(seq, 0)
+        if not self._given_away:
+            self._free = sorted({*self._free, *freed})
+
+    def give_away(self) -> None:
+        """Leave it to someone else which sequences are in use: none can be taken here any more."""
+        self._free, self._given_away = [], True
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """Let ``target`` hold what ``source`` does, without copying."""
+        self.family.all.copy_prefix(source, target, length)
+        self.current = None
+
+    def remove(self, sequences: Sequence[int], begin: int, end: int | None = None) -> None:
+        """Forget ``[begin, end)`` of all sequences or, where one refuses, of none."""
+        changes = [self.family.all.prepare_remove(seq, begin, end) for seq in sequences]
+        for change in changes:
+            change()
+        self.current = None
+
+    def check_current(self, own: Pass | None) -> None:
+        if self.current is None or self.current is not own:
+            raise KVCacheError(
+                "HFCache: another fork of this cache began a pass, or its rows changed, before this pass "
+                "had reached all layers; one forward pass at a time"
+            )

@@ -1,0 +1,528 @@
+"""What HFCache does that transformers' own caches do not: going back, forks, storage, errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("torch")
+
+import torch
+import transformers
+
+import ml
+from kvcache import CacheFullError, InvalidRangeError, InvalidSequenceError, NotSupportedError, OrderError
+from kvcache.integrations.transformers import HFCache, HFStaticCache, install, rope_shift, uninstall
+from kvcache.stores import MemoryStore
+
+from . import hf_models as hf
+
+ATTENTION = [name for name in hf.DECODERS if name != "qwen3-next"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def feed(made: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of new tokens (rows, tokens, vocabulary)."""
+    with torch.no_grad():
+        logits: torch.Tensor = made(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    return logits
+
+
+def fresh(made: Any, *pieces: torch.Tensor) -> torch.Tensor:
+    """Logits of the last piece, all fed one after another to transformers' own cache."""
+    cache = transformers.DynamicCache(config=made.config)
+    return [feed(made, cache, piece) for piece in pieces][-1]
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) < 1e-5
+
+
+class TestStorage:
+    def test_k_and_v_lie_in_our_cache_and_are_read_from_there(self) -> None:
+        made, ids = hf.model("llama"), hf.tokens(1)
+        cache = HFCache(made.config, capacity=32)
+        feed(made, cache, ids)
+        causal = cache.rows.store.family.all
+        assert causal.positions(0).tolist() == list(range(13))
+        before = feed(made, cache, ids[:, :1])
+        cache.crop(-1)
+        causal._buffers[1].value.tensor.native.zero_()
+        assert not torch.equal(feed(made, cache, ids[:, :1]), before)
+
+    def test_memory_is_what_the_capacity_says(self) -> None:
+        made = hf.model("llama")
+        cache = HFCache(made.config, max_sequences=3, capacity=50)
+        assert cache.nbytes == 0
+        feed(made, cache, hf.tokens(2))
+        assert cache.nbytes == 2 * 2 * 3 * 50 * 2 * 16 * 4  # K and V, layers, cells, heads, dims, bytes
+
+    def test_windows_cost_no_more_than_they_show(self) -> None:
+        made = hf.model("gemma3", layer_types=("sliding_attention", "sliding_attention"))
+        cache = HFCache(made.config, capacity=4096, lookback=4)
+        for _ in range(5):
+            feed(made, cache, hf.tokens(2, 40))
+        kept = hf.WINDOW - 1 + 4
+        assert cache.nbytes == 2 * 2 * (2 * 2 * kept) * 2 * 16 * 4
+        assert cache.get_seq_length() == 200
+
+    @pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
+    def test_a_cache_that_is_dropped_gives_its_memory_back_at_once(self, kind: Any) -> None:
+        """Without the garbage collector, which may be long in coming: nothing in it refers back to it."""
+        with ml.open_backend("torch", device="cpu") as backend:
+            for name in ("gemma3", "qwen3-next", "t5"):
+                made = hf.model(name)
+                gc.collect()
+                gc.disable()
+                try:
+                    cache = kind(made.config, backend=backend, capacity=64)
+                    hf.generate(made, hf.inputs(name, 2), cache, num_beams=2)
+                    assert backend.memory().devices[0].allocated >= cache.nbytes > 0
+                    del cache
+                    assert backend.memory().devices[0].allocated == 0
+                finally:
+                    gc.enable()
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_narrow_models_are_stored_as_they_are(self, dtype: torch.dtype) -> None:
+        made = hf.model("gemma3", seed=3).to(dtype)
+        try:
+            expected = hf.MODES["left padding"]("gemma3", made, None)
+            cache = HFCache(made.config, capacity=64, lookback=2)
+            assert hf.MODES["left padding"]("gemma3", made, cache).distance(expected) == 0.0
+            assert cache.layers[0].keys.dtype is dtype
+        finally:
+            made.to(torch.float32)
+
+    @pytest.mark.parametrize(
+        ("dtype", "most"), [(ml.DType.F16, 0.02), (ml.DType.Q8_0, 1.0), (ml.DType.Q4_0, 8.0)]
+    )
+    @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+    def test_smaller_storage_on_sliding_layers_too(self, name: str, dtype: ml.DType, most: float) -> None:
+        made, ids = hf.model(name, head_dim=32), hf.tokens(2, 30)
+        plain, small = (HFCache(made.config, capacity=64, lookback=2, dtype=one) for one in (None, dtype))
+        expected = [feed(made, plain, ids[:, i : i + 6]) for i in range(0, 30, 6)]
+        found = [feed(made, small, ids[:, i : i + 6]) for i in range(0, 30, 6)]
+        distance = float((torch.cat(found, 1) - torch.cat(expected, 1)).abs().max())
+        assert 0 < distance < most
+        bits = {ml.DType.F16: 16, ml.DType.Q8_0: 8.5, ml.DType.Q4_0: 4.5}[dtype]
+        assert small.nbytes * 32 == plain.nbytes * bits
+
+    @pytest.mark.parametrize("backend", ["numpy", "mlx", "torch"])
+    def test_keys_on_another_backend(self, backend: str, open_any: Any) -> None:
+        made = hf.model("gemma3")
+        expected = hf.MODES["left padding"]("gemma3", made, None)
+        with open_any(backend) as opened:
+            cache = HFCache(made.config, backend=opened, capacity=64, lookback=2)
+            assert hf.MODES["left padding"]("gemma3", made, cache).distance(expected) == 0.0
+
+    def test_states_on_numpy(self) -> None:
+        made = hf.model("qwen3-next")
+        expected = hf.MODES["padded beams"]("qwen3-next", made, None)
+        cache = HFCache(made.config, backend="numpy", capacity=64)
+        assert hf.MODES["padded beams"]("qwen3-next", made, cache).distance(expected) == 0.0
+
+    def test_states_need_memory_that_the_model_can_write(self, open_any: Any) -> None:
+        made = hf.model("qwen3-next")
+        with open_any("mlx") as opened:
+            cache = HFCache(made.config, backend=opened, capacity=64)
+            with pytest.raises(ml.NotSupportedError, match="in place"):
+                hf.MODES["greedy"]("qwen3-next", made, cache)
+
+
+class TestOverflow:
+    def test_says_what_is_asked_and_free_and_changes_nothing(self) -> None:
+        made, ids = hf.model("llama"), hf.tokens(2, 20)
+        cache = HFCache(made.config, capacity=12)
+        feed(made, cache, ids[:, :10])
+        with pytest.raises(CacheFullError, match="6 cells are needed and 4 are free") as caught:
+            feed(made, cache, ids[:, 10:13])
+        assert "capacity=12 tokens" in caught.value.__notes__[0]
+        assert cache.get_seq_length() == 10
+        close(feed(made, cache, ids[:, 10:12]), fresh(made, ids[:, :10], ids[:, 10:12]))
+
+    def test_hybrid_models_stay_whole(self) -> None:
+        made, ids = hf.model("qwen3-next"), hf.tokens(1, 20)
+        cache = HFCache(made.config, capacity=12)
+        feed(made, cache, ids[:, :10])
+        with pytest.raises(CacheFullError):
+            feed(made, cache, ids[:, 10:14])
+        close(feed(made, cache, ids[:, 10:12]), fresh(made, ids[:, :10], ids[:, 10:12]))
+
+    def test_a_static_cache_refuses_instead_of_an_index_error(self) -> None:
+        made, ids = hf.model("llama"), hf.tokens(2, 20)
+        theirs = transformers.StaticCache(made.config, max_cache_len=12)
+        feed(made, theirs, ids[:, :10])
+        with pytest.raises(IndexError):
+            feed(made, theirs, ids[:, 10:13])
+        cache = HFStaticCache(made.config, capacity=12)
+        feed(made, cache, ids[:, :10])
+        with pytest.raises(CacheFullError, match="3 cells are needed and 2 are free"):
+            feed(made, cache, ids[:, 10:13])
+        close(feed(made, cache, ids[:, 10:12]), fresh(made, ids[:, :10], ids[:, 10:12]))
+
+    def test_more_rows_than_sequences(self) -> None:
+        made = hf.model("llama")
+        cache = HFCache(made.config, max_sequences=2, capacity=32)
+        with pytest.raises(InvalidSequenceError, match="3 sequences are needed and 2 are free"):
+            feed(made, cache, hf.tokens(3))
+        feed(made, cache, hf.tokens(2))
+        with pytest.raises(InvalidRangeError, match="a batch of 1 rows"):
+            feed(made, cache, hf.tokens(1))
+
+    def test_reserve_and_grow_make_room_for_all_that_is_held(self) -> None:
+        for name, grow in [(name, grow) for name in hf.DECODERS for grow in (False, True)]:
+            made, ids = hf.model(name), hf.tokens(2, 30)
+            cache = HFCache(made.config, capacity=14, lookback=2, grow=grow)
+            feed(made, cache, ids[:, :12])
+            if not grow:
+                cache.reserve(40)
+            close(feed(made, cache, ids[:, 12:]), fresh(made, ids[:, :12], ids[:, 12:]))
+
+
+class TestGoingBack:
+    @pytest.mark.parametrize("name", ATTENTION)
+    def test_crop_to_a_position(self, name: str) -> None:
+        made, ids, other = hf.model(name), hf.tokens(2, 24), hf.tokens(2, 6, seed=9)
+        cache = HFCache(made.config, capacity=64, lookback=8)
+        feed(made, cache, ids[:, :12])
+        for i in range(12, 24):
+            feed(made, cache, ids[:, i : i + 1])
+        cache.crop(18)
+        assert cache.get_seq_length() == 18
+        close(feed(made, cache, other), fresh(made, ids[:, :18], other))
+        cache.crop(-6)
+        close(feed(made, cache, ids[:, 18:]), fresh(made, ids[:, :18], ids[:, 18:]))
+
+    def test_a_window_that_has_forgotten_refuses(self) -> None:
+        made, ids = hf.model("gemma3"), hf.tokens(2, 30)
+        cache = HFCache(made.config, capacity=64, lookback=3)
+        for i in range(30):
+            feed(made, cache, ids[:, i : i + 1])
+        with pytest.raises(NotSupportedError, match=r"forgotten.*lookback=3"):
+            cache.crop(20)
+        assert cache.get_seq_length() == 30
+        cache.crop(27)
+        close(feed(made, cache, ids[:, 27:]), fresh(made, ids[:, :27], ids[:, 27:]))
+
+    def test_a_prefill_longer_than_a_window_leaves_no_hole_to_go_back_to(self) -> None:
+        made, ids = hf.model("gemma3"), hf.tokens(1, 40)
+        cache = HFCache(made.config, capacity=64, lookback=8)
+        feed(made, cache, ids[:, :20])
+        feed(made, cache, ids[:, 20:37])  # longer than the 15 tokens that are kept
+        with pytest.raises(NotSupportedError):
+            cache.crop(25)
+        cache.crop(30)
+        close(feed(made, cache, ids[:, 30:]), fresh(made, ids[:, :30], ids[:, 30:]))
+
+    def test_recurrent_states_go_back_to_checkpoints_or_refuse(self) -> None:
+        made, ids = hf.model("qwen3-next"), hf.tokens(2, 30)
+        cache = HFCache(made.config, capacity=64)
+        feed(made, cache, ids[:, :12])
+        cache.checkpoint()
+        for i in range(12, 20):
+            feed(made, cache, ids[:, i : i + 1])
+        with pytest.raises(NotSupportedError, match=r"can go back to \[12, 20\] and 0 only"):
+            cache.crop(16)
+        steps = [ids[:, i : i + 1] for i in range(12, 20)]
+        close(feed(made, cache, ids[:, 20:22]), fresh(made, ids[:, :12], *steps, ids[:, 20:22]))
+        cache.crop(12)
+        close(feed(made, cache, ids[:, 12:]), fresh(made, ids[:, :12], ids[:, 12:]))
+
+    def test_transformers_own_cache_keeps_a_state_that_has_seen_what_was_cropped(self) -> None:
+        """Why a crop is refused: taken silently it gives other logits."""
+        made, ids = hf.model("qwen3-next"), hf.tokens(1, 20)
+        theirs = transformers.DynamicCache(config=made.config)
+        theirs.activate_past_recording()
+        feed(made, theirs, ids[:, :16])
+        theirs.crop(-4)
+        wrong = feed(made, theirs, ids[:, 12:])
+        assert float((wrong - fresh(made, ids[:, :12], ids[:, 12:])).abs().max()) > 1e-2
+
+    def test_to_the_beginning_and_another_batch(self) -> None:
+        for name in hf.MODELS:
+            made = hf.model(name)
+            cache = HFCache(made.config, max_sequences=3, capacity=64)
+            for rows in (1, 3):
+                expected = hf.generate(made, hf.inputs(name, rows))
+                assert hf.generate(made, hf.inputs(name, rows), cache).distance(expected) == 0.0
+                cache.reset()
+                assert cache.get_seq_length() == 0
+
+    @pytest.mark.parametrize("name", [name for name in hf.DECODERS if name != "qwen3-next"])
+    @pytest.mark.parametrize("layer", [0, 1])
+    def test_remove_from_the_middle(self, name: str, layer: int) -> None:
+        """In a model of one layer, what is left is as if the rest had never been there."""
+        types = {"gemma3": "layer_types", "gpt-oss": "layer_types", "llama4": "layer_types"}
+        changes: dict[str, Any] = {"num_hidden_layers": 1}
+        if name in types:
+            local = "chunked_attention" if name == "llama4" else "sliding_attention"
+            changes["layer_types"] = ((local, "full_attention")[layer],)
+        if name == "llama4":
+            changes["no_rope_layers"] = (1 - layer,)
+        made, ids = hf.model(name, **changes), hf.tokens(2, 30)
+        cache = HFCache(made.config, capacity=64, lookback=24, shift=rope_shift(made.config))
+        feed(made, cache, ids[:, :20])
+        cache.remove(14, 18)
+        assert cache.get_seq_length() == 16
+        left = torch.cat((ids[:, :14], ids[:, 18:]), 1)
+        close(feed(made, cache, ids[:, 20:]), fresh(made, left[:, :16], left[:, 16:]))
+
+    def test_remove_needs_to_know_how_keys_move(self) -> None:
+        made, ids = hf.model("llama"), hf.tokens(1)
+        cache = HFCache(made.config, capacity=32)
+        feed(made, cache, ids)
+        with pytest.raises(NotSupportedError, match="shift"):
+            cache.remove(2, 4)
+        assert cache.get_seq_length() == 13
+        with pytest.raises(NotSupportedError, match="t5"):
+            rope_shift(hf.model("t5").config)
+
+    def test_a_pass_that_failed_is_noticed_and_taken_back(self) -> None:
+        made, ids = hf.model("gemma3"), hf.tokens(2, 20)
+        cache = HFCache(made.config, capacity=32)
+        feed(made, cache, ids[:, :10])
+        attention = made.model.layers[1].self_attn
+        hook = attention.register_forward_pre_hook(
+            lambda *_: (_ for _ in ()).throw(RuntimeError("no memory"))
+        )
+        with pytest.raises(RuntimeError, match="no memory"):
+            feed(made, cache, ids[:, 10:13])
+        hook.remove()
+        with pytest.raises(OrderError, match=r"crop\(-3\)"):
+            feed(made, cache, ids[:, 13:14])
+        cache.crop(-3)
+        close(feed(made, cache, ids[:, 10:]), fresh(made, ids[:, :10], ids[:, 10:]))
+
+    def test_keys_that_could_not_be_stored_are_not_taken_for_stored(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made, ids = hf.model("llama", num_hidden_layers=1), hf.tokens(2, 20)
+        cache = HFCache(made.config, capacity=32)
+        feed(made, cache, ids[:, :10])
+
+        def fail(*_: Any) -> None:
+            raise ml.DeviceError("out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.rows.store.family.all, "put", fail)
+            with pytest.raises(ml.DeviceError):
+                feed(made, cache, ids[:, 10:13])
+        assert cache.get_seq_length() == 10
+        with pytest.raises(InvalidRangeError, match="brings 1 tokens of 2 rows, in a pass of 3"):
+            feed(made, cache, ids[:, 10:11])
+        close(feed(made, cache, ids[:, 10:13]), fresh(made, ids[:, :10], ids[:, 10:13]))
+
+
+class TestSharing:
+    @pytest.mark.parametrize("name", hf.DECODERS)
+    def test_forks_go_their_own_ways(self, name: str) -> None:
+        made, ids = hf.model(name), hf.tokens(2, 16)
+        ways = [hf.tokens(2, 12, seed=seed) for seed in (1, 2, 3)]
+        cache = HFCache(made.config, max_sequences=6, capacity=40, lookback=2)
+        feed(made, cache, ids)
+        forks = [cache, cache.fork(), cache.fork()]
+        parts = (slice(0, 1), slice(1, 2), slice(2, 9), slice(9, 12))
+        for part in parts:
+            for fork, way in zip(forks, ways, strict=True):
+                found = feed(made, fork, way[:, part])
+                before = [way[:, one] for one in parts if one.start <= part.start]
+                close(found, fresh(made, ids, *before))
+
+    @pytest.mark.parametrize("name", hf.DECODERS)
+    def test_a_deep_copy_is_a_cache_of_its_own(self, name: str) -> None:
+        """As transformers' pages on prefix reuse do it."""
+        made, ids = hf.model(name), hf.tokens(2, 16)
+        prompt = HFCache(made.config, capacity=40, lookback=2)
+        feed(made, prompt, ids)
+        for seed in (1, 2):
+            more, held = hf.tokens(2, 9, seed=seed), copy.deepcopy(prompt)
+            close(feed(made, held, more), fresh(made, ids, more))
+        assert prompt.get_seq_length() == 16
+
+    def test_forks_and_beams_share_cells(self) -> None:
+        made = hf.model("llama")
+        cache = HFCache(made.config, max_sequences=4, capacity=30)
+        feed(made, cache, hf.tokens(1, 20))
+        free = cache.rows.store.family.all.free_cells
+        forks = [cache.fork() for _ in range(3)]
+        assert cache.rows.store.family.all.free_cells == free
+        with pytest.raises(InvalidSequenceError):
+            cache.fork()
+        forks[0].reset()
+        cache.fork()
+
+    def test_a_fork_in_the_middle_of_a_pass_is_refused(self) -> None:
+        made, ids = hf.model("llama"), hf.tokens(1)
+        cache = HFCache(made.config, max_sequences=2, capacity=32)
+        feed(made, cache, ids)
+        keys = torch.zeros(1, 2, 1, 16)
+        cache.update(keys, keys, 0)
+        with pytest.raises(OrderError, match="did not reach all layers"):
+            cache.fork()
+
+    def test_one_pass_at_a_time(self) -> None:
+        made, ids = hf.model("llama"), hf.tokens(1)
+        cache = HFCache(made.config, max_sequences=2, capacity=32)
+        feed(made, cache, ids)
+        fork, keys = cache.fork(), torch.zeros(1, 2, 1, 16)
+        cache.update(keys, keys, 0)
+        fork.update(keys, keys, 0)
+        with pytest.raises(ml.MLError, match="one forward pass at a time"):
+            cache.update(keys, keys, 1)
+
+    def test_rows_are_repeated_and_selected(self) -> None:
+        for name in hf.DECODERS:
+            made, ids = hf.model(name), hf.tokens(2, 12)
+            more = hf.tokens(3, 5, seed=4)
+            cache = HFCache(made.config, max_sequences=6, capacity=20, lookback=2)
+            feed(made, cache, ids)
+            cache.batch_repeat_interleave(3)
+            cache.batch_select_indices(torch.tensor([5, 0, 3]))
+            close(feed(made, cache, more), fresh(made, ids[[1, 0, 1]], more))
+
+    @pytest.mark.parametrize("name", hf.MODELS)
+    def test_snapshots_and_stores(self, name: str) -> None:
+        """Back to an earlier turn; into a second cache; through a store into a third."""
+        made, batch = hf.model(name), hf.inputs(name, 2)
+        cache = HFCache(made.config, max_sequences=4, capacity=40, lookback=2)
+        hf.generate(made, batch, cache, max_new_tokens=4)
+        snapshot, store = cache.snapshot(), MemoryStore()
+        length = cache.get_seq_length()
+        assert cache.save(store, "turn")
+        extra = {"encoder_outputs": _encoded(made, batch)} if made.config.is_encoder_decoder else {}
+        more = hf.tokens(2, 6, seed=5)
+
+        def carry_on(held: HFCache) -> torch.Tensor:
+            assert held.get_seq_length() == length
+            key = "decoder_input_ids" if extra else "input_ids"
+            with torch.no_grad():
+                logits: torch.Tensor = made(**{key: more}, past_key_values=held, **extra).logits
+            return logits
+
+        expected = carry_on(cache)
+        cache.restore(snapshot)
+        second, third = (HFCache(made.config, capacity=40, lookback=2) for _ in range(2))
+        second.restore(snapshot)
+        assert not third.load(store, "another")
+        assert third.load(store, "turn")
+        for held in (cache, second, third):
+            assert torch.equal(carry_on(held), expected)
+
+    def test_a_snapshot_of_another_model_is_refused_and_nothing_lost(self) -> None:
+        made, ids = hf.model("llama"), hf.tokens(1, 20)
+        cache = HFCache(made.config, capacity=32)
+        feed(made, cache, ids[:, :12])
+        other = HFCache(hf.model("llama", head_dim=32).config, capacity=32)
+        feed(hf.model("llama", head_dim=32), other, ids)
+        with pytest.raises(InvalidRangeError):
+            cache.restore(other.snapshot())
+        close(feed(made, cache, ids[:, 12:]), fresh(made, ids[:, :12], ids[:, 12:]))
+
+
+def _encoded(made: Any, batch: dict[str, torch.Tensor]) -> Any:
+    with torch.no_grad():
+        return made.get_encoder()(**batch)
+
+
+class TestInstalling:
+    @pytest.fixture(autouse=True)
+    def _clean(self) -> Iterator[None]:
+        yield
+        uninstall()
+
+    @pytest.mark.parametrize("name", hf.MODELS)
+    def test_plain_generate_uses_it(self, name: str) -> None:
+        made = hf.model(name)
+        expected = hf.generate(made, hf.inputs(name, 2), num_beams=2)
+        with install(lookback=2):
+            found = hf.generate(made, hf.inputs(name, 2), num_beams=2)
+        assert isinstance(found.cache, HFCache) or name == "whisper"
+        assert found.distance(expected) == 0.0
+        assert not isinstance(hf.generate(made, hf.inputs(name, 1)).cache, HFCache)
+
+    def test_a_chat_grows_between_calls(self) -> None:
+        made, ids = hf.model("gemma3"), hf.tokens(2)
+        theirs = ours = None
+        for _ in range(3):
+            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            expected = hf.generate(made, batch, theirs)
+            with install(lookback=2):
+                found = hf.generate(made, batch, ours)
+            assert found.distance(expected) == 0.0
+            theirs, ours = expected.cache, found.cache
+            ids = torch.cat((expected.sequences, hf.tokens(2, 20)), 1)
+        assert isinstance(ours, HFCache)
+
+    @pytest.mark.parametrize("name", ["llama", "gemma3", "t5"])
+    def test_the_assistant_too(self, name: str) -> None:
+        made = hf.model(name)
+        expected = hf.MODES["assisted"](name, made, None)
+        with install():
+            assert hf.MODES["assisted"](name, made, None).distance(expected) == 0.0
+
+    def test_static_where_static_is_asked_for(self) -> None:
+        made = hf.model("llama")
+        batch = hf.inputs("llama", 2, 3)
+        expected = hf.generate(made, batch, cache_implementation="static")
+        with install():
+            found = hf.generate(made, batch, cache_implementation="static")
+        assert isinstance(found.cache, HFStaticCache)
+        assert found.distance(expected) == 0.0
+
+    def test_what_it_cannot_serve_keeps_its_own_cache(self, caplog: pytest.LogCaptureFixture) -> None:
+        torch.manual_seed(0)
+        config = transformers.FalconH1Config(
+            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8,
+            mamba_chunk_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        )  # fmt: skip
+        made = transformers.FalconH1ForCausalLM(config).eval()
+        with pytest.raises(NotSupportedError, match="hybrid"):
+            HFCache(config)
+        expected = hf.generate(made, hf.inputs("llama", 1))
+        with install(), caplog.at_level(logging.WARNING, logger="kvcache.transformers"):
+            found = hf.generate(made, hf.inputs("llama", 1))
+        assert found.distance(expected) == 0.0
+        assert "FalconH1ForCausalLM keeps transformers' own cache" in caplog.text
+
+    def test_caches_of_the_caller_and_quantized_ones_stay(self) -> None:
+        made = hf.model("llama")
+        given = transformers.DynamicCache(config=made.config)
+        with install():
+            assert hf.generate(made, hf.inputs("llama", 1), given).cache is given
+
+    def test_twice_is_an_error_and_uninstalling_twice_is_none(self) -> None:
+        install()
+        with pytest.raises(OrderError, match="uninstall"):
+            install()
+        uninstall()
+        uninstall()
+
+
+def test_positions_in_the_keys_of_a_layer_are_those_of_the_mask() -> None:
+    """``keys`` shows what the next token may see, at most."""
+    made = hf.model("gemma3")
+    cache = HFCache(made.config, capacity=64, lookback=2)
+    assert cache.layers[0].keys is None
+    feed(made, cache, hf.tokens(2, 20))
+    assert cache.layers[0].keys.shape == (2, 2, hf.WINDOW - 1, 16)
+    assert cache.layers[1].values.shape == (2, 2, 20, 16)
+    assert cache.get_mask_sizes(3, 0) == (hf.WINDOW + 2, 13)
+    assert cache.get_mask_sizes(3, 1) == (23, 0)
+    assert np.array_equal(cache.is_sliding, [True, False])

@@ -1,0 +1,107 @@
+"""HFPrefixCache: conversations that share prefixes, against ``generate`` without any sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("torch")
+
+import torch
+
+from kvcache import InvalidRangeError, InvalidSequenceError, NotSupportedError
+from kvcache.integrations.transformers import HFPrefixCache
+from kvcache.prefix import SessionLimitError
+from kvcache.stores import MemoryStore
+
+from . import hf_models as hf
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def plain(made: Any, ids: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = made.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
+    return found
+
+
+@pytest.mark.parametrize("name", hf.DECODERS)
+def test_a_chat_is_never_read_again(name: str) -> None:
+    """Three turns and a side branch; each goes on where the one before ended."""
+    made, ids = hf.model(name), hf.tokens(1, 30)
+    with HFPrefixCache(made, capacity=200, lookback=8, interval=16) as prefix:
+        told = []
+        for turn in range(3):
+            expected = plain(made, ids)
+            before = prefix.prefix.stats.reused
+            assert torch.equal(prefix.generate(ids, **OPTIONS), expected)
+            told.append(prefix.prefix.stats.reused - before)
+            ids = torch.cat((expected, hf.tokens(1, 6, seed=turn)), 1)
+        # A state that has seen the last prompt's end is that of the prompt, at least.
+        assert told[0] == 0
+        assert told[1] >= 29
+        assert told[2] >= 29 + 14
+        branch = torch.cat((ids[:, :30], hf.tokens(1, 9, seed=7)), 1)
+        assert torch.equal(prefix.generate(branch, **OPTIONS), plain(made, branch))
+        assert prefix.prefix.stats.reused - sum(told) >= 16
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
+def test_a_store_serves_another_process(name: str) -> None:
+    made, ids, store = hf.model(name), hf.tokens(1, 40), MemoryStore()
+    options: dict[str, Any] = {"capacity": 100, "lookback": 8, "interval": 16, "chunk": 16}
+    identity = {"model": name}
+    with HFPrefixCache(made, tiers=[store], identity=identity, **options) as first:
+        first.generate(ids, **OPTIONS)
+    with HFPrefixCache(made, tiers=[store], identity=identity, **options) as second:
+        assert torch.equal(second.generate(ids, **OPTIONS), plain(made, ids))
+        assert second.prefix.stats.store >= 16
+
+
+def test_conversations_side_by_side() -> None:
+    made, ids = hf.model("gemma3"), hf.tokens(1, 24)
+    ends = [hf.tokens(1, 5, seed=seed) for seed in (1, 2)]
+    with HFPrefixCache(made, max_sequences=2, capacity=64, lookback=8) as prefix:
+        prompts = [torch.cat((ids, end), 1) for end in ends]
+        sessions = [prefix.begin(prompt[0].tolist()) for prompt in prompts]
+        with pytest.raises(SessionLimitError):
+            prefix.begin([5])
+        for session in sessions:
+            session.prefill(6)
+        for prompt, session in zip(prompts, sessions, strict=True):
+            assert session.cache.get_seq_length() == 28
+            found = made.generate(prompt, past_key_values=session.cache, **OPTIONS)
+            assert torch.equal(found, plain(made, prompt))
+            session.close()
+            assert session.cache.get_seq_length() == 0
+
+
+def test_a_conversation_has_one_row() -> None:
+    made, ids = hf.model("llama"), hf.tokens(1, 24)
+    with HFPrefixCache(made, capacity=64) as prefix, prefix.begin(ids[0].tolist()) as session:
+        session.prefill()
+        with pytest.raises(InvalidSequenceError, match="0 are free"):
+            session.cache.fork()
+        session.cache.reset()
+        with pytest.raises(InvalidSequenceError, match="0 are free"):
+            made(ids, past_key_values=session.cache)
+
+
+def test_what_it_is_not_for() -> None:
+    with pytest.raises(NotSupportedError, match="decoders only"):
+        HFPrefixCache(hf.model("t5"))
+    with (
+        HFPrefixCache(hf.model("llama"), capacity=32) as prefix,
+        pytest.raises(InvalidRangeError, match="tokens"),
+    ):
+        prefix.generate(hf.tokens(2))
