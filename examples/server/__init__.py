@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server on kvcache's engine: run `python examples/server`."""

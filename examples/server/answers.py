@@ -1,0 +1,80 @@
+"""What the server answers: OpenAI's objects, whole or in chunks."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcache.runner.requests import Finished
+
+__all__ = ["DONE", "Form", "sse", "usage"]
+
+DONE = b"data: [DONE]\n\n"
+_REASONS = {"stop": "stop", "length": "length", "capacity": "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The objects of one answer: of completions, or of chat completions."""
+
+    model: str
+    chat: bool
+    choices: int = 1
+    """Answers to each prompt."""
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, answers: list[Finished]) -> dict[str, Any]:
+        choices = []
+        for i, answer in enumerate(answers):
+            reason = _REASONS[answer.reason]
+            said: dict[str, Any] = {"text": answer.text}
+            if self.chat:
+                said = {"message": {"role": "assistant", "content": answer.text}}
+            choices.append({"index": i, **said, "logprobs": None, "finish_reason": reason})
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage(answers, self.choices)}
+
+    def first(self, choice: int) -> bytes | None:
+        """A chat begins with who speaks."""
+        return self._chunk(choice, {"role": "assistant", "content": ""}, None) if self.chat else None
+
+    def text(self, choice: int, text: str) -> bytes:
+        return self._chunk(choice, {"content": text}, None)
+
+    def last(self, choice: int, answer: Finished) -> bytes:
+        return self._chunk(choice, {}, _REASONS[answer.reason])
+
+    def total(self, answers: list[Finished]) -> bytes:
+        return sse(
+            {**self._head("chat.completion.chunk"), "choices": [], "usage": usage(answers, self.choices)}
+        )
+
+    def _chunk(self, choice: int, delta: dict[str, str], reason: str | None) -> bytes:
+        said: dict[str, Any] = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
+        one = {"index": choice, **said, "logprobs": None, "finish_reason": reason}
+        return sse({**self._head("chat.completion.chunk"), "choices": [one]})
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        kind, prefix = (kind, "chatcmpl") if self.chat else ("text_completion", "cmpl")
+        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+
+
+def usage(answers: list[Finished], choices: int = 1) -> dict[str, Any]:
+    """Tokens in and out, each prompt once; ``cached_tokens`` of them were in the cache already."""
+    first = answers[::choices]
+    prompt, cached = sum(each.prompt_tokens for each in first), sum(each.reused for each in first)
+    completion = sum(len(answer.tokens) for answer in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def sse(record: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return f"data: {json.dumps(record, ensure_ascii=False)}\n\n".encode()

@@ -1,0 +1,20 @@
+"""Refusals, in the form in which OpenAI's clients read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["ApiError"]
+
+
+class ApiError(Exception):
+    """``status`` and what the body says; ``param`` is the field that is wrong."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        kinds = {429: "rate_limit_error", 404: "invalid_request_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

@@ -1,0 +1,206 @@
+"""The engine in a thread of its own, and its events in asyncio.
+
+Everything that touches model and cache happens in that thread. Coroutines hand it calls through a queue;
+between two steps it makes those that have come. Events come back through the loop of whoever asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Self
+
+from kvcache.runner.engine import Engine, EngineEvent, Failed, Request
+from kvcache.runner.requests import Finished, Settings
+
+__all__ = ["Inbox", "Overloaded", "Ticket", "Worker"]
+
+log = logging.getLogger("server")
+
+
+class Overloaded(Exception):  # noqa: N818
+    """As many requests are waiting as may wait."""
+
+
+Inbox = asyncio.Queue[tuple[int, EngineEvent]]
+"""The events of the answers to one call, each with its number."""
+
+
+class Ticket:
+    """One answer of a call: its events go to the call's inbox; ``cancel`` ends it."""
+
+    def __init__(self, worker: Worker, inbox: Inbox, choice: int) -> None:
+        self._worker, self._inbox, self._choice = worker, inbox, choice
+        self._loop = asyncio.get_running_loop()
+        self.request: Request | None = None
+
+    def cancel(self) -> None:
+        """No more events; of one that is over nothing changes."""
+        self._worker.post(lambda engine: self._worker.forget(self))
+
+    def deliver(self, event: EngineEvent) -> None:
+        """Called in the worker's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._inbox.put_nowait, (self._choice, event))
+
+
+class _Call:
+    """Something to be done in the worker's thread, and its result."""
+
+    def __init__(self, call: Callable[[Engine], object]) -> None:
+        self._call = call
+        self.done: Future[object] = Future()
+
+    def make(self, engine: Engine) -> None:
+        if not self.done.set_running_or_notify_cancel():
+            return  # nobody waits for it any more
+        try:
+            self.done.set_result(self._call(engine))
+        except BaseException as error:
+            self.done.set_exception(error)
+
+    def refuse(self, error: Exception) -> None:
+        if self.done.set_running_or_notify_cancel():
+            self.done.set_exception(error)
+
+
+class Worker:
+    """Runs the engine that ``make`` opens, in a thread; ``waiting`` requests may queue. A context manager."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Engine]], waiting: int = 64) -> None:
+        self._make = make
+        self._waiting = waiting
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._tickets: dict[int, Ticket] = {}
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._ready: Future[Engine] = Future()
+        self._engine: Engine | None = None
+        self._stopped = threading.Event()
+        self.idle = threading.Event()
+        """Set while no request is running or waiting."""
+        self.cancelled = 0
+        """Requests that were given up by whoever asked."""
+
+    def __enter__(self) -> Self:
+        """Returns when the model is loaded; raises what that raises."""
+        self._thread.start()
+        self._ready.result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Cancel what is running, and close the engine."""
+        self._calls.put(None)
+        self._thread.join()
+
+    @property
+    def engine(self) -> Engine:
+        """For what never changes: its limit, the tokenizer. All else is asked through ``post``."""
+        assert self._engine is not None
+        return self._engine
+
+    def post(self, call: Callable[[Engine], object]) -> Future[object]:
+        """Have a call made between two steps; once the engine has stopped, it raises that."""
+        made = _Call(call)
+        self._calls.put(made)
+        if self._stopped.is_set():
+            self._refuse_calls()
+        return made.done
+
+    async def submit(
+        self, tokens: Sequence[int], settings: Settings, inbox: Inbox, choice: int = 0
+    ) -> Ticket:
+        """Raises RequestError for what cannot be served, Overloaded for what has to come later."""
+        ticket = Ticket(self, inbox, choice)
+
+        def call(engine: Engine) -> None:
+            if len(engine.waiting) >= self._waiting:
+                raise Overloaded(f"{self._waiting} requests are waiting; try again later")
+            ticket.request = engine.submit(tokens, settings)
+            self._tickets[ticket.request.id] = ticket
+
+        pending = asyncio.wrap_future(self.post(call))
+        try:
+            await asyncio.shield(pending)
+        except asyncio.CancelledError:
+            ticket.cancel()  # the call is made all the same, and then taken back
+            raise
+        return ticket
+
+    def forget(self, ticket: Ticket) -> None:
+        """End a request; in the worker's thread."""
+        request = ticket.request
+        if request is not None and self._tickets.pop(request.id, None) is not None:
+            self.cancelled += self.engine.cancel(request)
+
+    # The thread.
+
+    def _work(self) -> None:
+        try:
+            with self._make() as engine:
+                self._engine = engine
+                self.idle.set()
+                self._ready.set_result(engine)
+                self._serve(engine)
+        except BaseException as error:
+            if self._ready.done():
+                log.exception("the engine's thread has ended")
+            else:
+                self._ready.set_exception(error)
+        finally:
+            self._stopped.set()
+            self._refuse_calls()
+            for number in list(self._tickets):
+                self._dispatch(Failed(number, RuntimeError("the engine has stopped")))
+
+    def _refuse_calls(self) -> None:
+        """Let nobody wait for what will not be done."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (call := self._calls.get_nowait()) is not None:
+                    call.refuse(RuntimeError("the engine has stopped"))
+
+    def _serve(self, engine: Engine) -> None:
+        while self._take_calls(engine):
+            try:
+                events = engine.step()
+            except Exception as error:
+                log.exception("a pass failed; its requests are given up")
+                events = self._give_up(engine, error)
+            for event in events:
+                self._dispatch(event)
+
+    def _take_calls(self, engine: Engine) -> bool:
+        """Make the calls that have come, waiting for one where there is nothing to do; False at the end."""
+        while True:
+            if engine.busy:
+                self.idle.clear()
+            else:
+                self.idle.set()
+            try:
+                call = self._calls.get(block=not engine.busy)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            self.idle.clear()
+            call.make(engine)
+
+    def _give_up(self, engine: Engine, error: Exception) -> list[EngineEvent]:
+        """What was running is over: a model that fails once would fail them again and again."""
+        failed: list[EngineEvent] = []
+        for request in engine.running or engine.waiting:
+            engine.cancel(request)
+            failed.append(Failed(request.id, error))
+        return failed
+
+    def _dispatch(self, event: EngineEvent) -> None:
+        over = isinstance(event, (Finished, Failed))
+        found = self._tickets.pop(event.request, None) if over else self._tickets.get(event.request)
+        if found is not None:
+            found.deliver(event)

@@ -1,0 +1,304 @@
+"""``kvcache chat``: named conversations that share what they begin with, from lines of text."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+import kvcache.cli
+import ml
+from kvcache.runner.conversations import Conversations
+from kvcache.runner.engine import Engine, EngineOptions
+from kvcache.runner.errors import RequestError
+from kvcache.runner.loading import load_model
+from kvcache.runner.requests import Finished, Settings
+from kvcache.runner.saved import ConversationError
+from kvcache.runner.tokenizer import Tokenizer
+
+Make = Callable[..., Path]
+ROOT = Path(__file__).resolve().parents[1]
+FEW = Settings(6, ignore_eos=True)
+
+
+def load(name: str) -> Any:
+    """A module that lies beside this one."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+KINDS: dict[str, dict[str, Any]] = load("small_models").KINDS
+
+
+@pytest.fixture(params=KINDS)
+def talk(
+    request: pytest.FixtureRequest, make_model: Make, numpy_backend: ml.Backend
+) -> Iterator[Conversations]:
+    """Conversations with a random model of each kind of cache; no sequence may be held at the end."""
+    folder = make_model(**KINDS[request.param])
+    tokenizer = Tokenizer.load(folder)
+    with Engine(load_model(folder, numpy_backend), tokenizer, EngineOptions(max_sequences=2)) as engine:
+        yield Conversations(engine, tokenizer)
+        assert not engine.busy
+        assert len(engine.prefix.sessions) == 0
+
+
+def say(talk: Conversations, text: str, settings: Settings = FEW) -> Finished:
+    *_, last = talk.say(text, settings)
+    assert isinstance(last, Finished)
+    return last
+
+
+# Conversations.
+
+
+def test_a_turn_follows_on_all_that_was_said(talk: Conversations) -> None:
+    first = say(talk, "abc")
+    assert talk.current.tokens == [*talk.tokenizer.encode("abc"), *first.tokens]
+    second = say(talk, "def")
+    turn = [*talk.tokenizer.encode("abc"), *first.tokens, *talk.tokenizer.encode(" def", bos=False)]
+    assert talk.current.tokens == [*turn, *second.tokens]
+    assert second.computed == len(" def") + 1  # and the last token of the answer
+    assert talk.text() == talk.tokenizer.decode(talk.current.tokens)
+    assert talk.text().startswith("abc")
+
+
+def test_punctuation_follows_without_a_blank(talk: Conversations) -> None:
+    say(talk, "abc")
+    before = list(talk.current.tokens)
+    say(talk, ", de")
+    assert talk.current.tokens[len(before) :][:4] == talk.tokenizer.encode(", de", bos=False)
+
+
+def test_a_fork_goes_its_own_way_and_computes_only_that(talk: Conversations) -> None:
+    say(talk, "In the beginning")
+    say(talk, "was")
+    original = list(talk.current.tokens)
+    talk.fork("other")
+    answer = say(talk, "and")
+    assert answer.computed == len(" and") + 1
+    talk.undo()
+    assert talk.current.tokens == original
+    again = say(talk, "not")
+    assert again.computed <= len(" not") + 1
+    assert not talk.switch("main")
+    assert talk.current.tokens == original
+    assert [each.name for each in talk] == ["main", "other"]
+
+
+def test_undo_takes_back_turn_by_turn(talk: Conversations) -> None:
+    lengths = []
+    for text in ("one", "two", "three"):
+        lengths.append(len(talk.current.tokens))
+        say(talk, text)
+    for length in reversed(lengths):
+        talk.undo()
+        assert len(talk.current.tokens) == length
+    with pytest.raises(RequestError, match="main has no turn"):
+        talk.undo()
+
+
+def test_after_undo_the_same_turn_has_the_same_answer(talk: Conversations) -> None:
+    say(talk, "In the beginning")
+    first = say(talk, "was the")
+    talk.undo()
+    assert say(talk, "was the").tokens == first.tokens
+
+
+def test_a_stopped_answer_is_kept_as_far_as_it_came(talk: Conversations) -> None:
+    whole = say(talk, "abc", Settings(20, ignore_eos=True)).tokens
+    talk.switch("second")
+    events = talk.say("abc", Settings(20, ignore_eos=True))
+    while len(talk.engine.running) == 0 or talk.engine.running[0].run.generated < 4:
+        next(events)
+    events.close()
+    assert talk.current.tokens == [*talk.tokenizer.encode("abc"), *whole[:4]]
+    assert len(talk.engine.prefix.sessions) == 0
+    say(talk, "d")
+    talk.undo()
+    talk.undo()
+    assert talk.current.tokens == []
+
+
+def test_a_turn_that_is_refused_or_fails_was_none(
+    talk: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(talk, "abc")
+    before = list(talk.current.tokens)
+    with pytest.raises(RequestError, match="more than the"):
+        talk.say("x" * 300)
+
+    def broken(*_: object) -> Any:
+        raise RuntimeError("the device failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(talk.engine.model, "forward", broken)
+        with pytest.raises(RuntimeError, match="the device failed"):
+            say(talk, "def")
+    assert talk.current.tokens == before
+    assert len(talk.current.turns) == 1
+    say(talk, "def")
+
+
+def test_save_and_load_give_another_conversation(talk: Conversations, tmp_path: Path) -> None:
+    say(talk, "In the beginning")
+    talk.save(tmp_path / "c.kv")
+    talk.load(tmp_path / "c.kv", "copy")
+    assert talk.current.name == "copy"
+    answer = say(talk, "was")
+    assert answer.computed == len(" was") + 1
+    with pytest.raises(RequestError, match="there is a conversation copy already"):
+        talk.load(tmp_path / "c.kv", "copy")
+    with pytest.raises(ConversationError, match="cannot be read"):
+        talk.load(tmp_path / "none.kv", "third")
+    assert talk.current.name == "copy"
+
+
+@pytest.mark.parametrize("name", ["", "two words", " x"])
+def test_names_are_one_word(talk: Conversations, name: str) -> None:
+    with pytest.raises(RequestError, match="one word"):
+        talk.switch(name)
+    with pytest.raises(RequestError, match="one word"):
+        talk.fork(name)
+
+
+# The command, with the bundled model.
+
+
+def chat(*lines: str, arguments: tuple[object, ...] = ()) -> Any:
+    line = ["chat", "--max-tokens", "8", *map(str, arguments)]
+    result = CliRunner().invoke(kvcache.cli.app, line, input="".join(f"{text}\n" for text in lines))
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    return result.stdout
+
+
+def test_conversations_share_and_stats_tell_it() -> None:
+    shown = chat(
+        "And God said unto Noah,", "/fork two", "and he went", "/switch main", "/stats", "/quit", "never said"
+    )
+    lines = shown.splitlines()
+    assert lines[1].startswith("two: goes on from main, ")
+    rows = {line[2:].rsplit("  ", 1)[0].strip(): line for line in lines}
+    assert rows["main"].startswith("* main ")
+    assert rows["two"].startswith("  two ")
+    shared = int(lines[1].split(", ")[1].split()[0])
+    assert f"{shared - 1} (device {shared - 1})" in rows["tokens reused"]
+    assert "never said" not in shown
+
+
+def test_the_answers_are_those_of_generate() -> None:
+    result = CliRunner().invoke(
+        kvcache.cli.app, ["generate", "--prompt", "And God said unto", "--max-tokens", "8"]
+    )
+    expected = result.stdout.split("\n\ntokens reused")[0]
+    assert "And God said unto" + chat("And God said unto") == expected + "\n"
+
+
+def test_undo_show_save_and_load(tmp_path: Path) -> None:
+    path = tmp_path / "c.kv"
+    shown = chat(
+        "And God said unto Noah,",
+        f"/save {path}",
+        "/undo",
+        "/undo",
+        f"/load {path}",
+        "/show",
+        f"/load {path}",
+    ).splitlines()
+    answer = shown[0]
+    assert shown[1].startswith("saved ")
+    assert shown[2] == "main: 17 tokens taken back"
+    assert shown[3] == "undo: main has no turn to take back"
+    assert shown[4] == "c: 17 tokens"
+    assert shown[5] == f"And God said unto Noah,{answer}"
+    assert shown[6] == "there is a conversation c already; /switch c goes to it"
+
+
+def test_what_is_wrong_is_one_line_and_the_chat_goes_on() -> None:
+    shown = chat("/nonsense", "/fork", "/fork a b", "/save /no/such/folder/x", "word " * 600, "", "And God")
+    lines = shown.splitlines()
+    assert lines[:3] == ["there is no /nonsense; /help lists what there is", *["usage: /fork NAME"] * 2]
+    assert "nothing to keep" in lines[3]
+    assert "more than the" in lines[4]
+    assert len(lines) == 6
+
+
+def test_help_names_every_command() -> None:
+    shown = chat("/help")
+    for name in ("switch", "fork", "undo", "show", "save", "load", "stats", "help", "quit"):
+        assert f"/{name}" in shown
+    result = CliRunner().invoke(kvcache.cli.app, ["chat", "--help"], env={"COLUMNS": "200"})
+    assert "Example: kvcache chat" in result.stdout
+
+
+def test_a_store_keeps_what_was_said_for_the_next_chat(tmp_path: Path) -> None:
+    pytest.importorskip("xxhash")
+    first = chat("And God said unto Noah,", arguments=("--store", tmp_path / "kept"))
+    again = chat(
+        "And God said unto Noah," + first.rstrip("\n"), "/stats", arguments=("--store", tmp_path / "kept")
+    )
+    assert "(store 1" in again
+
+
+# Ctrl-C.
+
+
+def test_ctrl_c_stops_the_answer_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, count = Engine.step, 0
+
+    def interrupted(self: Engine) -> Any:
+        nonlocal count
+        count += 1
+        if count == 4:
+            signal.raise_signal(signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    shown = chat("And God said unto Noah,", "/stats", "and")
+    assert "\n[stopped after 4 tokens]\n" in shown
+    assert "* main              13 tokens" in shown
+    assert len(shown.splitlines()[-1]) > 0  # the next turn is answered
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Engine) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    result = CliRunner().invoke(kvcache.cli.app, ["chat"], input="And God\n")
+    assert (result.exit_code, result.stderr) == (130, "kvcache: interrupted\n")
+
+
+def test_a_real_ctrl_c_in_a_pipe(stories: Path) -> None:
+    line = [sys.executable, "-m", "kvcache", "chat", "--model", str(stories), "--max-tokens", "500"]
+    process = subprocess.Popen(
+        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("Once\n")
+    process.stdin.flush()
+    assert process.stdout.read(8) == " upon a "  # it is answering
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate("/undo\n/quit\n", timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert "[stopped after " in out
+    assert "tokens taken back" in out

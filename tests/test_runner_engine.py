@@ -1,0 +1,498 @@
+"""The engine: requests that come and go, on models of every kind of cache; nothing is lost or leaked."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+import ml
+from kvcache import CacheFullError, ClosedError, HostTier, Session
+from kvcache.runner.active import Part
+from kvcache.runner.engine import Engine, EngineOptions, Failed, Request
+from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
+from kvcache.runner.generate import Generator, GeneratorOptions
+from kvcache.runner.identity import files_digest, model_identity
+from kvcache.runner.loading import load_model
+from kvcache.runner.requests import Finished, Prefilled, Settings, Started, Token
+from kvcache.runner.runs import Run
+from kvcache.runner.sampling import Sampler
+from kvcache.runner.tokenizer import Tokenizer
+from kvcache.stores import MemoryStore
+
+Make = Callable[..., Path]
+
+
+def load(name: str) -> Any:
+    """A module that lies beside this one."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+KINDS: dict[str, dict[str, Any]] = load("small_models").KINDS
+COUNT = 8
+GREEDY = Settings(COUNT, ignore_eos=True)
+
+
+@pytest.fixture(params=KINDS)
+def model(request: pytest.FixtureRequest, make_model: Make, numpy_backend: ml.Backend) -> Any:
+    """A random model of 256 positions: full attention, sliding windows, recurrent layers."""
+    return load_model(make_model(**KINDS[request.param]), numpy_backend)
+
+
+@pytest.fixture
+def small(make_model: Make, numpy_backend: ml.Backend) -> Any:
+    return load_model(make_model(), numpy_backend)
+
+
+@contextlib.contextmanager
+def engine_of(
+    model: Any, tokenizer: Tokenizer | None = None, tiers: Any = (), **options: Any
+) -> Iterator[Engine]:
+    """An engine that must hold no sequence at the end, whatever happened in between."""
+    options = {"capacity": 64, **options}
+    with Engine(model, tokenizer, EngineOptions(**options), tiers) as engine:
+        yield engine
+        assert sessions(engine) == len(engine.running) == len(engine.waiting) == 0
+        assert not engine.busy
+
+
+def sessions(engine: Engine) -> int:
+    return len(engine.prefix.sessions)
+
+
+def check(engine: Engine, extra: int = 0) -> None:
+    """One session for each running request (``extra`` are others'), which holds that one's tokens."""
+    assert sessions(engine) == len(engine.running) + extra
+    for request in engine.running:
+        assert request.session is not None
+        assert request.session.tokens == list(request.tokens)
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(3, 250, count)]
+
+
+_KNOWN: dict[Any, tuple[int, ...]] = {}
+
+
+def reference(model: Any, prompt: Sequence[int], count: int = COUNT) -> tuple[int, ...]:
+    """Greedy, alone, in a cache of its own; every model of one architecture has the same weights here."""
+    key = (model.config.architecture, model.config.head_dim, tuple(prompt), count)
+    if key not in _KNOWN:
+        _KNOWN[key] = _reference(model, prompt, count)
+    return _KNOWN[key]
+
+
+def _reference(model: Any, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+    options = GeneratorOptions(max_sequences=1, capacity=64, prefill_chunk=5)
+    with Generator(model, None, options=options) as generator:
+        return generator.complete([prompt], Settings(count, ignore_eos=True))[0].tokens
+
+
+def branching() -> list[list[int]]:
+    """Five prompts, of which some begin alike."""
+    first = tokens_of(1, 30)
+    return [
+        first,
+        [*first[:25], *tokens_of(2, 3)],
+        tokens_of(3, 4),
+        [*first[:25], *tokens_of(4, 4)],
+        [*first[:18], *tokens_of(5, 14)],
+    ]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "room for all": {"max_sequences": 8},
+    "fewer sequences than requests": {"max_sequences": 2},
+    "small chunks": {"max_sequences": 3, "prefill_chunk": 3},
+    "fewer cells than the requests need": {"max_sequences": 4, "capacity": 20, "context": 60},
+    "hardly any cells": {"max_sequences": 3, "capacity": 16, "context": 45, "prefill_chunk": 5},
+    "snapshots that do not fit": {"max_sequences": 3, "budget": 0},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_requests_together_say_what_each_says_alone(model: Any, case: str) -> None:
+    prompts = branching()
+    expected = [reference(model, prompt) for prompt in prompts]
+    with engine_of(model, **OPTIONS[case]) as engine:
+        for _ in range(2):  # the second time from what the first left
+            answers = engine.complete(prompts, GREEDY)
+            assert [answer.tokens for answer in answers] == expected
+            assert {answer.reason for answer in answers} == {"length"}
+
+
+def test_a_prefix_is_computed_once_though_all_come_at_the_same_time(model: Any) -> None:
+    prompts = branching()
+    with engine_of(model, max_sequences=8) as engine:
+        answers = engine.complete(prompts, GREEDY)
+    reused = [answer.reused for answer in answers]
+    assert reused == [0, 25, 0, 25, 18]
+    assert engine.statistics.computed_tokens == sum(map(len, prompts)) - sum(reused)
+
+
+def test_a_prefix_is_shared_though_its_owner_is_far_past_it(model: Any) -> None:
+    """On every kind of cache: the state where both part was kept when it went by."""
+    first, second = branching()[:2]
+    with engine_of(model, max_sequences=1) as engine:
+        answers = engine.complete([first, second, second], GREEDY)
+    assert [answer.reused for answer in answers] == [0, 25, 27]
+
+
+def test_a_request_shares_with_one_that_is_running(model: Any) -> None:
+    """What was kept of a prompt serves others before the first request has ended."""
+    first = tokens_of(1, 30)
+    with engine_of(model, max_sequences=2) as engine:
+        engine.submit(first, Settings(30, ignore_eos=True))
+        for _ in range(20):
+            engine.step()
+        second = engine.submit([*first, 7, 8], GREEDY)
+        events = run(engine)
+        assert Started(second.id, 32, 29 if second.run.reused == 29 else 30) in events
+        assert second.run.tokens[32:] == list(reference(model, [*first, 7, 8]))
+
+
+def run(engine: Engine, extra: int = 0) -> list[Any]:
+    """All events to the end; ``extra`` sessions are not the engine's own."""
+    events: list[Any] = []
+    while engine.busy:
+        events += engine.step()
+        check(engine, extra)
+    return events
+
+
+def test_a_conversation_goes_on_from_its_answer(model: Any) -> None:
+    prompt = tokens_of(6, 12)
+    with engine_of(model) as engine:
+        (answer,) = engine.complete([prompt], GREEDY)
+        turn = [*prompt, *answer.tokens, 9, 8]
+        (second,) = engine.complete([turn], GREEDY)
+    assert second.reused == len(prompt) + COUNT - 1  # the last token was never an input
+    assert second.tokens == reference(model, turn)
+
+
+def test_events_come_in_order(small: Any) -> None:
+    with engine_of(small, prefill_chunk=2) as engine:
+        request = engine.submit([1, 2, 3], Settings(2, ignore_eos=True))
+        events = run(engine)
+    assert [type(event) for event in events] == [Started, Prefilled, Prefilled, Token, Token, Finished]
+    assert events[0] == Started(request.id, 3, 0)
+    assert events[1:3] == [Prefilled(request.id, 2, 3), Prefilled(request.id, 3, 3)]
+    assert request.tokens == (1, 2, 3, *events[-1].tokens)
+
+
+def test_a_request_may_come_while_others_are_answered(model: Any) -> None:
+    first, second = tokens_of(7, 20), tokens_of(8, 20)
+    with engine_of(model, prefill_chunk=4) as engine:
+        one = engine.submit(first, GREEDY)
+        while not one.run.generated:
+            engine.step()
+        two = engine.submit(second, GREEDY)
+        seen = [type(event).__name__ for event in run(engine)]
+        assert one.tokens[20:] == reference(model, first)
+        assert two.tokens[20:] == reference(model, second)
+    between = seen[seen.index("Started") : [i for i, name in enumerate(seen) if name == "Prefilled"][-1]]
+    assert "Token" in between  # answers and prompts take turns
+
+
+def test_texts_and_stop_strings_are_those_of_the_generator(
+    make_model: Make, numpy_backend: ml.Backend
+) -> None:
+    folder = make_model()
+    model, tokenizer = load_model(folder, numpy_backend), Tokenizer.load(folder)
+    for settings in (
+        Settings(20, temperature=0.8, seed=5, ignore_eos=True),
+        Settings(20, seed=5, stop=("a", "e", "\x00"), ignore_eos=True),
+        Settings(20, temperature=1.5, top_k=40, seed=3),
+    ):
+        with Generator(model, tokenizer) as generator:
+            (expected,) = generator.complete(["abc"], settings)
+        with engine_of(model, tokenizer) as engine:
+            (answer,) = engine.complete(["abc"], settings)
+            assert engine.complete(["abc"], settings)[0].text == expected.text
+        assert answer == expected
+
+
+# Cancelling, refusing, failing.
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_cancelled_request_leaves_its_sequence(model: Any, steps: int) -> None:
+    first, second = branching()[:2]
+    with engine_of(model, prefill_chunk=16) as engine:
+        one, two = engine.submit(first, GREEDY), engine.submit(second, GREEDY)
+        for _ in range(steps):
+            engine.step()
+        assert engine.cancel(one)
+        assert not engine.cancel(one)
+        check(engine)
+        assert all(event.request == two.id for event in run(engine) if not isinstance(event, Failed))
+        assert two.tokens[28:] == reference(model, second)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty"),
+        ([1, 400], "token 400"),
+        ([5] * 65, "65 tokens, more than the capacity of 64"),
+        ([5] * 300, "300 tokens, more than the model's 256 positions"),
+        ("text", "no tokenizer"),
+    ],
+)
+def test_what_cannot_fit_is_refused_at_once(small: Any, prompt: Any, message: str) -> None:
+    with engine_of(small) as engine:
+        with pytest.raises(RequestError, match=message):
+            engine.submit(prompt)
+        with pytest.raises(RequestError, match="top_p"):
+            engine.submit([1], Settings(top_p=0))
+        assert not engine.busy
+
+
+def test_options_and_memory_are_checked_first(small: Any) -> None:
+    with pytest.raises(RequestError, match=r"context=513; it is in \[1, 512\]"):
+        Engine(small, options=EngineOptions(max_sequences=2, capacity=256, context=513))
+    with pytest.raises(CapacityError):
+        Engine(small, options=EngineOptions(capacity=10**12))
+
+
+def test_an_answer_ends_where_the_request_has_no_more_room(small: Any) -> None:
+    with engine_of(small, max_sequences=2, capacity=10) as engine:
+        (answer,) = engine.complete([[1, 2, 3]], Settings(50, ignore_eos=True))
+    assert (answer.reason, len(answer.tokens)) == ("capacity", 8)
+
+
+class Breaking:
+    """A model whose forward pass fails when ``fails`` says so, after it wrote keys and values."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.error: BaseException | None = None
+        self.nan = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, ctx: ml.Context, batch: Any, cache: Any) -> ml.Tensor:
+        logits: ml.Tensor = self._model.forward(ctx, batch, cache)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return logits.scale(ctx, float("nan")) if self.nan else logits
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the device failed"), KeyboardInterrupt(), MemoryError()])
+@pytest.mark.parametrize("steps", range(1, 8))
+def test_after_a_failed_pass_all_requests_go_on(model: Any, error: BaseException, steps: int) -> None:
+    prompts = branching()[:3]
+    broken = Breaking(model)
+    with engine_of(broken, prefill_chunk=16) as engine:
+        requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
+        events = [event for _ in range(steps) for event in engine.step()]
+        broken.error = error
+        with pytest.raises(type(error)):
+            engine.step()
+        check(engine)
+        events += run(engine)
+        for prompt, request in zip(prompts, requests, strict=True):
+            assert request.tokens[len(prompt) :] == reference(model, prompt)
+        for kind in (Started, Finished):
+            assert sorted(event.request for event in events if isinstance(event, kind)) == [0, 1, 2]
+        assert engine.complete(prompts[1:2], GREEDY)[0].tokens == reference(model, prompts[1])
+
+
+def test_an_interruption_while_sampling_loses_no_token(model: Any) -> None:
+    prompts = branching()[:3]
+    with engine_of(model, prefill_chunk=16) as engine:
+        requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
+        sampler = requests[0].run.sampler
+        for _ in range(3):
+            requests[0].run.sampler = _interrupted  # type: ignore[assignment]
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    engine.step()
+            requests[0].run.sampler = sampler
+            check(engine)
+            engine.step()
+        run(engine)
+        for prompt, request in zip(prompts, requests, strict=True):
+            assert request.tokens[len(prompt) :] == reference(model, prompt)
+
+
+def _interrupted(_: np.ndarray) -> int:
+    raise KeyboardInterrupt
+
+
+def test_a_request_that_fails_between_two_passes_fails_alone(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [tokens_of(1, 10), tokens_of(2, 10), tokens_of(3, 10)]
+    with engine_of(model) as engine:
+        requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
+        keep = Session.keep
+
+        def failing(session: Session) -> None:
+            if session is requests[1].session:
+                raise RuntimeError("the device failed")
+            keep(session)
+
+        monkeypatch.setattr(Session, "keep", failing)
+        (failed,) = [event for event in run(engine) if isinstance(event, Failed)]
+        assert failed.request == requests[1].id
+        assert requests[1].error is failed.error
+        for i in (0, 2):
+            assert requests[i].tokens[10:] == reference(model, prompts[i])
+
+
+def test_a_request_whose_logits_cannot_be_sampled_fails_alone(model: Any) -> None:
+    broken = Breaking(model)
+    with engine_of(broken) as engine:
+        first = engine.submit(tokens_of(1, 5), GREEDY)
+        broken.nan = True
+        (failed,) = [event for event in run(engine) if isinstance(event, Failed)]
+        assert failed.request == first.id
+        assert "overflowed" in str(failed.error)
+        with pytest.raises(RunnerError, match="overflowed"):
+            engine.complete([[1, 2]])
+        broken.nan = False
+        assert engine.complete([[1, 2]], GREEDY)[0].tokens == reference(model, [1, 2])
+
+
+def test_where_the_cache_is_full_the_last_request_makes_room_and_loses_nothing(model: Any) -> None:
+    prompts = [tokens_of(seed, 12) for seed in range(4)]
+    settings = Settings(20, ignore_eos=True)
+    with engine_of(model, tiers=[HostTier()], max_sequences=4, capacity=14, context=50) as engine:
+        requests = [engine.submit(prompt, settings) for prompt in prompts]
+        events = run(engine)
+        assert engine.preemptions > 0
+        assert not [event for event in events if isinstance(event, Failed)]
+        for prompt, request in zip(prompts, requests, strict=True):
+            assert request.tokens[12:] == reference(model, prompt, 20)
+            assert sum(isinstance(e, Token) for e in events if e.request == request.id) == 20
+
+
+def test_a_single_request_that_does_not_fit_ends_and_says_so(small: Any) -> None:
+    """Beside a session that is no request of the engine: 26 of the 32 cells are its own."""
+    with engine_of(small, max_sequences=2, capacity=16, context=32) as engine:
+        foreign = Request(Run(-1, list(range(3, 29)), Settings(), Sampler()))
+        foreign.session = engine.prefix.begin(foreign.tokens)
+        engine.forward([Part(foreign, 26)])
+        engine.submit([1, 2, 3], Settings(20, ignore_eos=True))
+        answer = run(engine, extra=1)[-1]
+        assert (answer.reason, len(answer.tokens)) == ("capacity", 4)
+        request = engine.submit(list(range(100, 110)), GREEDY)
+        failed = run(engine, extra=1)[-1]
+        assert failed.request == request.id
+        assert isinstance(failed.error, CacheFullError)
+        foreign.session.close()
+
+
+def test_a_closed_engine_says_so(small: Any) -> None:
+    engine = Engine(small, options=EngineOptions(capacity=16))
+    engine.submit([1, 2])
+    engine.step()
+    engine.close()
+    engine.close()
+    assert not engine.busy
+    with pytest.raises(ClosedError, match="submit"):
+        engine.submit([1])
+    with pytest.raises(ClosedError, match="step"):
+        engine.step()
+
+
+@given(st.data())
+@hypothesis_settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_whatever_comes_goes_and_fails_every_answer_is_that_of_its_prompt_alone(
+    model: Any, data: st.DataObject
+) -> None:
+    broken = Breaking(model)
+    context = data.draw(st.sampled_from([24, 40]))
+    options = {
+        "max_sequences": 3,
+        "capacity": 16,
+        "context": context,
+        "prefill_chunk": data.draw(st.integers(1, 9)),
+    }
+    prompts = st.lists(st.integers(3, 4), min_size=1, max_size=18)
+    submitted: list[tuple[list[int], Request]] = []
+    cancelled: set[int] = set()
+    with engine_of(broken, **options) as engine:
+        for _ in range(data.draw(st.integers(1, 25))):
+            action = data.draw(st.sampled_from(["submit", "step", "step", "step", "cancel", "fail"]))
+            if action == "submit":
+                prompt = data.draw(prompts)
+                submitted.append((prompt, engine.submit(prompt, Settings(5, ignore_eos=True))))
+            elif action == "cancel" and submitted:
+                request = data.draw(st.sampled_from(submitted))[1]
+                cancelled |= {request.id} if engine.cancel(request) else set()
+            elif action == "fail" and engine.busy:
+                broken.error = RuntimeError("the device failed")
+                with pytest.raises(RuntimeError, match="the device failed"):
+                    engine.step()
+            else:
+                engine.step()
+            check(engine)
+        run(engine)
+        for prompt, request in submitted:
+            if request.id not in cancelled:
+                assert request.tokens[len(prompt) :] == reference(model, prompt, 5)
+
+
+# Tiers, and what names a model.
+
+
+def test_an_engine_finds_in_a_store_what_another_one_left(model: Any) -> None:
+    prompt = tokens_of(9, 40)
+    store = MemoryStore()
+    with engine_of(model, tiers=[store]) as engine:
+        turn = [*prompt, *engine.complete([prompt], GREEDY)[0].tokens, 5]
+    with engine_of(model, tiers=[store]) as engine:
+        (answer,) = engine.complete([turn], GREEDY)
+        assert answer.reused == engine.prefix.stats.store == len(turn) - 2
+    assert answer.tokens == reference(model, turn)
+
+
+def test_another_models_snapshots_are_not_found(make_model: Make, numpy_backend: ml.Backend) -> None:
+    store, prompt = MemoryStore(), tokens_of(9, 40)
+    weight = np.full((32,), 1.25, np.float32)
+    models = [make_model(), make_model({"model.norm.weight": weight}), make_model(rope_theta=5000.0)]
+    for folder in models:
+        with engine_of(load_model(folder, numpy_backend), tiers=[store]) as engine:
+            assert engine.complete([prompt], GREEDY)[0].reused == 0
+
+
+def test_the_identity_is_config_weights_and_dtype(make_model: Make, numpy_backend: ml.Backend) -> None:
+    first, second = make_model(), make_model()
+    (second / "README.md").write_text("not of the model")
+    assert files_digest(first) == files_digest(second)
+    assert model_identity(load_model(first, numpy_backend)) == {"files": files_digest(first), "dtype": "F32"}
+    half = load_model(first, numpy_backend, ml.DType.F16)
+    assert model_identity(half)["dtype"] == "F16"
+    assert files_digest(make_model(rope_theta=5000.0)) != files_digest(first)
+    data = bytearray((second / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (second / "model.safetensors").write_bytes(data)
+    assert files_digest(first) != files_digest(second)
+
+
+def test_a_model_from_no_files_has_to_be_named(small: Any) -> None:
+    small.origin = None
+    with pytest.raises(ModelError, match="pass identity="):
+        Engine(small, options=EngineOptions(capacity=16), tiers=[MemoryStore()])
+    with Engine(small, None, EngineOptions(capacity=16), [MemoryStore()], {"model": "mine"}) as engine:
+        assert engine.identity == {"model": "mine"}
