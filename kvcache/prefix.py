@@ -472,8 +472,9 @@ class PrefixCache:
 
     def _go_on(self, seq: int, ids: np.ndarray, reached: int) -> int:
         """Restore what follows the first ``reached`` tokens from nodes that what stores had leads to."""
-        for node in self.shelf.beyond(ids, reached):
-            target = min(node.end, int(ids.size))
+        length, nodes = self.shelf.beyond(ids, reached)
+        for node in nodes:
+            target = min(node.end, length)
             tier = self.shelf.restore(seq, node, target)
             if tier is None:
                 self.shelf.drop(node)
@@ -676,9 +677,11 @@ def _sorted_tiers(
             raise InvalidRangeError(f"PrefixCache: {tier!r} is no tier; a HostTier, a store, or its URL")
     try:
         for tier in tiers[len(hosts) :]:
-            if isinstance(tier, (str, PathLike)):
+            if isinstance(tier, SnapshotStore):
+                stores.append(tier)
+            elif isinstance(tier, (str, PathLike)):
                 opened.append(open_store(fspath(tier)))
-            stores.append(opened[-1] if isinstance(tier, (str, PathLike)) else tier)
+                stores.append(opened[-1])
     except BaseException:
         for store in opened:
             store.close()

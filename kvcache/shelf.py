@@ -122,13 +122,13 @@ class Shelf:
             usable.append(node)
         return (min(match.length, usable[-1].end) if usable else 0), tuple(usable)
 
-    def beyond(self, ids: np.ndarray, reached: int) -> tuple[Node[Held], ...]:
-        """The nodes to restore in order where a sequence has the first ``reached`` tokens of ``ids``."""
+    def beyond(self, ids: np.ndarray, reached: int) -> tuple[int, tuple[Node[Held], ...]]:
+        """As ``along``, where a sequence has the first ``reached`` tokens of ``ids`` already."""
         match = self.trie.match(ids)
-        nodes = [node for node in match.nodes if node.end > reached]
+        nodes = [node for node in match.nodes if node.end > reached < match.length]
         if not self.divisible:
-            return _chain([node for node in nodes if node.end <= match.length], reached)
-        return tuple(itertools.takewhile(_is_present, nodes))
+            return match.length, _chain([node for node in nodes if node.end <= match.length], reached)
+        return match.length, tuple(itertools.takewhile(_is_present, nodes))
 
     def share(self, seq: int, nodes: Sequence[Node[Held]], length: int) -> int:
         """Let an empty sequence share the first nodes in one step, as far as they lie in the cache.

@@ -411,6 +411,8 @@ class PrefixTests(CacheCase):
         r.prefix.evict()
         assert r.peek([*LONG[:16], 1]) == 16
         assert (r.prefix.stats.store, r.prefix.stats.host) == (24, 4)
+        assert r.peek([*LONG[:14], 90, 91, 92]) == 14
+        assert r.peek([*LONG[:12], 93, 94]) == 12
         r.check_books()
 
     def test_a_page_may_have_to_leave_while_it_is_put_to_use(self, talk: Talk) -> None:
