@@ -16,8 +16,8 @@ import numpy as np
 from rich.console import Console
 
 import ml
-from benchmarks.timing import machine
 from kvcache import Batch, CausalCache
+from kvcache.bench_timing import machine
 from kvcache.runner import Llama, Tokenizer, bundled_model, load_model
 from ml import DType
 

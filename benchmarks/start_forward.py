@@ -1,50 +1,94 @@
-"""``start_forward`` and the mask of ``get``, on NumPy: slot search, metadata, masks; no tensor work."""
+"""``start_forward`` and what the first ``get`` of a pass adds: slot search, metadata, masks. On NumPy."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
+
+import numpy as np
 
 import ml
+from benchmarks.record import Row
 from kvcache import Batch, CausalCache
+from kvcache.bench_timing import Round
 
-__all__ = ["GO", "measure"]
+__all__ = ["GO", "run"]
 
 GO = {
     (1024, 1, 1): 2.7, (8192, 1, 1): 20, (32768, 1, 1): 78, (131072, 1, 1): 290,
     (1024, 1, 512): 1600, (8192, 1, 512): 10000, (32768, 1, 512): 31000, (131072, 1, 512): 125000,
     (1024, 8, 8): 21, (8192, 8, 8): 130, (32768, 8, 8): 399, (131072, 8, 8): 2467,
 }  # fmt: skip
-"""Microseconds of Ollama's Go causal cache, by (history, sequences, tokens), measured elsewhere once."""
+"""Microseconds of Ollama's Go causal cache, by (history, sequences, tokens), measured once elsewhere."""
 
 
-def measure(history: int, sequences: int, tokens: int, elide: bool) -> tuple[float, float]:
-    """Median microseconds of start_forward, and of the mask that the first ``get`` adds."""
-    rounds = 15 if tokens > 8 else 60
+def run(quick: bool) -> Iterator[Row]:
+    for elide in (False, True):
+        for (history, sequences, tokens), go in GO.items():
+            if quick and history not in (1024, 8192):
+                continue
+            rounds = 10 if tokens > 8 else 60
+            times = _measure(history, sequences, tokens, elide, rounds)
+            median = statistics.median(times)
+            yield Row(
+                "numpy" + (", elided" if elide else ""),
+                f"start_forward, {sequences} x {tokens // sequences} tokens, {history}",
+                "ours",
+                median,
+                min(times),
+                max(times),
+                median / go,
+                rounds=len(times),
+                dropped=rounds - len(times),
+                target=1.0 if history >= 8192 else None,
+                note=f"Go {go:g} us",
+            )
+    for history in (8192, 131072):
+        spent = [_write_bytes(history) for _ in range(20)]
+        yield Row(
+            "numpy", f"writing a mask's bytes, 8 x {history}", "numpy.full", statistics.median(spent),
+            min(spent), max(spent), rounds=20,
+        )  # fmt: skip
+
+
+def _write_bytes(history: int) -> float:
+    start = time.perf_counter()
+    np.full((8, history), -np.inf, dtype=np.float32)
+    return (time.perf_counter() - start) * 1e6
+
+
+def _measure(history: int, sequences: int, tokens: int, elide: bool, rounds: int) -> list[float]:
+    """Microseconds of start_forward and the plan and mask of get; no tensor work beyond the mask.
+
+    The planning is asked of the pass itself: ``get`` would add the views, or a gathering, of K and V.
+    """
     backend = ml.open_backend("numpy")
     each = history // sequences
     cache = CausalCache()
     cache.set_config(ml.CacheConfig(elide_mask=elide))
+    times = []
     with backend.new_context() as ctx:
-        cache.init(backend, ml.DType.F32, sequences, each + tokens * (rounds + 1), 512)
-        one = ctx.zeros((each, 1, 1), ml.DType.F32)
+        room = tokens * 2 if tokens > 8 else 2 * rounds
+        cache.init(backend, ml.DType.F32, sequences, each + room, 512)
+        one, few = ctx.zeros((each, 1, 1), ml.DType.F32), ctx.zeros((tokens, 1, 1), ml.DType.F32)
         for seq in range(sequences):
             cache.start_forward(ctx, Batch(range(each), [seq] * each))
             cache.put(ctx, one, one)
-        few = ctx.zeros((tokens, 1, 1), ml.DType.F32)
-        begun, masked = [], []
-        for i in range(rounds):
+        for i in range(rounds + 3):
             batch = _batch(each, sequences, tokens, i)
+            watch = Round()
             start = time.perf_counter()
             cache.start_forward(ctx, batch)
-            middle = time.perf_counter()
-            cache.get(ctx)
-            masked.append(time.perf_counter() - middle)
-            begun.append(middle - start)
+            assert cache._forward is not None
+            cache._forward.shared(ctx)
+            elapsed = time.perf_counter() - start
+            if i >= 3 and not watch.disturbed():
+                times.append(elapsed * 1e6)
             cache.put(ctx, few, few)
             if tokens > 8:
                 cache.remove(0, each)
-    return statistics.median(begun) * 1e6, statistics.median(masked) * 1e6
+    return times or [elapsed * 1e6]
 
 
 def _batch(each: int, sequences: int, tokens: int, i: int) -> Batch:

@@ -21,8 +21,6 @@ from kvcache.cache import (
     ShiftFunction,
 )
 from kvcache.causal import CausalCache, ChunkedCache, SlidingWindowCache
-from kvcache.encoder import EncoderCache
-from kvcache.recurrent import RecurrentCache
 from kvcache.snapshots import (
     AttentionSnapshot,
     EncoderSnapshot,
@@ -30,12 +28,14 @@ from kvcache.snapshots import (
     Snapshot,
     WrapperSnapshot,
 )
-from kvcache.wrapper import WrapperCache
 
 if TYPE_CHECKING:
+    from kvcache.encoder import EncoderCache
     from kvcache.paging import from_page, to_page
     from kvcache.prefix import PrefixCache, PrefixStats, Session, SessionLimitError
+    from kvcache.recurrent import RecurrentCache
     from kvcache.tiers import HostTier
+    from kvcache.wrapper import WrapperCache
 
 __all__ = [
     "AttentionSnapshot",
@@ -72,11 +72,14 @@ __all__ = [
 ]
 
 _LATER = {
+    "EncoderCache": "kvcache.encoder",
     "HostTier": "kvcache.tiers",
     "PrefixCache": "kvcache.prefix",
     "PrefixStats": "kvcache.prefix",
+    "RecurrentCache": "kvcache.recurrent",
     "Session": "kvcache.prefix",
     "SessionLimitError": "kvcache.prefix",
+    "WrapperCache": "kvcache.wrapper",
     "from_page": "kvcache.paging",
     "to_page": "kvcache.paging",
 }
@@ -85,5 +88,6 @@ _LATER = {
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name]), name)
+        found = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -99,6 +99,8 @@ class Forward:
                 return elided
         padding = config.mask_batch_padding
         shape = -(-self.tokens // padding) * padding, reading.length
+        if shape[0] == 1 and reading.elided(self.lower, self.lifted) is None:
+            return ctx.input().zeros(shape, config.mask_dtype)  # a decoded token that sees everything
         if self.lower is None and not self.lifted and self._keep(ctx, reading, shape[0]):
             assert self.kept is not None
             return self.kept.shown(ctx, reading.length)

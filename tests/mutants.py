@@ -31,6 +31,7 @@ from ml.testing.order import OrderTests
 from ml.testing.reductions import ReductionTests
 from ml.testing.refusals import RefusalTests
 from ml.testing.rows import RowTests
+from ml.testing.stores import KVStoreTests
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -549,3 +550,66 @@ def sinks_are_ignored(numpy: ModuleType) -> None:
 @mutant(CapabilityTests)
 def cache_config_is_a_dict(numpy: ModuleType) -> None:
     numpy.NumpyBackend.cache_config = lambda self: {"cache_padding": 32}
+
+
+# Stores of K and V.
+
+
+class SlowStore:
+    """A store by way of slice and copy, which refuse by raising; the mutants get one thing wrong."""
+
+    copies_reads = checks_both_first = aliases_declined = False
+    late = 0
+
+    def __init__(self, backend: Any, key: Any, value: Any) -> None:
+        self.backend, self.halves = backend, (key, value)
+
+    def write(self, ctx: Any, start: int, count: int, *new: Any) -> bool:
+        if not self._plain(ctx, start, count) or any(n.backend is not self.backend for n in new):
+            return False
+        begin = min(start + self.late, self.halves[0].shape[0] - count)
+        wrong = [n.shape != (count, *half.shape[1:]) for n, half in zip(new, self.halves, strict=True)]
+        shared = any(n.storage is half.storage for n, half in zip(new, self.halves, strict=True))
+        if (self.checks_both_first and any(wrong)) or (self.aliases_declined and shared):
+            return False
+        try:
+            for source, half in zip(new, self.halves, strict=True):
+                source.copy(ctx, half.slice(ctx, 0, begin, begin + count))
+        except ml.MLError:
+            return False
+        return True
+
+    def _plain(self, ctx: Any, start: int, count: int) -> bool:
+        inside = count > 0 and 0 <= start <= self.halves[0].shape[0] - count
+        return inside and ctx.backend is self.backend and not ctx.closed
+
+    def read(self, ctx: Any, start: int, count: int) -> Any:
+        if not self._plain(ctx, start, count):
+            return None
+        found = [half.slice(ctx, 0, start, start + count) for half in self.halves]
+        return tuple(part.contiguous(ctx) for part in found) if self.copies_reads else tuple(found)
+
+
+def with_store(numpy: ModuleType, **faults: Any) -> None:
+    kind = type("Store", (SlowStore,), {"checks_both_first": True, "aliases_declined": True} | faults)
+    numpy.NumpyBackend.kv_store = lambda self, key, value: kind(self, key, value)
+
+
+@mutant(KVStoreTests)
+def a_store_writes_a_row_late(numpy: ModuleType) -> None:
+    with_store(numpy, late=1)
+
+
+@mutant(KVStoreTests)
+def a_store_reads_copies(numpy: ModuleType) -> None:
+    with_store(numpy, copies_reads=True)
+
+
+@mutant(KVStoreTests)
+def a_store_writes_keys_before_it_looks_at_values(numpy: ModuleType) -> None:
+    with_store(numpy, checks_both_first=False)
+
+
+@mutant(KVStoreTests)
+def a_store_takes_what_lies_in_its_own_memory(numpy: ModuleType) -> None:
+    with_store(numpy, aliases_declined=False)

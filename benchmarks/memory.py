@@ -1,0 +1,87 @@
+"""Peak memory over the cache's own bytes, while decoding and while a prompt of 8k is stored in chunks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml
+from benchmarks.record import Row
+from benchmarks.shapes import DIM, HEADS
+from kvcache import Batch, CausalCache
+
+__all__ = ["run"]
+
+LAYERS, CAPACITY, CHUNK = 8, 16384, 512
+
+
+def run(quick: bool) -> Iterator[Row]:
+    """The process's own peak: the part runs in a process of its own, and warms up with a small cache."""
+    backend = ml.open_backend("torch", device="cpu")
+    with backend.new_context() as ctx:
+        chunk = ctx.full((CHUNK, HEADS, DIM), 0.5, ml.DType.F32)
+        token = ctx.full((1, HEADS, DIM), 0.5, ml.DType.F32)
+        _pass(_cache(backend, 1024), ctx, chunk, 0)
+        gc.collect()
+        cache = _cache(backend, CAPACITY)
+        base = _resident()
+        _reset_peak()
+        for begin in range(0, 8192, CHUNK):
+            _pass(cache, ctx, chunk, begin)
+        own = cache.nbytes
+        prefill = _peak() - base
+        activations = 2 * chunk.nbytes
+        yield _row("prefill of 8192 in chunks of 512", prefill, own, (own + activations) / own)
+        steps = 200 if quick else 2000
+        _reset_peak()
+        for i in range(steps):
+            _pass(cache, ctx, token, 8192 + i)
+        yield _row(f"decode, {steps} steps at 8192", _peak() - base, own, 1.02)
+
+
+def _cache(backend: ml.Backend, capacity: int) -> CausalCache:
+    cache = CausalCache()
+    cache.init(backend, ml.DType.F32, 1, capacity, CHUNK)
+    return cache
+
+
+def _pass(cache: CausalCache, ctx: ml.Context, tokens: ml.Tensor, begin: int) -> None:
+    count = tokens.shape[0]
+    cache.start_forward(ctx, Batch(range(begin, begin + count), [0] * count))
+    for layer in range(LAYERS):
+        cache.set_layer(layer)
+        cache.put(ctx, tokens, tokens)
+        cache.get(ctx)
+
+
+def _row(measurement: str, peak: int, own: int, target: float) -> Row:
+    return Row(
+        "torch float32", f"memory, {measurement}", "ours", peak / 2**20, 0, 0, peak / own, "MiB",
+        target=round(target, 4), note=f"the cache holds {own / 2**20:.0f} MiB",
+    )  # fmt: skip
+
+
+def _resident() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return _peak()
+
+
+def _reset_peak() -> None:
+    """Let the high-water mark start anew; where the system cannot, it is that of the whole process."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        gc.collect()
+
+
+def _peak() -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,150 @@
+"""Decoding with whole models: our runner, and transformers with each of its caches, on the same torch."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ml
+from benchmarks.record import Row
+from kvcache import Batch
+from kvcache.bench_timing import Contender, interleave
+from kvcache.integrations import bench_torch
+from kvcache.runner import Llama
+from kvcache.runner.config import parse_config
+
+__all__ = ["run"]
+
+STORIES = Path("/work/shared/models/stories260K")
+RANDOM = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 16384,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+LENGTHS = (128, 2048, 8192)
+ROOM = 600
+
+
+def run(quick: bool) -> Iterator[Row]:
+    bench_torch.fix_threads(1)
+    torch.manual_seed(0)
+    models: dict[str, dict[str, Any]] = {}
+    if (STORIES / "config.json").is_file():
+        models["stories260K"] = json.loads((STORIES / "config.json").read_text(encoding="utf-8"))
+    if not quick:
+        models["random Llama, 24 layers of 1,024"] = RANDOM
+    for name, raw in models.items():
+        theirs = _transformers(raw)
+        backend = ml.open_backend("torch", device="cpu")
+        state = {key: tensor.numpy() for key, tensor in theirs.state_dict().items()}
+        ours = Llama(backend, parse_config(raw), state)
+        for history in LENGTHS[:1] if quick else LENGTHS:
+            yield from _measure(name, theirs, ours, history, raw["num_hidden_layers"] > 8)
+
+
+def _transformers(raw: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{key: value for key, value in raw.items() if key != "torch_dtype"})
+    config._attn_implementation = "sdpa"
+    with torch.inference_mode():
+        return LlamaForCausalLM(config).eval()
+
+
+def _measure(name: str, theirs: Any, ours: Llama, history: int, large: bool) -> Iterator[Row]:
+    contenders = {"ours": Ours(ours, history).contender()}
+    contenders |= {
+        f"transformers {kind}": Theirs(theirs, kind, history).contender()
+        for kind in ("StaticCache", "DynamicCache")
+    }
+    peers = [key for key in contenders if key != "ours"]
+    trial = interleave(contenders, 12 if large else 120, warmup=2 if large else 5, floors=peers, seconds=60)
+    best = trial.times[trial.floor]
+    for key, values in trial.times.items():
+        sample = trial.sample(key)
+        yield Row(
+            "torch float32",
+            f"decode, {name}, {history}",
+            key,
+            1e6 / sample.median,
+            1e6 / sample.high,
+            1e6 / sample.low,
+            statistics.median(mine / theirs for mine, theirs in zip(values, best, strict=True)),
+            "tokens/s",
+            rounds=len(values),
+            dropped=trial.dropped,
+            target=1.0 if key == "ours" else None,
+            note="ratio of times to the best of transformers'",
+        )
+
+
+class Ours:
+    def __init__(self, model: Llama, history: int) -> None:
+        config = model.config
+        self.model, self.at = model, history
+        self.ctx = model.backend.new_context()
+        self.cache = model.make_cache()
+        self.cache.init(model.backend, model.dtype, 1, history + ROOM, 512)
+        for begin in range(0, history, 512):
+            count = min(512, history - begin)
+            part = self.ctx.from_native(torch.randn(count, config.kv_heads, config.head_dim))
+            self.cache.start_forward(self.ctx, Batch(range(begin, begin + count), [0] * count))
+            for layer in range(config.layers):
+                self.cache.set_layer(layer)
+                self.cache.put(self.ctx, part, part)
+
+    def step(self) -> int:
+        """One token: the id in, the likeliest next one out."""
+        batch = Batch([self.at], [0], inputs=[7], outputs=[0])
+        self.at += 1
+        with torch.inference_mode():
+            self.cache.start_forward(self.ctx, batch)
+            logits = self.model.forward(self.ctx, batch, self.cache)
+            return int(logits.argmax(self.ctx, -1).to_numpy()[0])
+
+    def contender(self) -> Contender:
+        return Contender(self.step)
+
+
+class Theirs:
+    def __init__(self, model: Any, kind: str, history: int) -> None:
+        from transformers.cache_utils import DynamicCache, StaticCache
+
+        config = model.config
+        if kind == "StaticCache":
+            self.cache: Any = StaticCache(config=config, max_cache_len=history + ROOM)
+        else:
+            self.cache = DynamicCache()
+        self.model = model
+        self.token = torch.tensor([[7]])
+        shape = 1, config.num_key_value_heads, history, config.hidden_size // config.num_attention_heads
+        with torch.inference_mode():
+            for layer in range(config.num_hidden_layers):
+                part = torch.randn(shape)
+                self.cache.update(part, part, layer)
+
+    def step(self) -> int:
+        with torch.inference_mode():
+            found = self.model(
+                input_ids=self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+            )
+            return int(found.logits[0, -1].argmax())
+
+    def contender(self) -> Contender:
+        return Contender(self.step)

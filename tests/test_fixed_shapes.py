@@ -1,0 +1,193 @@
+"""Fixed shapes: the same tensors in every pass; one graph per batch size, however long the history is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ml
+from kvcache import Batch, CausalCache, ChunkedCache, SlidingWindowCache
+from kvcache import cache as errors
+
+torch = pytest.importorskip("torch")
+HEADS, DIM, LAYERS = 2, 4, 2
+KINDS = {"causal": CausalCache, "window": lambda: SlidingWindowCache(5), "chunked": lambda: ChunkedCache(4)}
+every_kind = pytest.mark.parametrize("make", list(KINDS.values()), ids=list(KINDS))
+FIXED = ml.CacheConfig(fixed_shapes=True)
+
+
+@pytest.fixture
+def backend() -> Iterator[ml.Backend]:
+    with ml.open_backend("torch", device="cpu") as opened:
+        yield opened
+
+
+def bound(backend: ml.Backend, make: Any, config: ml.CacheConfig = FIXED) -> Any:
+    cache = make()
+    cache.set_config(config)
+    cache.init(backend, ml.DType.F32, 3, 16, 8)
+    return cache
+
+
+def batches(seed: int) -> Iterator[Batch]:
+    """Chunks and single tokens of three sequences, as an engine mixes them."""
+    rng = np.random.default_rng(seed)
+    ends = [0, 0, 0]
+    for _ in range(14):
+        chosen = [s for s in rng.permutation(3)[: rng.integers(1, 4)].tolist() if ends[s] < 14]
+        counts = {s: int(rng.integers(1, 3)) for s in chosen}
+        places = [(ends[s] + i, s) for s in chosen for i in range(counts[s])]
+        if places:
+            yield Batch([p for p, _ in places], [s for _, s in places])
+        for s in chosen:
+            ends[s] += counts[s]
+
+
+def tokens(rng: np.random.Generator, count: int) -> np.ndarray:
+    return rng.standard_normal((count, HEADS, DIM)).astype(np.float32)
+
+
+@every_kind
+@pytest.mark.parametrize("arranged", [{}, {"permuted_v": True}, {"mask_batch_padding": 4}], ids=str)
+def test_attention_is_what_it_is_without_fixed_shapes(
+    backend: ml.Backend, make: Any, arranged: dict[str, Any]
+) -> None:
+    plain = bound(backend, make, ml.CacheConfig(**arranged))
+    fixed = bound(backend, make, ml.CacheConfig(**arranged, fixed_shapes=True))
+    rng = np.random.default_rng(3)
+    with backend.new_context() as ctx:
+        for batch in batches(seed=1):
+            key, value, query = (ctx.from_numpy(tokens(rng, len(batch))) for _ in range(3))
+            found = []
+            for cache in (plain, fixed):
+                cache.start_forward(ctx, batch)
+                cache.put(ctx, key, value)
+                found.append(cache.attend(ctx, query, 0.5).to_numpy())
+            np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+@every_kind
+def test_tensors_of_a_batch_size_stay_where_they_are(backend: ml.Backend, make: Any) -> None:
+    cache = bound(backend, make)
+    rng = np.random.default_rng(0)
+    seen: dict[int, set[tuple[Any, ...]]] = {}
+    with backend.new_context() as ctx:
+        for batch in batches(seed=2):
+            cache.start_forward(ctx, batch)
+            for layer in range(LAYERS):
+                cache.set_layer(layer)
+                cache.put(ctx, *(ctx.from_numpy(tokens(rng, len(batch))) for _ in "kv"))
+            for layer in range(LAYERS):
+                found = cache.graph_tensors(ctx, layer)
+                where = [(t.native.data_ptr(), t.shape, t.strides) for t in found]
+                seen.setdefault((len(batch), layer), set()).add(tuple(where))
+                assert found.key.shape == (cache.cells, HEADS, DIM)
+                assert found.mask.shape == (len(batch), cache.cells)
+    assert len(seen) > LAYERS
+    assert {len(places) for places in seen.values()} == {1}
+
+
+class Counting:
+    """A compiler that compiles nothing and counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+@every_kind
+def test_one_graph_per_batch_size_serves_a_growing_history(backend: ml.Backend, make: Any) -> None:
+    torch._dynamo.reset()
+    compiler = Counting()
+
+    @torch.compile(backend=compiler, fullgraph=True, dynamic=False)
+    def layer(query: Any, new_key: Any, new_value: Any, key: Any, value: Any, slots: Any, mask: Any) -> Any:
+        key.index_copy_(0, slots.long(), new_key)
+        value.index_copy_(0, slots.long(), new_value)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.5)
+        return out[0].transpose(0, 1)
+
+    compiled, dynamic = bound(backend, make), bound(backend, make, ml.CacheConfig())
+    rng = np.random.default_rng(5)
+    sizes = (1, 3)
+    with backend.new_context() as ctx:
+        zeros = ctx.zeros((1, HEADS, DIM), ml.DType.F32)
+        compiled.start_forward(ctx, Batch([0], [0]), reserve=True)
+        compiled.put(ctx, zeros, zeros)  # a reserve pass fixes the layer's shapes
+        for position in range(14):
+            for sequences in ([0], [0, 1, 2]):
+                places = [2 * position + (len(sequences) > 1)] * len(sequences)
+                if places[0] > 15:
+                    continue
+                batch = Batch(
+                    [p if s == 0 else position for p, s in zip(places, sequences, strict=True)], sequences
+                )
+                arrays = [tokens(rng, len(batch)) for _ in range(3)]
+                query, key, value = map(ctx.from_numpy, arrays)
+                compiled.start_forward(ctx, batch)
+                inputs = [t.native for t in compiled.graph_tensors(ctx, 0)]
+                found = layer(query.native, key.native, value.native, *inputs)
+                dynamic.start_forward(ctx, batch)
+                dynamic.put(ctx, key, value)
+                expected = dynamic.attend(ctx, query, 0.5).to_numpy()
+                np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert compiler.graphs == len(sizes)
+
+
+def test_get_shows_every_cell_and_a_mask(backend: ml.Backend) -> None:
+    cache = bound(backend, CausalCache, dataclasses.replace(FIXED, elide_mask=True))
+    with backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch([0], [1]))
+        one = ctx.full((1, HEADS, DIM), 2, ml.DType.F32)
+        cache.put(ctx, one, one)
+        key, value, mask = cache.get(ctx)
+        assert key.shape == value.shape == (cache.cells, HEADS, DIM)
+        seen = np.flatnonzero(mask.to_numpy()[0] == 0)
+        assert key.to_numpy()[seen].tolist() == one.to_numpy().tolist()
+
+
+def test_an_except_list_reaches_the_tensors_at_once(backend: ml.Backend) -> None:
+    cache = bound(backend, CausalCache)
+    with backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch([0, 1, 2], [0, 0, 0]))
+        three = ctx.zeros((3, HEADS, DIM), ml.DType.F32)
+        cache.put(ctx, three, three)
+        mask = cache.graph_tensors(ctx, 0).mask
+        assert (mask.to_numpy() == 0).sum(axis=1).tolist() == [1, 2, 3]
+        cache.set_causal(ctx, except_=[0])
+        assert (mask.to_numpy() == 0).sum(axis=1).tolist() == [3, 2, 3]
+
+
+def test_a_pass_that_is_taken_up_again_has_its_own_tensors(backend: ml.Backend) -> None:
+    cache = bound(backend, CausalCache)
+    with backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch([0], [0]))
+        one, before = ctx.full((1, HEADS, DIM), 7, ml.DType.F32), cache.pass_under_way()
+        cache.start_forward(ctx, Batch([0], [1]))
+        cache.undo_forward(before)
+        cache.put(ctx, one, one)
+        key, _, mask = cache.get(ctx)
+        assert key.to_numpy()[np.flatnonzero(mask.to_numpy()[0] == 0)].tolist() == one.to_numpy().tolist()
+        assert cache.held() == {0: 1}
+
+
+def test_graph_tensors_are_refused_where_there_are_none(backend: ml.Backend) -> None:
+    cache = bound(backend, CausalCache, ml.CacheConfig())
+    with backend.new_context() as ctx:
+        with pytest.raises(errors.OrderError, match="start_forward"):
+            cache.graph_tensors(ctx, 0)
+        cache.start_forward(ctx, Batch([0], [0]))
+        with pytest.raises(errors.NotSupportedError, match="fixed_shapes=True"):
+            cache.graph_tensors(ctx, 0)
+        cache = bound(backend, CausalCache)
+        cache.start_forward(ctx, Batch([0], [0]))
+        with pytest.raises(errors.OrderError, match="layer 0"):
+            cache.graph_tensors(ctx, 0)

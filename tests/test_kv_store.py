@@ -1,0 +1,132 @@
+"""How backends write and read K and V at once: the answers of slice and copy, and the same refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ml
+from kvcache import Batch, CausalCache
+from kvcache import cache as errors
+from ml import DType
+
+ROWS, HEADS, DIM, V_DIM = 12, 2, 4, 6
+ORDERS = {"head major": (1, 0, 2), "token major": (0, 1, 2)}
+every_order = pytest.mark.parametrize("order", list(ORDERS.values()), ids=list(ORDERS))
+
+
+@pytest.fixture(params=["torch", "mlx"])
+def backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
+    pytest.importorskip({"torch": "torch", "mlx": "mlx.core"}[request.param])
+    with ml.open_backend(request.param, device="cpu") as opened:
+        yield opened
+
+
+@pytest.fixture
+def ctx(backend: ml.Backend) -> Iterator[ml.Context]:
+    with backend.new_context() as context:
+        yield context
+
+
+def halves(ctx: ml.Context, order: tuple[int, ...], dtype: DType = DType.F32) -> tuple[ml.Tensor, ml.Tensor]:
+    """Keys (ROWS, HEADS, DIM) and values (ROWS, HEADS, V_DIM) of zeros, in an order of axes."""
+    made = []
+    for dim in (DIM, V_DIM):
+        sizes = (ROWS, HEADS, dim)
+        whole = ctx.zeros([sizes[axis] for axis in order], dtype)
+        made.append(whole.permute(ctx, *(order.index(axis) for axis in range(3))))
+    return made[0], made[1]
+
+
+def store_of(backend: Any, key: ml.Tensor, value: ml.Tensor) -> ml.KVStore:
+    assert isinstance(backend, ml.SupportsKVStore)
+    store = backend.kv_store(key, value)
+    assert store is not None
+    return store
+
+
+def numbers(count: int, dim: int, first: int = 1) -> np.ndarray:
+    return np.arange(first, first + count * HEADS * dim, dtype=np.float32).reshape(count, HEADS, dim)
+
+
+def test_a_narrower_cache_converts_what_is_put(backend: ml.Backend, ctx: ml.Context) -> None:
+    cache = CausalCache()
+    cache.init(backend, DType.BF16, 1, 8, 4)
+    for position in range(3):
+        cache.start_forward(ctx, Batch([position], [0]))
+        some = ctx.from_numpy(numbers(1, DIM) / 3)
+        cache.put(ctx, some, some)
+    key = cache.get(ctx)[0].to_numpy().astype(np.float32)
+    np.testing.assert_array_equal(key[2:], some.cast(ctx, DType.BF16).to_numpy().astype(np.float32))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_refusals_of_put_say_what_is_wrong_and_leave_the_cache(
+    backend: ml.Backend, ctx: ml.Context, count: int
+) -> None:
+    cache = CausalCache()
+    cache.init(backend, DType.F32, 1, 8, 4)
+    cache.start_forward(ctx, Batch(range(count), [0] * count))
+    good = ctx.full((count, HEADS, DIM), 1, DType.F32)
+    cache.put(ctx, good, good)
+    for bad in ((count + 1, HEADS, DIM), (count, HEADS + 1, DIM), (count, HEADS, DIM + 1), (count, DIM)):
+        wrong = ctx.full(bad, 2, DType.F32)
+        for pair in ((wrong, good), (good, wrong)):
+            with pytest.raises(errors.InvalidRangeError, match="put"):
+                cache.put(ctx, *pair)
+    foreign = ml.open_backend("numpy")
+    with foreign, foreign.new_context() as other, pytest.raises(ml.DeviceError):
+        cache.put(ctx, good, other.full((count, HEADS, DIM), 2, DType.F32))
+    key, value, _ = cache.get(ctx)
+    assert key.to_numpy().max() == 1
+    assert value.to_numpy().max() == 1
+    closed = backend.new_context()
+    closed.close()
+    with pytest.raises(ml.ClosedError):
+        cache.put(closed, good, good)
+    with pytest.raises(ml.ClosedError):
+        cache.get(closed)
+
+
+def test_put_of_what_get_returned_reads_before_it_writes(backend: ml.Backend, ctx: ml.Context) -> None:
+    cache = CausalCache()
+    cache.init(backend, DType.F32, 1, 8, 4)
+    cache.start_forward(ctx, Batch([0, 1, 2], [0] * 3))
+    first = ctx.from_numpy(numbers(3, DIM))
+    cache.put(ctx, first, first)
+    key, value, _ = cache.get(ctx)
+    backwards = key.rows(ctx, [2, 1, 0])
+    cache.put(ctx, backwards, value)
+    key, value, _ = cache.get(ctx)
+    np.testing.assert_array_equal(key.to_numpy(), numbers(3, DIM)[::-1])
+    np.testing.assert_array_equal(value.to_numpy(), numbers(3, DIM))
+
+
+def test_without_the_faster_view_torch_uses_as_strided(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from backends.torch import store
+
+    monkeypatch.setattr(store, "_alias", store._strided)
+    with ml.open_backend("torch", device="cpu") as backend, backend.new_context() as ctx:
+        key, value = halves(ctx, ORDERS["head major"])
+        kept = store_of(backend, key.slice(ctx, 0, 4, ROWS), value.slice(ctx, 0, 4, ROWS))
+        new = ctx.from_numpy(numbers(2, DIM)), ctx.from_numpy(numbers(2, V_DIM))
+        assert kept.write(ctx, 1, 2, *new)
+        np.testing.assert_array_equal(key.to_numpy()[5:7], numbers(2, DIM))
+        found = kept.read(ctx, 1, 2)
+        assert found is not None
+        assert torch.equal(found[1].native, new[1].native)
+
+
+def test_a_store_of_a_part_of_a_storage_stays_inside_it() -> None:
+    pytest.importorskip("torch")
+    with ml.open_backend("torch", device="cpu") as backend, backend.new_context() as ctx:
+        key, value = halves(ctx, ORDERS["token major"])
+        kept = store_of(backend, key.slice(ctx, 0, 4, 8), value.slice(ctx, 0, 4, 8))
+        new = ctx.from_numpy(numbers(2, DIM)), ctx.from_numpy(numbers(2, V_DIM))
+        assert not kept.write(ctx, 3, 2, *new)
+        assert kept.write(ctx, 2, 2, *new)
+        assert np.flatnonzero(key.to_numpy().any(axis=(1, 2))).tolist() == [6, 7]
