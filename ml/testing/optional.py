@@ -211,7 +211,7 @@ class CapabilityTests(BackendCase):
 
     # Arrays in host memory.
 
-    @pytest.mark.parametrize("dtype", list(ml.STORAGE_DTYPES), ids=lambda dtype: dtype.name)
+    @pytest.mark.parametrize("dtype", sorted(ml.STORAGE_DTYPES, key=str), ids=lambda dtype: dtype.name)
     def test_a_borrowed_array_reads_as_it_is(
         self, backend: Backend, ctx: Context, declared: Features, dtype: DType
     ) -> None:
