@@ -246,7 +246,7 @@ class PrefixCache:
         *,
         identity: Mapping[str, Any] | None = None,
         salt: str = "",
-        chunk: int = 256,
+        chunk: int = 512,
         interval: int = 512,
         backlog: int = 256 << 20,
     ) -> None:
