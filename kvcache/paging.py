@@ -134,7 +134,7 @@ class _Reader:
             raise ValueError(f"{at}positions do not ascend within [{begin}, {end})")
         layers = {}
         for i, activations, tensors in meta["layers"]:
-            parts = tuple(self._tensor(tensor) for tensor in tensors)
+            parts = tuple(self._tensor(tensor, borrow=True) for tensor in tensors)
             if len(parts) not in (2, 4) or any(part.shape[:1] != (positions.size,) for part in parts):
                 raise ValueError(f"layer {i} of {positions.size} positions: {[part.shape for part in parts]}")
             layers[_count(i)] = LayerSnapshot(parts, ml.DType[activations])
@@ -144,12 +144,13 @@ class _Reader:
         key, value = tensors
         return self._tensor(key), self._tensor(value)
 
-    def _tensor(self, entry: Sequence[Any]) -> ml.Tensor:
+    def _tensor(self, entry: Sequence[Any], borrow: bool = False) -> ml.Tensor:
+        """``borrow``: the cache copies it on. A state or an encoder's output stays in use, and is copied."""
         name, axes = entry
         array = self.arrays[name]
         if sorted(axes) != list(range(array.ndim)):
             raise ValueError(f"{name}: axes {axes} of an array of {array.ndim}")
-        if self.borrow is not None:
+        if borrow and self.borrow is not None:
             stored = self.borrow(self.ctx, array)
         else:
             stored = self.ctx.from_numpy(array, ml.DType.from_numpy(array.dtype))

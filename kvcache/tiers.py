@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -139,9 +140,13 @@ class StoreTier:
         return best
 
     def pages(self, keys: Sequence[str]) -> Generator[Page | None, None, None]:
-        """``read`` of each key in order; the next one is read by a thread while one is put to use."""
-        if len(keys) < 2:
-            yield from map(self.read, keys)
+        """Pages by their keys, in order, each to be copied on before the next one is asked for.
+
+        Where a store can show its bytes in place they are not copied here; else the next page is read by
+        a thread while one is put to use.
+        """
+        if len(keys) < 2 or all(hasattr(store, "view") for store in self.stores):
+            yield from (self._read(key, in_place=True) for key in keys)
             return
         with ThreadPoolExecutor(1, thread_name_prefix="kvcache-page-in") as pool:
             waiting = deque([pool.submit(self.read, keys[0])])
@@ -150,18 +155,18 @@ class StoreTier:
                 if following is not None:
                     waiting.append(pool.submit(self.read, following))
                 yield page
-                del page  # its buffer is free for the one after the next
+                del page  # its memory is free for the one after the next
 
     def read(self, key: str) -> Page | None:
         """A page by its key; None where no store has it whole. A corrupt one is dropped by its store."""
+        return self._read(key, in_place=False)
+
+    def _read(self, key: str, in_place: bool) -> Page | None:
         for store in self.stores:
             try:
-                (stat,) = store.stat([key])
-                if stat is None:
-                    continue
-                buffer = self._buffer(stat.nbytes)
-                if store.get_into(key, buffer):
-                    return unpack(buffer)
+                found = _view(store, key) if in_place and hasattr(store, "view") else self._copy(store, key)
+                if found is not None:
+                    return unpack(found)
             except SnapshotCorrupt as error:
                 _warn("page-in", error, "it is dropped and computed again")
                 _drop(store, key)
@@ -169,15 +174,23 @@ class StoreTier:
                 _warn("page-in", error, "the prefix is computed instead")
         return None
 
+    def _copy(self, store: SnapshotStore, key: str) -> np.ndarray | None:
+        (stat,) = store.stat([key])
+        if stat is None:
+            return None
+        buffer = self._buffer(stat.nbytes)
+        return buffer if store.get_into(key, buffer) else None
+
     def _buffer(self, nbytes: int) -> np.ndarray:
         """Memory for a page: what an earlier one has left, if nobody looks at that any more.
 
         Fresh memory costs a page fault for every 4 KiB, as much time as the reading itself.
         """
         with self._changed:
-            for i, buffer in enumerate(self._buffers):
+            for (
+                buffer
+            ) in self._buffers:  # the first that will do: it is likely to be in the processor's cache
                 if buffer.size >= nbytes and sys.getrefcount(buffer) <= _UNUSED:
-                    self._buffers.append(self._buffers.pop(i))
                     return buffer[:nbytes]
         buffer = np.empty(nbytes, np.uint8)
         if nbytes <= _REUSED:
@@ -196,6 +209,11 @@ _REUSED = 64 << 20
 """Bytes of the largest buffer that is kept for reuse."""
 _PROBES = 256
 """Keys that are asked for at a time."""
+
+
+def _view(store: Any, key: str) -> memoryview | None:
+    found: memoryview | None = store.view(key)
+    return found
 
 
 def _drop(store: SnapshotStore, key: str) -> None:

@@ -580,3 +580,60 @@ def test_a_view_of_a_memory_store_copies_nothing_and_outlives_eviction() -> None
     fill(store, "d")
     assert view == content("a")
     assert store.view("a") is None
+
+
+# What is shown in place.
+
+
+def test_a_view_is_what_was_put_and_outlives_eviction_and_the_store(where: Path) -> None:
+    with FileStore(where, 3 * UNIT) as store:
+        fill(store, "abc")
+        view = store.view("a")
+        assert view == content("a")
+        fill(store, "d")
+        assert present(store, "abcd") == "acd", "a view is a hit"
+        store.delete("a")
+        assert store.view("a") is None
+        store.put("empty", [b""])
+        assert store.view("empty") == b""
+    assert view == content("a")
+
+
+def test_writing_into_a_view_does_not_reach_the_file(store: FileStore) -> None:
+    fill(store, "a")
+    view = store.view("a")
+    assert view is not None
+    view[:10] = bytes(10)
+    assert read(store, "a") == content("a")
+    assert store.view("a") == content("a")
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_damaged_data_are_never_shown(
+    store: FileStore, where: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    fill(store, "ab")
+    path = where / "pages" / "b.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(SnapshotCorrupt, match="dropped"):
+        store.view("b")
+    assert store.view("b") is None
+    assert names(where) == both("a")
+    assert store.usage().dropped == 1
+
+
+def test_a_view_that_vanishes_while_it_is_made_is_a_miss(
+    store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store, "a")
+    original = store._folder.open_file
+    with FileStore(where) as other:
+
+        def open_file(name: str) -> int:
+            if name == "a.safetensors":
+                other.delete("a")
+            return original(name)
+
+        monkeypatch.setattr(store._folder, "open_file", open_file)
+        assert store.view("a") is None
+        assert store.usage().dropped == 0

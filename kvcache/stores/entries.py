@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import mmap
 import os
+from collections.abc import Iterator
 from stat import S_ISREG
 
 from kvcache.stores.errors import StoreValueError
 from kvcache.stores.folder import Folder
 from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, Manifest
 from kvcache.stores.protocol import Stat
-from kvcache.stores.streams import read_digested
+from kvcache.stores.streams import digest_of, read_digested
 
 __all__ = ["BrokenEntryError", "Entries"]
 
 _WRONG_FILE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ of Linux, which ``mmap`` has no name for."""
 REMEMBERED = 1 << 16
 """Entries; then all are forgotten, and parsed again when they are next asked for."""
 
@@ -57,18 +62,32 @@ class Entries:
 
     def read(self, key: str, view: memoryview) -> bool:
         """Fill ``view``. False: not there. BrokenEntryError when a size or the digest does not hold."""
+        with self._opened(key) as found:
+            if found is None:
+                return False
+            _read_data(*found, view)
+            return True
+
+    def map(self, key: str) -> memoryview | None:
+        """The data as the system's page cache has it, its digest checked. None, or an error, as ``read``."""
+        with self._opened(key) as found:
+            return None if found is None else _mapped(*found)
+
+    @contextlib.contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[int, Manifest] | None]:
+        """An entry's data file and manifest; None: not there."""
         manifest = self._load(key)
         if manifest is None:
-            return False
+            yield None
+            return
         try:
             fd = self._folder.open_file(key + DATA)
         except OSError as error:
             raise _broken(error) from error
         try:
-            _read_data(fd, manifest, view)
+            yield fd, manifest
         finally:
             os.close(fd)
-        return True
 
     def refuse(self, key: str) -> None:
         """Act as if this entry were not there, where it may not be removed, until it is another one."""
@@ -118,6 +137,26 @@ def _read_data(fd: int, manifest: Manifest, view: memoryview) -> None:
     count, digest = read_digested(fd, view)
     if count != size or digest != manifest.digest:
         raise BrokenEntryError(f"the digest of {count} bytes is {digest}, and was {manifest.digest}")
+
+
+def _mapped(fd: int, manifest: Manifest) -> memoryview:
+    size = os.fstat(fd).st_size
+    if size != manifest.nbytes:
+        raise BrokenEntryError(f"{size} bytes are there, {manifest.nbytes} were put")
+    if not size:
+        return memoryview(b"")
+    mapping = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+    try:
+        # Have all pages at hand: a device that fails says so here, and not by a signal later.
+        mapping.madvise(_POPULATE_READ)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # before Linux 5.14 there is no such advice
+            raise
+    view = memoryview(mapping)
+    digest = digest_of(view)
+    if digest != manifest.digest:
+        raise BrokenEntryError(f"the digest of {size} bytes is {digest}, and was {manifest.digest}")
+    return view
 
 
 def _broken(error: OSError) -> BrokenEntryError:

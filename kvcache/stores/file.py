@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from kvcache.stores.buffers import Buffer, WritableBuffer, as_bytes, as_writable
 from kvcache.stores.calls import Calls
@@ -28,6 +28,9 @@ from kvcache.stores.protocol import Stat, Usage, check_budget, check_key
 from kvcache.stores.streams import load_xxhash, write_digested
 
 __all__ = ["FileStore"]
+
+
+T = TypeVar("T")
 
 
 class FileStore:
@@ -89,11 +92,23 @@ class FileStore:
         check_key(key)
         view = as_writable(buffer, "get_into")
         with self._call("get_into"):
-            try:
-                found = self._entries.read(key, view)
-            except BrokenEntryError:
-                found = self._read_again(key, view)
+            found = self._attempt("get_into", key, lambda: self._entries.read(key, view))
             if found:
+                self._folder.touch(key + MANIFEST, self._now())
+            return found
+
+    def view(self, key: str) -> memoryview | None:
+        """The entry's bytes where they lie in the system's page cache, not copied; None: not there.
+
+        For a reader that copies them on at once: what it saves is one copy. Verified as in ``get_into``,
+        and a hit as there. The view is good after the entry is evicted, and may be written to without
+        effect on the file. Whoever truncates the file meanwhile ends this process by a signal: nobody who
+        uses a FileStore does.
+        """
+        check_key(key)
+        with self._call("view"):
+            found = self._attempt("view", key, lambda: self._entries.map(key))
+            if found is not None:
                 self._folder.touch(key + MANIFEST, self._now())
             return found
 
@@ -148,14 +163,18 @@ class FileStore:
                 self._drop(key, held)
                 return None
 
-    def _read_again(self, key: str, view: memoryview) -> bool:
-        """With the lock held nobody changes anything: what does not hold now is damaged."""
+    def _attempt(self, op: str, key: str, read: Callable[[], T]) -> T:
+        """Read, and once more with the lock: nobody changes anything then, what does not hold is damaged."""
+        try:
+            return read()
+        except BrokenEntryError:
+            pass
         with self._settled() as held:
             try:
-                return self._entries.read(key, view)
+                return read()
             except BrokenEntryError as error:
                 self._drop(key, held)
-                raise SnapshotCorrupt(f"get_into: {key} in {self.path}: {error}; it was dropped") from error
+                raise SnapshotCorrupt(f"{op}: {key} in {self.path}: {error}; it was dropped") from error
 
     def _drop(self, key: str, held: Held | None) -> None:
         if held is not None:

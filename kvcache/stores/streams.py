@@ -9,7 +9,7 @@ from typing import Any
 
 from kvcache.stores.errors import StoreUnavailable
 
-__all__ = ["DIGEST", "load_xxhash", "read_digested", "write_digested"]
+__all__ = ["DIGEST", "digest_of", "load_xxhash", "read_digested", "write_digested"]
 
 DIGEST = "xxh3_128"
 BLOCK = 1 << 19
@@ -56,6 +56,10 @@ def read_digested(fd: int, view: memoryview) -> tuple[int, str]:
         digest.update(block[:count])
         done += count
     return done, str(digest.hexdigest())
+
+
+def digest_of(view: memoryview) -> str:
+    return str(load_xxhash().xxh3_128(view).hexdigest())
 
 
 def _pieces(parts: Sequence[memoryview]) -> Iterator[memoryview]:
