@@ -26,8 +26,9 @@ types: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	$(BIN)/mkdocs build --strict
 
-bench: $(VENV)/.installed-test
+bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.prefix
 
 dist: $(VENV)/.installed-dev
 	rm -rf dist
@@ -47,6 +48,10 @@ $(VENV)/.installed-run: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet -e ".[test]"
+	touch $@
+
+$(VENV)/.installed-bench: pyproject.toml $(VENV)/.installed-test | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -e ".[bench]"
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed-test | $(VENV)/bin/python
