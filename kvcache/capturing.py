@@ -20,6 +20,8 @@ from kvcache.snapshots import (
     AttentionSnapshot,
     InCache,
     LayerSnapshot,
+    carried_out,
+    check_inside,
     check_kind,
     joined,
     sliced,
@@ -223,11 +225,7 @@ class AttentionSnapshots:
         nothing then too. A device that fails while data that is replaced is overwritten leaves the
         sequence lost.
         """
-        commit = self.prepare_restore_snapshot(seq, snapshot, target)
-        if commit is None:
-            return False
-        commit()
-        return True
+        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
 
     def prepare_restore_snapshot(
         self, seq: int, snapshot: AttentionSnapshot, target: int | None = None
@@ -378,8 +376,7 @@ class AttentionSnapshots:
         self, snapshot: AttentionSnapshot, at: int
     ) -> tuple[AttentionSnapshot | None, AttentionSnapshot]:
         """Cut ``[a, c)`` into ``[a, at)`` and ``[at, c)``; (None, snapshot) for a window, or at ``a``."""
-        if not snapshot.begin <= at <= snapshot.end:
-            raise InvalidRangeError(f"split: at {at}; the snapshot is [{snapshot.begin}, {snapshot.end})")
+        check_inside(snapshot, at)
         if snapshot.whole or at == snapshot.begin:
             return None, snapshot
         positions = snapshot.positions

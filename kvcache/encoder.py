@@ -22,7 +22,7 @@ from kvcache.cache import (
     Mask,
     OrderError,
 )
-from kvcache.snapshots import EncoderSnapshot, check_kind
+from kvcache.snapshots import EncoderSnapshot, carried_out, check_following, check_inside, check_kind
 from ml import nn
 
 if TYPE_CHECKING:
@@ -347,11 +347,7 @@ class EncoderCache:
 
     def restore(self, seq: int, snapshot: EncoderSnapshot, target: int | None = None) -> bool:
         """Give the sequence the snapshot's output; False where ``target`` lies outside the snapshot."""
-        commit = self.prepare_restore_snapshot(seq, snapshot, target)
-        if commit is None:
-            return False
-        commit()
-        return True
+        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
 
     def prepare_restore_snapshot(
         self, seq: int, snapshot: EncoderSnapshot, target: int | None = None
@@ -384,11 +380,7 @@ class EncoderCache:
         """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; the later output stays."""
         if parent is None:
             return child
-        if parent.end != child.begin:
-            raise InvalidRangeError(
-                f"merge: [{parent.begin}, {parent.end}) and [{child.begin}, {child.end}) do not follow "
-                "one another"
-            )
+        check_following(parent, child)
         last = parent if child.position is None else child
         return replace(last, begin=parent.begin, end=child.end)
 
@@ -398,8 +390,7 @@ class EncoderCache:
 
     def split(self, snapshot: EncoderSnapshot, at: int) -> tuple[EncoderSnapshot | None, EncoderSnapshot]:
         """Cut ``[a, c)`` into ``[a, at)`` and ``[at, c)``; the output goes with its token."""
-        if not snapshot.begin <= at <= snapshot.end:
-            raise InvalidRangeError(f"split: at {at}; the snapshot is [{snapshot.begin}, {snapshot.end})")
+        check_inside(snapshot, at)
         if at == snapshot.begin:
             return None, snapshot
         empty = EncoderSnapshot(snapshot.begin, snapshot.end, None, 0, {})

@@ -31,7 +31,7 @@ from kvcache.cache import (
 )
 from kvcache.causal import CausalCache, drop_middle
 from kvcache.scheduling import Schedule
-from kvcache.snapshots import RecurrentSnapshot, check_kind
+from kvcache.snapshots import RecurrentSnapshot, carried_out, check_inside, check_kind
 from kvcache.states import Arrangement, Checkpoint, Pass, StateBuffers, StateRow, arrange, lost_in
 
 if TYPE_CHECKING:
@@ -520,11 +520,7 @@ class RecurrentCache:
         False, and nothing touched, for another target or where ``[0, begin)`` is not stored. What is
         raised leaves the sequence as it was, as in CausalCache.restore.
         """
-        commit = self.prepare_restore_snapshot(seq, snapshot, target)
-        if commit is None:
-            return False
-        commit()
-        return True
+        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
 
     def prepare_restore_snapshot(
         self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None
@@ -580,8 +576,7 @@ class RecurrentCache:
         self, snapshot: RecurrentSnapshot, at: int
     ) -> tuple[RecurrentSnapshot | None, RecurrentSnapshot]:
         """(None, snapshot): there is no state of ``at`` in it."""
-        if not snapshot.begin <= at <= snapshot.end:
-            raise InvalidRangeError(f"split: at {at}; the snapshot is [{snapshot.begin}, {snapshot.end})")
+        check_inside(snapshot, at)
         return None, snapshot
 
     def shift_context(self, seq: int, keep: int) -> int:

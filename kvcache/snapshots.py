@@ -14,7 +14,7 @@ out; restoring before that shares them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -33,6 +33,9 @@ __all__ = [
     "RecurrentSnapshot",
     "Snapshot",
     "WrapperSnapshot",
+    "carried_out",
+    "check_following",
+    "check_inside",
     "check_kind",
     "compact",
     "joined",
@@ -319,6 +322,29 @@ def check_kind(op: str, cache: object, snapshot: object, kind: type) -> None:
     if not isinstance(snapshot, kind):
         raise InvalidRangeError(
             f"{op}: {type(cache).__name__} takes a {kind.__name__}, not {type(snapshot).__name__}"
+        )
+
+
+def carried_out(commit: Callable[[], None] | None) -> bool:
+    """Do what was prepared; False where there is nothing that could be done."""
+    if commit is None:
+        return False
+    commit()
+    return True
+
+
+def check_inside(snapshot: Snapshot, at: int) -> None:
+    """Raise InvalidRangeError unless ``at`` is a position of the snapshot, its ends included."""
+    if not snapshot.begin <= at <= snapshot.end:
+        raise InvalidRangeError(f"split: at {at}; the snapshot is [{snapshot.begin}, {snapshot.end})")
+
+
+def check_following(parent: Snapshot, child: Snapshot) -> None:
+    """Raise InvalidRangeError unless the one ends where the other begins."""
+    if parent.end != child.begin:
+        raise InvalidRangeError(
+            f"merge: [{parent.begin}, {parent.end}) and [{child.begin}, {child.end}) do not follow "
+            "one another"
         )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import ml
 from kvcache.cache import Batch, Cache, InvalidRangeError, KVCacheError, Mask, NotSupportedError
 from kvcache.causal import drop_middle
-from kvcache.snapshots import WrapperSnapshot, check_kind
+from kvcache.snapshots import WrapperSnapshot, carried_out, check_following, check_inside, check_kind
 
 if TYPE_CHECKING:
     from kvcache.views.models import CachePicture
@@ -220,11 +220,7 @@ class WrapperCache:
 
     def restore(self, seq: int, snapshot: WrapperSnapshot, target: int | None = None) -> bool:
         """Restore all caches, or none: each is asked before the first is touched."""
-        commit = self.prepare_restore_snapshot(seq, snapshot, target)
-        if commit is None:
-            return False
-        commit()
-        return True
+        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
 
     def prepare_restore_snapshot(
         self, seq: int, snapshot: WrapperSnapshot, target: int | None = None
@@ -259,11 +255,7 @@ class WrapperCache:
         """Join ``[a, b)`` and ``[b, c)`` in all caches; a cache whose content is whole keeps the child's."""
         if parent is None:
             return child
-        if parent.end != child.begin:
-            raise InvalidRangeError(
-                f"merge: [{parent.begin}, {parent.end}) and [{child.begin}, {child.end}) do not follow "
-                "one another"
-            )
+        check_following(parent, child)
         triples = zip(self._keepers("merge"), parent.parts, child.parts, strict=True)
         parts = tuple(cache.merge(one, other) for cache, one, other in triples)
         return WrapperSnapshot(parent.begin, child.end, parts)
@@ -276,8 +268,7 @@ class WrapperCache:
 
     def split(self, snapshot: WrapperSnapshot, at: int) -> tuple[WrapperSnapshot | None, WrapperSnapshot]:
         """Cut at a position; (None, snapshot) where the content of one of the caches is whole."""
-        if not snapshot.begin <= at <= snapshot.end:
-            raise InvalidRangeError(f"split: at {at}; the snapshot is [{snapshot.begin}, {snapshot.end})")
+        check_inside(snapshot, at)
         if at == snapshot.begin or not snapshot.divisible:
             return None, snapshot
         pairs = [
