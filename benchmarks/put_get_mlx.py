@@ -60,7 +60,8 @@ def run(quick: bool) -> Iterator[Row]:
             yield from _measure(backend, name, 32768, 1, dtype, quick, window=WINDOW)
         yield from _measure(backend, "put + get, 512 tokens, 8192", 8192, 512, dtype, quick, grow=False)
     yield from _deep(backend, 20 if quick else 200)
-    yield from _tail(backend, 1000 if quick else 5000)
+    for dtype in DTYPES:
+        yield from _tail(backend, dtype, 1000 if quick else 5000)
 
 
 def _measure(
@@ -99,15 +100,15 @@ def _deep(backend: ml.Backend, rounds: int) -> Iterator[Row]:
     yield from rows_of("mlx bfloat16", "put + get, 1 token, 2048, 24 layers", trial, per=layers)
 
 
-def _tail(backend: ml.Backend, steps: int) -> Iterator[Row]:
+def _tail(backend: ml.Backend, dtype: str, steps: int) -> Iterator[Row]:
     """Decoding from an empty cache with room for 32k; mlx-lm's cache grows by 256 tokens at a time."""
-    floor = bench_mlx.Slices(0, 1, HEADS, DIM, "float32", grow=True)
+    floor = bench_mlx.Slices(0, 1, HEADS, DIM, dtype, grow=True)
     floor.resize(32768)
-    ours = OursOnMlx(backend, 0, 1, ml.DType.F32, capacity=32768)
+    ours = OursOnMlx(backend, 0, 1, DTYPES[dtype], capacity=32768)
     contenders = {"floor (slices)": floor.contender(), "ours": ours.contender()}
     contenders |= {
         name: peer
-        for name, peer in bench_mlx.peers(1, 1, HEADS, DIM, "float32").items()
+        for name, peer in bench_mlx.peers(1, 1, HEADS, DIM, dtype).items()
         if name == "mlx-lm KVCache"
     }
     trial = interleave(contenders, steps, seconds=90, own_threads=False)
@@ -115,7 +116,7 @@ def _tail(backend: ml.Backend, steps: int) -> Iterator[Row]:
     for name, values in trial.times.items():
         worst = max(values) / LAYERS
         yield Row(
-            "mlx float32",
+            f"mlx {dtype}",
             f"decode from empty, p99.9 of {len(values)} steps",
             name,
             _quantile(values) / LAYERS,
