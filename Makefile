@@ -33,7 +33,8 @@ bench: $(VENV)/.installed-bench
 dist: $(VENV)/.installed-dev
 	rm -rf dist
 	$(BIN)/python -m build
-	$(BIN)/twine check dist/*
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/try_dist.py
 
 clean:
 	rm -rf $(VENV) dist build site .hypothesis .mypy_cache .pytest_cache .ruff_cache
