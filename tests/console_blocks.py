@@ -1,4 +1,4 @@
-"""The console blocks of a page: commands behind ``$``, each with what it prints; ``...`` stands for anything."""
+"""The console blocks of a page: commands behind ``$``, and what each prints; ``...`` stands for anything."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvcache.stores import FileStore, MemoryStore, SnapshotStore
-from kvcache.testing.stores import StoreTests
+from kvcache.testing import StoreTests
 
 
 class TestMemoryStore(StoreTests):

@@ -13,7 +13,7 @@ or as a test file of the backend's own repository, which is ten lines::
 
 The fixtures are those of :class:`ml.testing.BackendTests`. A backend that only stores (its
 ``Features`` declare ``"compute"`` absent) runs all of it but the arithmetic, and its ``attend`` has to
-raise NotSupportedError. ``python -m kvcache.testing.traces`` runs many more random traces.
+raise NotSupportedError. :class:`StoreTests` is the suite of a place for snapshots. ``python -m kvcache.testing.traces`` runs many more random traces.
 
 Importing this package is light: the suite, pytest and hypothesis load with the first test class.
 """
@@ -25,11 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvcache.testing.cache import CacheTests
+    from kvcache.testing.stores import StoreTests
 
-__all__ = ["CacheTests"]
+__all__ = ["CacheTests", "StoreTests"]
+
+_MODULES = {"CacheTests": "kvcache.testing.cache", "StoreTests": "kvcache.testing.stores"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "CacheTests":
-        return importlib.import_module("kvcache.testing.cache").CacheTests
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 ::
 
-    from kvcache.testing.stores import StoreTests
+    from kvcache.testing import StoreTests
 
     class TestMine(StoreTests):
         persistent = True          # make() with the same folder finds what was there
