@@ -45,7 +45,8 @@ class StoreRegistry(PluginHost[StoreSpec]):
         spec = self._spec(name)
         found = probe(spec)
         if not found.ok:
-            hint = f"; install it with: {spec.install_hint}" if spec.install_hint else ""
+            said = not spec.install_hint or spec.install_hint in found.reason
+            hint = "" if said else f"; install it with: {spec.install_hint}"
             raise StoreUnavailable(f"open_store: {name!r} cannot be used here: {found.reason}{hint}")
         try:
             return spec.open(url, **fields, **options)
