@@ -14,9 +14,9 @@ import pytest
 
 import ml
 from kvcache import cache as errors
-from kvcache import causal, forward, moving, plain, reading
+from kvcache import forward, moving, plain, reading
 from kvcache.capturing import AttentionSnapshots
-from kvcache.causal import CausalCache, ChunkedCache, SlidingWindowCache
+from kvcache.causal import CausalCache, ChunkedCache, SlidingWindowCache, full
 from kvcache.cells import CellTable, Pin
 from kvcache.encoder import EncoderCache
 from kvcache.forward import Forward
@@ -314,7 +314,7 @@ def an_overflow_that_blames_nobody(patch: Patch) -> None:
         def __init__(self, asked: int, free: int, held: dict[int, int]) -> None:
             super().__init__(asked, free, {})
 
-    patch.setattr(causal, "CacheFullError", Silent)
+    patch.setattr(full, "CacheFullError", Silent)
 
 
 @bug("Window")

@@ -1,0 +1,9 @@
+"""Causal caches: all of the past (full.py), a sliding window of it, or the current chunk (windows.py).
+
+After Ollama's kvcache/causal.go.
+"""
+
+from kvcache.causal.full import CausalCache, drop_middle
+from kvcache.causal.windows import ChunkedCache, SlidingWindowCache
+
+__all__ = ["CausalCache", "ChunkedCache", "SlidingWindowCache", "drop_middle"]
