@@ -8,9 +8,37 @@ from collections.abc import Sequence
 from ml.base import BaseBackend, BaseContext
 from ml.capabilities import DeviceInfo
 from ml.dtypes import DType
-from ml.errors import BoundsError, ShapeError
+from ml.errors import BoundsError, DeviceError, ShapeError
 
-__all__ = ["PlacedBackend", "PlacedContext"]
+__all__ = ["PlacedBackend", "PlacedContext", "check_layers", "only_device"]
+
+
+def only_device(
+    name: str, device: str | None, devices: Sequence[str] | None, layers: int | None
+) -> str | None:
+    """For a backend that works on one device: the one that ``device=`` or ``devices=`` names, if any.
+
+    ``layers`` says nothing here: they all lie on it. Raises DeviceError for several devices.
+    """
+    check_layers(layers)
+    if devices is None:
+        return device
+    if device is not None:
+        raise DeviceError("open_backend: both device= and devices= are given; one of them says it all")
+    if isinstance(devices, str):
+        raise DeviceError(f"open_backend: devices={devices!r}; it is a list of names")
+    if len(devices) != 1:
+        raise DeviceError(
+            f"open_backend: devices={[*devices]}; {name} keeps all layers on one device, name that: "
+            "torch and cupy split them over several"
+        )
+    return devices[0]
+
+
+def check_layers(layers: int | None) -> None:
+    """Raise ShapeError for a model without layers."""
+    if layers is not None and operator.index(layers) < 1:
+        raise ShapeError(f"open_backend: layers={layers}; a model has at least one")
 
 
 class PlacedBackend(BaseBackend):
@@ -19,8 +47,7 @@ class PlacedBackend(BaseBackend):
     def __init__(
         self, name: str, devices: Sequence[DeviceInfo], layers: int | None, dtype: DType = DType.F32
     ) -> None:
-        if layers is not None and operator.index(layers) < 1:
-            raise ShapeError(f"open_backend: layers={layers}; a model has at least one")
+        check_layers(layers)
         if layers is None and len(devices) > 1:
             raise ShapeError(f"open_backend: {len(devices)} devices to split layers over; say layers=N")
         super().__init__(name, devices, dtype)

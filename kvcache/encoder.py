@@ -22,6 +22,7 @@ from kvcache.cache import (
     Mask,
     OrderError,
 )
+from kvcache.carried import Carried, carried, near
 from kvcache.snapshots import EncoderSnapshot, carried_out, check_following, check_inside, check_kind
 from ml import nn
 
@@ -51,7 +52,7 @@ class _Pass:
     previous: dict[int, _Entry]
     first: bool
     """It is the first of the cache: taken back, the cache may be configured again."""
-    mask: Mask | bool = False
+    mask: Mask | Carried | bool = False
     shown: dict[tuple[int, int], tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
     """What was put while reserving."""
 
@@ -258,8 +259,9 @@ class EncoderCache:
             for group, size in zip(current.groups, sizes, strict=True):
                 host[np.arange(current.tokens)[group.rows], start : start + size] = 0
                 start += size
-            current.mask = ctx.input().from_numpy(host, self.config.mask_dtype)
-        return current.mask
+            here = ctx.input()
+            current.mask = carried(here, here.from_numpy(host, self.config.mask_dtype))
+        return near(ctx, current.mask)
 
     # Sequences.
 

@@ -9,6 +9,7 @@ import numpy as np
 import ml
 from kvcache.batches import Group
 from kvcache.cache import Mask
+from kvcache.carried import Carried, carried, near
 from kvcache.cells import CellTable
 from kvcache.fixed import FixedPass, read_everything
 from kvcache.masks import KeptMask, build_mask
@@ -39,10 +40,10 @@ class Forward:
     """Slots and mask of this batch size, where shapes are fixed."""
     run: int = field(init=False)
     """The first cell of the run that the batch is written to; -1 where it is none, or with ``reserve``."""
-    _targets: ml.Tensor | None = None
-    _shared: tuple[Reading, Mask] | None = None
+    _targets: ml.Tensor | Carried | None = None
+    _shared: tuple[Reading, Mask | Carried] | None = None
     _merge: bool | None = None
-    _own: dict[int, tuple[Reading, Mask]] = field(default_factory=dict)
+    _own: dict[int, tuple[Reading, Mask | Carried]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         generic = self.reserve or self.fixed is not None
@@ -67,8 +68,8 @@ class Forward:
         if isinstance(self.cells, int):
             return self.cells
         if self._targets is None:
-            self._targets = ctx.from_numpy(self.cells, ml.DType.I32)
-        return self._targets
+            self._targets = carried(ctx, ctx.from_numpy(self.cells, ml.DType.I32))
+        return near(ctx, self._targets)
 
     def lift(self, indices: frozenset[int]) -> None:
         self.lifted = indices
@@ -80,17 +81,19 @@ class Forward:
         self.fill(ctx)
         if self._shared is None:
             reading = plan_reading(self.table, self.groups, self.config.cache_padding)
-            self._shared = reading, self._mask(ctx, reading, self.config)
-        return self._shared
+            self._shared = reading, carried(ctx.input(), self._mask(ctx, reading, self.config))
+        reading, mask = self._shared
+        return reading, near(ctx, mask)
 
     def own(self, ctx: ml.Context, group: Group) -> tuple[Reading, Mask]:
         """What one group reads on its own; the mask has a row for each of its tokens."""
         found = self._own.get(group.seq)
         if found is None:
             reading = plan_reading(self.table, [group])
-            found = reading, self._own_mask(ctx, reading)
+            found = reading, carried(ctx.input(), self._own_mask(ctx, reading))
             self._own[group.seq] = found
-        return found
+        reading, mask = found
+        return reading, near(ctx, mask)
 
     def _mask(self, ctx: ml.Context, reading: Reading, config: ml.CacheConfig) -> Mask:
         if config.elide_mask:

@@ -9,6 +9,9 @@ from typing import Annotated
 import typer
 
 import ml
+from kvcache.completing import backend_names
+from kvcache.runner.config import ModelConfig
+from kvcache.runner.placing import open_on_devices, parse_devices
 
 __all__ = [
     "BackendName",
@@ -16,16 +19,21 @@ __all__ = [
     "CachePrecision",
     "Debug",
     "Device",
+    "Devices",
     "Dtype",
     "Json",
     "MaxTokens",
     "ModelPath",
     "Precision",
+    "Quiet",
     "Seed",
     "Temperature",
+    "TensorParallel",
+    "Timeout",
     "TopK",
     "TopP",
     "device_options",
+    "open_backend_for",
 ]
 
 
@@ -59,8 +67,22 @@ ModelPath = Annotated[
     Path | None,
     typer.Option("--model", help="A Hugging Face folder or .gguf file.", show_default="the bundled model"),
 ]
-BackendName = Annotated[str, typer.Option("--backend", help="See: kvcache backends.", envvar="ML_BACKEND")]
+BackendName = Annotated[
+    str,
+    typer.Option(
+        "--backend", help="See: kvcache backends.", envvar="ML_BACKEND", autocompletion=backend_names
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="As the backend names it: cpu, cuda, mps ...")]
+Devices = Annotated[
+    str | None, typer.Option(help="Split the layers over several, in order: cuda:0,cuda:1 ...")
+]
+TensorParallel = Annotated[
+    int, typer.Option(help="Split the model over so many processes (torch, mlx).", min=1)
+]
+Timeout = Annotated[
+    float, typer.Option(help="Seconds that processes of --tensor-parallel wait for each other.", min=0.1)
+]
 Dtype = Annotated[Precision, typer.Option(help="Of weights and activations.", case_sensitive=False)]
 CacheDtype = Annotated[
     CachePrecision | None,
@@ -72,9 +94,21 @@ TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.", 
 TopP = Annotated[float, typer.Option(help="Keep the likeliest up to this probability.", min=0, max=1)]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", min=0)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="The result alone: no bars, no summary.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the trace of an error.")]
 
 
 def device_options(device: str | None) -> dict[str, str]:
     """For ``ml.open_backend``."""
     return {} if device is None else {"device": device}
+
+
+def open_backend_for(
+    config: ModelConfig, backend: str, device: str | None, devices: str | None
+) -> ml.Backend:
+    """The backend that ``--backend``, ``--device`` and ``--devices`` name, for a model of this config."""
+    if devices is None:
+        return ml.open_backend(backend, **device_options(device))
+    if device is not None:
+        raise ml.DeviceError(f"--device {device} and --devices {devices}: one of them says it all")
+    return open_on_devices(backend, parse_devices(devices), config)

@@ -15,6 +15,7 @@ import numpy as np
 import ml
 from kvcache.batches import Group
 from kvcache.cache import Mask
+from kvcache.carried import Carried, carried, near
 from kvcache.cells import CellTable, Row
 
 __all__ = ["HIDDEN", "LowerBound", "Reading", "plan_reading", "sees_all", "visible"]
@@ -43,15 +44,15 @@ class Reading:
     columns: list[int | np.ndarray]
     start: int = 0
     index: np.ndarray | None = None
-    _tensor: ml.Tensor | None = None
+    _tensor: ml.Tensor | Carried | None = None
 
     def cells(self, ctx: ml.Context) -> int | ml.Tensor:
         """The first cell of the view, or the gathered cells as an I32 tensor, made once."""
         if self.index is None:
             return self.start
         if self._tensor is None:
-            self._tensor = ctx.from_numpy(self.index, ml.DType.I32)
-        return self._tensor
+            self._tensor = carried(ctx, ctx.from_numpy(self.index, ml.DType.I32))
+        return near(ctx, self._tensor)
 
     def elided(self, lower: LowerBound | None, lifted: frozenset[int]) -> Mask | bool:
         """None or CAUSAL where that says all there is to say of one group; else False."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -15,17 +17,19 @@ import numpy as np
 from backends.mlx import fused
 from backends.mlx.arrays import BITS, MLX_DTYPES, from_host, from_mlx_dtype, scalar, schedule, to_host
 from backends.mlx.box import SIZE_LIMIT, WAIT_BYTES, Box
+from backends.mlx.distributed import MlxGroup, join
 from backends.mlx.errors import MLX_ERRORS, device_errors
 from backends.mlx.store import MlxKVStore
 from backends.mlx.tensor import MlxTensor
-from ml.base import BaseBackend, BaseContext, BaseTensor
+from backends.placement import only_device
+from ml.base import BaseBackend, BaseContext, BaseGroup, BaseTensor
 from ml.capabilities import CacheConfig, CausalMask, DeviceInfo, DeviceMemory, Layout
 from ml.dtypes import DType
-from ml.errors import DeviceError, DTypeError
+from ml.errors import DeviceError, DTypeError, GroupError
 from ml.host import host_memory
 from ml.nn.rope import RopeSpec
 from ml.protocols import Tensor
-from ml.strided import Shape, contiguous_strides
+from ml.strided import Shape, contiguous_strides, overlaps_itself
 
 __all__ = ["MlxBackend", "MlxContext"]
 
@@ -33,10 +37,13 @@ PENDING_RESULTS = 512
 """Results and writes that may wait unscheduled; one more hands them all to the stream."""
 PENDING_BYTES = 64 << 20
 """Bytes that waiting writes may carry: their sources stay in memory until they are done."""
+_ALONE = contextlib.nullcontext()
 
 
 class MlxBackend(BaseBackend):
     """``open_backend("mlx", device=None, dtype=DType.F32)``; device "gpu" or "cpu", None: the best there is.
+
+    ``devices=["gpu"], layers=32`` says the same; several devices are refused.
 
     **One stream.** Everything runs in order on a stream that any thread may use (MLX's default
     streams belong to one thread each, and work begun on them cannot be finished elsewhere).
@@ -52,8 +59,14 @@ class MlxBackend(BaseBackend):
     what was last touched by then may be written without MLX seeing anything in flight.
     """
 
-    def __init__(self, device: str | None = None, dtype: DType = DType.F32) -> None:
-        target = _device(device)
+    def __init__(
+        self,
+        device: str | None = None,
+        dtype: DType = DType.F32,
+        devices: Sequence[str] | None = None,
+        layers: int | None = None,
+    ) -> None:
+        target = _device(only_device("mlx", device, devices, layers))
         super().__init__("mlx", (_device_info(target),), dtype)
         self.stream, self.lock = _stream(target.type == mx.gpu)
         self.widens = target.type == mx.cpu
@@ -66,6 +79,7 @@ class MlxBackend(BaseBackend):
         self._pending_bytes = 0
         self._frequencies: dict[RopeSpec, Any] = {}
         self._limit = _total_memory(self.devices[0].kind) or sys.maxsize
+        self.group: BaseGroup | None = None
 
     def _new_context(self, max_graph_nodes: int) -> MlxContext:
         return MlxContext(self, max_graph_nodes)
@@ -109,7 +123,10 @@ class MlxBackend(BaseBackend):
             self.epoch += 1
             boxes = {id(box): box for ref in pending if (box := ref()) is not None}
             try:
-                schedule(*[box.array for box in boxes.values()], *arrays)
+                with self.waiting("compute"):
+                    schedule(*[box.array for box in boxes.values()], *arrays)
+            except GroupError:
+                raise
             except MLX_ERRORS as error:
                 raise DeviceError(f"compute: MLX failed: {error}") from error
             return self.epoch - 1
@@ -121,7 +138,8 @@ class MlxBackend(BaseBackend):
         if epoch == self.epoch:
             self.flush(*arrays)
         last = self.epoch - 1
-        mx.synchronize(self.stream)
+        with self.waiting("compute"):
+            mx.synchronize(self.stream)
         self.drained = max(self.drained, last)
 
     def fetch(self, array: Any, dtype: DType) -> np.ndarray:
@@ -136,15 +154,43 @@ class MlxBackend(BaseBackend):
             with self.lock, device_errors("to_numpy"):
                 schedule(bits)
         with device_errors("to_numpy"):
+            if isinstance(self.group, MlxGroup):  # NumPy's way to the array is not told that a rank has ended
+                with self.waiting("to_numpy"):
+                    mx.eval(bits)
             host = to_host(bits, dtype)
         self.drained = max(self.drained, epoch)
         return host
 
+    def waiting(self, op: str) -> contextlib.AbstractContextManager[None]:
+        """Around what waits for the stream: other ranks may be what it waits for."""
+        return self.group.waiting(op) if isinstance(self.group, MlxGroup) else _ALONE
+
     # Capabilities.
+
+    def distributed(self, timeout: float = 60.0) -> BaseGroup:
+        """See :class:`ml.SupportsDistributed`. MLX joins once per process, all groups are the same ranks."""
+        self.check("distributed")
+        if self.group is not None and not self.group.closed:
+            raise GroupError(f"distributed: {self.group!r} is open on this backend; close it first")
+        self.group = join(self, timeout)
+        return self.group
 
     def kv_store(self, key: MlxTensor, value: MlxTensor) -> MlxKVStore | None:
         """See :class:`ml.SupportsKVStore`."""
         return MlxKVStore.over(self, key, value)
+
+    def overwrite(self, ctx: Any, tensor: MlxTensor) -> np.ndarray | None:
+        """See :class:`ml.SupportsOverwrite`. None on a GPU."""
+        ctx.check("overwrite", tensor)
+        if self.devices[0].kind != "cpu" or overlaps_itself(tensor.shape, tensor.strides):
+            return None
+        if not tensor.nbytes:
+            return np.empty(tensor.shape, tensor.dtype.numpy)
+        with device_errors("overwrite"):
+            memory = tensor.storage.memory(tensor.offset)
+        size = tensor.dtype.itemsize
+        strides = tuple(stride * size for stride in tensor.strides)
+        return np.ndarray(tensor.shape, tensor.dtype.numpy, memory, tensor.offset * size, strides)
 
     def cache_config(self) -> CacheConfig:
         return CacheConfig(mask_dtype=self.dtype, layout=Layout.HEAD_MAJOR, elide_mask=True)
@@ -183,7 +229,10 @@ class MlxBackend(BaseBackend):
             if self._closed:
                 return
             super().close()
-            mx.synchronize(self.stream)
+            with contextlib.suppress(*MLX_ERRORS if self.group is not None and self.group.failed else ()):
+                mx.synchronize(self.stream)
+            if self.group is not None:
+                self.group.close()
             for ref in list(self.boxes.values()):
                 if (box := ref()) is not None:
                     box.array = None

@@ -27,8 +27,13 @@ def cache_bytes(
 
 
 def available_bytes(backend: ml.Backend) -> int | None:
-    """Free bytes on all devices of the backend together; None where one cannot tell."""
-    free = [device.free for device in backend.memory().devices]
+    """Free bytes on all devices of the backend together; None where one cannot tell.
+
+    Devices of kind "cpu" lie in the one memory of the host, which counts once.
+    """
+    rows = zip(backend.devices, backend.memory().devices, strict=True)
+    places = {"host" if device.kind == "cpu" else device.name: row.free for device, row in rows}
+    free = [*places.values()]
     known = [amount for amount in free if amount is not None]
     return sum(known) if known and len(known) == len(free) else None
 

@@ -1,0 +1,58 @@
+"""A conversation that is begun on one host and goes on on the other: ``python -m examples.two_hosts``.
+
+The hosts are network namespaces where this machine makes them, else two processes on loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+from pathlib import Path
+
+from examples.two_hosts.network import Namespace, Network, unavailable
+from examples.two_hosts.processes import Process, end_in_order, store_server
+
+__all__ = ["main"]
+
+TURNS = ("And it came to pass in those days, that God said unto Noah,", " And Noah said,", " And God said,")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.two_hosts", description=__doc__)
+    parser.add_argument("--backend", nargs=2, default=["numpy", "numpy"], metavar=("FIRST", "SECOND"))
+    parser.add_argument("--bandwidth", type=float, help="gigabits per second between the hosts")
+    options = parser.parse_args()
+    end_in_order()
+    reason = unavailable()
+    with contextlib.ExitStack() as stack:
+        if reason:
+            print(f"two processes on loopback ({reason})")
+            ends: tuple[Namespace | None, ...] = (None, None)
+        else:
+            network = stack.enter_context(Network())
+            network.limit(None if options.bandwidth is None else options.bandwidth * 1e9)
+            ends = network.ends
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        url = stack.enter_context(store_server(folder, inside=ends[0]))
+        hosts = [
+            stack.enter_context(Process("--backend", name, "--store", url, inside=end))
+            for name, end in zip(options.backend, ends, strict=True)
+        ]
+        for host in hosts:
+            host.ready()
+        tokens: list[int] = []
+        for i, text in enumerate(TURNS):
+            answer = hosts[i % 2].ask(tokens=tokens, text=text, max_tokens=16)
+            tokens = answer["tokens"]
+            print(
+                f"host {i % 2 + 1}, {options.backend[i % 2]}: {answer['prompt_tokens']} tokens asked, "
+                f"{answer['restored']} from the store, {answer['local']} it had, "
+                f"{answer['computed']} computed; "
+                f"{1000 * answer['seconds_to_first']:.1f} ms to the first token"
+            )
+        print(answer["text"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The processes of the example: hosts, and the server of the store that they share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from examples.two_hosts.network import Namespace
+
+__all__ = ["Process", "end_in_order", "free_port", "server_program", "store_server"]
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVERS = ("valkey-server", "redis-server")
+PATIENCE = 120.0
+"""Seconds for an answer, or for a host to be ready."""
+
+
+class Process:
+    """A host in a process of its own, inside a namespace if one is given. A context manager."""
+
+    def __init__(self, *options: str, inside: Namespace | None = None, threads: int = 1) -> None:
+        line = [sys.executable, "-m", "examples.two_hosts.host", *options]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+        self._process = subprocess.Popen(
+            line if inside is None else inside.command(*line),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        )
+        self._errors: list[str] = []
+        self._reader = threading.Thread(target=self._drain, daemon=True)
+        self._reader.start()
+
+    def ready(self) -> Self:
+        self._answer()
+        return self
+
+    def ask(self, **asked: Any) -> dict[str, Any]:
+        """See ``Host.ask``. Raises RuntimeError with what the host says went wrong."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    @property
+    def log(self) -> str:
+        """What the host has written to its standard error."""
+        return "".join(self._errors)
+
+    def close(self) -> int:
+        """End the host; its exit code."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended already
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        if self._process.poll() is None:
+            self._process.kill()
+        code = self._process.wait()
+        self._reader.join(5)
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+        return code
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        watch = threading.Timer(PATIENCE, self._process.kill)
+        watch.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            watch.cancel()
+        if not line:
+            self._process.wait(10)
+            self._reader.join(5)
+            raise RuntimeError(f"the host ended with {self._process.returncode}: {self.log.strip()[-2000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def _drain(self) -> None:
+        errors: IO[str] | None = self._process.stderr
+        assert errors is not None
+        for line in errors:
+            self._errors.append(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def end_in_order() -> None:
+    """Let SIGTERM end this program as an exception does: hosts, server and network go with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def server_program() -> str | None:
+    """The path of valkey-server or redis-server; None where neither is installed."""
+    return next((found for name in SERVERS if (found := shutil.which(name))), None)
+
+
+@contextlib.contextmanager
+def store_server(folder: Path, inside: Namespace | None = None, memory: str = "4gb") -> Iterator[str]:
+    """A server that keeps values in memory alone, ended with the block; gives the URL for ``--store``.
+
+    Inside a namespace it listens on its address, which no one outside the network reaches, else on loopback.
+    """
+    program = server_program()
+    if program is None:
+        raise RuntimeError(f"there is neither {' nor '.join(SERVERS)} here: apt-get install redis-server")
+    address = "127.0.0.1" if inside is None else inside.address
+    port = free_port() if inside is None else 6379
+    settings = {
+        "port": port, "bind": address, "protected-mode": "no", "save": "", "appendonly": "no",
+        "dir": folder, "maxmemory": memory, "maxmemory-policy": "allkeys-lru",
+    }  # fmt: skip
+    line = [program, *(part for name, value in settings.items() for part in (f"--{name}", str(value)))]
+    if inside is not None:
+        line = inside.command(*line)
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            _await_port(server, address, port, inside)
+            yield f"valkey://{address}:{port}/0"
+        finally:
+            server.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+_CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 1).close()"
+
+
+def _await_port(server: subprocess.Popen[bytes], address: str, port: int, inside: Namespace | None) -> None:
+    """Return when the port answers, for at most ten seconds."""
+    probe: Sequence[str] = [sys.executable, "-c", _CONNECT, address, str(port)]
+    for _ in range(100):
+        if server.poll() is not None:
+            raise RuntimeError(f"the store's server ended with {server.returncode}")
+        if inside is None:
+            with contextlib.suppress(OSError), socket.create_connection((address, port), 1):
+                return
+        elif not subprocess.run(inside.command(*probe), capture_output=True, check=False).returncode:
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"the store's server does not answer on {address}:{port}")
