@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -22,32 +22,50 @@ from kvcache.options import (
     CacheDtype,
     Debug,
     Device,
+    Devices,
     Dtype,
     Json,
     ModelPath,
     Precision,
+    Quiet,
     Seed,
     Temperature,
+    TensorParallel,
+    Timeout,
     TopK,
     TopP,
     device_options,
+    open_backend_for,
 )
+from kvcache.progress import draws
+from kvcache.prompts import gathered
 from kvcache.runner.config import load_config
+from kvcache.runner.families import family_of
 from kvcache.runner.generate import Generator, GeneratorOptions, check_prompt
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.memory import check_memory
 from kvcache.runner.requests import Finished, Settings
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.runner.weights import parameter_count
-from kvcache.screen import JsonScreen, LiveScreen, PlainScreen, Screen
+from kvcache.screen import Screen, screen_for
 from kvcache.survey import listing, plain, record, survey
+from kvcache.usage import CommandGroup, one_line
 
-__all__ = ["app", "reported", "screen_for"]
+__all__ = ["app", "continue_prompts", "reported"]
 
 MAX_SEQUENCES = 16
 """Prompts that run at the same time; further ones wait for a free sequence."""
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+LISTING_WIDTH = 60
+"""Columns that the backends' listing needs; in fewer, its lines are left to the terminal to wrap."""
+
+app = typer.Typer(
+    name="kvcache",
+    cls=CommandGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    epilog='Example: kvcache generate --prompt "In the beginning"',
+)
 
 
 def _show_version(wanted: bool) -> None:
@@ -78,16 +96,16 @@ def backends(as_json: Json = False, debug: Debug = False) -> None:
         rows = survey()
         if as_json:
             typer.echo(json.dumps([record(row) for row in rows], indent=2))
-        elif sys.stdout.isatty():
-            Console(highlight=False).print(listing(rows))
+        elif draws(sys.stdout) and (console := Console(highlight=False)).width >= LISTING_WIDTH:
+            console.print(listing(rows))
         else:
             typer.echo("\n".join(plain(rows)))
 
 
 @app.command()
 def bench(
-    backend: Annotated[str, typer.Option(help="See: kvcache backends.", envvar="ML_BACKEND")] = "numpy",
-    device: Annotated[str | None, typer.Option(help="As the backend names it: cpu, cuda, mps ...")] = None,
+    backend: BackendName = "numpy",
+    device: Device = None,
     dtype: Annotated[Precision, typer.Option(help="Of keys and values.", case_sensitive=False)] = (
         Precision.F32
     ),
@@ -113,10 +131,21 @@ def bench(
 
 @app.command()
 def generate(
-    prompt: Annotated[list[str], typer.Option(help="A text to continue; give several for a batch.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A text to continue; several are a batch. -: standard input.")
+    ] = None,
+    prompt_file: Annotated[
+        list[Path] | None, typer.Option(help="A file that is one prompt; repeatable. -: standard input.")
+    ] = None,
+    prompt_lines: Annotated[
+        list[Path] | None, typer.Option(help="A file with a prompt in each line. -: standard input.")
+    ] = None,
     model: ModelPath = None,
     backend: BackendName = "numpy",
     device: Device = None,
+    devices: Devices = None,
+    tensor_parallel: TensorParallel = 1,
+    timeout: Timeout = 60.0,
     dtype: Dtype = Precision.F32,
     cache_dtype: CacheDtype = None,
     max_tokens: Annotated[int, typer.Option(help="Per prompt.", min=1)] = 128,
@@ -130,30 +159,45 @@ def generate(
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.", min=1)] = 512,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; repeatable.")] = None,
     as_json: Json = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Continue prompts with a Llama-family model; prompts that begin alike share their cache.
 
+    Without a prompt, standard input is the prompt.
+
     Example: kvcache generate --prompt "In the beginning" --max-tokens 64
     """
     with reported(debug):
+        prompts = gathered(prompt or (), prompt_file or (), prompt_lines or ())
+        if not prompts:
+            raise typer.BadParameter("missing prompt: give --prompt TEXT, --prompt-file FILE or a pipe")
         settings = Settings(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
         path = bundled_model() if model is None else model
-        load_config(path)  # a wrong path is told at once: opening a backend may take seconds
+        config = load_config(path)  # a wrong path is told at once: opening a backend may take seconds
         cache = GeneratorOptions(
-            max_sequences=min(len(prompt), MAX_SEQUENCES),
+            max_sequences=min(len(prompts), MAX_SEQUENCES),
             capacity=capacity,
             prefill_chunk=prefill_chunk,
             cache_dtype=(cache_dtype or dtype).dtype,
         )
-        screen = screen_for(
-            prompt, as_json, {"model": str(path), "backend": backend, "dtype": dtype.dtype.name}
-        )
-        with ml.open_backend(backend, **device_options(device)) as opened:
-            _generate(opened, path, dtype.dtype, prompt, settings, cache, screen)
+        if tensor_parallel > 1:
+            from kvcache.commands_ranks import Job, run
+
+            if devices is not None:
+                raise ml.DeviceError(
+                    f"--devices {devices} and --tensor-parallel: one of them splits the model"
+                )
+            what = (path, backend, device, dtype.dtype, prompts, settings, cache)
+            run(Job(*what, tensor_parallel, timeout, as_json, quiet, debug), config)
+            return
+        head = {"model": str(path), "backend": backend, "dtype": dtype.dtype.name}
+        screen = screen_for(prompts, as_json, head, quiet)
+        with open_backend_for(config, backend, device, devices) as opened:
+            continue_prompts(opened, path, dtype.dtype, prompts, settings, cache, screen)
 
 
-def _generate(
+def continue_prompts(
     backend: ml.Backend,
     path: Path,
     dtype: ml.DType,
@@ -161,26 +205,30 @@ def _generate(
     settings: Settings,
     options: GeneratorOptions,
     screen: Screen,
+    group: ml.Group | None = None,
 ) -> None:
-    """Everything is checked before the weights are loaded; whatever happens, the screen is put back."""
-    tokenizer, options = _prepare(backend, path, dtype, prompts, settings, options)
+    """Generate and show it; with a ``group``, as one of its ranks.
+
+    Everything is checked before the weights are loaded; whatever happens, the screen is put back.
+    """
+    tokenizer, options = _prepare(backend, path, dtype, prompts, settings, options, group)
     answers: list[Finished] = []
-    generated = 0
+    done = "while loading the model"
     try:
-        model = load_model(path, backend, dtype, screen.loading)
+        model = load_model(path, backend, dtype, screen.loading, group)
         with (
             Generator(model, tokenizer, options=options) as generator,
             contextlib.closing(generator.generate(prompts, settings)) as events,
         ):
             for event in events:
                 screen.event(event)
-                generated = generator.statistics.generated_tokens
+                done = f"after {generator.statistics.generated_tokens} tokens; the cache is released"
                 if isinstance(event, Finished):
                     answers.append(event)
             totals, cache_bytes = generator.statistics, generator.cache_bytes
     except KeyboardInterrupt:
         screen.stop()
-        raise KeyboardInterrupt(f"interrupted after {generated} tokens; the cache is released") from None
+        raise KeyboardInterrupt(f"interrupted {done}") from None
     finally:
         screen.stop()
     screen.finish(sorted(answers, key=lambda answer: answer.request), totals, cache_bytes)
@@ -193,9 +241,12 @@ def _prepare(
     prompts: Sequence[str],
     settings: Settings,
     options: GeneratorOptions,
+    group: ml.Group | None,
 ) -> tuple[Tokenizer, GeneratorOptions]:
     """The tokenizer, and the options with the capacity that the prompts need where none was given."""
     config = load_config(path)
+    if group is not None and group.size > 1:
+        config = family_of(config).share(config, group).config(config)
     weights = parameter_count(config) * dtype.itemsize
     if options.capacity is not None:  # before the prompts: it needs the config alone
         sizes = (options.cache_dtype, options.max_sequences, options.capacity)
@@ -210,33 +261,27 @@ def _prepare(
     return tokenizer, options
 
 
-def screen_for(prompts: Sequence[str], as_json: bool, head: dict[str, Any]) -> Screen:
-    """A live screen on a terminal, plain text or one JSON object elsewhere."""
-    if as_json:
-        return JsonScreen(prompts, head)
-    console = Console(highlight=False, soft_wrap=False)
-    return LiveScreen(prompts, console) if console.is_terminal else PlainScreen(prompts)
-
-
 @contextlib.contextmanager
 def reported(debug: bool) -> Iterator[None]:
     """Errors as one line on stderr and exit code 1; Ctrl-C as a short message and 130."""
     try:
         yield
     except KeyboardInterrupt as error:
+        if debug:
+            traceback.print_exc()
         typer.echo(f"kvcache: {str(error) or 'interrupted'}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    except (typer.Exit, BrokenPipeError):
+    except (typer.Exit, typer.BadParameter, BrokenPipeError):
         raise
     except Exception as error:
         if debug:
             traceback.print_exc()
-        typer.echo(f"kvcache: {_one_line(error)}", err=True)
+        typer.echo(f"kvcache: {_told(error)}", err=True)
         raise typer.Exit(1) from None
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
+def _told(error: Exception) -> str:
+    text = one_line(error)
     if isinstance(error, ml.MLError):
         return text
     if isinstance(error, MemoryError):

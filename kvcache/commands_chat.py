@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import signal
 import sys
 import threading
@@ -14,13 +15,16 @@ import typer
 from rich.console import Console
 
 import ml
+from kvcache.chat_input import Reader, files_beginning, words_of
 from kvcache.commands import app, reported
 from kvcache.commands_inspect import show, write_page
+from kvcache.completing import stores
 from kvcache.options import (
     BackendName,
     CacheDtype,
     Debug,
     Device,
+    Devices,
     Dtype,
     MaxTokens,
     ModelPath,
@@ -29,8 +33,9 @@ from kvcache.options import (
     Temperature,
     TopK,
     TopP,
-    device_options,
+    open_backend_for,
 )
+from kvcache.progress import bars_until_done, draws
 from kvcache.runner.config import load_config
 from kvcache.runner.conversations import Conversations
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Tier
@@ -40,10 +45,13 @@ from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Settings, Token
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.tiers import HostTier
+from kvcache.usage import one_line
 from kvcache.views.models import Picture
 from kvcache.views.terminal import Beneath
 
 __all__ = ["Chat", "chat"]
+
+Rows = list[tuple[str, str]]
 
 LIVE_NODES = 8
 """Nodes of the trie that are drawn below an answer."""
@@ -56,6 +64,7 @@ def chat(
     model: ModelPath = None,
     backend: BackendName = "numpy",
     device: Device = None,
+    devices: Devices = None,
     dtype: Dtype = Precision.F32,
     cache_dtype: CacheDtype = None,
     max_tokens: MaxTokens = 64,
@@ -67,11 +76,14 @@ def chat(
         int | None, typer.Option(help="Tokens per conversation.", min=2, show_default="the model's, to 4096")
     ] = None,
     store: Annotated[
-        str | None, typer.Option(help="A folder or URL that keeps conversations.", show_default="none")
+        str | None,
+        typer.Option(
+            help="A folder or URL that keeps conversations.", show_default="none", autocompletion=stores
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Hold several conversations with a model; what they share is computed once. /help lists what to type.
+    """Hold several conversations with a model; what they share is computed once. /help tells what to type.
 
     Reads lines from the terminal or a pipe. Ctrl-C stops an answer and keeps what there is of it.
 
@@ -80,13 +92,14 @@ def chat(
     with reported(debug):
         settings = Settings(max_tokens, temperature, top_k, top_p, seed)
         path = bundled_model() if model is None else model
-        load_config(path)
+        config = load_config(path)
         tokenizer = Tokenizer.load(path)
         stored = (cache_dtype or dtype).dtype
         options = EngineOptions(max_sequences=SEQUENCES, capacity=capacity, cache_dtype=stored)
         tiers: list[Tier] = [HostTier(), *([_url(store)] if store else [])]
-        with ml.open_backend(backend, **device_options(device)) as opened:
-            loaded = load_model(path, opened, dtype.dtype)
+        with open_backend_for(config, backend, device, devices) as opened:
+            with bars_until_done(quiet=False) as bars:
+                loaded = load_model(path, opened, dtype.dtype, bars.loading)
             with Engine(loaded, tokenizer, options, tiers) as engine:
                 Chat(Conversations(engine, tokenizer), settings).run()
 
@@ -101,14 +114,19 @@ class Chat:
         self._live = False
 
     def run(self) -> None:
-        """To the end of the input, or /quit."""
-        if sys.stdin.isatty():
+        """To the end of the input, or /quit. Ctrl-C ends it only where the input is no terminal."""
+        reader = Reader(self.completions, _show)
+        if reader.typed:
             _show(f"{self._name}: type a text to be continued, or /help")
-        while not self._ended and (line := self._read()) is not None:
+        while not self._ended and (line := reader.read(f"{self._name}> ")) is not None:
             try:
                 self.take(line)
             except ml.MLError as error:
-                _show(" ".join(str(error).split()))
+                _show(one_line(error))
+            except KeyboardInterrupt:
+                if not reader.typed:
+                    raise
+                _show("\ninterrupted; the conversations are as they were")
 
     def take(self, line: str) -> None:
         """One line. What it is refused for is raised, and nothing has changed then."""
@@ -117,10 +135,12 @@ class Chat:
         if not line.startswith("/"):
             self._say(line)
             return
-        name, *arguments = line[1:].split()
+        name, *arguments = words_of(line[1:]) or [""]
         found = _COMMANDS.get(name)
         if found is None:
-            raise RequestError(f"there is no /{name}; /help lists what there is")
+            close = difflib.get_close_matches(name, _COMMANDS, 1)
+            meant = f"did you mean /{close[0]}? " if close else ""
+            raise RequestError(f"there is no /{name}; {meant}/help lists what there is")
         least, most = found.arguments
         if not least <= len(arguments) <= most:
             raise RequestError(f"usage: {found.usage}")
@@ -130,26 +150,32 @@ class Chat:
     def _name(self) -> str:
         return self.conversations.current.name
 
-    def _read(self) -> str | None:
-        if not sys.stdin.isatty():
-            line = sys.stdin.readline()
-            return line.rstrip("\r\n") if line else None
-        while True:
-            try:
-                return input(f"{self._name}> ")
-            except EOFError:
-                return None
-            except KeyboardInterrupt:
-                _show("\n/quit or Ctrl-D leaves")
+    def completions(self, before: str, word: str) -> list[str]:
+        """What ``word`` may become: a command, a conversation's name, a file."""
+        if not before.strip():
+            return [each.begun for name, each in _COMMANDS.items() if f"/{name}".startswith(word)]
+        found = _COMMANDS.get(before.split()[0].removeprefix("/"))
+        if not before.startswith("/") or found is None:
+            return []
+        expected = found.usage.split()[1:]
+        at = len(before.split()) - 1
+        kind = expected[at].strip("[]") if at < len(expected) else ""
+        if kind == "FILE":
+            return files_beginning(word)
+        known = (each.name for each in self.conversations)
+        return [name for name in known if name.startswith(word)] if kind == "NAME" else []
 
     def _say(self, text: str) -> None:
         count = 0
         with (
             stop_flag() as stopped,
             contextlib.closing(self.conversations.say(text, self.settings)) as events,
+            bars_until_done(quiet=self._draws) as bars,
             self._answer() as write,
         ):
             for event in events:
+                if not isinstance(event, Failed):
+                    bars.event(event)
                 if isinstance(event, Token):
                     count += event.token is not None
                     write(event.text)
@@ -162,11 +188,15 @@ class Chat:
     @contextlib.contextmanager
     def _answer(self) -> Iterator[Callable[[str], None]]:
         """Where an answer is written: on a terminal, after /live, with the cache drawn below it."""
-        if not self._live or not sys.stdout.isatty():
+        if not self._draws:
             yield _write
             return
         with Beneath(lambda: self._picture(LIVE_NODES), Console(highlight=False)) as below:
             yield below.write
+
+    @property
+    def _draws(self) -> bool:
+        return self._live and draws(sys.stdout)
 
     def _picture(self, nodes: int = 100) -> Picture:
         decode = self.conversations.tokenizer.decode
@@ -177,7 +207,7 @@ class Chat:
     def inspect(self, file: str = "") -> None:
         """Draw what is kept, and the cells; or write the page."""
         if not file:
-            show(self._picture(), Console(highlight=False) if sys.stdout.isatty() else None)
+            show(self._picture(), Console(highlight=False) if draws(sys.stdout) else None)
             return
         write_page(self._picture(), Path(file).expanduser())
         _show(f"wrote {file}")
@@ -212,15 +242,20 @@ class Chat:
     def show(self) -> None:
         _show(self.conversations.text())
 
-    def stats(self) -> None:
-        current, engine = self.conversations.current, self.conversations.engine
-        rows = [
+    def names(self) -> None:
+        _show_rows(self._listed())
+
+    def _listed(self) -> Rows:
+        """The current one is marked."""
+        current = self.conversations.current
+        return [
             (f"{'*' if each is current else ' '} {each.name}", f"{len(each.tokens)} tokens")
             for each in self.conversations
         ]
-        rows += [(f"  {name}", value) for name, value in _figures(engine)]
-        width = max(len(name) for name, _ in rows) + 2
-        _show("\n".join(f"{name:<{width}}{value}" for name, value in rows))
+
+    def stats(self) -> None:
+        figures = _figures(self.conversations.engine)
+        _show_rows([*self._listed(), *((f"  {name}", value) for name, value in figures)])
 
     def help(self) -> None:
         width = max(len(each.usage) for each in _COMMANDS.values()) + 2
@@ -234,13 +269,16 @@ class Chat:
 class _Command:
     def __init__(self, usage: str, what: str, run: Callable[..., None]) -> None:
         self.usage, self.what, self.run = usage, what, run
-        words = usage.split()[1:]
+        name, *words = usage.split()
+        self.begun = f"{name} " if words else name
+        """As far as it is typed for whoever asks for its completion."""
         self.arguments = sum(not word.startswith("[") for word in words), len(words)
 
 
 _COMMANDS = {
     "switch": _Command("/switch NAME", "go to another conversation, or begin it", Chat.switch),
     "fork": _Command("/fork NAME", "begin a conversation with all of this one", Chat.fork),
+    "list": _Command("/list", "the conversations, and how long they are", Chat.names),
     "undo": _Command("/undo", "take the last turn and its answer back", Chat.undo),
     "show": _Command("/show", "print all of this conversation", Chat.show),
     "save": _Command("/save FILE", "write it to a file, for /load or kvcache load", Chat.save),
@@ -253,7 +291,7 @@ _COMMANDS = {
 }
 
 
-def _figures(engine: Engine) -> list[tuple[str, str]]:
+def _figures(engine: Engine) -> Rows:
     """What was computed, where the rest came from, and what is kept."""
     totals, reused = engine.statistics, engine.prefix.stats
     origins = {"live": reused.live, "device": reused.device, "host": reused.host, "store": reused.store}
@@ -301,3 +339,8 @@ def _write(text: str) -> None:
 
 def _show(text: str) -> None:
     _write(f"{text}\n")
+
+
+def _show_rows(rows: Rows) -> None:
+    width = max(len(name) for name, _ in rows) + 2
+    _show("\n".join(f"{name:<{width}}{value}" for name, value in rows))

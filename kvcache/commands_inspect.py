@@ -14,14 +14,16 @@ from rich.live import Live
 
 import ml
 from kvcache.commands import app, reported
-from kvcache.options import BackendName, Debug, Device, ModelPath, device_options
+from kvcache.completing import stores_and_conversations
+from kvcache.options import BackendName, Debug, Device, Json, ModelPath, Quiet, device_options
+from kvcache.progress import Bars, bars_until_done, draws
 from kvcache.runner.config import load_config
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.errors import RunnerError
 from kvcache.runner.generate import check_prompt
 from kvcache.runner.identity import files_digest
 from kvcache.runner.loading import bundled_model, load_model
-from kvcache.runner.requests import Settings
+from kvcache.runner.requests import Event, Settings
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
 from kvcache.stores.sizes import parse_bytes
@@ -42,7 +44,11 @@ _SPARE = 4
 @app.command()
 def inspect(
     target: Annotated[
-        str | None, typer.Argument(help="A store's folder or file:// URL, or a saved conversation.")
+        str | None,
+        typer.Argument(
+            help="A store's folder or file:// URL, or a saved conversation.",
+            autocompletion=stores_and_conversations,
+        ),
     ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Instead: run these, and draw the cache; repeatable.")
@@ -58,8 +64,9 @@ def inspect(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a page that needs no other file.", show_default="no")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_json: Json = False,
     as_text: Annotated[bool, typer.Option("--text", help="Print plain text, without colours.")] = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Draw what is kept: the entries of a store, a saved conversation, or trie and cells of a run.
@@ -72,12 +79,15 @@ def inspect(
         limit = parse_bytes(budget)
         if (target is None) == (not prompt):
             raise RunnerError("inspect: give a store or a saved conversation, or --prompt to run one")
-        console = None if as_json or as_text or not sys.stdout.isatty() else Console(highlight=False)
+        console = None if as_json or as_text or not draws(sys.stdout) else Console(highlight=False)
         if target is not None:
             picture = look_at(target, limit, nodes, model)
         else:
             path = bundled_model() if model is None else model
-            picture = demonstrate(path, backend, device, prompt or [], max_tokens, limit, nodes, console)
+            with bars_until_done(as_json or quiet) as bars:
+                picture = demonstrate(
+                    path, backend, device, prompt or [], max_tokens, limit, nodes, console, bars
+                )
         if html is not None:
             write_page(picture, html)
         show(picture, console, as_json)
@@ -116,25 +126,27 @@ def demonstrate(
     budget: int | None,
     nodes: int,
     console: Console | None,
+    bars: Bars | None = None,
 ) -> Picture:
     """Generate for all prompts over one PrefixCache; all but the last are done when the picture is taken."""
+    bars = bars or Bars(None)
     config, tokenizer = load_config(path), Tokenizer.load(path)
     tokens = [check_prompt(tokenizer.encode(text), config, config.max_positions) for text in prompts]
     longest = max(map(len, tokens))
     capacity = min(config.max_positions, longest + max_tokens + _SPARE)
     options = EngineOptions(max_sequences=max(2, min(4, len(prompts))), capacity=capacity, budget=budget)
     with ml.open_backend(backend, **device_options(device)) as opened:
-        loaded = load_model(path, opened, ml.DType.F32)
+        loaded = load_model(path, opened, ml.DType.F32, bars.loading)
         with Engine(loaded, tokenizer, options, [HostTier(HOST_BUDGET)]) as engine:
 
             def take() -> Picture:
                 return engine.prefix.render(tokenizer.decode, nodes)
 
             if console is None:
-                return _run(engine, tokens, max_tokens, take, lambda: None)
+                return _run(engine, tokens, max_tokens, take, bars.event)
             watched = Watched(take)
             with Live(watched, console=console, transient=True, auto_refresh=False) as live:
-                return _run(engine, tokens, max_tokens, take, live.refresh)
+                return _run(engine, tokens, max_tokens, take, lambda event: live.refresh())
 
 
 def _run(
@@ -142,7 +154,7 @@ def _run(
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     take: Callable[[], Picture],
-    refresh: Callable[[], None],
+    told: Callable[[Event], None],
 ) -> Picture:
     """One request after another, so that each finds what those before it left; the last one stays open."""
     picture: Picture | None = None
@@ -152,9 +164,9 @@ def _run(
             for event in engine.step():
                 if isinstance(event, Failed):
                     raise event.error
+                told(event)
             if engine.running and i == len(prompts) - 1:
                 picture = take()
-            refresh()
     return picture or take()
 
 

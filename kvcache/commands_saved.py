@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,23 +11,28 @@ from typing import Annotated, Any
 import typer
 
 import ml
-from kvcache.commands import app, reported, screen_for
+from kvcache.commands import app, reported
+from kvcache.completing import conversations
 from kvcache.options import (
     BackendName,
     CacheDtype,
     Debug,
     Device,
+    Devices,
     Dtype,
     Json,
     MaxTokens,
     ModelPath,
     Precision,
+    Quiet,
     Seed,
     Temperature,
     TopK,
     TopP,
-    device_options,
+    open_backend_for,
 )
+from kvcache.progress import bars_until_done
+from kvcache.prompts import text_or_stdin
 from kvcache.runner.config import ModelConfig, load_config
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.generate import check_prompt
@@ -37,18 +42,19 @@ from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Finished, Settings
 from kvcache.runner.saved import ConversationError, adopt, capture, read, write
 from kvcache.runner.tokenizer import Tokenizer
-from kvcache.screen import Screen
+from kvcache.screen import Screen, screen_for
 
 __all__ = ["load", "save"]
 
 
 @app.command()
 def save(
-    prompt: Annotated[str, typer.Option(help="The text that the conversation begins with.")],
+    prompt: Annotated[str, typer.Option(help="What the conversation begins with. -: standard input.")],
     out: Annotated[Path, typer.Option(help="The file to write.")],
     model: ModelPath = None,
     backend: BackendName = "numpy",
     device: Device = None,
+    devices: Devices = None,
     dtype: Dtype = Precision.F32,
     cache_dtype: CacheDtype = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate; 0: the prompt alone.", min=0)] = 0,
@@ -57,6 +63,7 @@ def save(
     top_p: TopP = 1.0,
     seed: Seed = None,
     as_json: Json = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Compute a prompt, and an answer if asked, and keep the conversation in a file.
@@ -68,11 +75,12 @@ def save(
         path = bundled_model() if model is None else model
         config, tokenizer = load_config(path), Tokenizer.load(path)
         check_folder(out)
+        prompt = text_or_stdin(prompt)
         tokens = check_prompt(tokenizer.encode(prompt), config, config.max_positions)
         stored = (cache_dtype or dtype).dtype
         head: dict[str, Any] = {"model": str(path), "backend": backend, "dtype": dtype.dtype.name}
-        screen = screen_for([prompt], as_json, head)
-        with opened(path, backend, device, dtype.dtype, screen) as loaded:
+        screen = screen_for([prompt], as_json, head, quiet)
+        with opened(path, (backend, device, devices), dtype.dtype, screen, head) as loaded:
             options = options_for(config, len(tokens) + max_tokens, stored)
             with Engine(loaded, tokenizer, options) as engine:
                 answer = answered(engine, tokens, settings, screen) if max_tokens else None
@@ -80,18 +88,21 @@ def save(
                 if answer is not None:
                     screen.finish([answer], engine.statistics, engine.cache_bytes)
         if as_json and not max_tokens:
-            typer.echo(json.dumps(head, ensure_ascii=False))
-        elif not as_json:
+            typer.echo(json.dumps({**head, "outputs": [], "statistics": None}, ensure_ascii=False))
+        elif not as_json and not quiet:
             typer.echo(saved_line(saved))
 
 
 @app.command()
 def load(
-    file: Annotated[Path, typer.Argument(help="What kvcache save wrote.")],
-    prompt: Annotated[str, typer.Option(help="A text to go on with.", show_default="none")] = "",
+    file: Annotated[Path, typer.Argument(help="What kvcache save wrote.", autocompletion=conversations)],
+    prompt: Annotated[
+        str, typer.Option(help="A text to go on with. -: standard input.", show_default="none")
+    ] = "",
     model: ModelPath = None,
     backend: BackendName = "numpy",
     device: Device = None,
+    devices: Devices = None,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -101,6 +112,7 @@ def load(
         Path | None, typer.Option(help="Save the conversation anew, to this file.", show_default="no")
     ] = None,
     as_json: Json = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Go on with a saved conversation, on any backend: nothing of it is computed again.
@@ -111,7 +123,9 @@ def load(
     """
     with reported(debug):
         settings = Settings(max_tokens, temperature, top_k, top_p, seed)
-        saved = read(file)
+        prompt = text_or_stdin(prompt)
+        with bars_until_done(as_json or quiet) as bars:
+            saved = read(file, bars.reading)
         path = bundled_model() if model is None else model
         config, tokenizer = load_config(path), Tokenizer.load(path)
         check_folder(out)
@@ -123,28 +137,40 @@ def load(
         if len(tokens) == saved.evaluated:
             raise ConversationError(f"{file}: the conversation came to its end; go on with --prompt")
         head: dict[str, Any] = {"file": str(file), "model": str(path), "backend": backend}
-        screen = screen_for([tokenizer.decode(saved.tokens) + prompt], as_json, head)
-        with opened(path, backend, device, saved.dtype, screen) as loaded:
+        screen = screen_for([tokenizer.decode(saved.tokens) + prompt], as_json, head, quiet)
+        with opened(path, (backend, device, devices), saved.dtype, screen, head) as loaded:
             options = options_for(config, len(tokens) + max_tokens, saved.cache_dtype)
             with Engine(loaded, tokenizer, options, identity=identity) as engine:
-                adopt(engine, saved)
+                with bars_until_done(as_json or quiet) as bars:
+                    bars.wait("restoring")
+                    adopt(engine, saved)
                 answer = answered(engine, tokens, settings, screen)
                 if out is not None:
                     head["saved"] = _saved(engine, answer, tokens, out)
                 screen.finish([answer], engine.statistics, engine.cache_bytes)
-        if "saved" in head and not as_json:
+        if "saved" in head and not as_json and not quiet:
             typer.echo(saved_line(head["saved"]))
 
 
 @contextmanager
-def opened(path: Path, backend: str, device: str | None, dtype: ml.DType, screen: Screen) -> Iterator[Any]:
-    """The model on its backend; whatever happens, the screen is put back."""
+def opened(
+    path: Path,
+    place: tuple[str, str | None, str | None],
+    dtype: ml.DType,
+    screen: Screen,
+    head: Mapping[str, Any],
+) -> Iterator[Any]:
+    """The model on ``place``: backend, device, devices. Whatever happens, the screen is put back.
+
+    Ctrl-C says what came of the file: ``head`` has "saved" once it is written.
+    """
     try:
-        with ml.open_backend(backend, **device_options(device)) as found:
+        with open_backend_for(load_config(path), *place) as found:
             yield load_model(path, found, dtype, screen.loading)
     except KeyboardInterrupt:
         screen.stop()
-        raise KeyboardInterrupt("interrupted; nothing was saved") from None
+        file = head.get("saved", {}).get("file")
+        raise KeyboardInterrupt(f"interrupted; {file or 'nothing'} was saved") from None
     finally:
         screen.stop()
 

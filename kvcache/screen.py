@@ -1,4 +1,7 @@
-"""What the command shows while it generates: a live screen on a terminal, else plain text."""
+"""What the command shows while it generates: a live screen on a terminal, else plain text.
+
+Text goes to stdout, bars to stderr. ``quiet`` leaves the text alone.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,18 @@ from typing import Any, Protocol
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from kvcache.progress import Bars, bars_for, draws
 from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Event, Finished, Prefilled, Started, Statistics, Token
 
-__all__ = ["JsonScreen", "LiveScreen", "PlainScreen", "Screen", "Totals", "summary_rows"]
+__all__ = ["JsonScreen", "LiveScreen", "PlainScreen", "Screen", "Totals", "screen_for", "summary_rows"]
+
+
+_TABLE_WIDTH = 40
+"""Columns that the summary's table needs; in fewer, its rows are lines, which any terminal wraps."""
 
 
 class Screen(Protocol):
@@ -45,6 +52,10 @@ def summary_rows(totals: Statistics, cache_bytes: int) -> list[tuple[str, str]]:
         ("decode", f"{totals.decode_tokens_per_second:.1f} tokens/s"),
         ("cache", human_bytes(cache_bytes)),
     ]
+
+
+def _lines(rows: Sequence[tuple[str, str]]) -> str:
+    return "".join(f"{name:<17} {value}\n" for name, value in rows)
 
 
 class Totals:
@@ -85,14 +96,17 @@ class Totals:
 class PlainScreen:
     """No terminal: the text of one prompt as it comes, of several as blocks; then the summary."""
 
-    def __init__(self, prompts: Sequence[str]) -> None:
+    def __init__(self, prompts: Sequence[str], bars: Bars | None = None, quiet: bool = False) -> None:
         self._prompts = prompts
+        self._bars = bars or Bars(None)
+        self._quiet = quiet
         self._open = False
 
     def loading(self, done: int, total: int) -> None:
-        pass
+        self._bars.loading(done, total)
 
     def event(self, event: Event) -> None:
+        self._bars.event(event)
         if len(self._prompts) > 1:
             return
         if isinstance(event, Started):
@@ -101,6 +115,7 @@ class PlainScreen:
             self._write(event.text)
 
     def stop(self) -> None:
+        self._bars.stop()
         if self._open:
             self._write("\n")
             self._open = False
@@ -109,9 +124,11 @@ class PlainScreen:
         if len(self._prompts) > 1:
             for prompt, answer in zip(self._prompts, answers, strict=True):
                 self._write(f"[{answer.request + 1}] {prompt}{answer.text}\n\n")
+        if self._quiet:
+            return
         rows = summary_rows(totals, cache_bytes)
         self._write("\n" if len(self._prompts) == 1 else "")
-        self._write("".join(f"{name:<17} {value}\n" for name, value in rows))
+        self._write(_lines(rows))
 
     def _write(self, text: str) -> None:
         sys.stdout.write(text)
@@ -152,53 +169,64 @@ class JsonScreen:
 
 
 class LiveScreen:
-    """A terminal: a loading bar, then the text above a progress line that follows it.
+    """A terminal: bars until there is text, then the text above a progress line that follows it.
 
     Whole lines are printed above the live part, which holds the line being written and the progress
     line: so a long text scrolls as any other output does.
     """
 
-    def __init__(self, prompts: Sequence[str], console: Console) -> None:
+    def __init__(
+        self, prompts: Sequence[str], console: Console, bars: Bars | None = None, quiet: bool = False
+    ) -> None:
         self._prompts = prompts
         self._console = console
+        self._bars = bars or Bars(None)
+        self._quiet = quiet
         self._totals = Totals()
+        self._whole: list[str] = []
+        """Lines of the prompt: shown with the first token, above which the bars were."""
         self._line = ""
         self._live: Live | None = None
-        columns = (TextColumn("loading"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"))
-        self._bar = Progress(*columns, console=console, transient=True)
-        self._task = self._bar.add_task("loading", total=None)
 
     def loading(self, done: int, total: int) -> None:
-        self._bar.start()
-        self._bar.update(self._task, completed=done, total=total)
-        if done == total:
-            self._bar.stop()
+        self._bars.loading(done, total)
 
     def event(self, event: Event) -> None:
-        if self._live is None:
-            self._live = Live(console=self._console, transient=True, refresh_per_second=12)
-            self._live.start()
         self._totals.take(event)
-        whole: list[str] = []
         if len(self._prompts) == 1:
             if isinstance(event, Started):
-                whole = self._text(self._prompts[0])
+                self._whole += self._text(self._prompts[0])
             elif isinstance(event, Token):
-                whole = self._text(event.text)
-        line = self._totals.line(len(self._prompts))
+                self._whole += self._text(event.text)
+        if self._live is None and isinstance(event, (Started, Prefilled)):
+            self._bars.event(event)
+        else:
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._live is None:
+            self._bars.stop()
+            self._live = Live(console=self._console, transient=True, refresh_per_second=12)
+            self._live.start()
+        line = "" if self._quiet else self._totals.line(len(self._prompts))
         status = Text(line, style="dim", no_wrap=True, overflow="ellipsis")
         self._live.update(Group(Text(self._line), status) if self._line else status)
-        for line in whole:  # after the update, which the next refresh shows below them
+        self._print_whole()  # after the update, which the next refresh shows below them
+
+    def _print_whole(self) -> None:
+        whole, self._whole = self._whole, []
+        for line in whole:
             self._console.print(Text(line))
 
     def stop(self) -> None:
-        self._bar.stop()
+        self._bars.stop()
         if self._live is not None:
             self._live.stop()
             self._live = None
-            if self._line:
-                self._console.print(Text(self._line))
-                self._line = ""
+        self._print_whole()
+        if self._line:
+            self._console.print(Text(self._line))
+            self._line = ""
 
     def finish(self, answers: Sequence[Finished], totals: Statistics, cache_bytes: int) -> None:
         if len(self._prompts) > 1:
@@ -206,10 +234,16 @@ class LiveScreen:
                 body = Text.assemble((prompt, "bold"), answer.text)
                 title = f"{answer.request + 1} · reused {answer.reused} · computed {answer.computed}"
                 self._console.print(Panel(body, title=title, title_align="left"))
+        if self._quiet:
+            return
+        rows = summary_rows(totals, cache_bytes)
+        if self._console.width < _TABLE_WIDTH:
+            self._console.print(Text(_lines(rows), end=""))
+            return
         table = Table(show_header=False)
         table.add_column(style="dim")
         table.add_column(justify="right")
-        for name, value in summary_rows(totals, cache_bytes):
+        for name, value in rows:
             table.add_row(name, value)
         self._console.print(table)
 
@@ -224,3 +258,13 @@ class LiveScreen:
             line = line[cut:].removeprefix(" ")
         self._line = line
         return whole
+
+
+def screen_for(prompts: Sequence[str], as_json: bool, head: dict[str, Any], quiet: bool = False) -> Screen:
+    """A live screen where stdout is a terminal that can be drawn on; else plain text, or one JSON object."""
+    if as_json:
+        return JsonScreen(prompts, head)
+    bars = bars_for(quiet, len(prompts))
+    if not draws(sys.stdout):
+        return PlainScreen(prompts, bars, quiet)
+    return LiveScreen(prompts, Console(highlight=False, soft_wrap=False), bars, quiet)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import kvcache.cli
+import kvcache.runner.saved
 import ml
+from kvcache.commands_chat import Chat
 from kvcache.runner.conversations import Conversations
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.errors import RequestError
@@ -240,10 +244,109 @@ def test_what_is_wrong_is_one_line_and_the_chat_goes_on() -> None:
 
 def test_help_names_every_command() -> None:
     shown = chat("/help")
-    for name in ("switch", "fork", "undo", "show", "save", "load", "stats", "help", "quit"):
+    for name in ("switch", "fork", "list", "undo", "show", "save", "load", "stats", "help", "quit"):
         assert f"/{name}" in shown
-    result = CliRunner().invoke(kvcache.cli.app, ["chat", "--help"], env={"COLUMNS": "200"})
-    assert "Example: kvcache chat" in result.stdout
+
+
+def test_list_names_the_conversations_and_marks_the_current_one() -> None:
+    shown = chat("And God said unto Noah,", "/fork two", "/switch three", "/list").splitlines()
+    assert shown[-3:] == ["  main   17 tokens", "  two    17 tokens", "* three  0 tokens"]
+
+
+def test_a_misspelt_command_is_answered_with_the_one_that_is_meant() -> None:
+    shown = chat("/swich two", "/", "/ two").splitlines()
+    assert shown[0] == "there is no /swich; did you mean /switch? /help lists what there is"
+    assert shown[1] == "there is no /; /help lists what there is"
+
+
+def test_quotes_keep_the_blanks_in_a_files_name(tmp_path: Path) -> None:
+    path = tmp_path / "in the beginning.kv"
+    shown = chat("And God said", f'/save "{path}"', f"/load '{path}' two", '/load "', "/list").splitlines()
+    assert path.exists()
+    assert shown[2] == "two: 12 tokens"
+    assert shown[3] == '/load ": a quotation mark is not closed'
+    assert shown[-1] == "* two   12 tokens"
+
+
+# Typed at a keyboard.
+
+
+@pytest.fixture
+def small(make_model: Make, numpy_backend: ml.Backend) -> Iterator[Chat]:
+    folder = make_model()
+    tokenizer = Tokenizer.load(folder)
+    with Engine(load_model(folder, numpy_backend), tokenizer, EngineOptions(max_sequences=2)) as engine:
+        yield Chat(Conversations(engine, tokenizer), FEW)
+
+
+def test_commands_names_and_files_are_completed(
+    small: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "noah.kv").touch()
+    (tmp_path / "notes").mkdir()
+    for name in ("two", "three"):
+        small.take(f"/fork {name}")
+    cases = {
+        ("", "/s"): ["/switch ", "/show", "/save ", "/stats"],
+        ("", "/q"): ["/quit"],
+        ("", "And"): [],
+        ("/switch ", "t"): ["two", "three"],
+        ("/switch ", ""): ["main", "two", "three"],
+        ("/switch two ", ""): [],
+        ("/load ", "no"): ["noah.kv", "notes/"],
+        ("/load noah.kv ", "ma"): ["main"],
+        ("/load ", "/no/such/folder/x"): [],
+        ("/show ", ""): [],
+        ("/nonsense ", ""): [],
+        ("And God ", "s"): [],
+    }
+    for (before, word), expected in cases.items():
+        assert sorted(small.completions(before, word)) == sorted(expected), (before, word)
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, lines: Iterable[str]) -> None:
+    """As if the lines came from a keyboard, and Ctrl-D after them."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    left = iter(lines)
+
+    def line(prompt: str) -> str:
+        for text in left:
+            return text
+        raise EOFError
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", line)
+
+
+def test_ctrl_c_in_a_command_leaves_the_conversations_as_they_were(
+    small: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.kv"
+    small.take("abc")
+    small.take(f"/save {path}")
+    before = path.read_bytes()
+
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    typed(monkeypatch, [f"/load {path} two", f"/save {path}", "/list"])
+    with monkeypatch.context() as patch:
+        patch.setattr(kvcache.runner.saved, "from_page", interrupted)
+        patch.setattr(os, "fsync", interrupted)
+        capsys.readouterr()
+        small.run()
+    shown = capsys.readouterr().out
+    assert shown.count("interrupted; the conversations are as they were") == 2
+    assert shown.splitlines()[-1].startswith("* main")
+    assert [each.name for each in small.conversations] == ["main"]
+    assert path.read_bytes() == before
+    assert list(tmp_path.glob(".*.tmp")) == []
+    small.take(f"/load {path} two")
 
 
 def test_a_store_keeps_what_was_said_for_the_next_chat(tmp_path: Path) -> None:

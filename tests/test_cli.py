@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from typer.testing import CliRunner
 import kvcache.cli
 import kvcache.commands
 import ml
+from kvcache.progress import Bars
 from kvcache.runner.errors import ModelError
 from kvcache.runner.generate import Generator
 from kvcache.runner.loading import bundled_model
@@ -244,6 +246,9 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
+    assert result.stderr.count("\n") == 1, "one line"
+    assert result.stderr.startswith("kvcache")
+    assert "--help lists what there is" in result.stderr
 
 
 def test_debug_shows_the_trace(tmp_path: Path) -> None:
@@ -253,6 +258,33 @@ def test_debug_shows_the_trace(tmp_path: Path) -> None:
     assert "Traceback" in loud.stderr
     assert loud.stderr.splitlines()[-1] == quiet.stderr.strip()
     assert loud.exit_code == quiet.exit_code == 1
+
+
+FAILING: dict[str, list[object]] = {
+    "generate": ["--prompt", "x", "--model", "/no/such/model"],
+    "chat": ["--model", "/no/such/model"],
+    "save": ["--prompt", "x", "--out", "/no/such/folder/c.kv"],
+    "load": ["/no/such/file.kv"],
+    "inspect": ["/no/such/store"],
+    "bench": ["--backend", "abacus"],
+    "conformance": ["--backend", "abacus"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [(name, []) for name in FAILING] + [(name, ["--json"]) for name in FAILING if name != "chat"],
+)
+def test_every_command_says_an_error_in_one_line_and_shows_the_trace_with_debug(
+    name: str, option: list[str]
+) -> None:
+    quiet, loud = run(name, *FAILING[name], *option), run(name, *FAILING[name], *option, "--debug")
+    for result in (quiet, loud):
+        assert (result.exit_code, result.stdout) == (1, "")
+    assert quiet.stderr.startswith("kvcache: ")
+    assert quiet.stderr.count("\n") == 1
+    assert "Traceback" in loud.stderr
+    assert loud.stderr.endswith(quiet.stderr)
 
 
 @pytest.mark.parametrize(
@@ -318,6 +350,29 @@ def test_a_real_ctrl_c(stories: Path) -> None:
     assert "Traceback" not in errors
 
 
+# Where the output goes.
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell")
+def test_a_reader_that_goes_away_ends_the_command_without_a_trace(stories: Path) -> None:
+    process = command("generate", "--model", stories, "--prompt", "Once", "--max-tokens", 500)
+    assert process.stdout is not None
+    assert process.stdout.read(4) == "Once"
+    process.stdout.close()
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) == 1
+    assert errors == ""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell")
+def test_without_a_standard_output_it_runs(make_model: Make) -> None:
+    line = f"{shlex.quote(sys.executable)} -m kvcache generate --model {make_model()} --prompt x >&-"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 # The command itself.
 
 
@@ -352,13 +407,6 @@ def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
 def test_cli_has_no_other_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = kvcache.cli.nonsense
-
-
-def test_help_shows_an_example_for_each_command() -> None:
-    for name in ("generate", "backends"):
-        result = run(name, "--help", env={"COLUMNS": "200"})
-        assert result.exit_code == 0
-        assert f"Example: kvcache {name}" in result.stdout
 
 
 def test_backends_lists_them_all() -> None:
@@ -405,7 +453,8 @@ def test_backends_tell_their_capabilities(name: str) -> None:
     if not rows[name]["available"]:
         pytest.skip(rows[name]["reason"])
     with ml.open_backend(name) as backend:
-        kinds = (ml.SupportsAttention, ml.SupportsRope, ml.SupportsCacheConfig, ml.SupportsKVStore)
+        names = ("Attention", "Rope", "CacheConfig", "KVStore", "Distributed")
+        kinds = [getattr(ml, f"Supports{name}") for name in names]
         expected = [kind.__name__ for kind in kinds if isinstance(backend, kind)]
     assert "SupportsAttention" in expected
     assert rows[name]["capabilities"] == expected
@@ -467,7 +516,7 @@ def answer(request: int, text: str) -> Finished:
 
 def test_the_live_screen_streams_whole_lines_and_ends_clean() -> None:
     terminal = Terminal(40)
-    screen = LiveScreen(["In the"], terminal.console)
+    screen = LiveScreen(["In the"], terminal.console, Bars(terminal.console))
     for done in range(1, 4):
         screen.loading(done, 3)
     screen.event(Started(0, 4, 1))
@@ -479,7 +528,7 @@ def test_the_live_screen_streams_whole_lines_and_ends_clean() -> None:
     screen.stop()
     screen.finish([answer(0, words)], Statistics(4, 1, 3, 9, 8, 0.5, 0.5), 4096)
     text = terminal.text
-    assert "3/3" in text
+    assert "2/3 tensors" in text
     assert "tok/s" in text
     assert "In the beginning God created the heaven\n" in text
     assert "and the earth.\n" in text

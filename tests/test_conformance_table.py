@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ml.testing import table
-from ml.testing.table import Result, Run, render
+from ml.testing.results import Result, Run, run_suites
+from ml.testing.table import render
 
 DTYPES = ("F32", "F16", "I8")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -64,7 +64,7 @@ def test_it_counts_what_the_suite_reports(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_run_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ended with 4"):
-        table._run("nonesuch", ["ml.testing"], tmp_path / "nonesuch.json")
+        run_suites("nonesuch", tmp_path / "nonesuch.json")
 
 
 def test_the_page_in_the_docs_says_that_all_pass() -> None:

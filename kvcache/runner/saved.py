@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from kvcache.stores import Page, SnapshotCorrupt, pack, strict_json, unpack
 __all__ = ["ConversationError", "SavedConversation", "adopt", "capture", "read", "write"]
 
 FORMAT = "kvcache.conversation/1"
+_BLOCK = 16 << 20
+"""Bytes that are read between two looks at the progress."""
 _FIELDS = {"format", "tokens", "evaluated", "model", "cache", "snapshot"}
 
 
@@ -87,6 +89,11 @@ def adopt(engine: Engine, saved: SavedConversation) -> None:
     Raises ConversationError for one of another model or kind of cache, CacheFullError where it does not
     fit.
     """
+    parts = [model.get("tensor_parallel", "0/1") for model in (saved.model, engine.identity)]
+    if parts[0] != parts[1]:
+        raise ConversationError(
+            f"the conversation holds the heads of rank {parts[0]}, and this is rank {parts[1]} of the model"
+        )
     if dict(saved.model) != dict(engine.identity):
         raise ConversationError(
             "the conversation was saved with another model (its config.json, weights or dtype differ)"
@@ -123,11 +130,16 @@ def write(path: str | os.PathLike[str], saved: SavedConversation) -> int:
     return sum(part.nbytes for part in parts)
 
 
-def read(path: str | os.PathLike[str]) -> SavedConversation:
-    """Read a file and check it. Raises ConversationError for anything but a whole one."""
+def read(
+    path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None
+) -> SavedConversation:
+    """Read a file and check it; ``progress(done, total)`` counts the bytes.
+
+    Raises ConversationError for anything but a whole one.
+    """
     source = Path(path).expanduser()
     try:
-        page = unpack(np.fromfile(source, np.uint8))
+        page = unpack(_bytes(source, progress))
     except OSError as error:
         raise ConversationError(f"{source}: cannot be read ({error.strerror or error})") from error
     except SnapshotCorrupt as error:
@@ -141,6 +153,18 @@ def read(path: str | os.PathLike[str]) -> SavedConversation:
         raise ConversationError(f"{source}: a saved conversation whose fields make no sense")
     content = Page({"snapshot": meta["snapshot"]}, page.arrays)
     return SavedConversation(tuple(meta["tokens"]), meta["evaluated"], meta["model"], meta["cache"], content)
+
+
+def _bytes(source: Path, progress: Callable[[int, int], None] | None) -> np.ndarray:
+    with source.open("rb", buffering=0) as file:
+        total = os.fstat(file.fileno()).st_size
+        data = np.empty(total, np.uint8)
+        done = 0
+        while count := file.readinto(data[done : done + _BLOCK].data):
+            done += count
+            if progress is not None:
+                progress(done, total)
+    return data[:done]
 
 
 def _is_whole(meta: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["backend_name", "backend_options"]
 
 _SUITE = (
-    "aliasing", "backend", "casts", "compute", "copies", "creation", "harness", "movement",
+    "aliasing", "backend", "casts", "compute", "copies", "creation", "groups", "harness", "movement",
     "optional", "order", "reductions", "refusals", "rows", "samples", "stores",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"ml.testing.{name}" for name in _SUITE))
@@ -44,15 +44,20 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("--ml-backend-option needs --ml-backend=NAME")
         return
     backend_options(config)
-    from ml.plugins import available_backends
+    from ml.plugin_host import probe
+    from ml.plugins import registry
 
-    rows = {info.name: info for info in available_backends()}
-    if name not in rows:
-        raise pytest.UsageError(f"--ml-backend={name}: no such backend; there are {', '.join(rows)}")
-    if not rows[name].available:
+    specs, broken = registry().specs(), registry().broken()
+    if name in broken:
+        raise pytest.UsageError(f"--ml-backend={name}: its plugin is broken: {broken[name]}")
+    if name not in specs:
+        names = ", ".join([*specs, *broken])
+        raise pytest.UsageError(f"--ml-backend={name}: no such backend; there are {names}")
+    found = probe(specs[name])  # of this one alone: the others' frameworks are not imported
+    if not found.ok:
+        hint = specs[name].install_hint
         raise pytest.UsageError(
-            f"--ml-backend={name}: cannot run here: {rows[name].reason}; "
-            f"install it with: {rows[name].install_hint}"
+            f"--ml-backend={name}: cannot run here: {found.reason}; install it with: {hint}"
         )
 
 

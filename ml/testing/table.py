@@ -12,145 +12,32 @@ several machines come into one table.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import pytest
+from ml.testing.results import NO_TESTS, Result, Run, Selection, installed_suites, load, run_suites
 
-__all__ = ["Collector", "Result", "Run", "main", "render"]
+__all__ = ["main", "render"]
 
-SUITES = ("ml.testing", "kvcache.testing")
 OUTCOMES = ("pass", "absent", "n/a", "FAIL")
 _MANY = 8
 """More pairs of dtypes than this in one row are counted, not named."""
 
 
-class Result(NamedTuple):
-    """One test: the module it is written in, its name, operation and dtypes, and how it ended."""
-
-    area: str
-    test: str
-    operation: str
-    dtypes: str
-    outcome: str
-    reason: str
-
-
-class Run(NamedTuple):
-    """The results of one backend."""
-
-    name: str
-    version: str
-    results: tuple[Result, ...]
-
-    @property
-    def title(self) -> str:
-        return f"{self.name} {self.version}".rstrip()
-
-
-# In pytest: `-p ml.testing.table --ml-results=FILE` writes what the suite reports.
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("ml", "conformance of ml backends")
-    group.addoption(
-        "--ml-results", metavar="FILE", help="write the outcome of every test of the suites there"
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if path := config.getoption("--ml-results"):
-        config.pluginmanager.register(Collector(Path(path), str(config.getoption("--ml-backend"))))
-
-
-class Collector:
-    """Notes the outcome of every test, and writes them all at the end. One without an outcome failed."""
-
-    def __init__(self, path: Path, backend: str) -> None:
-        self.path, self.backend = path, backend
-        self.tests: dict[str, tuple[str, str, str, str]] = {}
-        self.outcomes: dict[str, tuple[str, str]] = {}
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.tests = {item.nodeid: _describe(item) for item in session.items}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.outcomes[report.nodeid] = "FAIL", report.when
-        elif report.skipped:
-            self.outcomes[report.nodeid] = _skipped(report)
-        elif report.when == "call":
-            self.outcomes[report.nodeid] = "pass", ""
-
-    def pytest_sessionfinish(self) -> None:
-        results = [(*test, *self.outcomes.get(nodeid, ("FAIL", ""))) for nodeid, test in self.tests.items()]
-        record = {"name": self.backend, "version": _version(self.backend), "results": results}
-        self.path.write_text(json.dumps(record, indent=0) + "\n", encoding="utf-8")
-
-
-def _describe(item: pytest.Item) -> tuple[str, str, str, str]:
-    function = getattr(item, "function", None)
-    params: Mapping[str, object] = getattr(getattr(item, "callspec", None), "params", {})
-    named = params.get("op", params.get("symbol", ""))
-    operation = named if isinstance(named, str) else ""
-    area = getattr(function, "__module__", "")
-    return area, getattr(function, "__name__", item.name), operation, "-".join(_dtypes(params.values()))
-
-
-def _dtypes(values: Iterable[object]) -> list[str]:
-    from ml.dtypes import DType
-
-    found: list[str] = []
-    for value in values:
-        if isinstance(value, DType):
-            found.append(value.name)
-        elif isinstance(value, tuple):
-            found += _dtypes(value)
-    return found
-
-
-def _skipped(report: pytest.TestReport) -> tuple[str, str]:
-    """A declared absence, or a test that asks nothing of this backend."""
-    reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
-    reason = reason.removeprefix("Skipped: ")
-    return ("absent" if reason.startswith("declared absent") else "n/a"), reason
-
-
-def _version(name: str) -> str:
-    from ml.plugins import available_backends
-
-    return next((info.version or "" for info in available_backends() if info.name == name), "")
-
-
 # Runs.
-
-
-def _run(name: str, suites: Sequence[str], path: Path) -> None:
-    """Run the suites on a backend in a process of its own. RuntimeError when pytest itself fails."""
-    options = f"--ml-backend={name} --ml-results={path} -q --tb=short -p no:cacheprovider -p no:xdist".split()
-    command = [sys.executable, "-m", "pytest", "-p", "ml.testing.table", "--pyargs", *suites, *options]
-    done = subprocess.run(command, stdout=sys.stderr, check=False)
-    if done.returncode not in (0, 1):  # 1: tests failed, which the table says
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}")
-
-
-def _load(path: Path) -> Run:
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return Run(record["name"], record["version"], tuple(Result(*row) for row in record["results"]))
 
 
 def _runs(names: Sequence[str], suites: Sequence[str], folder: Path) -> list[Run]:
     for name in names:
         if not (folder / f"{name}.json").exists():
-            _run(name, suites, folder / f"{name}.json")
-    return [_load(folder / f"{name}.json") for name in names]
+            code = run_suites(name, folder / f"{name}.json", Selection(suites))
+            if code == NO_TESTS:
+                (folder / f"{name}.json").unlink()
+                raise RuntimeError(f"{name}: pytest found no test to run in {', '.join(suites)}")
+    return [load(folder / f"{name}.json") for name in names]
 
 
 # Markdown.
@@ -274,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="keep reports there, and use them")
     given = parser.parse_args(arguments)
     names = given.ml_backends.split(",")
-    suites = [suite for suite in SUITES if importlib.util.find_spec(suite.partition(".")[0])]
+    suites = installed_suites()
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.results or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,236 @@
+"""``kvcache conformance``: the shipped suites on one backend, and what they came to, area by area."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import ml
+from kvcache.commands import app, reported
+from kvcache.completing import backend_names
+from kvcache.options import Debug, Device, Json, Quiet, device_options
+from kvcache.progress import bars_until_done, draws
+from kvcache.runner.errors import RunnerError
+
+if TYPE_CHECKING:
+    from ml.testing.results import Result, Run, Selection
+
+__all__ = ["conformance", "counted", "record"]
+
+NEEDED = ("pytest", "hypothesis")
+COLUMNS = {"pass": "passed", "absent": "absent", "n/a": "not_applicable", "FAIL": "failed"}
+"""What a test came to, as the suites say it and as it is called here."""
+HEADS = ("passed", "absent", "n/a", "failed")
+MOST = 20
+"""Failures that are listed."""
+
+
+class Suite(StrEnum):
+    """The suites that ship."""
+
+    ALL = "all"
+    ML = "ml"
+    KVCACHE = "kvcache"
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        names = {"ml": ("ml.testing",), "kvcache": ("kvcache.testing",)}
+        return names.get(self.value, ("ml.testing", "kvcache.testing"))
+
+
+@app.command()
+def conformance(
+    backend: Annotated[
+        str,
+        typer.Option(
+            "--backend", help="See: kvcache backends.", envvar="ML_BACKEND", autocompletion=backend_names
+        ),
+    ],
+    device: Device = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE, an option of ml.open_backend; repeatable.")
+    ] = None,
+    suite: Annotated[Suite, typer.Option(help="Of ml, of kvcache, or both.")] = Suite.ALL,
+    keyword: Annotated[
+        str | None, typer.Option("-k", "--keyword", help="Only these, as pytest's -k.", show_default="all")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Run the shipped suites on a backend, and count what passed, area by area. All of it takes minutes.
+
+    Absent is what the backend declares that it does not have, and refuses. Exit code 1 where a test failed.
+
+    Example: kvcache conformance --backend numpy -k "casts and F16"
+    """
+    with reported(debug):
+        _check_installed()
+        options = {**device_options(device), **_pairs(option or ())}
+        ml.open_backend(backend, **_opened_with(options)).close()  # what is wrong with it is told at once
+        from ml.testing.results import Selection
+
+        selection = Selection(suite.packages, keyword or "", options, isolated=True)
+        run = _run(backend, selection, as_json or quiet, debug)
+        if as_json:
+            typer.echo(json.dumps(record(run, selection), indent=2))
+        else:
+            _show(run, selection)
+        if any(result.outcome == "FAIL" for result in run.results):
+            raise typer.Exit(1)
+
+
+def _check_installed() -> None:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RunnerError(
+            f"conformance: {' and '.join(missing)} not installed; the suites need: "
+            "pip install 'ml-kvcache[testing]'"
+        )
+
+
+def _pairs(options: Sequence[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in options]
+    wrong = [text for text, (key, equals, value) in zip(options, pairs, strict=True) if not (key and value)]
+    if wrong:
+        raise typer.BadParameter(f"--option {wrong[0]}: it is KEY=VALUE")
+    return {key: value for key, _, value in pairs}
+
+
+def _opened_with(options: Mapping[str, str]) -> dict[str, Any]:
+    """As the suites' own ``--ml-backend-option`` reads them: ``dtype`` is a DType."""
+    dtype = options.get("dtype")
+    if dtype is None:
+        return {**options}
+    if dtype.upper() not in ml.DType.__members__:
+        raise typer.BadParameter(f"--option dtype={dtype}: one of {', '.join(ml.DType.__members__)}")
+    return {**options, "dtype": ml.DType[dtype.upper()]}
+
+
+def _run(backend: str, selection: Selection, quiet: bool, debug: bool) -> Run:
+    """What pytest prints is kept for an error, and shown with ``debug``."""
+    from ml.testing.results import NO_TESTS, load, run_suites
+
+    done = "before the first test"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        (Path(folder) / "log").open("w+", encoding="utf-8", errors="replace") as log,
+        bars_until_done(quiet) as bars,
+    ):
+
+        def told(count: int, total: int, failed: int) -> None:
+            nonlocal done
+            done = f"after {count} of {total} tests"
+            bars.show("tests", count, total, f"{count}/{total}{f', {failed} failed' if failed else ''}")
+
+        try:
+            bars.wait("collecting")
+            code = run_suites(backend, Path(folder) / "results.json", selection, log, told)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"interrupted {done}") from None
+        except RuntimeError as error:
+            raise RunnerError(f"conformance: pytest failed {done}: {_last(log)}; --debug shows it") from error
+        finally:
+            bars.stop()
+            if debug:
+                log.seek(0)
+                sys.stderr.write(log.read())
+        if code == NO_TESTS:
+            raise typer.BadParameter(f"-k {selection.keyword!r} selects no test")
+        return load(Path(folder) / "results.json")
+
+
+def _last(log: Any) -> str:
+    """The last line of what pytest said that is not empty."""
+    log.seek(0)
+    lines = [line.strip() for line in log.read().splitlines() if line.strip()]
+    return lines[-1].removeprefix("ERROR: ") if lines else "it said nothing"
+
+
+# What is shown.
+
+
+def counted(results: Sequence[Result]) -> dict[str, int]:
+    """How many came to what."""
+    counts = Counter(result.outcome for result in results)
+    return {name: counts[outcome] for outcome, name in COLUMNS.items()}
+
+
+def record(run: Run, selection: Selection) -> dict[str, Any]:
+    """All of it, for JSON."""
+    reasons = Counter(result.reason for result in run.results if result.outcome in ("absent", "n/a"))
+    return {
+        "backend": run.name,
+        "version": run.version,
+        "suites": list(selection.suites),
+        "keyword": selection.keyword,
+        "options": dict(selection.options),
+        **counted(run.results),
+        "areas": [{"area": area, **counted(results)} for area, results in _areas(run).items()],
+        "failures": [
+            {"area": one.area, "test": one.test, "operation": one.operation, "dtypes": one.dtypes,
+             "reason": one.reason}
+            for one in run.results if one.outcome == "FAIL"
+        ],
+        "reasons": [{"reason": reason, "tests": count} for reason, count in sorted(reasons.items())],
+    }  # fmt: skip
+
+
+def _areas(run: Run) -> dict[str, list[Result]]:
+    """In the order of the suites."""
+    found: dict[str, list[Result]] = {}
+    for result in run.results:
+        found.setdefault(result.area, []).append(result)
+    return found
+
+
+def _show(run: Run, selection: Selection) -> None:
+    rows: list[tuple[str, Sequence[int]]] = [
+        (area, [*counted(results).values()]) for area, results in _areas(run).items()
+    ]
+    rows.append((run.title, [*counted(run.results).values()]))
+    if draws(sys.stdout):
+        Console(highlight=False).print(_table(rows))
+    else:
+        width = max(len(name) for name, _ in rows)
+        for name, cells in [("area", HEADS), *rows]:
+            typer.echo(f"{name:<{width}}{''.join(f'{cell:>9}' for cell in cells)}")
+    failures = [result for result in run.results if result.outcome == "FAIL"]
+    for one in failures[:MOST]:
+        what = " ".join(filter(None, (one.test, one.operation, one.dtypes)))
+        typer.echo(f"FAILED {one.area}: {what}: {one.reason}")
+    if failures:
+        more = f"{len(failures) - MOST} more failed. " if len(failures) > MOST else ""
+        typer.echo(f"{more}To look closer: {_command(run.name, selection, failures[0].test)}")
+
+
+def _table(rows: Sequence[tuple[str, Sequence[int]]]) -> Table:
+    table = Table()
+    table.add_column("area", overflow="fold")
+    for name in HEADS:
+        table.add_column(name, justify="right")
+    for i, (name, (*counts, failed)) in enumerate(rows):
+        last = Text(str(failed), style="bold red" if failed else "")
+        if i == len(rows) - 1:
+            table.add_section()
+        table.add_row(name, *map(str, counts), last)
+    return table
+
+
+def _command(backend: str, selection: Selection, test: str) -> str:
+    chosen = [f"--ml-backend-option={key}={value}" for key, value in selection.options.items()]
+    words = ["pytest", "--pyargs", *selection.suites, f"--ml-backend={backend}", *chosen, "-k", test]
+    return shlex.join(words)

@@ -1,0 +1,86 @@
+"""What a shell is offered for a backend, a store or a saved conversation; nothing is opened for it.
+
+A shell that is offered nothing completes file names.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvcache.runner.saved import FORMAT
+from kvcache.stores.page import MAX_HEADER
+
+__all__ = ["backend_names", "conversations", "stores", "stores_and_conversations"]
+
+MOST = 200
+"""Files that are looked into: a folder of very many is not worth the wait."""
+
+
+def backend_names(incomplete: str) -> list[tuple[str, str]]:
+    """Names of the plugins, whether they can run here or not; no framework is imported."""
+    import ml
+
+    try:
+        specs = ml.plugins.registry().specs()
+    except Exception:  # whatever a plugin does: a shell shows no trace
+        return []
+    return [(name, spec.install_hint) for name, spec in sorted(specs.items()) if name.startswith(incomplete)]
+
+
+def stores(incomplete: str) -> list[str]:
+    """Folders of stores, and how the URLs of other stores begin."""
+    from kvcache.stores.plugins import registry
+    from kvcache.views.disk import is_store
+
+    found = [name for name, path in _beside(incomplete) if path.is_dir() and is_store(path)]
+    try:
+        schemes = [f"{name}://" for name in sorted(registry().specs())]
+    except Exception:
+        schemes = []
+    return [*found, *(scheme for scheme in schemes if scheme.startswith(incomplete))]
+
+
+def conversations(incomplete: str) -> list[str]:
+    """Files that ``kvcache save`` wrote."""
+    return [name for name, path in _beside(incomplete) if _is_conversation(path)]
+
+
+def stores_and_conversations(incomplete: str) -> list[str]:
+    from kvcache.views.disk import is_store
+
+    return [
+        name
+        for name, path in _beside(incomplete)
+        if (is_store(path) if path.is_dir() else _is_conversation(path))
+    ]
+
+
+def _beside(incomplete: str) -> Iterator[tuple[str, Path]]:
+    """What begins with the word, as one would go on typing it, and where it lies."""
+    folder, _, start = incomplete.rpartition("/")
+    prefix = f"{folder}/" if "/" in incomplete else ""
+    try:
+        paths = sorted(Path(prefix or ".").expanduser().iterdir())
+    except OSError:
+        return
+    names = [path for path in paths if path.name.startswith(start) and (start or path.name[0] != ".")]
+    for path in names[:MOST]:
+        yield f"{prefix}{path.name}", path
+
+
+def _is_conversation(path: Path) -> bool:
+    """By the header of the file, which is all that is read of it."""
+    try:
+        if not path.is_file():  # a pipe would keep its reader waiting
+            return False
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > MAX_HEADER:
+                return False
+            header = json.loads(file.read(size))
+        return FORMAT in str(header.get("__metadata__", ""))
+    except (OSError, ValueError, AttributeError, struct.error):
+        return False

@@ -1,0 +1,170 @@
+"""``kvcache conformance``: the suites' results by area, as a table and as JSON, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer")
+
+from rich.console import Console
+from typer.testing import CliRunner
+
+import kvcache.cli
+from kvcache import commands_conformance
+from kvcache.commands_conformance import Suite, counted, record
+from ml.testing.results import Result, Run, Selection, load, run_suites
+
+from .cli_terminal import drive
+
+FEW = "rms_norm or (casts and I8-F16) or any_walk"
+
+
+def run(*arguments: object) -> Any:
+    line = ["conformance", *map(str, arguments)]
+    return CliRunner().invoke(kvcache.cli.app, line, env={"PYTEST_ADDOPTS": ""})
+
+
+def test_it_runs_the_suite_and_counts_by_area(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("--backend", "numpy", "-k", FEW, "--suite", "ml", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert (found["backend"], found["suites"], found["keyword"]) == ("numpy", ["ml.testing"], FEW)
+    assert found["version"] == np.__version__
+    passed = {row["area"]: row["passed"] for row in found["areas"]}
+    assert passed["ml.testing.casts"] == 1
+    assert passed["ml.testing.reductions"] > 2
+    assert found["passed"] == sum(passed.values())
+    assert (found["failed"], found["failures"]) == (0, [])
+    assert list(tmp_path.iterdir()) == [], "nothing is left where it was called"
+    assert found["not_applicable"] == sum(row["tests"] for row in found["reasons"])
+
+
+RUN = Run(
+    "abacus",
+    "1.0",
+    (
+        Result("ml.testing.sums", "test_sums", "sum", "F32", "pass", ""),
+        Result("ml.testing.sums", "test_sums", "sum", "I8", "absent", "declared absent: I8"),
+        Result("ml.testing.sums", "test_means", "mean", "F32", "n/a", "no means"),
+        Result("ml.testing.casts", "test_casts", "", "F32-F16", "FAIL", "AssertionError: assert 1 == 2"),
+    ),
+)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command shows RUN in place of running a backend's suites."""
+    monkeypatch.setattr(commands_conformance, "_run", lambda *_: RUN)
+
+
+def test_a_failure_is_named_with_its_reason_and_a_closer_look(ran: None) -> None:
+    result = run("--backend", "numpy")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
+        "area               passed   absent      n/a   failed",
+        "ml.testing.sums         1        1        1        0",
+        "ml.testing.casts        0        0        0        1",
+        "abacus 1.0              1        1        1        1",
+        "FAILED ml.testing.casts: test_casts F32-F16: AssertionError: assert 1 == 2",
+        "To look closer: pytest --pyargs ml.testing kvcache.testing --ml-backend=abacus -k test_casts",
+    ]
+
+
+def test_the_same_as_json(ran: None) -> None:
+    result = run("--backend", "numpy", "--json", "--device", "cpu", "--suite", "kvcache")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found == record(RUN, Selection(Suite.KVCACHE.packages, "", {"device": "cpu"}))
+    assert found["options"] == {"device": "cpu"}
+    assert found["failures"] == [
+        {"area": "ml.testing.casts", "test": "test_casts", "operation": "", "dtypes": "F32-F16",
+         "reason": "AssertionError: assert 1 == 2"}
+    ]  # fmt: skip
+    assert {key: found[key] for key in counted(())} == counted(RUN.results)
+    assert [row["reason"] for row in found["reasons"]] == ["declared absent: I8", "no means"]
+
+
+@pytest.mark.parametrize("width", [24, 60])
+def test_the_table_fits_the_terminal(width: int, ran: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    monkeypatch.setattr(commands_conformance, "draws", lambda stream: True)
+    monkeypatch.setattr(commands_conformance, "Console", lambda **_: console)
+    run("--backend", "numpy")
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) > 6
+    assert max(map(len, lines)) <= width
+
+
+def test_a_test_that_fails_in_the_suite_is_told_with_its_reason(tmp_path: Path) -> None:
+    """From pytest itself: a suite of two tests, one of which fails."""
+    (tmp_path / "suite_of_two.py").write_text(
+        "def test_right():\n    pass\n\ndef test_wrong():\n    assert 1 == 2, 'they differ'\n"
+    )
+    seen: list[tuple[int, int, int]] = []
+
+    def told(done: int, total: int, failed: int) -> None:
+        seen.append((done, total, failed))
+
+    before = os.environ.get("PYTHONPATH")
+    with pytest.MonkeyPatch.context() as patch, (tmp_path / "log").open("w") as log:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), before])))
+        patch.chdir(tmp_path)
+        path = tmp_path / "results.json"
+        assert run_suites("numpy", path, Selection(("suite_of_two",), isolated=True), log, told) == 1
+    assert [result.outcome for result in load(path).results] == ["pass", "FAIL"]
+    assert load(path).results[1].reason == "AssertionError: they differ"
+    assert seen[-1] == (2, 2, 1)
+    assert not list(tmp_path.glob("*.progress"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--backend", "abacus"], 1, "no backend 'abacus'; there are: "),
+        (["--backend", "numpy", "--device", "tpu"], 1, "no device 'tpu'"),
+        ([], 2, "missing option '--backend'"),
+        (["--backend", "numpy", "--option", "dtype=F99"], 2, "--option dtype=F99: one of F32"),
+        (["--backend", "numpy", "--suite", "ml", "-k", "nothing_is"], 2, "'nothing_is' selects no test"),
+        (
+            ["--backend", "numpy", "--suite", "ml", "-k", "(("],
+            1,
+            "pytest failed before the first test: Wrong expression",
+        ),
+    ],
+)
+def test_what_it_refuses_is_one_line(arguments: list[str], code: int, message: str) -> None:
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("pytest", "hypothesis") else find(name)
+    )
+    result = run("--backend", "numpy")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "pytest and hypothesis not installed" in result.stderr
+    assert "pip install 'ml-kvcache[testing]'" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals on Windows")
+def test_a_bar_counts_the_tests_on_a_terminal(tmp_path: Path) -> None:
+    line = ["conformance", "--backend", "numpy", "-k", "casts", "--suite", "ml"]
+    code, shown = drive(line, stdout=tmp_path / "out")
+    assert code == 0
+    assert "collecting" in shown
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h")
+    assert "ml.testing.casts" in (tmp_path / "out").read_text()

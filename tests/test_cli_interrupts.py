@@ -1,0 +1,198 @@
+"""Ctrl-C at any moment of ``kvcache``: a short message, exit code 130, and nothing half-done.
+
+Each command is a process of its own, held at a moment of its work until the signal has come.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from kvcache.runner.saved import read
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPT = "And God said unto Noah,"
+
+HELD = """
+import importlib, signal, sys, time
+from pathlib import Path
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits it ignored
+marker, module, path, call, *arguments = sys.argv[1:]
+owner = importlib.import_module(module)
+*parents, name = path.split(".")
+for parent in parents:
+    owner = getattr(owner, parent)
+real, calls = getattr(owner, name), 0
+
+def held(*args, **options):
+    global calls
+    calls += 1
+    if calls == int(call):
+        Path(marker).write_text(str(getattr(args[0], "pid", "here")) if args else "here")
+        time.sleep(60)
+    return real(*args, **options)
+
+setattr(owner, name, held)
+sys.argv = ["kvcache", *arguments]
+from kvcache.cli import main
+main()
+"""
+"""Runs the command, and waits where a function is called for the nth time."""
+
+OPENING = "ml:open_backend:1"
+LOADING = "kvcache.runner.loader:Loader.take:5"
+PREFILL = "kvcache.causal:CausalCache.start_forward:1"
+DECODE = "kvcache.causal:CausalCache.start_forward:3"
+READING = "kvcache.runner.saved:_digest:1"
+RESTORE = "kvcache.runner.saved:from_page:1"
+WRITING = "os:fsync:1"
+
+
+@contextmanager
+def held(moment: str, tmp_path: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """The command, when it has come to ``moment``: module, function, and which call of it.
+
+    The marker then holds the id of the process that the function is called with, if it is.
+    """
+    marker = tmp_path / "marker"
+    line = [sys.executable, "-c", HELD, str(marker), *moment.split(":"), *map(str, arguments)]
+    process = subprocess.Popen(
+        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        if process.stdin is not None and "chat" in arguments:
+            process.stdin.write(f"{PROMPT}\n")
+            process.stdin.flush()
+        for _ in range(600):
+            if (marker.exists() and marker.read_text()) or process.poll() is not None:
+                break
+            time.sleep(0.1)
+        assert marker.exists(), process.communicate(timeout=10)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def interrupted(moment: str, tmp_path: Path, *arguments: object) -> str:
+    """What the command says on stderr when Ctrl-C comes at ``moment``."""
+    with held(moment, tmp_path, *arguments) as process:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert errors.count("\n") == 1
+    return errors.strip()
+
+
+@pytest.mark.parametrize(
+    ("moment", "message"),
+    [
+        (OPENING, "interrupted"),
+        (LOADING, "interrupted while loading the model"),
+        (PREFILL, "interrupted after 0 tokens; the cache is released"),
+        (DECODE, "interrupted after 2 tokens; the cache is released"),
+    ],
+    ids=["opening", "loading", "prefill", "decode"],
+)
+def test_generate_ends_with_a_short_message(moment: str, message: str, tmp_path: Path) -> None:
+    assert interrupted(moment, tmp_path, "generate", "--prompt", PROMPT) == f"kvcache: {message}"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "noah.kv"
+    line = ["save", "--prompt", PROMPT, "--out", str(path), "--quiet"]
+    subprocess.run([sys.executable, "-m", "kvcache", *line], check=True, cwd=ROOT, timeout=60)
+    return path
+
+
+@pytest.mark.parametrize("moment", [LOADING, DECODE, WRITING], ids=["loading", "decode", "writing"])
+def test_save_leaves_the_file_that_was_there(moment: str, tmp_path: Path, saved: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    path = folder / "noah.kv"
+    path.write_bytes(saved.read_bytes())
+    message = interrupted(moment, tmp_path, "save", "--prompt", "x", "--max-tokens", 4, "--out", path)
+    assert message == "kvcache: interrupted; nothing was saved"
+    assert list(folder.iterdir()) == [path], "no temporary file is left"
+    assert read(path).tokens == read(saved).tokens
+
+
+@pytest.mark.parametrize("moment", [READING, RESTORE, DECODE], ids=["reading", "restore", "decode"])
+def test_load_leaves_the_file_and_writes_none(moment: str, tmp_path: Path, saved: Path) -> None:
+    before = saved.read_bytes()
+    out = tmp_path / "more.kv"
+    message = interrupted(moment, tmp_path, "load", saved, "--max-tokens", 9, "--out", out)
+    assert message.startswith("kvcache: interrupted")
+    assert saved.read_bytes() == before
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("moment", "arguments"),
+    [
+        ("typer.core:TyperGroup.make_context:1", ["generate", "--prompt", PROMPT]),
+        ("kvcache.bench:interleave:1", ["bench", "--quick"]),
+        ("ml.plugins:Registry.infos:1", ["backends", "--json"]),
+    ],
+    ids=["parsing", "bench", "backends"],
+)
+def test_any_other_moment_ends_with_a_short_message(
+    moment: str, arguments: list[str], tmp_path: Path
+) -> None:
+    assert interrupted(moment, tmp_path, *arguments) == "kvcache: interrupted"
+
+
+def test_inspect_ends_with_a_short_message(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    message = interrupted(DECODE, tmp_path, "inspect", "--prompt", PROMPT, "--html", page)
+    assert message == "kvcache: interrupted"
+    assert not page.exists()
+
+
+def test_chat_in_a_pipe_ends_at_a_second_ctrl_c_and_its_store_is_whole(tmp_path: Path) -> None:
+    pytest.importorskip("xxhash")
+    store = tmp_path / "store"
+    with held(DECODE, tmp_path, "chat", "--store", store) as process:
+        for _ in range(2):  # one stops the answer, which waits for the pass; the second one ends that
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "kvcache: interrupted\n")
+    again = run("chat", "--store", store, "--max-tokens", 2, text=f"{PROMPT}\n/quit\n")
+    assert again.returncode == 0, again.stderr
+    listed = run("inspect", store, "--json")
+    assert listed.returncode == 0
+    assert '"problem": "' not in listed.stdout.replace('"problem": ""', "")
+
+
+def run(*arguments: object, text: str = "") -> subprocess.CompletedProcess[str]:
+    line: Sequence[str] = [sys.executable, "-m", "kvcache", *map(str, arguments)]
+    return subprocess.run(line, input=text, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
+
+
+def test_conformance_ends_its_pytest_too(tmp_path: Path) -> None:
+    moment = "ml.testing.results:_followed:1"
+    with held(moment, tmp_path, "conformance", "--backend", "numpy", "-k", "casts") as process:
+        child = int((tmp_path / "marker").read_text())
+        os.kill(child, 0)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "kvcache: interrupted before the first test\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
