@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ELSEWHERE = {"writing-a-backend.md", "writing-a-store.md", "embedding-transformers.md", "embedding-mlx-lm.md"}
+ELSEWHERE = {
+    "writing-a-backend.md",
+    "writing-a-store.md",
+    "remote-stores.md",
+    "embedding-transformers.md",
+    "embedding-mlx-lm.md",
+}
 """Pages with a test of their own."""
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [

@@ -141,7 +141,7 @@ def test_a_plugin_gets_the_url_without_its_query_and_the_options(install: Instal
 def test_a_broken_plugin_hides_no_other_and_says_why(install: Install) -> None:
     registry = install(RuntimeError("out of luck"), spec(), "no record")
     assert registry.open("mine", {}) == (None, {})
-    assert set(registry.specs()) == {"file", "memory", "mine"}
+    assert set(registry.specs()) >= {"file", "memory", "mine"}
     with pytest.raises(StoreUnavailable, match="out of luck"):
         registry.open("plugin0", {})
     with pytest.raises(StoreUnavailable, match="StoreSpec"):

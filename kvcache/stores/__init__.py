@@ -1,6 +1,7 @@
 """Stores: where snapshots go when they are paged out, and how what they hold is named and laid out.
 
-``FileStore`` loads when it is first asked for; its digests need the extra ``[disk]``.
+``FileStore``, ``MooncakeStore`` and ``ValkeyStore`` load when they are first asked for; they need the
+extras ``[disk]``, ``[mooncake]`` and ``[valkey]``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from kvcache.stores.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from kvcache.stores.file import FileStore
+    from kvcache.stores.mooncake import MooncakeStore
+    from kvcache.stores.valkey import ValkeyStore
 
 __all__ = [
     "PAGE_FORMAT",
@@ -36,6 +39,7 @@ __all__ = [
     "FileStore",
     "Keys",
     "MemoryStore",
+    "MooncakeStore",
     "Page",
     "SnapshotCorrupt",
     "SnapshotStore",
@@ -47,6 +51,7 @@ __all__ = [
     "StoreUnavailable",
     "StoreValueError",
     "Usage",
+    "ValkeyStore",
     "WritableBuffer",
     "check_budget",
     "check_key",
@@ -63,4 +68,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "FileStore":
         return importlib.import_module("kvcache.stores.file").FileStore
+    if name == "MooncakeStore":
+        return importlib.import_module("kvcache.stores.mooncake").MooncakeStore
+    if name == "ValkeyStore":
+        return importlib.import_module("kvcache.stores.valkey").ValkeyStore
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,10 @@
-"""The records of the stores that are always there."""
+"""The records of the stores that this package brings."""
 
 from __future__ import annotations
 
+import importlib
 import os
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvcache.stores.errors import StoreError, StoreValueError
@@ -13,7 +15,10 @@ from kvcache.stores.sizes import parse_bytes
 from kvcache.stores.streams import load_xxhash
 from ml import Availability
 
-__all__ = ["File", "Memory", "path_of"]
+__all__ = ["VALKEY_SCHEMES", "File", "Memory", "Mooncake", "Valkey", "path_of"]
+
+VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
+"""The second and the fourth are over TLS."""
 
 _TRUTH = {
     "1": True,
@@ -43,6 +48,55 @@ class Memory:
     @hookimpl
     def kvcache_store() -> StoreSpec:
         return StoreSpec("memory", "", lambda: Availability(True), _open_memory)
+
+
+class Mooncake:
+    """``mooncake://host:port?segment=4GiB``, with the address of the master."""
+
+    @staticmethod
+    @hookimpl
+    def kvcache_store() -> StoreSpec:
+        return StoreSpec("mooncake", "pip install 'ml-kvcache[mooncake]'", _probe_mooncake, _open_mooncake)
+
+
+class Valkey:
+    """``valkey://host:port/db?prefix=kvcache&ttl=7d``, by each of its schemes."""
+
+    def __init__(self, scheme: str) -> None:
+        self.scheme = scheme
+
+    @hookimpl
+    def kvcache_store(self) -> StoreSpec:
+        def open_valkey(url: str | None = None, **options: Any) -> SnapshotStore:
+            from kvcache.stores.valkey import ValkeyStore
+
+            return ValkeyStore(f"{self.scheme}://localhost" if url is None else url, **options)
+
+        return StoreSpec(self.scheme, "pip install 'ml-kvcache[valkey]'", _probe_valkey, open_valkey)
+
+
+def _probe_valkey() -> Availability:
+    try:
+        version = str(importlib.import_module("valkey").__version__)
+    except ImportError as error:
+        return Availability(False, f"it needs the package valkey ({error})")
+    return Availability(True, version=version)
+
+
+def _probe_mooncake() -> Availability:
+    from kvcache.stores.mooncake.connecting import load, version
+
+    try:
+        load()
+    except StoreError as error:
+        return Availability(False, str(error))
+    return Availability(True, version=version())
+
+
+def _open_mooncake(url: str | None = None, **options: Any) -> SnapshotStore:
+    from kvcache.stores.mooncake import MooncakeStore
+
+    return MooncakeStore(url, **options)
 
 
 def _probe_file() -> Availability:

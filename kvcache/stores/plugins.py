@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kvcache.stores import builtin, hookspecs
 from kvcache.stores.errors import StoreUnavailable, StoreValueError
+from kvcache.stores.hidden import without_secrets
 from kvcache.stores.hookspecs import StoreSpec
 from kvcache.stores.protocol import SnapshotStore
 from ml import MLError
@@ -37,11 +38,15 @@ class StoreRegistry(PluginHost[StoreSpec]):
         super().__init__(_HOOK, entry_points)
         self.register(builtin.File, "file")
         self.register(builtin.Memory, "memory")
+        self.register(builtin.Mooncake, "mooncake")
+        for scheme in builtin.VALKEY_SCHEMES:
+            self.register(builtin.Valkey(scheme), scheme)
 
     def open(self, name_or_url: str, options: dict[str, Any]) -> SnapshotStore:
         name, url, fields = _parsed(name_or_url)
         if twice := fields.keys() & options.keys():
-            raise StoreValueError(f"open_store: {sorted(twice)} given in {name_or_url!r} and as an option")
+            shown = without_secrets(name_or_url)
+            raise StoreValueError(f"open_store: {sorted(twice)} given in {shown!r} and as an option")
         spec = self._spec(name)
         found = probe(spec)
         if not found.ok:
@@ -72,15 +77,17 @@ def _parsed(name_or_url: str) -> tuple[str, str | None, dict[str, Any]]:
     """(name, URL without its query, fields of the query)."""
     if ":" not in name_or_url:
         return name_or_url, None, {}
+    shown = without_secrets(name_or_url)
     try:
         parts = urlsplit(name_or_url)
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError as error:
-        raise StoreValueError(f"open_store: {name_or_url!r}: {error}") from error
+        why = error if shown == name_or_url else "not well formed; a password is percent-encoded"
+        raise StoreValueError(f"open_store: {shown!r}: {why}") from None  # its cause quotes what it parsed
     if len(dict(pairs)) != len(pairs):
-        raise StoreValueError(f"open_store: {name_or_url!r} gives an option twice")
+        raise StoreValueError(f"open_store: {shown!r} gives an option twice")
     if parts.fragment:
-        raise StoreValueError(f"open_store: {name_or_url!r} has a fragment; write %23 for a #")
+        raise StoreValueError(f"open_store: {shown!r} has a fragment; write %23 for a #")
     return parts.scheme, name_or_url.partition("?")[0], dict(pairs)
 
 

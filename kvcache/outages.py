@@ -1,0 +1,89 @@
+"""Stores that cannot be reached: said once, and not asked for a while, each time longer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcache.stores.errors import StoreUnavailable
+
+__all__ = ["READING", "WRITING", "Outages"]
+
+log = logging.getLogger("kvcache")
+
+READING, WRITING = "read", "written"
+FIRST, LONGEST = 0.5, 30.0
+"""Seconds that a store is left alone after a first failure, and at most."""
+
+
+@dataclass(slots=True)
+class _Outage:
+    since: float
+    until: float
+    wait: float = FIRST
+    spared: int = 0
+
+
+class Outages:
+    """Which stores to ask. Reading and writing fail apart: a folder may be one that is only read.
+
+    While a store is out, one call in each interval asks it; they double from ``FIRST`` to ``LONGEST``
+    seconds. Called from any thread.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._out: dict[tuple[int, str], _Outage] = {}
+        self._lock = threading.Lock()
+
+    def asks(self, store: object, way: str) -> bool:
+        """Whether this store is to be asked now."""
+        if not self._out:
+            return True
+        with self._lock:
+            outage = self._out.get((id(store), way))
+            now = self._clock()
+            if outage is None:
+                return True
+            if now < outage.until:
+                outage.spared += 1
+                return False
+            outage.until = now + outage.wait  # of the threads that come now, this one finds out
+            return True
+
+    def failed(self, store: object, way: str, error: StoreUnavailable) -> None:
+        """It could not be reached. One line of the log for each outage."""
+        with self._lock:
+            said = any((id(store), other) in self._out for other in (READING, WRITING))
+            now = self._clock()
+            outage = self._out.setdefault((id(store), way), _Outage(now, now))
+            if outage.until > outage.since:
+                outage.wait = min(2 * outage.wait, LONGEST)
+            outage.until = now + outage.wait
+        if not said:
+            log.warning(
+                "a store is out of reach: %s; what it holds is computed instead. It is asked in %.1f s, "
+                "and then again at intervals of up to %.0f s",
+                error,
+                FIRST,
+                LONGEST,
+            )
+
+    def worked(self, store: object, way: str) -> None:
+        """It answered."""
+        if not self._out:
+            return
+        with self._lock:
+            outage = self._out.pop((id(store), way), None)
+            now = self._clock()
+        if outage is not None:
+            log.warning(
+                "a store is %s again after %.1f s: %r; %d calls were spared meanwhile",
+                way,
+                now - outage.since,
+                store,
+                outage.spared,
+            )

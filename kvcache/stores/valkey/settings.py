@@ -1,0 +1,221 @@
+"""Which server, and how: from a URL and options. Passwords are kept out of every text."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from kvcache.stores.errors import StoreUnavailable, StoreValueError
+from kvcache.stores.hidden import without_secrets
+
+__all__ = ["SCHEMES", "Settings"]
+
+SCHEMES = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
+"""Schemes of URLs, and whether they mean TLS."""
+
+_PREFIX = re.compile(r"[0-9A-Za-z._:-]{1,64}")
+_SECONDS = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd]?)")
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_TRUTH = {
+    "yes": True,
+    "true": True,
+    "1": True,
+    "on": True,
+    "no": False,
+    "false": False,
+    "0": False,
+    "off": False,
+}
+_LONGEST = 10 * 365 * 86400
+"""Seconds of the longest time to live."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One server, and how it is used; times in seconds. ``of`` makes one from text."""
+
+    host: str = "localhost"
+    port: int = 6379
+    db: int = 0
+    tls: bool = False
+    prefix: str = "kvcache"
+    ttl: float = 7 * 86400.0
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    digest: str = "xxh3_128"
+    secret: str | None = field(default=None, repr=False)
+    connections: int = 8
+    connect_timeout: float = 2.0
+    timeout: float = 5.0
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_verify: bool = True
+
+    @classmethod
+    def of(cls, url: str | None, options: Mapping[str, Any]) -> Settings:
+        """From a URL without a query, and options, which may be text.
+
+        Raises StoreValueError for what makes no sense, TypeError for an option that does not exist,
+        StoreUnavailable where a ``password_file`` cannot be read.
+        """
+        found: dict[str, Any] = {} if url is None else _parsed(url)
+        for name, value in options.items():
+            if name not in _READ:
+                raise TypeError(f"ValkeyStore: no option {name!r}; there are: {', '.join(sorted(_READ))}")
+            target, read = _READ[name]
+            if value is None:
+                continue
+            if target in found:
+                raise StoreValueError(f"ValkeyStore: the {target} is given twice")
+            found[target] = read(name, value)
+        settings = cls(**found)
+        settings._check()
+        return settings
+
+    @property
+    def url(self) -> str:
+        """Where it is, without who asks."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'valkeys' if self.tls else 'valkey'}://{host}:{self.port}/{self.db}"
+
+    def _check(self) -> None:
+        if self.secret is not None and self.digest != "blake3":
+            raise StoreValueError(f"ValkeyStore: a secret is for digest='blake3', not {self.digest!r}")
+        if self.username is not None and self.password is None:
+            raise StoreValueError("ValkeyStore: a username without a password")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise StoreValueError("ValkeyStore: tls_cert and tls_key go together")
+        given = [item.name for item in fields(self) if item.name.startswith("tls_")]
+        if not self.tls and any(getattr(self, name) != getattr(_DEFAULTS, name) for name in given):
+            raise StoreValueError(f"ValkeyStore: {', '.join(given)} need TLS; write valkeys:// or rediss://")
+
+
+_DEFAULTS = Settings()
+
+
+def _parsed(url: str) -> dict[str, Any]:
+    """The fields that the URL itself gives."""
+    shown = without_secrets(url)
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise StoreValueError(f"ValkeyStore: {shown!r} is no URL with a port from 1 to 65535") from None
+    if (
+        parts.scheme not in SCHEMES
+        or parts.query
+        or parts.fragment
+        or not url.startswith(f"{parts.scheme}://")
+    ):
+        raise StoreValueError(
+            f"ValkeyStore: {shown!r}; write valkey://[user:password@]host[:port][/db]; options are arguments"
+        )
+    found: dict[str, Any] = {"tls": SCHEMES[parts.scheme]}
+    if parts.hostname:
+        found["host"] = unquote(parts.hostname)
+    if port is not None:
+        found["port"] = _between("port", port, 1, 65535)
+    if parts.path not in ("", "/"):
+        found["db"] = _between("db", parts.path[1:], 0, 1 << 20)
+    if parts.username:
+        found["username"] = unquote(parts.username)
+    if parts.password:
+        found["password"] = unquote(parts.password)
+    return found
+
+
+def _between(name: str, value: Any, low: int, high: int) -> int:
+    text = str(value)
+    digits = text.isascii() and text.isdigit() and len(text) < 12
+    if not digits or not low <= int(text) <= high:
+        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is an integer from {low} to {high}")
+    return int(text)
+
+
+def _connections(name: str, value: Any) -> int:
+    return _between(name, value, 1, 1024)
+
+
+def _seconds(name: str, value: Any) -> float:
+    """Of 90, 0.5, "90", "90s", "30m", "12h", "7d"."""
+    found = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        found = float(value)
+    elif isinstance(value, str) and (match := _SECONDS.fullmatch(value.strip())):
+        found = float(match[1]) * _UNITS[match[2]]
+    if not 0.001 <= found <= _LONGEST:
+        raise StoreValueError(f"ValkeyStore: {name}={value!r}; write seconds, or 90s, 30m, 12h, 7d")
+    return found
+
+
+def _prefix(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not _PREFIX.fullmatch(value):
+        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is 1 to 64 of 0-9 A-Z a-z . _ : -")
+    return value
+
+
+def _hidden(name: str, value: Any) -> str:
+    """Never shown, not even when it is wrong."""
+    if not isinstance(value, str) or not value:
+        raise StoreValueError(f"ValkeyStore: the {name} is text, and not empty")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is text, and not empty")
+    return value
+
+
+def _digest(name: str, value: Any) -> str:
+    if value not in ("xxh3_128", "blake3"):
+        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is 'xxh3_128' or 'blake3'")
+    return str(value)
+
+
+def _truth(name: str, value: Any) -> bool:
+    found = value if isinstance(value, bool) else _TRUTH.get(str(value).lower())
+    if found is None:
+        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is yes or no")
+    return found
+
+
+def _path(name: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is the path of a file")
+    return str(os.fspath(value))
+
+
+def _from_file(name: str, value: Any) -> str:
+    path = _path(name, value)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise StoreUnavailable(f"ValkeyStore: {name} {path}: {error}") from error
+    return _hidden(f"password in {path}", text.rstrip("\r\n"))
+
+
+_READ = {
+    "prefix": ("prefix", _prefix),
+    "ttl": ("ttl", _seconds),
+    "username": ("username", _text),
+    "password": ("password", _hidden),
+    "password_file": ("password", _from_file),
+    "digest": ("digest", _digest),
+    "secret": ("secret", _hidden),
+    "connections": ("connections", _connections),
+    "connect_timeout": ("connect_timeout", _seconds),
+    "timeout": ("timeout", _seconds),
+    "tls_ca": ("tls_ca", _path),
+    "tls_cert": ("tls_cert", _path),
+    "tls_key": ("tls_key", _path),
+    "tls_verify": ("tls_verify", _truth),
+}
+"""Option -> the field that it sets, and how it is read."""

@@ -1,0 +1,244 @@
+"""A store in a Valkey or Redis server, shared by hosts.
+
+``put`` goes: chunks of 4 MiB under a random id, then the manifest, only where there is none, together with
+the chunks' time to live. The manifest is what makes the entry exist. ``get_into`` reads the chunks into the
+caller's buffer and checks the digest over all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+from valkey.exceptions import ResponseError
+
+from kvcache.stores.buffers import Buffer, WritableBuffer, as_bytes, as_writable
+from kvcache.stores.calls import Calls
+from kvcache.stores.errors import SnapshotCorrupt, StoreFull, StoreValueError
+from kvcache.stores.protocol import Stat, Usage, check_key, is_key
+from kvcache.stores.valkey.digests import Digests
+from kvcache.stores.valkey.entries import SLACK, Entries, Found
+from kvcache.stores.valkey.link import Link, Wire
+from kvcache.stores.valkey.manifest import CHUNK, Broken, RemoteManifest, understood
+from kvcache.stores.valkey.settings import Settings
+from kvcache.stores.valkey.transfer import MISSING, WRONG, send_chunks
+
+__all__ = ["ValkeyStore"]
+
+_UNFINISHED: Final = 15 * 60 * 1000
+"""Milliseconds after which chunks that nobody published are gone."""
+_TRIES: Final = 3
+"""How often a get follows a key whose entry is being replaced."""
+_REMEMBERED: Final = 4096
+"""Manifests."""
+
+
+class ValkeyStore:
+    """Entries in the server at ``url`` (``valkey://[user:password@]host[:port][/db]``; ``valkeys`` for TLS).
+
+    ``options`` are the fields of :class:`Settings`, in their own types or as text: ``prefix``, ``ttl``,
+    ``username``, ``password``, ``password_file``, ``digest``, ``secret``, ``connections``,
+    ``connect_timeout``, ``timeout``, ``tls_ca``, ``tls_cert``, ``tls_key``, ``tls_verify``.
+
+    The budget is the server's own (``maxmemory`` and its policy): an entry of which the server has evicted
+    a chunk is a miss. A put that the server has no room for raises StoreFull. Opening contacts nobody;
+    a server that is not reached within the time limits is a StoreUnavailable of that call, and the next
+    call tries again. After a fork the child goes on with connections of its own; fork while no other
+    thread is in a call.
+
+    Raises StoreValueError for a URL or an option that makes no sense, TypeError for one that does not
+    exist, StoreUnavailable where a package is missing.
+    """
+
+    def __init__(self, url: str = "valkey://localhost:6379/0", **options: Any) -> None:
+        self._settings = Settings.of(url, options)
+        self._digests = Digests(self._settings)
+        self._link = Link(self._settings)
+        space, ttl = f"{self._settings.prefix}:{self._digests.family}", round(self._settings.ttl * 1000)
+        self._entries = Entries(space, ttl)
+        self._calls = Calls()
+        self._lock = threading.Lock()
+        self._seen: dict[str, Found] = {}
+        self._evicted = self._dropped = 0
+
+    @property
+    def url(self) -> str:
+        """Where the server is; no user and no password."""
+        return self._settings.url
+
+    def __repr__(self) -> str:
+        return f"ValkeyStore({self.url!r}, prefix={self._settings.prefix!r})"
+
+    def put(self, key: str, parts: Sequence[Buffer]) -> bool:
+        check_key(key)
+        views = [as_bytes(part) for part in parts]
+        nbytes = sum(len(view) for view in views)
+        with self._wire("put") as wire:
+            if self._look(wire, [key])[0] is not None:
+                return False
+            manifest = RemoteManifest(key, nbytes, CHUNK, secrets.token_hex(16), "")
+            try:
+                manifest = self._send(wire, manifest, views)
+                published, there = self._entries.publish(wire, manifest)
+            except ResponseError:  # refused: nothing was published
+                self._entries.discard(wire, manifest)
+                raise
+            if not published:
+                self._entries.discard(wire, manifest)
+            elif there < len(manifest.sizes):
+                self._entries.remove(wire, key, manifest.encoded(), manifest)
+                raise StoreFull(_no_room(self.url, manifest, there))
+            return published
+
+    def stat(self, keys: Sequence[str]) -> list[Stat | None]:
+        for key in keys:
+            check_key(key)
+        with self._wire("stat") as wire:
+            return [None if found is None else found.stat for found in self._look(wire, keys)]
+
+    def get_into(self, key: str, buffer: WritableBuffer) -> bool:
+        check_key(key)
+        view = as_writable(buffer, "get_into")
+        with self._wire("get_into") as wire:
+            raw = self._recall(key, len(view)) or self._entries.manifest(wire, key)
+            for _ in range(_TRIES):
+                if raw is None:
+                    return False
+                now = self._read(wire, key, raw, view)
+                if now == raw:
+                    return True
+                raw = now
+        return False
+
+    def prefix(self, keys: Sequence[str]) -> int:
+        for key in keys:
+            check_key(key)
+        with self._wire("prefix") as wire:
+            leading = list(itertools.takewhile(lambda found: found is not None, self._look(wire, keys)))
+            self._entries.refresh(wire, [found.manifest for found in reversed(leading) if found is not None])
+            return len(leading)
+
+    def delete(self, key: str) -> bool:
+        check_key(key)
+        with self._wire("delete") as wire:
+            raw = self._entries.take(wire, key)
+            manifest = None if raw is None else understood(raw, key)
+            if isinstance(manifest, RemoteManifest):
+                self._entries.discard(wire, manifest)
+            return raw is not None
+
+    def usage(self) -> Usage:
+        """What is there now, of all hosts with this prefix and digest; it asks for every key.
+
+        ``budget`` is the server's ``maxmemory``, for all that it holds. The counts are those of this object:
+        ``evicted`` entries of which the server had let go of a chunk, and ``dropped`` ones.
+        """
+        with self._wire("usage") as wire:
+            keys = sorted({key for key in self._entries.scan(wire) if is_key(key)})
+            sizes = [found.stat.nbytes for found in self._look(wire, keys) if found is not None]
+            budget = self._entries.maxmemory(wire)
+            return Usage(len(sizes), sum(sizes), budget, self._evicted, self._dropped)
+
+    def ping(self) -> None:
+        """Ask whether the server is there and lets us in; StoreUnavailable says what is wrong."""
+        with self._wire("ping") as wire:
+            wire.ask(("PING",))
+
+    def close(self) -> None:
+        if self._calls.close():
+            self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # One call.
+
+    @contextlib.contextmanager
+    def _wire(self, op: str) -> Iterator[Wire]:
+        with self._calls.running(op), self._link.wire(op) as wire:
+            yield wire
+
+    def _look(self, wire: Wire, keys: Sequence[str]) -> list[Found | None]:
+        """What is whole of these; what is not is removed."""
+        looked = self._entries.look(wire, keys)
+        whole: list[Found | None] = []
+        for key, found in zip(keys, looked, strict=True):
+            if isinstance(found, Broken):
+                self._remove(wire, key, found)
+                found = None
+            whole.append(found)
+        self._remember([found for found in whole if found is not None])
+        return whole
+
+    def _send(self, wire: Wire, manifest: RemoteManifest, views: Sequence[memoryview]) -> RemoteManifest:
+        """Send the chunks, which expire if nobody publishes them; the manifest with their digest."""
+        digest = self._digests.start(manifest.key, manifest.nbytes)
+        ttl = min(_UNFINISHED, self._entries.ttl + SLACK)
+        send_chunks(wire, self._entries.chunks(manifest), manifest.sizes, views, digest.update, ttl)
+        return dataclasses.replace(manifest, digest=digest.hexdigest())
+
+    def _read(self, wire: Wire, key: str, raw: bytes, view: memoryview) -> bytes | None:
+        """Read the entry with this manifest; the manifest that is there. Raises where it does not hold."""
+        manifest = understood(raw, key)
+        if isinstance(manifest, Broken):
+            raise self._corrupt(wire, key, manifest)
+        if len(view) != manifest.nbytes:
+            raise StoreValueError(f"get_into: a buffer of {len(view)} bytes; {key} has {manifest.nbytes}")
+        digest = self._digests.start(key, manifest.nbytes)
+        now, result = self._entries.read(wire, manifest, view, digest.update)
+        if now != raw:
+            return now
+        if result == MISSING:
+            self._remove(wire, key, Broken(raw, manifest, "a chunk is not there"))
+            return None
+        if result == WRONG:
+            raise self._corrupt(wire, key, Broken(raw, manifest, "a chunk has another size"))
+        if digest.hexdigest() != manifest.digest:
+            raise self._corrupt(wire, key, Broken(raw, manifest, f"its digest is not {manifest.digest}"))
+        return now
+
+    def _corrupt(self, wire: Wire, key: str, found: Broken) -> SnapshotCorrupt:
+        self._entries.remove(wire, key, found.raw, found.manifest)
+        with self._lock:
+            self._dropped += 1
+        return SnapshotCorrupt(f"get_into: {key} in {self.url}: {found.reason}; it was dropped")
+
+    def _remove(self, wire: Wire, key: str, found: Broken) -> None:
+        self._entries.remove(wire, key, found.raw, found.manifest)
+        with self._lock:
+            if found.manifest is None:
+                self._dropped += 1
+            else:
+                self._evicted += 1
+
+    # Manifests that were seen lately: a get that follows a look spares a round trip.
+
+    def _remember(self, found: Sequence[Found]) -> None:
+        with self._lock:
+            if len(self._seen) + len(found) > _REMEMBERED:
+                self._seen.clear()
+            self._seen.update((entry.manifest.key, entry) for entry in found[:_REMEMBERED])
+
+    def _recall(self, key: str, nbytes: int) -> bytes | None:
+        with self._lock:
+            found = self._seen.pop(key, None)
+        return found.raw if found is not None and found.stat.nbytes == nbytes else None
+
+
+def _no_room(url: str, manifest: RemoteManifest, there: int) -> str:
+    return (
+        f"put: {url} kept {there} of the {len(manifest.sizes)} chunks of {manifest.key} "
+        f"({manifest.nbytes} bytes): it evicts them for its maxmemory, was emptied, or the put took more "
+        f"than {_UNFINISHED // 60_000} minutes"
+    )

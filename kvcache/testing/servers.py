@@ -1,0 +1,147 @@
+"""A real Valkey or Redis server on loopback for the length of a test: no file of it stays, and no process.
+
+::
+
+    with ValkeyServer() as server:
+        store = open_store(server.url)
+        server.kill()                       # SIGKILL; all that it held is gone
+        server.start()                      # the same port
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+__all__ = ["ValkeyServer"]
+
+_PATIENCE = 20.0
+"""Seconds for a server to answer."""
+
+
+class ValkeyServer:
+    """``options`` are those of its command line; ``tls`` the ones that make it listen for TLS only.
+
+    RuntimeError where there is no program (``available`` says so before), or it does not start.
+    """
+
+    def __init__(self, *options: str, tls: Sequence[str] = ()) -> None:
+        self.port = 0
+        self._options, self._tls = options, tuple(tls)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="valkey-", ignore_cleanup_errors=True)
+
+    @staticmethod
+    def program() -> str | None:
+        """valkey-server, or redis-server, where one is installed."""
+        return shutil.which("valkey-server") or shutil.which("redis-server")
+
+    @property
+    def url(self) -> str:
+        return f"{'valkeys' if self._tls else 'valkey'}://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server is not running"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start, at the port of the last time, and wait until it answers."""
+        program = self.program()
+        if program is None:
+            raise RuntimeError("neither valkey-server nor redis-server is installed")
+        assert self._process is None, "the server is running"
+        for attempt in range(5):
+            port = self.port or _free_port()
+            if self._started(program, port):
+                self.port = port
+                return
+            time.sleep(0.02 * attempt)  # another process may have taken the port
+        raise RuntimeError(f"{program} {' '.join(self._options)} does not start: {self._log()}")
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._end(signal.SIGKILL)
+
+    def freeze(self) -> None:
+        """It keeps its connections, and answers nothing."""
+        assert self._process is not None, "the server is not running"
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None, "the server is not running"
+        self._process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self.kill()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _started(self, program: str, port: int) -> bool:
+        listen = ["--port", "0", "--tls-port", str(port), *self._tls] if self._tls else ["--port", str(port)]
+        fixed = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", self._folder.name]
+        log = open(f"{self._folder.name}/log", "wb")  # noqa: SIM115
+        with log:
+            process = subprocess.Popen(
+                [program, *listen, *fixed, *self._options], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        weakref.finalize(self, _end_process, process)
+        self._process = process
+        if _answers(process, port, bool(self._tls)):
+            return True
+        self._end(signal.SIGKILL)
+        return False
+
+    def _end(self, number: int) -> None:
+        assert self._process is not None, "the server is not running"
+        process, self._process = self._process, None
+        process.send_signal(number)
+        process.wait(_PATIENCE)
+
+    def _log(self) -> str:
+        with open(f"{self._folder.name}/log", encoding="utf-8", errors="replace") as log:
+            return log.read()[-500:].strip()
+
+
+def _answers(process: subprocess.Popen[bytes], port: int, tls: bool) -> bool:
+    end = time.monotonic() + _PATIENCE
+    while time.monotonic() < end and process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0) as probe:
+            if tls:
+                return process.poll() is None
+            probe.sendall(b"PING\r\n")
+            reply = probe.recv(64)
+            if reply and not reply.startswith(b"-LOADING"):
+                return process.poll() is None
+        time.sleep(0.002)
+    return False
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -1,0 +1,181 @@
+"""A store that is out of reach: one line of the log, left alone for a while, and used again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+import ml
+from kvcache.outages import FIRST, LONGEST, READING, WRITING, Outages
+from kvcache.stores import MemoryStore, StoreUnavailable
+from kvcache.testing.conversing import ConversationSetup, Rig
+from kvcache.testing.prefix_traces import FlakyStore
+from kvcache.testing.servers import ValkeyServer
+
+LONG = list(range(20))
+needs_server = pytest.mark.skipif(
+    ValkeyServer.program() is None, reason="neither valkey-server nor redis-server is installed"
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def backend() -> Iterator[ml.Backend]:
+    with ml.open_backend("numpy") as backend:
+        yield backend
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_store_that_works_is_always_asked(clock: Clock) -> None:
+    outages, store = Outages(clock), object()
+    assert all(outages.asks(store, READING) for _ in range(3))
+    outages.worked(store, READING)
+    assert outages.asks(store, READING)
+
+
+def test_a_store_that_fails_is_left_alone_each_time_longer(clock: Clock) -> None:
+    outages, store, waits = Outages(clock), object(), []
+    for _ in range(12):
+        outages.failed(store, READING, StoreUnavailable("gone"))
+        began = clock.now
+        while not outages.asks(store, READING):
+            clock.now += FIRST / 2
+        waits.append(clock.now - began)
+    assert waits == [min(FIRST * 2**i, LONGEST) for i in range(12)]
+    outages.worked(store, READING)
+    assert outages.asks(store, READING)
+    outages.failed(store, READING, StoreUnavailable("gone"))
+    clock.now += FIRST
+    assert outages.asks(store, READING), "after it has worked, the waiting begins anew"
+
+
+def test_of_those_that_come_when_the_time_is_over_one_asks(clock: Clock) -> None:
+    outages, store = Outages(clock), object()
+    outages.failed(store, READING, StoreUnavailable("gone"))
+    clock.now += FIRST
+    assert [outages.asks(store, READING) for _ in range(3)] == [True, False, False]
+
+
+def test_reading_and_writing_and_other_stores_fail_apart(clock: Clock) -> None:
+    outages, one, other = Outages(clock), object(), object()
+    outages.failed(one, WRITING, StoreUnavailable("may only be read"))
+    assert not outages.asks(one, WRITING)
+    assert outages.asks(one, READING)
+    assert outages.asks(other, WRITING)
+
+
+def test_an_outage_is_one_line_of_the_log_and_its_end_another(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    outages, store = Outages(clock), MemoryStore()
+    for _ in range(5):
+        outages.failed(store, READING, StoreUnavailable("stat: no route to host"))
+        outages.failed(store, WRITING, StoreUnavailable("put: no route to host"))
+        clock.now += LONGEST
+    assert len(lines(caplog)) == 1
+    assert "stat: no route to host" in lines(caplog)[0]
+    outages.worked(store, READING)
+    outages.worked(store, READING)
+    assert len(lines(caplog)) == 2
+    assert "read again after 150.0 s" in lines(caplog)[1]
+
+
+def count_calls(store: FlakyStore, r: Rig) -> int:
+    before = store.calls
+    r.keep([*LONG, 1])
+    r.prefix.evict()
+    r.prefix.flush()
+    return store.calls - before
+
+
+def test_a_prefix_cache_leaves_a_store_alone_that_is_out_of_reach(
+    backend: ml.Backend, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FlakyStore()
+    r = Rig(ConversationSetup("causal"), backend, tiers=[store])
+    assert r.prefix.shelf.store is not None
+    r.prefix.shelf.store.outages = Outages(clock)
+    r.keep(LONG)
+    r.prefix.evict()
+    r.prefix.flush()
+    store.failing = frozenset(["put", "stat", "get_into", "prefix", "delete"])
+    r.keep([*LONG, 7])
+    r.prefix.evict()
+    r.prefix.flush()
+    assert count_calls(store, r) == 0
+    assert len(lines(caplog)) == 1
+    store.failing = frozenset()
+    assert count_calls(store, r) == 0, "nobody has asked yet"
+    clock.now += FIRST
+    computed = r.evaluated
+    assert r.keep([*LONG, 2]) == 20
+    assert r.evaluated == computed + 1
+    r.check_books()
+    r.prefix.close()
+
+
+@needs_server
+@pytest.mark.parametrize("cache", ["causal", "recurrent", "wrapper"])
+def test_a_prefix_cache_outlives_its_server_and_uses_it_again_when_it_is_back(
+    backend: ml.Backend, clock: Clock, caplog: pytest.LogCaptureFixture, cache: str
+) -> None:
+    pytest.importorskip("valkey", reason="the package valkey is not installed")
+    with ValkeyServer() as server:
+        r = Rig(ConversationSetup(cache), backend, tiers=[server.url])
+        assert r.prefix.shelf.store is not None
+        r.prefix.shelf.store.outages = Outages(clock)
+
+        def turn(tokens: list[int]) -> int:
+            """How many of the tokens were there; what is kept afterwards is in the store alone."""
+            found = r.keep(tokens)
+            r.prefix.evict()
+            r.prefix.flush()
+            return found
+
+        turn(LONG)
+        assert turn([*LONG, 1]) == 20
+        server.kill()
+        for number in range(2, 6):
+            assert turn([*LONG, number]) == 0, "computed again, and no error"
+            clock.now += 0.1
+        assert len(lines(caplog)) == 1, lines(caplog)
+        assert server.url in lines(caplog)[0]
+        server.start()
+        clock.now += LONGEST
+        turn([*LONG, 7])
+        assert turn([*LONG, 8]) == 20
+        assert r.prefix.stats.store > 0
+        assert len(lines(caplog)) <= 3, lines(caplog)
+        r.check_books()
+        r.prefix.close()
+
+
+@needs_server
+def test_hosts_share_their_prefixes_through_a_url(backend: ml.Backend) -> None:
+    pytest.importorskip("valkey", reason="the package valkey is not installed")
+    with ValkeyServer() as server:
+        one, two, three = (Rig(ConversationSetup("causal"), backend, tiers=[server.url]) for _ in range(3))
+        one.keep(LONG)
+        one.prefix.close()
+        assert two.keep([*LONG, 1]) == 20
+        assert two.evaluated == 1
+        two.prefix.close()
+        assert three.keep([*LONG, 1, 2]) == 21
+        three.prefix.close()
