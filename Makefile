@@ -29,6 +29,10 @@ docs: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.prefix
+	$(BIN)/python -m benchmarks.remote
+	$(BIN)/python -m benchmarks.remote_mooncake
+	$(BIN)/python -m benchmarks.two_hosts
+	$(BIN)/python -m benchmarks.scale --measure
 
 dist: $(VENV)/.installed-dev
 	rm -rf dist

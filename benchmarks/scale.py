@@ -1,0 +1,93 @@
+"""docs/scaling.md from one command: ``python -m benchmarks.scale``.
+
+Measures what each step costs on this machine, runs synthetic traffic through the real PrefixCache and its
+stores, computes what a fleet would ask of each resource, and writes docs/benchmarks/scale.json, the plots
+beside it, and the tables of docs/scaling.md. ``--write`` writes plots and tables from what was recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.scale_simulation import POLICIES, Fleet, by_budget, serve
+from benchmarks.scale_traffic import Traffic
+from kvcache.bench_timing import machine
+
+__all__ = ["main", "simulate"]
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
+_STAYS = 0.9
+
+
+def simulate(traffic: Traffic, seeds: int, shares: Sequence[float]) -> dict[str, Any]:
+    """Every policy within every share, from several seeds; then hosts, with and without a shared store."""
+    policies = {
+        policy: [by_budget(_seeded(traffic, seed), policy, shares) for seed in range(seeds)]
+        for policy in POLICIES
+    }
+    return {"traffic": asdict(traffic), "seeds": seeds, "policies": policies, "fleet": _fleets(traffic)}
+
+
+def _seeded(traffic: Traffic, seed: int) -> Traffic:
+    return Traffic(**asdict(traffic) | {"seed": seed})
+
+
+def _fleets(traffic: Traffic) -> list[dict[str, Any]]:
+    rows = []
+    for stays, routing in ((0.0, "to any host"), (_STAYS, f"{_STAYS:.0%} to the same host")):
+        unlimited = serve(traffic, Fleet(stays=stays))
+        stores = (("none", 0), ("30% of all", int(0.3 * unlimited.nbytes)))
+        found = [(name, serve(traffic, Fleet(stays=stays, store=budget))) for name, budget in stores]
+        rows += [
+            outcome.as_dict() | {"routing": routing, "store": name}
+            for name, outcome in (*found, ("no limit", unlimited))
+        ]
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
+    parser.add_argument(
+        "--quick", action="store_true", help="little traffic, few rounds; a glance, no result"
+    )
+    parser.add_argument("--measure", action="store_true", help="keep the simulation, measure the rest anew")
+    parser.add_argument("--write", action="store_true", help="only write plots and tables")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder with scaling.md")
+    options = parser.parse_args(arguments)
+    record = options.docs / "benchmarks" / "scale.json"
+    if not options.write:
+        former = json.loads(record.read_text(encoding="utf-8")) if options.measure else {}
+        record.write_text(json.dumps(_results(options.quick, former), indent=1) + "\n", encoding="utf-8")
+    from benchmarks import scale_plots, scale_report
+
+    results = json.loads(record.read_text(encoding="utf-8"))
+    drawn = scale_plots.draw(record.parent, results)
+    scale_report.write(options.docs / "scaling.md", results)
+    print(f"wrote {options.docs / 'scaling.md'} and {len(drawn)} plots")
+
+
+def _results(quick: bool, former: dict[str, Any]) -> dict[str, Any]:
+    """``former``: results whose simulation, which comes from its seeds alone, is kept."""
+    from benchmarks import scale_constants
+
+    began = time.perf_counter()
+    constants = scale_constants.measure(quick)
+    print(f"constants: {time.perf_counter() - began:.0f} s")
+    found = {"machine": machine(), "quick": quick, "constants": constants}
+    if former:
+        return former | found
+    traffic = Traffic(count=60, open=12) if quick else Traffic(count=1000)
+    simulation = simulate(traffic, 1 if quick else 3, SHARES[::3] if quick else SHARES)
+    print(f"simulation: {time.perf_counter() - began:.0f} s")
+    return found | {"simulation": simulation}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""Snapshots in the memory of other hosts, pooled by Mooncake Store. Needs the extra ``[mooncake]``."""
+
+from __future__ import annotations
+
+from kvcache.stores.mooncake.settings import Settings
+from kvcache.stores.mooncake.store import MooncakeStore
+
+__all__ = ["MooncakeStore", "Settings"]

@@ -1,0 +1,190 @@
+"""A store in the pooled memory of hosts, through Mooncake Store.
+
+An entry is one object, with a header that holds its digest (:mod:`~kvcache.stores.mooncake.frame`). A put
+opens a session with the master, which lets one writer in; writes through registered memory; and closes it,
+which makes the object exist. A get reads header and bytes and checks them. What does not hold is read once
+more, so that an eviction on the way is never taken for damage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from kvcache.stores.buffers import Buffer, WritableBuffer, as_bytes, as_writable
+from kvcache.stores.calls import Calls
+from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable, StoreValueError
+from kvcache.stores.mooncake.client import Client
+from kvcache.stores.mooncake.connecting import connect, knock, replicated
+from kvcache.stores.mooncake.frame import HEADER
+from kvcache.stores.mooncake.outage import Outage
+from kvcache.stores.mooncake.settings import Settings
+from kvcache.stores.mooncake.staging import Staging
+from kvcache.stores.mooncake.transfer import Entry
+from kvcache.stores.protocol import Stat, check_key
+from kvcache.stores.streams import load_xxhash
+
+__all__ = ["MooncakeStore"]
+
+
+class MooncakeStore:
+    """Entries in the pool whose master is at ``url`` (``mooncake://host[:port]``).
+
+    ``options`` are the fields of :class:`Settings`, in their own types or as text. ``client`` is a
+    ``mooncake.store.MooncakeDistributedStore`` that was set up already, and stays the caller's to close;
+    its settings are then its own.
+
+    The budget is the pool's: the master evicts what was not asked for longest once the hosts' segments are
+    nearly full. Any question renews an entry's lease, ``stat`` too. An entry lies in the memory of one host
+    and goes with it: that is a miss. Opening contacts nobody; while the master does not answer calls raise
+    StoreUnavailable, at once and without asking for a second and then ever longer, up to half a minute.
+    After a fork, open the store anew in the child.
+
+    Raises StoreValueError for a URL or an option that makes no sense, TypeError for one that does not
+    exist, StoreUnavailable where a package is missing.
+    """
+
+    def __init__(self, url: str | None = None, *, client: Any = None, **options: Any) -> None:
+        load_xxhash()
+        self._settings = Settings.of(url, options)
+        self._given = client
+        self._outage = Outage()
+        self._calls = Calls()
+        self._link: tuple[Client, Staging] | None = None
+        self._linking = threading.Lock()
+        self._counting = threading.Lock()
+        self._process = os.getpid()
+        self.dropped = 0
+        """Entries that were corrupt or foreign, and were removed."""
+
+    @property
+    def url(self) -> str:
+        """Where the master is."""
+        return self._settings.url
+
+    def __repr__(self) -> str:
+        return f"MooncakeStore({self.url!r}, prefix={self._settings.prefix!r})"
+
+    def put(self, key: str, parts: Sequence[Buffer]) -> bool:
+        """As the protocol says; False also while another host writes this key."""
+        check_key(key)
+        views = [as_bytes(part) for part in parts]
+        nbytes = sum(len(view) for view in views)
+        with self._call("put") as (client, staging), client.putting(self._name(key), HEADER + nbytes) as new:
+            if new:
+                with staging.lent() as room:
+                    Entry(client, self._name(key), key, nbytes, room, staging.covers).send(views)
+            return new
+
+    def stat(self, keys: Sequence[str]) -> list[Stat | None]:
+        """As the protocol says; when an entry was last used is not known, and asking counts as use."""
+        names = [self._name(check_key(key)) for key in keys]
+        with self._call("stat") as (client, _):
+            sizes = client.sizes(names)
+            for name in {name for name, size in zip(names, sizes, strict=True) if size and size < HEADER}:
+                self._drop(client, name)
+            return [Stat(size - HEADER) if size and size >= HEADER else None for size in sizes]
+
+    def get_into(self, key: str, buffer: WritableBuffer) -> bool:
+        name = self._name(check_key(key))
+        view = as_writable(buffer, "get_into")
+        with self._call("get_into") as (client, staging):
+            for _ in range(2):
+                size = client.size(name)
+                if size is None:
+                    return False
+                if size < HEADER:
+                    continue
+                if size - HEADER != len(view):
+                    raise StoreValueError(
+                        f"get_into: a buffer of {len(view)} bytes; {key} has {size - HEADER}"
+                    )
+                with staging.lent() as room:
+                    sound = Entry(client, name, key, len(view), room, staging.covers).receive(view)
+                if sound is not False:
+                    return sound is True
+            self._drop(client, name)
+            raise SnapshotCorrupt(f"get_into: {key} in {self.url}: its digest does not hold; it was dropped")
+
+    def prefix(self, keys: Sequence[str]) -> int:
+        names = [self._name(check_key(key)) for key in keys]
+        with self._call("prefix") as (client, _):
+            there = client.present(names)
+            return there.index(False) if False in there else len(there)
+
+    def delete(self, key: str) -> bool:
+        name = self._name(check_key(key))
+        with self._call("delete") as (client, _):
+            return client.remove(name)
+
+    def register(self, buffer: WritableBuffer) -> None:
+        """Register memory that snapshots are often put from or read into, for as long as the store is open.
+
+        Such memory is read and written by the network in place; all other passes through buffers of the
+        store's own, which costs one copy. The store keeps it alive. StoreValueError where some of it is
+        registered already.
+        """
+        view = as_writable(buffer, "register")
+        with self._call("register") as (_, staging):
+            staging.add(view)
+
+    def close(self) -> None:
+        """As the protocol says. What a ``segment`` of this host holds is lost to all."""
+        if self._calls.close() and self._link is not None and os.getpid() == self._process:
+            client, staging = self._link
+            staging.close()
+            if self._given is None:
+                client.native.close()
+            self._link = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # One call.
+
+    @contextlib.contextmanager
+    def _call(self, op: str) -> Iterator[tuple[Client, Staging]]:
+        if os.getpid() != self._process:
+            raise StoreUnavailable(f"{op}: this store was opened before a fork; open it anew in the child")
+        with self._calls.running(op):
+            if self._outage.admit(op) and self._given is None and (reason := knock(self._settings)):
+                self._outage.failed(reason)
+                raise StoreUnavailable(f"{op}: {reason}")
+            yield self._linked()
+
+    def _linked(self) -> tuple[Client, Staging]:
+        with self._linking:
+            if self._link is None:
+                try:
+                    native = self._given if self._given is not None else connect(self._settings)
+                except StoreUnavailable as error:
+                    self._outage.failed(str(error))
+                    raise
+                client = Client(native, self.url, self._outage, replicated(self._settings))
+                self._link = (
+                    client,
+                    Staging(
+                        native.register_buffer,
+                        native.unregister_buffer,
+                        self._settings.staging,
+                        self._settings.lanes,
+                    ),
+                )
+            return self._link
+
+    def _name(self, key: str) -> str:
+        return f"{self._settings.prefix}:{key}"
+
+    def _drop(self, client: Client, name: str) -> None:
+        client.remove(name)
+        with self._counting:
+            self.dropped += 1

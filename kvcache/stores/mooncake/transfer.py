@@ -1,0 +1,105 @@
+"""One entry on its way: digested as it passes, through a registered buffer or from where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvcache.stores.mooncake.client import Client
+from kvcache.stores.mooncake.frame import HEADER, Digest
+from kvcache.stores.mooncake.staging import address
+
+__all__ = ["Entry"]
+
+
+class Entry:
+    """The entry of ``key``, ``nbytes`` long, known to the pool as ``name``.
+
+    ``room`` is a registered buffer, U8, of more than HEADER bytes; ``covers`` tells which memory is
+    registered besides.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        name: str,
+        key: str,
+        nbytes: int,
+        room: np.ndarray,
+        covers: Callable[[memoryview], bool],
+    ) -> None:
+        self._client, self._name, self._room, self._covers = client, name, room, covers
+        self._digest = Digest(key, nbytes)
+        self._at = HEADER
+        """Up to where the entry is written."""
+        self._filled = HEADER
+        """Up to where the room is; its first bytes are the header's."""
+
+    # Out.
+
+    def send(self, views: Sequence[memoryview]) -> None:
+        """Write the views' bytes one after another, and the header with the last of them."""
+        for view in views:
+            if self._covers(view):
+                self._flush()
+                self._digest.update(view)
+                self._client.write(self._name, [(address(view), len(view), self._at)])
+                self._at += len(view)
+            else:
+                self._stage(view)
+        self._room[:HEADER] = np.frombuffer(self._digest.header(), np.uint8)
+        self._flush((self._room.ctypes.data, HEADER, 0))
+
+    def _stage(self, view: memoryview) -> None:
+        while len(view):
+            piece = view[: self._room.size - self._filled]
+            place = self._room[self._filled : self._filled + len(piece)]
+            np.copyto(place, np.frombuffer(piece, np.uint8))
+            self._digest.update(place)
+            self._filled += len(piece)
+            view = view[len(piece) :]
+            if self._filled == self._room.size:
+                self._flush()
+
+    def _flush(self, *more: tuple[int, int, int]) -> None:
+        """Write what was staged, and more pieces with it."""
+        pieces = list(more)
+        if self._filled > HEADER:
+            pieces.append((self._room.ctypes.data + HEADER, self._filled - HEADER, self._at))
+        if pieces:
+            self._client.write(self._name, pieces)
+        self._at += self._filled - HEADER
+        self._filled = HEADER
+
+    # In.
+
+    def receive(self, view: memoryview) -> bool | None:
+        """Fill the view. False: header or digest do not hold; None: the entry is not there."""
+        in_place = self._covers(view)
+        found = self._read_in_place(view) if in_place else self._read_staged(view)
+        return None if found is None else found == self._digest.header()
+
+    def _read_in_place(self, view: memoryview) -> bytes | None:
+        """The header that was found."""
+        pieces = [(self._room.ctypes.data, HEADER, 0), (address(view), len(view), HEADER)]
+        if not self._client.read(self._name, pieces):
+            return None
+        self._digest.update(view)
+        return bytes(self._room[:HEADER])
+
+    def _read_staged(self, view: memoryview) -> bytes | None:
+        target = np.frombuffer(view, np.uint8) if len(view) else np.empty(0, np.uint8)
+        header, done = b"", 0
+        while not header or done < len(view):
+            skip = 0 if header else HEADER
+            count = min(self._room.size - skip, len(view) - done)
+            at = HEADER + done - skip
+            if not self._client.read(self._name, [(self._room.ctypes.data, skip + count, at)]):
+                return None
+            header = header or bytes(self._room[:HEADER])
+            piece = target[done : done + count]
+            np.copyto(piece, self._room[skip : skip + count])
+            self._digest.update(piece)
+            done += count
+        return header
