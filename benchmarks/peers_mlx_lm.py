@@ -1,106 +1,212 @@
-"""mlx-lm's tests/test_prompt_cache.py, with our entries in the places of its KVCache and RotatingKVCache.
+"""mlx-lm's tests, with our entries in the places of its KVCache and RotatingKVCache, and of what it makes.
 
-A stand-in is a prompt cache of one layer. Its model, which the file downloads, is a small one with random
-weights here, so that no network is needed; what it makes for that model is our prompt cache.
+A stand-in is a prompt cache of one layer. ``make_prompt_cache`` gives ours for every model that we have
+caches for. The model and the tokenizer that the files download are small ones here, with random weights.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
+import math
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm.utils
-from mlx_lm.models import llama
+from mlx.utils import tree_flatten
+from mlx_lm.models import cache, llama
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from benchmarks.peers_models import SHAPE, tokenizer
 from kvcache import InvalidRangeError, NotSupportedError
-from kvcache.integrations import mlx_lm as ours
+from kvcache.integrations import mlx_lm as integration
 
-__all__ = ["prepared"]
+__all__ = ["ours", "prepared", "theirs"]
 
 _used: Counter[str] = Counter()
-_pools: dict[Any, ours.CachePool] = {}
+_modules: list[ModuleType] = []
+_pools: dict[Any, integration.CachePool] = {}
+_models: dict[int, tuple[Any, Any]] = {}
+"""The model that was asked for last, and the pool of its prompt caches."""
+_own: Any = cache
+_make_own = cache.make_prompt_cache
 
 
-def _pool(key: Any) -> ours.CachePool:
-    """One for all entries of a kind in a test, so that they can be merged."""
-    if not _used:
-        _pools.clear()  # the first of a test
+_ROOM = 1 << 28
+
+
+def _new_pool(layers: Any) -> integration.CachePool:
+    """Room for 16 sequences of 512 tokens, or what of it is no more than 256 MiB: some models are large."""
+    per_token, states = 1, 1
+    for layer in layers:
+        if isinstance(layer, integration.Attention):
+            per_token += 4 * (layer.kv_heads or 0) * ((layer.key_dim or 0) + (layer.value_dim or 0))
+        else:
+            states += sum(8 * math.prod(shape) for shape in layer.shapes)
+    sequences = min(16, max(2, _ROOM // states))
+    capacity = min(512, max(16, _ROOM // (per_token * sequences)))
+    options = {"capacity": capacity, "max_sequences": sequences, "rollback": 0, "checkpoints": 1}
+    return integration.CachePool(layers, **options)
+
+
+def _one_layer(window: Any, dtype: Any = None, shape: tuple[int, ...] = ()) -> Any:
+    """Rows of the one pool for all entries of a kind in a test, so that they can be merged."""
+    key = (window, dtype, shape)
     if key not in _pools:
-        window = key[0] if isinstance(key, tuple) else key
-        _pools[key] = ours.CachePool([ours.Attention(window)], capacity=512, max_sequences=16, rollback=0)
-    return _pools[key]
+        _pools[key] = _new_pool([integration.Attention(window, dtype=dtype)])
+    return _pools[key].make_prompt_cache()[0].rows
 
 
-class _OneLayer(ours.KVCache):
+class _StandIn(type):
+    """The entries that a pool makes pass for a stand-in too."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        sliding = isinstance(instance, integration.RotatingKVCache)
+        return isinstance(instance, integration.KVCache) and sliding == (cls.__name__ == "RotatingKVCache")
+
+
+class _OneLayer(integration.KVCache, metaclass=_StandIn):
     """A prompt cache of one layer, which goes to a pool of its shape when it is first written."""
+
+    step = 256
+    """mlx-lm's, by which its buffers grow."""
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
         try:
-            return super().update_and_fetch(keys, values)
+            return super().update_and_fetch(*self._kept_as(keys, values))
         except InvalidRangeError:
             if not self.empty():
                 raise
-            window = self.rows.pool.storage.layers[0].window  # type: ignore[union-attr]
-            self.rows = _pool((window, *keys.shape[1::2])).make_prompt_cache()[0].rows
-            self._seen = 0
+            self._move(keys)
             return super().update_and_fetch(keys, values)
+
+    def _kept_as(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        if self.empty() and keys.dtype != mx.float32:
+            self._move(keys)
+        return keys, values
+
+    def _move(self, keys: Any) -> None:
+        window = self.rows.pool.storage.layers[0].window  # type: ignore[union-attr]
+        self.rows = _one_layer(window, keys.dtype, keys.shape[1::2])
+        self._seen = 0
 
 
 class KVCache(_OneLayer):
     def __init__(self, rows: Any = None, layer: int = 0, seen: int = 0) -> None:
-        super().__init__(_pool(None).make_prompt_cache()[0].rows if rows is None else rows, layer, seen)
+        super().__init__(_one_layer(None) if rows is None else rows, layer, seen)
         _used["KVCache"] += 1
 
 
-class RotatingKVCache(_OneLayer, ours.RotatingKVCache):
+class RotatingKVCache(_OneLayer, integration.RotatingKVCache):
     def __init__(self, max_size: Any = None, keep: int = 0, seen: int = 0) -> None:
         made = not isinstance(max_size, int)
-        pool = None if made else _pool(max_size)
         _used["RotatingKVCache"] += 1
         if made:  # by merge, extract or deepcopy: rows, layer
             super().__init__(max_size, keep, seen)
             return
-        assert pool is not None
         if keep:
             raise NotSupportedError(f"RotatingKVCache: keep={keep}; no token stays for good here")
-        super().__init__(pool.make_prompt_cache()[0].rows, 0)
+        super().__init__(_one_layer(max_size), 0)
+
+
+class _Batches:
+    """In the place of the class of a batch: its rows are merged by themselves."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._kind(*arguments, **options)
+
+    def merge(self, caches: Any) -> Any:
+        return (type(caches[0]) if isinstance(caches[0], integration.KVCache) else self._kind).merge(caches)
 
 
 def _make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
-    made = ours.make_prompt_cache(model, capacity=256)
+    if "make_cache" in vars(model) or "make_cache" in model:  # the test's own
+        return model.make_cache()  # type: ignore[no-any-return]
+    if max_kv_size is not None and not hasattr(model, "make_cache"):
+        raise NotSupportedError(f"make_prompt_cache: max_kv_size={max_kv_size}; no token stays for good here")
+    try:
+        with _named(_make_own):  # which is asked what the model wants
+            layers = integration.layers_of(model)
+    except NotSupportedError:
+        return _make_own(model, max_kv_size)  # type: ignore[no-any-return]
+    if sum(x.nbytes for _, x in tree_flatten(model.parameters())) > _ROOM:
+        # Models of many GiB, which their test describes and never evaluates; storing K and V would.
+        return _make_own(model, max_kv_size)  # type: ignore[no-any-return]
+    known, pool = _models.get(id(model), (None, None))
+    if known is not model or list(pool.storage.layers) != list(layers):
+        pool = _new_pool(layers)
+        _models.clear()
+        _models[id(model)] = model, pool
     _used["make_prompt_cache"] += 1
-    return made
-
-
-class _Tokenizer:
-    def encode(self, text: str, **options: Any) -> Any:
-        return mx.array([[3 + byte % 90 for byte in text.encode()]])
+    return pool.make_prompt_cache()  # type: ignore[no-any-return]
 
 
 def _load(*arguments: Any, **options: Any) -> tuple[Any, Any]:
     mx.random.seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = llama.Model(
-        llama.ModelArgs(model_type="llama", num_hidden_layers=2, rms_norm_eps=1e-5, vocab_size=97, **shape)
-    )
+    model = llama.Model(llama.ModelArgs(model_type="llama", rms_norm_eps=1e-5, **SHAPE))
     mx.eval(model.parameters())
-    return model, _Tokenizer()
+    return model, TokenizerWrapper(tokenizer())
 
 
-def prepared(path: Path) -> tuple[ModuleType, Counter[str]]:
-    """The test module with our names in it, and the count of what it makes of ours."""
-    spec = importlib.util.spec_from_file_location("peers_mlx_lm_tests", path)
+@contextlib.contextmanager
+def theirs() -> Iterator[None]:
+    """mlx-lm's own classes."""
+    with _named(_make_own, **{name: getattr(_own, name) for name in _stand_ins()}):
+        yield
+
+
+@contextlib.contextmanager
+def ours() -> Iterator[None]:
+    """Ours in the test files, in generation and in the server."""
+    _pools.clear()
+    _models.clear()
+    with _named(_make_prompt_cache, **_stand_ins()):
+        yield
+
+
+def _stand_ins() -> dict[str, Any]:
+    batches = {name: _Batches(getattr(_own, name)) for name in ("BatchKVCache", "BatchRotatingKVCache")}
+    return {"KVCache": KVCache, "RotatingKVCache": RotatingKVCache, **batches}
+
+
+@contextlib.contextmanager
+def _named(make_prompt_cache: Any, **classes: Any) -> Iterator[None]:
+    # Not by attribute: the package has functions of these names.
+    makers: list[Any] = [_own, *map(importlib.import_module, ("mlx_lm.generate", "mlx_lm.server"))]
+    before = makers[0].make_prompt_cache
+    for module in makers:
+        module.make_prompt_cache = make_prompt_cache
+    for module in _modules:
+        names = {"make_prompt_cache": make_prompt_cache, **classes}
+        vars(module).update({name: found for name, found in names.items() if hasattr(module, name)})
+    try:
+        yield
+    finally:
+        for module in (*makers, *(module for module in _modules if hasattr(module, "make_prompt_cache"))):
+            module.make_prompt_cache = before
+
+
+def prepared(paths: list[Path]) -> tuple[list[ModuleType], Counter[str]]:
+    """The test modules, and the count of what they make of ours."""
+    mlx_lm.utils.load = _load  # before the files import it
+    mx.set_cache_limit(1 << 28)  # some of the files make a hundred models
+    _modules[:] = [_import(path) for path in paths]
+    return _modules, _used
+
+
+def _import(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"peers_mlx_lm_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    mlx_lm.utils.load = _load  # before the file imports it
     spec.loader.exec_module(module)
-    for stand_in in (KVCache, RotatingKVCache):
-        setattr(module, stand_in.__name__, stand_in)
-    module.make_prompt_cache = _make_prompt_cache  # type: ignore[attr-defined]
-    return module, _used
+    return module

@@ -1,8 +1,8 @@
 """transformers' tests of its caches, with ours in the places of its DynamicCache and StaticCache.
 
 A DynamicCache without a config finds its number of layers as it goes; ours are told it, from the same test's
-run on transformers' own. Models, which the files download, are small ones with random weights here: what asks
-for the text of a real one fails on transformers' own caches too, and is listed as that.
+run on transformers' own. Models and tokenizers, which the files download, are small ones with random weights
+here: what asks for the text of a real one fails on transformers' own caches too, and is listed as that.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 import transformers
 from transformers.integrations import executorch
 
+from benchmarks.peers_models import SHAPE, tokenizer
 from kvcache import NotSupportedError
 from kvcache.integrations.transformers import HFCache, HFStaticCache, install
 
@@ -80,8 +81,8 @@ def _counted() -> int:
 
 
 def _plain(layers: int) -> Any:
-    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return transformers.LlamaConfig(num_hidden_layers=layers, vocab_size=97, **shape)
+    options = {"num_hidden_layers": layers, "eos_token_id": None, "initializer_range": 0.3}
+    return transformers.LlamaConfig(**{**SHAPE, **options})
 
 
 class _Counting(metaclass=_StandIn):
@@ -131,7 +132,15 @@ class _Models:
     @staticmethod
     def from_pretrained(*arguments: Any, **options: Any) -> Any:
         torch.manual_seed(0)
-        return transformers.LlamaForCausalLM(_plain(2)).eval()
+        return transformers.LlamaForCausalLM(_plain(SHAPE["num_hidden_layers"])).eval()
+
+
+class _Tokenizers:
+    """In the place of AutoTokenizer."""
+
+    @staticmethod
+    def from_pretrained(*arguments: Any, padding_side: str = "right", **options: Any) -> Any:
+        return tokenizer(padding_side=padding_side)
 
 
 class _Dropped:
@@ -203,6 +212,7 @@ def _load(path: Path) -> ModuleType:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     with _names_that_a_file_asks_for(path):
         spec.loader.exec_module(module)
-    if hasattr(module, "AutoModelForCausalLM"):
-        module.AutoModelForCausalLM = _Models
+    for name, stand_in in (("AutoModelForCausalLM", _Models), ("AutoTokenizer", _Tokenizers)):
+        if hasattr(module, name):
+            setattr(module, name, stand_in)
     return module

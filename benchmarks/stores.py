@@ -20,6 +20,8 @@ __all__ = ["main"]
 
 MIB = 1 << 20
 LAYERS = 32
+PART = 128 << 10
+"""Bytes of a page of 512 tokens that lie in a run: one head of 128 in a 16-bit dtype."""
 
 
 def page(nbytes: int) -> list[memoryview]:
@@ -47,9 +49,15 @@ def reading(folder: Path, parts: Sequence[memoryview]) -> dict[str, Contender]:
             while done < size:
                 done += file.readinto(view[done:])
 
+    def read_in_parts() -> None:
+        reader = store.reader("a")
+        assert reader is not None
+        reader.fill([buffer[start : start + PART] for start in range(0, size, PART)])
+
     return {
         "plain readinto": Contender(plain),
         "FileStore.get_into": Contender(lambda: store.get_into("a", buffer)),
+        "FileStore.reader": Contender(read_in_parts),
     }
 
 

@@ -32,7 +32,7 @@ from kvcache.snapshots import (
 if TYPE_CHECKING:
     from kvcache.encoder import EncoderCache
     from kvcache.paging import from_page, to_page
-    from kvcache.prefix import PrefixCache, PrefixStats, Session, SessionLimitError
+    from kvcache.prefix import PrefixCache, PrefixStats, Session, SessionLimitError, SessionReplacedError
     from kvcache.recurrent import RecurrentCache
     from kvcache.tiers import HostTier
     from kvcache.wrapper import WrapperCache
@@ -62,6 +62,7 @@ __all__ = [
     "SequenceLostError",
     "Session",
     "SessionLimitError",
+    "SessionReplacedError",
     "ShiftFunction",
     "SlidingWindowCache",
     "Snapshot",
@@ -79,6 +80,7 @@ _LATER = {
     "RecurrentCache": "kvcache.recurrent",
     "Session": "kvcache.prefix",
     "SessionLimitError": "kvcache.prefix",
+    "SessionReplacedError": "kvcache.prefix",
     "WrapperCache": "kvcache.wrapper",
     "from_page": "kvcache.paging",
     "to_page": "kvcache.paging",

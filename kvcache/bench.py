@@ -52,7 +52,7 @@ def shown(row: Measured) -> str:
     """One line: microseconds per layer, and times the floor."""
     times = f"{row.median:12,.1f} us [{row.low:,.1f}, {row.high:,.1f}]"
     ratio = "" if row.ratio is None else f"  {row.ratio:,.2f} x floor"
-    return f"{row.measurement:28} {row.contender:40} {times:40}{ratio}"
+    return f"{row.measurement:32} {row.contender:40} {times:40}{ratio}".rstrip()
 
 
 class Decoding:

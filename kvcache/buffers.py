@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.plain import Buffer, Cells
@@ -103,6 +105,16 @@ class LayerBuffers:
         half = len(found) // 2
         self.key.write_stored(ctx, cells, found[:half])
         self.value.write_stored(ctx, cells, found[half:])
+
+    def memory(
+        self, backend: ml.SupportsOverwrite, ctx: ml.Context, start: int, count: int
+    ) -> list[np.ndarray | None]:
+        """Where a run of cells lies, in the parts of ``read_stored``, to be written over at once.
+
+        None for a part that the host cannot write (see :class:`ml.SupportsOverwrite`).
+        """
+        halves = (self.key, self.value)
+        return [place for half in halves for place in half.memory(backend, ctx, start, count)]
 
 
 def stored_shape(parts: tuple[ml.Tensor, ...]) -> tuple[int, int, int]:

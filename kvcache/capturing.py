@@ -15,6 +15,7 @@ from kvcache.batches import check_sequence
 from kvcache.buffers import LayerBuffers, stored_shape
 from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, SequenceLostError
 from kvcache.cells import CellTable
+from kvcache.landing import Arrival, Landing, Places, landing_places
 from kvcache.scheduling import Schedule
 from kvcache.snapshots import (
     AttentionSnapshot,
@@ -198,9 +199,10 @@ class AttentionSnapshots:
         return self._schedule.waiting(seq)
 
     def rolled_back(self, seq: int) -> int | None:
-        """The lowest position that was removed or replaced since this was last asked; None: nothing was.
+        """The lowest position that was removed since this was last asked; None: nothing was.
 
-        For those who keep account of a sequence's tokens: what they know from there on may be wrong.
+        -1 where ``copy_prefix`` replaced all of it (kvcache.scheduling.REPLACED). For those who keep
+        account of a sequence's tokens: what they know from there on may be wrong.
         """
         self.offset(seq)
         return self._schedule.lowest_cut(seq)
@@ -263,6 +265,34 @@ class AttentionSnapshots:
             row.lost = False
 
         return commit
+
+    def land(self, seq: int, arrival: Arrival) -> Landing | None:
+        """Hold free cells behind what the sequence has, for a snapshot whose content is still to come.
+
+        What comes of it lies in the cache, and ``restore`` shares it. None, and nothing touched, where the
+        cells free do not lie in a run, the host cannot write there, or it does not follow the sequence.
+        """
+        backend, table = self._bound("land"), self._table
+        check_sequence("land", seq, self._max_sequences)
+        row, count = table.rows[seq], int(arrival.positions.size)
+        follows = len(row) == row.last + 1 == arrival.begin and not row.lost
+        known = arrival.dtype is self._dtype and not self._whole and not arrival.whole
+        if not (follows and known and count and isinstance(backend, ml.SupportsOverwrite)):
+            return None
+        self._reclaim(count)
+        start = table.choose(seq, count) if table.free >= count else None
+        if not isinstance(start, int):
+            return None
+        cells = np.arange(start, start + count)
+
+        def find() -> Places | None:
+            return landing_places(backend, self._buffers, arrival, start)
+
+        def keep(count: int, end: int) -> AttentionSnapshot:
+            source = InCache(backend, table, self._buffers, cells[:count])
+            return self._remember(arrival.begin, end, arrival.positions[:count], source)
+
+        return Landing(table, cells, find, keep)
 
     def _check_room(self, seq: int, begin: int, count: int) -> None:
         """Refuse ``count`` cells that are not there even without what they replace and snapshots hold."""

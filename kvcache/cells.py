@@ -194,6 +194,11 @@ class CellTable:
         self.pins[id(pin)] = pin
         return pin
 
+    def hold(self, cells: Array) -> Pin:
+        """Pin free cells, for what is about to be put there."""
+        self.free -= cells.size
+        return self.pin(cells)
+
     def unpin(self, pin: Pin) -> None:
         if self.pins.pop(id(pin), None) is not None:
             self._release(pin.cells)

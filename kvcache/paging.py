@@ -25,7 +25,7 @@ from kvcache.snapshots import (
 from kvcache.stores.errors import SnapshotCorrupt
 from kvcache.stores.page import Page
 
-__all__ = ["from_page", "to_page"]
+__all__ = ["check_count", "check_positions", "check_span", "from_page", "page_bytes", "to_page"]
 
 Meta = Mapping[str, Any]
 
@@ -36,6 +36,16 @@ def to_page(backend: ml.Backend, snapshot: Snapshot) -> Page:
         writer = _Writer(ctx)
         meta = writer.encode(snapshot)
         return Page({"snapshot": meta}, writer.arrays)
+
+
+def page_bytes(snapshot: Snapshot) -> int:
+    """``to_page(backend, snapshot).nbytes``, before anything is copied."""
+    if isinstance(snapshot, WrapperSnapshot):
+        return sum(page_bytes(part) for part in snapshot.parts)
+    if isinstance(snapshot, RecurrentSnapshot):
+        return page_bytes(snapshot.attention) + snapshot.state.nbytes
+    positions = snapshot.positions.size if isinstance(snapshot, AttentionSnapshot) else 0
+    return snapshot.nbytes + np.dtype(np.int64).itemsize * positions
 
 
 def from_page(backend: ml.Backend, page: Page) -> Snapshot:
@@ -62,7 +72,7 @@ class _Writer:
         if isinstance(snapshot, RecurrentSnapshot):
             states = [
                 [kind, layer, self._tensor(f"{at}{kind}.{layer}", tensor)]
-                for (kind, layer), tensor in snapshot.states.items()
+                for (kind, layer), tensor in snapshot.state.read(self.ctx).items()
             ]
             attention = self.encode(snapshot.attention, f"{at}attention.")
             return {"kind": "recurrent", **meta, "attention": attention, "states": states}
@@ -103,9 +113,7 @@ class _Reader:
         self.borrow = backend.borrow if isinstance(backend, ml.SupportsBorrow) else None
 
     def decode(self, meta: Meta, at: str = "") -> Snapshot:
-        kind, begin, end = meta["kind"], _count(meta["begin"]), _count(meta["end"])
-        if not begin <= end:
-            raise ValueError(f"[{begin}, {end})")
+        kind, (begin, end) = meta["kind"], check_span(meta)
         if kind == "attention":
             return self._attention(meta, at, begin, end)
         if kind == "recurrent":
@@ -113,13 +121,17 @@ class _Reader:
             if not isinstance(attention, AttentionSnapshot):
                 raise ValueError(f"attention layers of kind {meta['attention']['kind']}")
             states = {
-                (_state(name), _count(layer)): self._tensor(tensor) for name, layer, tensor in meta["states"]
+                (_state(name), check_count(layer)): self._tensor(self.ctx.layer(check_count(layer)), tensor)
+                for name, layer, tensor in meta["states"]
             }
             return RecurrentSnapshot(attention, states)
         if kind == "encoder":
-            position = None if meta["position"] is None else _count(meta["position"])
-            pairs = {_count(i): self._pair(tensors) for i, tensors in meta["layers"]}
-            return EncoderSnapshot(begin, end, position, _count(meta["length"]), pairs)
+            position = None if meta["position"] is None else check_count(meta["position"])
+            pairs = {
+                check_count(i): self._pair(self.ctx.layer(check_count(i)), tensors)
+                for i, tensors in meta["layers"]
+            }
+            return EncoderSnapshot(begin, end, position, check_count(meta["length"]), pairs)
         if kind == "wrapper":
             parts = tuple(self.decode(part, f"{at}{i}/") for i, part in enumerate(meta["parts"]))
             return WrapperSnapshot(begin, end, parts)
@@ -127,34 +139,53 @@ class _Reader:
 
     def _attention(self, meta: Meta, at: str, begin: int, end: int) -> AttentionSnapshot:
         positions = self.arrays[f"{at}positions"]
-        ascending = (
-            positions.ndim == 1 and positions.dtype == np.int64 and bool((np.diff(positions) > 0).all())
-        )
-        if not ascending or (positions.size and not begin <= positions[0] <= positions[-1] < end):
-            raise ValueError(f"{at}positions do not ascend within [{begin}, {end})")
+        check_positions(at, positions, begin, end)
         layers = {}
         for i, activations, tensors in meta["layers"]:
-            parts = tuple(self._tensor(tensor, borrow=True) for tensor in tensors)
+            place = self.ctx.layer(check_count(i))
+            parts = tuple(self._tensor(place, tensor, borrow=True) for tensor in tensors)
             if len(parts) not in (2, 4) or any(part.shape[:1] != (positions.size,) for part in parts):
                 raise ValueError(f"layer {i} of {positions.size} positions: {[part.shape for part in parts]}")
-            layers[_count(i)] = LayerSnapshot(parts, ml.DType[activations])
+            layers[check_count(i)] = LayerSnapshot(parts, ml.DType[activations])
         return AttentionSnapshot(begin, end, positions, ml.DType[meta["dtype"]], bool(meta["whole"]), layers)
 
-    def _pair(self, tensors: Sequence[Any]) -> tuple[ml.Tensor, ml.Tensor]:
+    def _pair(self, ctx: ml.Context, tensors: Sequence[Any]) -> tuple[ml.Tensor, ml.Tensor]:
         key, value = tensors
-        return self._tensor(key), self._tensor(value)
+        return self._tensor(ctx, key), self._tensor(ctx, value)
 
-    def _tensor(self, entry: Sequence[Any], borrow: bool = False) -> ml.Tensor:
-        """``borrow``: the cache copies it on. A state or an encoder's output stays in use, and is copied."""
+    def _tensor(self, ctx: ml.Context, entry: Sequence[Any], borrow: bool = False) -> ml.Tensor:
+        """On the device of ``ctx``. ``borrow``: the cache copies it on.
+
+        A state or an encoder's output stays in use, and is copied.
+        """
         name, axes = entry
         array = self.arrays[name]
         if sorted(axes) != list(range(array.ndim)):
             raise ValueError(f"{name}: axes {axes} of an array of {array.ndim}")
         if borrow and self.borrow is not None:
-            stored = self.borrow(self.ctx, array)
+            stored = self.borrow(ctx, array)
         else:
-            stored = self.ctx.from_numpy(array, ml.DType.from_numpy(array.dtype))
-        return stored.permute(self.ctx, *(axes.index(axis) for axis in range(array.ndim)))
+            stored = ctx.from_numpy(array, ml.DType.from_numpy(array.dtype))
+        return stored.permute(ctx, *(axes.index(axis) for axis in range(array.ndim)))
+
+
+def check_span(meta: Meta) -> tuple[int, int]:
+    """[begin, end) of the snapshot that a page describes; ValueError where it is none."""
+    begin, end = check_count(meta["begin"]), check_count(meta["end"])
+    if not begin <= end:
+        raise ValueError(f"[{begin}, {end})")
+    return begin, end
+
+
+def check_positions(at: str, positions: np.ndarray, begin: int, end: int) -> None:
+    """Raise ValueError unless positions are I64 (count,) and ascend within ``[begin, end)``."""
+    ascending = positions.ndim == 1 and positions.dtype == np.int64
+    if (
+        not ascending
+        or not bool((positions[1:] > positions[:-1]).all())
+        or (positions.size and not begin <= positions[0] <= positions[-1] < end)
+    ):
+        raise ValueError(f"{at}positions do not ascend within [{begin}, {end})")
 
 
 def _axes(tensor: ml.Tensor) -> list[int]:
@@ -172,7 +203,7 @@ def _state(name: Any) -> str:
     return str(name)
 
 
-def _count(value: Any) -> int:
+def check_count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{value!r} is no count")
     return value

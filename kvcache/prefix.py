@@ -16,8 +16,9 @@ them has, or that another session holds right now::
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from types import TracebackType
@@ -25,190 +26,32 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError, NotSupportedError, SequenceLostError
-from kvcache.paging import from_page
+from kvcache.arriving import page_in, restore_page
+from kvcache.cache import (
+    CacheFullError,
+    ClosedError,
+    InvalidRangeError,
+    NotSupportedError,
+    SequenceLostError,
+)
+from kvcache.layering import Layers, check_layers, layers_of_cache
+from kvcache.owners import check_unowned, disown, own
+from kvcache.session import PrefixStats, Session, SessionLimitError, SessionReplacedError, Tokens
 from kvcache.shelf import Held, Shelf, SnapshotCache, span_of
 from kvcache.snapshots import Snapshot
-from kvcache.stores import Keys, Page, SnapshotStore, open_store
+from kvcache.stores import Chain, Keys, Page, SnapshotStore, open_store
 from kvcache.stores.errors import SnapshotCorrupt
 from kvcache.tiers import HostTier, StoreTier
+from kvcache.transit import Transit
 from kvcache.trie import Node, common_length
 
 if TYPE_CHECKING:
     from kvcache.views.models import PrefixPicture
     from kvcache.views.words import Decode
 
-__all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError"]
+__all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError"]
 
-Tokens = Sequence[int | bytes] | np.ndarray
-
-
-class SessionLimitError(KVCacheError):
-    """As many sessions are open as the cache has sequences."""
-
-
-@dataclass(slots=True)
-class PrefixStats:
-    """What was asked for and where it came from, in tokens, since the start."""
-
-    sessions: int = 0
-    tokens: int = 0
-    """Tokens of all prompts."""
-    live: int = 0
-    """Shared with a session that was open."""
-    device: int = 0
-    host: int = 0
-    store: int = 0
-
-    @property
-    def reused(self) -> int:
-        return self.live + self.device + self.host + self.store
-
-    def add(self, tokens: int, origins: Mapping[str, int]) -> None:
-        """Count a session of ``tokens``, of which so many came from each of ``origins``."""
-        self.sessions += 1
-        self.tokens += tokens
-        for origin, count in origins.items():
-            setattr(self, origin, getattr(self, origin) + count)
-
-
-class Session:
-    """One conversation in the cache: ``seq`` is its sequence, ``cached`` of its tokens are there already.
-
-    Evaluate ``remaining`` (all but the first ``cached`` tokens of the prompt), then every token that
-    ``extend`` adds, in order. ``close`` leaves what was evaluated to later sessions.
-
-    To take tokens back, call ``rewind``: then ``remaining`` says what is to be evaluated again, and
-    ``extend`` goes on from there. Tokens whose K and V are taken out of the cache behind the session's
-    back (``cache.remove(session.seq, n)``) are no longer trusted: nothing from ``n`` on is kept or shared,
-    unless ``extend`` has not been called for them yet (drafts that were tried and refused).
-    """
-
-    def __init__(self, owner: PrefixCache, seq: int, tokens: np.ndarray, cached: int) -> None:
-        self._owner = owner
-        self.seq = seq
-        self.cached = cached
-        self._tokens = tokens
-        self._more: list[int | bytes] = []
-        self._prompt = int(tokens.size)
-        self.kept = cached
-        """Up to here others have it too: what was shared at first, and what ``keep`` left."""
-        self._sure = cached
-        self._certain: int | None = None
-        self.closed = False
-
-    @property
-    def tokens(self) -> list[int | bytes]:
-        """The prompt, and all that was added."""
-        return [*self._owner.alphabet.decode(self._tokens), *self._more]
-
-    @property
-    def remaining(self) -> list[int | bytes]:
-        """The prompt's tokens that are still to be evaluated: those from position ``cached`` on."""
-        return self._owner.alphabet.decode(self._tokens[self.cached : self._prompt])
-
-    def chunks(self, size: int) -> Iterator[list[int | bytes]]:
-        """``remaining`` in parts of at most ``size``, which end where a snapshot is due.
-
-        Only a model with recurrent layers needs the parts to end there; without it, positions in the
-        middle are resumed from an earlier one.
-        """
-        if size < 1:
-            raise InvalidRangeError(f"chunks: size={size}; it is >= 1")
-        at = self.cached
-        while at < self._prompt:
-            self._evaluated()
-            stop = min(at + size, self._prompt)
-            due = self._owner.next_snapshot(self.seq)
-            if due is not None and at < due < stop:
-                stop = due
-            yield self._owner.alphabet.decode(self._tokens[at:stop])
-            at = stop
-
-    def extend(self, tokens: Tokens) -> None:
-        """Add tokens behind the prompt: those that were generated, or a further turn."""
-        self._check("extend")
-        alphabet = self._owner.alphabet
-        more = alphabet.decode(alphabet.encode(tokens))
-        self._notice()
-        self._evaluated()
-        self._more += more
-
-    def rewind(self, length: int) -> int:
-        """Forget the tokens from ``length`` on, and what the cache holds of them; returns ``cached``.
-
-        ``cached`` is ``length`` then, or less where that is not evaluated or the cache cannot go on from
-        there (a window or a recurrent state is that of one position): ``remaining`` has the tokens up to
-        ``length`` that are to be evaluated again. InvalidRangeError for a length that the session lacks.
-        """
-        self._check("rewind")
-        tokens = self.encoded()
-        if not 0 <= length <= tokens.size:
-            raise InvalidRangeError(f"rewind: to {length}; the session has {tokens.size} tokens")
-        self._notice()
-        trusted = length if self._certain is None else min(length, self._certain)
-        self.cached = self._owner._rewind(self.seq, trusted)
-        self._tokens, self._prompt, self._certain = tokens[:length], length, None
-        self._sure, self.kept = self.cached, min(self.kept, self.cached)
-        return self.cached
-
-    def keep(self) -> None:
-        """Let others start from the snapshots that were taken so far; the session goes on.
-
-        Divisible content needs none: other sessions share it with this one as it is.
-        """
-        self._check("keep")
-        self._owner._keep(self)
-
-    def close(self, keep: bool = True) -> None:
-        """End the session. What the cache holds of it is kept for others, unless ``keep`` is False.
-
-        Tokens that were added and not evaluated are forgotten. A second close does nothing. Left by an
-        exception, as a context manager, it keeps what was evaluated before the last ``extend`` or part
-        of ``chunks``: a pass that failed in its middle has left places without K and V.
-        """
-        self._close(keep)
-
-    def _close(self, keep: bool, upto: int | None = None) -> None:
-        if not self.closed:
-            self.closed = True
-            self._owner._end(self, keep, upto)
-
-    def _evaluated(self) -> None:
-        """The caller goes on: what it evaluated is whole."""
-        self._sure = self._owner.cache.offset(self.seq)
-
-    def _notice(self) -> None:
-        """Take note of what was removed from the cache since the last time."""
-        low = self._owner._rolled_back(self.seq)
-        if low is not None and low < self._tokens.size + len(self._more):
-            self._certain = low if self._certain is None else min(low, self._certain)
-
-    def _check(self, op: str) -> None:
-        if self.closed:
-            raise ClosedError(f"{op}: the session is closed")
-
-    def computed(self) -> np.ndarray:
-        """The tokens that the cache holds K and V of, as far as that is certain."""
-        self._notice()
-        tokens = self.encoded()
-        size = min(int(tokens.size), self._owner.cache.offset(self.seq))
-        return tokens[: size if self._certain is None else min(size, self._certain)]
-
-    def encoded(self) -> np.ndarray:
-        """All tokens, as the trie has them."""
-        if self._more:
-            more = self._owner.alphabet.encode(self._more)
-            self._tokens, self._more = np.concatenate((self._tokens, more)), []
-        return self._tokens
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close(True, None if kind is None else self._sure)
+log = logging.getLogger("kvcache")
 
 
 @dataclass(slots=True)
@@ -233,7 +76,12 @@ class PrefixCache:
     store, which others may use too, needs it. ``salt`` keeps apart what must not be shared. ``chunk`` is
     how many tokens a stored key covers; ``interval``, how far apart snapshots of content that is whole
     (windows, recurrent states) are taken in a prompt; ``backlog`` bounds the bytes that wait to be
-    written to the stores.
+    written to the stores; ``in_flight``, those on their way from the device to host memory, which a thread
+    copies (0: the caller does).
+
+    ``layers`` tells what the model stores, {layer: ((heads, dim) of K, (heads, dim) of V)} over all
+    attention layers: a page from a store that has others is corrupt. None: those of the cache, which one
+    that has not been used yet learns from the first page that it is given.
 
     The PrefixCache uses all sequences of the cache. Not thread-safe; stores are written by a thread.
     """
@@ -249,6 +97,8 @@ class PrefixCache:
         chunk: int = 512,
         interval: int = 512,
         backlog: int = 256 << 20,
+        in_flight: int = 256 << 20,
+        layers: Layers | None = None,
     ) -> None:
         if interval < 1:
             raise InvalidRangeError(f"PrefixCache: interval={interval}; it is >= 1")
@@ -258,17 +108,27 @@ class PrefixCache:
                 "model and weights they are of"
             )
         keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": cache.settings()}, chunk)
+        if not hasattr(cache, "offset"):
+            raise InvalidRangeError(
+                f"PrefixCache: {type(cache).__name__} knows no positions; wrap it with the cache of the "
+                "model's own tokens (WrapperCache)"
+            )
+        check_unowned(cache)
         host, stores, self._opened = _sorted_tiers(tiers)
         self.cache = cache
         self.stats = PrefixStats()
         self.interval = interval
-        self.shelf = Shelf(cache, budget, host, StoreTier(stores, backlog) if stores else None, keys)
+        transit = Transit(cache.backend, in_flight) if in_flight and tiers else None
+        store = StoreTier(stores, backlog) if stores else None
+        self.shelf = Shelf(cache, budget, host, store, keys, transit)
         self.alphabet = self.shelf.alphabet
         self._sessions: dict[int, Session] = {}
         self._free = list(range(cache.max_sequences))
         self._origins: Counter[str] = Counter()
         self._closed = False
+        self._layers = layers or {}
         cache.on_pressure = self.shelf.relieve
+        own(cache, self)
 
     # Sessions.
 
@@ -345,7 +205,10 @@ class PrefixCache:
         return self.shelf.pin(self.alphabet.encode(tokens), -1)
 
     def evict(self, nbytes: int | None = None) -> int:
-        """Page out the device's least recently used snapshots, ``nbytes`` of them or all; how many."""
+        """Page out the device's least recently used snapshots, ``nbytes`` of them or all; how many.
+
+        They are in host memory when this returns, and may still be on their way to stores.
+        """
         self._check("evict")
         count = self.shelf.evict(nbytes)
         self.shelf.settle()
@@ -357,7 +220,7 @@ class PrefixCache:
         self.shelf.clear()
 
     def flush(self) -> None:
-        """Write all that is kept to the stores, and wait until it is there; with no store, nothing."""
+        """Wait until nothing is under way; with stores, write all that is kept, and wait for that too."""
         self._check("flush")
         self.shelf.flush()
 
@@ -375,6 +238,7 @@ class PrefixCache:
         for store in self._opened:
             store.close()
         self.cache.on_pressure = None
+        disown(self.cache)
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -392,13 +256,30 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes of snapshots per tier: "device", "host" where there is one, "writing" to stores."""
+        """Bytes of snapshots per tier: "device", "host" where there is one, "writing" to stores.
+
+        "leaving" are those on their way to "host", where they are counted already, or to the stores: the
+        device has copies of them until they are there.
+        """
         found = {"device": self.shelf.device.nbytes}
+        if self.shelf.transit is not None:
+            found["leaving"] = self.shelf.transit.waiting
         if self.shelf.host is not None:
             found["host"] = self.shelf.host.nbytes
         if self.shelf.store is not None:
             found["writing"] = self.shelf.store.waiting
         return found
+
+    @property
+    def failed(self) -> dict[str, int]:
+        """Snapshots that the device did not give to "host" memory, and that no "store" took; logged each.
+
+        They are computed again when they are asked for.
+        """
+        return {
+            "host": self.shelf.failed,
+            "store": 0 if self.shelf.store is None else self.shelf.store.failed,
+        }
 
     def render(self, decode: Decode | None = None, nodes: int = 200) -> PrefixPicture:
         """A picture of trie, tiers, sessions and cache: ``print`` it, or ``save`` it as .html.
@@ -486,7 +367,7 @@ class PrefixCache:
     def _longest_stored(self, ids: np.ndarray, length: int, limit: int) -> int:
         if self.shelf.store is None or length >= limit:
             return length
-        chain = self.shelf.keys.chain(self.alphabet.decode(ids[:limit]))
+        chain = self.shelf.keys.chain(self.alphabet.named(ids[:limit]))
         return self.shelf.store.longest(chain, length, limit, self.shelf.divisible)
 
     def _from_store(self, seq: int, ids: np.ndarray, source: _Source, stored: int) -> int | None:
@@ -519,23 +400,45 @@ class PrefixCache:
         if not self._from_source(seq, ids, source):
             return None
         reached, size = source.length, self.shelf.keys.chunk
-        chain = self.shelf.keys.chain(self.alphabet.decode(ids))
+        chain = self.shelf.keys.chain(self.alphabet.named(ids))
         ends = (*range(reached - reached % size + size, int(ids.size), size), int(ids.size))
-        with contextlib.closing(self._store.pages([chain.at(end) for end in ends])) as pages:
-            for end in ends:
-                if not self._restore_next(seq, ids, pages, reached, end):
-                    break
-                reached = end
+        restore = self._page_straight if self._store.reads_straight else self._read_ahead
+        reached = restore(seq, ids, chain, reached, ends)
         self._origins["store"] += reached - source.length
         self.shelf.insert(seq, ids[:reached], (), stored=True)
         self.shelf.enforce()
         return reached
 
-    def _restore_next(
-        self, seq: int, ids: np.ndarray, pages: Iterator[Page | None], reached: int, end: int
-    ) -> bool:
-        """Whether the next page, which ends at ``end``, was put behind the first ``reached`` tokens."""
-        page = self._checked(ids, next(pages), end)
+    def _page_straight(
+        self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int]
+    ) -> int:
+        """Have pages read to where they will lie, the others from where the store has them."""
+        stuck = 0
+        while ends:
+            before = reached
+            if stuck < 2:  # the first may begin before what is held already; a cache that cannot never can
+                reached = page_in(self.cache, seq, self._store, chain, reached, ends)
+                stuck = stuck + 1 if reached == before else 0
+                ends = [end for end in ends if end > reached]
+            if ends:
+                found = self._store.page(chain.at(ends[0]))
+                if not self._restore_next(seq, ids, found, reached, ends[0]):
+                    break
+                reached, ends = ends[0], ends[1:]
+        return reached
+
+    def _read_ahead(self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int]) -> int:
+        """Restore each page while the next one is read."""
+        with contextlib.closing(self._store.pages([chain.at(end) for end in ends])) as pages:
+            for end in ends:
+                if not self._restore_next(seq, ids, next(pages), reached, end):
+                    break
+                reached = end
+        return reached
+
+    def _restore_next(self, seq: int, ids: np.ndarray, found: Page | None, reached: int, end: int) -> bool:
+        """Whether a page, which ends at ``end``, was put behind the first ``reached`` tokens."""
+        page = self._checked(ids, found, end)
         if page is None:
             return False
         begin, _ = span_of(page)
@@ -551,7 +454,7 @@ class PrefixCache:
 
     def _read_back(self, ids: np.ndarray, floor: int) -> list[Page]:
         """Pages that follow one another to the end of ``ids``, from ``floor`` or before; [] if one lacks."""
-        chain = self.shelf.keys.chain(self.alphabet.decode(ids))
+        chain = self.shelf.keys.chain(self.alphabet.named(ids))
         pages: list[Page] = []
         at = int(ids.size)
         while at > floor or not pages:
@@ -582,13 +485,15 @@ class PrefixCache:
 
     def _restore_page(self, seq: int, page: Page) -> bool:
         try:
-            return self.cache.restore(seq, from_page(self.cache.backend, page))
-        except (SnapshotCorrupt, InvalidRangeError, AttributeError):
+            check_layers(page, self._layers or layers_of_cache(self.cache))
+            return restore_page(self.cache, seq, page)
+        except (SnapshotCorrupt, InvalidRangeError, AttributeError) as error:
+            log.warning("page-in: %s; the page is dropped and computed again", error)
             return False  # of another cache than its key says
 
     def _drop_stored(self, ids: np.ndarray, end: int) -> None:
         assert self.shelf.store is not None
-        self.shelf.store.drop(self.shelf.keys.chain(self.alphabet.decode(ids[:end])).at(end))
+        self.shelf.store.drop(self.shelf.keys.chain(self.alphabet.named(ids[:end])).at(end))
 
     # Keeping what a session computed.
 
@@ -630,12 +535,39 @@ class PrefixCache:
         self.shelf.enforce()
         self.shelf.settle()
 
-    def _rewind(self, seq: int, length: int) -> int:
-        """Make the sequence hold ``[0, length)``, or what it can go on from; returns where."""
-        point = self.cache.resume_point(seq, min(length, self.cache.offset(seq)))
+    def _rewind(self, session: Session, ids: np.ndarray, trusted: int) -> int:
+        """Make the sequence hold ``ids``, or what it can go on from; returns where.
+
+        Up to ``trusted`` it holds them. A snapshot that reaches further than the cache itself is restored.
+        """
+        seq = session.seq
+        point = self.cache.resume_point(seq, min(trusted, self.cache.offset(seq)))
+        if not self.shelf.divisible and point < ids.size:
+            self._keep(session)
+            length, nodes = self.shelf.along(ids)
+            if length > point:
+                reached = self._restore_nearest(seq, ids, _Source(length, nodes=nodes))
+                session.kept = reached
+                self._rolled_back(seq)
+                return reached
         self.cache.remove(seq, point)
         self._rolled_back(seq)
         return point
+
+    def _restore_nearest(self, seq: int, ids: np.ndarray, source: _Source) -> int:
+        """Restore along nodes; where one fails, along those that are left. Returns how far that went."""
+        self.cache.cancel_snapshots(seq)
+        try:
+            while not self._from_source(seq, ids, source):
+                length, nodes = self.shelf.along(ids)
+                source = _Source(length, nodes=nodes)
+        except CacheFullError:  # others hold the cells: there is nothing left to go on from
+            self.cache.remove(seq, 0)
+            source = _Source()
+        self.shelf.touch(ids[: source.length])
+        self._schedule(seq, ids, source.length)
+        self.shelf.enforce()
+        return source.length
 
     def _rolled_back(self, seq: int) -> int | None:
         """The lowest position that was taken out of the cache since the last call."""

@@ -17,6 +17,8 @@ is value j of the block, the high half value j + 16.
 
 from __future__ import annotations
 
+import numpy as np
+
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.plain import Buffer, Cells
@@ -81,6 +83,12 @@ class QuantizedBuffer:
     def write_stored(self, ctx: ml.Context, cells: Cells, found: tuple[ml.Tensor, ...]) -> None:
         self.codes.write_stored(ctx, cells, found[:1])
         self.scales.write_stored(ctx, cells, found[1:])
+
+    def memory(
+        self, backend: ml.SupportsOverwrite, ctx: ml.Context, start: int, count: int
+    ) -> list[np.ndarray | None]:
+        parts = (self.codes, self.scales)
+        return [place for part in parts for place in part.memory(backend, ctx, start, count)]
 
     def _decode(self, ctx: ml.Context, codes: ml.Tensor, scales: ml.Tensor) -> ml.Tensor:
         return dequantize(ctx, codes, scales, self.dtype).cast(ctx, self.activations)

@@ -32,7 +32,16 @@ from kvcache.cache import (
 from kvcache.causal import CausalCache, drop_middle
 from kvcache.scheduling import Schedule
 from kvcache.snapshots import RecurrentSnapshot, carried_out, check_inside, check_kind
-from kvcache.states import Arrangement, Checkpoint, Pass, StateBuffers, StateRow, arrange, lost_in
+from kvcache.states import (
+    Arrangement,
+    Checkpoint,
+    HeldStates,
+    Pass,
+    StateBuffers,
+    StateRow,
+    arrange,
+    lost_in,
+)
 
 if TYPE_CHECKING:
     from kvcache.views.models import CachePicture
@@ -91,7 +100,7 @@ class RecurrentCache:
         self.attention.init(backend, dtype, max_sequences, capacity, max_batch)
         self._max_sequences = max_sequences
         self._rows = [StateRow() for _ in range(max_sequences)]
-        self._buffers = StateBuffers(max_sequences)
+        self._buffers = StateBuffers(max_sequences, backend)
         self._conv = self._conv_dtype or (ml.DType.F32 if dtype.is_quantized else dtype)
 
     def set_config(self, config: ml.CacheConfig) -> None:
@@ -102,7 +111,9 @@ class RecurrentCache:
         return self.attention.prepare_set_config(config)
 
     def close(self) -> None:
+        """As CausalCache.close: what snapshots hold of the states is copied out first."""
         self.attention.close()
+        self._buffers.release_all()
         self._forget()
 
     # One pass.
@@ -148,7 +159,7 @@ class RecurrentCache:
 
     def _start(self, backend: ml.Backend, order: tuple[int, ...], groups: list[Group]) -> None:
         """Take due checkpoints, then move states into place; only the last step writes."""
-        plan = arrange(self._rows, order)
+        plan = arrange(self._rows, order, self._buffers.held().keys())
         moved = (seq for seq, slot in plan.slots.items() if self._rows[seq].slot != slot)
         before = {seq: replace(self._rows[seq]) for seq in {*order, *moved}}
         taken = self._carry_out(backend, order, plan)
@@ -165,18 +176,18 @@ class RecurrentCache:
     def _carry_out(
         self, backend: ml.Backend, order: tuple[int, ...], plan: Arrangement
     ) -> dict[int, Checkpoint]:
-        """The checkpoints that were due; the states are where ``plan`` wants them."""
-        due = [seq for seq in order if self._is_due(self._rows[seq])]
-        taken: dict[int, Checkpoint] = {}
-        if not due and not plan.moves and not plan.loads:
+        """The checkpoints that were due; the states are where ``plan`` wants them.
+
+        What is held in slots that are written now, or by the pass, is copied out before.
+        """
+        taken = {seq: self._point(self._rows[seq]) for seq in order if self._is_due(self._rows[seq])}
+        if not plan.moves and not plan.loads and not self._buffers.held(plan.written):
             return taken
         writing = False
         try:
             with backend.new_context() as ctx:
-                for seq in due:
-                    taken[seq] = self._copy(ctx, self._rows[seq])
                 write = self._buffers.prepare(ctx, plan)
-                ctx.compute(*(tensor for point in taken.values() for tensor in point.tensors.values()))
+                self._buffers.release(ctx, plan.written)
                 writing = True
                 write()
                 ctx.compute()
@@ -234,7 +245,10 @@ class RecurrentCache:
     def _move(self, backend: ml.Backend, pairs: tuple[tuple[int, int], ...], moved: list[int]) -> None:
         try:
             with backend.new_context() as ctx:
-                self._buffers.prepare(ctx, Arrangement(0, {}, pairs, ()))()
+                plan = Arrangement(0, {}, pairs, ())
+                write = self._buffers.prepare(ctx, plan)
+                self._buffers.release(ctx, plan.written)
+                write()
                 ctx.compute()
         except BaseException:
             for seq in moved:
@@ -275,6 +289,7 @@ class RecurrentCache:
         buffer = self._buffers.ensure(ctx, kind, layer, shape, dtype)
         if current.reserve:  # allocated and touched, but what sequences hold is not at hand
             return ctx.layer(layer).zeros((len(current.sequences), *shape), dtype)
+        self._buffers.copy_out(range(current.start, current.start + len(current.sequences)))
         return buffer.slice(ctx, 0, current.start, current.start + len(current.sequences))
 
     def _set(self, ctx: ml.Context, op: str, state: ml.Tensor, t: ml.Tensor) -> None:
@@ -320,21 +335,25 @@ class RecurrentCache:
 
         It is none of ``checkpoints(seq)``, so that it takes the place of none.
         """
-        backend = self._bound(op)
+        self._bound(op)
         check_sequence(op, seq, self._max_sequences)
         row = self._rows[seq]
         if row.lost:
             raise _lost(op, seq)
-        with backend.new_context() as ctx:
-            taken = self._copy(ctx, row)
-            ctx.compute(*taken.tensors.values())
+        taken = self._point(row)
+        taken.state.detach()
         return taken
 
-    def _copy(self, ctx: ml.Context, row: StateRow) -> Checkpoint:
-        """The state of a row; what is still to be loaded is a copy already."""
+    def _point(self, row: StateRow) -> Checkpoint:
+        """The state of a row as it is now; nothing is copied."""
         if row.slot is None:
-            return replace(row.pending or Checkpoint(0, {}), offset=row.offset)
-        return self._buffers.capture(ctx, row.offset, row.slot)
+            return replace(row.pending or Checkpoint(0, HeldStates()), offset=row.offset)
+        return Checkpoint(row.offset, self._buffers.hold(row.slot))
+
+    def _row_at(self, point: Checkpoint, kept: tuple[Checkpoint, ...]) -> StateRow:
+        """A row that goes on from ``point``: in its slot where it still lies in one."""
+        slot = point.state.slot_in(self._buffers)
+        return StateRow(point.offset, slot, point if slot is None else None, kept)
 
     def prepare_return(self, seq: int, mark: Checkpoint) -> Callable[[], None]:
         """Check all that going back to ``mark`` may refuse; the callable returned then does it.
@@ -352,7 +371,7 @@ class RecurrentCache:
         def commit() -> None:
             self._pass = None
             cut()
-            self._rows[seq] = StateRow(mark.offset, None, mark if mark.offset else None, kept)
+            self._rows[seq] = self._row_at(mark, kept) if mark.offset else StateRow(checkpoints=kept)
             self._schedule.cut(seq, mark.offset)
 
         return commit
@@ -405,7 +424,7 @@ class RecurrentCache:
             self._pass = None
             share()
             self._rows[dst_seq] = row
-            self._schedule.drop(dst_seq)
+            self._schedule.replace(dst_seq)
 
         return commit
 
@@ -489,34 +508,38 @@ class RecurrentCache:
                 self._schedule.skip(seq, end)
 
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> RecurrentSnapshot:
-        """Copy the state at ``end`` (None: where the sequence is), with the attention layers' [begin, end).
+        """The state at ``end`` (None: where the sequence is), with the attention layers' [begin, end).
 
-        The state is copied at once, as the next pass writes over it; attention is not (see CausalCache).
+        Nothing is copied until the state is about to be written over, by a pass of the sequence mostly.
+        Views that ``conv_state`` and ``recurrent_state`` gave before are not to be written any more: ask
+        for them again.
 
         Raises NotSupportedError where no state of ``end`` is there: it is ``offset(seq)``, 0, or one of
         ``checkpoints(seq)``.
         """
-        backend, offset = self._bound("snapshot"), self.offset(seq)
-        row = self._rows[seq]
+        self._bound("snapshot")
+        offset, row = self.offset(seq), self._rows[seq]
         end = offset if end is None else end
         if row.lost:
             raise _lost("snapshot", seq)
         attention = self.attention.snapshot(seq, begin, end)
-        point = row.pending if end == offset and row.slot is None else row.nearest(end)
-        if end == offset and row.slot is not None:
-            with backend.new_context() as ctx:
-                point = self._buffers.capture(ctx, offset, row.slot)
-                ctx.compute(*point.tensors.values())
-        elif end and end != offset and (point is None or point.offset != end):
+        return RecurrentSnapshot(attention, self._state_of(seq, row, end))
+
+    def _state_of(self, seq: int, row: StateRow, end: int) -> HeldStates:
+        if not end:
+            return HeldStates()
+        point = self._point(row) if end == row.offset else row.nearest(end)
+        if point is None or point.offset != end:
             raise NotSupportedError(
                 f"snapshot: sequence {seq} has no state of position {end}; there are those of "
-                f"{[*self.checkpoints(seq), offset]}"
+                f"{[*self.checkpoints(seq), row.offset]}"
             )
-        return RecurrentSnapshot(attention, {} if point is None or not end else point.tensors)
+        return point.state
 
     def restore(self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None) -> bool:
         """Make the sequence what it was at ``snapshot.end``: a state is whole, no other target will do.
 
+        A state that still lies in its slot is shared until one of its sequences goes on.
         False, and nothing touched, for another target or where ``[0, begin)`` is not stored. What is
         raised leaves the sequence as it was, as in CausalCache.restore.
         """
@@ -531,20 +554,22 @@ class RecurrentCache:
         check_kind("restore", self, snapshot, RecurrentSnapshot)
         if target not in (None, snapshot.end):
             return None
-        self._check_states(snapshot)
+        here = snapshot.state.slot_in(self._buffers) is not None
+        if not here:
+            self._check_states(snapshot)
         put_back = self.attention.prepare_restore_snapshot(seq, snapshot.attention)
         if put_back is None:
             return None
+        state = snapshot.state if here else snapshot.state.copies()
 
         def commit() -> None:
             put_back()
             self._pass = None
-            point = Checkpoint(snapshot.end, snapshot.states)
-            kept = [other for other in self._rows[seq].checkpoints if other.offset <= snapshot.begin]
-            self._rows[seq] = StateRow(snapshot.end, checkpoints=tuple(kept))
+            point = Checkpoint(snapshot.end, state)
+            kept = tuple(other for other in self._rows[seq].checkpoints if other.offset <= snapshot.begin)
+            self._rows[seq] = self._row_at(point, kept) if snapshot.end else StateRow(checkpoints=kept)
             self._schedule.cut(seq, snapshot.begin)
             if snapshot.end:
-                self._rows[seq].pending = point
                 self._keep(self._rows[seq], point)
 
         return commit
@@ -554,7 +579,9 @@ class RecurrentCache:
             "conv": ((1, *self.conv_shape), self._conv),
             "recurrent": ((1, *self.state_shape), ml.DType.F32),
         }
-        for (kind, layer), tensor in snapshot.states.items():
+        with self._bound("restore").new_context() as ctx:
+            states = snapshot.state.read(ctx)
+        for (kind, layer), tensor in states.items():
             shape, dtype = here[kind]
             if tensor.shape != shape or tensor.dtype is not dtype:
                 raise InvalidRangeError(
@@ -566,7 +593,7 @@ class RecurrentCache:
         """The child's states; its attention layers joined with the parent's where those end as it begins."""
         if parent is None or parent.end != child.begin:
             return child
-        return replace(child, attention=self.attention.merge(parent.attention, child.attention))
+        return RecurrentSnapshot(self.attention.merge(parent.attention, child.attention), child.state)
 
     def join(self, parts: Sequence[RecurrentSnapshot]) -> RecurrentSnapshot:
         """``merge`` of one or more, in order."""
@@ -595,7 +622,7 @@ class RecurrentCache:
         if point is None:
             return StateRow()
         kept = tuple(other for other in row.checkpoints if other.offset <= point.offset)
-        return StateRow(point.offset, None, point, kept)
+        return self._row_at(point, kept)
 
     @property
     def backend(self) -> ml.Backend:
@@ -621,9 +648,9 @@ class RecurrentCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states' buffers, of checkpoints, and of the attention layers."""
+        """Bytes of the states' buffers, of checkpoints that are copies, and of the attention layers."""
         points = (point for row in self._rows for point in row.checkpoints)
-        shared = {id(tensor): tensor.nbytes for point in points for tensor in point.tensors.values()}
+        shared = {id(tensor): tensor.nbytes for point in points for tensor in point.state.copied.values()}
         return self._buffers.nbytes + sum(shared.values()) + self.attention.nbytes
 
     def render(self) -> CachePicture:

@@ -8,9 +8,11 @@ from typing import Generic, TypeVar
 from kvcache.cache import InvalidRangeError
 from kvcache.snapshots import Snapshot
 
-__all__ = ["Schedule"]
+__all__ = ["REPLACED", "Schedule"]
 
 S = TypeVar("S", bound=Snapshot)
+REPLACED = -1
+"""What ``lowest_cut`` says where ``copy_prefix`` replaced all that a sequence held."""
 
 
 class Schedule(Generic[S]):
@@ -83,8 +85,13 @@ class Schedule(Generic[S]):
         if self._from.get(seq, 0) > position:
             self._from[seq] = position
 
+    def replace(self, seq: int) -> None:
+        """The sequence holds the beginning of another one now."""
+        self.drop(seq)
+        self._cuts[seq] = REPLACED
+
     def lowest_cut(self, seq: int) -> int | None:
-        """The lowest position of a ``cut`` since this was last asked; None: there was none."""
+        """The lowest position of a ``cut`` since this was last asked, or REPLACED; None: there was none."""
         return self._cuts.pop(seq, None)
 
     def drop(self, seq: int) -> None:

@@ -10,6 +10,7 @@ has nothing.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +20,16 @@ from typing import Any, Protocol
 import numpy as np
 
 import ml
+from kvcache.arriving import restore_page
 from kvcache.cache import Cache, SequenceLostError
+from kvcache.cutting import cut_page
 from kvcache.eviction import Ledger, Priority
-from kvcache.paging import from_page, to_page
+from kvcache.paging import to_page
 from kvcache.snapshots import Snapshot
 from kvcache.stores import Chain, Keys, Page
 from kvcache.stores.errors import SnapshotCorrupt
 from kvcache.tiers import HostTier, Parcel, StoreTier
+from kvcache.transit import Transfer, Transit
 from kvcache.trie import Alphabet, Node, Trie
 
 __all__ = ["Held", "Shelf", "SnapshotCache", "span_of"]
@@ -60,6 +64,8 @@ class Held:
     """Where the snapshot begins: with the node's edge, or before it where content is whole."""
     snapshot: Snapshot | None = None
     page: Page | None = None
+    leaving: Transfer | None = None
+    """Its content on the way from the device to host memory."""
     parcel: Parcel | None = None
     """Its pages on their way to the stores."""
     stored: bool = False
@@ -69,7 +75,7 @@ class Held:
 
     @property
     def present(self) -> bool:
-        return self.snapshot is not None or self.host is not None
+        return self.snapshot is not None or self.host is not None or self.leaving is not None
 
     @property
     def host(self) -> Page | None:
@@ -78,11 +84,13 @@ class Held:
 
     @property
     def tier(self) -> str:
-        """ "cache" (in its cells), "device" (copied out), "host", "writing", or "none"."""
+        """ "cache" (in its cells), "device" (copied out), "leaving" it, "host", "writing", or "none"."""
         if self.snapshot is not None:
             return "cache" if self.snapshot.in_cache else "device"
         if self.page is not None:
             return "host"
+        if self.leaving is not None:
+            return "leaving"
         return "none" if self.parcel is None else "writing"
 
 
@@ -96,8 +104,10 @@ class Shelf:
         host: HostTier | None,
         store: StoreTier | None,
         keys: Keys,
+        transit: Transit | None = None,
     ) -> None:
-        self.cache, self.store, self.keys = cache, store, keys
+        """``transit``: what leaves the device goes that way; None: it is copied by who pages it out."""
+        self.cache, self.store, self.keys, self.transit = cache, store, keys, transit
         self.trie: Trie[Held] = Trie()
         self.alphabet = Alphabet()
         self.device: Ledger[Node[Held]] = Ledger(budget, _priority)
@@ -105,6 +115,8 @@ class Shelf:
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
         self.evicted = 0
         """Snapshots that went from everywhere."""
+        self.failed = 0
+        """Of these, those that the device did not give to host memory."""
         self._clock = 0
 
     # Finding.
@@ -152,14 +164,18 @@ class Shelf:
         held = node.data
         if held is None or not held.present:
             return None
-        tier = "host" if held.snapshot is None else "device"
+        source = _content(held)
+        tier = "host" if isinstance(source, Page) else "device"
         try:
-            snapshot = held.snapshot or from_page(self.cache.backend, _page(held))
-            if not self.cache.restore(seq, snapshot, target if snapshot.divisible else None):
+            if isinstance(source, Page):
+                restored = restore_page(self.cache, seq, source, target)
+            else:
+                restored = self.cache.restore(seq, source, target if source.divisible else None)
+            if not restored:
                 return None
         except (SnapshotCorrupt, SequenceLostError):
             return None
-        if tier == "host" and target == node.end and node.data is held:
+        if held.snapshot is None and target == node.end and node.data is held:
             # It lies in the cache now: kept from there, the next one shares it.
             self._keep_on_device(node, self.cache.snapshot(seq, held.begin, node.end))
         return tier
@@ -206,11 +222,10 @@ class Shelf:
         return node
 
     def _is_leaving(self, node: Node[Held]) -> bool:
-        """Whether a node was on its way to the stores; it has arrived now, and the trie may have changed."""
-        if self.store is None or node.data is None or node.data.parcel is None:
+        """Whether a node was under way; it has arrived now, and the trie may have changed."""
+        if node.data is None or (node.data.parcel is None and node.data.leaving is None):
             return False
-        self.store.flush()
-        self.settle()
+        self.drain()
         return True
 
     def _split(self, node: Node[Held], at: int) -> Node[Held]:
@@ -219,16 +234,16 @@ class Shelf:
         if held is None or not self.divisible:
             return self.trie.split(node, at)
         upper = self.trie.split(node, at)
-        above = Held(held.begin, pins=held.pins, used=held.used, since=held.since)
-        upper.data, held.begin = above, at
+        upper.data = Held(held.begin, pins=held.pins, used=held.used, since=held.since)
+        held.begin = at
         if held.snapshot is not None:
             first, second = self.cache.split(held.snapshot, at)
             self._keep_on_device(upper, first)
             self._keep_on_device(node, second)
         if held.page is not None:
-            first, second = self.cache.split(from_page(self.cache.backend, held.page), at)
-            self._keep_on_host(upper, to_page(self.cache.backend, first))
-            self._keep_on_host(node, to_page(self.cache.backend, second))
+            above, below = cut_page(held.page, at, own=True)
+            self._keep_on_host(upper, above)
+            self._keep_on_host(node, below)
         return upper
 
     def _keep_on_device(self, node: Node[Held], snapshot: Snapshot) -> None:
@@ -270,8 +285,7 @@ class Shelf:
         """Bring every tier within its budget."""
         while self.device.excess and (node := self.device.first()) is not None:
             self.page_out(node)
-        while self.host is not None and self.host.excess and (node := self.host.first()) is not None:
-            self._leave_host(node)
+        self._shrink_host()
 
     def evict(self, nbytes: int | None = None) -> int:
         """Page out the device's least recently used snapshots, ``nbytes`` of them or all; how many."""
@@ -280,11 +294,13 @@ class Shelf:
         while (self.device.nbytes > goal or nbytes is None) and (node := self.device.first()) is not None:
             self.page_out(node)
             count += 1
+        if self.transit is not None:
+            self.transit.drain()
         return count
 
     def relieve(self, missing: int) -> bool:
         """The cache needs cells: page out the least recently used snapshot that lies in some."""
-        inside = [node for node in self.device if node.data is not None and _in_cache(node.data)]
+        inside = [node for node in self.device if node.data is not None and _holds_cells(node.data)]
         freeing = [node for node in inside if node.data is not None and _frees(node.data)]
         if not inside:
             return False
@@ -295,16 +311,60 @@ class Shelf:
         """Move a snapshot from the device to the next tier, or drop it where there is none."""
         held = node.data
         assert held is not None
-        to_write = self.store is not None and not held.stored
-        if held.host is None and (self.host is not None or to_write):
-            page = self._copied_out(held)
-            if page is not None and self.host is not None and self.host.fits(page.nbytes):
-                self._keep_on_host(node, page)
-            elif page is not None and to_write:
-                self._submit(node, page)
+        if held.host is None and held.leaving is None and self._is_wanted(held):
+            if self.transit is not None:
+                self._send(self.transit, node, held)
+            elif (page := self._copied_out(held)) is not None:
+                if self.host is not None and self.host.fits(page.nbytes):
+                    self._keep_on_host(node, page)
+                else:
+                    self._write(node, page)
         self.device.discard(node)
         held.snapshot = None
         self._prune(node)
+        self._land()
+        self._shrink_host()
+
+    def _is_wanted(self, held: Held) -> bool:
+        """Whether there is a place below the device for what a node holds."""
+        if self.store is not None and not held.stored:
+            return True
+        return self.host is not None and held.snapshot is not None and self.host.fits(held.snapshot.nbytes)
+
+    def _send(self, transit: Transit, node: Node[Held], held: Held) -> None:
+        assert held.snapshot is not None
+        with contextlib.suppress(SequenceLostError):  # a device failure took what it names
+            held.leaving = transit.send(held.snapshot, node)
+            if self.host is not None and self.host.fits(held.leaving.page_bytes):
+                # Counted at once: what goes first then depends on no thread.
+                self.host.add(node, held.leaving.page_bytes)
+
+    def _write(self, node: Node[Held], page: Page) -> None:
+        """Have a page written that host memory has no place for, unless the stores have it."""
+        assert node.data is not None
+        if self.store is not None and not node.data.stored and node.data.parcel is None:
+            self._submit(node, page)
+
+    def _land(self) -> None:
+        """Take note of what has left the device by now."""
+        for transfer in () if self.transit is None else self.transit.finished():
+            node = transfer.owner
+            assert isinstance(node, Node)
+            self.failed += transfer.error is not None
+            held: Held | None = node.data
+            if held is None or held.leaving is not transfer:
+                continue  # forgotten meanwhile
+            held.leaving = None
+            if transfer.page is not None:
+                if self.host is not None and node in self.host:
+                    held.page = transfer.page
+                else:
+                    self._write(node, transfer.page)
+            elif self.host is not None:
+                self.host.discard(node)
+            self._prune(node)
+
+    def _shrink_host(self) -> None:
         while self.host is not None and self.host.excess and (other := self.host.first()) is not None:
             self._leave_host(other)
 
@@ -319,8 +379,10 @@ class Shelf:
         held = node.data
         assert held is not None
         assert self.host is not None
-        if self.store is not None and held.page is not None and not held.stored and held.parcel is None:
-            self._submit(node, held.page)
+        if held.page is not None:
+            self._write(node, held.page)
+        elif self.store is None or held.stored:
+            held.leaving = None  # it goes on its way, and nobody waits for it
         self.host.discard(node)
         held.page = None
         self._prune(node)
@@ -354,9 +416,7 @@ class Shelf:
 
     def clear(self) -> None:
         """Forget all that is kept on the device and in host memory; what is being written is written."""
-        if self.store is not None:
-            self.store.flush()
-            self.settle()
+        self.drain()
         for node in list(self.trie):
             self.device.discard(node)
             if self.host is not None:
@@ -368,6 +428,7 @@ class Shelf:
 
     def flush(self) -> None:
         """Write all that is kept to the stores, and wait until it is there; with no store, nothing."""
+        self.drain()
         if self.store is None:
             return
         for node in list(self.trie):
@@ -378,11 +439,21 @@ class Shelf:
                 self._submit(node, held.page)
             elif (page := self._copied_out(held)) is not None:
                 self._submit(node, page)
-        self.store.flush()
-        self.settle()
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait until nothing is under way, from the device or to the stores."""
+        if self.transit is not None:
+            self.transit.drain()
+            self.settle()
+        if self.store is not None:
+            self.store.flush()
+            self.settle()
 
     def settle(self) -> None:
-        """Take note of what the stores have by now."""
+        """Take note of what has left the device, and of what the stores have by now."""
+        self._land()
+        self._shrink_host()
         for parcel in () if self.store is None else self.store.finished():
             node = parcel.owner
             assert isinstance(node, Node)
@@ -395,7 +466,7 @@ class Shelf:
         """Have a node's content written: cut at multiples of the chunk where it is divisible."""
         assert self.store is not None
         assert node.data is not None
-        chain = self.keys.chain(self.alphabet.decode(node.prefix()))
+        chain = self.keys.chain(self.alphabet.named(node.prefix()))
         pages = [(chain.at(end), part) for end, part in self._cut(page, chain)]
         node.data.parcel = Parcel(pages, page, node)
         self.store.submit(node.data.parcel)
@@ -407,11 +478,10 @@ class Shelf:
         if not self.divisible or not cuts:
             yield end, page
             return
-        rest = from_page(self.cache.backend, page)
         for at in cuts:
-            first, rest = self.cache.split(rest, at)
-            yield at, to_page(self.cache.backend, first)
-        yield end, to_page(self.cache.backend, rest)
+            first, page = cut_page(page, at)
+            yield at, first
+        yield end, page
 
 
 def span_of(page: Page) -> tuple[int, int]:
@@ -428,13 +498,22 @@ def _priority(node: Node[Held]) -> Priority:
     return (False, 0, 0) if held is None else (held.pins > 0, held.used, -node.end)
 
 
-def _page(held: Held) -> Page:
+def _content(held: Held) -> Snapshot | Page:
+    """Where a node's content is to be had soonest."""
+    if held.snapshot is not None:
+        return held.snapshot
+    if held.leaving is not None:
+        return held.leaving.content()
     assert held.host is not None
     return held.host
 
 
 def _in_cache(held: Held) -> bool:
     return held.snapshot is not None and held.snapshot.in_cache
+
+
+def _holds_cells(held: Held) -> bool:
+    return held.snapshot is not None and held.snapshot.holds_cells
 
 
 def _frees(held: Held) -> bool:

@@ -7,9 +7,10 @@ position inside. A window's content is whole: it is what a token at ``end`` sees
     causal     [0 ........ 6)  split at 4  ->  [0 .... 4)  and  [4 . 6)      merge joins them again
     window     [    3 .. 6)    split at 4  ->  None        and  [    3 .. 6)  merge keeps the later one
 
-A snapshot of attention is lazy: it names the cells and keeps them from being given to others, and copies
+A snapshot is lazy. One of attention names the cells and keeps them from being given to others, and copies
 nothing. Only when the cache needs those cells, moves on to another backend or closes are they copied
-out; restoring before that shares them.
+out; restoring before that shares them. A recurrent state stays in its slot until that is about to be
+written (kvcache.states).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import ml
 from kvcache.buffers import LayerBuffers, stored_shape
 from kvcache.cache import InvalidRangeError, SequenceLostError
 from kvcache.cells import CellTable, Pin
+from kvcache.states import HeldStates, States
 
 __all__ = [
     "AttentionSnapshot",
@@ -58,7 +60,11 @@ class Snapshot(Protocol):
 
     @property
     def in_cache(self) -> bool:
-        """Whether some of it still lies in the cache's own cells."""
+        """Whether some of it still lies in the cache itself: in its cells, or in the slot of a state."""
+
+    @property
+    def holds_cells(self) -> bool:
+        """Whether some of it still lies in the cache's cells."""
 
     @property
     def frees_cells(self) -> bool:
@@ -69,7 +75,7 @@ class Snapshot(Protocol):
         """Whether it may be cut at any position inside, and restored up to any."""
 
     def detach(self) -> None:
-        """Copy out what still lies in the cache, and let go of the cells."""
+        """Copy out what still lies in the cache, and let go of the cells and slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +179,10 @@ class AttentionSnapshot:
         return self.source is not None
 
     @property
+    def holds_cells(self) -> bool:
+        return self.source is not None
+
+    @property
     def frees_cells(self) -> bool:
         return self.source is not None and self.source.frees
 
@@ -218,13 +228,22 @@ class AttentionSnapshot:
         }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class RecurrentSnapshot:
-    """The states of one sequence at ``end``, and its attention layers over ``[begin, end)``."""
+    """The states of one sequence at ``end``, and its attention layers over ``[begin, end)``.
 
-    attention: AttentionSnapshot
-    states: Mapping[tuple[str, int], ml.Tensor]
-    """(kind, layer) -> (1, *shape)"""
+    ``state`` may still lie in the slot that the sequence had, whatever becomes of the slot later.
+    """
+
+    __slots__ = ("__weakref__", "attention", "state")
+
+    def __init__(self, attention: AttentionSnapshot, states: HeldStates | States) -> None:
+        self.attention = attention
+        self.state = states if isinstance(states, HeldStates) else HeldStates(states)
+
+    @property
+    def states(self) -> States:
+        """(kind, layer) -> (1, *shape), copies; asking for them detaches the states."""
+        return self.state.tensors
 
     @property
     def begin(self) -> int:
@@ -236,10 +255,14 @@ class RecurrentSnapshot:
 
     @property
     def nbytes(self) -> int:
-        return self.attention.nbytes + sum(tensor.nbytes for tensor in self.states.values())
+        return self.attention.nbytes + self.state.nbytes
 
     @property
     def in_cache(self) -> bool:
+        return self.attention.in_cache or self.state.slot is not None
+
+    @property
+    def holds_cells(self) -> bool:
         return self.attention.in_cache
 
     @property
@@ -252,6 +275,7 @@ class RecurrentSnapshot:
 
     def detach(self) -> None:
         self.attention.detach()
+        self.state.detach()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -274,6 +298,10 @@ class EncoderSnapshot:
 
     @property
     def in_cache(self) -> bool:
+        return False
+
+    @property
+    def holds_cells(self) -> bool:
         return False
 
     @property
@@ -303,6 +331,10 @@ class WrapperSnapshot:
     @property
     def in_cache(self) -> bool:
         return any(part.in_cache for part in self.parts)
+
+    @property
+    def holds_cells(self) -> bool:
+        return any(part.holds_cells for part in self.parts)
 
     @property
     def frees_cells(self) -> bool:

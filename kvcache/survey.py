@@ -22,6 +22,7 @@ CAPABILITIES: dict[str, type] = {
     "SupportsRope": ml.SupportsRope,
     "SupportsCacheConfig": ml.SupportsCacheConfig,
     "SupportsKVStore": ml.SupportsKVStore,
+    "SupportsDistributed": ml.SupportsDistributed,
 }
 
 

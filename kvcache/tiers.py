@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreFull
+from kvcache.outages import READING, WRITING, Outages
+from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreFull, StoreUnavailable
 from kvcache.stores.keys import Chain
 from kvcache.stores.page import Page, pack, unpack
-from kvcache.stores.protocol import SnapshotStore
+from kvcache.stores.protocol import Reader, ReadingStore, SnapshotStore
 
 __all__ = ["HostTier", "Parcel", "StoreTier"]
 
@@ -50,7 +51,8 @@ class StoreTier:
     """One or more stores: read in order, written to all of them by a thread.
 
     At most ``backlog`` bytes wait to be written; ``submit`` then waits its turn, so that pages never pile
-    up in memory. A store that fails costs a warning and a later recomputation, no more.
+    up in memory. A store that fails costs a warning and a later recomputation, no more; one that is out
+    of reach is not asked for a while (:class:`kvcache.outages.Outages`).
     """
 
     def __init__(self, stores: Sequence[SnapshotStore], backlog: int) -> None:
@@ -60,6 +62,9 @@ class StoreTier:
         """Bytes that are not written yet."""
         self.written = 0
         """Pages written since the start."""
+        self.failed = 0
+        """Parcels of which a page was written nowhere."""
+        self.outages = Outages()
         self._finished: deque[Parcel] = deque()
         self._buffers: list[np.ndarray] = []
         self._queue: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
@@ -103,6 +108,7 @@ class StoreTier:
             except Exception:
                 parcel.failed = True
                 log.exception("page-out: a parcel of %d bytes was not written", parcel.nbytes)
+            self.failed += parcel.failed
             self._finished.append(parcel)
             with self._changed:
                 self.waiting -= parcel.nbytes
@@ -111,16 +117,17 @@ class StoreTier:
     def _write(self, key: str, page: Page) -> bool:
         """Whether at least one store has it now."""
         kept = False
-        for store in self.stores:
+        for store in self._reachable(WRITING):
             try:
                 if store.stat([key])[0] is None:
                     store.put(key, pack(page))
                     self.written += 1
                 kept = True
+                self.outages.worked(store, WRITING)
             except StoreFull as error:
                 log.info("page-out: %s", error)
             except Exception as error:
-                _warn("page-out", error, "the snapshot will be computed again")
+                self._failed(store, WRITING, error, "the snapshot will be computed again")
         return kept
 
     # Reading.
@@ -132,11 +139,12 @@ class StoreTier:
         run of these is looked for first; what is whole ends anywhere.
         """
         best = floor
-        for store in self.stores:
+        for store in self._reachable(READING):
             try:
                 best = max(best, _longest(store, chain, best, limit, divisible))
+                self.outages.worked(store, READING)
             except Exception as error:
-                _warn("page-in", error, "the prefix is computed instead")
+                self._failed(store, READING, error, "the prefix is computed instead")
         return best
 
     def pages(self, keys: Sequence[str]) -> Generator[Page | None, None, None]:
@@ -157,12 +165,34 @@ class StoreTier:
                 yield page
                 del page  # its memory is free for the one after the next
 
+    @property
+    def reads_straight(self) -> bool:
+        """Whether every store hands out an entry's bytes to where they belong."""
+        return all(isinstance(store, ReadingStore) for store in self.stores)
+
+    def readers(self, key: str) -> Iterator[Reader]:
+        """An entry's bytes, of each store that has them and hands them out so; ``read`` says what fails."""
+        for store in self.stores:
+            try:
+                found = store.reader(key) if isinstance(store, ReadingStore) else None
+            except StoreError:
+                continue
+            except Exception as error:
+                _warn("page-in", error, "the page is read another way")
+                continue
+            if found is not None:
+                yield found
+
+    def page(self, key: str) -> Page | None:
+        """As ``read``, in place where a store shows its bytes: to be copied on at once."""
+        return self._read(key, in_place=True)
+
     def read(self, key: str) -> Page | None:
         """A page by its key; None where no store has it whole. A corrupt one is dropped by its store."""
         return self._read(key, in_place=False)
 
     def _read(self, key: str, in_place: bool) -> Page | None:
-        for store in self.stores:
+        for store in self._reachable(READING):
             try:
                 found = _view(store, key) if in_place and hasattr(store, "view") else self._copy(store, key)
                 if found is not None:
@@ -171,8 +201,18 @@ class StoreTier:
                 _warn("page-in", error, "it is dropped and computed again")
                 _drop(store, key)
             except Exception as error:
-                _warn("page-in", error, "the prefix is computed instead")
+                self._failed(store, READING, error, "the prefix is computed instead")
         return None
+
+    def _reachable(self, way: str) -> Iterator[SnapshotStore]:
+        """The stores, without those that were out of reach a moment ago."""
+        return (store for store in self.stores if self.outages.asks(store, way))
+
+    def _failed(self, store: SnapshotStore, way: str, error: Exception, follows: str) -> None:
+        if isinstance(error, StoreUnavailable):
+            self.outages.failed(store, way, error)
+        else:
+            _warn("page-in" if way == READING else "page-out", error, follows)
 
     def _copy(self, store: SnapshotStore, key: str) -> np.ndarray | None:
         (stat,) = store.stat([key])

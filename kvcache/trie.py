@@ -51,6 +51,12 @@ class Alphabet:
             return found
         return [token if token >= 0 else self._items[-1 - token] for token in tokens.tolist()]
 
+    def named(self, tokens: Tokens) -> Tokens | list[int | bytes]:
+        """What names these tokens to others: ``decode`` of them, or they themselves where all are ids."""
+        if not self._items or not tokens.size or int(tokens.min()) >= 0:
+            return tokens
+        return self.decode(tokens)
+
     def _code(self, token: int | bytes) -> int:
         if isinstance(token, (bytes, bytearray)):
             item = bytes(token)

@@ -26,12 +26,15 @@ __all__ = [
     "DeviceInfo",
     "DeviceMemory",
     "Features",
+    "Group",
     "KVStore",
     "Layout",
     "SupportsAttention",
     "SupportsBorrow",
     "SupportsCacheConfig",
+    "SupportsDistributed",
     "SupportsKVStore",
+    "SupportsOverwrite",
     "SupportsRope",
 ]
 
@@ -126,6 +129,19 @@ class SupportsBorrow(Protocol):
 
 
 @runtime_checkable
+class SupportsOverwrite(Protocol):
+    """A backend in host memory, whose tensors others can write where they lie."""
+
+    def overwrite(self, ctx: Context, tensor: Tensor) -> np.ndarray | None:
+        """The tensor's own memory, to be written over: of its dtype and shape, strided as it is.
+
+        What it holds until it is written is unspecified. Work on it that is pending is done first. Write
+        at once, and let go of the array before the next operation of this backend: what is written later
+        may be lost. None where the host cannot write there (a device's memory, a read-only tensor).
+        """
+
+
+@runtime_checkable
 class SupportsKVStore(Protocol):
     """A backend that writes and reads the two halves of a cache's layer in one step."""
 
@@ -157,6 +173,57 @@ class SupportsAttention(Protocol):
         history), additive, of any float dtype (cast here, rows beyond tokens trimmed), CAUSAL or
         None; sinks (heads,): a logit per head that takes part in the softmax and is dropped.
         Returns (tokens, heads, v_dim).
+        """
+
+
+class Group(Protocol):
+    """Processes that compute one thing together, each a **rank** of ``size``; this is one rank's end.
+
+    Every rank calls the same operations in the same order, with tensors of the same shape and dtype: the
+    caller answers for that. Results are new storage, equal on all ranks bit for bit.
+
+    ``timeout``: seconds that an operation waits for the other ranks. Where one has ended, or has not come
+    by then, GroupError is raised, at the latest where the result is read (``to_numpy``); from then on
+    every operation of the group raises it.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def timeout(self) -> float: ...
+
+    def all_reduce(self, ctx: Context, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, of F32, F16, BF16 (both added up in F32 and rounded once), I32 or I64.
+
+        Raises DTypeError for another dtype.
+        """
+
+    def all_gather(self, ctx: Context, tensor: Tensor, axis: int = 0) -> Tensor:
+        """All ranks' tensors side by side along ``axis``, in the order of ranks; any dtype.
+
+        ``axis`` counts from the front, or from the back if negative. Raises ShapeError for a scalar.
+        """
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+
+    def close(self) -> None:
+        """Leave the group; what was computed stays. A second call does nothing."""
+
+
+@runtime_checkable
+class SupportsDistributed(Protocol):
+    """A backend whose framework can join several processes, on one machine or more."""
+
+    def distributed(self, timeout: float = 60.0) -> Group:
+        """Join the ranks that a launcher has started; a group of this process alone without one.
+
+        Which rank this is and where the others are is in the environment, as the framework's own launcher
+        sets it; :func:`ml.distributed.local_ranks` sets it likewise. One group at a time; it closes with
+        the backend. Raises GroupError where the others do not come within ``timeout`` seconds, or the
+        environment makes no sense.
         """
 
 

@@ -12,6 +12,7 @@ __all__ = [
     "ClosedError",
     "DTypeError",
     "DeviceError",
+    "GroupError",
     "MLError",
     "NotSupportedError",
     "PluginError",
@@ -46,6 +47,10 @@ class NotSupportedError(MLError, NotImplementedError):
 
 class DeviceError(MLError, RuntimeError):
     """The device or its framework failed: out of memory, a kernel error, no such device."""
+
+
+class GroupError(MLError, RuntimeError):
+    """Ranks could not be joined, or one has ended, stopped or come too late: the group is broken."""
 
 
 class ClosedError(MLError, RuntimeError):

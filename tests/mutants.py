@@ -16,7 +16,8 @@ import numpy as np
 
 import ml
 from backends.numpylike import ArrayTensor
-from ml.base import BaseTensor
+from ml.base import BaseTensor, SoloGroup
+from ml.base.group import check_timeout
 from ml.dtypes import DType
 from ml.strided import contiguous_strides, extent
 from ml.testing.aliasing import AliasingTests
@@ -24,6 +25,7 @@ from ml.testing.casts import CastTests
 from ml.testing.compute import ComputeTests
 from ml.testing.copies import CopyTests
 from ml.testing.creation import CreationTests
+from ml.testing.groups import GroupTests
 from ml.testing.harness import BackendCase
 from ml.testing.movement import MovementTests
 from ml.testing.optional import CapabilityTests
@@ -613,3 +615,61 @@ def a_store_writes_keys_before_it_looks_at_values(numpy: ModuleType) -> None:
 @mutant(KVStoreTests)
 def a_store_takes_what_lies_in_its_own_memory(numpy: ModuleType) -> None:
     with_store(numpy, aliases_declined=False)
+
+
+# Groups of ranks.
+
+
+def with_group(numpy: ModuleType, exclusive: bool = True, closes: bool = True, **methods: Any) -> None:
+    """A group of one rank for the NumPy backend, some of whose methods are others."""
+    kind = type("Group", (SoloGroup,), methods)
+
+    def distributed(self: Any, timeout: float = 60.0) -> Any:
+        self.check("distributed")
+        open_one = getattr(self, "group", None)
+        if exclusive and open_one is not None and not open_one.closed:
+            raise ml.GroupError(f"distributed: {open_one!r} is open on this backend; close it first")
+        self.group = kind(self, check_timeout(timeout))
+        return self.group
+
+    numpy.NumpyBackend.distributed = distributed
+    if closes:
+
+        @override(numpy.NumpyBackend, "close")
+        def _(original: Any, self: Any) -> None:
+            if (group := getattr(self, "group", None)) is not None:
+                group.close()
+            original(self)
+
+
+@mutant(GroupTests)
+def a_sum_is_the_operand_itself(numpy: ModuleType) -> None:
+    with_group(numpy, _all_reduce=lambda self, ctx, tensor: tensor)
+
+
+@mutant(GroupTests)
+def a_sum_counts_a_rank_twice(numpy: ModuleType) -> None:
+    with_group(numpy, _all_reduce=lambda self, ctx, tensor: tensor.add(ctx, tensor))
+
+
+@mutant(GroupTests)
+def gathering_forgets_strides(numpy: ModuleType) -> None:
+    def gather(self: Any, ctx: Any, tensor: Any, axis: int) -> Any:
+        return ctx.from_numpy(tensor.native.ravel("K").reshape(tensor.shape), tensor.dtype)
+
+    with_group(numpy, _all_gather=gather)
+
+
+@mutant(GroupTests)
+def a_closed_group_goes_on(numpy: ModuleType) -> None:
+    with_group(numpy, _check_open=lambda self, op: None)
+
+
+@mutant(GroupTests)
+def a_second_group_opens_beside_the_first(numpy: ModuleType) -> None:
+    with_group(numpy, exclusive=False)
+
+
+@mutant(GroupTests)
+def a_group_outlives_its_backend(numpy: ModuleType) -> None:
+    with_group(numpy, closes=False)

@@ -329,7 +329,6 @@ def test_entries_are_true_and_claim_no_quantization_of_mlx_lms(model: Any) -> No
     for entry in make_prompt_cache(model, capacity=16):
         assert entry
         assert not hasattr(entry, "bits")
-        assert not hasattr(entry, "to_quantized")
         assert not hasattr(entry, "meta_state")
 
 

@@ -48,6 +48,24 @@ def test_the_same_with_scaled_dot_product_attention(name: str, mode: str) -> Non
     assert hf.MODES[mode](name, made, HFCache(made.config, capacity=64, lookback=0)).distance(expected) == 0.0
 
 
+FLEX = [
+    *((name, mode) for name in ("llama", "qwen3", "gemma3", "llama4") for mode in ("left padding", "beams")),
+    *((name, "prompt lookup") for name in ("gemma3", "t5", "whisper")),
+]
+"""gpt-oss and Qwen3-Next have none on a CPU; T5's fails with padding and beams on transformers' own cache."""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:flex_attention called without:UserWarning")
+@pytest.mark.parametrize(("name", "mode"), FLEX, ids=[f"{name}, {mode}" for name, mode in FLEX])
+def test_the_same_with_flex_attention_that_is_not_compiled(name: str, mode: str) -> None:
+    made = hf.model(name, "flex_attention")
+    with torch.compiler.set_stance("force_eager"):  # its kernels compile for minutes, and some not at all
+        expected = hf.MODES[mode](name, made, None)
+        found = hf.MODES[mode](name, made, HFCache(made.config, capacity=64, lookback=8))
+    assert made.config._attn_implementation == "flex_attention"
+    assert found.distance(expected) == 0.0
+
+
 @pytest.mark.parametrize(
     "options",
     [

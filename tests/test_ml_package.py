@@ -128,6 +128,7 @@ BUILTINS = {
     "ClosedError": RuntimeError,
     "DTypeError": TypeError,
     "DeviceError": RuntimeError,
+    "GroupError": RuntimeError,
     "NotSupportedError": NotImplementedError,
     "PluginError": RuntimeError,
     "ReadOnlyError": ValueError,

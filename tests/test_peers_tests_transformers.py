@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = """
 import unittest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, NoLongerThere, StaticCache
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, NoLongerThere, StaticCache
+)
 from transformers.cache_utils import Cache
 
 class Some(unittest.TestCase):
@@ -38,6 +40,13 @@ class Some(unittest.TestCase):
         found = model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False,
                                return_dict_in_generate=True)
         self.assertIsInstance(found.past_key_values, DynamicCache)
+
+    def test_text_of_a_real_model(self):
+        model = AutoModelForCausalLM.from_pretrained("a model that would be downloaded")
+        tokenizer = AutoTokenizer.from_pretrained("its tokenizer", padding_side="left")
+        inputs = tokenizer(["One, two", "A"], padding=True, return_tensors="pt")
+        found = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+        self.assertEqual(tokenizer.batch_decode(found, skip_special_tokens=True), ["One, two, three", "A"])
 
     def test_private(self):
         cache = DynamicCache()
@@ -65,6 +74,7 @@ def test_tests_of_transformers_are_run_on_its_own_caches_and_then_on_ours(tmp_pa
     (tmp_path / "tests" / "utils" / "test_cache_utils.py").write_text(TESTS, encoding="utf-8")
     done = run(tmp_path, check=True)
     assert [line for line in done.stdout.splitlines() if not line.startswith(" ")] == [
+        "tests/utils/test_cache_utils.py:",
         "passed    test_any_number_of_layers",
         "theirs too  test_dropped",
         "passed    test_fixed",
@@ -72,9 +82,11 @@ def test_tests_of_transformers_are_run_on_its_own_caches_and_then_on_ours(tmp_pa
         "not ours  test_no_cache",
         "failed    test_private",
         "skipped   test_skipped",
+        "alike     test_text_of_a_real_model",
         "passed: 3",
         "failed: 1",
         "not ours: 1",
+        "alike: 1",
         "skipped: 1",
         "theirs too: 1",
     ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +12,21 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import paging, prefix, shelf, tiers, trie
+from kvcache import cutting, paging, prefix, shelf, tiers, transit, trie
 from kvcache.causal import CausalCache
+from kvcache.encoder import EncoderCache
 from kvcache.eviction import Ledger
 from kvcache.prefix import PrefixCache, Session
-from kvcache.scheduling import Schedule
+from kvcache.scheduling import REPLACED, Schedule
 from kvcache.shelf import Held, Shelf
 from kvcache.stores.entries import Entries
 from kvcache.stores.keys import Chain, Keys
 from kvcache.testing.conversing import ConversationSetup, Rig
 from kvcache.testing.prefix import PrefixTests
 from kvcache.testing.prefix_traces import random_ops, random_prefix_setup, run_ops
+from kvcache.testing.prefix_transit import Way
 from kvcache.tiers import StoreTier
+from kvcache.transit import Transfer, Transit
 from kvcache.trie import Alphabet
 from ml import DType
 
@@ -119,14 +122,25 @@ def a_split_edge_that_keeps_its_content_above(patch: Patch) -> None:
 
 @bug("", {"store": "file", "budget": 0, "host": 0, "cache": "causal"})
 def damage_on_disk_that_is_served(patch: Patch) -> None:
-    original = Entries.read
+    original = Entries._load
 
-    def read(self: Entries, key: str, view: memoryview) -> bool:
-        with suppress(Exception):
-            return original(self, key, view)
+    def load(self: Entries, key: str) -> Any:
+        found = original(self, key)
+        return None if found is None else replace(found, digest=_Anything(found.digest))
+
+    patch.setattr(Entries, "_load", load)
+
+
+class _Anything(str):
+    """Equal to every digest."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
         return True
 
-    patch.setattr(Entries, "read", read)
+    def __ne__(self, other: object) -> bool:
+        return False
 
 
 @bug("test_a_page_that_is_read_later_changes_nothing_that_was_read", "recurrent")
@@ -228,7 +242,7 @@ def a_budget_one_byte_too_large(patch: Patch) -> None:
 
 @bug("test_each_tier_gives_back_what_it_was_given", "causal")
 def what_is_evicted_dropped(patch: Patch) -> None:
-    patch.setattr(Shelf, "_copied_out", lambda self, held: None)
+    patch.setattr(Shelf, "_send", lambda self, transit, node, held: None)
 
 
 @bug("test_each_tier_gives_back_what_it_was_given", "wrapper")
@@ -304,29 +318,148 @@ def what_is_stored_written_again(patch: Patch) -> None:
     patch.setattr(Shelf, "settle", settle)
 
 
+# What is done behind a session's back, and going back.
+
+
+@bug("test_a_session_whose_sequence_was_replaced_says_so", "causal")
+def a_sequence_that_is_replaced_in_silence(patch: Patch) -> None:
+    patch.setattr(Schedule, "replace", Schedule.drop)
+
+
+@bug("test_nothing_is_kept_of_a_sequence_that_was_replaced", "recurrent")
+def tokens_of_another_kept_under_the_sessions_own(patch: Patch) -> None:
+    original = PrefixCache._rolled_back
+
+    def rolled_back(self: PrefixCache, seq: int) -> int | None:
+        low = original(self, seq)
+        return None if low == REPLACED else low
+
+    patch.setattr(PrefixCache, "_rolled_back", rolled_back)
+
+
+@bug("test_a_cache_takes_one_prefix_cache_at_a_time")
+def two_that_use_the_same_sequences(patch: Patch) -> None:
+    patch.setattr(prefix, "check_unowned", lambda cache: None)
+
+
+@bug("test_going_back_goes_to_the_nearest_snapshot", "sliding", 7)
+def a_way_back_that_asks_the_cache_alone(patch: Patch) -> None:
+    patch.setattr(PrefixCache, "_restore_nearest", lambda self, seq, *args: self.cache.remove(seq, 0) or 0)
+
+
+@bug()
+def a_way_back_to_a_snapshot_of_other_tokens(patch: Patch) -> None:
+    original = PrefixCache._restore_nearest
+
+    def restore_nearest(self: PrefixCache, seq: int, ids: np.ndarray, source: Any) -> int:
+        return original(self, seq, ids, source) + 1
+
+    patch.setattr(PrefixCache, "_restore_nearest", restore_nearest)
+
+
+@bug("test_a_conversation_is_not_evaluated_twice", "encoder")
+def an_encoders_output_that_stays_behind(patch: Patch) -> None:
+    patch.setattr(EncoderCache, "prepare_restore_snapshot", lambda self, *args: lambda: None)
+
+
+# What leaves the device.
+
+
+@bug("test_cells_are_free_while_their_content_is_under_way", "recurrent")
+def content_under_way_that_still_lies_in_the_cache(patch: Patch) -> None:
+    original = Transit.send
+
+    def send(self: Transit, snapshot: Any, owner: object) -> Transfer:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(type(snapshot), "detach", lambda self: None)
+            return original(self, snapshot, owner)
+
+    patch.setattr(Transit, "send", send)
+
+
+@bug("test_a_device_with_streams_has_made_its_copies_before_another_thread_reads_them", "wrapper")
+def a_copy_that_may_not_be_made_yet(patch: Patch) -> None:
+    patch.setattr(transit, "wait_for", lambda backend, snapshot: None)
+
+
+@bug("test_what_is_under_way_is_bounded", 1000)
+def a_way_without_end(patch: Patch) -> None:
+    original = Transit.__init__
+    patch.setattr(Transit, "__init__", lambda self, backend, limit: original(self, backend, 1 << 40))
+
+
+@bug("test_what_is_under_way_is_there_already", "wrapper")
+def content_under_way_that_nobody_finds(patch: Patch) -> None:
+    patch.setattr(Held, "present", property(lambda self: self.snapshot is not None or self.host is not None))
+
+
+@bug("test_what_the_device_does_not_give_is_counted_and_computed_again", "causal")
+def a_failure_that_nobody_counts(patch: Patch) -> None:
+    original = Transit.finished
+
+    def finished(self: Transit) -> Iterator[Transfer]:
+        return (transfer for transfer in original(self) if transfer.error is None)
+
+    patch.setattr(Transit, "finished", finished)
+
+
+@bug("test_close_waits_for_what_is_under_way", "causal")
+def a_close_that_does_not_wait(patch: Patch) -> None:
+    patch.setattr(Transit, "drain", lambda self: None)
+
+
+@bug("test_the_caller_copies_nothing_to_host_memory_unless_told_to")
+def a_caller_who_copies(patch: Patch) -> None:
+    def send(self: Transit, snapshot: Any, owner: object) -> Transfer:
+        transfer = Transfer(snapshot, owner)
+        transfer.page = paging.to_page(self._backend, snapshot)
+        self._finished.append(transfer)
+        return transfer
+
+    patch.setattr(Transit, "send", send)
+
+
+@bug("", {"store": "memory", "budget": 0, "host": 0, "cache": "causal"})
+def a_page_whose_halves_change_places(patch: Patch) -> None:
+    original = cutting.cut_page
+
+    def cut_page(page: Any, at: int, own: bool = False) -> Any:
+        first, second = original(page, at, own)
+        return second, first
+
+    patch.setattr(shelf, "cut_page", cut_page)
+
+
 # The tests.
 
 
-def notices(test: str, arguments: tuple[Any, ...], backend: ml.Backend) -> bool:
+def notices(test: str, arguments: tuple[Any, ...], backend: ml.Backend, caplog: Any) -> bool:
     """Whether the test fails now."""
 
     def talk(cache: str = "causal", budget: int | None = None, where: Any = (), **changes: Any) -> Rig:
         where = changes.pop("tiers", where)
-        options = {name: changes.pop(name) for name in ("salt", "identity", "backlog") if name in changes}
+        names = ("salt", "identity", "backlog", "in_flight")
+        options = {name: changes.pop(name) for name in names if name in changes}
         return Rig(replace(ConversationSetup(cache), **changes), backend, budget, where, **options)
 
-    first = backend if test == "test_sharing_moves_no_data" else talk
+    way = Way()
+    fixtures = {"talk": talk, "backend": backend, "way": way, "caplog": caplog}
+    method = getattr(PrefixTests(), test)
+    names = inspect.signature(method).parameters
+    given = dict(zip((name for name in names if name not in fixtures), arguments, strict=True))
     try:
-        getattr(PrefixTests(), test)(first, *arguments)
+        method(**given, **{name: value for name, value in fixtures.items() if name in names})
     except (AssertionError, ml.MLError, OSError, pytest.fail.Exception):
         return True
+    finally:
+        way.gate.set()
     return False
 
 
 def some_trace_fails(backend: ml.Backend, changes: dict[str, Any]) -> bool:
     for seed in range(TRACES):
         rnd = random.Random(seed)
-        setup = random_prefix_setup(rnd, (DType.F32, DType.F16, DType.BF16))
+        setup = random_prefix_setup(rnd, (DType.F32, DType.F16, DType.BF16, DType.Q8_0, DType.Q4_0))
         if changes:
             others = {name: value for name, value in changes.items() if name != "cache"}
             setup = replace(setup, talk=replace(setup.talk, cache=changes["cache"]), **others)
@@ -336,11 +469,14 @@ def some_trace_fails(backend: ml.Backend, changes: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_planted_bug_is_noticed(name: str, monkeypatch: Patch, backend: ml.Backend) -> None:
+def test_a_planted_bug_is_noticed(name: str, monkeypatch: Patch, backend: ml.Backend, caplog: Any) -> None:
     test, arguments, plant = MUTATIONS[name]
     if test:
-        assert not notices(test, arguments, backend), f"{test} fails without a bug"
+        assert not notices(test, arguments, backend, caplog), f"{test} fails without a bug"
     plant(monkeypatch)
-    found = notices(test, arguments, backend) if test else some_trace_fails(backend, *arguments or ({},))
+    if test:
+        found = notices(test, arguments, backend, caplog)
+    else:
+        found = some_trace_fails(backend, *arguments or ({},))
     monkeypatch.undo()
     assert found, f"{name}: {test or f'{TRACES} traces'} passed"

@@ -17,7 +17,7 @@ from kvcache.testing.conversing import CACHES, DIVISIBLE
 from kvcache.testing.prefix_traces import NAMES, prefix_failure, random_ops, random_prefix_setup, run_ops
 from ml import DType
 
-FLOATS = (DType.F32, DType.F16, DType.BF16)
+DTYPES = (DType.F32, DType.F16, DType.BF16, DType.Q8_0, DType.Q4_0)
 LONG = 10 if "ML_LONG" in os.environ else 1
 NUMPY = range(96 * LONG)
 
@@ -33,7 +33,7 @@ def numpy() -> Iterator[ml.Backend]:
 @pytest.mark.parametrize("part", range(8))
 def test_sessions_see_what_computing_from_nothing_would_store(numpy: ml.Backend, part: int) -> None:
     for seed in NUMPY[part::8]:
-        failure = prefix_failure(numpy, seed, FLOATS)
+        failure = prefix_failure(numpy, seed, DTYPES)
         assert failure is None, failure
 
 
@@ -41,19 +41,20 @@ def test_sessions_see_what_computing_from_nothing_would_store(numpy: ml.Backend,
 def test_on_other_backends_too(name: str, open_any: Open) -> None:
     with open_any(name) as backend:
         for seed in range(10000, 10000 + 10 * LONG):
-            failure = prefix_failure(backend, seed, FLOATS)
+            failure = prefix_failure(backend, seed, DTYPES)
             assert failure is None, failure
 
 
 def test_the_traces_reuse_from_every_tier_and_do_everything() -> None:
     """What these traces never do, they do not test."""
-    setups = [random_prefix_setup(random.Random(seed), FLOATS) for seed in NUMPY]
+    setups = [random_prefix_setup(random.Random(seed), DTYPES) for seed in NUMPY]
     assert {setup.talk.cache for setup in setups} == set(CACHES)
+    assert {setup.talk.dtype for setup in setups} == set(DTYPES)
     assert {setup.store for setup in setups} == {"", "memory", "file"}
     names: Counter[str] = Counter()
     for seed in NUMPY:
         rnd = random.Random(seed)
-        random_prefix_setup(rnd, FLOATS)
+        random_prefix_setup(rnd, DTYPES)
         names.update(op[0] for op in random_ops(rnd, rnd.randrange(5, 40)))
     assert min(names[name] for name in NAMES) > 10
 
@@ -71,7 +72,7 @@ def test_the_traces_share_much(cache: str, numpy: ml.Backend, monkeypatch: pytes
     count = 0
     for seed in NUMPY:
         rnd = random.Random(seed)
-        setup = random_prefix_setup(rnd, FLOATS)
+        setup = random_prefix_setup(rnd, DTYPES)
         if setup.talk.cache == cache and setup.store and count < 4:
             count += 1
             assert run_ops(setup, numpy, random_ops(rnd, 40)) is None

@@ -78,8 +78,9 @@ def test_tiers_are_lines_of_bytes(numpy_backend: ml.Backend) -> None:
         occupancy.sample()
         prefix.evict()
         occupancy.sample()
-    device, host = plots.tiers(occupancy.samples).get_lines()
+    device, leaving, host = plots.tiers(occupancy.samples).get_lines()
     assert (device.get_ydata() * 2**20).tolist() == [0, 128, 0]
+    assert leaving.get_ydata().tolist() == [0, 0, 0], "evict waits until it is there"
     # K, V and the positions
     assert (host.get_ydata() * 2**20).tolist() == [0, 0, 128 + 4 * 8]
 

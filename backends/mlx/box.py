@@ -18,11 +18,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import numpy as np
 
-from backends.mlx.regions import Region, is_contiguous
+from backends.mlx.regions import Region, is_contiguous, region_of
 from ml.base import Storage
 from ml.errors import ClosedError, DeviceError
-from ml.strided import Shape
+from ml.strided import Shape, contiguous_strides
 
 if TYPE_CHECKING:
     from backends.mlx.backend import MlxBackend
@@ -43,9 +44,10 @@ class Box(Storage):
     ``raw`` says that the array is some operation's result, whose layout in memory MLX does not
     tell. It is put in C order once, when a strided view or a write first needs that; where it is
     so already, nothing is copied. ``borrowed``: it came through ``from_native``, and is not counted.
+    ``private_at``: from this epoch on nobody else has the array's memory, if no operation has used it since.
     """
 
-    __slots__ = ("borrowed", "nbytes", "raw", "read_at", "shape", "written_at")
+    __slots__ = ("borrowed", "nbytes", "private_at", "raw", "read_at", "shape", "written_at")
 
     array: Any
     backend: MlxBackend
@@ -56,7 +58,7 @@ class Box(Storage):
         self.shape: Shape = array.shape
         self.raw = raw
         self.borrowed = not owned
-        self.read_at = 0
+        self.read_at = self.private_at = 0
         self.written_at = backend.epoch
         backend.boxes[id(self)] = weakref.ref(self)
 
@@ -103,6 +105,23 @@ class Box(Storage):
             self._before_write(value)
             self.array = self._with_elements(offsets, value)
             self.backend.defer(self, value.nbytes)
+
+    def memory(self, offset: int) -> Any:
+        """The array's bytes in host memory (uint8, flat); the element at ``offset`` is lost.
+
+        MLX lets arrays share memory: a result with its operand, a value with what it was written into
+        whole. Only a write of MLX's own finds out, and copies then: that of one element, before the first
+        byte is touched from outside.
+        """
+        with self.backend.lock:
+            if self.private_at <= max(self.read_at, self.written_at):
+                size = (1,) * len(self.shape)
+                region = region_of(self.shape, offset, size, contiguous_strides(self.shape))
+                assert region is not None
+                self.put_block(region, mx.zeros(region.sizes, self.array.dtype, stream=self.backend.stream))
+                self.backend.drain(self.backend.epoch)
+                self.private_at = self.backend.epoch
+            return np.frombuffer(self.array, np.uint8)
 
     # The old array must not outlive the assignment in a local variable: hence functions of their own.
 

@@ -13,13 +13,14 @@ from backends.placement import PlacedBackend, PlacedContext
 from backends.torch.attention import attend
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, translated
 from backends.torch.devices import device_memory, find_places, release
+from backends.torch.distributed import join
 from backends.torch.store import TorchKVStore
 from backends.torch.tensor import TorchStorage, TorchTensor, as_element
-from ml.base import BaseTensor
+from ml.base import BaseGroup, BaseTensor
 from ml.capabilities import CacheConfig, CausalMask, DeviceInfo, DeviceMemory, Layout
 from ml.dtypes import DType
-from ml.errors import DeviceError, DTypeError
-from ml.strided import Shape
+from ml.errors import DeviceError, DTypeError, GroupError
+from ml.strided import Shape, overlaps_itself
 
 __all__ = ["TorchBackend", "TorchContext"]
 
@@ -42,6 +43,7 @@ class TorchBackend(PlacedBackend):
         super().__init__("torch", [place.info() for place in self.places], layers, dtype)
         self.foreign = tuple(TorchStorage(self, i, None) for i in range(len(self.places)))
         self.causal_mask: tuple[Any, torch.Tensor] | None = None
+        self.group: BaseGroup | None = None
 
     def _new_context(self, max_graph_nodes: int) -> TorchContext:
         return TorchContext(self, max_graph_nodes)
@@ -53,11 +55,21 @@ class TorchBackend(PlacedBackend):
         if not self._closed:
             super().close()
             self.causal_mask = None
+            if self.group is not None:
+                self.group.close()
             release(self.places)
 
     def cache_config(self) -> CacheConfig:
         """Head-major, since attention reads each head's keys in one run; masks in our default dtype."""
         return CacheConfig(layout=Layout.HEAD_MAJOR, elide_mask=True, mask_dtype=self.dtype)
+
+    def distributed(self, timeout: float = 60.0) -> BaseGroup:
+        """See :class:`ml.SupportsDistributed`. gloo between CPUs, NCCL between CUDA devices."""
+        self.check("distributed")
+        if self.group is not None and not self.group.closed:
+            raise GroupError(f"distributed: {self.group!r} is open on this backend; close it first")
+        self.group = join(self, timeout)
+        return self.group
 
     def borrow(self, ctx: TorchContext, array: np.ndarray) -> BaseTensor:
         """See :class:`ml.SupportsBorrow`. In place on the CPU; read-only arrays are copied."""
@@ -67,6 +79,15 @@ class TorchBackend(PlacedBackend):
             return ctx.from_numpy(array, dtype)
         host = array.view(np.int16) if dtype is DType.BF16 else array
         return ctx.from_native(torch.from_numpy(host).view(TO_TORCH[dtype]))
+
+    def overwrite(self, ctx: TorchContext, tensor: TorchTensor) -> np.ndarray | None:
+        """See :class:`ml.SupportsOverwrite`. None on a GPU, and for a tensor that records gradients."""
+        ctx.check("overwrite", tensor)
+        native = tensor.native
+        if not native.is_cpu or native.requires_grad or overlaps_itself(tensor.shape, tensor.strides):
+            return None
+        host: np.ndarray = (native.view(torch.int16) if tensor.dtype is DType.BF16 else native).numpy()
+        return host.view(tensor.dtype.numpy)
 
     def kv_store(self, key: TorchTensor, value: TorchTensor) -> TorchKVStore | None:
         """See :class:`ml.SupportsKVStore`. None on MPS, where addresses are not comparable."""

@@ -449,7 +449,7 @@ class CausalCache(AttentionSnapshots):
         def commit() -> None:
             self._changed()
             self._clear(dst_seq)
-            self._schedule.drop(dst_seq)
+            self._schedule.replace(dst_seq)
             self._table.share(src_seq, dst_seq, source.index(length))
 
         return commit

@@ -85,7 +85,7 @@ def load_attention(
     if "qkv" not in options:
         options["qkv"] = load.linear(ctx, *(f"{prefix}.{name}_proj" for name in "qkv"))
     fields = {
-        "output": load.linear(ctx, f"{prefix}.o_proj"),
+        "output": load.summed(ctx, f"{prefix}.o_proj"),
         "heads": config.heads,
         "kv_heads": config.kv_heads,
         "head_dim": config.head_dim,

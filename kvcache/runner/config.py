@@ -73,6 +73,12 @@ class ModelConfig:
         """Tokens whose keys and values are stored, of all layers together, when the cache is full."""
         return self.layers * max_sequences * capacity
 
+    @property
+    def cached_layers(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
+        """(heads, dim) of keys and of values, by the layers that a cache has them of."""
+        widths = (self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim)
+        return dict.fromkeys(range(self.layers), widths)
+
     def state_bytes(self, max_sequences: int, capacity: int) -> int:
         """Bytes of what a cache holds beside keys and values: recurrent states, at most."""
         return 0

@@ -21,6 +21,7 @@ from kvcache.cache import Batch, Cache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError
 from kvcache.runner.loader import Linear, Loader, Progress, Shapes, Weights
+from kvcache.runner.parallel import Share
 from ml import nn
 
 __all__ = ["CausalModel", "Decoder", "Layer", "Step", "token_ids"]
@@ -129,8 +130,10 @@ class Decoder:
 class CausalModel(Decoder, Generic[C]):
     """A decoder whose tensors are called as Llama's: embedding, layers, an RMS norm and a head.
 
-    ``progress(done, total)`` counts tensors as they are loaded. Raises ModelError for a tensor missing
-    or of the wrong shape.
+    ``progress(done, total)`` counts tensors as they are loaded. ``share``: this is one rank's part of a
+    model, with a config and weights that are cut to it (kvcache.runner.parallel).
+
+    Raises ModelError for a tensor missing or of the wrong shape.
     """
 
     norm_offset = 0.0
@@ -143,19 +146,20 @@ class CausalModel(Decoder, Generic[C]):
         weights: Weights,
         dtype: ml.DType = ml.DType.F32,
         progress: Progress | None = None,
+        share: Share | None = None,
     ) -> None:
         self.backend = backend
+        self.share = share
         self.config = config
         self.dtype = dtype
         self.origin: Path | None = getattr(weights, "origin", None)
-        load = Loader(weights, self.shapes(config), dtype, progress)
+        load = Loader(weights, self.shapes(config), dtype, progress, share.group if share else None)
         with backend.new_context() as ctx:
             here = ctx.input()
             self._embedding = load.tensor(here, "model.embed_tokens.weight")
             self._layers = [self._layer(load, ctx.layer(i), i) for i in range(config.layers)]
             self._norm = load.norm(here, "model.norm", self.norm_offset)
-            head = self._embedding if config.tie_embeddings else load.tensor(here, "lm_head.weight")
-            self._head = Linear(head.permute(here, 1, 0))
+            self._head = Linear(self._load_head(load, here).permute(here, 1, 0))
 
     @staticmethod
     def shapes(config: Any) -> Shapes:
@@ -165,11 +169,24 @@ class CausalModel(Decoder, Generic[C]):
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         raise NotImplementedError
 
+    def _load_head(self, load: Loader, ctx: ml.Context) -> ml.Tensor:
+        """(vocab_size, hidden_size), or the rows of this rank; a tied one is a view of the embedding."""
+        rows = self.share.vocab if self.share else range(self.config.vocab_size)
+        if self.config.tie_embeddings:
+            return self._embedding.slice(ctx, 0, rows.start, rows.stop) if self.share else self._embedding
+        return load.put(ctx, load.take("lm_head.weight")[rows.start : rows.stop])
+
+    def forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
+        if self.share is not None:
+            self.share.check_step(ctx, batch)
+        return super().forward(ctx, batch, cache)
+
     def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         return nn.embedding(ctx, self._embedding, token_ids(batch))
 
     def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
-        return self._head(ctx, hidden.rms_norm(ctx, self._norm, self.config.rms_norm_eps))
+        logits = self._head(ctx, hidden.rms_norm(ctx, self._norm, self.config.rms_norm_eps))
+        return self.share.all_logits(ctx, logits, self.config.vocab_size) if self.share else logits
 
 
 def token_ids(batch: Batch) -> ml.Indices:

@@ -32,6 +32,7 @@ from kvcache.runner.errors import RequestError
 from kvcache.runner.generate import GeneratorOptions, LanguageModel, Prompt, cache_for, check_prompt
 from kvcache.runner.identity import model_identity
 from kvcache.runner.memory import cache_bytes, check_memory
+from kvcache.runner.parallel import go_on_together
 from kvcache.runner.requests import Event, Finished, Prefilled, Settings, Statistics
 from kvcache.runner.runs import Run, has_token
 from kvcache.runner.sampling import Sampler
@@ -98,7 +99,10 @@ class Engine:
         self.cache = cache
         budget = 2 * self.cache_bytes if options.budget is None else options.budget
         try:
-            self.prefix = PrefixCache(cache, budget, tiers, identity=identity, interval=options.interval)
+            layers, interval = model.config.cached_layers, options.interval
+            self.prefix = PrefixCache(
+                cache, budget, tiers, identity=identity, interval=interval, layers=layers
+            )
         except BaseException:
             cache.close()
             raise
@@ -294,6 +298,7 @@ class Engine:
                 self._waiting.remove(request)
                 self._over(request, events, [Failed(request.id, error)])
                 continue
+            go_on_together(self.model, session, request.run.tokens)
             self._start(request, session, events)
 
     def _start(self, request: Request, session: Session, events: list[EngineEvent]) -> None:

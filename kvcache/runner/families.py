@@ -19,6 +19,7 @@ from kvcache.runner.config import SUPPORTED_ARCHITECTURES, ModelConfig, parse_co
 from kvcache.runner.errors import ModelError
 from kvcache.runner.llama import Llama
 from kvcache.runner.loader import Shapes
+from kvcache.runner.parallel import Share, check_ranks, share_of
 from kvcache.runner.weights import expected_shapes
 from ml import nn
 
@@ -36,7 +37,8 @@ class Family:
     **options)``: an unbound cache, with the dtype of the model's activations; options are the family's
     own (``memory``, ``checkpoints``). ``shapes(config)``: every tensor it reads. ``model_type``: as
     config.json has it where it names no architecture. ``causal``: a decoder alone, which ``Generator``
-    and ``kvcache generate`` can run.
+    and ``kvcache generate`` can run. ``divisible``: its layers can be split over ranks by heads, and
+    ``model`` takes ``share=``.
     """
 
     parse: Callable[[Raw, Raw], Any]
@@ -45,6 +47,22 @@ class Family:
     shapes: Callable[[Any], Shapes]
     model_type: str | None = None
     causal: bool = True
+    divisible: bool = False
+
+    def check_ranks(self, config: Any, size: int) -> None:
+        """Raise ModelError for a family that is not split, or not over so many ranks."""
+        if not self.divisible:
+            known = ", ".join(name for name, family in FAMILIES.items() if family.divisible)
+            raise ModelError(
+                f"tensor parallelism: {config.architecture} is not split over ranks; {known} are: "
+                "run it on one rank"
+            )
+        check_ranks(config, size)
+
+    def share(self, config: Any, group: ml.Group) -> Share:
+        """What one rank computes. Raises what ``check_ranks`` does."""
+        self.check_ranks(config, group.size)
+        return share_of(config, group)
 
 
 def family_of(config: Any) -> Family:
@@ -61,7 +79,7 @@ def _llama_cache(config: ModelConfig, dtype: ml.DType | None = None) -> CausalCa
     return CausalCache(nn.rope_shift(config.rope))
 
 
-_LLAMA = Family(parse_config, Llama, _llama_cache, expected_shapes)
+_LLAMA = Family(parse_config, Llama, _llama_cache, expected_shapes, divisible=True)
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(SUPPORTED_ARCHITECTURES, _LLAMA),
@@ -71,6 +89,7 @@ FAMILIES: dict[str, Family] = {
         gemma3.make_cache,
         gemma3.shapes,
         "gemma3_text",
+        divisible=True,
     ),
     "GptOssForCausalLM": Family(
         gpt_oss.parse,

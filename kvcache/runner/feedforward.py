@@ -42,7 +42,7 @@ class GatedMLP:
 def load_mlp(load: Loader, ctx: ml.Context, prefix: str, activation: Activation = swiglu) -> GatedMLP:
     """Of the tensors below ``prefix``."""
     gate_up = load.linear(ctx, f"{prefix}.gate_proj", f"{prefix}.up_proj")
-    return GatedMLP(gate_up, load.linear(ctx, f"{prefix}.down_proj"), activation)
+    return GatedMLP(gate_up, load.summed(ctx, f"{prefix}.down_proj"), activation)
 
 
 def mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:

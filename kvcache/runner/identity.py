@@ -10,6 +10,7 @@ from typing import Any
 
 import ml
 from kvcache.runner.errors import ModelError
+from kvcache.runner.parallel import Share
 from kvcache.runner.weights import INDEX, SINGLE
 
 __all__ = ["files_digest", "identity_of", "model_identity"]
@@ -19,7 +20,9 @@ def model_identity(model: Any) -> dict[str, str]:
     """JSON-able: a digest of the files that ``model`` was loaded from, and the dtype it computes in.
 
     Two models agree in it exactly where config.json says the same and the weight files are equal byte
-    for byte; where they lie and which backend runs them does not matter. Reads all weights once.
+    for byte; where they lie and which backend runs them does not matter. Of a model that is split over
+    ranks, the rank and their number are in it too: each has keys and values of its own heads. Reads all
+    weights once.
 
     Raises ModelError for a model that was not loaded from files: name it yourself then.
     """
@@ -29,12 +32,13 @@ def model_identity(model: Any) -> dict[str, str]:
             f"{type(model).__name__} was not loaded from files, so that nothing tells it from others; "
             "pass identity="
         )
-    return identity_of(origin, model.dtype)
+    return identity_of(origin, model.dtype, getattr(model, "share", None))
 
 
-def identity_of(path: Path, dtype: ml.DType) -> dict[str, str]:
-    """``model_identity`` of the model that ``load_model(path, ..., dtype)`` gives."""
-    return {"files": files_digest(path), "dtype": dtype.name}
+def identity_of(path: Path, dtype: ml.DType, share: Share | None = None) -> dict[str, str]:
+    """``model_identity`` of what ``load_model(path, ..., dtype)`` gives: a model, or a ``share`` of it."""
+    found = {"files": files_digest(path), "dtype": dtype.name}
+    return found if share is None else {**found, "tensor_parallel": share.name}
 
 
 def files_digest(path: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -28,26 +28,40 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """``weight`` (in, out): the transposed view of what is stored as (out, in)."""
+    """``weight`` (in, out): the transposed view of what is stored as (out, in).
+
+    ``group``: its ranks have the other inputs, and what comes out is the sum over them.
+    """
 
     weight: ml.Tensor
     bias: ml.Tensor | None = None
+    group: ml.Group | None = None
 
     def __call__(self, ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
         result = x.matmul(ctx, self.weight)
-        return result if self.bias is None else result.add(ctx, self.bias)
+        if self.bias is not None:
+            result = result.add(ctx, self.bias)
+        return result if self.group is None else self.group.all_reduce(ctx, result)
 
 
 class Loader:
     """Reads the tensors of ``shapes``, each once; ``progress(done, total)`` counts them.
 
+    ``group``: the ranks that a model is split over, of whose weights these are one part.
+
     Raises ModelError for a tensor missing or of the wrong shape.
     """
 
     def __init__(
-        self, weights: Weights, shapes: Shapes, dtype: ml.DType, progress: Progress | None = None
+        self,
+        weights: Weights,
+        shapes: Shapes,
+        dtype: ml.DType,
+        progress: Progress | None = None,
+        group: ml.Group | None = None,
     ) -> None:
         self.shapes = shapes
+        self.group = group
         self.dtype = dtype
         self._weights = weights
         self._progress = progress
@@ -80,6 +94,10 @@ class Loader:
         """One product of several maps, joined along their outputs; a missing bias counts as zeros."""
         arrays = [self.take(f"{name}.weight") for name in names]
         return self.joined(ctx, arrays, [self._bias(name) for name in names])
+
+    def summed(self, ctx: ml.Context, name: str) -> Linear:
+        """A map whose inputs are split over the ranks, where there are several."""
+        return replace(self.linear(ctx, name), group=self.group)
 
     def joined(
         self, ctx: ml.Context, weights: Sequence[np.ndarray], biases: Sequence[np.ndarray | None] = ()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import ml
 from kvcache.runner.config import load_config
 from kvcache.runner.errors import ModelError
 from kvcache.runner.families import family_of
 from kvcache.runner.generate import LanguageModel
+from kvcache.runner.loader import Weights
 from kvcache.runner.memory import check_memory
 from kvcache.runner.weights import check_weights, open_weights, parameter_count
 
@@ -32,8 +34,12 @@ def load_model(
     backend: ml.Backend,
     dtype: ml.DType = ml.DType.F32,
     progress: Callable[[int, int], None] | None = None,
+    group: ml.Group | None = None,
 ) -> LanguageModel:
     """Load a Hugging Face folder or .gguf file onto a backend; ``progress(done, total)`` counts tensors.
+
+    With a ``group`` of several ranks (kvcache.runner.parallel) only this rank's part is loaded; every
+    rank calls this, and then gives its model the same passes.
 
     Every tensor's name and shape is checked, and that the weights fit in memory, before anything is
     put on a device. Raises ModelError or CapacityError.
@@ -41,6 +47,11 @@ def load_model(
     config = load_config(path)
     weights = open_weights(path)
     check_weights(config, weights)
+    family, read = family_of(config), cast("Weights", weights)
+    parts: dict[str, Any] = {}
+    if group is not None and group.size > 1:
+        parts["share"] = share = family.share(config, group)
+        config, read = share.config(config), share.weights(weights, config.head_dim)
     check_memory(config, backend, dtype, 1, 1, parameter_count(config) * dtype.itemsize)
-    model: LanguageModel = family_of(config).model(backend, config, weights, dtype, progress)
+    model: LanguageModel = family.model(backend, config, read, dtype, progress, **parts)
     return model

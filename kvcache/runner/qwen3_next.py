@@ -69,6 +69,12 @@ class Qwen3NextConfig(ModelConfig):
     def cached_tokens(self, max_sequences: int, capacity: int, max_batch: int) -> int:
         return self.kinds.count(_FULL) * max_sequences * capacity
 
+    @property
+    def cached_layers(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
+        """Of the layers with attention; the others keep states."""
+        widths = (self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim)
+        return {i: widths for i, kind in enumerate(self.kinds) if kind == _FULL}
+
     def state_bytes(self, max_sequences: int, capacity: int) -> int:
         """Of states in F32, and as many checkpoints as RecurrentCache takes by default."""
         sizes = self.delta

@@ -17,6 +17,8 @@ WritableBuffer = bytearray | memoryview | mmap.mmap | np.ndarray
 
 def as_bytes(buffer: Buffer) -> memoryview:
     """The buffer's bytes as a flat memoryview, not copied. StoreValueError for what is not contiguous."""
+    if type(buffer) is memoryview and buffer.format == "B" and buffer.ndim == 1 and buffer.c_contiguous:
+        return buffer
     try:
         # NumPy's own buffers do not know bfloat16: its bytes are asked for first.
         if isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:

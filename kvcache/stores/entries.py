@@ -73,21 +73,31 @@ class Entries:
         with self._opened(key) as found:
             return None if found is None else _mapped(*found)
 
-    @contextlib.contextmanager
-    def _opened(self, key: str) -> Iterator[tuple[int, Manifest] | None]:
-        """An entry's data file and manifest; None: not there."""
+    def open(self, key: str) -> tuple[int, Manifest] | None:
+        """The data file, to be closed, and its manifest. None, or an error, as ``read``."""
         manifest = self._load(key)
         if manifest is None:
-            yield None
-            return
+            return None
         try:
             fd = self._folder.open_file(key + DATA)
         except OSError as error:
             raise _broken(error) from error
         try:
-            yield fd, manifest
-        finally:
+            _check_size(fd, manifest)
+        except BaseException:
             os.close(fd)
+            raise
+        return fd, manifest
+
+    @contextlib.contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[int, Manifest] | None]:
+        """An entry's data file and manifest; None: not there."""
+        found = self.open(key)
+        try:
+            yield found
+        finally:
+            if found is not None:
+                os.close(found[0])
 
     def refuse(self, key: str) -> None:
         """Act as if this entry were not there, where it may not be removed, until it is another one."""
@@ -128,10 +138,21 @@ class Entries:
         return file, nbytes
 
 
-def _read_data(fd: int, manifest: Manifest, view: memoryview) -> None:
+def _check_size(fd: int, manifest: Manifest) -> None:
     size = os.fstat(fd).st_size
     if size != manifest.nbytes:
         raise BrokenEntryError(f"{size} bytes are there, {manifest.nbytes} were put")
+
+
+def _check_digest(digest: str, manifest: Manifest) -> None:
+    if digest != manifest.digest:
+        raise BrokenEntryError(
+            f"the digest of {manifest.nbytes} bytes is {digest}, and was {manifest.digest}"
+        )
+
+
+def _read_data(fd: int, manifest: Manifest, view: memoryview) -> None:
+    size = manifest.nbytes
     if len(view) != size:
         raise StoreValueError(f"get_into: a buffer of {len(view)} bytes; {manifest.key} has {size}")
     count, digest = read_digested(fd, view)
@@ -140,9 +161,7 @@ def _read_data(fd: int, manifest: Manifest, view: memoryview) -> None:
 
 
 def _mapped(fd: int, manifest: Manifest) -> memoryview:
-    size = os.fstat(fd).st_size
-    if size != manifest.nbytes:
-        raise BrokenEntryError(f"{size} bytes are there, {manifest.nbytes} were put")
+    size = manifest.nbytes
     if not size:
         return memoryview(b"")
     mapping = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
@@ -153,9 +172,7 @@ def _mapped(fd: int, manifest: Manifest) -> memoryview:
         if error.errno != errno.EINVAL:  # before Linux 5.14 there is no such advice
             raise
     view = memoryview(mapping)
-    digest = digest_of(view)
-    if digest != manifest.digest:
-        raise BrokenEntryError(f"the digest of {size} bytes is {digest}, and was {manifest.digest}")
+    _check_digest(digest_of(view), manifest)
     return view
 
 

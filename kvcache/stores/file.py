@@ -9,6 +9,7 @@ process's put on the way is never taken for damage.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,8 @@ from kvcache.stores.errors import SnapshotCorrupt, StoreFull, StoreUnavailable
 from kvcache.stores.folder import Folder, Held, translated
 from kvcache.stores.ledger import Ledger
 from kvcache.stores.manifest import DATA, MANIFEST, Manifest
-from kvcache.stores.protocol import Stat, Usage, check_budget, check_key
+from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key
+from kvcache.stores.reading import FileReader
 from kvcache.stores.streams import load_xxhash, write_digested
 
 __all__ = ["FileStore"]
@@ -111,6 +113,19 @@ class FileStore:
             if found is not None:
                 self._folder.touch(key + MANIFEST, self._now())
             return found
+
+    def reader(self, key: str) -> Reader | None:
+        """See :class:`kvcache.stores.protocol.ReadingStore`."""
+        check_key(key)
+        with self._call("reader"):
+            try:
+                found = self._entries.open(key)
+            except BrokenEntryError:
+                return None
+        if found is None:
+            return None
+        guard = functools.partial(translated, path=self.path)
+        return FileReader(*found, guard, lambda: self._folder.touch(key + MANIFEST, self._now()))
 
     def prefix(self, keys: Sequence[str]) -> int:
         for key in keys:

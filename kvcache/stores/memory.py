@@ -14,7 +14,8 @@ import numpy as np
 
 from kvcache.stores.buffers import Buffer, WritableBuffer, as_bytes, as_writable
 from kvcache.stores.errors import StoreClosedError, StoreFull, StoreValueError
-from kvcache.stores.protocol import Stat, Usage, check_budget, check_key
+from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key
+from kvcache.stores.reading import writable_bytes
 
 __all__ = ["MemoryStore"]
 
@@ -23,6 +24,25 @@ __all__ = ["MemoryStore"]
 class _Entry:
     data: np.ndarray  # U8 (nbytes,), read-only
     last_used: float
+
+
+class _Reader:
+    """An entry's bytes, which nobody changes."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self._data, self.left = data, data.nbytes
+
+    def fill(self, buffers: Sequence[WritableBuffer]) -> None:
+        views, wanted = writable_bytes(buffers, self.left)
+        start = self._data.nbytes - self.left
+        for view in views:
+            if len(view):
+                np.copyto(np.frombuffer(view, np.uint8), self._data[start : start + len(view)])
+            start += len(view)
+        self.left -= wanted
+
+    def close(self) -> None:
+        self._data, self.left = self._data[:0], 0
 
 
 class MemoryStore:
@@ -80,6 +100,11 @@ class MemoryStore:
         """
         data = self._hit(key, "view")
         return None if data is None else data.data
+
+    def reader(self, key: str) -> Reader | None:
+        """See :class:`kvcache.stores.protocol.ReadingStore`."""
+        data = self._hit(key, "reader")
+        return None if data is None else _Reader(data)
 
     def prefix(self, keys: Sequence[str]) -> int:
         for key in keys:

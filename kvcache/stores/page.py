@@ -12,28 +12,36 @@ Source: https://huggingface.co/docs/safetensors (format). ``safetensors`` reads 
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvcache.stores import strict_json
 from kvcache.stores.buffers import Buffer, as_bytes
 from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.stores.protocol import Reader
 from ml import DType, ShapeError
 from ml.dtypes import STORAGE_DTYPES
 
-__all__ = ["PAGE_FORMAT", "Page", "pack", "unpack"]
+__all__ = ["PAGE_FORMAT", "Outline", "Page", "Place", "pack", "read_outline", "unpack"]
 
 PAGE_FORMAT = "kvcache.page/1"
 ALIGNMENT = 64
 MAX_HEADER = 1 << 24
 """Bytes: a hundred thousand arrays and more; parsing what a stranger wrote has to end soon."""
 MAX_NDIM = 32
+REMEMBERED = 1 << 16
+"""Bytes of the longest header whose arrays are remembered, so that the next page's need not be parsed."""
 
 _METADATA = "__metadata__"
+_FRONT = re.compile(rb'(\{"__metadata__":\{"format":"[^"\\]*","meta":"(?:[^"\\]|\\.)*"\}),')
+"""What :func:`pack` writes before the first array."""
 _DTYPES = {dtype.name: dtype.numpy for dtype in STORAGE_DTYPES}
 
 
@@ -101,26 +109,84 @@ def unpack(buffer: Buffer) -> Page:
     """
     data = as_bytes(buffer)
     try:
-        header, start = _header(data)
-        meta = _meta(header.pop(_METADATA, None))
-        _check_cover(header, len(data) - start)
-        arrays = {name: _array(name, entry, data[start:]) for name, entry in header.items()}
+        length = _header_length(data[:8], len(data))
+        outline = _outline(bytes(data[8 : 8 + length]), len(data) - 8 - length)
+        arrays = {name: _array(name, place, data[8 + length :]) for name, place in outline.places.items()}
     except (ValueError, OverflowError) as error:
         raise SnapshotCorrupt(f"unpack: {len(data)} bytes are no page: {error}") from error
-    return Page(meta, arrays)
+    return Page(outline.meta, arrays)
 
 
-def _header(data: memoryview) -> tuple[dict[str, Any], int]:
-    """The parsed header, and where the data begin."""
-    if len(data) < 8:
+class Place(NamedTuple):
+    """An array of a page that is not read yet: ``[begin, end)`` are its bytes, from the first array's on."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a page's header says: its meta, and where which array lies."""
+
+    meta: Mapping[str, Any]
+    places: Mapping[str, Place]
+    """In the header's order."""
+
+
+def read_outline(reader: Reader) -> Outline:
+    """The header of a page; the reader stands at the first array then.
+
+    Raises SnapshotCorrupt as :func:`unpack`. The digest has not been checked yet: what the header says
+    is well-formed, and may be wrong.
+    """
+    size = reader.left
+    try:
+        start = bytearray(min(8, size))
+        reader.fill([start])
+        header = bytearray(_header_length(start, size))
+        reader.fill([header])
+        return _outline(bytes(header), reader.left)
+    except (ValueError, OverflowError) as error:
+        raise SnapshotCorrupt(f"read_outline: {size} bytes are no page: {error}") from error
+
+
+def _header_length(start: Buffer, size: int) -> int:
+    """Bytes of the header of a page of ``size`` bytes, of which ``start`` are the first eight."""
+    if size < 8:
         raise ValueError("shorter than the length of its header")
-    length = int.from_bytes(data[:8], "little")
-    if length > min(len(data) - 8, MAX_HEADER):
+    length = int.from_bytes(start, "little")
+    if length > min(size - 8, MAX_HEADER):
         raise ValueError(f"a header of {length} bytes")
-    found = strict_json.decode(bytes(data[8 : 8 + length]))
+    return length
+
+
+def _outline(text: bytes, size: int) -> Outline:
+    """What a header says of ``size`` bytes of data."""
+    front = _FRONT.match(text)
+    if front is not None and len(text) <= REMEMBERED:
+        meta = _meta(strict_json.decode(text[: front.end(1)] + b"}")[_METADATA])
+        return Outline(meta, _entries(b"{" + text[front.end() :], size))
+    found = strict_json.decode(text)
     if not isinstance(found, dict):
         raise ValueError("its header is no JSON object")
-    return found, 8 + length
+    return Outline(_meta(found.pop(_METADATA, None)), _places(found, size))
+
+
+@functools.lru_cache(maxsize=32)
+def _entries(text: bytes, size: int) -> Mapping[str, Place]:
+    """The arrays by a header's text behind its metadata: the pages of a conversation have it in common."""
+    found = strict_json.decode(text)
+    if _METADATA in found:
+        raise ValueError("its metadata are given twice")
+    return _places(found, size)
+
+
+def _places(entries: Mapping[str, object], size: int) -> Mapping[str, Place]:
+    places = {name: _place(name, entry) for name, entry in entries.items()}
+    _check_cover(places, size)
+    return MappingProxyType(places)
 
 
 def _meta(metadata: object) -> dict[str, Any]:
@@ -133,11 +199,10 @@ def _meta(metadata: object) -> dict[str, Any]:
     return meta
 
 
-def _check_cover(header: Mapping[str, Any], size: int) -> None:
-    """Check each entry's fields, and that together they cover the data with no gap and no overlap."""
-    spans = sorted(_span(name, entry) for name, entry in header.items())
+def _check_cover(places: Mapping[str, Place], size: int) -> None:
+    """Check that the arrays cover the data with no gap and no overlap."""
     end = 0
-    for begin, stop in spans:
+    for begin, stop in sorted((place.begin, place.end) for place in places.values()):
         if begin != end:
             raise ValueError(f"an array begins at byte {begin}, and the one before it ends at {end}")
         end = stop
@@ -145,7 +210,7 @@ def _check_cover(header: Mapping[str, Any], size: int) -> None:
         raise ValueError(f"its arrays take {end} bytes, and {size} are there")
 
 
-def _span(name: str, entry: object) -> tuple[int, int]:
+def _place(name: str, entry: object) -> Place:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"the entry of {name!r} is not dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -157,7 +222,7 @@ def _span(name: str, entry: object) -> tuple[int, int]:
         raise ValueError(f"{name!r} has no data_offsets")
     if math.prod(shape) * _DTYPES[dtype].itemsize != offsets[1] - offsets[0]:
         raise ValueError(f"{name!r} of shape {shape} takes other than {offsets[1] - offsets[0]} bytes")
-    return offsets[0], offsets[1]
+    return Place(_DTYPES[dtype], tuple(shape), *offsets)
 
 
 def _counts(value: object) -> bool:
@@ -165,10 +230,9 @@ def _counts(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
-def _array(name: str, entry: Mapping[str, Any], data: memoryview) -> np.ndarray:
-    begin, end = entry["data_offsets"]
+def _array(name: str, place: Place, data: memoryview) -> np.ndarray:
+    dtype, shape, begin, end = place
     raw = np.frombuffer(data[begin:end], np.uint8) if end > begin else np.empty(0, np.uint8)
-    dtype = _DTYPES[entry["dtype"]]
     if dtype == np.bool_ and raw.size and int(raw.max()) > 1:
         raise ValueError(f"{name!r} is BOOL and holds a byte other than 0 and 1")
-    return raw.view(dtype).reshape(entry["shape"])
+    return raw.view(dtype).reshape(shape)

@@ -10,7 +10,16 @@ from typing import Protocol, runtime_checkable
 from kvcache.stores.buffers import Buffer, WritableBuffer
 from kvcache.stores.errors import StoreValueError
 
-__all__ = ["SnapshotStore", "Stat", "Usage", "check_budget", "check_key", "is_key"]
+__all__ = [
+    "Reader",
+    "ReadingStore",
+    "SnapshotStore",
+    "Stat",
+    "Usage",
+    "check_budget",
+    "check_key",
+    "is_key",
+]
 
 _KEY = re.compile(r"[0-9a-z][0-9a-z_-]{0,127}")
 
@@ -82,6 +91,36 @@ class SnapshotStore(Protocol):
 
     def close(self) -> None:
         """Let go of what the store holds open, after the calls under way. A second close does nothing."""
+
+
+class Reader(Protocol):
+    """The bytes of one entry, from the first on; to be closed."""
+
+    left: int
+    """Bytes that were not read yet."""
+
+    def fill(self, buffers: Sequence[WritableBuffer]) -> None:
+        """Fill the buffers, one after another, with the bytes that follow.
+
+        With the last byte of the entry all of them are verified, and it is a hit: what was filled before
+        that may be damaged. Raises SnapshotCorrupt where they do not hold (``get_into`` tells whether
+        they were damaged or have changed on the way, and drops them), StoreUnavailable where they
+        cannot be read, StoreValueError for buffers of more than ``left`` bytes.
+        """
+
+    def close(self) -> None:
+        """Let go of the entry. A second close does nothing."""
+
+
+@runtime_checkable
+class ReadingStore(Protocol):
+    """What a store may offer besides: bytes straight to where they belong, with no copy in between."""
+
+    def reader(self, key: str) -> Reader | None:
+        """The entry's bytes, to be read on the way; None: not there, or no longer whole.
+
+        They stay what they are when the entry is evicted meanwhile.
+        """
 
 
 def is_key(key: object) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvcache.stores.errors import StoreUnavailable
 
-__all__ = ["DIGEST", "digest_of", "load_xxhash", "read_digested", "write_digested"]
+__all__ = ["DIGEST", "DigestedReader", "digest_of", "load_xxhash", "read_digested", "write_digested"]
 
 DIGEST = "xxh3_128"
 BLOCK = 1 << 19
@@ -31,16 +31,10 @@ def load_xxhash() -> Any:
 def write_digested(fd: int, parts: Sequence[memoryview]) -> str:
     """Write the parts one after another from where the file stands; the digest of what was written."""
     digest = load_xxhash().xxh3_128()
-    batch: list[memoryview] = []
-    size = 0
-    for piece in _pieces(parts):
-        digest.update(piece)
-        batch.append(piece)
-        size += len(piece)
-        if size >= BLOCK or len(batch) == PIECES:
-            _write_all(fd, batch)
-            batch, size = [], 0
-    _write_all(fd, batch)
+    for batch in _batches(parts):
+        for piece in batch:
+            digest.update(piece)
+        _write_all(fd, batch)
     return str(digest.hexdigest())
 
 
@@ -58,14 +52,65 @@ def read_digested(fd: int, view: memoryview) -> tuple[int, str]:
     return done, str(digest.hexdigest())
 
 
+class DigestedReader:
+    """Reads a file on from where it stands, and digests what it has read so far."""
+
+    __slots__ = ("_digest", "_fd")
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._digest = load_xxhash().xxh3_128()
+
+    def fill(self, views: Sequence[memoryview]) -> bool:
+        """Fill the views one after another; False where the file ended before."""
+        for batch in _batches(views):
+            if not _read_all(self._fd, batch):
+                return False
+            for piece in batch:
+                self._digest.update(piece)
+        return True
+
+    def hexdigest(self) -> str:
+        return str(self._digest.hexdigest())
+
+
 def digest_of(view: memoryview) -> str:
     return str(load_xxhash().xxh3_128(view).hexdigest())
 
 
-def _pieces(parts: Sequence[memoryview]) -> Iterator[memoryview]:
+def _batches(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The parts' bytes in order, some BLOCK of them at a time, in pieces of at most one."""
+    batch: list[memoryview] = []
+    size = 0
     for part in parts:
         for start in range(0, len(part), BLOCK):
-            yield part[start : start + BLOCK]
+            piece = part if len(part) <= BLOCK else part[start : start + BLOCK]
+            batch.append(piece)
+            size += len(piece)
+            if size >= BLOCK or len(batch) == PIECES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _read_all(fd: int, batch: Sequence[memoryview]) -> bool:
+    wanted = sum(map(len, batch))
+    while (count := os.readv(fd, batch)) < wanted:
+        if not count:
+            return False
+        wanted -= count
+        batch = _behind(batch, count)
+    return True
+
+
+def _behind(pieces: Sequence[memoryview], count: int) -> list[memoryview]:
+    """All but the first ``count`` bytes."""
+    rest: list[memoryview] = []
+    for piece in pieces:
+        rest.append(piece[count:])
+        count = max(0, count - len(piece))
+    return rest
 
 
 def _write_all(fd: int, batch: list[memoryview]) -> None:

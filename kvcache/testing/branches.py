@@ -17,7 +17,7 @@ from kvcache.testing.harness import CacheCase
 from kvcache.testing.model import Setup
 from kvcache.testing.protocol import Plan, only_protocol
 from kvcache.testing.quantized import QuantizedRig
-from kvcache.testing.wrapper import ForeignCache
+from kvcache.testing.wrapping import ForeignCache
 from ml import DType
 
 __all__ = ["BranchTests"]

@@ -11,6 +11,7 @@ from kvcache.testing.defrag import DefragTests
 from kvcache.testing.encoder import EncoderTests
 from kvcache.testing.faults import FaultTests
 from kvcache.testing.lazy import LazySnapshotTests
+from kvcache.testing.lazy_states import LazyStateTests
 from kvcache.testing.masks import MaskTests
 from kvcache.testing.order import OrderTests
 from kvcache.testing.prefix import PrefixTests
@@ -46,6 +47,7 @@ class CacheTests(
     QuantizedTests,
     SnapshotTests,
     LazySnapshotTests,
+    LazyStateTests,
     ScheduledSnapshotTests,
     EncoderTests,
     EncoderSnapshotTests,

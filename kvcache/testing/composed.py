@@ -20,7 +20,7 @@ from kvcache.testing.harness import CacheCase
 from kvcache.testing.protocol import Plan, only_protocol
 from kvcache.testing.rig import look
 from kvcache.testing.states import CONV, DELTA, KINDS, state_values
-from kvcache.testing.wrapper import ForeignCache
+from kvcache.testing.wrapping import ForeignCache
 from ml import DType
 
 __all__ = ["EncoderSnapshotTests", "WrapperSnapshotTests"]

@@ -3,12 +3,16 @@
 K and V of position i in a layer are a digest of the tokens up to i, and a recurrent state is one of all
 tokens that it has seen. A session that was given another one's prefix has to see, bit for bit, what
 computing its own tokens from nothing would have stored: no run of a second cache is needed to know it.
+
+The first token of a conversation that is an item has an encoder's output, a digest too. Where the cache
+stores blocks of codes, the numbers are such that codes and scales hold them exactly.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +22,7 @@ import numpy as np
 import kvcache
 import ml
 from kvcache import Batch
+from kvcache.outages import Outages
 from kvcache.prefix import PrefixCache, Session
 from kvcache.testing.rig import mask_of
 from ml import DType
@@ -26,6 +31,10 @@ __all__ = ["CACHES", "DIVISIBLE", "STATEFUL", "Chat", "ConversationSetup", "Rig"
 
 Token = int | bytes
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 5
+BLOCK_KEY_DIM, BLOCK_VALUE_DIM = 32, 64
+"""Where the cache is quantized."""
+OUTPUT_ROWS = 3
+"""Length of an encoder's output."""
 CONV, STATE = (2, 3), (2, 2, 2)
 WINDOW, CHUNK = 3, 4
 
@@ -49,6 +58,7 @@ class Layers:
     lower: Callable[[int], int] = _whole
     layers: tuple[int, ...] = (0, 1)
     states: tuple[int, ...] = ()
+    encoder: bool = False
 
 
 def _recurrent() -> kvcache.RecurrentCache:
@@ -73,9 +83,17 @@ CACHES: dict[str, tuple[Callable[[], Any], tuple[Layers, ...]]] = {
         lambda: kvcache.WrapperCache(_recurrent(), kvcache.SlidingWindowCache(WINDOW)),
         (Layers(_whole, (1,), (0,)), Layers(_window, (2,))),
     ),
+    "encoder": (
+        lambda: kvcache.WrapperCache(kvcache.EncoderCache(), kvcache.CausalCache()),
+        (Layers(layers=(0,), encoder=True), Layers(_whole, (1,))),
+    ),
+    "encoder and sliding": (
+        lambda: kvcache.WrapperCache(kvcache.SlidingWindowCache(WINDOW), kvcache.EncoderCache()),
+        (Layers(_window, (1,)), Layers(layers=(0, 2), encoder=True)),
+    ),
 }
 """Name -> (a new cache, what each of its parts keeps)."""
-DIVISIBLE = ("causal", "chunked", "wrapper of chunks")
+DIVISIBLE = ("causal", "chunked", "wrapper of chunks", "encoder")
 """Those whose content can be cut at any position."""
 STATEFUL = ("recurrent", "recurrent and sliding")
 """Those that want batches to end where a snapshot is due."""
@@ -133,16 +151,44 @@ def _digests(tokens: Sequence[Token]) -> list[bytes]:
 @functools.lru_cache(1 << 16)
 def _numbers(digest: bytes, place: bytes, count: int) -> np.ndarray:
     """Eighths of small integers, which all floats hold exactly."""
-    raw = hashlib.blake2b(digest + place, digest_size=count).digest()
+    raw = hashlib.shake_128(digest + place).digest(count)
     return np.frombuffer(raw, np.int8).astype(np.float32) / 8
 
 
-def _rows(digests: Sequence[bytes], layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """K (tokens, HEADS, KEY_DIM) and V (tokens, HEADS, VALUE_DIM) of these prefixes' last tokens."""
-    wide = KEY_DIM + VALUE_DIM
-    both = [_numbers(digest, b"kv%d" % layer, HEADS * wide).reshape(HEADS, wide) for digest in digests]
-    stacked = np.stack(both) if both else np.zeros((0, HEADS, wide), np.float32)
-    return stacked[:, :, :KEY_DIM], stacked[:, :, KEY_DIM:]
+@functools.lru_cache(1 << 16)
+def _codes(digest: bytes, place: bytes, count: int, dtype: DType) -> np.ndarray:
+    """Integers whose blocks of 32 have the scale 1, so that each is its own code."""
+    raw = np.frombuffer(hashlib.shake_128(digest + place).digest(count), np.uint8).astype(np.float32)
+    peak, others = (-127.0, 253) if dtype is DType.Q8_0 else (-8.0, 15)
+    found = raw % others - others // 2
+    found[::32] = peak
+    return found
+
+
+def _rows(digests: Sequence[bytes], layer: int, dtype: DType) -> tuple[np.ndarray, np.ndarray]:
+    """K (tokens, HEADS, key dim) and V (tokens, HEADS, value dim) of these prefixes' last tokens."""
+    place = b"kv%d" % layer
+    if dtype.is_quantized:
+        dim, wide = BLOCK_KEY_DIM, BLOCK_KEY_DIM + BLOCK_VALUE_DIM
+        both = [_codes(digest, place, HEADS * wide, dtype) for digest in digests]
+    else:
+        dim, wide = KEY_DIM, KEY_DIM + VALUE_DIM
+        both = [_numbers(digest, place, HEADS * wide) for digest in digests]
+    stacked = np.stack(both) if both else np.zeros(0, np.float32)
+    stacked = stacked.reshape(len(both), HEADS, wide)
+    return stacked[:, :, :dim], stacked[:, :, dim:]
+
+
+def _item(tokens: Sequence[Token]) -> int | None:
+    """The position of the conversation's item, if it has one."""
+    found = (i for i, token in enumerate(tokens) if isinstance(token, bytes) or token % 7 == 4)
+    return next(found, None)
+
+
+def _output(tokens: Sequence[Token], item: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """K and V (OUTPUT_ROWS, HEADS, dim) of the item's encoder output."""
+    digest = _digests(tokens[: item + 1])[-1]
+    return _rows([_link(digest, row) for row in range(OUTPUT_ROWS)], layer, DType.F32)
 
 
 def _state(tokens: Sequence[Token], kind: str, layer: int) -> np.ndarray:
@@ -170,6 +216,8 @@ class Rig:
         self.parts = CACHES[setup.cache][1]
         stored = {"identity": {"model": "digests"}} if tiers else {}
         self.prefix = PrefixCache(self.cache, budget, tiers, **{**stored, **setup.options, **options})
+        if self.prefix.shelf.store is not None:  # a store that failed is asked again in the next call
+            self.prefix.shelf.store.outages = Outages(itertools.count(0, 1000).__next__)
         self.evaluated = 0
         """Tokens that were computed since the start."""
 
@@ -204,14 +252,20 @@ class Rig:
         first, count = len(history), len(tokens)
         whole = [*history, *tokens]
         self.evaluated += count
+        item = _item(whole)
+        items = [] if item is None or item < first else [(item - first, whole[item])]
         with self.backend.new_context() as ctx:
-            self.cache.start_forward(ctx, Batch(list(range(first, first + count)), [seq] * count))
+            batch = Batch(list(range(first, first + count)), [seq] * count, multimodal=items)
+            self.cache.start_forward(ctx, batch)
             for index, part, cache in self._each():
                 for layer in part.states:
                     self._step(ctx, cache, layer, history, whole)
                 for layer in part.layers:
                     self._select(index, layer)
-                    self._pass(ctx, cache, part, layer, whole, first)
+                    if part.encoder:
+                        self._attend_to_item(ctx, cache, seq, layer, whole, bool(items))
+                    else:
+                        self._pass(ctx, cache, part, layer, whole, first)
 
     def start_only(self, seq: int, first: int, count: int) -> None:
         """A pass that begins, and ends before anything is put."""
@@ -220,7 +274,9 @@ class Rig:
 
     def crash(self, lose: bool) -> None:
         """Let go of all without ``close``. ``lose``: what waits to be written is lost."""
-        tier = self.prefix.shelf.store
+        transit, tier = self.prefix.shelf.transit, self.prefix.shelf.store
+        if transit is not None:
+            transit.drain()
         if tier is not None:
             while lose and not tier._queue.empty():
                 tier._queue.get()
@@ -230,9 +286,15 @@ class Rig:
         """Every tier counts what it holds, to the byte, within its budget; statistics add up."""
         shelf, stats = self.prefix.shelf, self.prefix.stats
         nodes = list(shelf.trie)
+        pages = [n.data.page.nbytes for n in nodes if n.data and n.data.page]
+        coming = [
+            n.data.leaving.page_bytes
+            for n in nodes
+            if n.data and n.data.leaving and shelf.host is not None and n in shelf.host
+        ]
         for ledger, sizes in (
             (shelf.device, [n.data.snapshot.nbytes for n in nodes if n.data and n.data.snapshot]),
-            (shelf.host, [n.data.page.nbytes for n in nodes if n.data and n.data.page]),
+            (shelf.host, [*pages, *coming]),
         ):
             if ledger is not None:
                 assert ledger.nbytes == sum(sizes)
@@ -245,7 +307,10 @@ class Rig:
 
     def check_empty(self) -> None:
         """Nothing holds a cell any more."""
-        for cache in getattr(self.cache, "caches", (self.cache,)):
+        for _, part, cache in self._each():
+            if part.encoder:
+                assert cache.nbytes == 0
+                continue
             table = getattr(cache, "attention", cache)._table
             table.sweep()
             assert table.free == table.cells
@@ -270,10 +335,25 @@ class Rig:
             new = ctx.from_numpy(_state(whole, kind, layer), state.dtype)
             getattr(cache, f"set_{kind}_state")(ctx, layer, new)
 
+    def _attend_to_item(
+        self, ctx: ml.Context, cache: Any, seq: int, layer: int, whole: Sequence[Token], brings: bool
+    ) -> None:
+        """Store the encoder's output with the item; every later token finds it."""
+        item = _item(whole)
+        if item is None:
+            assert not cache.encoder_cached(seq)
+            return
+        output = _output(whole, item, layer)
+        if brings:
+            self.cache.put(ctx, *(ctx.from_numpy(part) for part in output))
+        key, value, mask = self.cache.get(ctx)
+        assert mask is None
+        assert _bytes(key, value, cache.config) == _pack(*output)
+
     def _pass(
         self, ctx: ml.Context, cache: Any, part: Layers, layer: int, whole: Sequence[Token], first: int
     ) -> None:
-        key, value = _rows(_digests(whole), layer)
+        key, value = _rows(_digests(whole), layer, self.setup.dtype)
         self.cache.put(ctx, ctx.from_numpy(key[first:]), ctx.from_numpy(value[first:]))
         stored_key, stored_value, mask = self.cache.get(ctx)
         config = getattr(cache, "attention", cache).config

@@ -14,7 +14,7 @@ __all__ = ["FAMILY", "run_family"]
 FAMILY = {
     "recurrent": "kvcache.testing.states",
     "encoder": "kvcache.testing.encoder",
-    "wrapper": "kvcache.testing.wrapper",
+    "wrapper": "kvcache.testing.wrapping",
     "branches": "kvcache.testing.branching",
     "quantized": "kvcache.testing.quantized",
     "prefix": "kvcache.testing.prefix_traces",
@@ -29,7 +29,8 @@ def run_family(
     module, computes = importlib.import_module(FAMILY[cache]), features.has("matmul")
     try:
         if cache == "prefix":
-            found: str | None = module.prefix_failure(backend, seed, floats)
+            codecs = (DType.Q8_0, DType.Q4_0) if computes else ()
+            found: str | None = module.prefix_failure(backend, seed, [*floats, *codecs])
             return found
         if cache == "recurrent":
             module.state_trace(backend, seed, floats)

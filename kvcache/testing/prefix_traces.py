@@ -79,6 +79,7 @@ class PrefixSetup:
     store: str = ""
     """"memory", "file", or none."""
     backlog: int = 1 << 20
+    in_flight: int = 1 << 20
 
     @property
     def exact(self) -> bool:
@@ -112,6 +113,7 @@ def random_prefix_setup(rnd: random.Random, floats: Sequence[DType]) -> PrefixSe
         host=rnd.choice((0, None, None, 1500, 6000)),
         store=rnd.choice(("", "memory", "memory", "file")),
         backlog=rnd.choice((0, 1 << 20)),
+        in_flight=rnd.choice((0, 1, 1500, 1 << 20)),
     )
 
 
@@ -147,7 +149,7 @@ class Trace:
         tiers += [store for store in (self.memory, self.file) if store is not None]
         self.rig = Rig(
             self.setup.talk, self.backend, self.setup.budget, tiers,
-            identity={"model": "digests"}, backlog=self.setup.backlog,
+            identity={"model": "digests"}, backlog=self.setup.backlog, in_flight=self.setup.in_flight,
         )  # fmt: skip
         self.live: list[Chat] = []
 
@@ -271,7 +273,8 @@ class Trace:
 
     def flush(self, *_: int) -> None:
         self.rig.prefix.flush()
-        assert self.rig.prefix.nbytes.get("writing", 0) == 0
+        nbytes = self.rig.prefix.nbytes
+        assert nbytes.get("writing", 0) == nbytes.get("leaving", 0) == 0
 
     def clear(self, *_: int) -> None:
         self.rig.prefix.clear()
@@ -288,7 +291,9 @@ class Trace:
 
     def defrag(self, *_: int) -> None:
         for cache in getattr(self.rig.cache, "caches", (self.rig.cache,)):
-            getattr(cache, "attention", cache).defrag()
+            found = getattr(cache, "attention", cache)
+            if hasattr(found, "defrag"):
+                found.defrag()
 
     def crash(self, lost: int, *_: int) -> None:
         """The process ends without close; what waits to be written may or may not get there."""
@@ -342,6 +347,7 @@ class Trace:
 
     def check(self) -> None:
         self.rig.check_books()
+        assert self.rig.prefix.failed["host"] == 0
         assert {chat.session for chat in self.live} == set(self.rig.prefix.sessions)
 
     def end(self) -> None:

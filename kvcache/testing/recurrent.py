@@ -376,6 +376,14 @@ def _fill(r: StateRig) -> None:
     r.copy_prefix(0, 1, 2)
 
 
+def _held(r: StateRig) -> None:
+    """Every state is a snapshot's too."""
+    _fill(r)
+    r.forward(3)
+    for seq in range(4):
+        r.snapshot(seq)
+
+
 def _swapped(r: StateRig) -> None:
     r.forward(0, 0, 1)
 
@@ -407,6 +415,18 @@ def _started(r: StateRig) -> None:
         r.state("recurrent", layer)
 
 
+def _evaluated_and_held(r: StateRig) -> None:
+    _fill(r)
+    r.forward(1, 2)
+    for seq in (1, 2):
+        r.snapshot(seq)
+
+
+def _start_anew(r: StateRig) -> None:
+    for seq in (1, 2):
+        r.remove(seq, 0)
+
+
 def _set_states(r: StateRig) -> None:
     for layer in (0, 2):
         r.write("conv", layer, in_place=False)
@@ -431,6 +451,13 @@ FAULTS = {
     "a pass that swaps two states": _pass(1, 0, slots=2, touches=(0, 1), prepare=_swapped),
     "a pass that moves another's state away": _pass(
         0, 2, slots=3, touches=(1, 2), prepare=lambda r: r.forward(0, 1, 2)
+    ),
+    "a pass over states that snapshots hold": _pass(2, 1, prepare=_held),
+    "a pass that moves states to where snapshots hold some": _pass(
+        3, 0, touches=(2,), prepare=_held
+    ),
+    "setting states that snapshots hold": Fault(
+        _evaluated_and_held, lambda r: r.spoil(), _start_anew
     ),
     "setting states": Fault(_started, _set_states, _check_states),
     "a checkpoint": Fault(
@@ -490,6 +517,7 @@ def _check_after(r: StateRig, fault: Fault) -> None:
             r.model.remove(seq, 0, None)
     r.check()
     r.drain()
+    r.check_copies()
 
 
 def _is_lost(r: StateRig, seq: int) -> bool:

@@ -207,8 +207,26 @@ class StateRig:
 
     def start(self, sequences: Sequence[int]) -> bool:
         """Begin a pass; whether it was taken."""
-        batch = self.plan(sequences)
-        return self.agree(lambda: self.cache.start_forward(self.ctx, batch), self.begin)
+        batch, slots = self.plan(sequences), self.slots()
+        taken = self.agree(lambda: self.cache.start_forward(self.ctx, batch), self.begin)
+        owned = {row.slot for row in self.cache._rows}
+        window = {self.cache._rows[seq].slot for seq in sequences} if taken else set()
+        for before, now in zip(slots, self.slots(), strict=True):
+            assert now is None or now not in window, "the pass writes over what a snapshot holds"
+            assert now == before or before in owned, "copied out with no need"
+        return taken
+
+    def slots(self) -> list[int | None]:
+        """Where the states of the copies lie in this cache, None for those that do not."""
+        return [snapshot.state.slot_in(self.cache._buffers) for snapshot, _ in self.copies]
+
+    def spoil(self) -> None:
+        """The model goes on to write, and what it writes is wrong."""
+        for kind, shape in KINDS.items():
+            for layer in RECURRENT_LAYERS:
+                state = self.state(kind, layer)
+                wrong = self.ctx.full((state.shape[0], *shape), 99, state.dtype)
+                self.ctx.forward(wrong.copy(self.ctx, state))
 
     def step(self, in_place: Callable[[], bool] = lambda: False) -> None:
         """The model's part of the pass: read the states, store the new ones, put and look."""
@@ -287,15 +305,19 @@ class StateRig:
     # Sequences.
 
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
+        slots = self.slots()
         self.agree(
             lambda: self.cache.copy_prefix(src, dst, length), lambda: self.model.copy_prefix(src, dst, length)
         )
+        assert self.slots() == slots, "copied out with no need"
         self.check()
 
     def remove(self, seq: int, begin: int, end: int | None = None) -> bool:
+        slots = self.slots()
         done = self.agree(
             lambda: self.cache.remove(seq, begin, end), lambda: self.model.remove(seq, begin, end)
         )
+        assert self.slots() == slots, "copied out with no need"
         self.check()
         return done
 
@@ -314,20 +336,33 @@ class StateRig:
             lambda: taken.append(self.cache.snapshot(seq, begin, end)),
             lambda: copied.append(self.model.snapshot(seq, begin, stop)),
         )
+        row = self.cache._rows[seq]
+        if taken and taken[0].end == row.offset and row.slot is not None:
+            assert taken[0].state.slot == (row.slot if row.offset else None), "copied with no need"
         self.copies += zip(taken, copied, strict=True)
         self.check()
 
     def restore(self, seq: int, which: int, target: int | None = None) -> bool:
         snapshot, copy = self.copies[which]
         found: list[bool] = []
-        shared = snapshot.attention.in_cache
+        shared, slots = snapshot.attention.in_cache, self.slots()
         self.agree(
             lambda: found.append(self.cache.restore(seq, snapshot, target)),
             lambda: found.append(self.model.restore(seq, copy, target, shared)),
         )
         assert len(set(found)) < 2, f"restore gave {found}"
+        assert self.slots() == slots, "copied out with no need"
         self.check()
         return bool(found and found[0])
+
+    def check_copies(self) -> None:
+        """Every copy that a sequence has room for goes on from what it was taken of."""
+        for seq in range(self.setup.max_sequences):
+            self.remove(seq, 0)
+        for which, (_, copy) in enumerate(self.copies):
+            if not copy.begin and self.restore(0, which) and self.model.free():
+                self.forward(0)
+            self.remove(0, 0)
 
     def agree(self, real: Callable[[], object], model: Callable[[], object]) -> bool:
         """Whether both did it; else both refused it in the same way."""
@@ -390,6 +425,7 @@ def state_trace(backend: ml.Backend, seed: int, floats: Sequence[DType]) -> None
         for _ in range(rnd.randrange(5, 18)):
             _random_call(rnd, rig)
         rig.drain()
+        rig.check_copies()
         rig.cache.close()
 
 
@@ -408,15 +444,18 @@ def _random_call(rnd: random.Random, rig: StateRig) -> None:
     elif roll < 0.84:
         begin = rnd.randint(0, length)
         rig.remove(seq, begin, begin + rnd.randint(-1 if rnd.random() < 0.1 else 0, 4))
-    elif roll < 0.88:
+    elif roll < 0.86:
         rig.checkpoint(seq)
-    elif roll < 0.94:
+    elif roll < 0.93:
         end = rnd.choice([None, rnd.randint(0, length)])
         rig.snapshot(seq, rnd.randint(0, length if end is None else end), end)
     elif rig.copies:
         which = rnd.randrange(len(rig.copies))
         if rnd.random() < 0.3:
-            rig.copies[which][0].detach()
+            snapshot = rig.copies[which][0]
+            nbytes = snapshot.nbytes
+            snapshot.detach()
+            assert (snapshot.in_cache, snapshot.nbytes) == (False, nbytes)
         end = rig.copies[which][1].end
         rig.restore(seq, which, rnd.choice([None, end, max(0, end - 1)]))
 
@@ -432,6 +471,14 @@ def _random_pass(rnd: random.Random, rig: StateRig, sequences: list[int]) -> Non
         return
     rig.step(lambda: rnd.random() < 0.5)
     rig.check()
+    if rnd.random() < 0.1:  # it goes wrong when some of the sequences were kept
+        for seq in dict.fromkeys(sequences):
+            if rnd.random() < 0.5:
+                rig.snapshot(seq)
+        rig.spoil()
+        for seq in dict.fromkeys(sequences):
+            rig.remove(seq, rig.lengths[seq])
+        return
     if rnd.random() < 0.2:
         count = rig.setup.max_sequences
         rig.start_and_resume(rnd.choices(range(count), k=rnd.randint(1, 5)))

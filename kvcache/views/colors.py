@@ -10,6 +10,7 @@ SHARED, KEPT, FREE = "#5b2a86", "#8a8f98", "#d8dbe0"
 _TIERS = {
     "cache": "#0072b2",
     "device": "#56b4e9",
+    "leaving": "#d55e00",
     "host": "#e69f00",
     "writing": "#cc79a7",
     "store": "#009e73",

@@ -125,6 +125,8 @@ def _tiers_of(held: Held) -> tuple[str, ...]:
     found = []
     if held.snapshot is not None:
         found.append("cache" if held.snapshot.in_cache else "device")
+    elif held.leaving is not None:
+        found.append("device")
     if held.page is not None:
         found.append("host")
     if held.parcel is not None:
@@ -137,6 +139,8 @@ def _tiers_of(held: Held) -> tuple[str, ...]:
 def _bytes_of(held: Held) -> int:
     if held.snapshot is not None:
         return held.snapshot.nbytes
+    if held.leaving is not None:
+        return held.leaving.nbytes
     return 0 if held.host is None else held.host.nbytes
 
 

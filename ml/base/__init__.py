@@ -9,6 +9,15 @@ NotSupportedError. docs/writing-a-backend.md walks through a whole one.
 
 from ml.base.backend import BaseBackend, Storage
 from ml.base.context import BaseContext
+from ml.base.group import BaseGroup, SoloGroup
 from ml.base.tensor import BaseTensor, StridedTensor
 
-__all__ = ["BaseBackend", "BaseContext", "BaseTensor", "Storage", "StridedTensor"]
+__all__ = [
+    "BaseBackend",
+    "BaseContext",
+    "BaseGroup",
+    "BaseTensor",
+    "SoloGroup",
+    "Storage",
+    "StridedTensor",
+]

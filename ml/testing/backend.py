@@ -7,6 +7,7 @@ from ml.testing.casts import CastTests
 from ml.testing.compute import ComputeTests
 from ml.testing.copies import CopyTests
 from ml.testing.creation import CreationTests
+from ml.testing.groups import GroupTests
 from ml.testing.movement import MovementTests
 from ml.testing.optional import CapabilityTests
 from ml.testing.order import OrderTests
@@ -31,5 +32,6 @@ class BackendTests(
     RefusalTests,
     CapabilityTests,
     KVStoreTests,
+    GroupTests,
 ):
     """Everything the contract says of a backend. Subclass it; see :mod:`ml.testing`."""

@@ -16,6 +16,7 @@ from ml.capabilities import (
     SupportsAttention,
     SupportsBorrow,
     SupportsCacheConfig,
+    SupportsOverwrite,
     SupportsRope,
 )
 from ml.dtypes import DType
@@ -228,6 +229,49 @@ class CapabilityTests(BackendCase):
             whole = ctx.zeros(given.shape, dtype)
             tensor.copy(ctx, whole)
             assert whole.to_numpy().tobytes() == given.tobytes()
+
+    @pytest.mark.parametrize("dtype", sorted(ml.STORAGE_DTYPES, key=str), ids=lambda dtype: dtype.name)
+    def test_what_is_written_over_a_tensor_from_outside_is_what_it_holds(
+        self, backend: Backend, ctx: Context, declared: Features, dtype: DType
+    ) -> None:
+        if not isinstance(backend, SupportsOverwrite):
+            pytest.skip("no SupportsOverwrite: arrays are copied")
+        if dtype not in declared.dtypes:
+            pytest.skip(f"declared absent: {dtype.name}")
+        raw = np.random.default_rng(7).integers(0, 2 if dtype is DType.BOOL else 256, 48 * 8, np.uint8)
+        host = raw[: 48 * dtype.itemsize].view(dtype.numpy).reshape(2, 4, 6)
+        whole = ctx.from_numpy(np.zeros((2, 4, 6), dtype.numpy))
+        # Others that may share the memory, pending or not: they stay what they were.
+        result = whole.reshape(ctx, 8, 6).contiguous(ctx)
+        twin = ctx.zeros((2, 4, 6), dtype)
+        twin.copy(ctx, whole)
+        held = np.zeros((2, 4, 6), dtype.numpy)
+        for part, mine in (
+            (whole.slice(ctx, 1, 1, 3), held[:, 1:3]),
+            (whole.slice(ctx, 0, 1, 2), held[1:2]),
+            (whole, held),
+            (whole.permute(ctx, 2, 0, 1), held.transpose(2, 0, 1)),
+        ):
+            for values in (host.reshape(-1)[: mine.size].reshape(mine.shape), np.zeros_like(mine)):
+                place = backend.overwrite(ctx, part)
+                if place is None:
+                    pytest.skip("this memory is not the host's")
+                assert (place.shape, place.dtype) == (part.shape, dtype.numpy)
+                place[...] = mine[...] = values
+                del place
+                assert whole.to_numpy().tobytes() == held.tobytes()  # and nothing beside it
+        assert not result.to_numpy().astype(np.float32).any()
+        assert not twin.to_numpy().astype(np.float32).any()
+        ctx.from_numpy(host).copy(ctx, whole)  # what follows in the ordinary way is seen too
+        assert whole.to_numpy().tobytes() == host.tobytes()
+
+    def test_what_shows_an_element_twice_is_not_written_over(self, backend: Backend, ctx: Context) -> None:
+        if not isinstance(backend, SupportsOverwrite):
+            pytest.skip("no SupportsOverwrite: arrays are copied")
+        tensor = ctx.zeros((1, 4), DType.F32)
+        assert backend.overwrite(ctx, tensor.view(ctx, 0, (3, 4), (0, 1))) is None
+        empty = backend.overwrite(ctx, tensor.slice(ctx, 1, 2, 2))
+        assert empty is None or empty.shape == (1, 0)
 
     # Caches.
 

@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 import ml
-from kvcache.cache import OrderError
+from kvcache.cache import NotSupportedError, OrderError
 from kvcache.integrations.mlx_lm.entries import BatchState, Entry
-from kvcache.integrations.mlx_lm.layers import Attention
+from kvcache.integrations.mlx_lm.layers import Attention, mlx_caches
 from kvcache.integrations.mlx_lm.passes import Pass
 from kvcache.ragged import visible_mask
 
@@ -51,6 +51,7 @@ class KVCache(Entry):
     def _own_mask(self, tokens: int, return_array: bool, window: int | None) -> Any:
         cache = self._storage.attention_of(self.layer)
         seen = visible_mask(cache, self._storage.ctx, window)
+        self.rows.last.by_position &= seen is None or seen is ml.CAUSAL
         if seen is None:
             return None
         if seen is not ml.CAUSAL:
@@ -100,11 +101,46 @@ class KVCache(Entry):
         return self._stored()[1]
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """What ``update_and_fetch`` gave in this pass, for layers that share another's."""
+        """What ``update_and_fetch`` gave in this pass, for layers that share another's.
+
+        Between passes, what is stored of one row, or of rows of one length, in the order of positions.
+        """
         one = self.rows.live()
-        if one is None:
-            raise OrderError("keys_and_values: no pass of this prompt cache is under way")
-        return self._storage.get(self.layer, one)
+        if one is not None:
+            return self._storage.get(self.layer, one)
+        last = self.rows.last
+        if isinstance(last, Pass) and not last.by_position:
+            raise OrderError(
+                "keys_and_values: another prompt cache of this pool was used since this one's pass, whose "
+                "mask speaks of another order than that of positions"
+            )
+        if len(set(self.rows.lengths)) > 1:
+            raise OrderError(
+                "keys_and_values: no pass is under way, and rows of several lengths; extract one"
+            )
+        return self._stored()
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
+        """mlx-lm's QuantizedKVCache with what is stored, for ``kv_bits=``; it is not of the pool any more.
+
+        Raises NotSupportedError for models with sliding layers, before any layer is converted, and for
+        batches, which mlx-lm does not quantize either.
+        """
+        if self.rows.batched:
+            raise NotSupportedError("to_quantized: a batch of rows; extract(row) gives the entries of one")
+        if any(isinstance(layer, Attention) and layer.window for layer in self._storage.layers):
+            raise NotSupportedError(
+                f"to_quantized: bits={bits} for a model with sliding layers, which mlx-lm has no quantized "
+                "cache for; store them quantized here instead: dtype=ml.DType.Q8_0 or Q4_0"
+            )
+        made = mlx_caches.QuantizedKVCache(group_size=group_size, bits=bits)
+        keys, values = self._stored()
+        if keys is not None:
+            made.keys, made.values = (
+                mx.quantize(x, group_size=group_size, bits=bits) for x in (keys, values)
+            )
+            made.offset = keys.shape[2]
+        return made
 
     @property
     def state(self) -> Any:

@@ -33,6 +33,8 @@ class Pass:
     """The sequence of each row; None for a row that has none as yet and adds nothing."""
     written: bool = False
     undone: bool = False
+    by_position: bool = True
+    """Whether the masks that were made for it speak of what is read in the order of positions."""
     readings: dict[int, Any] = field(default_factory=dict)
     """By cache: how several rows are read; made when first asked for."""
     _columns: Any = None

@@ -47,7 +47,13 @@ class ArraysCache(Entry):
         return one
 
     def __getitem__(self, idx: int) -> Any:
-        """State ``idx`` of all rows, (rows, *shape); None while nothing is stored."""
+        """State ``idx`` of all rows, (rows, *shape); None while nothing is stored.
+
+        IndexError ends a loop over the states, as it does in mlx-lm.
+        """
+        count = len(self._spec.shapes)
+        if not 0 <= idx < count:
+            raise IndexError(f"state {idx} of layer {self.layer}, which has {count}")
         one = self.rows.live()
         if one is None:
             return self._kept(idx)

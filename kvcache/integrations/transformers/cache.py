@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self, cast
 
 import torch
-from transformers.cache_utils import Cache, DummyLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 import ml
 from kvcache import NotSupportedError, ShiftFunction
-from kvcache.integrations.transformers.kinds import LINEAR, NONE, Family, Kind, layer_plan
+from kvcache.integrations.transformers.kinds import LINEAR, NONE, Family, Kind, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import AttentionLayer, CrossLayer, LinearLayer
 from kvcache.integrations.transformers.rows import Rows
 from kvcache.integrations.transformers.saving import HFSnapshot, like_of, load, read_entry, save
@@ -92,9 +93,9 @@ class HFCache(Cache):  # type: ignore[misc]
         self.rows, self._states = rows, states
         Cache.__init__(self, layers=[self._layer(i, kind) for i, kind in enumerate(rows.store.plan.layers)])
 
-    def _layer(self, i: int, kind: Kind) -> AttentionLayer | LinearLayer | DummyLayer:
+    def _layer(self, i: int, kind: Kind) -> Any:
         if kind.name == NONE:
-            return DummyLayer()
+            return empty_layer()
         return LinearLayer(self._states, i) if kind.name == LINEAR else AttentionLayer(self.rows, i, kind)
 
     # What transformers asks of a cache, beyond its layers.
@@ -107,9 +108,10 @@ class HFCache(Cache):  # type: ignore[misc]
         """Every row ``repeats`` times, side by side; nothing is copied."""
         self.rows.select([row for row in range(len(self.rows.sequences)) for _ in range(repeats)])
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows; a boolean mask works too."""
-        found = indices.nonzero().flatten() if indices.dtype is torch.bool else indices
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
+        """Keep these rows: a tensor or a sequence of indices, or a boolean mask."""
+        found = torch.as_tensor(indices)
+        found = found.nonzero().flatten() if found.dtype is torch.bool else found
         self.rows.select(found.tolist())
 
     def crop(self, tokens: int) -> None:

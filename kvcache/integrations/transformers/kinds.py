@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import cache_utils
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 import ml
@@ -20,7 +21,7 @@ from kvcache import (
     WrapperCache,
 )
 
-__all__ = ["Attending", "Family", "Kind", "Plan", "layer_plan"]
+__all__ = ["Attending", "Family", "Kind", "Plan", "empty_layer", "layer_plan"]
 
 FULL, SLIDING, CHUNKED, LINEAR, NONE = "full", "sliding", "chunked", "linear", "none"
 _TYPES = {
@@ -86,6 +87,11 @@ def layer_plan(config: Any) -> Plan:
         layers.append(Kind(name, options.get("sliding_window", 0)))
     count = _decoder_layers(decoder, len(layers))
     return Plan(tuple(layers[:count]), config.is_encoder_decoder, *_state_shapes(decoder))
+
+
+def empty_layer() -> Any:
+    """transformers' layer that keeps nothing. It came with 5.23, as did the configs that name such layers."""
+    return cache_utils.DummyLayer()
 
 
 def _state_shapes(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -12,7 +12,6 @@ from typing import Any, Self, cast
 import torch
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     EncoderDecoderCache,
     LinearAttentionLayer,
     StaticLayer,
@@ -22,7 +21,7 @@ from transformers.utils import is_torchdynamo_compiling
 import ml
 from kvcache import Batch, CacheFullError, InvalidRangeError, NotSupportedError
 from kvcache.dense import DenseReading
-from kvcache.integrations.transformers.kinds import LINEAR, NONE, Kind, layer_plan
+from kvcache.integrations.transformers.kinds import LINEAR, NONE, Kind, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import CrossLayer
 from kvcache.integrations.transformers.rows import Pass, Rows
 from kvcache.integrations.transformers.store import Options, Store
@@ -110,12 +109,12 @@ class HFStaticEncoderDecoderCache(HFStaticCache, EncoderDecoderCache):  # type: 
 def _layers(cache: Any) -> list[Any]:
     """The layers of a decoder that keep something."""
     decoder = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    return [layer for layer in decoder.layers if not isinstance(layer, DummyLayer)]
+    return [layer for layer in decoder.layers if isinstance(layer, StaticAttentionLayer | StaticLinearLayer)]
 
 
-def _layer(rows: StaticRows, i: int, kind: Kind) -> StaticAttentionLayer | StaticLinearLayer | DummyLayer:
+def _layer(rows: StaticRows, i: int, kind: Kind) -> Any:
     if kind.name == NONE:
-        return DummyLayer()
+        return empty_layer()
     return StaticLinearLayer(rows, i) if kind.name == LINEAR else StaticAttentionLayer(rows, i, kind)
 
 

@@ -1,0 +1,195 @@
+"""Ranks joined by mx.distributed: a ring of TCP connections, or what else mlx.launch has prepared.
+
+MLX waits for other ranks without a limit, somewhere inside of an evaluation. So whoever waits for the
+stream says so (``MlxGroup.waiting``), and a thread cuts the ring's connections when that takes too long:
+MLX then fails the evaluation as it does when a rank has ended, in the thread that waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from backends.mlx.errors import MLX_ERRORS
+from backends.mlx.tensor import MlxTensor
+from ml.base import BaseGroup, SoloGroup
+from ml.base.group import check_timeout
+from ml.distributed import ring_hosts
+from ml.dtypes import DType
+from ml.errors import GroupError
+
+if TYPE_CHECKING:
+    from backends.mlx.backend import MlxBackend
+
+__all__ = ["MlxGroup", "join"]
+
+_NARROW = (DType.F16, DType.BF16)
+_TICKS = 20
+"""How often a limit is looked at before it is over."""
+
+
+def join(backend: MlxBackend, timeout: float) -> BaseGroup:
+    """The ranks that mlx.launch, or whoever sets its variables, has started; else this process alone."""
+    seconds = check_timeout(timeout)
+    rank = os.environ.get("MLX_RANK", "")
+    if not rank:
+        return SoloGroup(backend, seconds)
+    ring = bool(os.environ.get("MLX_HOSTFILE"))
+    hosts = ring_hosts() if ring else []
+    if len(hosts) == 1:  # no ring can be made of it
+        return SoloGroup(backend, seconds)
+    try:
+        native = mx.distributed.init(strict=True, backend="ring" if ring else "any")
+    except MLX_ERRORS as error:
+        raise GroupError(
+            f"distributed: MLX could not join rank {rank} to the others ({error}); start all ranks together "
+            "with mlx.launch"
+        ) from error
+    connections = _connections(hosts, native.rank()) if ring and native.size() > 1 else []
+    return MlxGroup(backend, native, seconds, connections)
+
+
+class MlxGroup(BaseGroup):
+    """Operations are handed to the stream as they are called, so that all ranks run them in one order."""
+
+    def __init__(
+        self, backend: MlxBackend, native: Any, timeout: float, connections: list[socket.socket]
+    ) -> None:
+        super().__init__(backend, native.rank(), native.size(), timeout)
+        self._native = native
+        on_cpu = backend.devices[0].kind == "cpu"
+        self._stream = backend.stream if on_cpu else _cpu_stream()  # the engine works in host memory
+        self._last: Any = None
+        self._watch = _Watch(timeout, connections)
+
+    def _all_reduce(self, ctx: Any, tensor: MlxTensor) -> MlxTensor:
+        array = tensor._read()
+        if tensor.dtype in _NARROW:
+            array = mx.astype(array, mx.float32, stream=tensor.storage.backend.stream)
+        total = mx.distributed.all_sum(array, group=self._native, stream=self._stream)
+        return self._scheduled("all_reduce", tensor._result(total))
+
+    def _all_gather(self, ctx: Any, tensor: MlxTensor, axis: int) -> MlxTensor:
+        stream = tensor.storage.backend.stream
+        mine = mx.expand_dims(tensor._read(), 0, stream=stream)
+        parts = mx.distributed.all_gather(mine, group=self._native, stream=self._stream)
+        shape = [size * self.size if k == axis else size for k, size in enumerate(tensor.shape)]
+        whole = mx.reshape(mx.moveaxis(parts, 0, axis, stream=stream), shape, stream=stream)
+        return self._scheduled("all_gather", tensor._new(whole))
+
+    def _barrier(self) -> None:
+        token = mx.zeros((1,), stream=self._stream)
+        with self.waiting("barrier"):
+            mx.eval(mx.distributed.all_sum(token, group=self._native, stream=self._stream))
+
+    def _scheduled(self, op: str, result: MlxTensor) -> MlxTensor:
+        """Hand it over, and wait for the one before: a wait is then for one exchange at a time."""
+        array = result._read()
+        result.storage.backend.flush(array)
+        before, self._last = self._last, array
+        if before is not None:
+            with self.waiting(op):
+                mx.eval(before)
+        return result
+
+    @contextlib.contextmanager
+    def waiting(self, op: str) -> Iterator[None]:
+        """Around what waits for the stream: for no longer than the limit, and with GroupError after it."""
+        if self.failed:
+            self._check_open(op)
+        with self._watch:
+            try:
+                yield
+            except MLX_ERRORS as error:
+                if self._watch.expired or "[ring]" in str(error):
+                    raise self.broken(op, error, self._watch.expired) from error
+                raise
+
+    def _close(self) -> None:
+        self._last = None
+        self._watch.close()
+
+
+class _Watch:
+    """Cuts connections once somebody has been inside of ``with watch`` for longer than ``limit`` seconds.
+
+    Time is counted in ticks of its own thread, so that the time for which this process was stopped, and
+    everything in it, does not count.
+    """
+
+    def __init__(self, limit: float, connections: list[socket.socket]) -> None:
+        self.expired = False
+        self._connections = connections
+        self._tick = min(limit / _TICKS, 1.0)
+        self._limit = limit - self._tick
+        self._clock = 0.0
+        self._inside: dict[int, float] = {}
+        self._depth = threading.local()
+        self._closed = threading.Event()
+        if connections:
+            threading.Thread(target=self._run, name="mlx-group-watch", daemon=True).start()
+
+    def __enter__(self) -> None:
+        depth = self._depth.value = getattr(self._depth, "value", 0) + 1
+        if depth == 1:
+            self._inside[threading.get_ident()] = self._clock
+
+    def __exit__(self, *error: object) -> None:
+        self._depth.value -= 1
+        if not self._depth.value:
+            self._inside.pop(threading.get_ident(), None)
+
+    def close(self) -> None:
+        self._closed.set()
+        for connection in self._connections:
+            connection.close()
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._closed.wait(self._tick):
+            now = time.monotonic()
+            self._clock += min(now - last, 2 * self._tick)
+            last = now
+            began = min(tuple(self._inside.values()), default=self._clock)
+            if self._clock - began >= self._limit:
+                self.expired = True
+                for connection in self._connections:
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
+                return
+
+
+def _connections(hosts: list[list[str]], rank: int) -> list[socket.socket]:
+    """The ring's connections to the ranks before and after this one, found by the ports of the hostfile."""
+    local, remote = (_ports(hosts[index % len(hosts)]) for index in (rank, rank + 1))
+    found: list[socket.socket] = []
+    for name in os.listdir("/dev/fd"):  # noqa: PTH208
+        try:
+            connection = socket.socket(fileno=os.dup(int(name)))
+        except (OSError, ValueError):
+            continue
+        try:
+            ours = connection.getsockname()[1] in local or connection.getpeername()[1] in remote
+        except (OSError, IndexError, TypeError):
+            ours = False
+        if ours:
+            found.append(connection)
+        else:
+            connection.close()
+    return found
+
+
+def _ports(addresses: list[str]) -> set[int]:
+    return {int(address.rpartition(":")[2]) for address in addresses}
+
+
+def _cpu_stream() -> Any:
+    make = getattr(mx, "new_thread_unsafe_stream", mx.new_stream)
+    return make(mx.Device(mx.cpu, 0))

@@ -1,0 +1,233 @@
+"""Tensor parallelism on this machine: what an exchange costs, and tokens per second by number of ranks.
+
+python -m benchmarks.tensor_parallel [--quick] [--write]
+
+Ranks are processes with ``--threads`` threads each. Runs of one and of two ranks take turns, so that what
+else the machine does falls on both. ``--write`` puts the tables into docs/tensor-parallel.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ml
+from kvcache.cache import Batch
+from kvcache.runner.config import parse_config
+from kvcache.runner.llama import Llama
+from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.parallel import join, share_of
+from kvcache.runner.ranks import job_of_rank, run_ranks
+
+__all__ = ["main"]
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "tensor-parallel.md"
+MARK = re.compile(r"(<!-- measured: begin -->\n).*?(<!-- measured: end -->)", re.DOTALL)
+ENGINES = ("torch", "mlx")
+KIBIBYTES = (8, 64, 1024)
+RANDOM = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8192, "hidden_size": 1024,
+    "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+MODELS = {"the bundled model": None, "random Llama, 8 layers of 1,024": RANDOM}
+PROMPT, DECODED = 64, 48
+
+
+class RandomWeights:
+    """The same numbers in every process, made as they are asked for."""
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        shape = self._shapes[name]
+        random = np.random.default_rng(list(name.encode()))
+        return random.standard_normal(shape, np.float32) * np.float32(0.02)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+    def __init__(self, shapes: Any) -> None:
+        self._shapes = shapes
+
+
+# In a rank.
+
+
+def rank_main() -> None:
+    job = json.loads(job_of_rank())
+    options = {"device": "cpu"}
+    with ml.open_backend(job["backend"], **options) as backend:
+        group = join(backend, job["size"])
+        found = exchanges(backend, group, job) if job["what"] == "exchange" else decoding(backend, group, job)
+        group.barrier()
+        if group.rank == 0:
+            Path(job["out"]).write_text(json.dumps(found), encoding="utf-8")
+
+
+def exchanges(backend: Any, group: Any, job: Any) -> dict[str, dict[str, float]]:
+    """Microseconds of one sum, by size: the framework's own call, and ours, in turn."""
+    found: dict[str, dict[str, float]] = {}
+    with backend.new_context() as ctx:
+        for size in KIBIBYTES:
+            tensor = ctx.full((size * 256,), 1.0, ml.DType.F32)
+            calls = {"framework": raw_sum(backend, group, tensor), "ours": ours_sum(ctx, group, tensor)}
+            times: dict[str, list[float]] = {name: [] for name in calls}
+            for i in range(job["rounds"] + 10):
+                for name, call in calls.items():
+                    began = time.perf_counter()
+                    call()
+                    if i >= 10:
+                        times[name].append(time.perf_counter() - began)
+            found[str(size)] = {name: statistics.median(all_) * 1e6 for name, all_ in times.items()}
+    return found
+
+
+def raw_sum(backend: Any, group: Any, tensor: Any) -> Callable[[], object]:
+    if backend.name == "torch":
+        import torch.distributed as dist
+
+        array = tensor.native.clone()
+        return lambda: dist.all_reduce(array)
+    import mlx.core as mx
+
+    native, stream = group._native, backend.stream
+    array = tensor.native
+    return lambda: mx.eval(mx.distributed.all_sum(array, group=native, stream=stream))
+
+
+def ours_sum(ctx: Any, group: Any, tensor: Any) -> Callable[[], object]:
+    def call() -> None:
+        ctx.compute(group.all_reduce(ctx, tensor))
+        if ctx.backend.name == "mlx":
+            import mlx.core as mx
+
+            mx.synchronize(ctx.backend.stream)
+
+    return call
+
+
+def decoding(backend: Any, group: Any, job: Any) -> dict[str, float]:
+    """Tokens per second of a prompt, and of what follows it token by token."""
+    model = model_of(job["model"], backend, group)
+    cache = model.make_cache()
+    cache.init(backend, ml.DType.F32, 1, 512, PROMPT)
+    tokens = [int(token) for token in np.random.default_rng(0).integers(3, 2000, PROMPT)]
+    seconds: list[float] = []
+    at = 0
+    for step in range(job["rounds"] + 3):
+        batch = Batch(
+            range(at, at + len(tokens)), [0] * len(tokens), inputs=tokens, outputs=[len(tokens) - 1]
+        )
+        began = time.perf_counter()
+        with backend.new_context() as ctx:
+            cache.start_forward(ctx, batch)
+            row = model.forward(ctx, batch, cache).to_numpy()[0]
+        taken = time.perf_counter() - began
+        at += len(tokens)
+        if step == 0:
+            cache.remove(0, 0)  # the first prompt warms up
+            at = 0
+        elif step == 1:
+            prompt, tokens = PROMPT / taken, [int(row.argmax())]
+        else:
+            tokens = [int(row.argmax())]
+            seconds.append(taken)
+    return {"prompt": prompt, "decode": 1 / statistics.median(seconds[1:])}
+
+
+def model_of(name: str, backend: Any, group: Any) -> Any:
+    raw = MODELS[name]
+    if raw is None:
+        return load_model(bundled_model(), backend, group=group)
+    config: Any = parse_config(raw)
+    weights: Any = RandomWeights(Llama.shapes(config))
+    if group.size == 1:
+        return Llama(backend, config, weights)
+    share = share_of(config, group)
+    return Llama(
+        backend, share.config(config), share.weights(weights, config.head_dim), ml.DType.F32, None, share
+    )
+
+
+# In the command.
+
+
+def measured(job: dict[str, Any], threads: int) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            "from benchmarks.tensor_parallel import rank_main; rank_main()",
+        ]
+        environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        run_ranks(command, job["size"], json.dumps({**job, "out": str(out)}).encode(), 120.0, environ)
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+def exchange_table(quick: bool) -> list[str]:
+    lines = ["| sum between 2 ranks | " + " | ".join(f"{size} KiB" for size in KIBIBYTES) + " |"]
+    lines.append("|---|" + "---|" * len(KIBIBYTES))
+    for engine in ENGINES:
+        job = {"backend": engine, "what": "exchange", "size": 2, "rounds": 40 if quick else 400}
+        runs = [measured(job, 1) for _ in range(1 if quick else 3)]
+        for who in ("framework", "ours"):
+            cells = [min(run[str(size)][who] for run in runs) for size in KIBIBYTES]
+            name = {"torch": "gloo", "mlx": "MLX's ring"}[engine] if who == "framework" else "ours"
+            lines.append(f"| {engine}, {name} | " + " | ".join(f"{cell:.0f} µs" for cell in cells) + " |")
+    return lines
+
+
+def decode_table(quick: bool, threads: int) -> list[str]:
+    lines = [
+        "| decoding, tokens/s | 1 rank | 2 ranks | 2 against 1 | prompt of 64, 2 against 1 |",
+        "|---|---|---|---|---|",
+    ]
+    for engine in ENGINES:
+        for model in MODELS:
+            found: dict[int, list[dict[str, float]]] = {1: [], 2: []}
+            job = {"backend": engine, "what": "decode", "model": model, "rounds": DECODED}
+            for _ in range(1 if quick else 5):
+                for size, runs in found.items():
+                    runs.append(measured({**job, "size": size}, threads))
+            one, two = (
+                {key: statistics.median(run[key] for run in runs) for key in ("prompt", "decode")}
+                for runs in found.values()
+            )
+            cells = [f"{one['decode']:.1f}", f"{two['decode']:.1f}"]
+            cells += [f"{two[key] / one[key]:.2f}x" for key in ("decode", "prompt")]
+            lines.append(f"| {engine}, {model} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tensor_parallel", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one round; a glance, no result")
+    parser.add_argument("--threads", type=int, default=1, help="of each rank (default: 1)")
+    parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.name}")
+    options = parser.parse_args()
+    text = (
+        "\n".join([*exchange_table(options.quick), "", *decode_table(options.quick, options.threads)]) + "\n"
+    )
+    print(text)
+    if options.write:
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(
+            MARK.sub(lambda found: found[1] + "\n" + text + "\n" + found[2], page), encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""``kvcache generate --tensor-parallel N``: starting the ranks, and what each of them does.
+
+A rank is a process of its own that runs ``main``. Ranks that torchrun or mlx.launch has started run
+``kvcache generate --tensor-parallel N`` themselves, which then starts none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+import ml
+from kvcache.commands import continue_prompts, reported
+from kvcache.options import device_options
+from kvcache.runner.config import ModelConfig
+from kvcache.runner.families import family_of
+from kvcache.runner.generate import GeneratorOptions
+from kvcache.runner.parallel import device_of_rank, join, of_all
+from kvcache.runner.ranks import LOST, RanksError, job_of_rank, run_ranks
+from kvcache.runner.requests import Event, Finished, Settings, Statistics
+from kvcache.screen import Screen, screen_for
+from ml.distributed import launched
+
+__all__ = ["Job", "main", "run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What ``kvcache generate`` was asked for, so that another process can do it."""
+
+    model: Path
+    backend: str
+    device: str | None
+    dtype: ml.DType
+    prompts: Sequence[str]
+    settings: Settings
+    options: GeneratorOptions
+    ranks: int
+    timeout: float
+    as_json: bool = False
+    quiet: bool = False
+    debug: bool = False
+
+    def encoded(self) -> bytes:
+        """One line."""
+        record: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("backend", "device", "ranks", "timeout", "as_json", "quiet", "debug")
+        }
+        record |= {"model": str(self.model), "dtype": self.dtype.name, "prompts": list(self.prompts)}
+        record["settings"] = asdict(self.settings) | {"stop": list(self.settings.stop)}
+        record["options"] = asdict(self.options) | {"cache_dtype": self.options.cache_dtype.name}
+        return json.dumps(record).encode("ascii")
+
+    @classmethod
+    def decoded(cls, line: bytes) -> Job:
+        record = json.loads(line)
+        settings, options = record["settings"], record["options"]
+        return cls(
+            **record
+            | {
+                "model": Path(record["model"]),
+                "dtype": ml.DType[record["dtype"]],
+                "settings": Settings(**settings | {"stop": tuple(settings["stop"])}),
+                "options": GeneratorOptions(**options | {"cache_dtype": ml.DType[options["cache_dtype"]]}),
+            }
+        )
+
+
+def run(job: Job, config: ModelConfig) -> None:
+    """Start the ranks and wait for them; or be one, where a launcher has started this process as that."""
+    family_of(config).check_ranks(config, job.ranks)
+    if launched() is not None:
+        _work(job)
+        return
+    command = [sys.executable, "-P", "-c", "from kvcache.commands_ranks import main; main()"]
+    try:
+        run_ranks(command, job.ranks, job.encoded(), job.timeout)
+    except RanksError as error:
+        if job.debug:
+            for rank, told in enumerate(error.told):
+                typer.echo("".join(f"[{rank}] {line}\n" for line in told.splitlines()), err=True, nl=False)
+        raise
+
+
+def main() -> NoReturn:
+    """A rank that ``run`` has started. Ctrl-C is for the process that did, which asks us by SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    code = 0
+    try:
+        job = Job.decoded(job_of_rank())
+        with reported(job.debug):
+            try:
+                _work(job)
+            except ml.GroupError:
+                code = LOST
+                raise
+    except typer.Exit as ended:
+        code = code or ended.exit_code
+    except ml.MLError as error:
+        typer.echo(f"kvcache: {error}", err=True)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # a framework that still waits for another rank would not let us go
+
+
+def _work(job: Job) -> None:
+    """One rank's part. Rank 0 shows what comes."""
+    with ml.open_backend(job.backend, **device_options(_device(job))) as backend:
+        group = join(backend, job.ranks, job.timeout)
+        settings = job.settings
+        if settings.temperature > 0 and settings.seed is None:
+            with backend.new_context() as ctx:
+                settings = replace(settings, seed=of_all(ctx, group, secrets.randbits(32))[0])
+        head = {"model": str(job.model), "backend": job.backend, "dtype": job.dtype.name, "ranks": job.ranks}
+        screen: Screen = _Dark()
+        if group.rank == 0:
+            screen = screen_for(job.prompts, job.as_json, head, job.quiet)
+        continue_prompts(backend, job.model, job.dtype, job.prompts, settings, job.options, screen, group)
+        group.barrier()
+
+
+def _device(job: Job) -> str | None:
+    """What was asked for; where that is any CUDA device, this rank's own."""
+    if job.device not in (None, "cuda") or job.backend not in (specs := ml.plugins.registry().specs()):
+        return job.device
+    rank, size = launched() or (0, 1)
+    local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return device_of_rank(specs[job.backend].probe().devices, *local) or job.device
+
+
+class _Dark:
+    """The screen of the ranks that show nothing."""
+
+    def loading(self, done: int, total: int) -> None:
+        return
+
+    def event(self, event: Event) -> None:
+        return
+
+    def stop(self) -> None:
+        return
+
+    def finish(self, answers: Sequence[Finished], totals: Statistics, cache_bytes: int) -> None:
+        return

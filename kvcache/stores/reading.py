@@ -1,0 +1,70 @@
+"""An entry's bytes on their way: read to where they belong, and digested as they come."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from kvcache.stores.buffers import WritableBuffer, as_writable
+from kvcache.stores.errors import SnapshotCorrupt, StoreValueError
+from kvcache.stores.manifest import Manifest
+from kvcache.stores.streams import DigestedReader
+
+__all__ = ["FileReader", "writable_bytes"]
+
+
+class FileReader:
+    """See :class:`kvcache.stores.protocol.Reader`.
+
+    ``guard(op)`` makes the system's errors a store's; ``hit()`` is called for the last byte.
+    """
+
+    __slots__ = ("_fd", "_guard", "_hit", "_manifest", "_reader", "left")
+
+    def __init__(
+        self,
+        fd: int,
+        manifest: Manifest,
+        guard: Callable[[str], AbstractContextManager[None]],
+        hit: Callable[[], None],
+    ) -> None:
+        self.left = manifest.nbytes
+        self._fd, self._manifest, self._guard, self._hit = fd, manifest, guard, hit
+        self._reader = DigestedReader(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def fill(self, buffers: Sequence[WritableBuffer]) -> None:
+        views, wanted = writable_bytes(buffers, self.left)
+        with self._guard("fill"):
+            whole = self._reader.fill(views)
+        self.left -= wanted
+        if not whole:
+            nbytes, key = self._manifest.nbytes, self._manifest.key
+            raise SnapshotCorrupt(f"fill: {nbytes} bytes of {key} were put, and fewer are there")
+        if not self.left:
+            self._check()
+            self._hit()
+
+    def close(self) -> None:
+        fd, self._fd, self.left = getattr(self, "_fd", -1), -1, 0
+        if fd >= 0:
+            os.close(fd)
+
+    def _check(self) -> None:
+        digest, manifest = self._reader.hexdigest(), self._manifest
+        if digest != manifest.digest:
+            raise SnapshotCorrupt(
+                f"fill: the digest of {manifest.key} is {digest}, and was {manifest.digest}"
+            )
+
+
+def writable_bytes(buffers: Sequence[WritableBuffer], left: int) -> tuple[list[memoryview], int]:
+    """The buffers as flat views, and how many bytes they are: StoreValueError for more than ``left``."""
+    views = [as_writable(buffer, "fill") for buffer in buffers]
+    wanted = sum(map(len, views))
+    if wanted > left:
+        raise StoreValueError(f"fill: {wanted} bytes; {left} are left")
+    return views, wanted

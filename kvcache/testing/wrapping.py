@@ -1,0 +1,325 @@
+"""A wrapper beside a model of each cache in it, and random traces of both."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import pytest
+
+import kvcache
+import ml
+from kvcache import Batch
+from kvcache.snapshots import WrapperSnapshot
+from kvcache.testing import values
+from kvcache.testing.model import Copy, Held, Model, Setup
+from kvcache.testing.rig import Rig, outcome
+from ml import DType
+
+__all__ = ["ForeignCache", "WrapperRig", "wrapper_trace"]
+
+
+class ForeignCache:
+    """The Cache protocol and no more, around one of ours; it refuses when it is told to."""
+
+    def __init__(self, inner: kvcache.CausalCache) -> None:
+        self.inner = inner
+        self.refuses: str | None = None
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        if self.refuses == name:
+            raise kvcache.KVCacheError(f"{name}: this cache refuses")
+        return getattr(self.inner, name)(*args)
+
+    def init(self, *args: Any) -> None:
+        self._ask("init", *args)
+
+    def set_config(self, config: ml.CacheConfig) -> None:
+        self._ask("set_config", config)
+
+    def close(self) -> None:
+        self._ask("close")
+
+    def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
+        self._ask("start_forward", ctx, batch, reserve)
+
+    def set_layer(self, layer: int) -> None:
+        self._ask("set_layer", layer)
+
+    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
+        self._ask("put", ctx, key, value)
+
+    def get(self, ctx: ml.Context) -> Any:
+        return self._ask("get", ctx)
+
+    def attend(self, *args: Any) -> Any:
+        return self._ask("attend", *args)
+
+    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
+        self._ask("copy_prefix", src_seq, dst_seq, length)
+
+    def can_resume(self, seq: int, position: int) -> bool:
+        return bool(self._ask("can_resume", seq, position))
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        self._ask("remove", seq, begin, end)
+
+
+class WrapperRig:
+    """A wrapper beside a model of each cache in it: either all of them change, or none."""
+
+    def __init__(
+        self, setups: Sequence[Setup], backend: ml.Backend, ctx: ml.Context, foreign: int | None = None
+    ) -> None:
+        self.ctx, self.backend = ctx, backend
+        self.rigs = [_Part(setup, backend, ctx) for setup in setups]
+        inner: list[Any] = [rig.cache for rig in self.rigs]
+        self.foreign = None if foreign is None else ForeignCache(inner[foreign])
+        if foreign is not None:
+            inner[foreign] = self.foreign
+        self.cache = kvcache.WrapperCache(*inner)
+        self.cache.init(backend, DType.F32, setups[0].max_sequences, setups[0].capacity, setups[0].max_batch)
+        self.next_token = 1
+        self.under_way: tuple[Sequence[int], Sequence[int], Collection[int]] | None = None
+        self.copies: list[tuple[WrapperSnapshot, list[Copy]]] = []
+
+    @property
+    def models(self) -> list[Model]:
+        return [rig.model for rig in self.rigs]
+
+    def last(self, seq: int) -> int:
+        return max(model.last(seq) for model in self.models)
+
+    def both(self, real: Callable[[], object], model: Callable[[Model], object]) -> bool:
+        """Whether all did it; where a model refuses, all go back and the wrapper has refused too."""
+        before: list[Held] = [[dict(row) for row in m.tokens] for m in self.models]
+        refusals = [outcome(lambda m=m: model(m)) for m in self.models]  # type: ignore[misc]
+        expected = [error for error in refusals if error is not None]
+        if expected:
+            for m, tokens in zip(self.models, before, strict=True):
+                m.tokens = tokens
+        found = outcome(real)
+        assert (found is None) == (not expected), f"raised {found!r}, expected {expected!r}"
+        assert found is None or any(isinstance(found, type(error)) for error in expected)
+        self.check()
+        return found is None
+
+    def forward(
+        self, positions: Sequence[int], sequences: Sequence[int], lifted: Collection[int] = ()
+    ) -> bool:
+        ids = range(self.next_token, self.next_token + len(positions))
+        batch = Batch(list(positions), list(sequences))
+        if not self.both(
+            lambda: self.cache.start_forward(self.ctx, batch), lambda m: m.start(positions, sequences, ids)
+        ):
+            self.go_on()
+            return False
+        self.next_token += len(ids)
+        self.under_way = positions, sequences, lifted
+        self.store(positions, sequences, lifted)
+        return True
+
+    def go_on(self) -> None:
+        """After a refusal: the pass that was under way stores and reads as before."""
+        if self.under_way is not None:
+            self.store(*self.under_way)
+
+    def refused_start(self, positions: Sequence[int], sequences: Sequence[int]) -> None:
+        """A start that the foreign cache refuses when the others have started."""
+        assert self.foreign is not None
+        self.foreign.refuses = "start_forward"
+        with pytest.raises(kvcache.KVCacheError):
+            self.cache.start_forward(self.ctx, Batch(list(positions), list(sequences)))
+        self.foreign.refuses = None
+        self.check()
+        self.go_on()
+
+    def store(self, positions: Sequence[int], sequences: Sequence[int], lifted: Collection[int] = ()) -> None:
+        """Put into each type's own layer, then look in all."""
+        if lifted:
+            self.cache.set_causal(self.ctx, except_=lifted)
+        for i, rig in enumerate(self.rigs):
+            self.cache.set_layer_type(i)
+            rig.through(self.cache.put, self.cache.set_layer)
+            rig.next_token, rig.pass_ = self.next_token, (list(positions), list(sequences))
+            rig.put()
+        for i, rig in enumerate(self.rigs):
+            self.cache.set_layer_type(i)
+            rig.check_seen(lifted)
+
+    def extend(self, seq: int, count: int = 1) -> bool:
+        first = self.last(seq) + 1
+        return self.forward(range(first, first + count), [seq] * count)
+
+    def copy_prefix(self, src: int, dst: int, length: int) -> bool:
+        return self._over(
+            self.both(
+                lambda: self.cache.copy_prefix(src, dst, length), lambda m: m.copy_prefix(src, dst, length)
+            )
+        )
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> bool:
+        return self._over(
+            self.both(lambda: self.cache.remove(seq, begin, end), lambda m: m.remove(seq, begin, end))
+        )
+
+    def snapshot(self, seq: int, begin: int, end: int | None) -> None:
+        stop = self.last(seq) + 1 if end is None else end
+        taken: list[WrapperSnapshot] = []
+        copies: list[Copy] = []
+        if self.both(
+            lambda: taken.append(self.cache.snapshot(seq, begin, end)),
+            lambda m: copies.append(m.snapshot(seq, begin, stop)),
+        ):
+            self.copies.append((taken[0], copies))
+
+    def restore(self, which: int, seq: int, target: int | None) -> None:
+        """Each is asked in turn, up to the first that cannot."""
+        snapshot, copies = self.copies[which]
+        end = snapshot.end if target is None else target
+        shared = [part.in_cache for part in snapshot.parts]
+        before: list[Held] = [[dict(row) for row in m.tokens] for m in self.models]
+        answers: list[bool] = []
+        wanted: list[bool] = []
+
+        def ask() -> None:
+            for m, copy, is_shared in zip(self.models, copies, shared, strict=True):
+                if not m.restore(seq, copy, end, is_shared):
+                    wanted.append(False)
+                    return
+            wanted.append(True)
+
+        expected = outcome(ask)
+        found = outcome(lambda: answers.append(self.cache.restore(seq, snapshot, target)))
+        assert type(found) is type(expected), f"raised {found!r}, expected {expected!r}"
+        assert answers == wanted
+        done = answers == [True]
+        if not done:
+            for m, tokens in zip(self.models, before, strict=True):
+                m.tokens = tokens
+        self.check()
+        self._over(done)
+
+    def split(self, which: int, at: int) -> None:
+        """Cut one and join it again: the halves and the whole join the copies."""
+        snapshot, copies = self.copies[which]
+        first, second = self.cache.split(snapshot, at)
+        if first is None:
+            assert second is snapshot
+            return
+        halves = [m.split(copy, at) for m, copy in zip(self.models, copies, strict=True)]
+        firsts = [half for half, _ in halves if half is not None]
+        assert len(firsts) == len(copies), "it was cut though one of them is whole"
+        self.copies += [(first, firsts), (second, [half for _, half in halves])]
+        self.copies.append((self.cache.merge(first, second), copies))
+        self.check()
+
+    def _over(self, done: bool) -> bool:
+        """What changed sequences ended the pass; what was refused did not."""
+        if done:
+            self.under_way = None
+        else:
+            self.go_on()
+        return done
+
+    def check(self) -> None:
+        for rig in self.rigs:
+            rig.check_figures()
+        for seq in range(len(self.models[0].tokens)):
+            for position in range(self.last(seq) + 3):
+                wanted = all(model.can_resume(seq, position) for model in self.models)
+                assert self.cache.can_resume(seq, position) == wanted
+
+    def drain(self) -> None:
+        """Everything that is stored is read back, cache by cache."""
+        for rig in self.rigs:
+            rig.next_token, rig.direct = self.next_token, True
+            rig.drain()
+
+
+class _Part(Rig):
+    """One wrapped cache: bound by the wrapper, put to through it."""
+
+    direct = False
+
+    def __init__(self, setup: Setup, backend: ml.Backend, ctx: ml.Context) -> None:
+        super().__init__(setup, backend, ctx)
+        self.cache.close()  # the wrapper binds it again
+
+    def through(self, put: Callable[..., None], set_layer: Callable[[int], None]) -> None:
+        self._put, self._set_layer = put, set_layer
+
+    def put(self) -> None:
+        if self.direct:
+            super().put()
+            return
+        positions, _ = self.pass_
+        ids = range(self.next_token - len(positions), self.next_token)
+        self._set_layer(0)
+        key, value = values.keys(list(ids), positions), values.values(list(ids))
+        self._put(self.ctx, self.ctx.from_numpy(key), self.ctx.from_numpy(value))
+
+
+def wrapper_trace(backend: ml.Backend, seed: int) -> None:
+    """The trace of one seed; raises where the wrapper and its models part."""
+    rnd = random.Random(seed)
+    common: dict[str, Any] = {
+        "max_sequences": rnd.randint(1, 3), "capacity": rnd.choice((5, 9)), "max_batch": rnd.choice((2, 5)),
+    }  # fmt: skip
+    kinds: list[dict[str, Any]] = [{}, {"window": 2}, {"window": 1, "memory": 4}, {"chunk": 3}]
+    setups = [
+        Setup(can_shift=rnd.random() < 0.9, **common, **rnd.choice(kinds)) for _ in range(rnd.randint(1, 3))
+    ]
+    foreign = rnd.choice((None, rnd.randrange(len(setups))))
+    with backend.new_context() as ctx:
+        r = WrapperRig(setups, backend, ctx, foreign)
+        for _ in range(rnd.randrange(4, 12)):
+            _random_call(rnd, r, common["max_sequences"])
+        r.drain()
+
+
+def _random_call(rnd: random.Random, r: WrapperRig, count: int) -> None:
+    seq, roll = rnd.randrange(count), rnd.random()
+    if r.foreign is None and rnd.random() < 0.25:
+        _random_snapshot(rnd, r, seq, count)
+    elif roll < 0.6:
+        last = [r.last(s) for s in range(count)]
+        pairs = []
+        for _ in range(rnd.randint(1, 4)):
+            seq = rnd.randrange(count)
+            last[seq] += 1
+            pairs.append((last[seq], seq))
+        if rnd.random() < 0.1:
+            pairs[-1] = rnd.randrange(6), pairs[-1][1]
+        lifted = [0] if r.foreign is None and rnd.random() < 0.1 else []
+        if r.foreign is not None and rnd.random() < 0.2:
+            r.refused_start([p for p, _ in pairs], [s for _, s in pairs])
+            return
+        r.forward([p for p, _ in pairs], [s for _, s in pairs], lifted)
+    elif roll < 0.75 and count > 1:
+        src, dst = rnd.sample(range(count), 2)
+        r.copy_prefix(src, dst, rnd.randrange(6))
+    elif r.foreign is None or roll < 0.85:  # what a foreign cache refuses is only known in the end
+        begin = rnd.randint(0, r.last(seq) + 1)
+        r.remove(seq, begin, rnd.choice((None, begin + rnd.randrange(4))))
+
+
+def _random_snapshot(rnd: random.Random, r: WrapperRig, seq: int, count: int) -> None:
+    roll = rnd.random()
+    if roll < 0.4 or not r.copies:
+        offset = r.last(seq) + 1
+        end = rnd.choice((None, rnd.randint(0, offset + 1)))
+        r.snapshot(seq, rnd.choice((0, rnd.randint(0, offset))), end)
+        return
+    which = rnd.randrange(len(r.copies))
+    snapshot, _ = r.copies[which]
+    if roll < 0.8:
+        target = rnd.choice((None, None, rnd.randint(snapshot.begin, snapshot.end + 1)))
+        r.restore(which, rnd.randrange(count), target)
+    elif roll < 0.9:
+        r.split(which, rnd.randint(snapshot.begin, snapshot.end))
+    else:
+        nbytes = snapshot.nbytes
+        snapshot.detach()
+        assert (snapshot.in_cache, snapshot.nbytes) == (False, nbytes)

@@ -1,0 +1,173 @@
+"""The Group contract: what is checked before, and told after, a framework joins several processes."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from ml.dtypes import DType
+from ml.errors import ClosedError, DTypeError, GroupError, ShapeError
+from ml.strided import normalize_axis
+
+if TYPE_CHECKING:
+    from ml.base.backend import BaseBackend
+    from ml.base.tensor import BaseTensor
+
+__all__ = ["BaseGroup", "SoloGroup", "check_timeout"]
+
+SUMMED = (DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64)
+
+
+def check_timeout(timeout: float) -> float:
+    """Seconds, finite and more than none; else ShapeError."""
+    if not (math.isfinite(timeout) and timeout > 0):
+        raise ShapeError(f"distributed: timeout={timeout}; it is a number of seconds > 0")
+    return float(timeout)
+
+
+class BaseGroup(ABC):
+    """Every check, once; a backend fills in the methods with an underscore.
+
+    They receive tensors of the backend that are not empty, and call ``broken`` for what the framework
+    raises.
+    """
+
+    def __init__(self, backend: BaseBackend, rank: int, size: int, timeout: float) -> None:
+        self._backend: weakref.ref[BaseBackend] = weakref.ref(backend)
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._closed = False
+        self._failure: str | None = None
+
+    # What a backend fills in.
+
+    @abstractmethod
+    def _all_reduce(self, ctx: Any, tensor: Any) -> BaseTensor: ...
+
+    @abstractmethod
+    def _all_gather(self, ctx: Any, tensor: Any, axis: int) -> BaseTensor:
+        """``axis`` counts from the front."""
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+    def _close(self) -> None:
+        """Let go of the framework's group."""
+        return
+
+    # The contract.
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def timeout(self) -> float:
+        return self._timeout
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def all_reduce(self, ctx: Any, tensor: Any) -> BaseTensor:
+        self._check("all_reduce", ctx, tensor)
+        if tensor.dtype not in SUMMED:
+            known = ", ".join(dtype.name for dtype in SUMMED)
+            raise DTypeError(f"all_reduce: a tensor of {tensor.dtype!r}; sums are of {known}: cast it")
+        if 0 in tensor.shape:
+            return self._copy(ctx, tensor)
+        return self._all_reduce(ctx, tensor)
+
+    def all_gather(self, ctx: Any, tensor: Any, axis: int = 0) -> BaseTensor:
+        self._check("all_gather", ctx, tensor)
+        if not tensor.shape:
+            raise ShapeError("all_gather: a scalar has no axis to gather along; reshape it to (1,)")
+        place = normalize_axis("all_gather", axis, len(tensor.shape))
+        if 0 in tensor.shape:
+            shape = [size * self._size if k == place else size for k, size in enumerate(tensor.shape)]
+            made: BaseTensor = ctx.zeros(shape, tensor.dtype)
+            return made
+        return self._all_gather(ctx, tensor, place)
+
+    def barrier(self) -> None:
+        self._check_open("barrier")
+        self._barrier()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._close()
+
+    # For backends.
+
+    def broken(self, op: str, reason: object, late: bool) -> GroupError:
+        """The error for a wait that took too long (``late``) or ended otherwise; the group is done for."""
+        self._failure = self._failure or self._explain(op, str(reason).strip(), late)
+        return GroupError(self._failure)
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def _explain(self, op: str, reason: str, late: bool) -> str:
+        who = f"{op}: rank {self._rank} of {self._size}"
+        if late:
+            return (
+                f"{who} has waited {self._timeout:g} s for the other ranks, as long as timeout= lets it: one "
+                "is stopped, stuck or too slow; start all ranks again, with a longer timeout where they only "
+                "need more time"
+            )
+        cause = reason.split("\n", 1)[0][:200] or "no reason given"
+        return (
+            f"{who} lost another rank, before its timeout of {self._timeout:g} s: that one has ended; look "
+            f"for its own error and start all ranks again ({cause})"
+        )
+
+    def _check(self, op: str, ctx: Any, tensor: Any) -> None:
+        self._check_open(op)
+        backend = self._backend()
+        if backend is None or ctx.backend is not backend:
+            raise ClosedError(f"{op}: the context is of another backend than the group")
+        ctx.check(op)
+        if getattr(tensor, "backend", None) is not backend:
+            from ml.base.checks import foreign
+
+            raise foreign(op, tensor, backend)
+
+    def _check_open(self, op: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{op}: the group is closed; join anew with backend.distributed()")
+        if self._failure is not None:
+            raise GroupError(self._failure)
+
+    @staticmethod
+    def _copy(ctx: Any, tensor: Any) -> BaseTensor:
+        made: BaseTensor = tensor.cast(ctx, tensor.dtype)
+        return made
+
+    def __repr__(self) -> str:
+        state = " (closed)" if self._closed else " (broken)" if self._failure else ""
+        return f"<rank {self._rank} of {self._size}{state}>"
+
+
+class SoloGroup(BaseGroup):
+    """One rank alone: what there is without a launcher. No framework takes part."""
+
+    def __init__(self, backend: BaseBackend, timeout: float) -> None:
+        super().__init__(backend, 0, 1, timeout)
+
+    def _all_reduce(self, ctx: Any, tensor: Any) -> BaseTensor:
+        return self._copy(ctx, tensor)
+
+    def _all_gather(self, ctx: Any, tensor: Any, axis: int) -> BaseTensor:
+        return self._copy(ctx, tensor)
+
+    def _barrier(self) -> None:
+        pass

@@ -1,0 +1,126 @@
+"""What mlx-lm asks of entries besides storing: reading between passes, ``kv_bits=``, loops over states."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
+
+import kvcache
+from kvcache.integrations.mlx_lm import Attention, CachePool, make_prompt_cache
+
+
+def helpers() -> Any:
+    path = Path(__file__).with_name("mlx_lm_models.py")
+    spec = importlib.util.spec_from_file_location("mlx_lm_models", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
+    if not hasattr(module, "MODELS"):
+        spec.loader.exec_module(module)
+    return module
+
+
+models: Any = helpers()
+
+
+def marked(*values: float) -> mx.array:
+    """K or V of one row and one head: a token for each value."""
+    return mx.array([[[[value] * 4 for value in values]]])
+
+
+class TestKeysAndValues:
+    def test_between_passes_are_what_is_stored_in_the_order_of_positions(self) -> None:
+        pool = CachePool([Attention()], capacity=16, max_sequences=2)
+        one, other = (pool.make_prompt_cache()[0] for _ in range(2))
+        one.update_and_fetch(marked(1, 2), marked(5, 6))
+        other.update_and_fetch(marked(3), marked(4))
+        keys, values = one.keys_and_values()
+        assert keys[0, 0, :, 0].tolist() == [1, 2]
+        assert values[0, 0, :, 0].tolist() == [5, 6]
+
+    def test_of_rows_of_several_lengths_are_refused(self) -> None:
+        pool = CachePool([Attention()], capacity=16, max_sequences=2)
+        one, other = (pool.make_prompt_cache()[0] for _ in range(2))
+        one.update_and_fetch(marked(1, 2), marked(1, 2))
+        other.update_and_fetch(marked(3), marked(3))
+        with pytest.raises(kvcache.OrderError, match="several lengths"):
+            one.merge([one, other]).keys_and_values()
+
+    def test_in_a_pass_that_was_interrupted_are_refused_where_its_mask_names_another_order(self) -> None:
+        pool = CachePool([Attention(window=2)], capacity=16, max_sequences=2, rollback=4)
+        one, other = (pool.make_prompt_cache()[0] for _ in range(2))
+        one.update_and_fetch(marked(1, 2, 3), marked(1, 2, 3))
+        assert isinstance(one.make_mask(2, window_size=2), mx.array)
+        one.update_and_fetch(marked(4, 5), marked(4, 5))
+        other.update_and_fetch(marked(6), marked(6))
+        with pytest.raises(kvcache.OrderError, match="another order"):
+            one.keys_and_values()
+
+
+class TestQuantizedByMlxLm:
+    @pytest.mark.parametrize("start", [0, 5])
+    def test_kv_bits_gives_the_logits_of_mlx_lms_own_quantized_cache(self, start: int) -> None:
+        model = models.make_llama(head_dim=32)
+        found = [
+            [
+                (token, mx.array(logits))
+                for token, logits in generate_step(
+                    mx.arange(3, 12),
+                    model,
+                    max_tokens=8,
+                    prompt_cache=prompt_cache,
+                    kv_bits=8,
+                    kv_group_size=32,
+                    quantized_kv_start=start,
+                    prefill_step_size=4,
+                )
+            ]
+            for prompt_cache in (own_prompt_cache(model), make_prompt_cache(model, capacity=64))
+        ]
+        for (own_token, own_logits), (token, logits) in zip(*found, strict=True):
+            assert token == own_token
+            assert mx.array_equal(logits, own_logits)
+
+    def test_an_entry_is_read_once_and_left_as_it_is(self) -> None:
+        pool = CachePool([Attention()], capacity=16)
+        entry = pool.make_prompt_cache()[0]
+        x = mx.arange(64, dtype=mx.float32).reshape(1, 1, 2, 32)
+        entry.update_and_fetch(x, x)
+        made = entry.to_quantized(group_size=32, bits=8)
+        assert isinstance(made, QuantizedKVCache)
+        assert made.offset == 2
+        read = mx.dequantize(*made.keys, group_size=32, bits=8)
+        assert float(mx.abs(read - x).max()) <= 0.5 * 31 / 255 + 1e-5  # half a step of a group's range
+        assert entry.offset == 2
+        assert mx.array_equal(entry.keys, x)
+
+    def test_models_with_sliding_layers_are_refused_before_any_layer_is_converted(self) -> None:
+        prompt_cache = make_prompt_cache(models.make_gemma(), capacity=32)
+        full = next(entry for entry in prompt_cache if type(entry).__name__ == "KVCache")
+        with pytest.raises(kvcache.NotSupportedError, match="dtype="):
+            full.to_quantized(group_size=32, bits=8)
+
+    def test_batches_are_refused(self) -> None:
+        pool = CachePool([Attention()], capacity=16, max_sequences=2)
+        entries = [pool.make_prompt_cache()[0] for _ in range(2)]
+        with pytest.raises(kvcache.NotSupportedError, match="batch"):
+            entries[0].merge(entries).to_quantized()
+
+
+def test_a_loop_over_an_entry_of_states_ends_after_the_last() -> None:
+    model = models.make_qwen()
+    entry = make_prompt_cache(model, capacity=16)[0]
+    assert [*entry] == [None, None]
+    with pytest.raises(IndexError, match="state 2 of layer 0, which has 2"):
+        entry[2]

@@ -1,0 +1,343 @@
+"""``kvcache generate --tensor-parallel``: the text, and what happens to all ranks when one ends or stops."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import ml
+from kvcache.runner.ranks import RanksError, run_ranks
+
+pytest.importorskip("typer")
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
+
+ENGINES = ("torch", "mlx")
+LIMIT = 3.0
+GENERATE = [sys.executable, "-m", "kvcache", "generate", "--dtype", "f32"]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    infos = {info.name: info for info in ml.available_backends()}
+    if not infos[request.param].available:
+        pytest.skip(f"{request.param} cannot run here: {infos[request.param].reason}")
+    return str(request.param)
+
+
+@pytest.fixture
+def mlx() -> None:
+    """Ranks of MLX start in less time than those of torch."""
+    if not next(info for info in ml.available_backends() if info.name == "mlx").available:
+        pytest.skip("mlx cannot run here")
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def generated(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*GENERATE, *options], env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+# Processes, by /proc.
+
+
+def children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs or is stopped; a zombie does neither."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def rank_of(pid: int) -> int:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next(int(value[5:]) for value in variables if value.startswith(b"RANK="))
+
+
+def gone(pids: list[int], seconds: float = 5.0) -> bool:
+    until = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not any(alive(pid) for pid in pids)
+
+
+@dataclass
+class Running:
+    """A command whose ranks are in the middle of a text."""
+
+    process: subprocess.Popen[bytes]
+    ranks: dict[int, int]
+
+    def ended(self, within: float) -> tuple[int, str]:
+        """(exit code, standard error)."""
+        _, told = self.process.communicate(timeout=within)
+        return self.process.returncode, told.decode()
+
+
+@pytest.fixture
+def endless(make_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
+    """``endless(engine)`` starts a text of a random model that takes minutes, and waits for its beginning."""
+    started: list[Running] = []
+    model = make_model(max_position_embeddings=20_000, eos_token_id=None)
+
+    def start(engine: str, *options: str) -> Running:
+        what = ["--model", str(model), "--prompt", "a", "--max-tokens", "19000", "--backend", engine]
+        process = subprocess.Popen(
+            [*GENERATE, *what, "--tensor-parallel", "2", "--timeout", str(LIMIT), *options],
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        running = Running(process, {})
+        started.append(running)
+        assert process.stdout is not None
+        begun = b""
+        while len(begun) < 8 and (part := os.read(process.stdout.fileno(), 64)):
+            begun += part
+        assert len(begun) >= 8, process.stderr.read() if process.stderr else ""
+        running.ranks = {rank_of(pid): pid for pid in children(process.pid)}
+        assert sorted(running.ranks) == [0, 1]
+        return running
+
+    yield start
+    for running in started:
+        for pid in (running.process.pid, *running.ranks.values()):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        running.process.communicate()
+
+
+# The text.
+
+
+def test_two_ranks_write_the_text_of_one(engine: str) -> None:
+    options = ("--prompt", "And God said", "--prompt", "And God saw", "--max-tokens", "12", "--json")
+    alone = json.loads(generated(*options, "--backend", "numpy").stdout)
+    both = generated(*options, "--backend", engine, "--tensor-parallel", "2")
+    assert both.returncode == 0, both.stderr
+    record = json.loads(both.stdout)
+    assert record["ranks"] == 2
+    assert record["outputs"] == alone["outputs"]
+    assert record["statistics"]["reused_tokens"] == 3
+    assert record["statistics"]["cache_bytes"] * 2 == alone["statistics"]["cache_bytes"]
+
+
+def test_ranks_that_sample_draw_the_same_without_a_seed_being_given(mlx: None) -> None:
+    """Ranks of different tokens would be out of step, which is an error."""
+    drawn = generated(
+        *("--prompt", "And God said", "--max-tokens", "12", "--temperature", "1", "--quiet"),
+        *("--backend", "mlx", "--tensor-parallel", "2"),
+    )
+    assert drawn.returncode == 0, drawn.stderr
+    assert drawn.stdout.startswith("And God said")
+    seeded = [
+        generated(
+            *(
+                "--prompt",
+                "And God said",
+                "--max-tokens",
+                "12",
+                "--temperature",
+                "1",
+                "--seed",
+                "7",
+                "--quiet",
+            ),
+            *more,
+        ).stdout
+        for more in (["--backend", "mlx", "--tensor-parallel", "2"], ["--backend", "numpy"])
+    ]
+    assert seeded[0] == seeded[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--tensor-parallel", "3"], "this model takes 1, 2, 4, 6"),
+        (["--tensor-parallel", "2"], "backend 'numpy' has nothing to join processes with; take torch or mlx"),
+        (["--tensor-parallel", "2", "--devices", "cpu:0,cpu:1"], "one of them splits the model"),
+        (["--tensor-parallel", "2", "--backend", "abacus"], "abacus"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(options: list[str], told: str) -> None:
+    done = generated("--prompt", "And", *options)
+    assert done.returncode == 1
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("kvcache: ")
+    assert done.stdout == ""
+
+
+def test_ranks_of_another_launcher_join_as_they_are(mlx: None) -> None:
+    """As mlx.launch starts them: the command finds its rank in the environment, and starts none itself."""
+    from ml.distributed import local_ranks
+
+    options = ["--prompt", "And God said", "--max-tokens", "8", "--quiet", "--backend", "mlx"]
+    with local_ranks(2) as variables:
+        ranks = [
+            subprocess.Popen(
+                [*GENERATE, *options, "--tensor-parallel", "2"],
+                env={**environment(), **{k: v for k, v in own.items() if k.startswith("MLX_")}},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for own in variables
+        ]
+        told = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    assert told[0][0] == generated(*options[:-1], "numpy").stdout
+    assert told[1][0] == ""
+
+
+# When one rank ends or stops.
+
+
+@pytest.mark.parametrize(("engine", "victim"), [("torch", 1), ("mlx", 0), ("mlx", 1)], indirect=["engine"])
+def test_a_killed_rank_ends_all_at_once_with_one_line(
+    engine: str, endless: Callable[..., Running], victim: int
+) -> None:
+    running = endless(engine)
+    os.kill(running.ranks[victim], signal.SIGKILL)
+    code, told = running.ended(within=LIMIT + 10)
+    assert code == 1
+    assert told.splitlines()[-1].startswith(f"kvcache: rank {victim} of 2 was ended by SIGKILL")
+    assert len(told.splitlines()) == 1, told
+    assert gone(list(running.ranks.values()))
+
+
+@pytest.mark.parametrize(("engine", "victim"), [("torch", 0), ("mlx", 0), ("mlx", 1)], indirect=["engine"])
+def test_a_frozen_rank_ends_all_within_the_limit_with_one_line(
+    engine: str, endless: Callable[..., Running], victim: int
+) -> None:
+    running = endless(engine)
+    os.kill(running.ranks[victim], signal.SIGSTOP)
+    code, told = running.ended(within=LIMIT + 10)
+    assert code == 1
+    assert told == (
+        f"kvcache: rank {victim} of 2 has been stopped for longer than the timeout of 3 s; all ranks were "
+        "ended, run it again\n"
+    )
+    assert gone(list(running.ranks.values()))
+
+
+def test_a_rank_that_is_stopped_for_less_than_the_limit_goes_on(
+    mlx: None, endless: Callable[..., Running]
+) -> None:
+    running = endless("mlx")
+    os.kill(running.ranks[1], signal.SIGSTOP)
+    time.sleep(LIMIT / 4)
+    os.kill(running.ranks[1], signal.SIGCONT)
+    assert running.process.stdout is not None
+    for _ in range(20):
+        assert os.read(running.process.stdout.fileno(), 4096)
+    assert running.process.poll() is None
+
+
+def test_no_rank_outlives_the_command_that_started_it(mlx: None, endless: Callable[..., Running]) -> None:
+    running = endless("mlx")
+    os.kill(running.process.pid, signal.SIGKILL)
+    assert gone(list(running.ranks.values()))
+
+
+def test_ctrl_c_ends_all_ranks_and_says_how_far_they_came(mlx: None, endless: Callable[..., Running]) -> None:
+    running = endless("mlx")
+    running.process.send_signal(signal.SIGINT)
+    code, told = running.ended(within=20)
+    assert code == 130
+    assert told.startswith("kvcache: interrupted after ")
+    assert len(told.splitlines()) == 1, told
+    assert gone(list(running.ranks.values()))
+
+
+# Without a supervisor: what a group does by itself.
+
+ALONE = """
+import os, signal, sys, time
+import ml
+from kvcache.runner.ranks import job_of_rank
+how, name, limit = job_of_rank().decode().split()
+backend = ml.open_backend(name)
+group = backend.distributed(timeout=float(limit))
+ctx = backend.new_context()
+x = ctx.full((64,), 1.0, ml.DType.F32)
+assert group.all_reduce(ctx, x).to_numpy()[0] == 2
+if group.rank == 1:
+    if how == "late":
+        time.sleep(60)
+    os._exit(0)
+for op in range(2):
+    try:
+        group.all_reduce(ctx, x).to_numpy()
+    except ml.GroupError as error:
+        told = str(error)
+    else:
+        raise AssertionError("nothing was raised")
+print(told, file=sys.stderr)
+backend.close()
+sys.stderr.flush()
+os._exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("late", r"(all_reduce|to_numpy|compute): rank 0 of 2 has waited 1 s for the other ranks"),
+        ("ended", r"(all_reduce|to_numpy|compute): rank 0 of 2 lost another rank, before its timeout of 1 s"),
+    ],
+)
+def test_an_operation_raises_when_another_rank_is_late_or_has_ended(engine: str, how: str, says: str) -> None:
+    with pytest.raises(RanksError, match=says):
+        run_ranks([sys.executable, "-P", "-c", ALONE], 2, f"{how} {engine} 1".encode(), 60.0)
+
+
+def test_a_rank_that_failed_because_another_did_is_not_taken_for_the_cause(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, sys, time; from kvcache.runner.ranks import job_of_rank, LOST\n"
+        "gone = pathlib.Path(job_of_rank().decode().strip())\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    print('kvcache: lost another', file=sys.stderr, flush=True); gone.touch(); os._exit(LOST)\n"
+        "while not gone.exists(): time.sleep(0.01)\n"
+        "print('kvcache: no room', file=sys.stderr, flush=True); time.sleep(0.1); os._exit(1)\n"
+    )
+    with pytest.raises(RanksError, match=r"^rank 1 of 2: no room$") as caught:
+        run_ranks([sys.executable, "-P", "-c", program], 2, str(tmp_path / "gone").encode(), 5.0)
+    assert [told.strip() for told in caught.value.told] == ["kvcache: lost another", "kvcache: no room"]
+
+
+def test_the_job_and_standard_output_of_rank_0_reach_where_they_should(tmp_path: Path) -> None:
+    program = (
+        "from kvcache.runner.ranks import job_of_rank; import os, pathlib\n"
+        "job = job_of_rank().decode().strip(); print('hidden' if os.environ['RANK'] != '0' else 'shown')\n"
+        "pathlib.Path(job, os.environ['RANK']).write_text(os.environ['WORLD_SIZE'])\n"
+    )
+    job = str(tmp_path).encode()
+    code = (
+        "import sys; from kvcache.runner.ranks import run_ranks\n"
+        f"run_ranks([sys.executable, '-P', '-c', {program!r}], 3, {job!r}, 5.0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "shown\n"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys("012", "3")
