@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -177,24 +177,21 @@ def measured(job: dict[str, Any], threads: int) -> Any:
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def exchange_table(quick: bool) -> list[str]:
-    lines = ["| sum between 2 ranks | " + " | ".join(f"{size} KiB" for size in KIBIBYTES) + " |"]
-    lines.append("|---|" + "---|" * len(KIBIBYTES))
+def exchange_table(quick: bool) -> Iterator[str]:
+    yield "| sum between 2 ranks | " + " | ".join(f"{size} KiB" for size in KIBIBYTES) + " |"
+    yield "|---|" + "---|" * len(KIBIBYTES)
     for engine in ENGINES:
         job = {"backend": engine, "what": "exchange", "size": 2, "rounds": 40 if quick else 400}
         runs = [measured(job, 1) for _ in range(1 if quick else 3)]
         for who in ("framework", "ours"):
             cells = [min(run[str(size)][who] for run in runs) for size in KIBIBYTES]
             name = {"torch": "gloo", "mlx": "MLX's ring"}[engine] if who == "framework" else "ours"
-            lines.append(f"| {engine}, {name} | " + " | ".join(f"{cell:.0f} µs" for cell in cells) + " |")
-    return lines
+            yield f"| {engine}, {name} | " + " | ".join(f"{cell:.0f} µs" for cell in cells) + " |"
 
 
-def decode_table(quick: bool, threads: int) -> list[str]:
-    lines = [
-        "| decoding, tokens/s | 1 rank | 2 ranks | 2 against 1 | prompt of 64, 2 against 1 |",
-        "|---|---|---|---|---|",
-    ]
+def decode_table(quick: bool, threads: int) -> Iterator[str]:
+    yield "| decoding, tokens/s | 1 rank | 2 ranks | 2 against 1 | prompt of 64, 2 against 1 |"
+    yield "|---|---|---|---|---|"
     for engine in ENGINES:
         for model in MODELS:
             found: dict[int, list[dict[str, float]]] = {1: [], 2: []}
@@ -208,8 +205,7 @@ def decode_table(quick: bool, threads: int) -> list[str]:
             )
             cells = [f"{one['decode']:.1f}", f"{two['decode']:.1f}"]
             cells += [f"{two[key] / one[key]:.2f}x" for key in ("decode", "prompt")]
-            lines.append(f"| {engine}, {model} | " + " | ".join(cells) + " |")
-    return lines
+            yield f"| {engine}, {model} | " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -218,10 +214,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each rank (default: 1)")
     parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.name}")
     options = parser.parse_args()
-    text = (
-        "\n".join([*exchange_table(options.quick), "", *decode_table(options.quick, options.threads)]) + "\n"
-    )
-    print(text)
+    lines: list[str] = []
+    for table in (exchange_table(options.quick), decode_table(options.quick, options.threads)):
+        for line in table:
+            print(line, flush=True)
+            lines.append(line)
+        lines.append("")
+    text = "\n".join(lines)
     if options.write:
         page = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,28 @@ def test_gradients_flow_through_caches_of_transformers(hf: Transformers, column:
     keys, _ = make[column]().update(key, key, 0)
     keys.sum().backward()
     assert key.grad.sum().item() == key.numel()
+
+
+@pytest.mark.parametrize("column", [DYNAMIC, STATIC])
+def test_caches_of_transformers_keep_a_layer_where_its_first_keys_are(hf: Transformers, column: int) -> None:
+    assert cell("Layers over devices", column) == "yes: where a layer's first keys are"
+    make: dict[int, Callable[[], Any]] = {
+        DYNAMIC: lambda: hf.api.DynamicCache(),
+        STATIC: lambda: hf.api.StaticCache(hf.sliding, max_cache_len=8),
+    }
+    cache = make[column]()
+    for layer, device in enumerate(("cpu", "meta")):
+        key = hf.torch.ones(1, 2, 3, 32, device=device)
+        cache.update(key, key, layer)
+        assert cache.layers[layer].keys.device.type == device
+
+
+def test_models_of_mlx_lm_are_split_over_processes() -> None:
+    utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
+    assert cell("Tensor parallelism", MLX_LM) == "yes: `shard`"
+    assert cell("Layers over devices", MLX_LM) == "a process for each: `pipeline`"
+    assert hasattr(pytest.importorskip("mlx_lm.models.llama").Model, "shard")
+    assert {"pipeline_group", "tensor_group"} <= inspect.signature(utils.sharded_load).parameters.keys()
 
 
 def test_rotating_caches_of_mlx_lm_do_as_the_page_says() -> None:
