@@ -1,4 +1,4 @@
-"""The ``kvcache`` command. Its parts: commands.py (what it does), screen.py (what it shows).
+"""Starts the ``kvcache`` command, whose parts are in kvcache.command.
 
 This module imports without the packages of the ``cli`` extra, to say so where they are missing.
 """
@@ -37,8 +37,8 @@ def main() -> None:
 def _app() -> Any:
     try:
         # They add theirs to the same app.
-        from kvcache import commands_chat, commands_conformance, commands_inspect, commands_saved  # noqa: F401
-        from kvcache.commands import app
+        from kvcache.command import chat, conformance, inspection, saved  # noqa: F401
+        from kvcache.command.app import app
     except ModuleNotFoundError as error:
         name = (error.name or "").split(".")[0]
         if name not in _EXTRA:

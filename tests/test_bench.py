@@ -113,7 +113,7 @@ def test_what_is_measured_has_a_row_for_ours_and_for_the_floor(name: str) -> Non
 
 
 def test_the_command_prints_rows_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from kvcache.commands import app
+    from kvcache.command.app import app
 
     monkeypatch.setattr(bench, "_LENGTHS", (8, 16, 24))
     original = bench.measure

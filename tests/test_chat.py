@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import kvcache.cli
 import kvcache.runner.saved
 import ml
-from kvcache.commands_chat import Chat
+from kvcache.command.chat import Chat
 from kvcache.runner.conversations import Conversations
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.errors import RequestError

@@ -25,14 +25,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import kvcache.cli
-import kvcache.commands
+import kvcache.command.app
 import ml
-from kvcache.progress import Bars
+from kvcache.command.progress import Bars
+from kvcache.command.screen import LiveScreen, Totals
 from kvcache.runner.errors import ModelError
 from kvcache.runner.generate import Generator
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.requests import Finished, Prefilled, Started, Statistics, Token
-from kvcache.screen import LiveScreen, Totals
 from kvcache.survey import Surveyed, listing, plain, survey
 
 Make = Callable[..., Path]

@@ -19,8 +19,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import kvcache.cli
-from kvcache import commands_conformance
-from kvcache.commands_conformance import Suite, counted, record
+from kvcache.command import conformance
+from kvcache.command.conformance import Suite, counted, record
 from ml.testing.results import Result, Run, Selection, load, run_suites
 
 from .cli_terminal import drive
@@ -64,7 +64,7 @@ RUN = Run(
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command shows RUN in place of running a backend's suites."""
-    monkeypatch.setattr(commands_conformance, "_run", lambda *_: RUN)
+    monkeypatch.setattr(conformance, "_run", lambda *_: RUN)
 
 
 def test_a_failure_is_named_with_its_reason_and_a_closer_look(ran: None) -> None:
@@ -97,8 +97,8 @@ def test_the_same_as_json(ran: None) -> None:
 @pytest.mark.parametrize("width", [24, 60])
 def test_the_table_fits_the_terminal(width: int, ran: None, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
-    monkeypatch.setattr(commands_conformance, "draws", lambda stream: True)
-    monkeypatch.setattr(commands_conformance, "Console", lambda **_: console)
+    monkeypatch.setattr(conformance, "draws", lambda stream: True)
+    monkeypatch.setattr(conformance, "Console", lambda **_: console)
     run("--backend", "numpy")
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) > 6

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 import kvcache.cli
 import ml
-from kvcache import completing
+from kvcache.command import completing
+from kvcache.command.usage import ORDER
 from kvcache.stores import open_store
-from kvcache.usage import ORDER
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUP: Any = typer.main.get_command(kvcache.cli.app)

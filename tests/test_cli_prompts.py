@@ -15,7 +15,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import kvcache.cli
-from kvcache.prompts import gathered, text_or_stdin
+from kvcache.command.prompts import gathered, text_or_stdin
 from kvcache.runner.errors import RequestError
 
 

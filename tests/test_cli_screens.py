@@ -14,9 +14,9 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from kvcache.progress import Bars, draws
+from kvcache.command.progress import Bars, draws
+from kvcache.command.screen import LiveScreen, PlainScreen
 from kvcache.runner.requests import Event, Finished, Prefilled, Started, Statistics, Token
-from kvcache.screen import LiveScreen, PlainScreen
 
 from .cli_terminal import CTRL_C, CTRL_D, drive
 

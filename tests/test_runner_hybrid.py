@@ -457,7 +457,7 @@ def test_the_command_line(name: str, make_model: Any, tmp_path: Path) -> None:
 
     from typer.testing import CliRunner
 
-    from kvcache.commands import app
+    from kvcache.command.app import app
 
     peer(name).save_pretrained(tmp_path)
     tokenizer = (make_model() / "tokenizer.json").read_text(encoding="utf-8")

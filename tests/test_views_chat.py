@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("typer")
 
 import ml
-from kvcache.commands_chat import Chat
+from kvcache.command.chat import Chat
 from kvcache.runner.conversations import Conversations
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.errors import RunnerError

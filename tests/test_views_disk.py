@@ -257,14 +257,12 @@ def test_a_page_that_cannot_be_written_is_one_line(folder: Path, tmp_path: Path)
 def test_on_a_terminal_it_is_drawn_in_colours(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    from kvcache import commands_inspect
+    from kvcache.command import inspection
 
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(file=nowhere, force_terminal=True, width=90, record=True)
-        picture = commands_inspect.demonstrate(
-            make_model(), "numpy", None, ["abc", "abd"], 2, None, 100, console
-        )
-        commands_inspect.show(picture, console)
+        picture = inspection.demonstrate(make_model(), "numpy", None, ["abc", "abd"], 2, None, 100, console)
+        inspection.show(picture, console)
     text = console.export_text(styles=True)
     assert "\x1b[" in text
     assert "prefix trie" in text

@@ -13,7 +13,8 @@ or as a test file of the backend's own repository, which is ten lines::
 
 The fixtures are those of :class:`ml.testing.BackendTests`. A backend that only stores (its
 ``Features`` declare ``"compute"`` absent) runs all of it but the arithmetic, and its ``attend`` has to
-raise NotSupportedError. :class:`StoreTests` is the suite of a place for snapshots. ``python -m kvcache.testing.traces`` runs many more random traces.
+raise NotSupportedError. :class:`StoreTests` is the suite of a place for snapshots.
+``python -m kvcache.testing.traces`` runs many more random traces.
 
 Importing this package is light: the suite, pytest and hypothesis load with the first test class.
 """

@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 import ml
-from kvcache.commands import app, reported
-from kvcache.completing import backend_names
-from kvcache.options import Debug, Device, Json, Quiet, device_options
-from kvcache.progress import bars_until_done, draws
+from kvcache.command.app import app, reported
+from kvcache.command.completing import backend_names
+from kvcache.command.options import Debug, Device, Json, Quiet, device_options
+from kvcache.command.progress import bars_until_done, draws
 from kvcache.runner.errors import RunnerError
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 import ml
-from kvcache.commands import app, reported
-from kvcache.completing import conversations
-from kvcache.options import (
+from kvcache.command.app import app, reported
+from kvcache.command.completing import conversations
+from kvcache.command.options import (
     BackendName,
     CacheDtype,
     Debug,
@@ -31,8 +31,9 @@ from kvcache.options import (
     TopP,
     open_backend_for,
 )
-from kvcache.progress import bars_until_done
-from kvcache.prompts import text_or_stdin
+from kvcache.command.progress import bars_until_done
+from kvcache.command.prompts import text_or_stdin
+from kvcache.command.screen import Screen, screen_for
 from kvcache.runner.config import ModelConfig, load_config
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.generate import check_prompt
@@ -42,7 +43,6 @@ from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Finished, Settings
 from kvcache.runner.saved import ConversationError, adopt, capture, read, write
 from kvcache.runner.tokenizer import Tokenizer
-from kvcache.screen import Screen, screen_for
 
 __all__ = ["load", "save"]
 

@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kvcache.progress import Bars, bars_for, draws
+from kvcache.command.progress import Bars, bars_for, draws
 from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Event, Finished, Prefilled, Started, Statistics, Token
 

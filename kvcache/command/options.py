@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import ml
-from kvcache.completing import backend_names
+from kvcache.command.completing import backend_names
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.placing import open_on_devices, parse_devices
 

@@ -19,15 +19,15 @@ from typing import Any, NoReturn
 import typer
 
 import ml
-from kvcache.commands import continue_prompts, reported
-from kvcache.options import device_options
+from kvcache.command.app import continue_prompts, reported
+from kvcache.command.options import device_options
+from kvcache.command.screen import Screen, screen_for
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.families import family_of
 from kvcache.runner.generate import GeneratorOptions
 from kvcache.runner.parallel import device_of_rank, join, of_all
 from kvcache.runner.ranks import LOST, RanksError, job_of_rank, run_ranks
 from kvcache.runner.requests import Event, Finished, Settings, Statistics
-from kvcache.screen import Screen, screen_for
 from ml.distributed import launched
 
 __all__ = ["Job", "main", "run"]
@@ -82,7 +82,7 @@ def run(job: Job, config: ModelConfig) -> None:
     if launched() is not None:
         _work(job)
         return
-    command = [sys.executable, "-P", "-c", "from kvcache.commands_ranks import main; main()"]
+    command = [sys.executable, "-P", "-c", "from kvcache.command.ranks import main; main()"]
     try:
         run_ranks(command, job.ranks, job.encoded(), job.timeout)
     except RanksError as error:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import ml
 from kvcache.cli import INTERRUPTED
-from kvcache.options import (
+from kvcache.command.options import (
     BackendName,
     CacheDtype,
     Debug,
@@ -37,8 +37,10 @@ from kvcache.options import (
     device_options,
     open_backend_for,
 )
-from kvcache.progress import draws
-from kvcache.prompts import gathered
+from kvcache.command.progress import draws
+from kvcache.command.prompts import gathered
+from kvcache.command.screen import Screen, screen_for
+from kvcache.command.usage import CommandGroup, one_line
 from kvcache.runner.config import load_config
 from kvcache.runner.families import family_of
 from kvcache.runner.generate import Generator, GeneratorOptions, check_prompt
@@ -47,9 +49,7 @@ from kvcache.runner.memory import check_memory
 from kvcache.runner.requests import Finished, Settings
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.runner.weights import parameter_count
-from kvcache.screen import Screen, screen_for
 from kvcache.survey import listing, plain, record, survey
-from kvcache.usage import CommandGroup, one_line
 
 __all__ = ["app", "continue_prompts", "reported"]
 
@@ -182,7 +182,7 @@ def generate(
             cache_dtype=(cache_dtype or dtype).dtype,
         )
         if tensor_parallel > 1:
-            from kvcache.commands_ranks import Job, run
+            from kvcache.command.ranks import Job, run
 
             if devices is not None:
                 raise ml.DeviceError(

@@ -15,11 +15,11 @@ import typer
 from rich.console import Console
 
 import ml
-from kvcache.chat_input import Reader, files_beginning, words_of
-from kvcache.commands import app, reported
-from kvcache.commands_inspect import show, write_page
-from kvcache.completing import stores
-from kvcache.options import (
+from kvcache.command.app import app, reported
+from kvcache.command.chat_input import Reader, files_beginning, words_of
+from kvcache.command.completing import stores
+from kvcache.command.inspection import show, write_page
+from kvcache.command.options import (
     BackendName,
     CacheDtype,
     Debug,
@@ -35,7 +35,8 @@ from kvcache.options import (
     TopP,
     open_backend_for,
 )
-from kvcache.progress import bars_until_done, draws
+from kvcache.command.progress import bars_until_done, draws
+from kvcache.command.usage import one_line
 from kvcache.runner.config import load_config
 from kvcache.runner.conversations import Conversations
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Tier
@@ -45,7 +46,6 @@ from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Settings, Token
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.tiers import HostTier
-from kvcache.usage import one_line
 from kvcache.views.models import Picture
 from kvcache.views.terminal import Beneath
 

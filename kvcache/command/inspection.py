@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.live import Live
 
 import ml
-from kvcache.commands import app, reported
-from kvcache.completing import stores_and_conversations
-from kvcache.options import BackendName, Debug, Device, Json, ModelPath, Quiet, device_options
-from kvcache.progress import Bars, bars_until_done, draws
+from kvcache.command.app import app, reported
+from kvcache.command.completing import stores_and_conversations
+from kvcache.command.options import BackendName, Debug, Device, Json, ModelPath, Quiet, device_options
+from kvcache.command.progress import Bars, bars_until_done, draws
 from kvcache.runner.config import load_config
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.errors import RunnerError
