@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test lint types docs bench dist clean
+.PHONY: run test lint types docs bench dist oldest clean
 
 run: $(VENV)/.installed-run
 	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
@@ -40,8 +40,19 @@ dist: $(VENV)/.installed-dev
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python tests/try_dist.py
 
+# The oldest versions that pyproject.toml admits, PyTorch left out: its old builds bring gigabytes of CUDA.
+OLDEST = $(addprefix tests/test_, conformance_numpy.py conformance_mlx.py backend_mlx.py cache_numpy.py cli_help.py \
+  discovery.py ml_package.py plugins.py quantized_gguf.py runner_weights.py runner_generate.py stores_files.py \
+  stores_pages.py views_plots.py views_cells.py)
+
+oldest:
+	rm -rf .oldest
+	$(PYTHON) -m venv .oldest
+	.oldest/bin/python -m pip install --quiet -c tests/oldest.txt -e ".[cli,gguf,mlx,plots,server,testing]"
+	.oldest/bin/python -m pytest -q -p no:cacheprovider $(OLDEST)
+
 clean:
-	rm -rf $(VENV) dist build site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .oldest dist build site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

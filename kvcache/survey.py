@@ -22,6 +22,8 @@ CAPABILITIES: dict[str, type] = {
     "SupportsRope": ml.SupportsRope,
     "SupportsCacheConfig": ml.SupportsCacheConfig,
     "SupportsKVStore": ml.SupportsKVStore,
+    "SupportsBorrow": ml.SupportsBorrow,
+    "SupportsOverwrite": ml.SupportsOverwrite,
     "SupportsDistributed": ml.SupportsDistributed,
 }
 

@@ -422,7 +422,7 @@ def test_backends_lists_them_all() -> None:
     assert "devices       cpu" in block
     assert "GiB free of" in block
     assert "dtypes        F32 F16 BF16 I8 U8 I32 I64 BOOL" in block
-    assert "capabilities  -" in block
+    assert "capabilities  SupportsBorrow SupportsOverwrite\n" in block
     assert all(line == line.rstrip() for line in result.stdout.splitlines())
 
 
@@ -444,20 +444,20 @@ def test_backends_as_json() -> None:
     (memory,) = rows["numpy"]["memory"]
     assert (memory["device"], memory["allocated"]) == ("cpu", 0)
     assert 0 < memory["free"] <= memory["total"]
-    assert rows["numpy"]["capabilities"] == rows["numpy"]["absent"] == []
+    assert rows["numpy"]["capabilities"] == ["SupportsBorrow", "SupportsOverwrite"]
+    assert rows["numpy"]["absent"] == []
 
 
-@pytest.mark.parametrize("name", ["torch", "mlx"])
+@pytest.mark.parametrize("name", ["numpy", "torch", "mlx"])
 def test_backends_tell_their_capabilities(name: str) -> None:
     rows = {row["name"]: row for row in json.loads(run("backends", "--json").stdout)}
     if not rows[name]["available"]:
         pytest.skip(rows[name]["reason"])
     with ml.open_backend(name) as backend:
-        names = ("Attention", "Rope", "CacheConfig", "KVStore", "Distributed")
-        kinds = [getattr(ml, f"Supports{name}") for name in names]
-        expected = [kind.__name__ for kind in kinds if isinstance(backend, kind)]
-    assert "SupportsAttention" in expected
-    assert rows[name]["capabilities"] == expected
+        kinds = [getattr(ml, kind) for kind in ml.__all__ if kind.startswith("Supports")]
+        expected = sorted(kind.__name__ for kind in kinds if isinstance(backend, kind))
+    assert "SupportsOverwrite" in expected
+    assert sorted(rows[name]["capabilities"]) == expected
 
 
 def test_backends_that_cannot_run_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
