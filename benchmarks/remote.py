@@ -86,7 +86,7 @@ def _keep(listener: socket.socket, size: int) -> None:
 @contextlib.contextmanager
 def plain_socket(size: int) -> Iterator[Plain]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        other = multiprocessing.get_context("fork").Process(target=_keep, args=(listener, size), daemon=True)
+        other = multiprocessing.get_context("spawn").Process(target=_keep, args=(listener, size), daemon=True)
         other.start()
         plain = Plain(listener.getsockname(), size)
         try:

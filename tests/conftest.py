@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,10 @@ import numpy as np
 import pytest
 
 import ml
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # Jobs in the background are started so, and hand it on to the processes that the tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
 

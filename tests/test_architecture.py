@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
-
-import pytest
-from importlinter import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -17,10 +16,11 @@ def contracts() -> list[dict[str, object]]:
     return found
 
 
-def test_the_import_contracts_are_kept(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    failed = cli.lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
-    assert not failed, capsys.readouterr().out
-    assert f"{len(contracts())} kept, 0 broken" in capsys.readouterr().out
+def test_the_import_contracts_are_kept() -> None:
+    # In a process of its own: the linter sets up logging for itself, and silences all loggers that there are.
+    lint = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    ended = subprocess.run(
+        [sys.executable, "-c", lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert f"{len(contracts())} kept, 0 broken" in ended.stdout

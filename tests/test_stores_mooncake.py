@@ -27,7 +27,7 @@ from kvcache.stores import (
 )
 from kvcache.stores.mooncake import MooncakeStore, Settings
 from kvcache.stores.mooncake.client import Client
-from kvcache.stores.mooncake.connecting import connect, load
+from kvcache.stores.mooncake.connecting import LIMITS, connect, load, set_limits
 from kvcache.stores.mooncake.frame import HEADER, Digest
 from kvcache.stores.mooncake.outage import Outage
 from kvcache.stores.mooncake.staging import Staging
@@ -550,5 +550,11 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         open_store("mooncake://here")
 
 
-def test_limits_that_the_environment_sets_stay(native: Any) -> None:
+def test_limits_that_the_environment_sets_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LIMITS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "20000")
+    set_limits(1.5)
     assert os.environ["MC_RPC_TIMEOUT_MS"] == "20000"
+    assert os.environ["MC_RPC_CONNECT_TIMEOUT_MS"] == "1500"
+    assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "2"

@@ -11,7 +11,15 @@ from typing import Any
 from kvcache.stores.errors import StoreUnavailable
 from kvcache.stores.mooncake.settings import Settings
 
-__all__ = ["connect", "knock", "load", "replicated", "version"]
+__all__ = ["LIMITS", "connect", "knock", "load", "replicated", "set_limits", "version"]
+
+LIMITS = (
+    "MC_RPC_TIMEOUT_MS",
+    "MC_RPC_CONNECT_TIMEOUT_MS",
+    "MC_TCP_STATUS_TIMEOUT_SEC",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC",
+    "MC_STORE_CLIENT_SETUP_RETRIES",
+)
 
 _KNOCK = 1.0
 """Seconds for a connection to the master; the package's own attempts take four even where it is refused."""
@@ -62,7 +70,7 @@ def connect(settings: Settings) -> Any:
     module = load()
     if reason := knock(settings):
         raise StoreUnavailable(f"MooncakeStore: {reason}")
-    _limit(settings.timeout)
+    set_limits(settings.timeout)
     native = module.MooncakeDistributedStore()
     code = native.setup(
         settings.address or _own_address(settings),
@@ -78,16 +86,10 @@ def connect(settings: Settings) -> Any:
     return native
 
 
-def _limit(timeout: float) -> None:
+def set_limits(timeout: float) -> None:
     """The package takes its limits from the environment, for the whole process; what is set there stays."""
     milliseconds, seconds = str(round(timeout * 1000)), str(max(1, round(timeout)))
-    for name, value in {
-        "MC_RPC_TIMEOUT_MS": milliseconds,
-        "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds,
-        "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
-        "MC_STORE_CLIENT_SETUP_RETRIES": "2",
-    }.items():
+    for name, value in zip(LIMITS, (milliseconds, milliseconds, seconds, seconds, "2"), strict=True):
         os.environ.setdefault(name, value)
 
 
