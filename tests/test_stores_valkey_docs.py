@@ -37,7 +37,8 @@ def test_the_code_of_the_page_runs() -> None:
 
 
 def test_every_option_is_in_the_page_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| (`.*?`) \| (.*?) \|", VALKEY, re.MULTILINE))
+    (table,) = re.findall(r"^\| option \|.*?(?=\n\n)", VALKEY, re.MULTILINE | re.DOTALL)
+    rows = dict(re.findall(r"^\| (`.*?`) \| (.*?) \|", table, re.MULTILINE))
     options = {
         name: default.strip("`") for names, default in rows.items() for name in re.findall(r"`(\w+)`", names)
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -38,11 +38,6 @@ class Slices:
         self.token = torch.randn(heads, new, dim).to(native)
         shape = heads, self.cells, dim
         self.layers = [[torch.zeros(shape, dtype=native) for _ in "kv"] for _ in range(LAYERS)]
-
-    def beside(self, other: Slices) -> Self:
-        """On the buffers of ``other``."""
-        self.layers = other.layers
-        return self
 
     def resize(self, cells: int) -> None:
         """New buffers of so many cells."""
@@ -103,9 +98,14 @@ class Contiguous:
 def floors(
     history: int, new: int, heads: int, dim: int, dtype: str, grow: bool = True, window: int = 0
 ) -> dict[str, Contender]:
-    """The two ways by hand; :data:`FLOORS` names them."""
-    strided, slices = (kind(history, new, heads, dim, dtype, grow, window) for kind in (Strided, Slices))
-    return dict(zip(FLOORS, (strided.contender(), slices.beside(strided).contender()), strict=True))
+    """The two ways by hand; :data:`FLOORS` names them.
+
+    Each on its own buffers, as every contender is: who writes where another has just written finds the
+    lines in the processor's caches, and looks a third faster than it is.
+    """
+    kinds = (Strided, Slices)
+    made = (kind(history, new, heads, dim, dtype, grow, window).contender() for kind in kinds)
+    return dict(zip(FLOORS, made, strict=True))
 
 
 def peers(
