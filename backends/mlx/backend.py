@@ -69,6 +69,8 @@ class MlxBackend(BaseBackend):
         target = _device(only_device("mlx", device, devices, layers))
         super().__init__("mlx", (_device_info(target),), dtype)
         self.stream, self.lock = _stream(target.type == mx.gpu)
+        self.on_stream: Any = mx.stream(self.stream)
+        """To be entered under the lock, and not inside itself; made once, since making it costs as much."""
         self.widens = target.type == mx.cpu
         """Compute F16 and BF16 in F32: MLX's kernels do so themselves on a GPU, but not on the CPU."""
         self.fused_rope = target.type == mx.gpu
@@ -121,10 +123,10 @@ class MlxBackend(BaseBackend):
         with self.lock:
             pending, self._pending, self._pending_bytes = self._pending, [], 0
             self.epoch += 1
-            boxes = {id(box): box for ref in pending if (box := ref()) is not None}
+            boxes = dict.fromkeys([ref() for ref in pending])  # each once, in order
             try:
                 with self.waiting("compute"):
-                    schedule(*[box.array for box in boxes.values()], *arrays)
+                    schedule([box.array for box in boxes if box is not None], *arrays)
             except GroupError:
                 raise
             except MLX_ERRORS as error:

@@ -140,6 +140,16 @@ class Box(Storage):
             mx.put_along_axis(flat, offsets, value, 0, stream=stream), self.shape, stream=stream
         )
 
+    def claim(self) -> bool:
+        """Note a write where nothing has to happen before it; else False: it needs ``_before_write``."""
+        backend, written = self.backend, self.written_at
+        if self.raw or self.borrowed or self.read_at > backend.drained or self.array is None:
+            return False
+        if backend.drained < written < backend.epoch:
+            return False
+        self.written_at = backend.epoch
+        return True
+
     def _before_write(self, value: Any) -> None:
         backend = self.backend
         if self.array is None:

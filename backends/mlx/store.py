@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
-
-import mlx.core as mx
 
 from backends.mlx.box import Box
 from backends.mlx.errors import MLX_ERRORS
@@ -24,48 +23,44 @@ _new = object.__new__
 class _Half:
     """The keys, or the values: a whole box, and along which of its axes the rows lie."""
 
-    __slots__ = ("axis", "box", "bytes", "dtype", "one", "order", "ref", "shape", "strides", "whole")
+    __slots__ = ("axis", "before", "box", "dtype", "one", "order", "ref", "row", "shape", "strides", "whole")
 
     def __init__(self, tensor: MlxTensor) -> None:
         self.box: Box = tensor.storage
         self.ref = weakref.ref(self.box)
         self.dtype = tensor.dtype
         self.shape: Shape = tensor.shape[1:]
+        self.row: Shape = (1, *self.shape)
         self.strides: Shape = tensor.strides
-        self.bytes = tensor.shape[1] * tensor.shape[2] * tensor.dtype.itemsize
         sizes = self.box.shape
         self.order: Shape = tuple(tensor.strides.index(step) for step in contiguous_strides(sizes))
         """Box axis k is the tensor's axis ``order[k]``."""
         self.axis = self.order.index(0)
+        self.before = (slice(None),) * self.axis
         self.one: Shape = (*sizes[: self.axis], 1, *sizes[self.axis + 1 :])
         """One row as it lies in the box."""
         self.whole = tensor.offset == 0 and tuple(tensor.shape[axis] for axis in self.order) == sizes
 
     def accept(self, source: Any, count: int, backend: MlxBackend) -> Any:
         """The array of ``source``, its axes in the order of the box; None unless it is plain."""
-        if (
-            type(source) is not MlxTensor
-            or source.dtype is not self.dtype
-            or source.shape != (count, *self.shape)
-            or source.backend is not backend
-        ):
+        if type(source) is not MlxTensor or source.dtype is not self.dtype or source.backend is not backend:
             return None
-        held = source.storage
+        held, strides, shape = source.storage, source.strides, source.shape
+        if shape != (self.row if count == 1 else (count, *self.shape)):
+            return None
         if held is self.box or held.array is None:
             return None
-        strides = source.strides
         if (
             count == 1
             and held.shape == self.one
             and source.offset == 0
             and strides[2] == 1
-            and strides[1] == self.shape[1]
+            and strides[1] == shape[2]
         ):
             held.read_at = backend.epoch
             return held.array
-        sizes = source.shape
         i, j, k = self.order
-        return held.read(source.offset, (sizes[i], sizes[j], sizes[k]), (strides[i], strides[j], strides[k]))
+        return held.read(source.offset, (shape[i], shape[j], shape[k]), (strides[i], strides[j], strides[k]))
 
     def view(self, start: int, count: int) -> MlxTensor:
         """Rows ``[start, start + count)``; as MlxTensor's constructor makes it, in line."""
@@ -83,11 +78,12 @@ class _Half:
 class MlxKVStore:
     """See :class:`ml.KVStore`; over two tensors (rows, heads, dim), each all of its storage."""
 
-    __slots__ = ("_backend", "_key", "_rows", "_value")
+    __slots__ = ("_backend", "_bytes", "_key", "_rows", "_value")
 
     def __init__(self, backend: MlxBackend, key: _Half, value: _Half, rows: int) -> None:
         self._backend = backend
         self._key, self._value, self._rows = key, value, rows
+        self._bytes = sum(math.prod(half.shape) * half.dtype.itemsize for half in (key, value))
 
     @classmethod
     def over(cls, backend: MlxBackend, key: MlxTensor, value: MlxTensor) -> MlxKVStore | None:
@@ -112,18 +108,19 @@ class MlxKVStore:
         new_key, new_value = keys.accept(key, count, backend), values.accept(value, count, backend)
         if new_key is None or new_value is None or key.storage is values.box or value.storage is keys.box:
             return False
-        index = (slice(None),) * keys.axis + (slice(start, start + count),)
+        index = (*keys.before, slice(start, start + count))
         box, other = keys.box, values.box
         try:
             with backend.lock:
-                box._before_write(new_key)
-                other._before_write(new_value)
-                with mx.stream(backend.stream):
+                if not (box.claim() and other.claim()):
+                    box._before_write(new_key)
+                    other._before_write(new_value)
+                with backend.on_stream:
                     # In place: nobody holds these Python objects beyond one operation, and no local
                     # variable may, or MLX would copy the buffer.
                     box.array[index] = new_key
                     other.array[index] = new_value
-                backend.defer_pair(keys.ref, values.ref, count * (keys.bytes + values.bytes))
+                backend.defer_pair(keys.ref, values.ref, count * self._bytes)
         except MLX_ERRORS:
             return False
         return True
