@@ -80,8 +80,8 @@ def _measure(history: int, sequences: int, tokens: int, elide: bool, rounds: int
             watch = Round()
             start = time.perf_counter()
             cache.start_forward(ctx, batch)
-            assert cache._forward is not None
-            cache._forward.shared(ctx)
+            assert cache._pass is not None
+            cache._pass.shared(ctx)
             elapsed = time.perf_counter() - start
             if i >= 3 and not watch.disturbed():
                 times.append(elapsed * 1e6)

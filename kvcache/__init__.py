@@ -1,39 +1,42 @@
-"""KV caches of an inference engine, written once against the protocols of ``ml``."""
+"""KV caches of an inference engine, written once against the protocols of ``ml``.
+
+What is named here is imported when it is first asked for: ``import kvcache`` itself brings no other package,
+and a loop with one cache does not bring the rest of them.
+"""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from kvcache.cache import (
-    Batch,
-    Cache,
-    CacheFullError,
-    ClosedError,
-    InvalidBatchError,
-    InvalidRangeError,
-    InvalidSequenceError,
-    KVCacheError,
-    Mask,
-    NotSupportedError,
-    OrderError,
-    SequenceLostError,
-    ShiftFunction,
-)
-from kvcache.causal import CausalCache, ChunkedCache, SlidingWindowCache
-from kvcache.snapshots import (
-    AttentionSnapshot,
-    EncoderSnapshot,
-    RecurrentSnapshot,
-    Snapshot,
-    WrapperSnapshot,
-)
-
+TYPE_CHECKING = False  # typing's, without the cost of importing typing
 if TYPE_CHECKING:
+    from typing import Any
+
+    from kvcache.cache import (
+        Batch,
+        Cache,
+        CacheFullError,
+        ClosedError,
+        InvalidBatchError,
+        InvalidRangeError,
+        InvalidSequenceError,
+        KVCacheError,
+        Mask,
+        NotSupportedError,
+        OrderError,
+        SequenceLostError,
+        ShiftFunction,
+    )
+    from kvcache.causal import CausalCache, ChunkedCache, SlidingWindowCache
     from kvcache.encoder import EncoderCache
     from kvcache.paging import from_page, to_page
     from kvcache.prefix import PrefixCache, PrefixStats, Session, SessionLimitError, SessionReplacedError
     from kvcache.recurrent import RecurrentCache
+    from kvcache.snapshots import (
+        AttentionSnapshot,
+        EncoderSnapshot,
+        RecurrentSnapshot,
+        Snapshot,
+        WrapperSnapshot,
+    )
     from kvcache.tiers import HostTier
     from kvcache.wrapper import WrapperCache
 
@@ -72,24 +75,42 @@ __all__ = [
     "to_page",
 ]
 
-_LATER = {
-    "EncoderCache": "kvcache.encoder",
-    "HostTier": "kvcache.tiers",
-    "PrefixCache": "kvcache.prefix",
-    "PrefixStats": "kvcache.prefix",
-    "RecurrentCache": "kvcache.recurrent",
-    "Session": "kvcache.prefix",
-    "SessionLimitError": "kvcache.prefix",
-    "SessionReplacedError": "kvcache.prefix",
-    "WrapperCache": "kvcache.wrapper",
-    "from_page": "kvcache.paging",
-    "to_page": "kvcache.paging",
+_ELSEWHERE = {
+    "AttentionSnapshot": "snapshots",
+    "CausalCache": "causal",
+    "ChunkedCache": "causal",
+    "EncoderCache": "encoder",
+    "EncoderSnapshot": "snapshots",
+    "HostTier": "tiers",
+    "PrefixCache": "prefix",
+    "PrefixStats": "prefix",
+    "RecurrentCache": "recurrent",
+    "RecurrentSnapshot": "snapshots",
+    "Session": "prefix",
+    "SessionLimitError": "prefix",
+    "SessionReplacedError": "prefix",
+    "SlidingWindowCache": "causal",
+    "Snapshot": "snapshots",
+    "WrapperCache": "wrapper",
+    "WrapperSnapshot": "snapshots",
+    "from_page": "paging",
+    "to_page": "paging",
 }
-"""What is imported when it is first asked for: a loop with a cache alone needs none of it."""
+"""The modules of the names that are not in kvcache.cache."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        found = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    import importlib
+    from importlib.util import find_spec
+
+    if name in __all__:
+        module = importlib.import_module(f"kvcache.{_ELSEWHERE.get(name, 'cache')}")
+        found = globals()[name] = getattr(module, name)
         return found
+    if not name.startswith("_") and find_spec(f"kvcache.{name}") is not None:
+        return importlib.import_module(f"kvcache.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

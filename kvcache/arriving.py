@@ -18,6 +18,7 @@ import contextlib
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -50,12 +51,21 @@ _NO_PAGE = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 log = logging.getLogger("kvcache")
 
 
-def page_in(cache: Any, seq: int, store: StoreTier, chain: Chain, reached: int, ends: Sequence[int]) -> int:
+def page_in(
+    cache: Any,
+    seq: int,
+    store: StoreTier,
+    chain: Chain,
+    reached: int,
+    ends: Sequence[int],
+    told: Callable[[int], None] | None = None,
+) -> int:
     """Put pages of a store straight behind the first ``reached`` positions; how far that went.
 
     ``ends`` are where pages end that follow one another, the last one of each chunk: conversations that part
     inside one leave several pages of it, of which each tells of the one before. What cannot be had in
-    this way ends it: whoever goes on there in the ordinary way finds out what is wrong.
+    this way ends it: whoever goes on there in the ordinary way finds out what is wrong. ``told``, which is
+    called by this thread and raises nothing, hears now and then how far it is.
     """
     with contextlib.ExitStack() as stack:
         found: list[_StoredPage] = []
@@ -66,7 +76,7 @@ def page_in(cache: Any, seq: int, store: StoreTier, chain: Chain, reached: int, 
                 break
             found += more
         while found:
-            count = _land_some(cache, seq, found)
+            count = _land_some(cache, seq, found, told)
             if not count:
                 break
             reached, found = found[count - 1].end, found[count:]
@@ -188,13 +198,13 @@ def _pages(store: StoreTier, key: str, end: int, stack: contextlib.ExitStack) ->
             yield page
 
 
-def _land_some(cache: Any, seq: int, pages: Sequence[_StoredPage]) -> int:
+def _land_some(cache: Any, seq: int, pages: Sequence[_StoredPage], told: Callable[[int], None] | None) -> int:
     """Put the pages into the cache, or the first where their cells do not lie in a run; how many."""
     alike = _alike(pages)
     for count in sorted({1, alike}, reverse=True):
         approach = _Approach.find(cache, seq, pages[:count])
         if approach is not None:
-            filled = approach.fill()
+            filled = approach.fill(told)
             snapshot = approach.take(filled)
             return filled if snapshot is not None and cache.restore(seq, snapshot) else 0
     return 0
@@ -291,9 +301,16 @@ class _Approach:
         made.discard()
         return None
 
-    def fill(self) -> int:
+    def fill(self, told: Callable[[int], None] | None = None) -> int:
         """Have the arrays written; how many pages, from the first on, hold what was put."""
-        jobs = [partial(page.fill, self._tracks_of(i)) for i, page in enumerate(self.pages)]
+        jobs: list[Callable[[], None]] = [
+            partial(page.fill, self._tracks_of(i)) for i, page in enumerate(self.pages)
+        ]
+        if told is not None:
+            jobs = [
+                _telling(job, told, check_span(page.meta)[1])
+                for job, page in zip(jobs, self.pages, strict=True)
+            ]
         try:
             return _run_together(jobs)
         except BaseException:
@@ -412,6 +429,18 @@ def _run_together(jobs: Sequence[Callable[[], None]]) -> int:
         for other in others:
             other.result()
     return min(failed)
+
+
+def _telling(job: Callable[[], None], told: Callable[[int], None], reached: int) -> Callable[[], None]:
+    """The job, and then word of it where the thread that asks for it is the one that does it."""
+    asking = threading.get_ident()
+
+    def run() -> None:
+        job()
+        if threading.get_ident() == asking:
+            told(reached)
+
+    return run
 
 
 def _cores() -> int:

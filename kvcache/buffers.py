@@ -46,7 +46,7 @@ class LayerBuffers:
         """The backend's own way for a run of cells, asked first; None where it has none."""
 
     def _find_store(self, ctx: ml.Context) -> ml.KVStore | None:
-        key, value, backend = self.key, self.value, ctx.backend
+        key, value, backend = self.key, self.value, getattr(ctx, "backend", None)
         if self.permuted_v or not isinstance(key, Buffer) or not isinstance(value, Buffer):
             return None
         if not isinstance(backend, ml.SupportsKVStore):

@@ -12,9 +12,11 @@ import numpy as np
 
 import ml
 from kvcache.batches import check_sequence
+from kvcache.binding import BoundCache
 from kvcache.buffers import LayerBuffers, stored_shape
 from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, SequenceLostError
 from kvcache.cells import CellTable
+from kvcache.forward import Forward
 from kvcache.landing import Arrival, Landing, Places, landing_places
 from kvcache.scheduling import Schedule
 from kvcache.snapshots import (
@@ -23,7 +25,6 @@ from kvcache.snapshots import (
     LayerSnapshot,
     carried_out,
     check_inside,
-    check_kind,
     joined,
     sliced,
     tensors_of,
@@ -34,30 +35,29 @@ Shape = tuple[int, ...]
 __all__ = ["AttentionSnapshots"]
 
 
-class AttentionSnapshots:
+class AttentionSnapshots(BoundCache[Forward]):
     """The part of an attention cache that takes, restores, cuts and joins snapshots."""
 
     _whole: ClassVar[bool] = False
     """Whether a sequence's content is that of one position, as a window's is."""
 
-    _buffers: dict[int, LayerBuffers]
     _table: CellTable
-    _dtype: ml.DType
-    _max_sequences: int
-    _lazy: list[weakref.ref[AttentionSnapshot]]
     _crowded = 64
-    """How long that list may grow before the dead are taken out."""
-    _schedule: Schedule[AttentionSnapshot]
+    """How long ``_lazy`` may grow before the dead are taken out."""
     on_pressure: Callable[[int], bool | None] | None = None
     """Called with the number of cells that are missing, before lazy snapshots are copied out.
 
     It may drop or detach some, and says whether it did; it is asked again while cells are missing.
     """
 
-    def _bound(self, op: str) -> ml.Backend:
-        raise NotImplementedError
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: dict[int, LayerBuffers] = {}
+        self._lazy: list[weakref.ref[AttentionSnapshot]] = []
+        self._schedule: Schedule[AttentionSnapshot] = Schedule()
 
     def _changed(self) -> None:
+        """Sequences changed: the pass under way ends."""
         raise NotImplementedError
 
     def _allocate(
@@ -233,9 +233,7 @@ class AttentionSnapshots:
         self, seq: int, snapshot: AttentionSnapshot, target: int | None = None
     ) -> Callable[[], None] | None:
         """Check all that ``restore`` may refuse; None where it would give False."""
-        backend = self._bound("restore")
-        check_sequence("restore", seq, self._max_sequences)
-        check_kind("restore", self, snapshot, AttentionSnapshot)
+        backend = self._check_restore(seq, snapshot, AttentionSnapshot)
         end = snapshot.end if target is None else target
         row = self._table.rows[seq]
         count = int(np.searchsorted(snapshot.positions, end))

@@ -35,7 +35,8 @@ def carried(ctx: ml.Context, tensor: T) -> T | Carried:
 
     Not a tensor (no mask, ``ml.CAUSAL``): itself too.
     """
-    if len(ctx.backend.devices) > 1 and isinstance(tensor, ml.Tensor):
+    backend = getattr(ctx, "backend", None)
+    if backend is not None and len(backend.devices) > 1 and isinstance(tensor, ml.Tensor):
         return Carried(ctx, tensor)
     return tensor
 

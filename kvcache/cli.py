@@ -1,6 +1,7 @@
 """Starts the ``kvcache`` command, whose parts are in kvcache.command.
 
-This module imports without the packages of the ``cli`` extra, to say so where they are missing.
+This module imports without the packages of the ``cli`` extra, to say so where they are missing, and
+quickly, so that there is a short message for Ctrl-C as soon as there can be one.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Any
 
-__all__ = ["app", "main"]
+TYPE_CHECKING = False  # typing's, without the cost of importing typing
+if TYPE_CHECKING:
+    from typing import Any
+
+__all__ = ["INTERRUPTED", "app", "main"]
 
 MISSING = "kvcache: {name} is not installed; the command needs: pip install 'ml-kvcache[cli]'"
 INTERRUPTED = 130
+"""The exit code for Ctrl-C, as shells have it: 128 + SIGINT."""
 _EXTRA = {"click", "rich", "typer"}
 
 app: Any  # the typer application: __getattr__ loads it when it is asked for
@@ -21,17 +26,68 @@ app: Any  # the typer application: __getattr__ loads it when it is asked for
 
 def main() -> None:
     """Run the command and exit: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
+    try:
+        before = _end_at_interrupt()
+        _mend_streams()
+        command = _app()
+        _raise_at_interrupt(before)
+        try:
+            command(prog_name="kvcache")
+        finally:
+            _flush()
+            _end_at_interrupt()
+    except KeyboardInterrupt:
+        print("kvcache: interrupted", file=sys.stderr)  # noqa: T201
+        sys.exit(INTERRUPTED)
+
+
+def _end_at_interrupt() -> Any:
+    """From now on Ctrl-C says so and ends the process there and then: for where nothing is lost by that.
+
+    Python's own answer, an exception wherever the interpreter happens to be, is lost or printed with a
+    trace in the midst of an import. Returns what answered until now; None, and nothing is changed, where
+    that is not Python (Ctrl-C is ignored in a job in the background), and in threads, which get no signals.
+    """
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return None
+    try:
+        return signal.signal(signal.SIGINT, _end)
+    except ValueError:  # not the main thread
+        return None
+
+
+def _raise_at_interrupt(before: Any) -> None:
+    """Go back to what answered ``before``."""
+    import signal
+
+    if before is not None:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(number: int, frame: object) -> None:
+    try:
+        os.write(2, b"kvcache: interrupted\n")
+    finally:
+        os._exit(INTERRUPTED)
+
+
+def _mend_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed by whoever started this
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without some character shows a "?"
             stream.reconfigure(errors="replace")
-    try:
-        _app()(prog_name="kvcache")
-    except KeyboardInterrupt:
-        print("kvcache: interrupted", file=sys.stderr)  # noqa: T201
-        sys.exit(INTERRUPTED)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:  # noqa: SIM105 - importing contextlib takes longer than all of this module
+            stream.flush()
+        except (OSError, ValueError):  # Python says so at its end
+            pass
 
 
 def _app() -> Any:

@@ -9,25 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 import ml
 from kvcache.batches import Group, check_sequence, group_batch
-from kvcache.cache import (
-    Batch,
-    ClosedError,
-    InvalidRangeError,
-    Mask,
-    OrderError,
-)
+from kvcache.binding import BoundCache
+from kvcache.cache import Batch, InvalidRangeError, Mask, OrderError
 from kvcache.carried import Carried, carried, near
-from kvcache.snapshots import EncoderSnapshot, carried_out, check_following, check_inside, check_kind
+from kvcache.snapshots import EncoderSnapshot, carried_out, check_following, check_inside
 from ml import nn
-
-if TYPE_CHECKING:
-    from kvcache.views.models import CachePicture
 
 __all__ = ["EncoderCache"]
 
@@ -57,7 +48,7 @@ class _Pass:
     """What was put while reserving."""
 
 
-class EncoderCache:
+class EncoderCache(BoundCache[_Pass]):
     """K and V of each sequence's encoder output, stored once and read by every later token.
 
     ``put`` after ``start_forward`` stores for the sequences of the batch that bring an item in
@@ -67,34 +58,25 @@ class EncoderCache:
     """
 
     def __init__(self) -> None:
-        self._config: ml.CacheConfig | None = None
-        self._backend: ml.Backend | None = None
-        self._closed = False
+        super().__init__()
         self._reset()
 
     def _reset(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._layer = 0
-        self._pass: _Pass | None = None
+        self._pass = None
         self._used = False
 
     def init(
         self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
     ) -> None:
         """Bind to ``backend``. ``capacity`` does not bound an encoder's output, which has its own length."""
-        if self._backend is not None:
-            raise OrderError("init: the cache is already bound to a backend; close it first")
-        for name, value in {"max_sequences": max_sequences, "capacity": capacity}.items():
-            if value < 1:
-                raise InvalidRangeError(f"init: {name}={value}; it is >= 1")
+        self._check_init(dtype, max_sequences=max_sequences, capacity=capacity)
         # An encoder's output is read whole at every step: block formats would unpack it each time.
         self._dtype = ml.DType.F16 if dtype.is_quantized else dtype
         self._max_sequences = max_sequences
         self._backend = backend
         self._closed = False
-
-    def set_config(self, config: ml.CacheConfig) -> None:
-        self.prepare_set_config(config)()
 
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
         """Check all that ``set_config`` may refuse; the callable returned then does it."""
@@ -105,13 +87,6 @@ class EncoderCache:
             self._config = config
 
         return commit
-
-    @property
-    def config(self) -> ml.CacheConfig:
-        if self._config is not None:
-            return self._config
-        backend = self._bound("config")
-        return backend.cache_config() if isinstance(backend, ml.SupportsCacheConfig) else ml.CacheConfig()
 
     def close(self) -> None:
         self._reset()
@@ -147,11 +122,6 @@ class EncoderCache:
             check_sequence("encoder_cached", seq, self._max_sequences)
             return seq in self._entries
         return all(group.seq in self._entries for group in self._started("encoder_cached").groups)
-
-    def set_layer(self, layer: int) -> None:
-        if layer < 0:
-            raise InvalidRangeError(f"set_layer: {layer}; layers count from 0")
-        self._layer = layer
 
     def put(
         self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor, lengths: Sequence[int] | None = None
@@ -295,10 +265,7 @@ class EncoderCache:
         self.prepare_remove(seq, begin, end)()
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        self._bound("remove")
-        check_sequence("remove", seq, self._max_sequences)
-        if begin < 0 or (end is not None and end < begin):
-            raise InvalidRangeError(f"remove: [{begin}, {end}); it needs 0 <= begin <= end")
+        self._check_remove(seq, begin, end)
 
         def commit() -> None:
             self._pass = None
@@ -317,20 +284,6 @@ class EncoderCache:
         """``position``: an encoder's output serves every later token."""
         self.can_resume(seq, position)
         return position
-
-    @property
-    def backend(self) -> ml.Backend:
-        return self._bound("backend")
-
-    @property
-    def max_sequences(self) -> int:
-        self._bound("max_sequences")
-        return self._max_sequences
-
-    def settings(self) -> dict[str, object]:
-        """As CausalCache.settings."""
-        self._bound("settings")
-        return {"kind": type(self).__name__, "dtype": self._dtype.name}
 
     # Snapshots.
 
@@ -355,9 +308,7 @@ class EncoderCache:
         self, seq: int, snapshot: EncoderSnapshot, target: int | None = None
     ) -> Callable[[], None] | None:
         """Check all that ``restore`` may refuse; None where it would give False."""
-        self._bound("restore")
-        check_sequence("restore", seq, self._max_sequences)
-        check_kind("restore", self, snapshot, EncoderSnapshot)
+        self._check_restore(seq, snapshot, EncoderSnapshot)
         end = snapshot.end if target is None else target
         if not snapshot.begin <= end <= snapshot.end:
             return None
@@ -409,25 +360,6 @@ class EncoderCache:
             id(t): t.nbytes for e in self._entries.values() for pair in e.layers.values() for t in pair
         }
         return sum(tensors.values())
-
-    def render(self) -> CachePicture:
-        """As CausalCache.render."""
-        from kvcache.views.caches import look
-
-        return look(self)
-
-    def _bound(self, op: str) -> ml.Backend:
-        if self._backend is None:
-            if self._closed:
-                raise ClosedError(f"{op}: the cache is closed; init binds it anew")
-            raise OrderError(f"{op}: the cache is bound to no backend; call init first")
-        return self._backend
-
-    def _started(self, op: str) -> _Pass:
-        self._bound(op)
-        if self._pass is None:
-            raise OrderError(f"{op}: no pass is under way; call start_forward first")
-        return self._pass
 
 
 def _lengths(count: int, total: int, lengths: Sequence[int] | None) -> list[int]:

@@ -15,35 +15,25 @@ them has, or that another session holds right now::
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from kvcache.arriving import page_in, restore_page
-from kvcache.cache import (
-    CacheFullError,
-    ClosedError,
-    InvalidRangeError,
-    NotSupportedError,
-    SequenceLostError,
-)
-from kvcache.layering import Layers, check_layers, layers_of_cache
+from kvcache.cache import CacheFullError, ClosedError, InvalidRangeError, SequenceLostError
+from kvcache.fetching import Fetcher
+from kvcache.finding import Finder, Source
+from kvcache.keeping import pieces_of, positions_due
+from kvcache.layering import Layers
 from kvcache.owners import check_unowned, disown, own
 from kvcache.session import PrefixStats, Session, SessionLimitError, SessionReplacedError, Tokens
-from kvcache.shelf import Held, Shelf, SnapshotCache, span_of
+from kvcache.shelf import Shelf, SnapshotCache
 from kvcache.snapshots import Snapshot
-from kvcache.stores import Chain, Keys, Page, SnapshotStore, open_store
-from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.stores import Keys, SnapshotStore, open_store
 from kvcache.tiers import HostTier, StoreTier
 from kvcache.transit import Transit
-from kvcache.trie import Node, common_length
 
 if TYPE_CHECKING:
     from kvcache.views.models import PrefixPicture
@@ -51,26 +41,13 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError"]
 
-log = logging.getLogger("kvcache")
-
-
-@dataclass(slots=True)
-class _Source:
-    """A prefix that can be had: from a session, or along nodes of the trie."""
-
-    length: int = 0
-    session: Session | None = None
-    nodes: tuple[Node[Held], ...] = ()
-    held: bool = False
-    """The sequence has it already."""
-
 
 class PrefixCache:
     """Sessions over one cache, which share their prefixes by a trie of snapshots.
 
     ``budget`` bounds the bytes of snapshots on the device (None: what the cache's cells have room for);
-    ``tiers`` are a HostTier and stores, from the nearest on: an open store, or what ``open_store`` takes.
-    Whatever is evicted goes to the next tier, the least recently used first.
+    ``tiers`` are a HostTier and stores, from the nearest on: an open store, what ``open_store`` takes, or
+    the Path of a folder. Whatever is evicted goes to the next tier, the least recently used first.
 
     ``identity`` says what computed K and V: model, weights, rope settings, tensor-parallel rank. A
     store, which others may use too, needs it. ``salt`` keeps apart what must not be shared. ``chunk`` is
@@ -100,8 +77,10 @@ class PrefixCache:
         in_flight: int = 256 << 20,
         layers: Layers | None = None,
     ) -> None:
-        if interval < 1:
-            raise InvalidRangeError(f"PrefixCache: interval={interval}; it is >= 1")
+        least = {"interval": (interval, 1), "backlog": (backlog, 0), "in_flight": (in_flight, 0)}
+        for name, (value, lowest) in {**least, "budget": (budget or 0, 0)}.items():
+            if value < lowest:
+                raise InvalidRangeError(f"PrefixCache: {name}={value}; it is >= {lowest}")
         if not identity and not all(isinstance(tier, HostTier) for tier in tiers):
             raise InvalidRangeError(
                 "PrefixCache: a store keeps snapshots for others and for later; identity= has to say which "
@@ -124,9 +103,8 @@ class PrefixCache:
         self.alphabet = self.shelf.alphabet
         self._sessions: dict[int, Session] = {}
         self._free = list(range(cache.max_sequences))
-        self._origins: Counter[str] = Counter()
+        self._finder = Finder(self.shelf, self._sessions, Fetcher(self.shelf, layers or {}))
         self._closed = False
-        self._layers = layers or {}
         cache.on_pressure = self.shelf.relieve
         own(cache, self)
 
@@ -148,9 +126,9 @@ class PrefixCache:
                 f"begin: {len(self._sessions)} sessions are open, one per sequence; close one first"
             )
         self.shelf.settle()
-        seq = self._free[0]
+        seq = min(self._free)  # which depends on nothing but the ones that are in use
         try:
-            cached = self._fill(seq, ids)
+            cached = self._finder.fill(seq, ids)
             self._schedule(seq, ids, cached)
             self._rolled_back(seq)
         except BaseException:
@@ -159,7 +137,7 @@ class PrefixCache:
             raise
         self._free.remove(seq)
         session = self._sessions[seq] = Session(self, seq, ids, cached)
-        self.stats.add(int(ids.size), self._origins)
+        self.stats.add(int(ids.size), self._finder.origins)
         return session
 
     def adopt(self, tokens: Tokens, snapshot: Snapshot) -> bool:
@@ -192,7 +170,7 @@ class PrefixCache:
         """How many of the tokens ``begin`` would find now, without a look into the stores."""
         self._check("longest")
         ids = self.alphabet.encode(tokens)
-        return self._best(ids, int(ids.size) - 1).length if ids.size else 0
+        return self._finder.best(ids, int(ids.size) - 1).length if ids.size else 0
 
     def pin(self, tokens: Tokens) -> int:
         """Evict what is kept of this prefix last; returns how many of the tokens that is."""
@@ -255,6 +233,18 @@ class PrefixCache:
         return tuple(self._sessions.values())
 
     @property
+    def on_restore(self) -> Callable[[int, int], None] | None:
+        """Called while a prefix comes back from host memory or stores: how many tokens of how many are there.
+
+        By the thread that restores it, for a bar, say; it raises nothing, and leaves the PrefixCache alone.
+        """
+        return self._finder.on_restore
+
+    @on_restore.setter
+    def on_restore(self, told: Callable[[int, int], None] | None) -> None:
+        self._finder.on_restore = told
+
+    @property
     def nbytes(self) -> dict[str, int]:
         """Bytes of snapshots per tier: "device", "host" where there is one, "writing" to stores.
 
@@ -291,221 +281,14 @@ class PrefixCache:
 
         return look_at_prefix(self, decode, nodes)
 
-    # Finding a prefix.
-
-    def _fill(self, seq: int, ids: np.ndarray) -> int:
-        """Make the sequence hold the longest prefix of ``ids`` that can be had; returns its length."""
-        limit = reach = int(ids.size) - 1
-        while True:
-            self._origins.clear()
-            source = self._best(ids, limit)
-            self.shelf.touch(ids[: source.length])
-            stored = self._longest_stored(ids, source.length, reach)
-            while stored > source.length:
-                reached = self._from_store(seq, ids, source, stored)
-                if reached is None:
-                    reach = stored - 1  # what cannot be had was dropped, or the store fails: look below it
-                    break
-                reached = self._go_on(seq, ids[:limit], reached)
-                progress = reached > source.length
-                source = _Source(reached, held=True)
-                stored = self._longest_stored(ids, reached, reach) if progress else reached
-            else:
-                if self._from_source(seq, ids, source):
-                    self.shelf.enforce()
-                    return source.length
-
-    def _best(self, ids: np.ndarray, limit: int) -> _Source:
-        best = _Source()
-        for session in self._sessions.values():
-            shared = min(common_length(session.computed(), ids), limit)
-            if shared > best.length:
-                length = self.cache.resume_point(session.seq, shared)
-                if length > best.length:
-                    best = _Source(length, session)
-        length, nodes = self.shelf.along(ids[:limit])
-        return _Source(length, nodes=nodes) if length > best.length else best
-
-    def _from_source(self, seq: int, ids: np.ndarray, source: _Source) -> bool:
-        """Whether the sequence holds the prefix now; a node that fails is dropped, and nothing is held."""
-        if source.held:
-            return True
-        if source.session is not None:
-            self.cache.copy_prefix(source.session.seq, seq, source.length)
-            self._origins["live"] += source.length
-            if not self.shelf.divisible:  # later snapshots build on this position
-                self.shelf.insert(seq, ids[: source.length], [self.cache.snapshot(seq, 0, source.length)])
-            return True
-        self.cache.remove(seq, 0)
-        shared = self.shelf.share(seq, source.nodes, source.length)
-        at = min(source.nodes[shared - 1].end, source.length) if shared else 0
-        self._origins["device"] += at
-        for node in source.nodes[shared:]:
-            target = min(node.end, source.length)
-            tier = self.shelf.restore(seq, node, target)
-            if tier is None:
-                self.cache.remove(seq, 0)
-                self.shelf.drop(node)
-                return False
-            self._origins[tier] += target - at
-            at = target
-        return True
-
-    def _go_on(self, seq: int, ids: np.ndarray, reached: int) -> int:
-        """Restore what follows the first ``reached`` tokens from nodes that what stores had leads to."""
-        length, nodes = self.shelf.beyond(ids, reached)
-        for node in nodes:
-            target = min(node.end, length)
-            tier = self.shelf.restore(seq, node, target)
-            if tier is None:
-                self.shelf.drop(node)
-                break
-            self._origins[tier] += target - reached
-            reached = target
-        return reached
-
-    def _longest_stored(self, ids: np.ndarray, length: int, limit: int) -> int:
-        if self.shelf.store is None or length >= limit:
-            return length
-        chain = self.shelf.keys.chain(self.alphabet.named(ids[:limit]))
-        return self.shelf.store.longest(chain, length, limit, self.shelf.divisible)
-
-    def _from_store(self, seq: int, ids: np.ndarray, source: _Source, stored: int) -> int | None:
-        """Restore what ``source`` has, and then pages of ``[0, stored)``; the length that is held now.
-
-        None, and nothing is held, where what is needed cannot be had.
-        """
-        if self.shelf.divisible:
-            return self._page_by_page(seq, ids[:stored], source)
-        pages = self._read_back(ids[:stored], source.length)
-        if not pages:
-            return None
-        first, _ = span_of(pages[0])
-        if first and not self._from_source(seq, ids, source):
-            return None
-        for page in pages:
-            if not self._restore_page(seq, page):
-                self.cache.remove(seq, 0)
-                self._drop_stored(ids, span_of(page)[1])
-                return None
-        if not first:
-            self._origins.clear()
-        self._origins["store"] += stored - sum(self._origins.values())
-        self.shelf.insert(seq, ids[:stored], self._pieces(seq, ids[:stored], first), stored=True)
-        self.shelf.enforce()
-        return stored
-
-    def _page_by_page(self, seq: int, ids: np.ndarray, source: _Source) -> int | None:
-        """Restore pages in order, each when it is read, as far as they follow one another."""
-        if not self._from_source(seq, ids, source):
-            return None
-        reached, size = source.length, self.shelf.keys.chunk
-        chain = self.shelf.keys.chain(self.alphabet.named(ids))
-        ends = (*range(reached - reached % size + size, int(ids.size), size), int(ids.size))
-        restore = self._page_straight if self._store.reads_straight else self._read_ahead
-        reached = restore(seq, ids, chain, reached, ends)
-        self._origins["store"] += reached - source.length
-        self.shelf.insert(seq, ids[:reached], (), stored=True)
-        self.shelf.enforce()
-        return reached
-
-    def _page_straight(
-        self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int]
-    ) -> int:
-        """Have pages read to where they will lie, the others from where the store has them."""
-        stuck = 0
-        while ends:
-            before = reached
-            if stuck < 2:  # the first may begin before what is held already; a cache that cannot never can
-                reached = page_in(self.cache, seq, self._store, chain, reached, ends)
-                stuck = stuck + 1 if reached == before else 0
-                ends = [end for end in ends if end > reached]
-            if ends:
-                found = self._store.page(chain.at(ends[0]))
-                if not self._restore_next(seq, ids, found, reached, ends[0]):
-                    break
-                reached, ends = ends[0], ends[1:]
-        return reached
-
-    def _read_ahead(self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int]) -> int:
-        """Restore each page while the next one is read."""
-        with contextlib.closing(self._store.pages([chain.at(end) for end in ends])) as pages:
-            for end in ends:
-                if not self._restore_next(seq, ids, next(pages), reached, end):
-                    break
-                reached = end
-        return reached
-
-    def _restore_next(self, seq: int, ids: np.ndarray, found: Page | None, reached: int, end: int) -> bool:
-        """Whether a page, which ends at ``end``, was put behind the first ``reached`` tokens."""
-        page = self._checked(ids, found, end)
-        if page is None:
-            return False
-        begin, _ = span_of(page)
-        before = self._read_back(ids[:begin], reached) if begin > reached else []
-        if begin > reached and not before:  # conversations part there, and what ends there is gone
-            return False
-        for part in (*before, page):
-            if not self._restore_page(seq, part):
-                self._drop_stored(ids, span_of(part)[1])
-                self.cache.remove(seq, reached)
-                return False
-        return True
-
-    def _read_back(self, ids: np.ndarray, floor: int) -> list[Page]:
-        """Pages that follow one another to the end of ``ids``, from ``floor`` or before; [] if one lacks."""
-        chain = self.shelf.keys.chain(self.alphabet.named(ids))
-        pages: list[Page] = []
-        at = int(ids.size)
-        while at > floor or not pages:
-            page = self._checked(ids, self._store.read(chain.at(at)), at)
-            if page is None:
-                return []
-            pages.append(page)
-            at, _ = span_of(page)
-        return pages[::-1]
-
-    @property
-    def _store(self) -> StoreTier:
-        assert self.shelf.store is not None
-        return self.shelf.store
-
-    def _checked(self, ids: np.ndarray, page: Page | None, end: int) -> Page | None:
-        """A stored page if it ends at ``end``; another one under its key is dropped."""
-        if page is None:
-            return None
-        try:
-            begin, last = span_of(page)
-        except SnapshotCorrupt:
-            begin, last = end, -1
-        if last == end and begin < end:
-            return page
-        self._drop_stored(ids, end)
-        return None
-
-    def _restore_page(self, seq: int, page: Page) -> bool:
-        try:
-            check_layers(page, self._layers or layers_of_cache(self.cache))
-            return restore_page(self.cache, seq, page)
-        except (SnapshotCorrupt, InvalidRangeError, AttributeError) as error:
-            log.warning("page-in: %s; the page is dropped and computed again", error)
-            return False  # of another cache than its key says
-
-    def _drop_stored(self, ids: np.ndarray, end: int) -> None:
-        assert self.shelf.store is not None
-        self.shelf.store.drop(self.shelf.keys.chain(self.alphabet.named(ids[:end])).at(end))
-
     # Keeping what a session computed.
 
     def _schedule(self, seq: int, ids: np.ndarray, cached: int) -> None:
         """Snapshots of whole content: where prompts part, at intervals, before the last token."""
         if self.shelf.divisible:
             return
-        last = int(ids.size) - 1
-        first = cached - cached % self.interval + self.interval
-        wanted = {last, self.shelf.trie.match(ids).length, *range(first, last, self.interval)}
-        wanted |= {common_length(other.encoded(), ids) for other in self._sessions.values()}
-        positions = sorted(position for position in wanted if cached < position <= last)
+        others = (other.encoded() for other in self._sessions.values())
+        positions = positions_due(self.shelf, ids, cached, self.interval, others)
         if positions:
             self.cache.schedule_snapshots(seq, positions)
 
@@ -524,7 +307,7 @@ class PrefixCache:
         try:
             if keep:
                 ids = session.computed()[:upto]
-                self.shelf.insert(seq, ids, self._pieces(seq, ids, session.kept))
+                self.shelf.insert(seq, ids, pieces_of(self.shelf, seq, ids, session.kept))
         except SequenceLostError:
             pass  # there is nothing to keep
         finally:
@@ -546,7 +329,7 @@ class PrefixCache:
             self._keep(session)
             length, nodes = self.shelf.along(ids)
             if length > point:
-                reached = self._restore_nearest(seq, ids, _Source(length, nodes=nodes))
+                reached = self._restore_nearest(seq, ids, Source(length, nodes=nodes))
                 session.kept = reached
                 self._rolled_back(seq)
                 return reached
@@ -554,16 +337,16 @@ class PrefixCache:
         self._rolled_back(seq)
         return point
 
-    def _restore_nearest(self, seq: int, ids: np.ndarray, source: _Source) -> int:
+    def _restore_nearest(self, seq: int, ids: np.ndarray, source: Source) -> int:
         """Restore along nodes; where one fails, along those that are left. Returns how far that went."""
         self.cache.cancel_snapshots(seq)
         try:
-            while not self._from_source(seq, ids, source):
+            while not self._finder.from_source(seq, ids, source):
                 length, nodes = self.shelf.along(ids)
-                source = _Source(length, nodes=nodes)
+                source = Source(length, nodes=nodes)
         except CacheFullError:  # others hold the cells: there is nothing left to go on from
             self.cache.remove(seq, 0)
-            source = _Source()
+            source = Source()
         self.shelf.touch(ids[: source.length])
         self._schedule(seq, ids, source.length)
         self.shelf.enforce()
@@ -573,22 +356,6 @@ class PrefixCache:
         """The lowest position that was taken out of the cache since the last call."""
         found = getattr(self.cache, "rolled_back", None)
         return None if found is None else found(seq)
-
-    def _pieces(self, seq: int, ids: np.ndarray, begin: int) -> list[Snapshot]:
-        """Snapshots of what is whole, which follow one another from ``begin`` on."""
-        size = int(ids.size)
-        if self.shelf.divisible:
-            return []
-        taken = [part for part in self.cache.take_snapshots(seq) if part.end <= size]
-        if begin and self.shelf.along(ids)[0] < begin:  # what they would follow was evicted since
-            taken, begin = [part for part in taken if not part.begin], 0
-        begin = taken[-1].end if taken else begin
-        if begin < size:
-            try:
-                taken.append(self.cache.snapshot(seq, begin, size))
-            except NotSupportedError:
-                return taken  # a window or a state that was rolled back and is not there any more
-        return taken
 
     def _check(self, op: str) -> None:
         if self._closed:
@@ -611,8 +378,11 @@ def _sorted_tiers(
         for tier in tiers[len(hosts) :]:
             if isinstance(tier, SnapshotStore):
                 stores.append(tier)
-            elif isinstance(tier, (str, PathLike)):
-                opened.append(open_store(fspath(tier)))
+            elif isinstance(tier, PathLike):
+                opened.append(open_store("file", path=fspath(tier)))
+                stores.append(opened[-1])
+            elif isinstance(tier, str):
+                opened.append(open_store(tier))
                 stores.append(opened[-1])
     except BaseException:
         for store in opened:

@@ -10,46 +10,23 @@ checkpoint, and computing again from there.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 import ml
 from kvcache.batches import Group, check_sequence, group_batch
-from kvcache.cache import (
-    Batch,
-    InvalidBatchError,
-    InvalidRangeError,
-    Mask,
-    NotSupportedError,
-    OrderError,
-    SequenceLostError,
-    ShiftFunction,
-)
+from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, Mask, ShiftFunction
+from kvcache.capturing_states import StateSnapshots
 from kvcache.causal import CausalCache, drop_middle
 from kvcache.scheduling import Schedule
-from kvcache.snapshots import RecurrentSnapshot, carried_out, check_inside, check_kind
-from kvcache.states import (
-    Arrangement,
-    Checkpoint,
-    HeldStates,
-    Pass,
-    StateBuffers,
-    StateRow,
-    arrange,
-    lost_in,
-)
-
-if TYPE_CHECKING:
-    from kvcache.views.models import CachePicture
+from kvcache.state_table import StateTable, shifted, state_lost
+from kvcache.states import Checkpoint, Pass
 
 __all__ = ["RecurrentCache"]
 
 
-class RecurrentCache:
+class RecurrentCache(StateSnapshots):
     """Per-sequence states, checkpoints of them, and a causal cache for the attention layers.
 
     ``conv_shape`` and ``state_shape`` are one sequence's: (channels, kernel - 1) and (heads, key_dim,
@@ -86,10 +63,9 @@ class RecurrentCache:
         self._forget()
 
     def _forget(self) -> None:
-        self._rows: list[StateRow] = []
-        self._buffers = StateBuffers(0)
-        self._pass: Pass | None = None
-        self._schedule: Schedule[RecurrentSnapshot] = Schedule()
+        self._states = StateTable(0)
+        self._pass = None
+        self._schedule = Schedule()
 
     # Setting up and closing.
 
@@ -99,8 +75,7 @@ class RecurrentCache:
         """Bind to ``backend``: a slot per sequence in every recurrent layer, allocated when first used."""
         self.attention.init(backend, dtype, max_sequences, capacity, max_batch)
         self._max_sequences = max_sequences
-        self._rows = [StateRow() for _ in range(max_sequences)]
-        self._buffers = StateBuffers(max_sequences, backend)
+        self._states = StateTable(max_sequences, backend, self._checkpoints, self._interval)
         self._conv = self._conv_dtype or (ml.DType.F32 if dtype.is_quantized else dtype)
 
     def set_config(self, config: ml.CacheConfig) -> None:
@@ -113,7 +88,7 @@ class RecurrentCache:
     def close(self) -> None:
         """As CausalCache.close: what snapshots hold of the states is copied out first."""
         self.attention.close()
-        self._buffers.release_all()
+        self._states.buffers.release_all()
         self._forget()
 
     # One pass.
@@ -124,7 +99,7 @@ class RecurrentCache:
         The tokens of each sequence come in ascending positions and begin at ``offset(seq)``: a
         recurrence cannot skip a token. InvalidBatchError otherwise, and as CausalCache.
         """
-        backend = self._bound("start_forward")
+        self._bound("start_forward")
         groups = group_batch(batch, self._max_sequences)
         if self._schedule and not reserve:
             for group in groups:
@@ -133,79 +108,29 @@ class RecurrentCache:
         if not reserve:
             for group in groups:
                 self._check_group(group)
-        under_way, lost = self.attention.pass_under_way(), _lost_rows(self._rows)
+        under_way, lost = self.attention.pass_under_way(), self._states.lost()
         self.attention.start_forward(ctx, batch, reserve)
         if reserve:
             self._pass = Pass(order, 0, reserve=True)
             return
         try:
-            self._start(backend, order, groups)
+            self._pass = self._states.start(order, groups)
         except BaseException:
-            if _lost_rows(self._rows) != lost:
+            if self._states.lost() != lost:
                 self._pass = under_way = None  # states of the pass under way may be among the lost
             self.attention.undo_forward(under_way)
             raise
 
     def _check_group(self, group: Group) -> None:
-        row = self._rows[group.seq]
+        row = self._states.rows[group.seq]
         if row.lost:
-            raise _lost("start_forward", group.seq)
+            raise state_lost("start_forward", group.seq)
         in_order = isinstance(group.rows, slice) or bool((np.diff(group.rows) > 0).all())
         if not in_order or not group.is_run() or group.lowest != row.offset:
             raise InvalidBatchError(
                 f"start_forward: positions {group.positions.tolist()} of sequence {group.seq}, whose "
                 f"recurrent state has seen {row.offset} tokens; they come in order and begin there"
             )
-
-    def _start(self, backend: ml.Backend, order: tuple[int, ...], groups: list[Group]) -> None:
-        """Take due checkpoints, then move states into place; only the last step writes."""
-        plan = arrange(self._rows, order, self._buffers.held().keys())
-        moved = (seq for seq, slot in plan.slots.items() if self._rows[seq].slot != slot)
-        before = {seq: replace(self._rows[seq]) for seq in {*order, *moved}}
-        taken = self._carry_out(backend, order, plan)
-        for seq, slot in plan.slots.items():
-            self._rows[seq].slot = slot
-        for group in groups:
-            row = self._rows[group.seq]
-            row.pending = None
-            row.offset += len(group)
-            if group.seq in taken:
-                self._keep(row, taken[group.seq])
-        self._pass = Pass(order, plan.start, before)
-
-    def _carry_out(
-        self, backend: ml.Backend, order: tuple[int, ...], plan: Arrangement
-    ) -> dict[int, Checkpoint]:
-        """The checkpoints that were due; the states are where ``plan`` wants them.
-
-        What is held in slots that are written now, or by the pass, is copied out before.
-        """
-        taken = {seq: self._point(self._rows[seq]) for seq in order if self._is_due(self._rows[seq])}
-        if not plan.moves and not plan.loads and not self._buffers.held(plan.written):
-            return taken
-        writing = False
-        try:
-            with backend.new_context() as ctx:
-                write = self._buffers.prepare(ctx, plan)
-                self._buffers.release(ctx, plan.written)
-                writing = True
-                write()
-                ctx.compute()
-        except BaseException:  # closing the context may fail too, when all is written
-            if writing:
-                lost_in(self._rows, plan)
-            raise
-        return taken
-
-    def _is_due(self, row: StateRow) -> bool:
-        if not self._checkpoints:
-            return False
-        last = max((point.offset for point in row.checkpoints), default=0)
-        return row.offset - last >= self._interval
-
-    def _keep(self, row: StateRow, checkpoint: Checkpoint) -> None:
-        others = [point for point in row.checkpoints if point.offset != checkpoint.offset]
-        row.checkpoints = (*others, checkpoint)[-self._checkpoints :] if self._checkpoints else ()
 
     def pass_under_way(self) -> object:
         """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
@@ -217,43 +142,14 @@ class RecurrentCache:
         States that it moved go back to where they were, so that the pass ``resume`` goes on with its
         views. A device that fails in this leaves the sequences that it moved lost.
         """
-        backend, current = self._bound("undo_forward"), self._pass
+        self._bound("undo_forward")
+        current = self._pass
         own, attention = resume if isinstance(resume, tuple) else (None, None)
         self.attention.undo_forward(attention)
         self._pass = None
         if current is not None:
-            self._move_back(backend, current.before)
+            self._states.take_back(current)
         self._pass = own
-
-    def _move_back(self, backend: ml.Backend, before: dict[int, StateRow]) -> None:
-        now = {seq: self._rows[seq].slot for seq in before}
-        for seq, row in before.items():
-            self._rows[seq] = replace(row, slot=None if row.slot is None else now[seq])
-        moved = [seq for seq, row in before.items() if row.slot is not None and now[seq] != row.slot]
-        intact = {row.slot for seq, row in enumerate(self._rows) if seq not in moved}
-        moves = {before[seq].slot: now[seq] for seq in moved}  # sharers of a slot hold the same state
-        pairs = tuple(
-            (source, target)
-            for target, source in moves.items()
-            if source is not None and target is not None and target not in intact
-        )
-        if pairs:
-            self._move(backend, pairs, moved)
-        for seq, row in before.items():
-            self._rows[seq].slot = row.slot
-
-    def _move(self, backend: ml.Backend, pairs: tuple[tuple[int, int], ...], moved: list[int]) -> None:
-        try:
-            with backend.new_context() as ctx:
-                plan = Arrangement(0, {}, pairs, ())
-                write = self._buffers.prepare(ctx, plan)
-                self._buffers.release(ctx, plan.written)
-                write()
-                ctx.compute()
-        except BaseException:
-            for seq in moved:
-                self._rows[seq].lost = True
-            raise
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -286,10 +182,11 @@ class RecurrentCache:
         current = self._started(f"{kind}_state")
         if layer < 0:
             raise InvalidRangeError(f"{kind}_state: layer {layer}; layers count from 0")
-        buffer = self._buffers.ensure(ctx, kind, layer, shape, dtype)
+        buffers = self._states.buffers
+        buffer = buffers.ensure(ctx, kind, layer, shape, dtype)
         if current.reserve:  # allocated and touched, but what sequences hold is not at hand
             return ctx.layer(layer).zeros((len(current.sequences), *shape), dtype)
-        self._buffers.copy_out(range(current.start, current.start + len(current.sequences)))
+        buffers.copy_out(range(current.start, current.start + len(current.sequences)))
         return buffer.slice(ctx, 0, current.start, current.start + len(current.sequences))
 
     def _set(self, ctx: ml.Context, op: str, state: ml.Tensor, t: ml.Tensor) -> None:
@@ -318,17 +215,11 @@ class RecurrentCache:
 
     # Sequences.
 
-    def offset(self, seq: int) -> int:
-        """How many tokens the state has seen: where the next batch of this sequence begins."""
-        self._bound("offset")
-        check_sequence("offset", seq, self._max_sequences)
-        return self._rows[seq].offset
-
     def checkpoint(self, seq: int) -> None:
         """Keep a copy of the state as it is now, when a pass has set the states of all layers."""
         taken = self.mark(seq, "checkpoint")
         if taken.offset:
-            self._keep(self._rows[seq], taken)
+            self._states.keep(self._states.rows[seq], taken)
 
     def mark(self, seq: int, op: str = "mark") -> Checkpoint:
         """A copy of the state as it is now, for ``prepare_return``; the caller's alone.
@@ -337,23 +228,12 @@ class RecurrentCache:
         """
         self._bound(op)
         check_sequence(op, seq, self._max_sequences)
-        row = self._rows[seq]
+        row = self._states.rows[seq]
         if row.lost:
-            raise _lost(op, seq)
-        taken = self._point(row)
+            raise state_lost(op, seq)
+        taken = self._states.point(row)
         taken.state.detach()
         return taken
-
-    def _point(self, row: StateRow) -> Checkpoint:
-        """The state of a row as it is now; nothing is copied."""
-        if row.slot is None:
-            return replace(row.pending or Checkpoint(0, HeldStates()), offset=row.offset)
-        return Checkpoint(row.offset, self._buffers.hold(row.slot))
-
-    def _row_at(self, point: Checkpoint, kept: tuple[Checkpoint, ...]) -> StateRow:
-        """A row that goes on from ``point``: in its slot where it still lies in one."""
-        slot = point.state.slot_in(self._buffers)
-        return StateRow(point.offset, slot, point if slot is None else None, kept)
 
     def prepare_return(self, seq: int, mark: Checkpoint) -> Callable[[], None]:
         """Check all that going back to ``mark`` may refuse; the callable returned then does it.
@@ -366,21 +246,14 @@ class RecurrentCache:
                 f"prepare_return: a mark at {mark.offset} of sequence {seq}, which is at {offset}"
             )
         cut = self.attention.prepare_remove(seq, mark.offset, None)
-        kept = tuple(point for point in self._rows[seq].checkpoints if point.offset <= mark.offset)
 
         def commit() -> None:
             self._pass = None
             cut()
-            self._rows[seq] = self._row_at(mark, kept) if mark.offset else StateRow(checkpoints=kept)
+            self._states.resume(seq, mark, mark.offset)
             self._schedule.cut(seq, mark.offset)
 
         return commit
-
-    def checkpoints(self, seq: int) -> tuple[int, ...]:
-        """The positions that a sequence can go back to exactly, ascending."""
-        self._bound("checkpoints")
-        check_sequence("checkpoints", seq, self._max_sequences)
-        return tuple(sorted(point.offset for point in self._rows[seq].checkpoints))
 
     def prepare_restore(self, seq: int, position: int) -> int | None:
         """Where ``remove(seq, position)`` would go: at or before ``position``; None: back to nothing."""
@@ -388,7 +261,7 @@ class RecurrentCache:
         check_sequence("prepare_restore", seq, self._max_sequences)
         if not self.attention.can_resume(seq, 0):  # a device failure took its keys
             return None
-        return self._at(self._rows[seq], position).offset or None
+        return self._states.row_before(self._states.rows[seq], position).offset or None
 
     def can_resume(self, seq: int, position: int) -> bool:
         """Whether the state of exactly ``position`` is there, or that of the beginning is meant."""
@@ -412,18 +285,18 @@ class RecurrentCache:
         self._bound("copy_prefix")
         check_sequence("copy_prefix", src_seq, self._max_sequences)
         check_sequence("copy_prefix", dst_seq, self._max_sequences)
-        source = self._rows[src_seq]
+        source = self._states.rows[src_seq]
         if source.lost:
-            raise _lost("copy_prefix", src_seq)
+            raise state_lost("copy_prefix", src_seq)
         if length < 0:
             raise InvalidRangeError(f"copy_prefix: length {length}; it is >= 0")
-        row = self._at(source, length)
+        row = self._states.row_before(source, length)
         share = self.attention.prepare_copy_prefix(src_seq, dst_seq, row.offset)
 
         def commit() -> None:
             self._pass = None
             share()
-            self._rows[dst_seq] = row
+            self._states.rows[dst_seq] = row
             self._schedule.replace(dst_seq)
 
         return commit
@@ -439,172 +312,30 @@ class RecurrentCache:
         self.prepare_remove(seq, begin, end)()
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        self._bound("remove")
-        check_sequence("remove", seq, self._max_sequences)
-        if begin < 0 or (end is not None and end < begin):
-            raise InvalidRangeError(f"remove: [{begin}, {end}); it needs 0 <= begin <= end")
-        row = self._rows[seq]
+        self._check_remove(seq, begin, end)
+        row = self._states.rows[seq]
         if end is None or end >= row.offset:
             if row.lost and begin > 0 and row.nearest(begin) is None:
-                raise _lost("remove", seq)
-            row = self._at(row, begin)
+                raise state_lost("remove", seq)
+            row = self._states.row_before(row, begin)
             cut = self.attention.prepare_remove(seq, row.offset, None)
         elif row.lost:
-            raise _lost("remove", seq)
+            raise state_lost("remove", seq)
         else:
             cut = self.attention.prepare_remove(seq, begin, end)
-            row = _shifted(row, begin, end)
+            row = shifted(row, begin, end)
 
         def commit() -> None:
             self._pass = None
             cut()
-            self._rows[seq] = row
+            self._states.rows[seq] = row
             self._schedule.cut(seq, min(begin, row.offset))
 
         return commit
 
-    # Snapshots.
-
-    def schedule_snapshots(self, seq: int, positions: Sequence[int]) -> None:
-        """As CausalCache.schedule_snapshots, but a batch has to end at each of ``positions``.
-
-        The state inside a batch is never there to be copied: a position that a batch runs past is
-        not taken. ``next_snapshot(seq)`` says where to end one.
-        """
-        self._schedule.add(seq, positions, self.offset(seq))
-
-    def cancel_snapshots(self, seq: int) -> None:
-        """As CausalCache.cancel_snapshots."""
-        self.offset(seq)
-        self._schedule.drop(seq)
-
-    def next_snapshot(self, seq: int) -> int | None:
-        """The next position at which a batch of this sequence should end; None: anywhere."""
-        return self._schedule.next(seq, self.offset(seq))
-
-    def take_snapshots(self, seq: int, upto: int | None = None) -> list[RecurrentSnapshot]:
-        """The scheduled snapshots that were taken since the last call, by position; those up to ``upto``."""
-        self.snapshots_taken(seq)
-        return self._schedule.take(seq, upto)
-
-    def snapshots_taken(self, seq: int) -> list[RecurrentSnapshot]:
-        """As CausalCache.snapshots_taken; takes the one that is due where the sequence is."""
-        self.offset(seq)
-        self._capture(seq)
-        return self._schedule.waiting(seq)
-
-    def rolled_back(self, seq: int) -> int | None:
-        """As CausalCache.rolled_back."""
-        self.offset(seq)
-        return self._schedule.lowest_cut(seq)
-
-    def _capture(self, seq: int) -> None:
-        """Take what is due, when a pass has set the states of all layers."""
-        offset = self._rows[seq].offset
-        for begin, end in self._schedule.due(seq, offset):
-            if end == offset:
-                self._schedule.taken(seq, self.snapshot(seq, begin, end))
-            else:
-                self._schedule.skip(seq, end)
-
-    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> RecurrentSnapshot:
-        """The state at ``end`` (None: where the sequence is), with the attention layers' [begin, end).
-
-        Nothing is copied until the state is about to be written over, by a pass of the sequence mostly.
-        Views that ``conv_state`` and ``recurrent_state`` gave before are not to be written any more: ask
-        for them again.
-
-        Raises NotSupportedError where no state of ``end`` is there: it is ``offset(seq)``, 0, or one of
-        ``checkpoints(seq)``.
-        """
-        self._bound("snapshot")
-        offset, row = self.offset(seq), self._rows[seq]
-        end = offset if end is None else end
-        if row.lost:
-            raise _lost("snapshot", seq)
-        attention = self.attention.snapshot(seq, begin, end)
-        return RecurrentSnapshot(attention, self._state_of(seq, row, end))
-
-    def _state_of(self, seq: int, row: StateRow, end: int) -> HeldStates:
-        if not end:
-            return HeldStates()
-        point = self._point(row) if end == row.offset else row.nearest(end)
-        if point is None or point.offset != end:
-            raise NotSupportedError(
-                f"snapshot: sequence {seq} has no state of position {end}; there are those of "
-                f"{[*self.checkpoints(seq), row.offset]}"
-            )
-        return point.state
-
-    def restore(self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None) -> bool:
-        """Make the sequence what it was at ``snapshot.end``: a state is whole, no other target will do.
-
-        A state that still lies in its slot is shared until one of its sequences goes on.
-        False, and nothing touched, for another target or where ``[0, begin)`` is not stored. What is
-        raised leaves the sequence as it was, as in CausalCache.restore.
-        """
-        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
-
-    def prepare_restore_snapshot(
-        self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None
-    ) -> Callable[[], None] | None:
-        """Check all that ``restore`` may refuse; None where it would give False."""
-        self._bound("restore")
-        check_sequence("restore", seq, self._max_sequences)
-        check_kind("restore", self, snapshot, RecurrentSnapshot)
-        if target not in (None, snapshot.end):
-            return None
-        here = snapshot.state.slot_in(self._buffers) is not None
-        if not here:
-            self._check_states(snapshot)
-        put_back = self.attention.prepare_restore_snapshot(seq, snapshot.attention)
-        if put_back is None:
-            return None
-        state = snapshot.state if here else snapshot.state.copies()
-
-        def commit() -> None:
-            put_back()
-            self._pass = None
-            point = Checkpoint(snapshot.end, state)
-            kept = tuple(other for other in self._rows[seq].checkpoints if other.offset <= snapshot.begin)
-            self._rows[seq] = self._row_at(point, kept) if snapshot.end else StateRow(checkpoints=kept)
-            self._schedule.cut(seq, snapshot.begin)
-            if snapshot.end:
-                self._keep(self._rows[seq], point)
-
-        return commit
-
-    def _check_states(self, snapshot: RecurrentSnapshot) -> None:
-        here = {
-            "conv": ((1, *self.conv_shape), self._conv),
-            "recurrent": ((1, *self.state_shape), ml.DType.F32),
-        }
-        with self._bound("restore").new_context() as ctx:
-            states = snapshot.state.read(ctx)
-        for (kind, layer), tensor in states.items():
-            shape, dtype = here[kind]
-            if tensor.shape != shape or tensor.dtype is not dtype:
-                raise InvalidRangeError(
-                    f"restore: the {kind} state {tensor.shape} {tensor.dtype.name} of layer {layer}; here it "
-                    f"is {shape} {dtype.name}"
-                )
-
-    def merge(self, parent: RecurrentSnapshot | None, child: RecurrentSnapshot) -> RecurrentSnapshot:
-        """The child's states; its attention layers joined with the parent's where those end as it begins."""
-        if parent is None or parent.end != child.begin:
-            return child
-        return RecurrentSnapshot(self.attention.merge(parent.attention, child.attention), child.state)
-
-    def join(self, parts: Sequence[RecurrentSnapshot]) -> RecurrentSnapshot:
-        """``merge`` of one or more, in order."""
-        return functools.reduce(self.merge, parts)
-
-    def split(
-        self, snapshot: RecurrentSnapshot, at: int
-    ) -> tuple[RecurrentSnapshot | None, RecurrentSnapshot]:
-        """(None, snapshot): there is no state of ``at`` in it."""
-        check_inside(snapshot, at)
-        return None, snapshot
+    def defrag(self) -> None:
+        """As CausalCache.defrag; every sequence's states have a slot of their own already."""
+        self.attention.defrag()
 
     def shift_context(self, seq: int, keep: int) -> int:
         """As CausalCache.shift_context; the recurrent state stays what it is."""
@@ -613,24 +344,6 @@ class RecurrentCache:
     def mark_lost(self, seq: int) -> None:
         """As CausalCache.mark_lost."""
         self.attention.mark_lost(seq)
-
-    def _at(self, row: StateRow, length: int) -> StateRow:
-        """A row with the state of ``length`` tokens, or of the nearest checkpoint before, or empty."""
-        if row.offset <= length and not row.lost:
-            return replace(row)
-        point = row.nearest(length)
-        if point is None:
-            return StateRow()
-        kept = tuple(other for other in row.checkpoints if other.offset <= point.offset)
-        return self._row_at(point, kept)
-
-    @property
-    def backend(self) -> ml.Backend:
-        return self._bound("backend")
-
-    @property
-    def max_sequences(self) -> int:
-        return self.attention.max_sequences
 
     def settings(self) -> dict[str, object]:
         """As CausalCache.settings."""
@@ -649,43 +362,6 @@ class RecurrentCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the states' buffers, of checkpoints that are copies, and of the attention layers."""
-        points = (point for row in self._rows for point in row.checkpoints)
+        points = (point for row in self._states.rows for point in row.checkpoints)
         shared = {id(tensor): tensor.nbytes for point in points for tensor in point.state.copied.values()}
-        return self._buffers.nbytes + sum(shared.values()) + self.attention.nbytes
-
-    def render(self) -> CachePicture:
-        """As CausalCache.render."""
-        from kvcache.views.caches import look
-
-        return look(self)
-
-    def _bound(self, op: str) -> ml.Backend:
-        return self.attention._bound(op)
-
-    def _started(self, op: str) -> Pass:
-        self._bound(op)
-        if self._pass is None:
-            raise OrderError(f"{op}: no pass is under way; call start_forward first")
-        return self._pass
-
-
-def _shifted(row: StateRow, begin: int, end: int) -> StateRow:
-    """The row after ``[begin, end)`` was taken out of the middle."""
-    distance = end - begin
-    points = [point for point in row.checkpoints if point.offset <= begin]
-    # The one at ``end`` would be at ``begin`` then, and the state of ``begin`` has seen none of it.
-    points += [
-        replace(point, offset=point.offset - distance) for point in row.checkpoints if point.offset > end
-    ]
-    return replace(row, offset=row.offset - distance, checkpoints=tuple(points))
-
-
-def _lost_rows(rows: Sequence[StateRow]) -> list[bool]:
-    return [row.lost for row in rows]
-
-
-def _lost(op: str, seq: int) -> SequenceLostError:
-    return SequenceLostError(
-        f"{op}: the device failed while the state of sequence {seq} was being moved; "
-        f"call remove({seq}, 0) and compute it again"
-    )
+        return self._states.buffers.nbytes + sum(shared.values()) + self.attention.nbytes

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.cache import InvalidRangeError
 from kvcache.outages import READING, WRITING, Outages
 from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreFull, StoreUnavailable
 from kvcache.stores.keys import Chain
@@ -30,6 +31,10 @@ class HostTier:
     """Host memory for snapshots that the device has no room for; ``budget`` in bytes, None for no limit."""
 
     budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.budget < 0:
+            raise InvalidRangeError(f"HostTier: budget={self.budget}; it is bytes >= 0, or None for no limit")
 
 
 @dataclass(eq=False, slots=True)

@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from kvcache.cache import InvalidRangeError
+
 __all__ = ["Alphabet", "Match", "Node", "Trie", "common_length"]
 
 Tokens = np.ndarray
@@ -30,18 +32,20 @@ class Alphabet:
         self._items: list[bytes] = []
 
     def encode(self, tokens: Sequence[int | bytes] | np.ndarray) -> Tokens:
-        """Raises TypeError or ValueError for what is neither bytes nor an id >= 0."""
+        """Raises InvalidRangeError for what is no sequence, and what is neither bytes nor an id >= 0."""
         if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
             found = tokens.astype(np.int64, copy=True).reshape(-1)
+        elif isinstance(tokens, (str, bytes, bytearray)) or not hasattr(tokens, "__len__"):
+            raise InvalidRangeError(f"tokens: {tokens!r:.60}; give a sequence, of ids and of items of bytes")
         elif set(map(type, tokens)) <= {int}:
             try:
                 found = np.array(tokens, dtype=np.int64)
             except OverflowError as error:
-                raise ValueError("tokens: an id of 2**63 or more; ids are below that") from error
+                raise InvalidRangeError("tokens: an id of 2**63 or more; ids are below that") from error
         else:
             return np.array([self._code(token) for token in tokens], dtype=np.int64)
         if found.size and int(found.min()) < 0:
-            raise ValueError(f"tokens: {int(found.min())}; ids are >= 0, other items are bytes")
+            raise InvalidRangeError(f"tokens: {int(found.min())}; ids are >= 0, other items are bytes")
         return found
 
     def decode(self, tokens: Tokens) -> list[int | bytes]:
@@ -64,9 +68,12 @@ class Alphabet:
                 self._codes[item] = -1 - len(self._items)
                 self._items.append(item)
             return self._codes[item]
-        value = operator.index(token)
+        try:
+            value = operator.index(token)
+        except TypeError as error:
+            raise InvalidRangeError(f"tokens: {token!r:.60}; ids are integers, other items bytes") from error
         if not 0 <= value < 2**63:
-            raise ValueError(f"tokens: {value}; ids are >= 0 and below 2**63, other items are bytes")
+            raise InvalidRangeError(f"tokens: {value}; ids are >= 0 and below 2**63, other items are bytes")
         return value
 
 

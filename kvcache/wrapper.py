@@ -201,6 +201,12 @@ class WrapperCache:
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
         return self._prepare("remove", seq, begin, end)
 
+    def defrag(self) -> None:
+        """As CausalCache.defrag, on every wrapped cache that has it."""
+        for cache in self.caches:
+            if hasattr(cache, "defrag"):
+                cache.defrag()
+
     def shift_context(self, seq: int, keep: int) -> int:
         """As CausalCache.shift_context, the same range in all caches."""
         return drop_middle(self, seq, keep, self.offset(seq))

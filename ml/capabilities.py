@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
 
 from ml.dtypes import STORAGE_DTYPES, DType
+from ml.errors import DTypeError, ShapeError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,10 +86,14 @@ class CacheConfig:
     def __post_init__(self) -> None:
         for name in ("cache_padding", "mask_batch_padding"):
             if getattr(self, name) < 1:
-                raise ValueError(f"CacheConfig: {name}={getattr(self, name)}; it is >= 1")
-        if not self.mask_dtype.is_float:
-            raise ValueError(f"CacheConfig: mask_dtype={self.mask_dtype!r}; a mask is F32, F16 or BF16")
-        object.__setattr__(self, "layout", Layout(self.layout))
+                raise ShapeError(f"CacheConfig: {name}={getattr(self, name)}; it is >= 1")
+        if self.mask_dtype not in (DType.F32, DType.F16, DType.BF16):
+            raise DTypeError(f"CacheConfig: mask_dtype={self.mask_dtype!r}; a mask is F32, F16 or BF16")
+        try:
+            object.__setattr__(self, "layout", Layout(self.layout))
+        except ValueError:
+            names = " or ".join(Layout)
+            raise ShapeError(f"CacheConfig: layout={self.layout!r}; it is {names}") from None
 
 
 @runtime_checkable

@@ -50,7 +50,12 @@ class DeviceError(MLError, RuntimeError):
 
 
 class GroupError(MLError, RuntimeError):
-    """Ranks could not be joined, or one has ended, stopped or come too late: the group is broken."""
+    """Ranks could not be joined, or one has ended, stopped or come too late: the group is broken.
+
+    ``late``: whether another rank was waited for as long as the limit lets it.
+    """
+
+    late = False
 
 
 class ClosedError(MLError, RuntimeError):

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import pluggy
 
 from ml.capabilities import Availability
-from ml.errors import PluginError
+from ml.errors import MLError, PluginError
 
 __all__ = ["FAILURES", "Hook", "PluginHost", "Record", "probe", "summary"]
 
@@ -29,7 +29,11 @@ class Record(Protocol):
     @property
     def name(self) -> str: ...
     @property
+    def install_hint(self) -> str: ...
+    @property
     def probe(self) -> Callable[[], Availability]: ...
+    @property
+    def open(self) -> Callable[..., Any]: ...
 
 
 R = TypeVar("R", bound=Record)
@@ -40,6 +44,8 @@ class Hook(Generic[R]):
     """One kind of plugin: what it provides, where it is announced, and the hook that returns its record.
 
     ``provides`` is the word of messages ("backend"); ``record_name`` is the record as authors import it.
+    ``call`` is the function that users open one by; it raises ``unknown`` where there is none of a name,
+    ``unavailable`` where it cannot be opened here.
     """
 
     provides: str
@@ -49,6 +55,9 @@ class Hook(Generic[R]):
     name: str
     record: type[R]
     record_name: str
+    call: str
+    unknown: type[MLError]
+    unavailable: type[MLError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,49 @@ class PluginHost(Generic[R]):
     def broken(self) -> dict[str, str]:
         """Plugins that could not be loaded, and why."""
         return {found.source: found.error for found in self._load() if found.spec is None}
+
+    def usable(self, name: str, note: str = "") -> R:
+        """The record of this name, whose probe is ok.
+
+        Raises the hook's ``unknown``, which lists what there is, or ``unavailable``, with the reason and
+        how to install it; ``note`` ends the message.
+        """
+        spec = self.specs().get(name)
+        if spec is None:
+            raise self._hook.unknown(f"{self._hook.call}: {self._missing(name)}{note}")
+        found = probe(spec)
+        if not found.ok:
+            said = not spec.install_hint or spec.install_hint in found.reason
+            hint = "" if said else f"; install it with: {spec.install_hint}"
+            raise self._hook.unavailable(
+                f"{self._hook.call}: {name!r} cannot run here: {found.reason}{hint}{note}"
+            )
+        return spec
+
+    def opened(self, spec: R, *arguments: Any, **options: Any) -> Any:
+        """What the record opens.
+
+        Its errors of this package, TypeError and ValueError (an option that it refuses) pass as they are;
+        others come as the hook's ``unavailable``.
+        """
+        try:
+            return spec.open(*arguments, **options)
+        except (MLError, TypeError, ValueError):
+            raise
+        except FAILURES as error:
+            message = f"{self._hook.call}: {spec.name!r} failed to open: {summary(error)}"
+            raise self._hook.unavailable(message) from error
+
+    def _missing(self, name: str) -> str:
+        broken = self.broken()
+        if name in broken:
+            return f"the plugin of {name!r} is broken: {broken[name]}"
+        others = f"; broken plugins: {broken}" if broken else ""
+        return f"no {self._hook.provides} {name!r}; there are: {self._listed()}{others}"
+
+    def _listed(self) -> str:
+        """What there is, as messages list it."""
+        return "; ".join(f"{spec.name} ({spec.install_hint})" for spec in self.specs().values())
 
     def _load(self) -> list[_Found[R]]:
         with self._lock:

@@ -15,8 +15,8 @@ from typing import Any
 
 from ml import hookspecs
 from ml.capabilities import BackendInfo, BackendSpec
-from ml.errors import BackendNotFoundError, BackendUnavailableError, MLError
-from ml.plugin_host import FAILURES, Hook, PluginHost, probe, summary
+from ml.errors import BackendNotFoundError, BackendUnavailableError
+from ml.plugin_host import Hook, PluginHost, probe
 from ml.protocols import Backend
 
 __all__ = [
@@ -39,6 +39,9 @@ _HOOK = Hook(
     name="ml_backend",
     record=BackendSpec,
     record_name="ml.BackendSpec",
+    call="open_backend",
+    unknown=BackendNotFoundError,
+    unavailable=BackendUnavailableError,
 )
 
 
@@ -56,9 +59,11 @@ class Registry(PluginHost[BackendSpec]):
 
     def open(self, name: str | None, options: dict[str, Any]) -> Backend:
         """Open by name, else by ``ML_BACKEND``, else the first by priority whose probe is ok."""
-        wanted = name or os.environ.get(ENVIRONMENT_VARIABLE) or None
-        if wanted is not None:
-            return self._open_named(wanted, options)
+        chosen = os.environ.get(ENVIRONMENT_VARIABLE) or None
+        if name:
+            return self._open_named(name, options)
+        if chosen is not None:
+            return self._open_named(chosen, options, asked_by=f" ({ENVIRONMENT_VARIABLE} asks for it)")
         reasons = []
         for spec in sorted(self.specs().values(), key=lambda spec: (-spec.priority, spec.name)):
             found = probe(spec)
@@ -66,48 +71,23 @@ class Registry(PluginHost[BackendSpec]):
                 reasons.append(f"{spec.name} ({found.reason})")
                 continue
             try:
-                return _open(spec, options)
+                opened: Backend = self.opened(spec, **options)
+                return opened
             except BackendUnavailableError as error:
                 warnings.warn(f"{error}; trying the next backend", RuntimeWarning, stacklevel=3)
                 reasons.append(str(error))
         reasons += [f"{source} ({error})" for source, error in self.broken().items()]
         raise BackendUnavailableError(f"open_backend: no backend can run here: {'; '.join(reasons)}")
 
-    def _open_named(self, name: str, options: dict[str, Any]) -> Backend:
-        specs = self.specs()
-        if name not in specs:
-            raise BackendNotFoundError(self._unknown(name, specs))
-        spec = specs[name]
-        found = probe(spec)
-        if not found.ok:
-            hint = f"; install it with: {spec.install_hint}" if spec.install_hint else ""
-            raise BackendUnavailableError(f"open_backend: {name!r} cannot run here: {found.reason}{hint}")
-        return _open(spec, options)
-
-    def _unknown(self, name: str, specs: dict[str, BackendSpec]) -> str:
-        broken = self.broken()
-        if name in broken:
-            return f"open_backend: the plugin of {name!r} is broken: {broken[name]}"
-        known = "; ".join(f"{spec.name} ({spec.install_hint})" for spec in specs.values())
-        others = f"; broken plugins: {broken}" if broken else ""
-        return f"open_backend: no backend {name!r}; there are: {known}{others}"
+    def _open_named(self, name: str, options: dict[str, Any], asked_by: str = "") -> Backend:
+        opened: Backend = self.opened(self.usable(name, asked_by), **options)
+        return opened
 
     def _info(self, spec: BackendSpec) -> BackendInfo:
         found = probe(spec)
         return BackendInfo(
             spec.name, found.ok, found.reason, found.version, found.devices, spec.priority, spec.install_hint
         )
-
-
-def _open(spec: BackendSpec, options: dict[str, Any]) -> Backend:
-    try:
-        return spec.open(**options)
-    except (MLError, TypeError, ValueError):  # an option that the backend refuses
-        raise
-    except FAILURES as error:
-        raise BackendUnavailableError(
-            f"open_backend: {spec.name!r} failed to open: {summary(error)}"
-        ) from error
 
 
 _registry: Registry | None = None

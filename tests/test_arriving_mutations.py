@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,11 @@ from kvcache.landing import Landing
 from kvcache.stores import MemoryStore
 from kvcache.stores.reading import FileReader
 
+from . import test_arriving as cases
+from . import test_layering as narrow
+
 Patch = pytest.MonkeyPatch
 BUGS: dict[str, Callable[[Patch], None]] = {}
-
-
-def load(name: str) -> Any:
-    """A module that lies beside this one."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-cases = load("test_arriving")
 
 
 def bug(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
@@ -119,7 +108,6 @@ def run_all(backend: ml.Backend, folder: Path, caplog: pytest.LogCaptureFixture)
             get, folder / str(page), "numpy", page, "runs", caplog
         )
     cases.test_an_interrupted_restore_leaves_the_cache_as_it_was(get, "numpy", "runs")
-    narrow = load("test_layering")
     narrow.test_a_page_of_other_layers_is_dropped_and_computed_again(
         backend, folder / "layers", "causal", False, narrow.lacking, caplog
     )

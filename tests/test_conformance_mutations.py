@@ -1,4 +1,4 @@
-"""The suite is itself tested: every deliberate bug of mutants.py is caught, an exact copy passes.
+"""The suite is itself tested: every deliberate bug of mutants/ is caught, an exact copy passes.
 
 Each backend here is a copy of the NumPy backend, registered under a name of its own as a third
 party's would be; the suite runs on it in a nested pytest session in this process.
@@ -30,8 +30,9 @@ from ml.testing import BackendTests
 from ml.testing.harness import BackendCase
 from ml.testing.refusals import RefusalTests
 
+from .mutants import MUTANTS
+
 NUMBERS = itertools.count()
-HERE = Path(__file__).parent
 
 
 def load(path: str | Path, name: str) -> ModuleType:
@@ -44,7 +45,6 @@ def load(path: str | Path, name: str) -> ModuleType:
     return module
 
 
-mutants: Any = load(HERE / "mutants.py", "mutants_of_the_numpy_backend")
 AREAS = [area for area in BackendTests.__mro__ if issubclass(area, BackendCase)][1:-1]
 
 
@@ -121,7 +121,7 @@ def run_suite(tmp_path: Path) -> Iterator[Any]:
 # Bugs.
 
 
-@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_bug_is_caught_by_its_area(mutant: Any, copy: ModuleType, run_suite: Any) -> None:
     mutant.plant(copy)
     (caught_by,) = run_suite(copy, mutant.area).failed
@@ -135,7 +135,7 @@ def test_an_exact_copy_passes_everything(copy: ModuleType, run_suite: Any) -> No
 
 
 def test_every_area_of_the_suite_has_a_bug_of_its_own() -> None:
-    assert {mutant.area for mutant in mutants.MUTANTS} == set(AREAS)
+    assert {mutant.area for mutant in MUTANTS} == set(AREAS)
 
 
 def test_no_test_hides_another_of_the_same_name() -> None:

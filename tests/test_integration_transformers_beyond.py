@@ -123,6 +123,16 @@ class TestStorage:
         bits = {ml.DType.F16: 16, ml.DType.Q8_0: 8.5, ml.DType.Q4_0: 4.5}[dtype]
         assert small.nbytes * 32 == plain.nbytes * bits
 
+    def test_a_dtype_of_torch_names_the_storage_too_and_anything_else_is_refused(self) -> None:
+        made, ids = hf.model("llama"), hf.tokens(1, 6)
+        cache = HFCache(made.config, capacity=64, dtype=torch.float16)
+        feed(made, cache, ids)
+        same = HFCache(made.config, capacity=64, dtype=ml.DType.F16)
+        feed(made, same, ids)
+        assert cache.nbytes == same.nbytes
+        with pytest.raises(ml.DTypeError, match=r"dtype='float16'.*ml.DType.*torch.dtype"):
+            HFCache(made.config, dtype="float16")  # type: ignore[arg-type]
+
     @pytest.mark.parametrize("backend", ["numpy", "mlx", "torch"])
     def test_keys_on_another_backend(self, backend: str, open_any: Any) -> None:
         made = hf.model("gemma3")

@@ -55,7 +55,7 @@ class Follower:
         some = self.ctx.zeros((len(positions), 1, 1), ml.DType.F32)
         self.cache.put(self.ctx, some, some)
         mask = self.cache.get(self.ctx)[2]
-        forward = self.cache._forward
+        forward = self.cache.pass_under_way()
         reading, _ = forward.shared(self.ctx)
         expected = reading.mask(len(positions), forward.lower, forward.lifted, self.padding)
         np.testing.assert_array_equal(mask.to_numpy(), expected)
@@ -113,7 +113,7 @@ def test_a_kept_mask_is_written_in_place_and_not_made_anew(backend: ml.Backend) 
         kept = []
         for position in range(2, 12):
             follower.decode(position, [0, 1, 2])
-            kept.append(follower.cache._forward.kept.tensor)
+            kept.append(follower.cache.pass_under_way().kept.tensor)
         assert len({id(tensor) for tensor in kept}) <= 4  # a new one whenever the spare columns are used up
 
 

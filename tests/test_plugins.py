@@ -99,7 +99,7 @@ def test_the_environment_may_name_what_cannot_run_and_says_so(
         [install("a", spec("a")), install("b", spec("b", probe=lambda: Availability(False, "no GPU")))]
     )
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "b")
-    with pytest.raises(ml.BackendUnavailableError, match=r"'b'.*no GPU.*pip install b"):
+    with pytest.raises(ml.BackendUnavailableError, match=r"'b'.*no GPU.*pip install b.*ML_BACKEND"):
         found.open(None, {})
 
 
@@ -116,8 +116,12 @@ def test_the_environment_may_not_name_what_does_not_exist(
     install: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "x")
-    with pytest.raises(ml.BackendNotFoundError, match="'x'"):
-        Registry([install("a", spec("a"))]).open(None, {})
+    found = Registry([install("a", spec("a"))])
+    with pytest.raises(ml.BackendNotFoundError, match=r"'x'.*ML_BACKEND"):
+        found.open(None, {})
+    with pytest.raises(ml.BackendNotFoundError, match="'y'") as caught:
+        found.open("y", {})
+    assert "ML_BACKEND" not in str(caught.value)
 
 
 def test_an_option_that_the_backend_refuses_is_its_own_error(install: Any) -> None:

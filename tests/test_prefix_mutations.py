@@ -16,6 +16,7 @@ from kvcache import cutting, paging, prefix, shelf, tiers, transit, trie
 from kvcache.causal import CausalCache
 from kvcache.encoder import EncoderCache
 from kvcache.eviction import Ledger
+from kvcache.finding import Finder
 from kvcache.prefix import PrefixCache, Session
 from kvcache.scheduling import REPLACED, Schedule
 from kvcache.shelf import Held, Shelf
@@ -193,8 +194,8 @@ def a_page_whose_axes_are_put_back_in_another_order(patch: Patch) -> None:
 
 @bug("test_one_token_is_always_left")
 def no_token_left_to_evaluate(patch: Patch) -> None:
-    original = PrefixCache._best
-    patch.setattr(PrefixCache, "_best", lambda self, ids, limit: original(self, ids, limit + 1))
+    original = Finder.best
+    patch.setattr(Finder, "best", lambda self, ids, limit: original(self, ids, limit + 1))
 
 
 @bug("test_what_was_removed_behind_its_back_is_not_trusted", "causal")
@@ -204,14 +205,14 @@ def what_was_removed_still_trusted(patch: Patch) -> None:
 
 @bug("test_the_least_recently_used_goes_first_and_a_hit_refreshes")
 def a_hit_that_refreshes_nothing(patch: Patch) -> None:
-    original = PrefixCache._fill
+    original = Finder.fill
 
-    def fill(self: PrefixCache, *args: Any) -> int:
+    def fill(self: Finder, *args: Any) -> int:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(Shelf, "touch", lambda self, ids: None)
             return original(self, *args)
 
-    patch.setattr(PrefixCache, "_fill", fill)
+    patch.setattr(Finder, "fill", fill)
 
 
 @bug("test_of_one_conversation_the_deepest_goes_first")

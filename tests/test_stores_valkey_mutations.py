@@ -1,4 +1,4 @@
-"""Bugs planted in ValkeyStore: the tests of test_stores_valkey.py notice each of them."""
+"""Bugs planted in ValkeyStore: its tests notice each of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,28 @@ from kvcache.stores.valkey.digests import Digests
 from kvcache.stores.valkey.entries import Entries
 from kvcache.stores.valkey.link import Link
 
-from . import test_stores_valkey as suite
-from .test_stores_valkey import client, open_here, pytestmark, server, store
+from . import (
+    test_stores_valkey,
+    test_stores_valkey_access,
+    test_stores_valkey_damage,
+    test_stores_valkey_full,
+)
+from .valkey_rig import client, open_here, served, server, store
 
-__all__ = ["client", "open_here", "pytestmark", "server", "store"]
+__all__ = ["client", "open_here", "server", "store"]
 
+pytestmark = served
+SUITE: dict[str, Any] = {
+    name: value
+    for module in (
+        test_stores_valkey,
+        test_stores_valkey_access,
+        test_stores_valkey_damage,
+        test_stores_valkey_full,
+    )
+    for name, value in vars(module).items()
+    if name.startswith("test_")
+}
 Patch = pytest.MonkeyPatch
 BUGS: dict[str, tuple[Callable[[Patch], None], str, dict[str, Any]]] = {}
 
@@ -140,7 +157,7 @@ def names_without_the_prefix(patch: Patch) -> None:
 @pytest.mark.parametrize("name", list(BUGS))
 def test_a_planted_bug_is_noticed(name: str, request: pytest.FixtureRequest) -> None:
     plant, test, arguments = BUGS[name]
-    function = getattr(suite, test)
+    function = SUITE[test]
     wanted = inspect.signature(function).parameters.keys() - arguments.keys()
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
@@ -152,6 +169,6 @@ def test_a_planted_bug_is_noticed(name: str, request: pytest.FixtureRequest) -> 
 @pytest.mark.parametrize("name", list(BUGS))
 def test_without_the_bug_the_same_test_passes(name: str, request: pytest.FixtureRequest) -> None:
     _, test, arguments = BUGS[name]
-    function = getattr(suite, test)
+    function = SUITE[test]
     wanted = inspect.signature(function).parameters.keys() - arguments.keys()
     function(**{fixture: request.getfixturevalue(fixture) for fixture in wanted}, **arguments)

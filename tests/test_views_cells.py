@@ -162,7 +162,7 @@ def test_looking_changes_nothing(numpy_backend: ml.Backend) -> None:
     cache = bound(SlidingWindowCache(3), numpy_backend)
     store_batch(cache, numpy_backend, [0, 0, 1], [0, 1, 0])
     snapshot = cache.snapshot(0)
-    table, forward = cache._table, cache._forward
+    table, forward = cache._table, cache.pass_under_way()
 
     def state() -> Any:
         rows = [(row.positions.tolist(), row.cells.tolist(), row.contiguous) for row in table.rows]
@@ -175,7 +175,7 @@ def test_looking_changes_nothing(numpy_backend: ml.Backend) -> None:
         assert drawn
     assert state() == before
     assert snapshot.in_cache
-    assert cache._forward is forward, "the pass under way goes on"
+    assert cache.pass_under_way() is forward, "the pass under way goes on"
     store(cache, numpy_backend, 0, [2, 3])
     assert picture.maps[0].sequences[0].last == 1, "a picture stays what it was"
 
@@ -207,7 +207,7 @@ def test_recurrent_states_with_their_checkpoints(numpy_backend: ml.Backend) -> N
     assert isinstance(cells, CellMap)
     assert isinstance(states, StatesView)
     (row,) = states.rows
-    assert (row.seq, row.tokens, row.slot, row.checkpoints) == (1, 5, cache._rows[1].slot, (2,))
+    assert (row.seq, row.tokens, row.slot, row.checkpoints) == (1, 5, cache._states.rows[1].slot, (2,))
     assert states.slots == 3
     assert states.nbytes + cells.nbytes == cache.nbytes
 

@@ -1,5 +1,7 @@
 """Causal caches: all of the past (full.py), a sliding window of it, or the current chunk (windows.py).
 
+placing.py finds cells for a batch; sequences.py shares, removes and moves what is stored.
+
 After Ollama's kvcache/causal.go.
 """
 

@@ -8,52 +8,44 @@ s with position <= p; a window w adds position >= p - w, a chunk c adds position
     window 2       . . . . x x x .        itself and the 2 before it
     chunk 4        . . . . x x x .        from the start of its chunk of 4
 
-Cell metadata lives in cells.py, the tensors in buffers.py, what a pass reads in reading.py.
+Cell metadata lives in cells.py, the tensors in buffers.py, what a pass reads in reading.py; what is done to
+sequences between passes in sequences.py, snapshots of them in capturing.py.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 import ml
-from kvcache import attending, moving
+from kvcache import attending
 from kvcache.batches import Group, check_sequence, group_batch
 from kvcache.buffers import LayerBuffers
 from kvcache.cache import (
     Batch,
-    Cache,
     CacheFullError,
-    ClosedError,
     InvalidBatchError,
     InvalidRangeError,
-    KVCacheError,
     Mask,
     NotSupportedError,
     OrderError,
-    SequenceLostError,
     ShiftFunction,
 )
-from kvcache.capturing import AttentionSnapshots
+from kvcache.causal.placing import place
+from kvcache.causal.sequences import AttentionSequences, drop_middle, lost_error
 from kvcache.cells import CellTable, SavedRow
 from kvcache.fixed import FixedPass, GraphTensors
 from kvcache.forward import Forward
 from kvcache.reading import LowerBound
 from kvcache.scheduling import Schedule
-from kvcache.snapshots import AttentionSnapshot
 from ml import nn
-
-if TYPE_CHECKING:
-    from kvcache.views.models import CachePicture
 
 __all__ = ["CausalCache", "drop_middle"]
 
 
-class CausalCache(AttentionSnapshots):
+class CausalCache(AttentionSequences):
     """Keeps every token; a query sees all of its own sequence up to itself.
 
     ``shift`` re-encodes stored keys for new positions; without it, tokens cannot be removed from the
@@ -61,17 +53,10 @@ class CausalCache(AttentionSnapshots):
     """
 
     def __init__(self, shift: ShiftFunction | None = None) -> None:
+        super().__init__()
         self._shift = shift
-        self._config: ml.CacheConfig | None = None
-        self._backend: ml.Backend | None = None
-        self._closed = False
-        self._layer = 0
-        self._forward: Forward | None = None
-        self._buffers: dict[int, LayerBuffers] = {}
         self._fixed: dict[int, FixedPass] = {}
         self._undo: dict[int, SavedRow] = {}
-        self._lazy = []
-        self._schedule: Schedule[AttentionSnapshot] = Schedule()
 
     # Setting up and closing.
 
@@ -82,15 +67,7 @@ class CausalCache(AttentionSnapshots):
 
         Nothing is allocated before the first ``put``. ``max_batch`` is the largest batch expected.
         """
-        if self._backend is not None:
-            raise OrderError("init: the cache is already bound to a backend; close it first")
-        for name, value in (
-            ("max_sequences", max_sequences),
-            ("capacity", capacity),
-            ("max_batch", max_batch),
-        ):
-            if value < 1:
-                raise InvalidRangeError(f"init: {name}={value}; it is >= 1")
+        self._check_init(dtype, max_sequences=max_sequences, capacity=capacity, max_batch=max_batch)
         self._dtype = dtype
         self._max_sequences, self._capacity, self._max_batch = max_sequences, capacity, max_batch
         self._backend = backend
@@ -101,16 +78,9 @@ class CausalCache(AttentionSnapshots):
             raise
         self._closed = False
 
-    def set_config(self, config: ml.CacheConfig) -> None:
-        """Arrange tensors by ``config`` instead of what the backend asks for.
-
-        Before ``init``, or after it while nothing has been stored; OrderError later.
-        """
-        self.prepare_set_config(config)()
-
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
         """Check all that ``set_config`` may refuse; the callable returned then does it."""
-        if self._buffers or self._forward is not None or (self._backend and any(self._table.occupied())):
+        if self._buffers or self._pass is not None or (self._backend and any(self._table.occupied())):
             raise OrderError("set_config: tokens are stored already; configure before the first batch")
 
         def commit() -> None:
@@ -133,16 +103,6 @@ class CausalCache(AttentionSnapshots):
         self._backend = None
         self._layer = 0
         self._closed = True
-
-    @property
-    def config(self) -> ml.CacheConfig:
-        """What holds: the one set, else the backend's own, else the defaults."""
-        if self._config is not None:
-            return self._config
-        backend = self._bound("config")
-        if isinstance(backend, ml.SupportsCacheConfig):
-            return backend.cache_config()
-        return ml.CacheConfig()
 
     def _make_table(self) -> None:
         self._active = self.config
@@ -191,23 +151,24 @@ class CausalCache(AttentionSnapshots):
         table = self._table
         if reserve:
             self._changed()
-            self._forward = Forward(table, self._active, self._lower(), len(batch), groups, 0, reserve=True)
+            self._pass = Forward(table, self._active, self._lower(), len(batch), groups, 0, reserve=True)
             return
         for group in groups:
             row = table.rows[group.seq]
             if row.lost:
-                raise _lost("start_forward", group.seq)
+                raise lost_error("start_forward", group.seq)
             if len(row) and row.holds_any(group.positions):
                 raise InvalidBatchError(
                     f"start_forward: sequence {group.seq} holds one of positions {group.positions[0]} to "
                     f"{group.positions[-1]} already; remove them first"
                 )
-        cells = self._place(len(batch), groups)
-        kept = None if self._forward is None else self._forward.kept
+        self._make_room(len(batch), groups)
+        cells = place(table, groups, len(batch))
+        kept = None if self._pass is None else self._pass.kept
         forward = Forward(table, self._active, self._lower(), len(batch), groups, cells, kept=kept)
         if self._active.fixed_shapes:
             forward = self._fix(ctx, forward)
-        self._forward = forward
+        self._pass = forward
         if self._schedule:
             for group in groups:
                 self._capture(group.seq)
@@ -249,8 +210,8 @@ class CausalCache(AttentionSnapshots):
         key, value = self._buffers[layer].read_as_configured(ctx, 0, self._table.cells)
         return GraphTensors(key, value, forward.fixed.slots, forward.fixed.mask)
 
-    def _place(self, tokens: int, groups: list[Group]) -> int | np.ndarray:
-        """Evict, then give every token a cell; everything or nothing."""
+    def _make_room(self, tokens: int, groups: list[Group]) -> None:
+        """Evict what windows no longer see, so that ``tokens`` cells are free; everything or nothing."""
         table = self._table
         evictions = self._evictions(groups)
         saved = {seq: table.save_row(seq) for seq, _ in evictions}
@@ -267,41 +228,10 @@ class CausalCache(AttentionSnapshots):
             self._restore(saved)
             raise
         self._undo = saved
-        if len(groups) == 1:
-            return self._place_one(groups[0])
-        cells = np.empty(tokens, dtype=np.int64)
-        for group in groups:
-            chosen = self._place_group(group)
-            cells[group.rows] = chosen if len(group) == 1 else group.spread(chosen)
-        first = int(cells[0])
-        return first if bool((cells == np.arange(first, first + tokens)).all()) else cells
-
-    def _place_one(self, group: Group) -> int | np.ndarray:
-        chosen = self._place_group(group)
-        if isinstance(group.rows, slice):
-            return chosen
-        cells = np.empty(len(group), dtype=np.int64)
-        cells[group.rows] = group.spread(chosen)
-        return cells
-
-    def _place_group(self, group: Group) -> int | np.ndarray:
-        """Cells for a group's ascending positions, taken."""
-        table, count = self._table, len(group)
-        if count == 1 and (cell := table.append(group.seq, group.lowest)) is not None:
-            return cell
-        chosen = table.choose(group.seq, count)
-        if isinstance(chosen, int):
-            if group.is_run() and group.lowest > table.rows[group.seq].last:
-                table.take_run(group.seq, group.lowest, chosen, count)
-            else:
-                table.take(group.seq, group.positions, np.arange(chosen, chosen + count))
-        else:
-            table.take(group.seq, group.positions, chosen)
-        return chosen
 
     def pass_under_way(self) -> object:
         """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
-        return self._forward
+        return self._pass
 
     def undo_forward(self, resume: object = None) -> None:
         """Take back the last ``start_forward``, evictions included, as if it had not been called.
@@ -315,11 +245,16 @@ class CausalCache(AttentionSnapshots):
         self._restore(saved)
         for seq in saved:
             self._schedule.cut(seq, self._table.rows[seq].last + 1)
-        self._forward = resume if isinstance(resume, Forward) else None
+        self._pass = resume if isinstance(resume, Forward) else None
 
     def _restore(self, saved: dict[int, SavedRow]) -> None:
         for seq, row in saved.items():
             self._table.restore_row(seq, row)
+
+    def _changed(self) -> None:
+        """Sequences changed: the pass under way ends, and cannot be undone any more."""
+        self._pass = None
+        self._undo = {}
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
         """Let the batch's tokens at the indices ``except_`` see what comes after them too.
@@ -336,18 +271,13 @@ class CausalCache(AttentionSnapshots):
         forward.lift(indices)
         forward.fill(ctx)
 
-    def set_layer(self, layer: int) -> None:
-        if layer < 0:
-            raise InvalidRangeError(f"set_layer: {layer}; layers count from 0")
-        self._layer = layer
-
     def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
         """Store K (tokens, kv_heads, head_dim) and V (tokens, kv_heads, v_dim) of the current layer.
 
         In the order of the batch, converted to the cache's dtype. The first one fixes the layer's
         shapes and allocates its buffers. Raises InvalidRangeError for other shapes.
         """
-        forward = self._forward or self._started("put")
+        forward = self._pass or self._started("put")
         buffers = self._buffers.get(self._layer)
         if (
             buffers is not None
@@ -396,7 +326,7 @@ class CausalCache(AttentionSnapshots):
         V is (kv_heads, head_dim, history) when the config says ``permuted_v``. Views of the cache
         where the cells lie close together, else gathered copies.
         """
-        forward = self._forward or self._started("get")
+        forward = self._pass or self._started("get")
         buffers = self._buffers.get(self._layer) or self._stored("get")
         if forward.reserve:
             return (*buffers.read_as_configured(ctx, 0, self._table.cells), self._reserve_mask(ctx, forward))
@@ -414,7 +344,7 @@ class CausalCache(AttentionSnapshots):
 
         Each sequence reads its own cells, so that n sequences cost n and not n * n.
         """
-        forward = self._forward or self._started("attend")
+        forward = self._pass or self._started("attend")
         buffers = self._stored("attend")
         if query.shape[0] != forward.tokens:
             raise InvalidRangeError(f"attend: query {query.shape} for a batch of {forward.tokens} tokens")
@@ -423,143 +353,17 @@ class CausalCache(AttentionSnapshots):
             return nn.attention(ctx, query, key, value, self._reserve_mask(ctx, forward), scale, sinks)
         return attending.attend(ctx, forward, buffers, query, scale, sinks)
 
+    def _stored(self, op: str) -> LayerBuffers:
+        try:
+            return self._buffers[self._layer]
+        except KeyError:
+            raise OrderError(f"{op}: layer {self._layer} stores nothing yet; put comes first") from None
+
     def _reserve_mask(self, ctx: ml.Context, forward: Forward) -> ml.Tensor:
         rows = -(-forward.tokens // self._active.mask_batch_padding) * self._active.mask_batch_padding
         return ctx.input().zeros((rows, self._table.cells), self._active.mask_dtype)
 
-    # Sequences.
-
-    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
-        """Empty ``dst_seq``, then let it share the cells of ``src_seq`` at positions ``[0, length)``."""
-        self.prepare_copy_prefix(src_seq, dst_seq, length)()
-
-    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
-        """Check all that ``copy_prefix`` may refuse; the callable returned then does it."""
-        self._bound("copy_prefix")
-        check_sequence("copy_prefix", src_seq, self._max_sequences)
-        check_sequence("copy_prefix", dst_seq, self._max_sequences)
-        if src_seq == dst_seq:
-            raise InvalidRangeError(f"copy_prefix: sequence {src_seq} to itself; remove(seq, length) cuts it")
-        if length < 0:
-            raise InvalidRangeError(f"copy_prefix: length {length}; it is >= 0")
-        source = self._table.rows[src_seq]
-        if source.lost:
-            raise _lost("copy_prefix", src_seq)
-
-        def commit() -> None:
-            self._changed()
-            self._clear(dst_seq)
-            self._schedule.replace(dst_seq)
-            self._table.share(src_seq, dst_seq, source.index(length))
-
-        return commit
-
-    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
-        """Forget positions ``[begin, end)`` of a sequence; None: to its end.
-
-        Tokens at or after ``end`` move down by ``end - begin``, their keys re-encoded by the shift
-        function. A shared token only loses this sequence.
-
-        Raises NotSupportedError where something has to move and there is no shift function, the
-        token is shared, or (with a window) the sequence could then not resume at its end;
-        InvalidRangeError for a range that means nothing. Nothing is touched before all that is known.
-        """
-        self.prepare_remove(seq, begin, end)()
-
-    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        """Check all that ``remove`` may refuse and compute shifted keys; the callable then does it."""
-        backend = self._bound("remove")
-        check_sequence("remove", seq, self._max_sequences)
-        if begin < 0 or (end is not None and end < begin):
-            raise InvalidRangeError(f"remove: [{begin}, {end}); it needs 0 <= begin <= end")
-        row, table = self._table.rows[seq], self._table
-        start = row.index(begin)
-        stop = len(row) if end is None else row.index(end)
-        if row.lost and (start or stop < len(row)):
-            raise _lost("remove", seq)
-        if end is None or end == begin or stop == len(row):
-            return functools.partial(self._drop, seq, begin, start, stop)
-        self._check_shift(seq, stop, end - begin, start)
-        self._detach_shared(row.cells[stop:])
-        write = moving.prepare_shift(backend, self._buffers, table, seq, stop, begin - end, self._shift)
-
-        def commit() -> None:
-            self._changed()
-            write()
-            positions = row.positions.copy()
-            positions[stop:] -= end - begin
-            row.assign(positions, row.cells.copy())
-            self._drop(seq, begin, start, stop)
-
-        return commit
-
-    def _drop(self, seq: int, begin: int, start: int, stop: int) -> None:
-        self._changed()
-        self._schedule.cut(seq, begin)
-        self._table.drop(seq, start, stop)
-        row = self._table.rows[seq]
-        row.lost = row.lost and len(row) > 0
-
-    def _changed(self) -> None:
-        """Sequences changed: the pass under way ends, and cannot be undone any more."""
-        self._forward = None
-        self._undo = {}
-
-    def _check_shift(self, seq: int, stop: int, distance: int, start: int) -> None:
-        """Refuse what a removal from the middle cannot do, before anything is touched."""
-        row = self._table.rows[seq]
-        if self._shift is None:
-            raise NotSupportedError(
-                f"remove: {len(row) - stop} tokens of sequence {seq} have to move down by {distance}, and "
-                "this cache has no shift function; pass shift= to its constructor, or remove to the end"
-            )
-        if self._table.shared(seq, row.cells[stop:]):
-            raise NotSupportedError(
-                f"remove: a token of sequence {seq} that has to move is shared with another sequence; "
-                "remove that one first, or compute this one anew"
-            )
-
-    def shift_context(self, seq: int, keep: int) -> int:
-        """Make room in a full sequence: keep the first ``keep`` tokens, drop the older half of the rest.
-
-        What stays moves down and its keys are re-encoded (see ``remove``); returns how many tokens went.
-        As Ollama's runner does when a conversation outgrows its context.
-        """
-        self._bound("shift_context")
-        check_sequence("shift_context", seq, self._max_sequences)
-        return drop_middle(self, seq, keep, self._table.rows[seq].last + 1)
-
-    def defrag(self) -> None:
-        """Move cells so that every sequence lies in one run, with room to grow. Views go stale."""
-        backend = self._bound("defrag")
-        self._changed()
-        moving.defragment(backend, self._buffers, self._table)
-
-    def mark_lost(self, seq: int) -> None:
-        """Let a sequence say that it is lost wherever it is used, until it is removed."""
-        row = self._table.rows[seq]
-        row.lost = len(row) > 0
-
-    def _clear(self, seq: int) -> None:
-        row = self._table.rows[seq]
-        self._table.drop(seq, 0, len(row))
-        row.lost = False
-
     # Looking in.
-
-    @property
-    def backend(self) -> ml.Backend:
-        return self._bound("backend")
-
-    @property
-    def max_sequences(self) -> int:
-        self._bound("max_sequences")
-        return self._max_sequences
-
-    def settings(self) -> dict[str, object]:
-        """What decides the content of a snapshot, JSON-able: two caches that agree in it may share them."""
-        self._bound("settings")
-        return {"kind": type(self).__name__, "dtype": self._dtype.name}
 
     @property
     def cells(self) -> int:
@@ -588,49 +392,3 @@ class CausalCache(AttentionSnapshots):
         self._bound("positions")
         check_sequence("positions", seq, self._max_sequences)
         return self._table.rows[seq].positions.copy()
-
-    def render(self) -> CachePicture:
-        """A picture of who holds which cells: ``print`` it, or ``save`` it as .html, .svg or .json.
-
-        Plain data that the next pass leaves as it is; taking it changes nothing and copies no tensor.
-        """
-        from kvcache.views.caches import look
-
-        return look(self)
-
-    # Guards.
-
-    def _bound(self, op: str) -> ml.Backend:
-        if self._backend is None:
-            if self._closed:
-                raise ClosedError(f"{op}: the cache is closed; init binds it anew")
-            raise OrderError(f"{op}: the cache is bound to no backend; call init first")
-        return self._backend
-
-    def _started(self, op: str) -> Forward:
-        self._bound(op)
-        if self._forward is None:
-            raise OrderError(f"{op}: no pass is under way; call start_forward first")
-        return self._forward
-
-    def _stored(self, op: str) -> LayerBuffers:
-        try:
-            return self._buffers[self._layer]
-        except KeyError:
-            raise OrderError(f"{op}: layer {self._layer} stores nothing yet; put comes first") from None
-
-
-def drop_middle(cache: Cache, seq: int, keep: int, length: int) -> int:
-    """Remove half of what follows the first ``keep`` of ``length`` positions; returns how many."""
-    if keep < 0 or keep >= length:
-        raise InvalidRangeError(f"shift_context: keep={keep} of {length} tokens; 0 <= keep < length")
-    count = max(1, (length - keep) // 2)
-    cache.remove(seq, keep, keep + count)
-    return count
-
-
-def _lost(op: str, seq: int) -> KVCacheError:
-    return SequenceLostError(
-        f"{op}: the device failed while sequence {seq} was being moved, its data is lost; "
-        f"call remove({seq}, 0) and compute it again"
-    )

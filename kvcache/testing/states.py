@@ -209,8 +209,8 @@ class StateRig:
         """Begin a pass; whether it was taken."""
         batch, slots = self.plan(sequences), self.slots()
         taken = self.agree(lambda: self.cache.start_forward(self.ctx, batch), self.begin)
-        owned = {row.slot for row in self.cache._rows}
-        window = {self.cache._rows[seq].slot for seq in sequences} if taken else set()
+        owned = {row.slot for row in self.cache._states.rows}
+        window = {self.cache._states.rows[seq].slot for seq in sequences} if taken else set()
         for before, now in zip(slots, self.slots(), strict=True):
             assert now is None or now not in window, "the pass writes over what a snapshot holds"
             assert now == before or before in owned, "copied out with no need"
@@ -218,7 +218,7 @@ class StateRig:
 
     def slots(self) -> list[int | None]:
         """Where the states of the copies lie in this cache, None for those that do not."""
-        return [snapshot.state.slot_in(self.cache._buffers) for snapshot, _ in self.copies]
+        return [snapshot.state.slot_in(self.cache._states.buffers) for snapshot, _ in self.copies]
 
     def spoil(self) -> None:
         """The model goes on to write, and what it writes is wrong."""
@@ -336,7 +336,7 @@ class StateRig:
             lambda: taken.append(self.cache.snapshot(seq, begin, end)),
             lambda: copied.append(self.model.snapshot(seq, begin, stop)),
         )
-        row = self.cache._rows[seq]
+        row = self.cache._states.rows[seq]
         if taken and taken[0].end == row.offset and row.slot is not None:
             assert taken[0].state.slot == (row.slot if row.offset else None), "copied with no need"
         self.copies += zip(taken, copied, strict=True)

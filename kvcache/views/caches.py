@@ -126,11 +126,11 @@ def _pins(table: CellTable) -> list[Pin]:
 def _states(cache: RecurrentCache) -> StatesView:
     rows = (
         StateView(seq, row.offset, row.slot, cache.checkpoints(seq), bool(row.lost))
-        for seq, row in enumerate(cache._rows)
+        for seq, row in enumerate(cache._states.rows)
         if row.offset or row.lost or row.checkpoints
     )
     nbytes = cache.nbytes - cache.attention.nbytes
-    return StatesView("recurrent states and checkpoints", cache._buffers.slots, nbytes, tuple(rows))
+    return StatesView("recurrent states and checkpoints", cache._states.buffers.slots, nbytes, tuple(rows))
 
 
 def _encoder(cache: EncoderCache) -> EncoderView:

@@ -238,7 +238,10 @@ def _open_page(path: Path) -> Page:
     """The page of a file, mapped: what nobody looks at is not read."""
     if not path.stat().st_size:
         raise SnapshotCorrupt(f"inspect: {path}: an empty file")
-    return unpack(np.memmap(path, np.uint8, "r"))
+    try:
+        return unpack(np.memmap(path, np.uint8, "r"))
+    except SnapshotCorrupt as error:
+        raise SnapshotCorrupt(f"inspect: {path}: damaged, or no saved conversation ({error})") from error
 
 
 def _tokens(page: Page) -> list[int | bytes] | None:

@@ -48,6 +48,8 @@ ROWS = 16
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _MARKS = {0: "·", 1: "*", 2: "+"}
 _SHADES = "·░▒▓█"
+_LEAST = 8
+"""Columns that a column of words keeps, however narrow the terminal is."""
 
 
 def draw(picture: Picture, width: int = 80) -> list[Line]:
@@ -65,7 +67,7 @@ def _lines(picture: Picture, width: int) -> Iterator[Line]:
     elif isinstance(picture, StorePicture | PagePicture):
         yield [(picture.name, "title")]
         yield from _wrapped(picture.summary(), 2, width, "")
-        yield from _table(picture.table())
+        yield from _table(picture.table(), width)
         for name, value in picture.facts if isinstance(picture, PagePicture) else ():
             yield [(f"  {name}  ", "dim"), (value, "")]
 
@@ -88,10 +90,10 @@ def _part(part: Part, width: int) -> Iterator[Line]:
         yield from _cells(part, width)
     elif isinstance(part, StatesView):
         yield [(part.name, "title"), (f"  {counted(part.slots, 'slot')}, {bytes_text(part.nbytes)}", "")]
-        yield from _table(states_table(part))
+        yield from _table(states_table(part), width)
     elif isinstance(part, EncoderView):
         yield [(part.name, "title"), (f"  {bytes_text(part.nbytes)}", "")]
-        yield from _table(encoder_table(part))
+        yield from _table(encoder_table(part), width)
     elif isinstance(part, OtherView):
         yield [(part.name, "title"), (f"  {bytes_text(part.nbytes)}", "")]
 
@@ -118,7 +120,7 @@ def _cells(cells: CellMap, width: int) -> Iterator[Line]:
         at += len(lines)
     yield from _wrapped(_legend(cells, found.size), margin, width, "dim")
     if cells.sequences:
-        yield from _table(sequence_table(cells))
+        yield from _table(sequence_table(cells), width)
 
 
 def _columns(room: int) -> int:
@@ -147,14 +149,14 @@ def _legend(cells: CellMap, size: int) -> str:
 
 
 def _prefix(picture: PrefixPicture, width: int) -> Iterator[Line]:
-    yield [("prefix trie", "title"), (f"  {prefix_line(picture)}", "")]
+    yield from _titled("prefix trie", prefix_line(picture), width)
     for tier in picture.tiers:
         yield [("  ", ""), (tier_text(tier), f"tier:{tier.name}")]
     yield from _tree(picture, width)
     if picture.sessions:
         yield []
         yield [("open sessions", "title")]
-        yield from _table(session_table(picture))
+        yield from _table(session_table(picture), width)
     yield []
     yield from _cache(picture.cache, width)
 
@@ -191,6 +193,8 @@ def _tree(picture: PrefixPicture, width: int) -> Iterator[Line]:
         node = picture.nodes[step.index]
         tiers = "+".join(node.tiers) or "empty"
         facts = ", ".join(node_facts(node, span=False))
+        taken = cells_wide(connector[0]) + len(tiers) + len(facts) + 4
+        room = max(min(room, 12), min(room, width - taken))
         text = node.text if cells_wide(node.text) <= room else _first_columns(node.text, room - 1) + "…"
         yield [connector, (f"{text}  ", ""), (tiers, f"tier:{node.tier}"), (f"  {facts}", "dim")]
         waiting += below(step.index, node.hidden, step.indent + ("   " if step.last else "│  "))
@@ -219,25 +223,50 @@ def _shade(share: float) -> str:
 # Lines.
 
 
-def _table(table: Table) -> Iterator[Line]:
+def _table(table: Table, width: int) -> Iterator[Line]:
     if not table.rows:
         return
-    widths = [max(len(row[i]) for row in (table.head, *table.rows)) for i in range(len(table.head))]
-    numbers = [all(row[i].replace(",", "").isdigit() for row in table.rows) for i in range(len(widths))]
+    widths, numbers = _column_widths(table, width)
     yield [("  " + "  ".join(_padded(table.head, widths, numbers)), "dim")]
     for row, style in zip(table.rows, table.colors, strict=True):
         first, *rest = _padded(row, widths, numbers)
-        yield [("  " + first, style), ("".join(f"  {cell}" for cell in rest), "")]
+        yield [("  " + first, style), ("".join(f"  {cell}" for cell in rest).rstrip(), "")]
     if table.more:
         yield [(f"  ... {table.more:,} more", "dim")]
 
 
+def _column_widths(table: Table, width: int) -> tuple[list[int], list[bool]]:
+    """Columns of each column, and whether it is one of numbers; words give way where there is no room."""
+    columns = [*zip(table.head, *table.rows, strict=True)]
+    widths = [max(map(cells_wide, column)) for column in columns]
+    numbers = [all(cell.replace(",", "").isdigit() for cell in column[1:]) for column in columns]
+    least = [max(cells_wide(column[0]), _LEAST) for column in columns]
+    excess = sum(widths) + 2 * len(widths) - width
+    for i in sorted(range(len(widths)), key=widths.__getitem__, reverse=True):
+        if excess > 0 and not numbers[i]:
+            smaller = max(least[i], widths[i] - excess)
+            excess -= max(0, widths[i] - smaller)
+            widths[i] = min(widths[i], smaller)
+    return widths, numbers
+
+
 def _padded(row: Sequence[str], widths: Sequence[int], numbers: Sequence[bool]) -> list[str]:
-    """Numbers to the right, words to the left."""
-    return [
-        cell.rjust(size) if number else cell.ljust(size)
-        for cell, size, number in zip(row, widths, numbers, strict=True)
-    ]
+    """Numbers to the right, words to the left; nothing behind the last ones."""
+    cells = []
+    for cell, size, number in zip(row, widths, numbers, strict=True):
+        shown = cell if cells_wide(cell) <= size else _first_columns(cell, size - 1) + "…"
+        blanks = " " * (size - cells_wide(shown))
+        cells.append(blanks + shown if number else shown + blanks)
+    return [*cells[:-1], cells[-1].rstrip()]
+
+
+def _titled(title: str, text: str, width: int) -> Iterator[Line]:
+    """Side by side, or where there is no room for that one below the other."""
+    if len(title) + 2 + len(text) <= width:
+        yield [(title, "title"), (f"  {text}", "")]
+    else:
+        yield [(title, "title")]
+        yield from _wrapped(text, 2, width, "")
 
 
 def _wrapped(text: str, indent: int, width: int, style: str) -> Iterator[Line]:

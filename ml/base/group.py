@@ -41,6 +41,7 @@ class BaseGroup(ABC):
         self._timeout = timeout
         self._closed = False
         self._failure: str | None = None
+        self._late = False
 
     # What a backend fills in.
 
@@ -109,8 +110,9 @@ class BaseGroup(ABC):
 
     def broken(self, op: str, reason: object, late: bool) -> GroupError:
         """The error for a wait that took too long (``late``) or ended otherwise; the group is done for."""
-        self._failure = self._failure or self._explain(op, str(reason).strip(), late)
-        return GroupError(self._failure)
+        if self._failure is None:
+            self._failure, self._late = self._explain(op, str(reason).strip(), late), late
+        return self._error(self._failure)
 
     @property
     def failed(self) -> bool:
@@ -145,7 +147,12 @@ class BaseGroup(ABC):
         if self._closed:
             raise ClosedError(f"{op}: the group is closed; join anew with backend.distributed()")
         if self._failure is not None:
-            raise GroupError(self._failure)
+            raise self._error(self._failure)
+
+    def _error(self, failure: str) -> GroupError:
+        error = GroupError(failure)
+        error.late = self._late
+        return error
 
     @staticmethod
     def _copy(ctx: Any, tensor: Any) -> BaseTensor:

@@ -48,15 +48,16 @@ def attention(
     wanted, stored = query.dtype, key.dtype
     if wanted is not stored:
         query = query.cast(ctx, stored)
-    backend = ctx.backend
+    backend: Backend | None = getattr(ctx, "backend", None)  # a context need not tell
     body = backend.attention if has_attention(backend) else generic_attention
     result = body(ctx, query, key, value, mask, scale, sinks)
     return result if wanted is stored else result.cast(ctx, wanted)
 
 
-def has_attention(backend: Backend) -> TypeGuard[SupportsAttention]:
+def has_attention(backend: Backend | None) -> TypeGuard[SupportsAttention]:
     """isinstance, remembered per class: a protocol check takes longer than a small product."""
-    return _offers_attention(type(backend))
+    kind: type = type(backend)
+    return _offers_attention(kind)
 
 
 @functools.lru_cache(maxsize=64)

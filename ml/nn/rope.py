@@ -130,7 +130,8 @@ class Rotation:
         self.spec = spec
         self._positions = positions
         self._tables: tuple[Tensor, Tensor] | None = None
-        self._fused = _on_device(ctx, positions) if _offers_rope(type(ctx.backend)) else None
+        kind: type = type(getattr(ctx, "backend", None))  # a context need not tell
+        self._fused = _on_device(ctx, positions) if _offers_rope(kind) else None
 
     def apply(self, ctx: Context, x: Tensor) -> Tensor:
         """Rotate x (tokens, heads, head_dim)."""

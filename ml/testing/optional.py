@@ -59,6 +59,15 @@ def reference(q: Any, k: Any, v: Any, mask: Any, scale: float, sinks: Any = None
     return out
 
 
+def _any_bits(declared: Features, dtype: DType, shape: tuple[int, ...]) -> np.ndarray:
+    """Elements of any bit pattern, NaN and denormals too; skips a dtype that is declared absent."""
+    if dtype not in declared.dtypes:
+        pytest.skip(f"declared absent: {dtype.name}")
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.random.default_rng(7).integers(0, 2 if dtype is DType.BOOL else 256, nbytes, np.uint8)
+    return raw.view(dtype.numpy).reshape(shape)
+
+
 def _read_only(array: np.ndarray) -> np.ndarray:
     view = array.view()
     view.flags.writeable = False
@@ -218,10 +227,7 @@ class CapabilityTests(BackendCase):
     ) -> None:
         if not isinstance(backend, SupportsBorrow):
             pytest.skip("no SupportsBorrow: arrays are copied")
-        if dtype not in declared.dtypes:
-            pytest.skip(f"declared absent: {dtype.name}")
-        raw = np.random.default_rng(7).integers(0, 2 if dtype is DType.BOOL else 256, 24 * 8, np.uint8)
-        array = raw[: 24 * dtype.itemsize].view(dtype.numpy).reshape(2, 3, 4)
+        array = _any_bits(declared, dtype, (2, 3, 4))
         for given in (array, array[:, ::2], _read_only(array), array[:0]):
             tensor = backend.borrow(ctx, given)
             assert (tensor.shape, tensor.dtype) == (given.shape, dtype)
@@ -236,10 +242,7 @@ class CapabilityTests(BackendCase):
     ) -> None:
         if not isinstance(backend, SupportsOverwrite):
             pytest.skip("no SupportsOverwrite: arrays are copied")
-        if dtype not in declared.dtypes:
-            pytest.skip(f"declared absent: {dtype.name}")
-        raw = np.random.default_rng(7).integers(0, 2 if dtype is DType.BOOL else 256, 48 * 8, np.uint8)
-        host = raw[: 48 * dtype.itemsize].view(dtype.numpy).reshape(2, 4, 6)
+        host = _any_bits(declared, dtype, (2, 4, 6))
         whole = ctx.from_numpy(np.zeros((2, 4, 6), dtype.numpy))
         # Others that may share the memory, pending or not: they stay what they were.
         result = whole.reshape(ctx, 8, 6).contiguous(ctx)

@@ -8,7 +8,7 @@ import torch
 
 import ml
 
-__all__ = ["Bridge", "bridge_to", "dtype_of", "torch_dtype"]
+__all__ = ["Bridge", "bridge_to", "dtype_of", "stored_dtype", "torch_dtype"]
 
 _DTYPES = {torch.float32: ml.DType.F32, torch.float16: ml.DType.F16, torch.bfloat16: ml.DType.BF16}
 _TORCH = {ours: theirs for theirs, ours in _DTYPES.items()}
@@ -96,6 +96,15 @@ def dtype_of(dtype: torch.dtype) -> ml.DType:
     except KeyError:
         names = ", ".join(str(known) for known in _DTYPES)
         raise ml.NotSupportedError(f"HFCache: activations of {dtype}; a cache stores {names}") from None
+
+
+def stored_dtype(dtype: ml.DType | torch.dtype | None) -> ml.DType | None:
+    """What K and V are stored as, from what a caller gives; None: as they come. DTypeError for the rest."""
+    if isinstance(dtype, torch.dtype):
+        return dtype_of(dtype)
+    if dtype is None or isinstance(dtype, ml.DType):
+        return dtype
+    raise ml.DTypeError(f"HFCache: dtype={dtype!r}; give an ml.DType, Q8_0 say, or a torch.dtype")
 
 
 def torch_dtype(dtype: ml.DType) -> torch.dtype:

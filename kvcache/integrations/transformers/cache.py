@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 import ml
 from kvcache import NotSupportedError, ShiftFunction
+from kvcache.integrations.transformers.bridge import stored_dtype
 from kvcache.integrations.transformers.kinds import LINEAR, NONE, Family, Kind, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import AttentionLayer, CrossLayer, LinearLayer
 from kvcache.integrations.transformers.rows import Rows
@@ -42,7 +43,7 @@ class HFCache(Cache):  # type: ignore[misc]
         backend: ml.Backend | str | None = None,
         max_sequences: int | None = None,
         capacity: int = 4096,
-        dtype: ml.DType | None = None,
+        dtype: ml.DType | torch.dtype | None = None,
         lookback: int = 64,
         shift: ShiftFunction | None = None,
         grow: bool = False,
@@ -52,15 +53,15 @@ class HFCache(Cache):  # type: ignore[misc]
         ``backend`` is where K and V lie: one that is open, a name, or None for torch on the model's device.
         ``max_sequences`` counts the rows of the batch and of all forks (None: the rows of the first
         batch), ``capacity`` the tokens of each; together they share ``max_sequences * capacity`` cells.
-        ``dtype`` is what K and V are stored as (None: as they come). Sliding windows keep ``lookback``
-        tokens more than they show, so that ``crop`` can take as many back. ``shift`` re-encodes keys for
-        ``remove`` from the middle: see :func:`rope_shift`. With ``grow`` the capacity doubles where a
-        batch does not fit, which copies what is held, instead of CacheFullError.
+        ``dtype`` is what K and V are stored as, an ml.DType or a torch.dtype (None: as they come). Sliding
+        windows keep ``lookback`` tokens more than they show, so that ``crop`` can take as many back.
+        ``shift`` re-encodes keys for ``remove`` from the middle: see :func:`rope_shift`. With ``grow``
+        the capacity doubles where a batch does not fit, which copies what is held, instead of CacheFullError.
 
         Raises NotSupportedError for a config with layers that our caches do not serve.
         """
         plan = layer_plan(config)
-        options = Options(backend, dtype, max_sequences, capacity, lookback, shift, grow)
+        options = Options(backend, stored_dtype(dtype), max_sequences, capacity, lookback, shift, grow)
         rows = Rows(Store(plan, options), len(plan.layers))
         self._attach(rows, States(rows))
 

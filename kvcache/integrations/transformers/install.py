@@ -7,6 +7,7 @@ import logging
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.generation.utils import GenerationMixin
 
@@ -77,7 +78,7 @@ def install(
     *,
     backend: ml.Backend | str | None = None,
     capacity: int = 0,
-    dtype: ml.DType | None = None,
+    dtype: ml.DType | torch.dtype | None = None,
     lookback: int = 64,
 ) -> Installation:
     """From now on ``generate()`` makes an HFCache where it would make a DynamicCache, and an HFStaticCache

@@ -10,6 +10,7 @@ import torch
 
 import ml
 from kvcache import InvalidRangeError, NotSupportedError
+from kvcache.closing import Closing
 from kvcache.integrations.transformers.cache import HFCache
 from kvcache.prefix import PrefixCache, Session
 
@@ -55,7 +56,7 @@ class HFSession:
         self.close(keep=error is None)
 
 
-class HFPrefixCache:
+class HFPrefixCache(Closing):
     """A ``kvcache.prefix.PrefixCache`` for a decoder of transformers, sliding and hybrid ones included.
 
     Every conversation is a batch of one row, without padding; as many as ``max_sequences`` may be open.
@@ -113,11 +114,3 @@ class HFPrefixCache:
     def close(self) -> None:
         """Close all conversations, and write what is kept to the stores."""
         self.prefix.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -1,0 +1,150 @@
+"""Pages of a prefix that stores have, put into a sequence of the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvcache.arriving import page_in, restore_page
+from kvcache.cache import InvalidRangeError
+from kvcache.layering import Layers, check_layers, layers_of_cache
+from kvcache.shelf import Shelf, span_of
+from kvcache.stores import Chain, Page
+from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.tiers import StoreTier
+
+__all__ = ["Fetcher"]
+
+log = logging.getLogger("kvcache")
+
+Told = Callable[[int], None]
+"""Hears how many tokens of a prefix the sequence has by now."""
+
+
+class Fetcher:
+    """Reads pages from the stores of a shelf. What is not what its key says is dropped there, and not used.
+
+    ``layers`` are those that pages have to have; {}: those of the cache.
+    """
+
+    def __init__(self, shelf: Shelf, layers: Layers) -> None:
+        self._cache, self._shelf, self._layers = shelf.cache, shelf, layers
+
+    def longest(self, ids: np.ndarray, length: int, limit: int) -> int:
+        """How many tokens of ``ids[:limit]`` the stores say they have; ``length`` where it is no more."""
+        if self._shelf.store is None or length >= limit:
+            return length
+        return self._shelf.store.longest(self._chain(ids[:limit]), length, limit, self._shelf.divisible)
+
+    def fetch(self, seq: int, ids: np.ndarray, reached: int, told: Told | None = None) -> int:
+        """Put pages behind the first ``reached`` tokens, which the sequence has; returns how far that went.
+
+        In order, each when it is read, as far as they follow one another. For content that is divisible.
+        ``told``, which raises nothing, hears now and then how far it is.
+        """
+        size = self._shelf.keys.chunk
+        chain = self._chain(ids)
+        ends = (*range(reached - reached % size + size, int(ids.size), size), int(ids.size))
+        go_on = self._straight if self._store.reads_straight else self._ahead
+        return go_on(seq, ids, chain, reached, ends, told or _unheard)
+
+    def read_back(self, ids: np.ndarray, floor: int) -> list[Page]:
+        """Pages that follow one another to the end of ``ids``, from ``floor`` or before; [] if one lacks."""
+        chain = self._chain(ids)
+        pages: list[Page] = []
+        at = int(ids.size)
+        while at > floor or not pages:
+            page = self._checked(ids, self._store.read(chain.at(at)), at)
+            if page is None:
+                return []
+            pages.append(page)
+            at, _ = span_of(page)
+        return pages[::-1]
+
+    def restore(self, seq: int, page: Page) -> bool:
+        """Whether the page was put into the sequence; not one of another cache than its key says."""
+        try:
+            check_layers(page, self._layers or layers_of_cache(self._cache))
+            return restore_page(self._cache, seq, page)
+        except (SnapshotCorrupt, InvalidRangeError, AttributeError) as error:
+            log.warning("page-in: %s; the page is dropped and computed again", error)
+            return False
+
+    def drop(self, ids: np.ndarray, end: int) -> None:
+        """Take the page of the first ``end`` tokens out of the stores: it is not what its key says."""
+        self._store.drop(self._chain(ids[:end]).at(end))
+
+    def _straight(
+        self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int], told: Told
+    ) -> int:
+        """Have pages read to where they will lie, the others from where the store has them."""
+        stuck = 0
+        while ends:
+            before = reached
+            if stuck < 2:  # the first may begin before what is held already; a cache that cannot never can
+                reached = page_in(self._cache, seq, self._store, chain, reached, ends, told)
+                stuck = stuck + 1 if reached == before else 0
+                ends = [end for end in ends if end > reached]
+            if ends:
+                found = self._store.page(chain.at(ends[0]))
+                if not self._next(seq, ids, found, reached, ends[0]):
+                    break
+                reached, ends = ends[0], ends[1:]
+                told(reached)
+        return reached
+
+    def _ahead(
+        self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int], told: Told
+    ) -> int:
+        """Restore each page while the next one is read."""
+        with contextlib.closing(self._store.pages([chain.at(end) for end in ends])) as pages:
+            for end in ends:
+                if not self._next(seq, ids, next(pages), reached, end):
+                    break
+                reached = end
+                told(reached)
+        return reached
+
+    def _next(self, seq: int, ids: np.ndarray, found: Page | None, reached: int, end: int) -> bool:
+        """Whether a page, which ends at ``end``, was put behind the first ``reached`` tokens."""
+        page = self._checked(ids, found, end)
+        if page is None:
+            return False
+        begin, _ = span_of(page)
+        before = self.read_back(ids[:begin], reached) if begin > reached else []
+        if begin > reached and not before:  # conversations part there, and what ends there is gone
+            return False
+        for part in (*before, page):
+            if not self.restore(seq, part):
+                self.drop(ids, span_of(part)[1])
+                self._cache.remove(seq, reached)
+                return False
+        return True
+
+    def _checked(self, ids: np.ndarray, page: Page | None, end: int) -> Page | None:
+        """A stored page if it ends at ``end``; another one under its key is dropped."""
+        if page is None:
+            return None
+        try:
+            begin, last = span_of(page)
+        except SnapshotCorrupt:
+            begin, last = end, -1
+        if last == end and begin < end:
+            return page
+        self.drop(ids, end)
+        return None
+
+    @property
+    def _store(self) -> StoreTier:
+        assert self._shelf.store is not None
+        return self._shelf.store
+
+    def _chain(self, ids: np.ndarray) -> Chain:
+        return self._shelf.keys.chain(self._shelf.alphabet.named(ids))
+
+
+def _unheard(reached: int) -> None:
+    pass

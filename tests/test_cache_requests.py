@@ -1,0 +1,102 @@
+"""What callers may ask of every cache: dtypes, defrag, and folders as tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ml
+from kvcache import (
+    Batch,
+    CausalCache,
+    ChunkedCache,
+    EncoderCache,
+    HostTier,
+    InvalidRangeError,
+    OrderError,
+    PrefixCache,
+    RecurrentCache,
+    SlidingWindowCache,
+    WrapperCache,
+)
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "causal": CausalCache,
+    "window": lambda: SlidingWindowCache(2),
+    "chunked": lambda: ChunkedCache(4),
+    "encoder": EncoderCache,
+    "wrapper": lambda: WrapperCache(SlidingWindowCache(2, memory=8), CausalCache()),
+    "recurrent": lambda: RecurrentCache((2,), (3,)),
+}
+
+
+@pytest.fixture(name="numpy")
+def _numpy() -> ml.Backend:
+    return ml.open_backend("numpy")
+
+
+@pytest.mark.parametrize("dtype", ["F32", np.float32, None, ml.DType.I32, ml.DType.BOOL], ids=repr)
+@pytest.mark.parametrize("kind", KINDS)
+def test_init_refuses_what_keys_and_values_cannot_be(numpy: ml.Backend, kind: str, dtype: Any) -> None:
+    cache = KINDS[kind]()
+    with pytest.raises(ml.DTypeError, match=r"init: dtype=.*F32, F16, BF16, Q8_0, Q4_0"):
+        cache.init(numpy, dtype, 2, 8, 4)
+    with numpy.new_context() as ctx, pytest.raises(OrderError):
+        cache.start_forward(ctx, Batch([0], [0]))
+    cache.init(numpy, ml.DType.F32, 2, 8, 4)
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "recurrent"])
+def test_defrag_of_a_composed_cache_lets_every_sequence_lie_in_one_run(numpy: ml.Backend, kind: str) -> None:
+    cache = KINDS[kind]()
+    cache.set_config(ml.CacheConfig(elide_mask=True))
+    cache.init(numpy, ml.DType.F32, max_sequences=2, capacity=4, max_batch=4)
+    with numpy.new_context() as ctx:
+        _put(cache, ctx, kind, [0, 1, 2], [0] * 3)
+        _put(cache, ctx, kind, [0, 1], [1] * 2)
+        assert _put(cache, ctx, kind, [3, 4, 5], [0] * 3) != [0, 1, 2, 3, 4, 5]
+        cache.defrag()
+        cache.remove(1, 0)
+        assert _put(cache, ctx, kind, [6], [0]) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def _put(cache: Any, ctx: ml.Context, kind: str, positions: list[int], sequences: list[int]) -> list[int]:
+    """Store 100 * sequence + position for each token; the rows of ``get``, strangers between its own too."""
+    cache.start_forward(ctx, Batch(positions, sequences))
+    numbers = [100 * seq + position for position, seq in zip(positions, sequences, strict=True)]
+    key = ctx.from_numpy(np.array(numbers, np.float32).reshape(-1, 1, 1))
+    if kind == "wrapper":
+        cache.set_layer_type(0)
+        cache.put(ctx, key, key)
+        cache.set_layer_type(1)
+    cache.put(ctx, key, key)
+    return [int(number) for number in cache.get(ctx)[0].to_numpy().ravel()]
+
+
+def test_the_path_of_a_folder_is_a_tier(numpy: ml.Backend, tmp_path: Path) -> None:
+    for expected in (0, 4):
+        cache = CausalCache()
+        cache.init(numpy, ml.DType.F32, 2, 8, 8)
+        prefix = PrefixCache(cache, tiers=[tmp_path / "pages"], identity={"model": "example"}, chunk=2)
+        with prefix.begin([1, 2, 3, 4, 5]) as session, numpy.new_context() as ctx:
+            assert session.cached == expected
+            rest = session.remaining
+            cache.start_forward(ctx, Batch(range(session.cached, 5), [session.seq] * len(rest)))
+            key = ctx.from_numpy(np.array(rest, np.float32).reshape(-1, 1, 1))
+            cache.put(ctx, key, key)
+        prefix.close()
+
+
+@pytest.mark.parametrize("option", ["budget", "backlog", "in_flight", "interval"])
+def test_a_prefix_cache_refuses_amounts_below_zero(numpy: ml.Backend, option: str) -> None:
+    cache = CausalCache()
+    cache.init(numpy, ml.DType.F32, 2, 8, 8)
+    with pytest.raises(InvalidRangeError, match=f"PrefixCache: {option}=-1"):
+        PrefixCache(cache, **{option: -1})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRangeError, match=r"HostTier: budget=-1"):
+        HostTier(-1)
+    PrefixCache(cache, budget=0, tiers=[HostTier(0)]).close()
