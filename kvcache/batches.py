@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.cache import Batch, InvalidBatchError, InvalidSequenceError
+from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, InvalidSequenceError
 
-__all__ = ["Group", "check_sequence", "group_batch"]
+__all__ = ["Group", "check_sequence", "check_whole", "group_batch"]
 
 _LIMIT = 2**31 - 1
 """Positions are I32 on the device."""
@@ -43,6 +43,12 @@ class Group:
 def check_sequence(op: str, seq: object, max_sequences: int) -> None:
     if not isinstance(seq, (int, np.integer)) or not 0 <= seq < max_sequences:
         raise InvalidSequenceError(f"{op}: sequence {seq!r}; sequences are 0 to {max_sequences - 1}")
+
+
+def check_whole(op: str, name: str, value: object, least: int = 0) -> None:
+    """Refuse what is no whole number of at least ``least``."""
+    if not isinstance(value, (int, np.integer)) or value < least:
+        raise InvalidRangeError(f"{op}: {name}={value!r}; it is a whole number >= {least}")
 
 
 def group_batch(batch: Batch, max_sequences: int) -> list[Group]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import ml
-from kvcache.batches import check_sequence
+from kvcache.batches import check_sequence, check_whole
 from kvcache.cache import ClosedError, InvalidRangeError, OrderError
 from kvcache.snapshots import check_kind
 
@@ -39,7 +39,9 @@ class Guarded(Generic[P]):
         """The backend; refuses a sequence that is none, and a range that means nothing."""
         backend = self._bound("remove")
         check_sequence("remove", seq, self._max_sequences)
-        if begin < 0 or (end is not None and end < begin):
+        check_whole("remove", "begin", begin)
+        check_whole("remove", "end", begin if end is None else end)
+        if end is not None and end < begin:
             raise InvalidRangeError(f"remove: [{begin}, {end}); it needs 0 <= begin <= end")
         return backend
 
@@ -90,8 +92,7 @@ class BoundCache(Guarded[P]):
             names = ", ".join(known.name for known in ml.DType if known.is_float or known.is_quantized)
             raise ml.DTypeError(f"init: dtype={dtype!r}; a cache stores an ml.DType of {names}")
         for name, value in sizes.items():
-            if value < 1:
-                raise InvalidRangeError(f"init: {name}={value}; it is >= 1")
+            check_whole("init", name, value, least=1)
 
     def _bound(self, op: str) -> ml.Backend:
         if self._backend is None:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from kvcache.batches import check_whole
 from kvcache.cache import Cache, InvalidRangeError, NotSupportedError
 from kvcache.causal import SlidingWindowCache
 from kvcache.states import Checkpoint
@@ -81,8 +82,7 @@ def fork(cache: Cache, seq: int, into: Sequence[int], position: int | None = Non
     if seq in into or len(set(into)) < len(into):
         raise InvalidRangeError(f"fork: sequence {seq} into {list(into)}; they are distinct, and others")
     end = _end("fork", cache, seq) if position is None else position
-    if end < 0:
-        raise InvalidRangeError(f"fork: position {end}; it is >= 0")
+    check_whole("fork", "position", end)
     commits = [_prepare(cache, "copy_prefix", seq, branch, end) for branch in into]
     if position is not None or end != _ALL:
         _check_exact("fork", cache, seq, end)
@@ -131,8 +131,7 @@ def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> N
     InvalidRangeError for a position past the end; nothing is touched then.
     """
     _check_mark("rollback", cache, seq, to)
-    if position < 0:
-        raise InvalidRangeError(f"rollback: position {position}; it is >= 0")
+    check_whole("rollback", "position", position)
     marked = to if to is not None and to.position == position else None
     if marked is None:
         commits = [_prepare(cache, "remove", seq, position)]

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 import ml
-from kvcache.batches import check_sequence
+from kvcache.batches import check_sequence, check_whole
 from kvcache.binding import BoundCache
 from kvcache.buffers import LayerBuffers, stored_shape
 from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, SequenceLostError
@@ -85,7 +85,9 @@ class AttentionSnapshots(BoundCache[Forward]):
         """
         backend, offset = self._bound("snapshot"), self.offset(seq)
         end = offset if end is None else end
-        if not 0 <= begin <= end <= offset:
+        check_whole("snapshot", "begin", begin)
+        check_whole("snapshot", "end", end)
+        if not begin <= end <= offset:
             raise InvalidRangeError(
                 f"snapshot: [{begin}, {end}) of sequence {seq}; it needs 0 <= begin <= end <= {offset}"
             )

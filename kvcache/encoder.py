@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 import ml
-from kvcache.batches import Group, check_sequence, group_batch
+from kvcache.batches import Group, check_sequence, check_whole, group_batch
 from kvcache.binding import BoundCache
 from kvcache.cache import Batch, InvalidRangeError, Mask, OrderError
 from kvcache.carried import Carried, carried, near
@@ -243,8 +243,9 @@ class EncoderCache(BoundCache[_Pass]):
         self._bound("copy_prefix")
         check_sequence("copy_prefix", src_seq, self._max_sequences)
         check_sequence("copy_prefix", dst_seq, self._max_sequences)
-        if src_seq == dst_seq or length < 0:
-            raise InvalidRangeError(f"copy_prefix: {src_seq} to {dst_seq}, length {length}")
+        check_whole("copy_prefix", "length", length)
+        if src_seq == dst_seq:
+            raise InvalidRangeError(f"copy_prefix: sequence {src_seq} to itself; remove(seq, length) cuts it")
 
         def commit() -> None:
             self._pass = None
@@ -292,9 +293,11 @@ class EncoderCache(BoundCache[_Pass]):
         self._bound("snapshot")
         check_sequence("snapshot", seq, self._max_sequences)
         entry = self._entries.get(seq)
+        check_whole("snapshot", "begin", begin)
         if end is None:
             end = begin if entry is None else max(begin, entry.position + 1)
-        if not 0 <= begin <= end:
+        check_whole("snapshot", "end", end)
+        if end < begin:
             raise InvalidRangeError(f"snapshot: [{begin}, {end}); it needs 0 <= begin <= end")
         if entry is None or not begin <= entry.position < end:
             return EncoderSnapshot(begin, end, None, 0, {})

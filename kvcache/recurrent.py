@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 import ml
-from kvcache.batches import Group, check_sequence, group_batch
+from kvcache.batches import Group, check_sequence, check_whole, group_batch
 from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, Mask, ShiftFunction
 from kvcache.capturing_states import StateSnapshots
 from kvcache.causal import CausalCache, drop_middle
@@ -51,11 +51,12 @@ class RecurrentCache(StateSnapshots):
         checkpoint_interval: int = 256,
         conv_dtype: ml.DType | None = None,
     ) -> None:
-        if checkpoints < 0 or checkpoint_interval < 1:
-            raise InvalidRangeError(
-                f"RecurrentCache: checkpoints={checkpoints} (>= 0), interval {checkpoint_interval} (>= 1)"
-            )
+        check_whole("RecurrentCache", "checkpoints", checkpoints)
+        check_whole("RecurrentCache", "checkpoint_interval", checkpoint_interval, least=1)
         self.conv_shape, self.state_shape = tuple(conv_shape), tuple(state_shape)
+        for name, shape in (("conv_shape", self.conv_shape), ("state_shape", self.state_shape)):
+            for size in shape:
+                check_whole("RecurrentCache", f"{name} {shape}: size", size, least=1)
         self.attention = CausalCache(shift)
         """The cache of the attention layers."""
         self._checkpoints, self._interval = checkpoints, checkpoint_interval
@@ -288,8 +289,7 @@ class RecurrentCache(StateSnapshots):
         source = self._states.rows[src_seq]
         if source.lost:
             raise state_lost("copy_prefix", src_seq)
-        if length < 0:
-            raise InvalidRangeError(f"copy_prefix: length {length}; it is >= 0")
+        check_whole("copy_prefix", "length", length)
         row = self._states.row_before(source, length)
         share = self.attention.prepare_copy_prefix(src_seq, dst_seq, row.offset)
 

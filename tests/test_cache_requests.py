@@ -50,6 +50,43 @@ def test_init_refuses_what_keys_and_values_cannot_be(numpy: ml.Backend, kind: st
     cache.init(numpy, ml.DType.F32, 2, 8, 4)
 
 
+@pytest.mark.parametrize("number", [1.5, "1", None, -1], ids=repr)
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_are_whole_numbers_and_a_refusal_changes_nothing(
+    numpy: ml.Backend, kind: str, number: Any
+) -> None:
+    cache = KINDS[kind]()
+    cache.init(numpy, ml.DType.F32, 2, 8, 4)
+    calls: list[Callable[[], object]] = [
+        lambda: cache.remove(0, number),
+        lambda: cache.copy_prefix(0, 1, number),
+        lambda: cache.snapshot(0, number),
+    ]
+    if number is not None:
+        calls += [lambda: cache.remove(0, 0, number), lambda: cache.snapshot(0, 0, number)]
+    for call in calls:
+        with pytest.raises(InvalidRangeError, match=rf"={number!r}; it is a whole number >= 0"):
+            call()
+    cache.remove(np.int64(0), np.int64(0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SlidingWindowCache("3"),  # type: ignore[arg-type]
+        lambda: SlidingWindowCache(2.5),  # type: ignore[arg-type]
+        lambda: SlidingWindowCache(4, memory=3),
+        lambda: ChunkedCache(0.5),  # type: ignore[arg-type]
+        lambda: RecurrentCache((0,), (3,)),
+        lambda: RecurrentCache((2,), (-1,)),
+        lambda: RecurrentCache((2,), (3,), checkpoint_interval=0),
+    ],
+)
+def test_a_cache_is_not_made_of_sizes_that_mean_nothing(make: Callable[[], object]) -> None:
+    with pytest.raises(InvalidRangeError, match="it is a whole number >="):
+        make()
+
+
 @pytest.mark.parametrize("kind", ["wrapper", "recurrent"])
 def test_defrag_of_a_composed_cache_lets_every_sequence_lie_in_one_run(numpy: ml.Backend, kind: str) -> None:
     cache = KINDS[kind]()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvcache import moving
-from kvcache.batches import check_sequence
+from kvcache.batches import check_sequence, check_whole
 from kvcache.cache import InvalidRangeError, NotSupportedError, SequenceLostError, ShiftFunction
 from kvcache.capturing import AttentionSnapshots
 
@@ -33,8 +33,7 @@ class AttentionSequences(AttentionSnapshots):
         check_sequence("copy_prefix", dst_seq, self._max_sequences)
         if src_seq == dst_seq:
             raise InvalidRangeError(f"copy_prefix: sequence {src_seq} to itself; remove(seq, length) cuts it")
-        if length < 0:
-            raise InvalidRangeError(f"copy_prefix: length {length}; it is >= 0")
+        check_whole("copy_prefix", "length", length)
         source = self._table.rows[src_seq]
         if source.lost:
             raise lost_error("copy_prefix", src_seq)

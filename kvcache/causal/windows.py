@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvcache.batches import Group
+from kvcache.batches import Group, check_whole
 from kvcache.cache import InvalidRangeError, NotSupportedError, ShiftFunction
 from kvcache.causal.full import CausalCache
 from kvcache.reading import LowerBound
@@ -27,10 +27,8 @@ class SlidingWindowCache(CausalCache):
 
     def __init__(self, window: int, memory: int | None = None, shift: ShiftFunction | None = None) -> None:
         super().__init__(shift)
-        if window < 0:
-            raise InvalidRangeError(f"SlidingWindowCache: window={window}; it is >= 0")
-        if memory is not None and memory < window:
-            raise InvalidRangeError(f"SlidingWindowCache: memory={memory} < window={window}")
+        check_whole("SlidingWindowCache", "window", window)
+        check_whole("SlidingWindowCache", "memory", window if memory is None else memory, least=window)
         self.window = window
         self.memory = window if memory is None else memory
         self._unlimited = False
@@ -99,8 +97,7 @@ class ChunkedCache(CausalCache):
 
     def __init__(self, chunk: int, shift: ShiftFunction | None = None) -> None:
         super().__init__(shift)
-        if chunk < 1:
-            raise InvalidRangeError(f"ChunkedCache: chunk={chunk}; it is >= 1")
+        check_whole("ChunkedCache", "chunk", chunk, least=1)
         self.chunk = chunk
 
     def settings(self) -> dict[str, object]:
