@@ -12,6 +12,8 @@ run: $(VENV)/.installed-run
 	  --prompt "And it came to pass in those days, that God said unto Noah," \
 	  --prompt "And it came to pass in those days, that God said unto Moses,"
 
+# Tests start hundreds of processes, which would each compile the sources anew.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -41,9 +43,9 @@ dist: $(VENV)/.installed-dev
 	$(BIN)/python tests/try_dist.py
 
 # The oldest versions that pyproject.toml admits, PyTorch left out: its old builds bring gigabytes of CUDA.
-OLDEST = $(addprefix tests/test_, conformance_numpy.py conformance_mlx.py backend_mlx.py cache_numpy.py cli_help.py \
-  discovery.py ml_package.py plugins.py quantized_gguf.py runner_weights.py runner_generate.py stores_files.py \
-  stores_pages.py views_plots.py views_cells.py)
+OLDEST = $(addprefix tests/test_, conformance_numpy.py conformance_mlx.py backend_mlx.py backend_plugins.py cache_numpy.py \
+  cli_help.py discovery.py ml_package.py plugins.py quantized_gguf.py runner_weights.py runner_generate.py stores_files.py \
+  stores_files_damage.py stores_files_failing.py stores_pages.py views_plots.py views_cells.py)
 
 oldest:
 	rm -rf .oldest

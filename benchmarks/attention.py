@@ -3,53 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import ml
 import ml.nn
+from benchmarks import cases
+from benchmarks.cases import EACH, SEQUENCES
 from benchmarks.record import Row, rows_of
 from benchmarks.shapes import DIM, DTYPES, GROUPS, HEADS
-from kvcache import Batch, CausalCache
 from kvcache.bench_timing import Contender, interleave
 from kvcache.integrations import bench_torch
 
 __all__ = ["run"]
 
-SEQUENCES, EACH = 8, 4096
-
 
 def run(quick: bool) -> Iterator[Row]:
     bench_torch.fix_threads(1)
     backend = ml.open_backend("torch", device="cpu")
-    for dtype in DTYPES:
-        for history in (1024,) if quick else (1024, 8192, 32768):
-            yield from _one(backend, history, dtype, 20 if quick else 60 if history < 32768 else 20)
-        yield from _several(backend, dtype, 3 if quick else 12)
-
-
-def _filled(backend: ml.Backend, sequences: int, each: int, dtype: ml.DType) -> tuple[CausalCache, Any]:
-    """A cache of ``sequences`` with random tokens, in a pass of one further token each."""
-    import torch
-
-    ctx = backend.new_context()
-    cache = CausalCache()
-    # Room beyond the history: what get returns is then strided, as it is in a decoding cache.
-    cache.init(backend, dtype, sequences, each + 256, 512)
-    for seq in range(sequences):
-        for begin in range(0, each - 1, 512):
-            count = min(512, each - 1 - begin)
-            part = ctx.from_native(torch.randn(count, HEADS, DIM)).cast(ctx, dtype)
-            cache.start_forward(ctx, Batch(range(begin, begin + count), [seq] * count))
-            cache.put(ctx, part, part)
-    cache.start_forward(ctx, Batch([each - 1] * sequences, list(range(sequences))))
-    last = ctx.from_native(torch.randn(sequences, HEADS, DIM)).cast(ctx, dtype)
-    cache.put(ctx, last, last)
-    return cache, ctx
+    for case in cases.attention(quick):
+        if case.history is None:
+            yield from _several(backend, case.dtype, case.rounds)
+        else:
+            yield from _one(backend, case.history, case.dtype, case.rounds)
 
 
 def _one(backend: ml.Backend, history: int, dtype: str, rounds: int) -> Iterator[Row]:
     by_hand = bench_torch.Contiguous(history, HEADS, GROUPS, DIM, dtype)
-    cache, ctx = _filled(backend, 1, history, DTYPES[dtype])
+    cache, ctx = cases.filled(backend, 1, history, DTYPES[dtype])
     key, value, _ = cache.get(ctx)
     k, v = (x.native.transpose(0, 1).unsqueeze(0) for x in (key, value))
     query = ctx.from_native(by_hand.query.reshape(1, HEADS * GROUPS, DIM))
@@ -69,7 +48,7 @@ def _one(backend: ml.Backend, history: int, dtype: str, rounds: int) -> Iterator
 def _several(backend: ml.Backend, dtype: str, rounds: int) -> Iterator[Row]:
     """Floor: eight calls over one sequence's contiguous tensors each (its own tensors, as in the cache)."""
     hands = [bench_torch.Contiguous(EACH, HEADS, GROUPS, DIM, dtype) for _ in range(SEQUENCES)]
-    cache, ctx = _filled(backend, SEQUENCES, EACH, DTYPES[dtype])
+    cache, ctx = cases.filled(backend, SEQUENCES, EACH, DTYPES[dtype])
     query = ctx.full((SEQUENCES, HEADS * GROUPS, DIM), 0.1, DTYPES[dtype])
     scale = DIM**-0.5
 

@@ -3,51 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 import ml
 import ml.nn
+from benchmarks import cases
+from benchmarks.cases import EACH, SEQUENCES
 from benchmarks.record import Row, rows_of
 from benchmarks.shapes import DIM, DTYPES, GROUPS, HEADS
-from kvcache import Batch, CausalCache
 from kvcache.bench_timing import Contender, interleave
 
 __all__ = ["run"]
 
-SEQUENCES, EACH = 8, 4096
 SCALE = DIM**-0.5
 
 
 def run(quick: bool) -> Iterator[Row]:
     backend = ml.open_backend("mlx", device="cpu")
-    for dtype in DTYPES:
-        for history in (1024,) if quick else (1024, 8192, 32768):
-            yield from _one(backend, history, dtype, 20 if quick else 60 if history < 32768 else 20)
-        yield from _several(backend, dtype, 3 if quick else 12)
-
-
-def _filled(backend: ml.Backend, sequences: int, each: int, dtype: ml.DType) -> tuple[CausalCache, Any]:
-    """A cache of ``sequences`` with random tokens, in a pass of one further token each."""
-    ctx, cache, random = backend.new_context(), CausalCache(), np.random.default_rng(0)
-    # Room beyond the history: what get returns is then strided, as it is in a decoding cache.
-    cache.init(backend, dtype, sequences, each + 256, 512)
-
-    def put(positions: range | list[int], owners: list[int]) -> None:
-        host = random.normal(size=(len(owners), HEADS, DIM)).astype(np.float32)
-        part = ctx.from_numpy(host).cast(ctx, dtype)
-        cache.start_forward(ctx, Batch(positions, owners))
-        cache.put(ctx, part, part)
-        ctx.compute()
-
-    for seq in range(sequences):
-        for begin in range(0, each - 1, 512):
-            count = min(512, each - 1 - begin)
-            put(range(begin, begin + count), [seq] * count)
-    put([each - 1] * sequences, list(range(sequences)))
-    return cache, ctx
+    for case in cases.attention(quick):
+        if case.history is None:
+            yield from _several(backend, case.dtype, case.rounds)
+        else:
+            yield from _one(backend, case.history, case.dtype, case.rounds)
 
 
 class _Contiguous:
@@ -69,7 +47,7 @@ class _Contiguous:
 
 def _one(backend: ml.Backend, history: int, dtype: str, rounds: int) -> Iterator[Row]:
     by_hand = _Contiguous(history, dtype)
-    cache, ctx = _filled(backend, 1, history, DTYPES[dtype])
+    cache, ctx = cases.filled(backend, 1, history, DTYPES[dtype])
     key, value, _ = cache.get(ctx)
     k, v = (x.native.transpose(1, 0, 2)[None] for x in (key, value))
     mx.eval(k, v)
@@ -89,7 +67,7 @@ def _one(backend: ml.Backend, history: int, dtype: str, rounds: int) -> Iterator
 def _several(backend: ml.Backend, dtype: str, rounds: int) -> Iterator[Row]:
     """Floor: eight calls over one sequence's contiguous tensors each (its own tensors, as in the cache)."""
     hands = [_Contiguous(EACH, dtype) for _ in range(SEQUENCES)]
-    cache, ctx = _filled(backend, SEQUENCES, EACH, DTYPES[dtype])
+    cache, ctx = cases.filled(backend, SEQUENCES, EACH, DTYPES[dtype])
     query = ctx.full((SEQUENCES, HEADS * GROUPS, DIM), 0.1, DTYPES[dtype])
 
     def masked() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import mlx.core as mx
 
 import ml
+from benchmarks.cases import PutGet, put_get
 from benchmarks.record import Row, rows_of
-from benchmarks.shapes import DIM, DTYPES, HEADS, LENGTHS, WINDOW
+from benchmarks.shapes import DIM, DTYPES, HEADS
 from kvcache.bench import Decoding
 from kvcache.bench_timing import Contender, interleave
 from kvcache.integrations import bench_mlx
@@ -52,40 +53,25 @@ def _array(tensor: Any) -> Any:
 def run(quick: bool) -> Iterator[Row]:
     mx.set_default_device(mx.cpu)
     backend = ml.open_backend("mlx", device="cpu")
-    for dtype in DTYPES:
-        for history in (128, 8192) if quick else LENGTHS:
-            yield from _measure(backend, f"put + get, 1 token, {history}", history, 1, dtype, quick)
-        if not quick:
-            name = f"put + get, 1 token, window {WINDOW}, 32768"
-            yield from _measure(backend, name, 32768, 1, dtype, quick, window=WINDOW)
-        yield from _measure(backend, "put + get, 512 tokens, 8192", 8192, 512, dtype, quick, grow=False)
+    for case in put_get(quick):
+        yield from _measure(backend, case, quick)
     yield from _deep(backend, 20 if quick else 200)
     for dtype in DTYPES:
         yield from _tail(backend, dtype, 1000 if quick else 5000)
 
 
-def _measure(
-    backend: ml.Backend,
-    name: str,
-    history: int,
-    new: int,
-    dtype: str,
-    quick: bool,
-    grow: bool = True,
-    window: int = 0,
-) -> Iterator[Row]:
-    shape = (history, new, HEADS, DIM, dtype, grow, window)
-    contenders = bench_mlx.floors(*shape)
-    contenders["ours"] = OursOnMlx(backend, history, new, DTYPES[dtype], grow, window).contender()
-    rounds = 60 if quick else 200 if new == 1 else 40
+def _measure(backend: ml.Backend, case: PutGet, quick: bool) -> Iterator[Row]:
+    contenders = bench_mlx.floors(*case.shape)
+    contenders["ours"] = OursOnMlx(backend, *case.decoding).contender()
+    rounds = 60 if quick else 200 if case.new == 1 else 40
     trial = interleave(contenders, rounds, floors=bench_mlx.FLOORS, seconds=15, own_threads=False)
-    yield from rows_of(f"mlx {dtype}", name, trial, per=LAYERS)
-    for key, peer in bench_mlx.peers(*shape).items():
+    yield from rows_of(f"mlx {case.dtype}", case.name, trial, per=LAYERS)
+    for key, peer in bench_mlx.peers(*case.shape).items():
         beside: dict[str, Contender] = {trial.floor: contenders[trial.floor], key: peer}
         apart = interleave(beside, 2 * rounds, warmup=3, seconds=0.5 if quick else 3, own_threads=False)
         worst = max(apart.times[key])
         note = f"worst step {worst / statistics.median(apart.times[key]):.0f} x its median"
-        for row in rows_of(f"mlx {dtype}", name, apart, per=LAYERS):
+        for row in rows_of(f"mlx {case.dtype}", case.name, apart, per=LAYERS):
             if row.contender == key:
                 yield Row(**(row.as_dict() | {"note": note}))
 

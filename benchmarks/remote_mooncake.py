@@ -1,19 +1,18 @@
 """MooncakeStore against a TCP socket that moves the same bytes: ``python -m benchmarks.remote_mooncake``.
 
 Everything is on loopback and in turn: a process that receives the bytes into memory of its own and sends
-them back, and a real pool whose memory is another process's. The first round of each is not counted.
+them back, and a real pool whose memory is another process's, allocated beforehand.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks.remote import MIB, Plain, page, plain_socket, round_trips, table, timed
-from kvcache.bench_timing import Contender, machine
+from benchmarks.transfer import MIB, SOCKET, Plain, floors, heading, options, page, plain_socket, show
+from kvcache.bench_timing import Contender
 from kvcache.stores import MooncakeStore
 from kvcache.testing.mooncake_pool import MooncakePool
 
@@ -42,7 +41,7 @@ def contenders(
 
     return {
         "put": {
-            "plain TCP socket": Contender(lambda: plain.put(parts)),
+            **floors(plain, parts),
             "MooncakeStore.put": put(staged, parts),
             "MooncakeStore.put of registered memory": put(registered, [whole]),
             "the package's own put_from, no digest": Contender(
@@ -51,7 +50,7 @@ def contenders(
             ),
         },
         "get": {
-            "plain TCP socket": Contender(lambda: plain.get(memoryview(buffer)), finish=check),
+            SOCKET: Contender(lambda: plain.get(memoryview(buffer)), finish=check),
             "MooncakeStore.get_into": get(staged),
             "MooncakeStore.get_into of registered memory": get(registered),
             "the package's own get_into, no digest": Contender(
@@ -62,16 +61,12 @@ def contenders(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, nargs="+", default=[64], help="sizes of entries")
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args(arguments)
+    parser = options(__doc__)
+    chosen = parser.parse_args(arguments)
     if reason := MooncakePool.missing():
         parser.exit(1, f"no pool can run here: {reason}\n")
-    print("# A Mooncake pool on loopback\n")
-    print("Median [10th, 90th percentile] of rounds in turn; the ratio is the median of the rounds' own.")
-    print(f"\n{machine()}; {options.rounds} rounds.")
-    for mib in options.mib:
+    heading("A Mooncake pool on loopback", chosen.rounds)
+    for mib in chosen.mib:
         parts = page(mib * MIB)
         size = sum(part.nbytes for part in parts)
         with MooncakePool() as pool, plain_socket(size) as plain:
@@ -81,10 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 MooncakeStore(pool.url, prefix="registered") as registered,
             ):
                 print(f"\n## {mib} MiB")
-                found = contenders(plain, staged, registered, parts)
-                for op, trial in timed(found, options.rounds).items():
-                    print("\n".join(table(op, trial, size)))
-                print("\n".join(round_trips(staged, options.rounds)))
+                show(contenders(plain, staged, registered, parts), size, chosen.rounds, staged)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 import ml
-from benchmarks.remote import MIB, page, plain_socket, timed
 from benchmarks.scale_simulation import Host
+from benchmarks.transfer import MIB, page, plain_socket, timed
 from kvcache.bench_timing import Contender
 from kvcache.stores import FileStore, Keys, MemoryStore, SnapshotStore
 from kvcache.trie import Trie

@@ -6,6 +6,7 @@ All but occupancy.svg, which needs matplotlib, come out the same byte for byte w
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,8 +161,15 @@ def draw(folder: Path, plots: bool = True) -> Iterator[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    for path in draw(parser.parse_args().folder):
-        print(path)
+    try:
+        for path in draw(parser.parse_args().folder):
+            print(path)
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        sys.exit(
+            "pictures: occupancy.svg needs matplotlib, the others are drawn: pip install 'ml-kvcache[plots]'"
+        )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -23,6 +24,18 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # Jobs in the background are started so, and hand it on to the processes that the tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+def pytest_collection_finish() -> None:
+    """What exists by now stays to the end: a million objects that no later garbage collection looks through.
+
+    Every session of pytest inside a test ends with several collections.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""XLA_FLAGS, which JAX reads when it is first used: XLA compiles faster where it optimizes nothing."""
 STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
 
 
@@ -67,11 +80,29 @@ def _open_any(name: str) -> Iterator[ml.Backend]:
         yield stack.enter_context(ml.open_backend(name))
 
 
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Callable[[str], ml.Backend]]:
+    """``backends(name)``: each is opened when it is first asked for; skips what cannot run here."""
+    opened: dict[str, ml.Backend] = {}
+    with contextlib.ExitStack() as stack:
+
+        def get(name: str) -> ml.Backend:
+            if name not in opened:
+                info = next(info for info in ml.available_backends() if info.name == name)
+                if not info.available:
+                    pytest.skip(f"{name} cannot run here: {info.reason}")
+                opened[name] = stack.enter_context(ml.open_backend(name))
+            return opened[name]
+
+        yield get
+
+
 @contextlib.contextmanager
 def _jax_example() -> Iterator[None]:
     """The plugin of examples/ml-backend-jax, registered by hand where it is not installed."""
     pytest.importorskip("jax", reason="jax is not installed")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", QUICK_TO_COMPILE)
         patch.syspath_prepend(Path(__file__).resolve().parents[1] / "examples" / "ml-backend-jax")
         plugin = importlib.import_module("ml_backend_jax")
         ml.plugins.registry().register(plugin, "jax")

@@ -5,8 +5,10 @@ A check raises where something does not hold; its last line is what the starting
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -165,6 +167,17 @@ def refusals(rank: Rank) -> None:
     group.barrier()
 
 
+def joined_anew(rank: Rank) -> None:
+    for _ in range(2):
+        rank.group.close()
+        with pytest.raises(ml.ClosedError, match="join anew"):
+            rank.group.barrier()
+        rank.group = join(rank.backend, rank.size, rank.job["timeout"])
+        with rank.backend.new_context() as ctx:
+            total = rank.group.all_reduce(ctx, ctx.from_numpy([1.0 + rank.rank]))
+            assert total.to_numpy()[0] == sum(range(1, rank.size + 1))
+
+
 def stored(rank: Rank) -> None:
     """Each rank keeps pages of its own in one store, and has them again in another process."""
     path, prompt, tokens, _ = rank.job["greedy"][0]
@@ -206,6 +219,49 @@ def lost_by_one(rank: Rank) -> None:
         assert (answer.reused, list(answer.tokens)) == (0, tokens), f"{answer.reused} reused"
         (answer,) = engine.complete([prompt], settings)
         assert (answer.reused, list(answer.tokens)) == (len(prompt) - 1, tokens)
+
+
+def forgetful(rank: Rank) -> None:
+    """Ranks that find different things, evict at different times and run out of room at different times.
+
+    Each loses pages of its own store, all but one keep nothing on the device, and prompts come in waves.
+    The answers are those of engines that keep nothing.
+    """
+    for path, prompts, wave in rank.job["forgetful"]:
+        settings = Settings(max_new_tokens=4, ignore_eos=True)
+        options = EngineOptions(max_sequences=3, capacity=40, context=72, prefill_chunk=24, interval=8)
+        folder = Path(rank.job["store"], f"{Path(path).name}-{rank.rank}")
+        with rank.model(path) as model:
+            expected = []
+            for prompt in prompts:
+                with Engine(model, None, options) as engine:
+                    expected.append(engine.complete([prompt], settings)[0].tokens)
+            with FileStore(folder) as store, Engine(model, None, options, [store]) as engine:
+                engine.complete(prompts[: len(prompts) // 2], settings)
+            _lose_pages(folder, rank.rank)
+            rank.group.barrier()
+            own = dataclasses.replace(options, budget=None if rank.rank == 0 else 0)
+            with FileStore(folder) as store, Engine(model, None, own, [store]) as engine:
+                requests, waiting = [], list(prompts)
+                while waiting or engine.busy:
+                    requests += [engine.submit(prompt, settings) for prompt in waiting[:wave]]
+                    del waiting[:wave]
+                    for _ in range(3):
+                        engine.step()
+                for request, tokens in zip(requests, expected, strict=True):
+                    assert request.error is None, request.error
+                    assert request.tokens[-len(tokens) :] == tokens, f"{path}: {request.tokens}"
+                found = of_all(rank.backend.new_context(), rank.group, engine.statistics.reused_tokens)
+                assert len(set(found)) == 1, f"reused: {found}"
+                assert found[0] > 0, "nothing was reused"
+
+
+def _lose_pages(folder: Path, seed: int) -> None:
+    """Every second of them, drawn by chance."""
+    manifests = sorted(folder.rglob("*.json"))
+    assert len(manifests) > 4, manifests
+    for manifest in random.Random(seed).sample(manifests, len(manifests) // 2):
+        manifest.unlink()
 
 
 def conversations(rank: Rank) -> None:
@@ -257,8 +313,8 @@ def _check_sum(total: ml.Tensor, parts: list[np.ndarray], dtype: DType) -> None:
 CHECKS: dict[str, Callable[[Rank], None]] = {
     check.__name__: check
     for check in (
-        collectives, lazy_work, greedy, logits, own_part_only, out_of_step, refusals, stored, lost_by_one,
-        conversations, last_one_raises,
+        collectives, lazy_work, greedy, logits, own_part_only, out_of_step, refusals, joined_anew, stored,
+        lost_by_one, forgetful, conversations, last_one_raises,
     )
 }  # fmt: skip
 

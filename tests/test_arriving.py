@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,6 @@ DTYPES = (DType.F32, DType.F16, DType.BF16, DType.Q8_0, DType.Q4_0)
 TABLE = np.random.default_rng(3).normal(size=(100, HEADS, DIM)).astype(np.float32)
 
 Backends = Callable[[str], ml.Backend]
-
-
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    """Each opened when it is first asked for."""
-    opened: dict[str, ml.Backend] = {}
-    with ExitStack() as stack:
-
-        def get(name: str) -> ml.Backend:
-            if name not in opened:
-                info = next(info for info in ml.available_backends() if info.name == name)
-                if not info.available:
-                    pytest.skip(f"{name} cannot run here: {info.reason}")
-                opened[name] = stack.enter_context(ml.open_backend(name))
-            return opened[name]
-
-        yield get
 
 
 @pytest.fixture(params=["runs", "crumbs"])

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.util
 import inspect
 import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-import backends.cupy
 import ml
 from backends.cupy import plugin
 from kvcache.testing.attending import AttendingTests
@@ -35,42 +30,7 @@ from kvcache.testing.windows import WindowTests
 from ml import DType
 from ml.testing import BackendTests
 
-HINT = "pip install 'ml-kvcache[cupy-cuda12x]'  (or cupy-cuda13x)"
-OURS = ("devices", "tensor", "backend")
-
-
-def load_double() -> Any:
-    spec = importlib.util.spec_from_file_location("fake_cupy", Path(__file__).with_name("fake_cupy.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fake_cupy"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def load_backend(double: Any) -> ModuleType:
-    """backends.cupy.backend as it is where ``import cupy`` gives the double; nothing of it stays behind."""
-    found = double.modules()
-    names = [name for name in sys.modules if name.split(".")[0] in ("cupy", "cupyx")]
-    names += [f"backends.cupy.{name}" for name in OURS]
-    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.modules.update(found)
-    try:
-        return importlib.import_module("backends.cupy.backend")
-    finally:
-        for name in (*found, *(f"backends.cupy.{name}" for name in OURS)):
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
-        for name in OURS:
-            vars(backends.cupy).pop(name, None)
-            if f"backends.cupy.{name}" in before:
-                setattr(backends.cupy, name, before[f"backends.cupy.{name}"])
-
-
-double: Any = load_double()
-module: Any = load_backend(double)
-CUPY: Any = double.modules()["cupy"]
+from .cupy_double import CUPY, double, module
 
 
 @pytest.fixture
@@ -163,23 +123,6 @@ def test_what_the_double_stands_for_is_in_cupy() -> None:
 
 def row() -> ml.BackendInfo:
     return {info.name: info for info in ml.available_backends()}["cupy"]
-
-
-def test_finding_the_plugin_imports_no_cupy() -> None:
-    code = (
-        "import sys, ml, ml.plugins; specs = ml.plugins.registry().specs(); "
-        "assert specs['cupy'].priority == 30; assert 'cupy' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_without_cupy_the_probe_says_so_and_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    assert not row().available
-    assert row().reason.startswith("cupy cannot be imported: import of cupy halted")
-    assert row().install_hint == HINT
-    with pytest.raises(ml.BackendUnavailableError, match=r"'cupy' cannot run here: cupy cannot be imported"):
-        ml.open_backend("cupy")
 
 
 def fails(error: str) -> Callable[[], Any]:

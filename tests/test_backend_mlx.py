@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,23 +60,6 @@ def taken(backend: MlxBackend, work: Callable[[], Any]) -> int:
 
 
 # The plugin.
-
-
-def test_finding_the_plugin_imports_no_mlx() -> None:
-    code = (
-        "import sys, ml, ml.plugins; specs = ml.plugins.registry().specs(); "
-        "assert specs['mlx'].priority == (60 if sys.platform == 'darwin' else 40); "
-        "assert 'mlx' not in sys.modules and 'mlx.core' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_without_mlx_the_probe_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mlx.core", None)
-    info = {row.name: row for row in ml.available_backends()}["mlx"]
-    assert not info.available
-    assert "mlx cannot be imported" in info.reason
-    assert info.install_hint == "pip install 'ml-kvcache[mlx]'"
 
 
 def test_a_device_that_is_not_here_is_refused() -> None:

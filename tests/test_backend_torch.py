@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,22 +34,6 @@ def ctx(backend: TorchBackend) -> TorchContext:
 
 
 # The plugin.
-
-
-def test_finding_the_plugin_imports_no_torch() -> None:
-    code = (
-        "import sys, ml, ml.plugins; specs = ml.plugins.registry().specs(); "
-        "assert specs['torch'].priority == 50; assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_without_torch_the_probe_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    info = {row.name: row for row in ml.available_backends()}["torch"]
-    assert not info.available
-    assert "torch cannot be imported" in info.reason
-    assert info.install_hint == "pip install 'ml-kvcache[torch]'"
 
 
 def test_an_old_torch_is_refused_with_the_version_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

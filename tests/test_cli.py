@@ -206,7 +206,7 @@ BAD: dict[str, tuple[Callable[[Make], list[object]], str]] = {
         "a cache of 1 x 1000000000000 tokens in F32 needs",
     ),
     "top_p": (lambda make: ["--model", make(), "--top-p", 0], "top_p=0.0; it is in (0, 1]"),
-    "stop": (lambda make: ["--model", make(), "--stop", ""], "not empty"),
+    "stop": (lambda make: ["--model", make(), "--stop", ""], "an empty string"),
 }
 
 

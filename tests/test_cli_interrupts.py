@@ -113,6 +113,66 @@ def test_generate_ends_with_a_short_message(moment: str, message: str, tmp_path:
     assert interrupted(moment, tmp_path, "generate", "--prompt", PROMPT) == f"kvcache: {message}"
 
 
+STARTING = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits it ignored
+from kvcache.cli import main
+
+class Interrupting:
+    left = int(sys.argv[1])
+
+    def find_spec(self, *ignored):
+        Interrupting.left -= 1
+        if not Interrupting.left:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["kvcache", *sys.argv[2:]]
+main()
+"""
+"""Runs the command, and interrupts it where it imports its nth module."""
+
+
+@pytest.mark.parametrize("imports", [1, 2, 3, 5, 10, 20, 40, 80, 120, 160, 200, 240, 280, 320])
+def test_the_start_ends_with_a_short_message_whatever_is_being_imported(imports: int) -> None:
+    line = [sys.executable, "-c", STARTING, str(imports), "backends", "--json"]
+    ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "kvcache: interrupted\n")
+
+
+def test_a_module_that_swallows_every_exception_does_not_swallow_the_interruption(tmp_path: Path) -> None:
+    (tmp_path / "rich").mkdir()
+    (tmp_path / "rich" / "__init__.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    )
+    line = [sys.executable, "-c", STARTING, "0", "backends"]
+    path = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    ended = subprocess.run(line, capture_output=True, text=True, env=path, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "kvcache: interrupted\n")
+
+
+def test_the_end_of_the_process_ends_with_a_short_message_behind_the_whole_result() -> None:
+    code = (
+        "import atexit, os, signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "import sys; sys.argv = ['kvcache', '--version']\n"
+        "from kvcache.cli import main; main()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (130, "kvcache: interrupted\n")
+    assert ended.stdout.count("\n") == 1
+
+
+def test_a_job_in_the_background_is_not_interrupted() -> None:
+    code = STARTING.replace("signal.default_int_handler", "signal.SIG_IGN")
+    line = [sys.executable, "-c", code, "40", "--version"]
+    ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "noah.kv"

@@ -7,7 +7,6 @@ devices and refuses work on what lies on the other one, so that what has to be m
 from __future__ import annotations
 
 import collections
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -33,24 +32,13 @@ from kvcache.runner.tokenizer import Tokenizer
 from kvcache.snapshots import EncoderSnapshot
 from kvcache.stores import MemoryStore
 
+from . import cupy_double
+from .small_models import KINDS
+
 torch = pytest.importorskip("torch")
 
 Make = Callable[..., Path]
 TWO = ("cpu:0", "cpu:1")
-
-
-def load(name: str) -> Any:
-    """A module that lies beside this one."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-KINDS: dict[str, dict[str, Any]] = load("small_models").KINDS
-CUPY = load("test_backend_cupy")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,7 +54,7 @@ def open_torch(devices: Sequence[str], layers: int) -> ml.Backend:
 
 
 def open_double(count: int, layers: int) -> ml.Backend:
-    found: ml.Backend = CUPY.module.CupyBackend(devices=list(range(count)), layers=layers)
+    found: ml.Backend = cupy_double.module.CupyBackend(devices=list(range(count)), layers=layers)
     return found
 
 
@@ -188,7 +176,7 @@ def test_a_pass_moves_as_much_between_devices_however_many_layers_there_are(
                 step(model, cache, [seq] * count, range(position, position + count))
             begins = enumerate([18, 5][:sequences])
             places = [(seq, begin + i) for seq, begin in begins for i in range(tokens)]
-            with CUPY.double.logged() as log:
+            with cupy_double.double.logged() as log:
                 step(model, cache, *zip(*places, strict=True))
         moved.append(collections.Counter(device for op, device, _ in log if op == "copy_from_device"))
     assert moved[0] == moved[1] == moved[2]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,19 +29,8 @@ from kvcache.integrations.mlx_lm import (
     uninstall,
 )
 
+from . import mlx_lm_models as models
 
-def helpers() -> Any:
-    path = Path(__file__).with_name("mlx_lm_models.py")
-    spec = importlib.util.spec_from_file_location("mlx_lm_models", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
-    if not hasattr(module, "MODELS"):
-        spec.loader.exec_module(module)
-    return module
-
-
-models: Any = helpers()
 TOLERANCE = 1e-5
 EXACT = ("llama", "qwen")
 """No sliding layer: our K and V lie as mlx-lm's do, and the kernels give the same bits."""

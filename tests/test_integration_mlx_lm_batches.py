@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,19 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
 import kvcache
 from kvcache.integrations.mlx_lm import Attention, CachePool, SequencesTakenError, make_prompt_cache
 
+from . import mlx_lm_models as models
 
-def helpers() -> Any:
-    path = Path(__file__).with_name("mlx_lm_models.py")
-    spec = importlib.util.spec_from_file_location("mlx_lm_models", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
-    if not hasattr(module, "MODELS"):
-        spec.loader.exec_module(module)
-    return module
-
-
-models: Any = helpers()
 TOLERANCE = 1e-5
 SMALL = {"completion_batch_size": 4, "prefill_batch_size": 3, "prefill_step_size": 6}
 

@@ -33,7 +33,6 @@ def folder(tmp_path: Path, make_model: Callable[..., Path], monkeypatch: pytest.
 
 def test_the_code_of_the_page_runs_and_says_what_mlx_lm_says(folder: Path) -> None:
     blocks = FENCE.findall(PAGE.read_text(encoding="utf-8"))
-    assert len(blocks) == 5
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)

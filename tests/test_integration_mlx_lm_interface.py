@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
@@ -19,19 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
 import kvcache
 from kvcache.integrations.mlx_lm import Attention, CachePool, make_prompt_cache
 
-
-def helpers() -> Any:
-    path = Path(__file__).with_name("mlx_lm_models.py")
-    spec = importlib.util.spec_from_file_location("mlx_lm_models", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
-    if not hasattr(module, "MODELS"):
-        spec.loader.exec_module(module)
-    return module
-
-
-models: Any = helpers()
+from . import mlx_lm_models as models
 
 
 def marked(*values: float) -> mx.array:

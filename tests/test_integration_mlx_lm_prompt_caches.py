@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +34,8 @@ from kvcache.integrations.mlx_lm import (
     rewind,
 )
 
+from . import mlx_lm_models as models
 
-def helpers() -> Any:
-    path = Path(__file__).with_name("mlx_lm_models.py")
-    spec = importlib.util.spec_from_file_location("mlx_lm_models", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
-    if not hasattr(module, "MODELS"):
-        spec.loader.exec_module(module)
-    return module
-
-
-models: Any = helpers()
 PROMPT = 12
 
 

@@ -26,7 +26,7 @@ def test_the_page_runs_as_written() -> None:
     session: dict[str, Any] = {}
     try:
         blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-        assert len(blocks) >= 7
+        assert blocks
         for number, block in enumerate(blocks):
             exec(compile(block, f"{PAGE.name}, block {number}", "exec"), session)
     finally:

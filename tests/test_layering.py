@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,18 +19,8 @@ from kvcache.runner.loading import load_model
 from kvcache.stores import FileStore, Page, SnapshotCorrupt, get_page, put_page
 from ml import DType
 
+from .small_models import KINDS as MODELS
 
-def load(name: str) -> Any:
-    """A module that lies beside this one."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MODELS: dict[str, dict[str, Any]] = load("small_models").KINDS
 HEADS, DIM, WIDE = 2, 64, 32
 TOKENS = [*range(1, 21)]
 LAYERS = dict.fromkeys(range(3), ((HEADS, DIM), (HEADS, WIDE)))

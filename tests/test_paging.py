@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -39,23 +39,6 @@ MAKE: dict[str, Callable[[], Any]] = {
 }
 CASES = [(kind, dtype) for kind in MAKE for dtype in (*FLOATS, *BLOCKS)]
 cases = pytest.mark.parametrize(("kind", "dtype"), CASES, ids=[f"{k} {d.name}" for k, d in CASES])
-
-
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Callable[[str], ml.Backend]]:
-    """Each opened when it is first asked for."""
-    opened: dict[str, ml.Backend] = {}
-    with ExitStack() as stack:
-
-        def get(name: str) -> ml.Backend:
-            if name not in opened:
-                info = next(info for info in ml.available_backends() if info.name == name)
-                if not info.available:
-                    pytest.skip(f"{name} cannot run here: {info.reason}")
-                opened[name] = stack.enter_context(ml.open_backend(name))
-            return opened[name]
-
-        yield get
 
 
 def make(kind: str, backend: ml.Backend, dtype: DType, config: ml.CacheConfig | None = None) -> Any:

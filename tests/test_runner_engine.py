@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,20 +27,10 @@ from kvcache.runner.sampling import Sampler
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores import MemoryStore
 
+from .small_models import KINDS
+
 Make = Callable[..., Path]
 
-
-def load(name: str) -> Any:
-    """A module that lies beside this one."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-KINDS: dict[str, dict[str, Any]] = load("small_models").KINDS
 COUNT = 8
 GREEDY = Settings(COUNT, ignore_eos=True)
 

@@ -26,6 +26,8 @@ from kvcache.runner.requests import Settings
 from kvcache.runner.weights import open_weights
 from ml import DType
 
+from .model_passes import TwoDevices, close, prompt, run
+
 pytest.importorskip("transformers")
 
 BACKENDS = [
@@ -150,30 +152,10 @@ def models(backend: ml.Backend, folders: Any) -> Any:
     return load
 
 
-def prompt(count: int = LENGTH, seed: int = 0) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(3, 97, count)]
-
-
 def new_cache(model: Any, sequences: int = 1, dtype: DType = DType.F32, cache: Any = None) -> Any:
     cache = cache or model.make_cache()
     cache.init(model.backend, dtype, sequences, 64, 48)
     return cache
-
-
-def run(
-    model: Any, cache: Any, entries: Sequence[tuple[int, int]], tokens: Any, outputs: Any = None
-) -> np.ndarray:
-    """Logits of a batch of (sequence, position); ``tokens[sequence][position]`` are its inputs."""
-    batch = kvcache.Batch(
-        positions=[at for _, at in entries],
-        sequences=[seq for seq, _ in entries],
-        inputs=[tokens[seq][at] for seq, at in entries],
-        outputs=outputs,
-    )
-    with model.backend.new_context() as ctx:
-        cache.start_forward(ctx, batch)
-        logits: np.ndarray = model.forward(ctx, batch, cache).to_numpy()
-        return logits
 
 
 def feed(
@@ -183,15 +165,10 @@ def feed(
     return run(model, cache, [(0, at) for at in range(start, stop)], [tokens])
 
 
-def close(got: np.ndarray, expected: np.ndarray) -> None:
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-3)
-
-
 @pytest.mark.parametrize("name", MODELS)
 class TestAgainstTransformers:
     def test_logits_with_prefill_in_chunks(self, models: Any, name: str) -> None:
-        model, tokens = models(name), prompt()
+        model, tokens = models(name), prompt(LENGTH)
         expected = expected_logits(name, tokens)
         assert np.ptp(expected, axis=1).min() > 1.0  # logits that tell tokens apart
         for chunk in (1, 5, 16):
@@ -213,7 +190,7 @@ class TestAgainstTransformers:
 
     def test_two_sequences_interleaved(self, models: Any, name: str) -> None:
         """Prefills of different lengths shuffled into one batch, then both decode, then one is fed on."""
-        model, tokens = models(name), (prompt(seed=1), prompt(seed=2))
+        model, tokens = models(name), (prompt(LENGTH, seed=1), prompt(LENGTH, seed=2))
         expected = [expected_logits(name, each) for each in tokens]
         batches = [
             _merge([(0, at) for at in range(19)], [(1, at) for at in range(11)]),
@@ -227,8 +204,8 @@ class TestAgainstTransformers:
             close(got, np.stack([expected[seq][at] for seq, at in entries]))
 
     def test_a_prefix_shared_by_two_sequences(self, models: Any, name: str) -> None:
-        model, one = models(name), prompt(seed=3)
-        two = one[:21] + prompt(seed=4)[21:]
+        model, one = models(name), prompt(LENGTH, seed=3)
+        two = one[:21] + prompt(LENGTH, seed=4)[21:]
         cache = new_cache(model, sequences=2)
         run(model, cache, [(0, at) for at in range(21)], [one])
         cache.copy_prefix(0, 1, 21)
@@ -238,20 +215,20 @@ class TestAgainstTransformers:
         close(got, np.stack([expected[seq][at] for seq, at in entries]))
 
     def test_only_wanted_rows(self, models: Any, name: str) -> None:
-        model, tokens = models(name), prompt()
+        model, tokens = models(name), prompt(LENGTH)
         entries = [(0, at) for at in range(LENGTH)]
         expected = expected_logits(name, tokens)
-        close(run(model, new_cache(model), entries, [tokens], [39, 3]), expected[[39, 3]])
+        close(run(model, new_cache(model), entries, [tokens], outputs=[39, 3]), expected[[39, 3]])
         cache = new_cache(model)
-        assert run(model, cache, entries[:30], [tokens], []).shape == (0, 97)
+        assert run(model, cache, entries[:30], [tokens], outputs=[]).shape == (0, 97)
         close(feed(model, cache, tokens, 30), expected[30:])
 
     def test_a_pass_taken_back(self, models: Any, name: str) -> None:
         """As after a failure: the batch's tokens go, and are computed again."""
-        model, tokens = models(name), prompt()
+        model, tokens = models(name), prompt(LENGTH)
         cache = new_cache(model, cache=_remembering(model))
         feed(model, cache, tokens, 0, 24)
-        feed(model, cache, prompt(seed=9), 24, 33)
+        feed(model, cache, prompt(LENGTH, seed=9), 24, 33)
         cache.remove(0, 24)
         start = cache.offset(0) if isinstance(cache, kvcache.RecurrentCache) else 24
         assert 16 <= start <= 24
@@ -259,7 +236,7 @@ class TestAgainstTransformers:
 
     def test_reserve(self, models: Any, name: str) -> None:
         """A pass that only shows its shapes leaves nothing behind."""
-        model, tokens = models(name), prompt()
+        model, tokens = models(name), prompt(LENGTH)
         cache = new_cache(model)
         batch = kvcache.Batch(range(16), [0] * 16, inputs=tokens[:16])
         with model.backend.new_context() as ctx:
@@ -352,31 +329,11 @@ class _Moved:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_on_several_devices(folders: Any, name: str) -> None:
-    """Hidden states and what a pass shares follow the layers; here every move is recorded."""
-    from backends.numpy.backend import NumpyBackend, NumpyContext
-
-    moves: list[tuple[int, int]] = []
-
-    class Placed(NumpyContext):
-        def _on_device(self, device: int) -> Placed:
-            moves.append((self._device, device))
-            return Placed(self.backend, self.max_graph_nodes, device)
-
-        def _device_of_layer(self, i: int) -> int:
-            return i // 2
-
-    class TwoDevices(NumpyBackend):
-        def __init__(self) -> None:
-            super().__init__()
-            self._devices = (*self._devices, ml.DeviceInfo("cpu:1", "cpu"))
-
-        def _new_context(self, max_graph_nodes: int) -> Placed:
-            return Placed(self, max_graph_nodes)
-
+    """Hidden states and what a pass shares follow the layers."""
     with TwoDevices() as backend:
-        model, tokens = load_model(folders(name), backend), prompt()
+        model, tokens = load_model(folders(name), backend), prompt(LENGTH)
         close(feed(model, new_cache(model), tokens), expected_logits(name, tokens))
-    assert (0, 1) in moves
+    assert (0, 1) in backend.moves
 
 
 class TestRefusals:

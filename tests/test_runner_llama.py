@@ -17,6 +17,9 @@ from kvcache.runner.errors import ModelError, RequestError
 from kvcache.runner.llama import Llama
 from ml import DType
 
+from . import model_passes
+from .model_passes import TwoDevices, prompt, run
+
 pytest.importorskip("transformers")
 
 BACKENDS = [
@@ -104,13 +107,7 @@ def feed(
         return model.forward(ctx, batch, cache).to_numpy()
 
 
-def prompt(count: int = 20, seed: int = 0) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(3, 97, count)]
-
-
-def close(got: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
+close = functools.partial(model_passes.close, tolerance=1e-4)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -122,7 +119,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
 class TestAgainstTransformers:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_logits_with_prefill_in_chunks(self, backend: ml.Backend, family: str) -> None:
-        model, tokens = load(backend, family), prompt()
+        model, tokens = load(backend, family), prompt(20)
         expected = expected_logits(family, tokens)
         assert np.ptp(expected, axis=1).min() > 1.0  # logits that tell tokens apart
         for chunk in (1, 7, 20):
@@ -145,7 +142,7 @@ class TestAgainstTransformers:
     def test_narrow_dtypes(self, backend: ml.Backend, dtype: DType, tolerance: float) -> None:
         """Weights, activations and cache in half precision; logits come in F32 and agree coarsely."""
         for family in ("llama", "qwen3"):
-            model, tokens = load(backend, family, dtype), prompt()
+            model, tokens = load(backend, family, dtype), prompt(20)
             expected = expected_logits(family, tokens)
             got = feed(model, new_cache(model, dtype=dtype), tokens)
             assert got.dtype == np.float32
@@ -157,33 +154,25 @@ class TestBatches:
         model, one, two = load(backend, "llama"), prompt(9, seed=1), prompt(5, seed=2)
         entries = [(0, at) for at in range(9)] + [(1, at) for at in range(5)]
         np.random.default_rng(0).shuffle(entries)
-        batch = kvcache.Batch(
-            positions=[at for _, at in entries],
-            sequences=[seq for seq, _ in entries],
-            inputs=[(one, two)[seq][at] for seq, at in entries],
-        )
-        cache = new_cache(model, sequences=2)
-        with backend.new_context() as ctx:
-            cache.start_forward(ctx, batch)
-            got = model.forward(ctx, batch, cache).to_numpy()
+        got = run(model, new_cache(model, sequences=2), entries, (one, two))
         expected = (expected_logits("llama", one), expected_logits("llama", two))
         close(got, np.stack([expected[seq][at] for seq, at in entries]))
 
     @pytest.mark.parametrize("outputs", [[19], [3, 0, 19], [], list(range(20)), None])
     def test_outputs(self, backend: ml.Backend, outputs: list[int] | None) -> None:
-        model, tokens = load(backend, "qwen3"), prompt()
+        model, tokens = load(backend, "qwen3"), prompt(20)
         got = feed(model, new_cache(model), tokens, outputs=outputs)
         expected = expected_logits("qwen3", tokens)
         close(got, expected if outputs is None else expected[outputs])
 
     def test_nothing_is_lost_where_no_output_is_wanted(self, backend: ml.Backend) -> None:
-        model, tokens = load(backend, "llama"), prompt()
+        model, tokens = load(backend, "llama"), prompt(20)
         cache = new_cache(model)
         assert feed(model, cache, tokens[:19], outputs=[]).shape == (0, 97)
         close(feed(model, cache, tokens[19:], 19), expected_logits("llama", tokens)[19:])
 
     def test_token_ids_as_arrays_and_tensors(self, backend: ml.Backend) -> None:
-        model, tokens = load(backend, "llama"), prompt()
+        model, tokens = load(backend, "llama"), prompt(20)
         expected = expected_logits("llama", tokens)
         close(feed(model, new_cache(model), np.array(tokens)), expected)
         with backend.new_context() as ctx:
@@ -198,7 +187,7 @@ class TestBatches:
         """One layer's keys depend on position and token alone: removing equals never having seen."""
         config = dataclasses.replace(config_of(family), layers=1)
         model = Llama(backend, config, weights_of(family))
-        tokens = prompt()
+        tokens = prompt(20)
         kept = tokens[:4] + tokens[9:]
         cache, fresh = new_cache(model), new_cache(model)
         feed(model, cache, tokens[:19])
@@ -243,28 +232,8 @@ class TestLoading:
 
 
 def test_layers_on_several_devices() -> None:
-    """Hidden states and rotations follow the layers; here every move between contexts is recorded."""
-    from backends.numpy.backend import NumpyBackend, NumpyContext
-
-    moves: list[tuple[int, int]] = []
-
-    class Placed(NumpyContext):
-        def _on_device(self, device: int) -> Placed:
-            moves.append((self._device, device))
-            return Placed(self.backend, self.max_graph_nodes, device)
-
-        def _device_of_layer(self, i: int) -> int:
-            return i // 2
-
-    class TwoDevices(NumpyBackend):
-        def __init__(self) -> None:
-            super().__init__()
-            self._devices = (*self._devices, ml.DeviceInfo("cpu:1", "cpu"))
-
-        def _new_context(self, max_graph_nodes: int) -> Placed:
-            return Placed(self, max_graph_nodes)
-
+    """Hidden states and rotations follow the layers."""
     with TwoDevices() as backend:
-        model, tokens = load(backend, "llama"), prompt()
+        model, tokens = load(backend, "llama"), prompt(20)
         close(feed(model, new_cache(model), tokens), expected_logits("llama", tokens))
-    assert (0, 1) in moves
+    assert (0, 1) in backend.moves

@@ -16,6 +16,9 @@ from kvcache.runner.families import FAMILIES
 from kvcache.runner.whisper import Whisper, make_cache
 from ml import DType
 
+from . import model_passes
+from .model_passes import close, prompt
+
 pytest.importorskip("transformers")
 
 BACKENDS = [
@@ -81,10 +84,6 @@ def expected_tokens(which: int, tokens: Sequence[int], count: int) -> list[int]:
     return found
 
 
-def prompt(count: int = LENGTH, seed: int = 0) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(3, 97, count)]
-
-
 @pytest.fixture(scope="module", params=BACKENDS)
 def model(request: pytest.FixtureRequest) -> Iterator[Whisper]:
     with ml.open_backend(request.param) as backend:
@@ -111,25 +110,11 @@ def run(
     tokens: Any,
     items: Sequence[tuple[int, Any]] = (),
 ) -> np.ndarray:
-    batch = kvcache.Batch(
-        positions=[at for _, at in entries],
-        sequences=[seq for seq, _ in entries],
-        inputs=[tokens[seq][at] for seq, at in entries],
-        multimodal=items,
-    )
-    with model.backend.new_context() as ctx:
-        cache.start_forward(ctx, batch)
-        logits: np.ndarray = model.forward(ctx, batch, cache).to_numpy()
-        return logits
-
-
-def close(got: np.ndarray, expected: np.ndarray) -> None:
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-3)
+    return model_passes.run(model, cache, entries, tokens, multimodal=items)
 
 
 def test_logits_with_prefill_in_chunks(model: Whisper) -> None:
-    tokens = prompt()
+    tokens = prompt(LENGTH)
     expected = expected_logits(0, tokens)
     assert np.ptp(expected, axis=1).min() > 1.0
     for chunk in (1, 5, 16):
@@ -152,7 +137,7 @@ def test_greedy_tokens(model: Whisper) -> None:
 
 def test_two_sequences_with_encoders_of_different_lengths(model: Whisper) -> None:
     """In one batch from the start; then each alone and both together."""
-    tokens = (prompt(seed=1), prompt(seed=2))
+    tokens = (prompt(LENGTH, seed=1), prompt(LENGTH, seed=2))
     expected = [expected_logits(which, tokens[which]) for which in (0, 1)]
     first = [(1, 0), (0, 0), (0, 1), (1, 1), (1, 2), (0, 2)]
     batches: list[tuple[list[tuple[int, int]], list[tuple[int, Any]]]] = [
@@ -168,7 +153,7 @@ def test_two_sequences_with_encoders_of_different_lengths(model: Whisper) -> Non
 
 
 def test_a_second_sequence_joins_and_another_takes_its_place(model: Whisper) -> None:
-    one, two = prompt(seed=3), prompt(seed=4)
+    one, two = prompt(LENGTH, seed=3), prompt(LENGTH, seed=4)
     cache = new_cache(model, sequences=2)
     run(model, cache, [(0, at) for at in range(10)], (one, two), [(0, states(0))])
     entries = [(0, 10), *((1, at) for at in range(4))]
@@ -181,8 +166,8 @@ def test_a_second_sequence_joins_and_another_takes_its_place(model: Whisper) -> 
 
 
 def test_a_prefix_shared_by_two_sequences(model: Whisper) -> None:
-    one = prompt(seed=5)
-    two = one[:12] + prompt(seed=6)[12:]
+    one = prompt(LENGTH, seed=5)
+    two = one[:12] + prompt(LENGTH, seed=6)[12:]
     cache = new_cache(model, sequences=2)
     run(model, cache, [(0, at) for at in range(12)], [one], [(0, states(0))])
     cache.copy_prefix(0, 1, 12)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,23 +26,12 @@ from kvcache.runner.saved import ConversationError, SavedConversation, adopt, ca
 from kvcache.runner.tokenizer import Tokenizer
 from ml import DType
 
+from .small_models import KINDS
+
 Make = Callable[..., Path]
 BACKENDS = ("numpy", "torch", "mlx")
 FIRST, SECOND = 5, 6
 """Tokens before and after the conversation is saved."""
-
-
-def load(name: str) -> Any:
-    """A module that lies beside this one."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-KINDS: dict[str, dict[str, Any]] = load("small_models").KINDS
 
 
 @pytest.fixture(scope="module")

@@ -274,9 +274,29 @@ def test_two_ranks_compute_what_one_does_and_keep_pages_of_their_own(
         "again": False,
         "part": part_job(),
     }
-    checks = ("collectives", "lazy_work", "refusals", "greedy", "logits", "own_part_only", "out_of_step")
+    checks = (
+        "collectives",
+        "lazy_work",
+        "refusals",
+        "joined_anew",
+        "greedy",
+        "logits",
+        "own_part_only",
+        "out_of_step",
+    )
     start(engine, 2, (*checks, "lost_by_one", "conversations", "stored"), **job)
     start(engine, 2, ["stored"], **job | {"again": True})  # other processes: nothing is computed again
+
+
+@pytest.mark.parametrize(("engine", "kind"), [("torch", "full"), ("mlx", "sliding")], indirect=["engine"])
+def test_ranks_that_find_and_evict_different_things_answer_as_if_nothing_was_kept(
+    engine: str, kind: str, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """What ranks agree on is tried by ``test_engine_ranks.py``: here are other processes and stores."""
+    shared = np.random.default_rng(5).integers(3, 200, 30).tolist()
+    prompts = [[*shared[:end], *range(20 + end, 32 + end)] for end in (30, 24, 30, 9, 17, 30, 24, 12)]
+    path = make_model(**{**load("small_models").KINDS[kind], "num_key_value_heads": 2})
+    start(engine, 2, ["forgetful"], forgetful=[(str(path), prompts, 4)], store=str(tmp_path / "store"))
 
 
 def test_four_ranks_compute_what_one_does(engine: str, alone: Any, make_model: Callable[..., Path]) -> None:

@@ -6,9 +6,9 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -60,11 +60,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
-    from train_tiny import corpus, evaluate, export, tokenizer, windows
+    from train_tiny import cli, corpus, evaluate, export, tokenizer, windows
 
     return SimpleNamespace(
-        corpus=corpus, evaluate=evaluate, export=export, tokenizer=tokenizer, windows=windows
+        cli=cli, corpus=corpus, evaluate=evaluate, export=export, tokenizer=tokenizer, windows=windows
     )
+
+
+@pytest.fixture
+def here(package: SimpleNamespace) -> Iterator[Callable[..., int]]:
+    """``here(*args)``: the command in this process, as its exit status."""
+    import torch
+
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    yield lambda *args: package.cli.main([str(arg) for arg in args])
+    torch.set_num_threads(threads)
+    torch.set_rng_state(state)
 
 
 def test_writes_every_file(trained: Path) -> None:
@@ -91,9 +102,11 @@ def test_heldout_is_every_twentieth_chapter(trained: Path) -> None:
     assert (trained / "heldout.txt").read_text(encoding="utf-8").startswith("Chapter 20.\n")
 
 
-def test_training_is_reproducible(trained: Path, tmp_path: Path) -> None:
+def test_training_is_reproducible_in_another_process(
+    trained: Path, tmp_path: Path, here: Callable[..., int]
+) -> None:
     text = trained.parent / "text.txt"
-    assert train_tiny("--text", text, "--steps", 2, "--batch", 1, "--out", tmp_path).returncode == 0
+    assert here("--text", text, "--steps", 2, "--batch", 1, "--out", tmp_path) == 0
     assert (tmp_path / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
     assert (tmp_path / "tokenizer.json").read_bytes() == (trained / "tokenizer.json").read_bytes()
     assert (tmp_path / "loss.svg").read_bytes() == (trained / "loss.svg").read_bytes()
@@ -155,24 +168,25 @@ def test_without_the_bible_program_says_what_to_install(
     ("text", "message"),
     [("one chapter\n", "at least 2 are needed"), ("a b c\n\nd e f\n", "the training text has")],
 )
-def test_bad_text_is_one_line_and_exit_1(tmp_path: Path, text: str, message: Any) -> None:
+def test_bad_text_is_one_line_and_exit_1(
+    tmp_path: Path, here: Callable[..., int], capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    result = train_tiny("--text", tmp_path / "text.txt", "--out", tmp_path / "out")
-    assert result.returncode == 1
-    assert result.stderr.count("\n") == 1
-    assert message in result.stderr
+    assert here("--text", tmp_path / "text.txt", "--out", tmp_path / "out") == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert message in said
     assert not (tmp_path / "out").exists()
 
 
-def test_report_judges_the_same_model_again(trained: Path) -> None:
+def test_report_judges_the_same_model_again(trained: Path, here: Callable[..., int]) -> None:
     names = ("README.md", "training_log.json", "loss.svg", "heldout.txt")
     before = {name: (trained / name).read_bytes() for name in names}
-    result = train_tiny("--text", trained.parent / "text.txt", "--report", "--out", trained)
-    assert result.returncode == 0, result.stderr
+    assert here("--text", trained.parent / "text.txt", "--report", "--out", trained) == 0
     assert {name: (trained / name).read_bytes() for name in names} == before
 
 
-def test_report_without_a_model_is_one_line_and_exit_1(trained: Path, tmp_path: Path) -> None:
+def test_report_without_a_model_is_one_line_and_exit_1_of_the_process(trained: Path, tmp_path: Path) -> None:
     result = train_tiny("--text", trained.parent / "text.txt", "--report", "--out", tmp_path)
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1

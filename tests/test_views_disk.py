@@ -230,11 +230,9 @@ def test_inspect_a_saved_conversation(make_model: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a store or a saved conversation"),
-        (["x", "--prompt", "y"], "give a store or a saved conversation"),
         (["/no/such/place"], "there is no such file or folder"),
         (["/"], "is no store"),
-        ([__file__], "no page"),
+        ([__file__], f"{__file__}: damaged, or no saved conversation"),
         (["/tmp", "--budget", "much"], "the size 'much'"),
         (["--prompt", "x", "--backend", "abacus"], "no backend 'abacus'"),
     ],

@@ -21,11 +21,10 @@ def test_the_code_of_the_page_runs(
     pytest.importorskip("rich")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 5
     names: dict[str, object] = {}
     for block in blocks:
         exec(block, names)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cells.html", "occupancy.svg"]
+    assert {path.name for path in tmp_path.iterdir()} >= {"cells.html", "occupancy.svg"}
     assert " 0  ++00" in capsys.readouterr().out
 
 

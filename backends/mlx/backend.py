@@ -231,7 +231,10 @@ class MlxBackend(BaseBackend):
             if self._closed:
                 return
             super().close()
-            with contextlib.suppress(*MLX_ERRORS if self.group is not None and self.group.failed else ()):
+            if isinstance(self.group, MlxGroup):
+                whole = self.group.finish(self.stream)
+            else:
+                whole = True
                 mx.synchronize(self.stream)
             if self.group is not None:
                 self.group.close()
@@ -240,7 +243,8 @@ class MlxBackend(BaseBackend):
                     box.array = None
             self._pending, self._frequencies = [], {}
             self._ledger.clear()
-            mx.clear_cache()
+            if whole:  # a stream that waits for a rank that is lost would not let go of it
+                mx.clear_cache()
 
 
 class MlxContext(BaseContext):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from backends.mlx.errors import MLX_ERRORS
+from backends.mlx.meeting import JOINING, interrupted, meet
 from backends.mlx.tensor import MlxTensor
 from ml.base import BaseGroup, SoloGroup
 from ml.base.group import check_timeout
@@ -45,15 +46,27 @@ def join(backend: MlxBackend, timeout: float) -> BaseGroup:
     hosts = ring_hosts() if ring else []
     if len(hosts) == 1:  # no ring can be made of it
         return SoloGroup(backend, seconds)
+    until = time.monotonic() + seconds
+    if ring:
+        meet(hosts, _number(rank, len(hosts)), seconds)
     try:
-        native = mx.distributed.init(strict=True, backend="ring" if ring else "any")
+        with interrupted(max(until, time.monotonic() + JOINING)):
+            native = mx.distributed.init(strict=True, backend="ring" if ring else "any")
     except MLX_ERRORS as error:
-        raise GroupError(
+        failure = GroupError(
             f"distributed: MLX could not join rank {rank} to the others ({error}); start all ranks together "
             "with mlx.launch"
-        ) from error
+        )
+        failure.late = time.monotonic() >= until
+        raise failure from error
     connections = _connections(hosts, native.rank()) if ring and native.size() > 1 else []
     return MlxGroup(backend, native, seconds, connections)
+
+
+def _number(rank: str, size: int) -> int:
+    if not rank.isdecimal() or int(rank) >= size:
+        raise GroupError(f"distributed: MLX_RANK={rank!r} of {size} hosts; a rank is in [0, hosts)")
+    return int(rank)
 
 
 class MlxGroup(BaseGroup):
@@ -112,6 +125,19 @@ class MlxGroup(BaseGroup):
                     raise self.broken(op, error, self._watch.expired) from error
                 raise
 
+    def finish(self, stream: Any) -> bool:
+        """Whether all that the stream has been given is done; waits for it, but not longer than the limit.
+
+        Nor where a rank is lost: MLX fails one exchange when a connection is cut, and may wait for the next
+        one for ever.
+        """
+        if self.failed:
+            return False
+        waiting = threading.Thread(target=_synchronize, args=(stream,), name="mlx-group-finish", daemon=True)
+        waiting.start()
+        waiting.join(self.timeout)
+        return not waiting.is_alive()
+
     def _close(self) -> None:
         self._last = None
         self._watch.close()
@@ -155,7 +181,7 @@ class _Watch:
         last = time.monotonic()
         while not self._closed.wait(self._tick):
             now = time.monotonic()
-            self._clock += min(now - last, 2 * self._tick)
+            self._clock += min(now - last, max(2 * self._tick, self._limit / 4))
             last = now
             began = min(tuple(self._inside.values()), default=self._clock)
             if self._clock - began >= self._limit:
@@ -188,6 +214,11 @@ def _connections(hosts: list[list[str]], rank: int) -> list[socket.socket]:
 
 def _ports(addresses: list[str]) -> set[int]:
     return {int(address.rpartition(":")[2]) for address in addresses}
+
+
+def _synchronize(stream: Any) -> None:
+    with contextlib.suppress(*MLX_ERRORS):
+        mx.synchronize(stream)
 
 
 def _cpu_stream() -> Any:

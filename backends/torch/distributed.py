@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["TorchGroup", "join"]
 
 _NARROW = (DType.F16, DType.BF16)
+_meetings = itertools.count()
+"""How often this process has joined: as often as every other rank."""
 
 
 def join(backend: TorchBackend, timeout: float) -> BaseGroup:
@@ -39,20 +44,87 @@ def join(backend: TorchBackend, timeout: float) -> BaseGroup:
     engine = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    began = time.monotonic()
     limit = timedelta(seconds=seconds)
     try:
         if there:  # the user has joined them already: a group of ours beside theirs
             native: Any = dist.new_group(backend=engine, timeout=limit)
         else:
-            dist.init_process_group(engine, timeout=limit)
+            rank, size = launched() or (0, 1)
+            store = _meet(rank, size, began + seconds)
+            dist.init_process_group(engine, store=store, rank=rank, world_size=size, timeout=limit)
             native = dist.group.WORLD
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().split("\n", 1)[0][:200]
-        raise GroupError(
-            f"distributed: {engine} could not join the ranks within {seconds:g} s ({reason}); start all of "
-            "them together, with torchrun's variables, or raise timeout="
-        ) from error
+    except (RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, GroupError):
+            raise
+        late = time.monotonic() - began > 0.95 * seconds
+        raise _not_joined(engine, seconds, str(error).strip().split("\n", 1)[0][:200], late) from error
     return TorchGroup(backend, native, seconds, owned=not there)
+
+
+def _meet(rank: int, size: int, until: float) -> Any:
+    """The store through which the ranks find each other, once all of them are there.
+
+    torch's own wait counts in whole seconds, and adds some while rank 0 is not there.
+    """
+    host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not (host and port.isdecimal()):
+        raise GroupError(
+            f"distributed: MASTER_ADDR={host!r} and MASTER_PORT={port!r} do not say where rank 0 is; start "
+            "the ranks with torchrun, or set both"
+        )
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    began = time.monotonic()
+    if not serves:
+        _reach(host, int(port), rank, until)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        int(port),
+        size,
+        serves,
+        timedelta(seconds=_left(until)),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    meeting = next(_meetings)
+    here = [f"ml/{meeting}/{other}" for other in range(size)]
+    store.set(here[rank], "here")
+    try:
+        store.wait(here, timedelta(seconds=_left(until)))
+    except RuntimeError as error:
+        missing = [str(other) for other, key in enumerate(here) if not store.check([key])]
+        reason = f"rank {', '.join(missing)} of {size} did not come" if missing else str(error)
+        raise _not_joined(f"rank {rank}", until - began, reason, late=True) from error
+    return store
+
+
+def _reach(host: str, port: int, rank: int, until: float) -> None:
+    """Return when somebody listens there; GroupError where nobody does in time."""
+    began = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_left(until)).close()
+        except OSError as error:
+            if time.monotonic() >= until:
+                reason = f"rank 0 does not answer at {host}:{port}: {error}"
+                raise _not_joined(f"rank {rank}", until - began, reason, late=True) from error
+            time.sleep(min(0.02, _left(until)))
+        else:
+            return
+
+
+def _left(until: float) -> float:
+    """Seconds; a little even where the time is over."""
+    return max(0.01, until - time.monotonic())
+
+
+def _not_joined(who: str, seconds: float, reason: str, late: bool) -> GroupError:
+    error = GroupError(
+        f"distributed: {who} could not join the ranks within {seconds:.3g} s ({reason}); start all of them "
+        "together, with torchrun's variables, or raise timeout="
+    )
+    error.late = late
+    return error
 
 
 class TorchGroup(BaseGroup):

@@ -1,6 +1,9 @@
 """Attention in CuPy with a KV cache: ``python examples/own_loop/cupy_attention.py``."""
 
-import cupy as cp
+try:
+    import cupy as cp
+except ModuleNotFoundError:
+    raise SystemExit("cupy is not installed: pip install 'ml-kvcache[cupy-cuda12x]'") from None
 
 import ml
 from kvcache import Batch, CausalCache, SlidingWindowCache
@@ -11,9 +14,8 @@ class Attention:
         self.head_dim = dim // heads
         normal = cp.random.RandomState(0).standard_normal
         widths = {"query": heads, "key": kv_heads, "value": kv_heads}
-        self.weights = {
-            name: normal((dim, n * self.head_dim), dtype="float32") * dim**-0.5 for name, n in widths.items()
-        }
+        shapes = {name: (dim, n * self.head_dim) for name, n in widths.items()}
+        self.weights = {name: normal(shape, dtype="float32") * dim**-0.5 for name, shape in shapes.items()}
 
         self.cache = CausalCache() if window is None else SlidingWindowCache(window)
         backend = ml.open_backend("cupy")

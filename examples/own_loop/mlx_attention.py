@@ -1,7 +1,10 @@
 """Attention in MLX with a KV cache: ``python examples/own_loop/mlx_attention.py``."""
 
-import mlx.core as mx
-from mlx import nn
+try:
+    import mlx.core as mx
+    from mlx import nn
+except ModuleNotFoundError:
+    raise SystemExit("mlx is not installed: pip install 'ml-kvcache[mlx]'") from None
 
 import ml
 from kvcache import Batch, CausalCache, SlidingWindowCache

@@ -1,8 +1,11 @@
 """Attention in PyTorch with a KV cache: ``python examples/own_loop/torch_attention.py``."""
 
-import torch
-from torch import nn
-from torch.nn import functional
+try:
+    import torch
+    from torch import nn
+    from torch.nn import functional
+except ModuleNotFoundError:
+    raise SystemExit("torch is not installed: pip install 'ml-kvcache[torch]'") from None
 
 import ml
 from kvcache import Batch, CausalCache, SlidingWindowCache

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from examples.two_hosts.network import Namespace, Network, unavailable
 from examples.two_hosts.processes import Process, end_in_order, store_server
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 TURNS = ("And it came to pass in those days, that God said unto Noah,", " And Noah said,", " And God said,")
 
@@ -24,6 +26,18 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, help="gigabits per second between the hosts")
     options = parser.parse_args()
     end_in_order()
+    try:
+        run(options.backend, options.bandwidth)
+    except RuntimeError as error:
+        print(f"two_hosts: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("two_hosts: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def run(backends: Sequence[str], bandwidth: float | None) -> None:
+    """Say each turn on the other host, and print what was computed and what was restored."""
     reason = unavailable()
     with contextlib.ExitStack() as stack:
         if reason:
@@ -31,13 +45,13 @@ def main() -> None:
             ends: tuple[Namespace | None, ...] = (None, None)
         else:
             network = stack.enter_context(Network())
-            network.limit(None if options.bandwidth is None else options.bandwidth * 1e9)
+            network.limit(None if bandwidth is None else bandwidth * 1e9)
             ends = network.ends
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         url = stack.enter_context(store_server(folder, inside=ends[0]))
         hosts = [
             stack.enter_context(Process("--backend", name, "--store", url, inside=end))
-            for name, end in zip(options.backend, ends, strict=True)
+            for name, end in zip(backends, ends, strict=True)
         ]
         for host in hosts:
             host.ready()
@@ -46,7 +60,7 @@ def main() -> None:
             answer = hosts[i % 2].ask(tokens=tokens, text=text, max_tokens=16)
             tokens = answer["tokens"]
             print(
-                f"host {i % 2 + 1}, {options.backend[i % 2]}: {answer['prompt_tokens']} tokens asked, "
+                f"host {i % 2 + 1}, {backends[i % 2]}: {answer['prompt_tokens']} tokens asked, "
                 f"{answer['restored']} from the store, {answer['local']} it had, "
                 f"{answer['computed']} computed; "
                 f"{1000 * answer['seconds_to_first']:.1f} ms to the first token"

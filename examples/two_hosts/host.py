@@ -12,6 +12,7 @@ this host or to another one. What that one finds in the store it does not comput
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -124,14 +125,24 @@ def main() -> None:
     parser.add_argument("--store", help="a URL that all hosts share; none: each for itself")
     parser.add_argument("--capacity", type=int, default=512, help="tokens of a conversation")
     options = parser.parse_args()
-    store = None if options.store is None else open_store(options.store)
-    with ml.open_backend(options.backend) as backend:
-        host = Host(backend, options.model, store, options.capacity)
+    try:
+        run(options)
+    except ml.MLError as error:  # a backend or a store that is not here, say, and what to install
+        print(f"host: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:  # what a terminal sends to all of its processes: who started us says so
+        sys.exit(130)
+
+
+def run(options: argparse.Namespace) -> None:
+    with contextlib.ExitStack() as stack:
+        store = None
+        if options.store is not None:
+            store = stack.enter_context(contextlib.closing(open_store(options.store)))
+        backend = stack.enter_context(ml.open_backend(options.backend))
+        host = stack.enter_context(contextlib.closing(Host(backend, options.model, store, options.capacity)))
         print(json.dumps({"ready": options.backend}), flush=True)
         serve(host, sys.stdin, sys.stdout)
-        host.close()
-    if store is not None:
-        store.close()
 
 
 if __name__ == "__main__":

@@ -89,7 +89,9 @@ class Process:
         if not line:
             self._process.wait(10)
             self._reader.join(5)
-            raise RuntimeError(f"the host ended with {self._process.returncode}: {self.log.strip()[-2000:]}")
+            said = self.log.strip()[-2000:] or "it said nothing"
+            told = said.removeprefix("host: ") if "\n" not in said else said
+            raise RuntimeError(f"the host ended with {self._process.returncode}: {told}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])

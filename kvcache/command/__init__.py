@@ -1,5 +1,7 @@
-"""The ``kvcache`` command: what it takes (options.py, prompts.py) and what it shows (screen.py, progress.py).
+"""The ``kvcache`` command: what it takes and what it shows.
 
 The subcommands are in app.py, chat.py, inspection.py, saved.py, conformance.py; ranks.py is what a rank runs.
-It is started by kvcache/cli.py, and needs the packages of the ``cli`` extra.
+They take options.py (by groups: grouped.py) and prompts.py, and show by screen.py, progress.py,
+json_output.py and chat_replies.py; completing.py is for shells. It is started by kvcache/cli.py, and needs
+the packages of the ``cli`` extra.
 """

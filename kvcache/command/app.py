@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -17,34 +16,32 @@ from rich.console import Console
 
 import ml
 from kvcache.cli import INTERRUPTED
+from kvcache.command.completing import mend_zsh
+from kvcache.command.grouped import ungrouped
+from kvcache.command.json_output import print_json
 from kvcache.command.options import (
     BackendName,
-    CacheDtype,
     Debug,
     Device,
-    Devices,
-    Dtype,
+    Dtypes,
     Json,
-    ModelPath,
+    Place,
     Precision,
     Quiet,
-    Seed,
-    Temperature,
+    Sampling,
     TensorParallel,
     Timeout,
-    TopK,
-    TopP,
     device_options,
-    open_backend_for,
 )
 from kvcache.command.progress import draws
 from kvcache.command.prompts import gathered
 from kvcache.command.screen import Screen, screen_for
 from kvcache.command.usage import CommandGroup, one_line
 from kvcache.runner.config import load_config
+from kvcache.runner.errors import RequestError
 from kvcache.runner.families import family_of
 from kvcache.runner.generate import Generator, GeneratorOptions, check_prompt
-from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.loading import load_model
 from kvcache.runner.memory import check_memory
 from kvcache.runner.requests import Finished, Settings
 from kvcache.runner.tokenizer import Tokenizer
@@ -63,9 +60,13 @@ app = typer.Typer(
     name="kvcache",
     cls=CommandGroup,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     epilog='Example: kvcache generate --prompt "In the beginning"',
 )
+
+
+mend_zsh()
 
 
 def _show_version(wanted: bool) -> None:
@@ -95,7 +96,7 @@ def backends(as_json: Json = False, debug: Debug = False) -> None:
     with reported(debug):
         rows = survey()
         if as_json:
-            typer.echo(json.dumps([record(row) for row in rows], indent=2))
+            print_json([record(row) for row in rows])
         elif draws(sys.stdout) and (console := Console(highlight=False)).width >= LISTING_WIDTH:
             console.print(listing(rows))
         else:
@@ -123,13 +124,14 @@ def bench(
         with ml.open_backend(backend, **device_options(device)) as opened:
             rows = measure(opened, dtype.dtype, quick)
             if as_json:
-                typer.echo(json.dumps([row.as_dict() for row in rows], indent=2))
+                print_json([row.as_dict() for row in rows])
             else:
                 for row in rows:
                     typer.echo(shown(row))
 
 
 @app.command()
+@ungrouped
 def generate(
     prompt: Annotated[
         list[str] | None, typer.Option(help="A text to continue; several are a batch. -: standard input.")
@@ -140,19 +142,13 @@ def generate(
     prompt_lines: Annotated[
         list[Path] | None, typer.Option(help="A file with a prompt in each line. -: standard input.")
     ] = None,
-    model: ModelPath = None,
-    backend: BackendName = "numpy",
-    device: Device = None,
-    devices: Devices = None,
+    *,
+    place: Place,
     tensor_parallel: TensorParallel = 1,
     timeout: Timeout = 60.0,
-    dtype: Dtype = Precision.F32,
-    cache_dtype: CacheDtype = None,
+    dtypes: Dtypes,
     max_tokens: Annotated[int, typer.Option(help="Per prompt.", min=1)] = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
+    sampling: Sampling,
     capacity: Annotated[
         int | None, typer.Option(help="Tokens per sequence.", min=1, show_default="what the prompts need")
     ] = None,
@@ -172,29 +168,37 @@ def generate(
         prompts = gathered(prompt or (), prompt_file or (), prompt_lines or ())
         if not prompts:
             raise typer.BadParameter("missing prompt: give --prompt TEXT, --prompt-file FILE or a pipe")
-        settings = Settings(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-        path = bundled_model() if model is None else model
-        config = load_config(path)  # a wrong path is told at once: opening a backend may take seconds
-        cache = GeneratorOptions(
-            max_sequences=min(len(prompts), MAX_SEQUENCES),
-            capacity=capacity,
-            prefill_chunk=prefill_chunk,
-            cache_dtype=(cache_dtype or dtype).dtype,
-        )
+        if stop and not all(stop):
+            raise RequestError("stop: every text has an empty string in it; name another with --stop")
+        settings = sampling.settings(max_tokens, stop)
+        config = load_config(place.path)  # a wrong path is told at once: opening a backend may take seconds
+        cache = GeneratorOptions(min(len(prompts), MAX_SEQUENCES), capacity, prefill_chunk, dtypes.cache)
         if tensor_parallel > 1:
-            from kvcache.command.ranks import Job, run
-
-            if devices is not None:
-                raise ml.DeviceError(
-                    f"--devices {devices} and --tensor-parallel: one of them splits the model"
-                )
-            what = (path, backend, device, dtype.dtype, prompts, settings, cache)
-            run(Job(*what, tensor_parallel, timeout, as_json, quiet, debug), config)
+            _on_ranks(
+                place, dtypes, prompts, settings, cache, (tensor_parallel, timeout, as_json, quiet, debug)
+            )
             return
-        head = {"model": str(path), "backend": backend, "dtype": dtype.dtype.name}
+        head = {"model": str(place.path), "backend": place.backend, "dtype": dtypes.weights.name}
         screen = screen_for(prompts, as_json, head, quiet)
-        with open_backend_for(config, backend, device, devices) as opened:
-            continue_prompts(opened, path, dtype.dtype, prompts, settings, cache, screen)
+        with place.open(config) as opened:
+            continue_prompts(opened, place.path, dtypes.weights, prompts, settings, cache, screen)
+
+
+def _on_ranks(
+    place: Place,
+    dtypes: Dtypes,
+    prompts: Sequence[str],
+    settings: Settings,
+    cache: GeneratorOptions,
+    rest: tuple[int, float, bool, bool, bool],
+) -> None:
+    """``rest``: how many ranks, their timeout, and --json, --quiet, --debug."""
+    from kvcache.command.ranks import Job, run
+
+    if place.devices is not None:
+        raise ml.DeviceError(f"--devices {place.devices} and --tensor-parallel: one of them splits the model")
+    what = (place.path, place.backend, place.device, dtypes.weights, prompts, settings, cache)
+    run(Job(*what, *rest), load_config(place.path))
 
 
 def continue_prompts(

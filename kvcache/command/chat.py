@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import shutil
 import signal
 import sys
 import threading
@@ -17,32 +18,28 @@ from rich.console import Console
 import ml
 from kvcache.command.app import app, reported
 from kvcache.command.chat_input import Reader, files_beginning, words_of
-from kvcache.command.completing import stores
-from kvcache.command.inspection import show, write_page
-from kvcache.command.options import (
-    BackendName,
-    CacheDtype,
-    Debug,
-    Device,
-    Devices,
-    Dtype,
-    MaxTokens,
-    ModelPath,
-    Precision,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    open_backend_for,
+from kvcache.command.chat_replies import (
+    Answer,
+    Reply,
+    aligned,
+    conversation_records,
+    conversation_rows,
+    engine_record,
+    engine_rows,
 )
-from kvcache.command.progress import bars_until_done, draws
+from kvcache.command.completing import stores
+from kvcache.command.grouped import ungrouped
+from kvcache.command.inspection import show, write_page
+from kvcache.command.json_output import print_json
+from kvcache.command.options import Debug, Dtypes, MaxTokens, Place, Sampling
+from kvcache.command.progress import Bars, bars_until_done, draws
+from kvcache.command.saved import saved_line
 from kvcache.command.usage import one_line
 from kvcache.runner.config import load_config
 from kvcache.runner.conversations import Conversations
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Tier
 from kvcache.runner.errors import RequestError
-from kvcache.runner.loading import bundled_model, load_model
-from kvcache.runner.memory import human_bytes
+from kvcache.runner.loading import load_model
 from kvcache.runner.requests import Settings, Token
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.tiers import HostTier
@@ -51,8 +48,6 @@ from kvcache.views.terminal import Beneath
 
 __all__ = ["Chat", "chat"]
 
-Rows = list[tuple[str, str]]
-
 LIVE_NODES = 8
 """Nodes of the trie that are drawn below an answer."""
 SEQUENCES = 2
@@ -60,18 +55,12 @@ SEQUENCES = 2
 
 
 @app.command()
+@ungrouped
 def chat(
-    model: ModelPath = None,
-    backend: BackendName = "numpy",
-    device: Device = None,
-    devices: Devices = None,
-    dtype: Dtype = Precision.F32,
-    cache_dtype: CacheDtype = None,
+    place: Place,
+    dtypes: Dtypes,
+    sampling: Sampling,
     max_tokens: MaxTokens = 64,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
     capacity: Annotated[
         int | None, typer.Option(help="Tokens per conversation.", min=2, show_default="the model's, to 4096")
     ] = None,
@@ -81,6 +70,7 @@ def chat(
             help="A folder or URL that keeps conversations.", show_default="none", autocompletion=stores
         ),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer each line by one of JSON.")] = False,
     debug: Debug = False,
 ) -> None:
     """Hold several conversations with a model; what they share is computed once. /help tells what to type.
@@ -90,50 +80,50 @@ def chat(
     Example: kvcache chat --backend torch --max-tokens 48
     """
     with reported(debug):
-        settings = Settings(max_tokens, temperature, top_k, top_p, seed)
-        path = bundled_model() if model is None else model
+        settings, path = sampling.settings(max_tokens), place.path
         config = load_config(path)
         tokenizer = Tokenizer.load(path)
-        stored = (cache_dtype or dtype).dtype
-        options = EngineOptions(max_sequences=SEQUENCES, capacity=capacity, cache_dtype=stored)
+        options = EngineOptions(max_sequences=SEQUENCES, capacity=capacity, cache_dtype=dtypes.cache)
         tiers: list[Tier] = [HostTier(), *([_url(store)] if store else [])]
-        with open_backend_for(config, backend, device, devices) as opened:
-            with bars_until_done(quiet=False) as bars:
-                loaded = load_model(path, opened, dtype.dtype, bars.loading)
+        with place.open(config) as opened:
+            with bars_until_done(as_json) as bars:
+                loaded = load_model(path, opened, dtypes.weights, bars.loading)
             with Engine(loaded, tokenizer, options, tiers) as engine:
-                Chat(Conversations(engine, tokenizer), settings).run()
+                Chat(Conversations(engine, tokenizer), settings, as_json).run()
 
 
 class Chat:
     """Lines in, answers out: what is said, and commands, which begin with a slash."""
 
-    def __init__(self, conversations: Conversations, settings: Settings) -> None:
+    def __init__(self, conversations: Conversations, settings: Settings, as_json: bool = False) -> None:
         self.conversations = conversations
         self.settings = settings
+        self._as_json = as_json
         self._ended = False
         self._live = False
 
     def run(self) -> None:
         """To the end of the input, or /quit. Ctrl-C ends it only where the input is no terminal."""
-        reader = Reader(self.completions, _show)
-        if reader.typed:
+        reader = Reader(self.completions, _say_aside if self._as_json else _show)
+        if reader.typed and not self._as_json:
             _show(f"{self._name}: type a text to be continued, or /help")
-        while not self._ended and (line := reader.read(f"{self._name}> ")) is not None:
+        while not self._ended and (line := reader.read(self._prompt)) is not None:
             try:
                 self.take(line)
             except ml.MLError as error:
-                _show(one_line(error))
+                self._tell(Reply(one_line(error), {"error": one_line(error)}))
             except KeyboardInterrupt:
                 if not reader.typed:
                     raise
-                _show("\ninterrupted; the conversations are as they were")
+                text = "interrupted; the conversations are as they were"
+                self._tell(Reply(f"\n{text}", {"error": text}))
 
     def take(self, line: str) -> None:
-        """One line. What it is refused for is raised, and nothing has changed then."""
+        """Do what one line asks for. What it is refused for is raised, and nothing has changed then."""
         if not line.strip():
             return
         if not line.startswith("/"):
-            self._say(line)
+            self._tell(self._say(line))
             return
         name, *arguments = words_of(line[1:]) or [""]
         found = _COMMANDS.get(name)
@@ -144,11 +134,22 @@ class Chat:
         least, most = found.arguments
         if not least <= len(arguments) <= most:
             raise RequestError(f"usage: {found.usage}")
-        found.run(self, *arguments)
+        reply = found.run(self, *arguments)
+        self._tell(Reply(reply.text, {"command": f"/{name}", **reply.record}))
+
+    def _tell(self, reply: Reply) -> None:
+        if self._as_json:
+            print_json({"conversation": self._name, **reply.record})
+        elif reply.text is not None:
+            _show(reply.text)
 
     @property
     def _name(self) -> str:
         return self.conversations.current.name
+
+    @property
+    def _prompt(self) -> str:
+        return "" if self._as_json else f"{self._name}> "
 
     def completions(self, before: str, word: str) -> list[str]:
         """What ``word`` may become: a command, a conversation's name, a file."""
@@ -165,38 +166,51 @@ class Chat:
         known = (each.name for each in self.conversations)
         return [name for name in known if name.startswith(word)] if kind == "NAME" else []
 
-    def _say(self, text: str) -> None:
-        count = 0
+    def _say(self, text: str) -> Reply:
+        answer = Answer(text)
         with (
             stop_flag() as stopped,
             contextlib.closing(self.conversations.say(text, self.settings)) as events,
-            bars_until_done(quiet=self._draws) as bars,
+            bars_until_done(self._as_json or self._draws) as bars,
             self._answer() as write,
+            self._restoring(bars),
         ):
             for event in events:
-                if not isinstance(event, Failed):
-                    bars.event(event)
-                if isinstance(event, Token):
-                    count += event.token is not None
-                    write(event.text)
-                elif isinstance(event, Failed):
+                if isinstance(event, Failed):
                     raise event.error
+                bars.event(event)
+                answer.take(event)
+                if isinstance(event, Token):
+                    write(event.text)
                 if stopped.is_set():
                     break
-        _show(f"\n[stopped after {count} tokens]" if stopped.is_set() else "")
+        end = f"\n[stopped after {len(answer.tokens)} tokens]" if stopped.is_set() else ""
+        return Reply(end, answer.record())
 
     @contextlib.contextmanager
     def _answer(self) -> Iterator[Callable[[str], None]]:
         """Where an answer is written: on a terminal, after /live, with the cache drawn below it."""
-        if not self._draws:
+        if self._as_json:
+            yield lambda text: None
+        elif not self._draws:
             yield _write
-            return
-        with Beneath(lambda: self._picture(LIVE_NODES), Console(highlight=False)) as below:
-            yield below.write
+        else:
+            with Beneath(lambda: self._picture(LIVE_NODES), Console(highlight=False)) as below:
+                yield below.write
+
+    @contextlib.contextmanager
+    def _restoring(self, bars: Bars) -> Iterator[None]:
+        """Show what comes back from host memory or a store."""
+        prefix = self.conversations.engine.prefix
+        prefix.on_restore = bars.restored
+        try:
+            yield
+        finally:
+            prefix.on_restore = None
 
     @property
     def _draws(self) -> bool:
-        return self._live and draws(sys.stdout)
+        return self._live and not self._as_json and draws(sys.stdout)
 
     def _picture(self, nodes: int = 100) -> Picture:
         decode = self.conversations.tokenizer.decode
@@ -204,70 +218,80 @@ class Chat:
 
     # Commands.
 
-    def inspect(self, file: str = "") -> None:
+    def inspect(self, file: str = "") -> Reply:
         """Draw what is kept, and the cells; or write the page."""
-        if not file:
-            show(self._picture(), Console(highlight=False) if draws(sys.stdout) else None)
-            return
-        write_page(self._picture(), Path(file).expanduser())
-        _show(f"wrote {file}")
+        picture = self._picture()
+        if file:
+            write_page(picture, Path(file).expanduser())
+            return Reply(f"wrote {file}", {"file": file})
+        if not self._as_json:
+            show(picture, Console(highlight=False) if draws(sys.stdout) else None)
+        return Reply(None, picture.record())
 
-    def live(self) -> None:
+    def live(self) -> Reply:
         self._live = not self._live
-        _show("the cache is drawn below answers" if self._live else "answers alone")
+        text = "the cache is drawn below answers" if self._live else "answers alone"
+        return Reply(text, {"live": self._live})
 
-    def switch(self, name: str) -> None:
-        new = self.conversations.switch(name)
-        _show(
-            f"{name}: {'a new conversation' if new else f'{len(self.conversations.current.tokens)} tokens'}"
-        )
+    def switch(self, name: str) -> Reply:
+        new, tokens = self.conversations.switch(name), self._tokens
+        what = "a new conversation" if new else f"{tokens} tokens"
+        return Reply(f"{name}: {what}", {"new": new, "tokens": tokens})
 
-    def fork(self, name: str) -> None:
+    def fork(self, name: str) -> Reply:
         source = self._name
         self.conversations.fork(name)
-        _show(f"{name}: goes on from {source}, {len(self.conversations.current.tokens)} tokens shared")
+        text = f"{name}: goes on from {source}, {self._tokens} tokens shared"
+        return Reply(text, {"from": source, "tokens": self._tokens})
 
-    def undo(self) -> None:
-        _show(f"{self._name}: {self.conversations.undo()} tokens taken back")
+    def undo(self) -> Reply:
+        count = self.conversations.undo()
+        return Reply(
+            f"{self._name}: {count} tokens taken back", {"taken_back": count, "tokens": self._tokens}
+        )
 
-    def save(self, file: str) -> None:
-        size = self.conversations.save(file)
-        tokens = len(self.conversations.current.tokens)
-        _show(f"saved {tokens} tokens to {file} ({human_bytes(size)})")
+    def save(self, file: str) -> Reply:
+        saved = {"file": file, "tokens": self._tokens, "bytes": self.conversations.save(file)}
+        return Reply(saved_line(saved), {"saved": saved})
 
-    def load(self, file: str, name: str = "") -> None:
-        self.conversations.load(file, name or Path(file).stem)
-        _show(f"{self._name}: {len(self.conversations.current.tokens)} tokens")
+    def load(self, file: str, name: str = "") -> Reply:
+        with bars_until_done(self._as_json) as bars:
+            self.conversations.load(file, name or Path(file).stem, bars.reading)
+        return Reply(f"{self._name}: {self._tokens} tokens", {"file": file, "tokens": self._tokens})
 
-    def show(self) -> None:
-        _show(self.conversations.text())
+    def show(self) -> Reply:
+        text = self.conversations.text()
+        return Reply(text, {"text": text, "tokens": self._tokens})
 
-    def names(self) -> None:
-        _show_rows(self._listed())
+    def names(self) -> Reply:
+        every = self.conversations, self.conversations.current
+        text = aligned(conversation_rows(*every), _columns())
+        return Reply(text, {"conversations": conversation_records(*every)})
 
-    def _listed(self) -> Rows:
-        """The current one is marked."""
-        current = self.conversations.current
-        return [
-            (f"{'*' if each is current else ' '} {each.name}", f"{len(each.tokens)} tokens")
-            for each in self.conversations
-        ]
+    def stats(self) -> Reply:
+        every, engine = (self.conversations, self.conversations.current), self.conversations.engine
+        figures = ((f"  {name}", value) for name, value in engine_rows(engine))
+        record = {"conversations": conversation_records(*every), **engine_record(engine)}
+        return Reply(aligned([*conversation_rows(*every), *figures], _columns()), record)
 
-    def stats(self) -> None:
-        figures = _figures(self.conversations.engine)
-        _show_rows([*self._listed(), *((f"  {name}", value) for name, value in figures)])
+    def help(self) -> Reply:
+        commands = [{"usage": each.usage, "what": each.what} for each in _COMMANDS.values()]
+        lines = aligned([(each.usage, each.what) for each in _COMMANDS.values()], _columns())
+        text = f"Any other line is a text that the model goes on with.\n{lines}"
+        return Reply(text, {"commands": commands})
 
-    def help(self) -> None:
-        width = max(len(each.usage) for each in _COMMANDS.values()) + 2
-        lines = (f"{each.usage:<{width}}{each.what}" for each in _COMMANDS.values())
-        _show("\n".join(["Any other line is a text that the model goes on with.", *lines]))
-
-    def quit(self) -> None:
+    def quit(self) -> Reply:
         self._ended = True
+        return Reply(None)
+
+    @property
+    def _tokens(self) -> int:
+        """Of the current conversation."""
+        return len(self.conversations.current.tokens)
 
 
 class _Command:
-    def __init__(self, usage: str, what: str, run: Callable[..., None]) -> None:
+    def __init__(self, usage: str, what: str, run: Callable[..., Reply]) -> None:
         self.usage, self.what, self.run = usage, what, run
         name, *words = usage.split()
         self.begun = f"{name} " if words else name
@@ -289,22 +313,6 @@ _COMMANDS = {
     "help": _Command("/help", "this list", Chat.help),
     "quit": _Command("/quit", "leave", Chat.quit),
 }
-
-
-def _figures(engine: Engine) -> Rows:
-    """What was computed, where the rest came from, and what is kept."""
-    totals, reused = engine.statistics, engine.prefix.stats
-    origins = {"live": reused.live, "device": reused.device, "host": reused.host, "store": reused.store}
-    shown = ", ".join(f"{name} {count}" for name, count in origins.items() if count)
-    kept = ", ".join(f"{name} {human_bytes(size)}" for name, size in engine.prefix.nbytes.items())
-    return [
-        ("tokens reused", f"{reused.reused}{f' ({shown})' if shown else ''}"),
-        ("tokens computed", str(totals.computed_tokens)),
-        ("tokens generated", str(totals.generated_tokens)),
-        ("decode", f"{totals.decode_tokens_per_second:.1f} tokens/s"),
-        ("kept", kept),
-        ("cache", human_bytes(engine.cache_bytes)),
-    ]
 
 
 @contextlib.contextmanager
@@ -329,7 +337,19 @@ def stop_flag() -> Iterator[threading.Event]:
 
 def _url(store: str) -> str:
     """As ``open_store`` takes it, which a bare folder is not."""
-    return store if "://" in store else Path(store).expanduser().absolute().as_uri()
+    if "://" in store:
+        return store
+    path = Path(store).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise RequestError(
+            f"--store {store}: this is a file; a store is a folder (/load reads a conversation)"
+        )
+    return path.as_uri()
+
+
+def _columns() -> int | None:
+    """Of the terminal; None: lines are not wrapped."""
+    return shutil.get_terminal_size().columns if draws(sys.stdout) else None
 
 
 def _write(text: str) -> None:
@@ -337,10 +357,9 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
+def _say_aside(text: str) -> None:
+    typer.echo(text, err=True)
+
+
 def _show(text: str) -> None:
     _write(f"{text}\n")
-
-
-def _show_rows(rows: Rows) -> None:
-    width = max(len(name) for name, _ in rows) + 2
-    _show("\n".join(f"{name:<{width}}{value}" for name, value in rows))

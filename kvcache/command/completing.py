@@ -5,18 +5,40 @@ A shell that is offered nothing completes file names.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich.markup import escape
+
 from kvcache.runner.saved import FORMAT
 from kvcache.stores.page import MAX_HEADER
 
-__all__ = ["backend_names", "conversations", "stores", "stores_and_conversations"]
+__all__ = ["backend_names", "conversations", "mend_zsh", "stores", "stores_and_conversations"]
 
 MOST = 200
 """Files that are looked into: a folder of very many is not worth the wait."""
+
+
+_FIRST_TAB = """
+if [ "$funcstack[1]" = "_%(prog_name)s" ]; then
+  %(complete_func)s "$@"
+fi
+"""
+
+
+def mend_zsh() -> None:
+    """Have the first Tab of a zsh answered too, which loads the script and, as typer has it, does no more."""
+    with contextlib.suppress(
+        ImportError, AttributeError, KeyError
+    ):  # what typer has is good from the second on
+        from typer import _completion_shared
+
+        scripts = _completion_shared._completion_scripts
+        if "funcstack" not in scripts["zsh"]:
+            scripts["zsh"] += _FIRST_TAB
 
 
 def backend_names(incomplete: str) -> list[tuple[str, str]]:
@@ -27,7 +49,8 @@ def backend_names(incomplete: str) -> list[tuple[str, str]]:
         specs = ml.plugins.registry().specs()
     except Exception:  # whatever a plugin does: a shell shows no trace
         return []
-    return [(name, spec.install_hint) for name, spec in sorted(specs.items()) if name.startswith(incomplete)]
+    found = sorted(name for name in specs if name.startswith(incomplete))
+    return [(name, escape(specs[name].install_hint)) for name in found]
 
 
 def stores(incomplete: str) -> list[str]:

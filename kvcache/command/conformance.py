@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shlex
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from rich.text import Text
 import ml
 from kvcache.command.app import app, reported
 from kvcache.command.completing import backend_names
+from kvcache.command.json_output import print_json
 from kvcache.command.options import Debug, Device, Json, Quiet, device_options
 from kvcache.command.progress import bars_until_done, draws
 from kvcache.runner.errors import RunnerError
@@ -86,7 +86,7 @@ def conformance(
         selection = Selection(suite.packages, keyword or "", options, isolated=True)
         run = _run(backend, selection, as_json or quiet, debug)
         if as_json:
-            typer.echo(json.dumps(record(run, selection), indent=2))
+            print_json(record(run, selection))
         else:
             _show(run, selection)
         if any(result.outcome == "FAIL" for result in run.results):

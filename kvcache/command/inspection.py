@@ -15,6 +15,7 @@ from rich.live import Live
 import ml
 from kvcache.command.app import app, reported
 from kvcache.command.completing import stores_and_conversations
+from kvcache.command.json_output import print_json
 from kvcache.command.options import BackendName, Debug, Device, Json, ModelPath, Quiet, device_options
 from kvcache.command.progress import Bars, bars_until_done, draws
 from kvcache.runner.config import load_config
@@ -78,7 +79,7 @@ def inspect(
     with reported(debug):
         limit = parse_bytes(budget)
         if (target is None) == (not prompt):
-            raise RunnerError("inspect: give a store or a saved conversation, or --prompt to run one")
+            raise typer.BadParameter("give a store or a saved conversation, or --prompt to run one")
         console = None if as_json or as_text or not draws(sys.stdout) else Console(highlight=False)
         if target is not None:
             picture = look_at(target, limit, nodes, model)
@@ -99,6 +100,8 @@ def look_at(target: str, budget: int | None, entries: int, model: Path | None = 
         url, _, query = target.partition("?")
         target = path_of(url)
         budget = parse_bytes(dict(parse_qsl(query)).get("budget")) if budget is None else budget
+    elif "://" in target:
+        raise RunnerError(f"inspect: {target}: only a store in a folder can be looked into")
     path = Path(target).expanduser()
     if path.is_dir() or is_store(path):
         return look_at_store(path, budget, entries)
@@ -180,7 +183,7 @@ def write_page(picture: Picture, path: Path) -> None:
 def show(picture: Picture, console: Console | None, as_json: bool = False) -> None:
     """In colours where there is a terminal, else as plain text or JSON."""
     if as_json:
-        typer.echo(picture.json())
+        print_json(picture.record())
     elif console is not None:
         console.print(picture)
     else:

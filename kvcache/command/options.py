@@ -1,7 +1,9 @@
-"""The options that several commands of ``kvcache`` share."""
+"""The options that several commands of ``kvcache`` share, those that go together as a group (grouped.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +13,9 @@ import typer
 import ml
 from kvcache.command.completing import backend_names
 from kvcache.runner.config import ModelConfig
+from kvcache.runner.loading import bundled_model
 from kvcache.runner.placing import open_on_devices, parse_devices
+from kvcache.runner.requests import Settings
 
 __all__ = [
     "BackendName",
@@ -21,11 +25,14 @@ __all__ = [
     "Device",
     "Devices",
     "Dtype",
+    "Dtypes",
     "Json",
     "MaxTokens",
     "ModelPath",
+    "Place",
     "Precision",
     "Quiet",
+    "Sampling",
     "Seed",
     "Temperature",
     "TensorParallel",
@@ -33,7 +40,6 @@ __all__ = [
     "TopK",
     "TopP",
     "device_options",
-    "open_backend_for",
 ]
 
 
@@ -103,12 +109,54 @@ def device_options(device: str | None) -> dict[str, str]:
     return {} if device is None else {"device": device}
 
 
-def open_backend_for(
-    config: ModelConfig, backend: str, device: str | None, devices: str | None
-) -> ml.Backend:
-    """The backend that ``--backend``, ``--device`` and ``--devices`` name, for a model of this config."""
-    if devices is None:
-        return ml.open_backend(backend, **device_options(device))
-    if device is not None:
-        raise ml.DeviceError(f"--device {device} and --devices {devices}: one of them says it all")
-    return open_on_devices(backend, parse_devices(devices), config)
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which model, and where it runs."""
+
+    model: ModelPath = None
+    backend: BackendName = "numpy"
+    device: Device = None
+    devices: Devices = None
+
+    @property
+    def path(self) -> Path:
+        return bundled_model() if self.model is None else self.model
+
+    def open(self, config: ModelConfig) -> ml.Backend:
+        """The backend, for a model of this config."""
+        if self.devices is None:
+            return ml.open_backend(self.backend, **device_options(self.device))
+        if self.device is not None:
+            raise ml.DeviceError(
+                f"--device {self.device} and --devices {self.devices}: one of them says it all"
+            )
+        return open_on_devices(self.backend, parse_devices(self.devices), config)
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """What weights, and what keys and values, are held in."""
+
+    dtype: Dtype = Precision.F32
+    cache_dtype: CacheDtype = None
+
+    @property
+    def weights(self) -> ml.DType:
+        return self.dtype.dtype
+
+    @property
+    def cache(self) -> ml.DType:
+        return (self.cache_dtype or self.dtype).dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the text is drawn."""
+
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    seed: Seed = None
+
+    def settings(self, max_tokens: int, stop: Sequence[str] | None = None) -> Settings:
+        return Settings(max_tokens, self.temperature, self.top_k, self.top_p, self.seed, tuple(stop or ()))

@@ -83,6 +83,10 @@ class Bars:
         else:
             self.wait("checking")
 
+    def restored(self, done: int, total: int) -> None:
+        """``done`` of the ``total`` tokens of a prefix are back in the cache."""
+        self.show("restoring", done, total, f"{done}/{total} tokens")
+
     def event(self, event: Event) -> None:
         """Prompts and answers, as they come along."""
         if isinstance(event, Started):

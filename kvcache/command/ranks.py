@@ -6,12 +6,14 @@ A rank is a process of its own that runs ``main``. Ranks that torchrun or mlx.la
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,11 +24,13 @@ import ml
 from kvcache.command.app import continue_prompts, reported
 from kvcache.command.options import device_options
 from kvcache.command.screen import Screen, screen_for
+from kvcache.command.usage import one_line
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.families import family_of
 from kvcache.runner.generate import GeneratorOptions
 from kvcache.runner.parallel import device_of_rank, join, of_all
-from kvcache.runner.ranks import LOST, RanksError, job_of_rank, run_ranks
+from kvcache.runner.rank_limits import Limits
+from kvcache.runner.ranks import RanksError, exit_code, job_of_rank, run_ranks
 from kvcache.runner.requests import Event, Finished, Settings, Statistics
 from ml.distributed import launched
 
@@ -80,12 +84,13 @@ def run(job: Job, config: ModelConfig) -> None:
     """Start the ranks and wait for them; or be one, where a launcher has started this process as that."""
     family_of(config).check_ranks(config, job.ranks)
     if launched() is not None:
-        _work(job)
+        _work(job, lambda _: 1)
         return
     command = [sys.executable, "-P", "-c", "from kvcache.command.ranks import main; main()"]
     try:
         run_ranks(command, job.ranks, job.encoded(), job.timeout)
     except RanksError as error:
+        gc.freeze()  # the interpreter's end looks at no object then: it is part of the timeout
         if job.debug:
             for rank, told in enumerate(error.told):
                 typer.echo("".join(f"[{rank}] {line}\n" for line in told.splitlines()), err=True, nl=False)
@@ -100,35 +105,50 @@ def main() -> NoReturn:
     try:
         job = Job.decoded(job_of_rank())
         with reported(job.debug):
-            try:
-                _work(job)
-            except ml.GroupError:
-                code = LOST
-                raise
+            _work(job, exit_code)
     except typer.Exit as ended:
-        code = code or ended.exit_code
+        code = ended.exit_code
     except ml.MLError as error:
         typer.echo(f"kvcache: {error}", err=True)
         code = 1
+    _leave(code)
+
+
+def _work(job: Job, lost: Callable[[ml.GroupError], int]) -> None:
+    """One rank's part. Where it fails for want of another, the process ends with ``lost`` of the error.
+
+    The backend is not closed then: what it still waits for might never come.
+    """
+    with ml.open_backend(job.backend, **device_options(_device(job))) as backend:
+        try:
+            _as_rank(job, backend)
+        except ml.GroupError as error:
+            if job.debug:
+                traceback.print_exc()
+            typer.echo(f"kvcache: {one_line(error)}", err=True)
+            _leave(lost(error))
+
+
+def _as_rank(job: Job, backend: ml.Backend) -> None:
+    """Join the others and generate with them. Rank 0 shows what comes."""
+    group = join(backend, job.ranks, Limits(job.timeout).waiting)
+    settings = job.settings
+    if settings.temperature > 0 and settings.seed is None:
+        with backend.new_context() as ctx:
+            settings = replace(settings, seed=of_all(ctx, group, secrets.randbits(32))[0])
+    head = {"model": str(job.model), "backend": job.backend, "dtype": job.dtype.name, "ranks": job.ranks}
+    screen: Screen = _Dark()
+    if group.rank == 0:
+        screen = screen_for(job.prompts, job.as_json, head, job.quiet)
+    continue_prompts(backend, job.model, job.dtype, job.prompts, settings, job.options, screen, group)
+    group.barrier()
+
+
+def _leave(code: int) -> NoReturn:
+    """At once: a framework that still waits for another rank would not let us go."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(code)  # a framework that still waits for another rank would not let us go
-
-
-def _work(job: Job) -> None:
-    """One rank's part. Rank 0 shows what comes."""
-    with ml.open_backend(job.backend, **device_options(_device(job))) as backend:
-        group = join(backend, job.ranks, job.timeout)
-        settings = job.settings
-        if settings.temperature > 0 and settings.seed is None:
-            with backend.new_context() as ctx:
-                settings = replace(settings, seed=of_all(ctx, group, secrets.randbits(32))[0])
-        head = {"model": str(job.model), "backend": job.backend, "dtype": job.dtype.name, "ranks": job.ranks}
-        screen: Screen = _Dark()
-        if group.rank == 0:
-            screen = screen_for(job.prompts, job.as_json, head, job.quiet)
-        continue_prompts(backend, job.model, job.dtype, job.prompts, settings, job.options, screen, group)
-        group.barrier()
+    os._exit(code)
 
 
 def _device(job: Job) -> str | None:

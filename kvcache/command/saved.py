@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,24 +12,9 @@ import typer
 import ml
 from kvcache.command.app import app, reported
 from kvcache.command.completing import conversations
-from kvcache.command.options import (
-    BackendName,
-    CacheDtype,
-    Debug,
-    Device,
-    Devices,
-    Dtype,
-    Json,
-    MaxTokens,
-    ModelPath,
-    Precision,
-    Quiet,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    open_backend_for,
-)
+from kvcache.command.grouped import ungrouped
+from kvcache.command.json_output import print_json
+from kvcache.command.options import Debug, Dtypes, Json, MaxTokens, Place, Quiet, Sampling
 from kvcache.command.progress import bars_until_done
 from kvcache.command.prompts import text_or_stdin
 from kvcache.command.screen import Screen, screen_for
@@ -38,30 +22,25 @@ from kvcache.runner.config import ModelConfig, load_config
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.generate import check_prompt
 from kvcache.runner.identity import identity_of
-from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.loading import load_model
 from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Finished, Settings
-from kvcache.runner.saved import ConversationError, adopt, capture, read, write
+from kvcache.runner.saved import ConversationError, adopt, capture, check_target, read, write
 from kvcache.runner.tokenizer import Tokenizer
 
 __all__ = ["load", "save"]
 
 
 @app.command()
+@ungrouped
 def save(
     prompt: Annotated[str, typer.Option(help="What the conversation begins with. -: standard input.")],
     out: Annotated[Path, typer.Option(help="The file to write.")],
-    model: ModelPath = None,
-    backend: BackendName = "numpy",
-    device: Device = None,
-    devices: Devices = None,
-    dtype: Dtype = Precision.F32,
-    cache_dtype: CacheDtype = None,
+    *,
+    place: Place,
+    dtypes: Dtypes,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate; 0: the prompt alone.", min=0)] = 0,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
+    sampling: Sampling,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -71,43 +50,37 @@ def save(
     Example: kvcache save --prompt "In the beginning" --max-tokens 32 --out genesis.kv
     """
     with reported(debug):
-        settings = Settings(max(1, max_tokens), temperature, top_k, top_p, seed)
-        path = bundled_model() if model is None else model
+        settings, path = sampling.settings(max(1, max_tokens)), place.path
         config, tokenizer = load_config(path), Tokenizer.load(path)
         check_folder(out)
         prompt = text_or_stdin(prompt)
         tokens = check_prompt(tokenizer.encode(prompt), config, config.max_positions)
-        stored = (cache_dtype or dtype).dtype
-        head: dict[str, Any] = {"model": str(path), "backend": backend, "dtype": dtype.dtype.name}
+        head: dict[str, Any] = {"model": str(path), "backend": place.backend, "dtype": dtypes.weights.name}
         screen = screen_for([prompt], as_json, head, quiet)
-        with opened(path, (backend, device, devices), dtype.dtype, screen, head) as loaded:
-            options = options_for(config, len(tokens) + max_tokens, stored)
+        with opened(place, dtypes.weights, screen, head) as loaded:
+            options = options_for(config, len(tokens) + max_tokens, dtypes.cache)
             with Engine(loaded, tokenizer, options) as engine:
                 answer = answered(engine, tokens, settings, screen) if max_tokens else None
                 head["saved"] = saved = _saved(engine, answer, tokens, out)
                 if answer is not None:
                     screen.finish([answer], engine.statistics, engine.cache_bytes)
         if as_json and not max_tokens:
-            typer.echo(json.dumps({**head, "outputs": [], "statistics": None}, ensure_ascii=False))
+            print_json({**head, "outputs": [], "statistics": None})
         elif not as_json and not quiet:
             typer.echo(saved_line(saved))
 
 
 @app.command()
+@ungrouped
 def load(
     file: Annotated[Path, typer.Argument(help="What kvcache save wrote.", autocompletion=conversations)],
     prompt: Annotated[
         str, typer.Option(help="A text to go on with. -: standard input.", show_default="none")
     ] = "",
-    model: ModelPath = None,
-    backend: BackendName = "numpy",
-    device: Device = None,
-    devices: Devices = None,
+    *,
+    place: Place,
     max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
+    sampling: Sampling,
     out: Annotated[
         Path | None, typer.Option(help="Save the conversation anew, to this file.", show_default="no")
     ] = None,
@@ -122,11 +95,10 @@ def load(
     Example: kvcache load genesis.kv --prompt " And God said" --max-tokens 32
     """
     with reported(debug):
-        settings = Settings(max_tokens, temperature, top_k, top_p, seed)
+        settings, path = sampling.settings(max_tokens), place.path
         prompt = text_or_stdin(prompt)
         with bars_until_done(as_json or quiet) as bars:
             saved = read(file, bars.reading)
-        path = bundled_model() if model is None else model
         config, tokenizer = load_config(path), Tokenizer.load(path)
         check_folder(out)
         identity = identity_of(path, saved.dtype)
@@ -136,9 +108,9 @@ def load(
         check_prompt(tokens, config, config.max_positions)
         if len(tokens) == saved.evaluated:
             raise ConversationError(f"{file}: the conversation came to its end; go on with --prompt")
-        head: dict[str, Any] = {"file": str(file), "model": str(path), "backend": backend}
+        head: dict[str, Any] = {"file": str(file), "model": str(path), "backend": place.backend}
         screen = screen_for([tokenizer.decode(saved.tokens) + prompt], as_json, head, quiet)
-        with opened(path, (backend, device, devices), saved.dtype, screen, head) as loaded:
+        with opened(place, saved.dtype, screen, head) as loaded:
             options = options_for(config, len(tokens) + max_tokens, saved.cache_dtype)
             with Engine(loaded, tokenizer, options, identity=identity) as engine:
                 with bars_until_done(as_json or quiet) as bars:
@@ -153,20 +125,14 @@ def load(
 
 
 @contextmanager
-def opened(
-    path: Path,
-    place: tuple[str, str | None, str | None],
-    dtype: ml.DType,
-    screen: Screen,
-    head: Mapping[str, Any],
-) -> Iterator[Any]:
-    """The model on ``place``: backend, device, devices. Whatever happens, the screen is put back.
+def opened(place: Place, dtype: ml.DType, screen: Screen, head: Mapping[str, Any]) -> Iterator[Any]:
+    """The model in its place. Whatever happens, the screen is put back.
 
     Ctrl-C says what came of the file: ``head`` has "saved" once it is written.
     """
     try:
-        with open_backend_for(load_config(path), *place) as found:
-            yield load_model(path, found, dtype, screen.loading)
+        with place.open(load_config(place.path)) as found:
+            yield load_model(place.path, found, dtype, screen.loading)
     except KeyboardInterrupt:
         screen.stop()
         file = head.get("saved", {}).get("file")
@@ -199,8 +165,8 @@ def answered(engine: Engine, tokens: Sequence[int], settings: Settings, screen: 
 
 def check_folder(out: Path | None) -> None:
     """Say before anything is computed that a file cannot be written there."""
-    if out is not None and not out.expanduser().absolute().parent.is_dir():
-        raise ConversationError(f"{out}: there is no folder {out.parent} to write it to")
+    if out is not None:
+        check_target(out)
 
 
 def _saved(engine: Engine, answer: Finished | None, tokens: Sequence[int], out: Path) -> dict[str, Any]:

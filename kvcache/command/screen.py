@@ -5,11 +5,9 @@ Text goes to stdout, bars to stderr. ``quiet`` leaves the text alone.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -18,6 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from kvcache.command.json_output import output_record, print_json, statistics_record
 from kvcache.command.progress import Bars, bars_for, draws
 from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Event, Finished, Prefilled, Started, Statistics, Token
@@ -155,17 +154,10 @@ class JsonScreen:
 
     def finish(self, answers: Sequence[Finished], totals: Statistics, cache_bytes: int) -> None:
         outputs = [
-            {"prompt": prompt, **asdict(answer), "computed": answer.computed}
-            for prompt, answer in zip(self._prompts, answers, strict=True)
+            output_record(prompt, answer) for prompt, answer in zip(self._prompts, answers, strict=True)
         ]
-        statistics = {
-            **asdict(totals),
-            "prefill_tokens_per_second": totals.prefill_tokens_per_second,
-            "decode_tokens_per_second": totals.decode_tokens_per_second,
-            "cache_bytes": cache_bytes,
-        }
-        record = {**self._head, "outputs": outputs, "statistics": statistics}
-        sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
+        statistics = statistics_record(totals, cache_bytes)
+        print_json({**self._head, "outputs": outputs, "statistics": statistics})
 
 
 class LiveScreen:

@@ -10,11 +10,12 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from kvcache.cli import INTERRUPTED
+
 __all__ = ["CommandGroup", "one_line"]
 
 ORDER = ("generate", "chat", "save", "load", "inspect", "backends", "conformance", "bench")
 """Of the list that ``kvcache --help`` shows; others follow."""
-INTERRUPTED = 130
 USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[2]
 """What is raised for any wrong usage, click's ClickException: typer exports its subclasses alone."""
 
@@ -48,7 +49,8 @@ class CommandGroup(TyperGroup):
             return super().main(*words, **extra)
         try:
             code = super().main(*words, **extra)
-        except typer.Abort:
+        except typer.Abort:  # Ctrl-C where neither of the two above was in charge
+            typer.echo("kvcache: interrupted", err=True)
             sys.exit(INTERRUPTED)
         except USAGE_ERROR as error:
             if _is_help(error):

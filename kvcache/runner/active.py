@@ -9,6 +9,7 @@ import numpy as np
 
 from kvcache.cache import Batch
 from kvcache.prefix import PrefixCache, Session
+from kvcache.runner.agreeing import Agreement
 from kvcache.runner.runs import Run
 from kvcache.trie import common_length
 
@@ -103,14 +104,16 @@ def chunks(requests: Iterable[Request], budget: int, prefix: PrefixCache) -> Ite
             budget -= count
 
 
-def worth_waiting(request: Request, running: Iterable[Request], prefix: PrefixCache) -> bool:
+def worth_waiting(
+    request: Request, running: Iterable[Request], prefix: PrefixCache, ranks: Agreement
+) -> bool:
     """Whether a prompt that is being computed will soon have more of this one's prefix than there is now."""
     best = 0
     for other in running:
         shared = _shared(request, other)
         if other.run.stored < shared and (prefix.shelf.divisible or shared in other.stops):
             best = max(best, shared)
-    return best > prefix.longest(request.run.tokens)
+    return best > 0 and best > ranks.least([prefix.longest(request.run.tokens)])[0]
 
 
 def plan_sharing(request: Request, others: Iterable[Request], prefix: PrefixCache) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from kvcache.runner.engine import Engine, EngineEvent, Request
@@ -103,10 +103,15 @@ class Conversations:
         """Write the current conversation to a file; returns its bytes."""
         return write(path, capture(self.engine, self.current.tokens))
 
-    def load(self, path: str | os.PathLike[str], name: str) -> None:
-        """Go to a new conversation, the one that a file holds. Raises ConversationError."""
+    def load(
+        self, path: str | os.PathLike[str], name: str, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Go to a new conversation, the one that a file holds; ``progress`` as ``read`` takes it.
+
+        Raises ConversationError.
+        """
         self._check_new(name)
-        saved = read(path)
+        saved = read(path, progress)
         adopt(self.engine, saved)
         self.current = self._all[name] = Conversation(name, list(saved.tokens))
 

@@ -12,6 +12,8 @@ transformers does. Everything here is F32.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 import ml
@@ -48,6 +50,16 @@ def chunk_masks(ctx: ml.Context, size: int) -> ml.Tensor:
     return ctx.from_numpy(np.stack(masks).astype(np.float32), DType.F32)
 
 
+class _Tokens(NamedTuple):
+    """A run of tokens, as :func:`gated_delta_rule` takes them."""
+
+    query: ml.Tensor
+    key: ml.Tensor
+    value: ml.Tensor
+    decay: ml.Tensor
+    beta: ml.Tensor
+
+
 def gated_delta_rule(
     ctx: ml.Context,
     query: ml.Tensor,
@@ -63,20 +75,12 @@ def gated_delta_rule(
     query and key (sequences, heads, tokens, key_dim), value (..., value_dim), decay g and beta
     (sequences, heads, tokens), state (sequences, heads, key_dim, value_dim): all F32.
     """
-    if key.shape[2] == 1:
-        return _one(ctx, query, key, value, decay, beta, state)
-    return _chunked(ctx, query, key, value, decay, beta, state, masks)
+    tokens = _Tokens(query, key, value, decay, beta)
+    return _one(ctx, tokens, state) if key.shape[2] == 1 else _chunked(ctx, tokens, state, masks)
 
 
-def _one(
-    ctx: ml.Context,
-    query: ml.Tensor,
-    key: ml.Tensor,
-    value: ml.Tensor,
-    decay: ml.Tensor,
-    beta: ml.Tensor,
-    state: ml.Tensor,
-) -> tuple[ml.Tensor, ml.Tensor]:
+def _one(ctx: ml.Context, token: _Tokens, state: ml.Tensor) -> tuple[ml.Tensor, ml.Tensor]:
+    query, key, value, decay, beta = token
     sequences, heads = decay.shape[:2]
     state = state.mul(ctx, decay.exp(ctx).reshape(ctx, sequences, heads, 1, 1))
     delta = value.sub(ctx, key.matmul(ctx, state)).mul(ctx, beta.reshape(ctx, sequences, heads, 1, 1))
@@ -85,14 +89,7 @@ def _one(
 
 
 def _chunked(
-    ctx: ml.Context,
-    query: ml.Tensor,
-    key: ml.Tensor,
-    value: ml.Tensor,
-    decay: ml.Tensor,
-    beta: ml.Tensor,
-    state: ml.Tensor,
-    masks: ml.Tensor,
+    ctx: ml.Context, run: _Tokens, state: ml.Tensor, masks: ml.Tensor
 ) -> tuple[ml.Tensor, ml.Tensor]:
     """With G the running sum of g in a chunk and L_ij = beta_i (k_i . k_j) exp(G_i - G_j) for j < i::
 
@@ -102,6 +99,7 @@ def _chunked(
 
     Tokens that fill up the last chunk have k = v = g = beta = 0 and leave the state alone.
     """
+    query, key, value, decay, beta = run
     sequences, heads, tokens, _ = key.shape
     size = masks.shape[1]
     causal, strict = (masks.slice(ctx, 0, i, i + 1).reshape(ctx, size, size) for i in range(2))

@@ -6,14 +6,14 @@ A draft is any callable like ``prompt_lookup``; a bad one costs time and never c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 
 import ml
 from kvcache import branches
 from kvcache.cache import Batch, Cache
+from kvcache.closing import Closing
 from kvcache.runner.errors import RequestError
 from kvcache.runner.generate import LanguageModel, cache_for
 from kvcache.runner.runs import common_prefix
@@ -54,7 +54,7 @@ def prompt_lookup(seq: int, tokens: Sequence[int], count: int, width: int) -> li
     return list(found.values())
 
 
-class ModelDraft:
+class ModelDraft(Closing):
     """A smaller model of the same vocabulary, which guesses greedily. A context manager.
 
     It has a cache of its own, with a sequence for each of the generator's ``sequences`` and branches for
@@ -139,11 +139,3 @@ class ModelDraft:
     def close(self) -> None:
         """Close the cache; the model is the caller's."""
         self.cache.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

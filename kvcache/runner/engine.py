@@ -20,19 +20,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from kvcache.cache import CacheFullError, ClosedError, SequenceLostError
+import ml
+from kvcache.cache import Batch, CacheFullError, ClosedError, SequenceLostError
+from kvcache.closing import Closing
 from kvcache.prefix import PrefixCache, Session
 from kvcache.runner.active import Failed, Part, Request, batch_of, chunks, plan_sharing, worth_waiting
+from kvcache.runner.agreeing import Agreement
 from kvcache.runner.errors import RequestError
 from kvcache.runner.generate import GeneratorOptions, LanguageModel, Prompt, cache_for, check_prompt
 from kvcache.runner.identity import model_identity
 from kvcache.runner.memory import cache_bytes, check_memory
-from kvcache.runner.parallel import go_on_together
 from kvcache.runner.requests import Event, Finished, Prefilled, Settings, Statistics
 from kvcache.runner.runs import Run, has_token
 from kvcache.runner.sampling import Sampler
@@ -63,7 +64,7 @@ class EngineOptions(GeneratorOptions):
     interval: int = 512
 
 
-class Engine:
+class Engine(Closing):
     """Generates for requests that come at any time. A context manager; not thread-safe.
 
     ``tiers``: where snapshots go that the device has no room for, as PrefixCache takes them. A store
@@ -86,6 +87,8 @@ class Engine:
         self.options = options = options or EngineOptions()
         self.model = model
         self.tokenizer = tokenizer
+        self.ranks = Agreement(model)
+        """What is asked of the other ranks, where the model is split over several."""
         self.capacity = options.capacity_for(model.config)
         self._sizes = (options.cache_dtype, options.max_sequences, self.capacity)
         self._largest = max(options.prefill_chunk, options.max_sequences)
@@ -229,14 +232,6 @@ class Engine:
         finally:
             self.cache.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     # The loop.
 
     def step(self) -> list[EngineEvent]:
@@ -256,6 +251,7 @@ class Engine:
             try:
                 logits = self.forward(parts)
             except CacheFullError as error:
+                self._agree_on(parts)
                 self._make_room(error, events)
                 continue
             self._count(parts, prefill, time.perf_counter() - began)
@@ -274,7 +270,7 @@ class Engine:
         batch = batch_of(parts)
         try:
             with self.model.backend.new_context() as ctx:
-                self.cache.start_forward(ctx, batch)
+                self._start_forward(ctx, batch)
                 logits = self.model.forward(ctx, batch, self.cache).to_numpy()
         except BaseException as error:
             self._take_back(parts, isinstance(error, SequenceLostError))
@@ -283,14 +279,21 @@ class Engine:
             part.request.run.stored += part.count
         return logits
 
+    def _start_forward(self, ctx: ml.Context, batch: Batch) -> None:
+        try:
+            self.cache.start_forward(ctx, batch)
+        except Exception as error:
+            self.ranks.refuse(ctx, error)
+            raise
+
     def _admit(self, events: list[EngineEvent]) -> None:
         for request in list(self._waiting):
             if self._full or len(self.prefix.sessions) == self.options.max_sequences:
                 return
-            if worth_waiting(request, self._running, self.prefix):
+            if worth_waiting(request, self._running, self.prefix, self.ranks):
                 continue
             try:
-                session = self.prefix.begin(request.run.tokens)
+                session = self.ranks.begin(self.prefix, request.run.tokens)
             except CacheFullError as error:
                 if self._running:
                     self._full = True
@@ -298,7 +301,6 @@ class Engine:
                 self._waiting.remove(request)
                 self._over(request, events, [Failed(request.id, error)])
                 continue
-            go_on_together(self.model, session, request.run.tokens)
             self._start(request, session, events)
 
     def _start(self, request: Request, session: Session, events: list[EngineEvent]) -> None:
@@ -333,12 +335,21 @@ class Engine:
             row = next(rows) if run.stored == len(run.tokens) else None
             try:
                 if prefill and request.session is not None:
-                    request.session.keep()
+                    self._keep(request.session)
                 if row is not None:
                     self._accept(request, run.sampler(row), events)
             except Exception as error:  # of this request alone: what was computed of the others is good
                 self._leave(request)
                 self._over(request, events, [Failed(request.id, error)])
+
+    def _keep(self, session: Session) -> None:
+        try:
+            session.keep()
+        except Exception:
+            if self.ranks.alone:
+                raise
+            # The others have kept it, and go on with all requests.
+            log.warning("sequence %d: what it computed is not kept", session.seq, exc_info=True)
 
     def _accept(self, request: Request, token: int, events: list[EngineEvent]) -> None:
         known = request.run.advance(token, self.model.config.eos_ids, self.limit)
@@ -361,6 +372,8 @@ class Engine:
 
     def _make_room(self, error: CacheFullError, events: list[EngineEvent]) -> None:
         """The request that started last goes back into the queue; a single one is over."""
+        if not self._running:  # all start anew
+            return
         last = self._running[-1]
         if len(self._running) > 1:
             self.preemptions += 1
@@ -377,6 +390,26 @@ class Engine:
         """Let every session be what it was before the pass, or have more of it computed again."""
         for part in parts:
             self._rewind(part.request, 0 if lost else part.request.run.stored)
+
+    def _agree_on(self, parts: Sequence[Part]) -> None:
+        """After a pass that no rank computed: each request goes on where all ranks can, or starts anew."""
+        while not self.ranks.alone:
+            stored = [part.request.run.stored if part.request.session else -1 for part in parts]
+            least = self.ranks.least(stored)
+            if self.ranks.least([-value for value in stored]) == [-value for value in least]:
+                return
+            for part, value, own in reversed(list(zip(parts, least, stored, strict=True))):
+                if value < 0:
+                    self._start_anew(part.request)
+                elif own > value:
+                    self._rewind(part.request, value)
+
+    def _start_anew(self, request: Request) -> None:
+        if request in self._running:
+            self._requeue(request, keep=False)
+        else:  # in the order in which all ranks do so
+            self._waiting.remove(request)
+            self._waiting.insert(0, request)
 
     def _read_again(self) -> None:
         """Where an interruption came before an answer was read, the token before it is computed again."""

@@ -21,13 +21,13 @@ import numpy as np
 import ml
 from kvcache.cache import Batch, Cache
 from kvcache.runner.attention import Attention, load_attention, qk_norm
-from kvcache.runner.config import ModelConfig
 from kvcache.runner.decoder import CausalModel, Layer, Step
 from kvcache.runner.feedforward import GatedMLP, geglu, load_mlp, mlp_shapes
 from kvcache.runner.layer_types import (
-    FULL,
-    SLIDING,
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
     Shape,
+    SlidingConfig,
     attention_shapes,
     common_fields,
     layer_types,
@@ -35,7 +35,6 @@ from kvcache.runner.layer_types import (
     parse_rope,
     refuse,
     sliding_cache,
-    sliding_tokens,
 )
 from kvcache.runner.loader import Loader
 from kvcache.wrapper import WrapperCache
@@ -43,7 +42,6 @@ from ml import nn
 
 __all__ = ["Gemma3", "Gemma3Config", "make_cache", "parse", "shapes"]
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 _DEFAULTS = {
     "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "sliding_window": 4096,
@@ -52,18 +50,12 @@ _DEFAULTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma3Config(ModelConfig):
-    """``rope`` is that of the full layers; ``window`` counts the token itself, as config.json does."""
+class Gemma3Config(SlidingConfig):
+    """``rope`` is that of the full layers."""
 
-    kinds: tuple[str, ...]
-    window: int
     local_rope: nn.RopeSpec
     query_scalar: float
     logit_softcap: float | None
-
-    def cached_tokens(self, max_sequences: int, capacity: int, max_batch: int) -> int:
-        windows = [self.window if kind == _SLIDING else None for kind in self.kinds]
-        return sliding_tokens(windows, max_sequences, capacity, max_batch)
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3Config:
@@ -75,17 +67,18 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3Config
             "use_bidirectional_attention": [False, None],
         },
     )
-    fields = common_fields(raw, generation, "Gemma3ForCausalLM", _DEFAULTS)
     raw = {**_DEFAULTS, **raw}
+    fields = common_fields(raw, generation, "Gemma3ForCausalLM")
     pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
-    kinds = layer_types(raw, (_SLIDING, _FULL), lambda i: _SLIDING if (i + 1) % pattern else _FULL)
+    types = SLIDING_ATTENTION, FULL_ATTENTION
+    kinds = layer_types(raw, types, lambda i: types[(i + 1) % pattern == 0])
     local = {"rope_theta": raw.get("rope_local_base_freq", 10_000.0)}
-    local = (raw.get("rope_parameters") or {}).get(_SLIDING) or local
+    local = (raw.get("rope_parameters") or {}).get(SLIDING_ATTENTION) or local
     cap = raw.get("final_logit_softcapping")
     head_dim = fields["head_dim"]
     return Gemma3Config(
         **(fields | {"layer_types": kinds}),
-        rope=parse_rope(raw, head_dim, 1_000_000.0, _FULL),
+        rope=parse_rope(raw, head_dim, 1_000_000.0, FULL_ATTENTION),
         kinds=kinds,
         window=int(fields["sliding_window"] or fields["max_positions"]),
         local_rope=parse_rope({**raw, "rope_parameters": local}, head_dim, 10_000.0),
@@ -132,9 +125,9 @@ class Gemma3(CausalModel[Gemma3Config]):
         return super()._embed(ctx, batch).scale(ctx, scale)
 
     def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        config, positions = self.config, batch.positions
-        local = nn.Rotation(ctx, positions, config.local_rope)
-        return Step(batch, cache, {_SLIDING: local, _FULL: nn.Rotation(ctx, positions, config.rope)})
+        ropes = {SLIDING_ATTENTION: self.config.local_rope, FULL_ATTENTION: self.config.rope}
+        rotations = {kind: nn.Rotation(ctx, batch.positions, rope) for kind, rope in ropes.items()}
+        return Step(batch, cache, rotations)
 
     def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
         logits, cap = super()._logits(ctx, hidden), self.config.logit_softcap
@@ -152,19 +145,21 @@ class Gemma3(CausalModel[Gemma3Config]):
             qk_norm=qk_norm(load, ctx, f"{prefix}.self_attn", config, 1.0),
         )
         mlp = load_mlp(load, ctx, f"{prefix}.mlp", geglu)
-        return _Layer(config.kinds[i], config.rms_norm_eps, (one, two, three, four), attention, mlp)
+        kind, cache_kind = config.kinds[i], config.cache_kind(i)
+        return _Layer(kind, cache_kind, config.rms_norm_eps, (one, two, three, four), attention, mlp)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     kind: str
+    cache_kind: int
     eps: float
     norms: tuple[ml.Tensor, ml.Tensor, ml.Tensor, ml.Tensor]
     attention: Attention
     mlp: GatedMLP
 
     def mix(self, ctx: ml.Context, hidden: ml.Tensor, step: Step) -> ml.Tensor:
-        step.cache.set_layer_type(SLIDING if self.kind == _SLIDING else FULL)
+        step.cache.set_layer_type(self.cache_kind)
         before, after = self.norms[:2]
         normed = hidden.rms_norm(ctx, before, self.eps)
         attended = self.attention(ctx, normed, step.cache, step.rotations[self.kind])

@@ -13,14 +13,14 @@ import time
 from collections.abc import Generator as Events
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 import ml
 from kvcache.cache import Batch, Cache
 from kvcache.causal import CausalCache
+from kvcache.closing import Closing
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError, RunnerError
 from kvcache.runner.memory import cache_bytes, check_memory
@@ -77,7 +77,7 @@ class GeneratorOptions:
         return min(config.max_positions, 4096) if self.capacity is None else self.capacity
 
 
-class Generator:
+class Generator(Closing):
     """Generates text for many requests in one cache. A context manager; one ``generate`` at a time.
 
     ``cache`` is a fresh one, which the generator binds and closes (None: what ``model.make_cache()``
@@ -167,14 +167,6 @@ class Generator:
         """Close the cache; a ``generate`` that is not done fails. Model and backend are the caller's."""
         self._closed = True
         self.cache.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # The loop.
 

@@ -18,13 +18,13 @@ import numpy as np
 import ml
 from kvcache.cache import Batch, Cache
 from kvcache.runner.attention import Attention, load_attention
-from kvcache.runner.config import ModelConfig
 from kvcache.runner.decoder import CausalModel, Layer, Step
 from kvcache.runner.feedforward import Activation
 from kvcache.runner.layer_types import (
-    FULL,
-    SLIDING,
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
     Shape,
+    SlidingConfig,
     attention_shapes,
     common_fields,
     layer_types,
@@ -32,16 +32,16 @@ from kvcache.runner.layer_types import (
     parse_rope,
     refuse,
     sliding_cache,
-    sliding_tokens,
 )
 from kvcache.runner.loader import Loader
+from kvcache.runner.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.routing import SparseMLP, load_experts
 from kvcache.wrapper import WrapperCache
 from ml import nn
 
 __all__ = ["GptOss", "GptOssConfig", "make_cache", "parse", "shapes"]
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_ROPE = "rope"
 _DEFAULTS = {
     "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
     "sliding_window": 128, "attention_bias": True,
@@ -53,28 +53,23 @@ _YARN = {
 
 
 @dataclass(frozen=True, slots=True)
-class GptOssConfig(ModelConfig):
-    """``window`` counts the token itself, as config.json does; ``alpha`` and ``limit`` as above."""
+class GptOssConfig(SlidingConfig):
+    """``alpha`` and ``limit`` as above."""
 
-    kinds: tuple[str, ...]
-    window: int
     experts: int
     experts_per_token: int
     alpha: float
     limit: float
 
-    def cached_tokens(self, max_sequences: int, capacity: int, max_batch: int) -> int:
-        windows = [self.window if kind == _SLIDING else None for kind in self.kinds]
-        return sliding_tokens(windows, max_sequences, capacity, max_batch)
-
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> GptOssConfig:
     refuse(raw, {"hidden_act": ["silu", "swish"]})
-    fields = common_fields(raw, generation, "GptOssForCausalLM", _DEFAULTS)
     raw = {**_DEFAULTS, **raw}
+    fields = common_fields(raw, generation, "GptOssForCausalLM")
     if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
         raw["rope_parameters"] = _YARN
-    kinds = layer_types(raw, (_SLIDING, _FULL), lambda i: _FULL if i % 2 else _SLIDING)
+    types = SLIDING_ATTENTION, FULL_ATTENTION
+    kinds = layer_types(raw, types, lambda i: types[i % 2])
     return GptOssConfig(
         **(fields | {"layer_types": kinds}),
         rope=parse_rope(raw, fields["head_dim"], 150_000.0),
@@ -90,10 +85,9 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> GptOssConfig
 def shapes(config: GptOssConfig) -> dict[str, Shape]:
     """The name and shape of every tensor."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
-    layer = attention_shapes(config) | {
+    layer = attention_shapes(config) | norm_shapes(hidden)
+    layer |= {
         "self_attn.sinks": (config.heads,),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
         "mlp.router.weight": (experts, hidden),
         "mlp.router.bias": (experts,),
         "mlp.experts.gate_up_proj": (experts, hidden, 2 * inner),
@@ -121,18 +115,19 @@ class GptOss(CausalModel[GptOssConfig]):
         return make_cache(self.config)
 
     def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        return Step(batch, cache, {_FULL: nn.Rotation(ctx, batch.positions, self.config.rope)})
+        return Step(batch, cache, {_ROPE: nn.Rotation(ctx, batch.positions, self.config.rope)})
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         config, prefix = self.config, f"model.layers.{i}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         return _Layer(
-            SLIDING if config.kinds[i] == _SLIDING else FULL,
-            config.rms_norm_eps,
-            load.norm(ctx, f"{prefix}.input_layernorm"),
-            load.norm(ctx, f"{prefix}.post_attention_layernorm"),
-            load_attention(load, ctx, attention, config, sinks=load.tensor(ctx, f"{attention}.sinks")),
-            SparseMLP(
+            cache_kind=config.cache_kind(i),
+            eps=config.rms_norm_eps,
+            norms=load_norms(load, ctx, prefix),
+            attention=load_attention(
+                load, ctx, attention, config, sinks=load.tensor(ctx, f"{attention}.sinks")
+            ),
+            mlp=SparseMLP(
                 load.linear(ctx, f"{mlp}.router"),
                 load_experts(load, ctx, f"{mlp}.experts", _clamped(config), _gate_first),
                 config.experts_per_token,
@@ -142,21 +137,13 @@ class GptOss(CausalModel[GptOssConfig]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    kind: int
-    eps: float
-    norm: ml.Tensor
-    mlp_norm: ml.Tensor
+class _Layer(PreNormLayer):
+    cache_kind: int
     attention: Attention
-    mlp: SparseMLP
 
-    def mix(self, ctx: ml.Context, hidden: ml.Tensor, step: Step) -> ml.Tensor:
-        step.cache.set_layer_type(self.kind)
-        normed = hidden.rms_norm(ctx, self.norm, self.eps)
-        return hidden.add(ctx, self.attention(ctx, normed, step.cache, step.rotations[_FULL]))
-
-    def feed(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
-        return hidden.add(ctx, self.mlp(ctx, hidden.rms_norm(ctx, self.mlp_norm, self.eps)))
+    def _mixed(self, ctx: ml.Context, normed: ml.Tensor, step: Step) -> ml.Tensor:
+        step.cache.set_layer_type(self.cache_kind)
+        return self.attention(ctx, normed, step.cache, step.rotations[_ROPE])
 
 
 def _gate_first(rows: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvcache.causal import CausalCache, SlidingWindowCache
@@ -13,22 +14,42 @@ from kvcache.wrapper import WrapperCache
 from ml import nn
 
 __all__ = [
-    "FULL", "SLIDING", "attention_shapes", "common_fields", "layer_types", "model_shapes", "parse_rope",
-    "refuse", "sliding_cache", "sliding_tokens",
+    "FULL", "FULL_ATTENTION", "SLIDING", "SLIDING_ATTENTION", "Shape", "SlidingConfig", "attention_shapes",
+    "common_fields", "layer_types", "model_shapes", "parse_rope", "refuse", "sliding_cache",
 ]  # fmt: skip
 
+SLIDING_ATTENTION, FULL_ATTENTION = "sliding_attention", "full_attention"
+"""Types of layers, as config.json names them."""
 SLIDING, FULL = 0, 1
 """Layer types of :func:`sliding_cache`."""
 
 Shape = tuple[int, ...]
 
 
-def common_fields(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str, defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The fields of ModelConfig, ``rope`` aside; ``defaults`` say what config.json may leave out."""
+@dataclass(frozen=True, slots=True)
+class SlidingConfig(ModelConfig):
+    """Of sliding and full layers: ``kinds`` has the type of each by name, and ``window`` counts the token
+    itself, as config.json does.
+    """
+
+    kinds: tuple[str, ...]
+    window: int
+
+    def cache_kind(self, i: int) -> int:
+        """What layer i is to :func:`sliding_cache`."""
+        return SLIDING if self.kinds[i] == SLIDING_ATTENTION else FULL
+
+    def cached_tokens(self, max_sequences: int, capacity: int, max_batch: int) -> int:
+        kept = self.window - (max_sequences == 1)
+        full = max_sequences * capacity
+        sliding = full if kept >= capacity else max_sequences * kept + max_batch
+        count = self.kinds.count(SLIDING_ATTENTION)
+        return count * sliding + (len(self.kinds) - count) * full
+
+
+def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The fields of ModelConfig, ``rope`` aside."""
     refuse_quantized(raw)
-    raw = {**defaults, **raw}
     heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
     bos = read_token_ids(raw.get("bos_token_id"))
     eos = read_token_ids(raw.get("eos_token_id")) + read_token_ids(generation.get("eos_token_id"))
@@ -104,16 +125,6 @@ def sliding_cache(
     return WrapperCache(
         SlidingWindowCache(window - 1, memory, nn.rope_shift(sliding)), CausalCache(nn.rope_shift(full))
     )
-
-
-def sliding_tokens(windows: Sequence[int | None], max_sequences: int, capacity: int, max_batch: int) -> int:
-    """What ``sliding_cache`` stores in layers of these windows, None for full ones."""
-    full = max_sequences * capacity
-    total = 0
-    for window in windows:
-        kept = capacity if window is None else window - (max_sequences == 1)
-        total += full if kept >= capacity else max_sequences * kept + max_batch
-    return total
 
 
 def model_shapes(config: ModelConfig, layer: Callable[[int], Mapping[str, Shape]]) -> dict[str, Shape]:

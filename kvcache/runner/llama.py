@@ -19,8 +19,9 @@ from kvcache.causal import CausalCache
 from kvcache.runner.attention import Attention, load_attention, qk_norm
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.decoder import CausalModel, Layer, Step
-from kvcache.runner.feedforward import GatedMLP, load_mlp
+from kvcache.runner.feedforward import load_mlp
 from kvcache.runner.loader import Loader, Weights
+from kvcache.runner.prenorm import PreNormLayer, load_norms
 from kvcache.runner.weights import expected_shapes
 from ml import nn
 
@@ -53,25 +54,16 @@ class Llama(CausalModel[ModelConfig]):
         attention = f"{prefix}.self_attn"
         norm = qk_norm(load, ctx, attention, config) if config.qk_norm else None
         return _Layer(
-            config.rms_norm_eps,
-            load.norm(ctx, f"{prefix}.input_layernorm"),
-            load.norm(ctx, f"{prefix}.post_attention_layernorm"),
-            load_attention(load, ctx, attention, config, qk_norm=norm),
-            load_mlp(load, ctx, f"{prefix}.mlp"),
+            eps=config.rms_norm_eps,
+            norms=load_norms(load, ctx, prefix),
+            attention=load_attention(load, ctx, attention, config, qk_norm=norm),
+            mlp=load_mlp(load, ctx, f"{prefix}.mlp"),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    eps: float
-    norm: ml.Tensor
-    mlp_norm: ml.Tensor
+class _Layer(PreNormLayer):
     attention: Attention
-    mlp: GatedMLP
 
-    def mix(self, ctx: ml.Context, hidden: ml.Tensor, step: Step) -> ml.Tensor:
-        normed = hidden.rms_norm(ctx, self.norm, self.eps)
-        return hidden.add(ctx, self.attention(ctx, normed, step.cache, step.rotations[_ROPE]))
-
-    def feed(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
-        return hidden.add(ctx, self.mlp(ctx, hidden.rms_norm(ctx, self.mlp_norm, self.eps)))
+    def _mixed(self, ctx: ml.Context, normed: ml.Tensor, step: Step) -> ml.Tensor:
+        return self.attention(ctx, normed, step.cache, step.rotations[_ROPE])

@@ -9,7 +9,7 @@ positions; their queries grow with the position (Nakanishi, "Scalable-Softmax", 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvcache.runner.config import ModelConfig
 from kvcache.runner.decoder import CausalModel, Layer, Step
 from kvcache.runner.feedforward import load_mlp, mlp_shapes
 from kvcache.runner.layer_types import (
+    FULL_ATTENTION,
     Shape,
     attention_shapes,
     common_fields,
@@ -32,13 +33,15 @@ from kvcache.runner.layer_types import (
     refuse,
 )
 from kvcache.runner.loader import Loader
+from kvcache.runner.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.routing import SparseMLP, load_experts
 from kvcache.wrapper import WrapperCache
 from ml import nn
 
 __all__ = ["Llama4", "Llama4Config", "make_cache", "parse", "shapes"]
 
-_CHUNKED, _FULL = "chunked_attention", "full_attention"
+_CHUNKED_ATTENTION = "chunked_attention"
+_CHUNKED, _FULL = 0, 1
 _ROPE, _TEMPERATURE = "rope", "temperature"
 _DEFAULTS = {
     "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
@@ -66,12 +69,13 @@ class Llama4Config(ModelConfig):
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Llama4Config:
     refuse(raw, {"hidden_act": ["silu", "swish"]})
-    fields = common_fields(raw, generation, "Llama4ForCausalLM", _DEFAULTS)
     raw = {**_DEFAULTS, **raw}
+    fields = common_fields(raw, generation, "Llama4ForCausalLM")
     count = raw["num_hidden_layers"]
     interval = raw.get("no_rope_layer_interval", 4)
     rotated = raw.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(count)]
-    kinds = layer_types(raw, (_CHUNKED, _FULL), lambda i: _CHUNKED if rotated[i] else _FULL)
+    types = _CHUNKED_ATTENTION, FULL_ATTENTION
+    kinds = layer_types(raw, types, lambda i: types[not rotated[i]])
     step = raw.get("interleave_moe_layer_step", 1)
     sparse = raw.get("moe_layers")
     if sparse is None:
@@ -96,8 +100,7 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Llama4Config
 def shapes(config: Llama4Config) -> dict[str, Shape]:
     """The name and shape of every tensor."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
-    both = attention_shapes(config)
-    both |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    both = attention_shapes(config) | norm_shapes(hidden)
     dense = both | mlp_shapes("feed_forward", hidden, config.dense_size)
     sparse = both | mlp_shapes("feed_forward.shared_expert", hidden, inner)
     sparse |= {
@@ -141,17 +144,15 @@ class Llama4(CausalModel[Llama4Config]):
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         config, prefix = self.config, f"model.layers.{i}"
-        norm, mlp_norm = (
-            load.norm(ctx, f"{prefix}.{name}_layernorm") for name in ("input", "post_attention")
-        )
         rotated = config.rotated[i]
         attention = load_attention(
             load, ctx, f"{prefix}.self_attn", config, plain_norm=config.plain_norm and rotated
         )
         build = self._sparse if config.sparse[i] else load_mlp
         mlp = build(load, ctx, f"{prefix}.feed_forward")
-        kind = 0 if config.kinds[i] == _CHUNKED else 1
-        return _Layer(kind, rotated, config.rms_norm_eps, norm, mlp_norm, attention, mlp)
+        kind = _CHUNKED if config.kinds[i] == _CHUNKED_ATTENTION else _FULL
+        norms = load_norms(load, ctx, prefix)
+        return _Layer(config.rms_norm_eps, norms, mlp, kind, rotated, attention)
 
     def _sparse(self, load: Loader, ctx: ml.Context, prefix: str) -> SparseMLP:
         return SparseMLP(
@@ -164,21 +165,13 @@ class Llama4(CausalModel[Llama4Config]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    kind: int
+class _Layer(PreNormLayer):
+    cache_kind: int
     rotated: bool
-    eps: float
-    norm: ml.Tensor
-    mlp_norm: ml.Tensor
     attention: Attention
-    mlp: Callable[[ml.Context, ml.Tensor], ml.Tensor]
 
-    def mix(self, ctx: ml.Context, hidden: ml.Tensor, step: Step) -> ml.Tensor:
-        step.cache.set_layer_type(self.kind)
+    def _mixed(self, ctx: ml.Context, normed: ml.Tensor, step: Step) -> ml.Tensor:
+        step.cache.set_layer_type(self.cache_kind)
         rotation = step.rotations[_ROPE] if self.rotated else None
         temperature = None if self.rotated else step.tensors.get(_TEMPERATURE)
-        normed = hidden.rms_norm(ctx, self.norm, self.eps)
-        return hidden.add(ctx, self.attention(ctx, normed, step.cache, rotation, temperature))
-
-    def feed(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
-        return hidden.add(ctx, self.mlp(ctx, hidden.rms_norm(ctx, self.mlp_norm, self.eps)))
+        return self.attention(ctx, normed, step.cache, rotation, temperature)

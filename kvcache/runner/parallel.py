@@ -22,22 +22,26 @@ from typing import Any, TypeVar
 import numpy as np
 
 import ml
-from kvcache.cache import Batch
-from kvcache.prefix import Session
+from kvcache.cache import Batch, CacheFullError
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
 from kvcache.runner.loader import Weights
 
 __all__ = [
+    "FAILED",
+    "NO_ROOM",
     "Share",
     "check_ranks",
     "device_of_rank",
-    "go_on_together",
+    "full_elsewhere",
     "join",
     "of_all",
     "share_of",
     "sizes_of",
 ]
+
+NO_ROOM, FAILED = -1, -2
+"""What a rank says instead of which pass it is about to compute: it cannot."""
 
 C = TypeVar("C", bound=ModelConfig)
 
@@ -102,8 +106,13 @@ class Share:
         return whole if whole.shape[1] == vocab_size else whole.slice(ctx, 1, 0, vocab_size)
 
     def check_step(self, ctx: ml.Context, batch: Batch) -> None:
-        """Raise GroupError unless all ranks are about to compute the same pass."""
+        """Raise GroupError unless all ranks are about to compute the same pass.
+
+        Where another has no room for it (``kvcache.runner.agreeing``), raise CacheFullError as that one does.
+        """
         found = of_all(ctx, self.group, _digest(batch))
+        if min(found) < 0:
+            raise self._refused(found)
         others = [rank for rank, digest in enumerate(found) if digest != found[0]]
         if others:
             raise ml.GroupError(
@@ -111,6 +120,14 @@ class Share:
                 "another pass than rank 0; give all ranks the same requests in the same order, and a seed "
                 "where they sample"
             )
+
+    def _refused(self, found: Sequence[int]) -> Exception:
+        rank = found.index(min(found))
+        if found[rank] == NO_ROOM:
+            return full_elsewhere("forward", rank, self.group.size)
+        return ml.GroupError(
+            f"forward: rank {rank} of {self.group.size} failed before this pass; look for its own error"
+        )
 
 
 def share_of(config: ModelConfig, group: ml.Group) -> Share:
@@ -156,23 +173,16 @@ def sizes_of(config: ModelConfig) -> list[int]:
 
 
 def of_all(ctx: ml.Context, group: ml.Group, value: int) -> list[int]:
-    """Each rank's ``value``, a number of 63 bits."""
+    """Each rank's ``value``, an I64."""
     gathered = group.all_gather(ctx, ctx.from_numpy([value], ml.DType.I64))
     return [int(found) for found in gathered.to_numpy()]
 
 
-def go_on_together(model: Any, session: Session, tokens: Sequence[int]) -> None:
-    """Have all ranks of a model begin a session where each of them can: what one lacks, none reuses."""
-    share: Share | None = getattr(model, "share", None)
-    while share is not None:
-        with model.backend.new_context() as ctx:
-            cached = of_all(ctx, share.group, session.cached)
-        least = min(cached)
-        if max(cached) == least:
-            return
-        if session.cached > least:
-            session.rewind(least)
-            session.extend(tokens[least:])
+def full_elsewhere(op: str, rank: int, size: int) -> CacheFullError:
+    """What CacheFullError of another rank is here."""
+    error = CacheFullError(0, 0, {}, op)
+    error.args = (f"{op}: rank {rank} of {size} has no room for this; no rank goes on with it",)
+    return error
 
 
 def device_of_rank(devices: Sequence[str], local_rank: int, local_size: int) -> str | None:

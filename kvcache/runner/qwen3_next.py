@@ -11,7 +11,7 @@ Norms are stored around zero: their weight is 1 + w. Attention rotates a part of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from kvcache.runner.delta_net import DeltaNet, DeltaSizes, begin_delta, delta_sh
 from kvcache.runner.errors import ModelError
 from kvcache.runner.feedforward import Experts, load_mlp, mlp_shapes
 from kvcache.runner.layer_types import (
+    FULL_ATTENTION,
     Shape,
     attention_shapes,
     common_fields,
@@ -36,12 +37,14 @@ from kvcache.runner.layer_types import (
     refuse,
 )
 from kvcache.runner.loader import Loader
+from kvcache.runner.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.routing import SparseMLP
 from ml import nn
 
 __all__ = ["Qwen3Next", "Qwen3NextConfig", "make_cache", "parse", "parse_dense", "shapes"]
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR_ATTENTION = "linear_attention"
+_ROPE = "rope"
 _DEFAULTS = {
     "head_dim": 256, "rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
@@ -67,20 +70,20 @@ class Qwen3NextConfig(ModelConfig):
     normalize: bool
 
     def cached_tokens(self, max_sequences: int, capacity: int, max_batch: int) -> int:
-        return self.kinds.count(_FULL) * max_sequences * capacity
+        return self.kinds.count(FULL_ATTENTION) * max_sequences * capacity
 
     @property
     def cached_layers(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
         """Of the layers with attention; the others keep states."""
         widths = (self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim)
-        return {i: widths for i, kind in enumerate(self.kinds) if kind == _FULL}
+        return {i: widths for i, kind in enumerate(self.kinds) if kind == FULL_ATTENTION}
 
     def state_bytes(self, max_sequences: int, capacity: int) -> int:
         """Of states in F32, and as many checkpoints as RecurrentCache takes by default."""
         sizes = self.delta
         values = sizes.channels * (sizes.kernel - 1) + sizes.value_heads * sizes.key_dim * sizes.value_dim
         checkpoints = min(24, capacity // 256)
-        return self.kinds.count(_LINEAR) * max_sequences * (1 + checkpoints) * values * 4
+        return self.kinds.count(_LINEAR_ATTENTION) * max_sequences * (1 + checkpoints) * values * 4
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Qwen3NextConfig:
@@ -122,10 +125,11 @@ def _parse(
     raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str, **fields: Any
 ) -> Qwen3NextConfig:
     refuse(raw, {"hidden_act": ["silu", "swish"]})
-    common = common_fields(raw, generation, architecture, _DEFAULTS)
     raw = {**_DEFAULTS, **raw}
+    common = common_fields(raw, generation, architecture)
     interval = raw["full_attention_interval"]
-    kinds = layer_types(raw, (_LINEAR, _FULL), lambda i: _LINEAR if (i + 1) % interval else _FULL)
+    types = _LINEAR_ATTENTION, FULL_ATTENTION
+    kinds = layer_types(raw, types, lambda i: types[(i + 1) % interval == 0])
     delta = DeltaSizes(
         key_heads=raw["linear_num_key_heads"],
         value_heads=raw["linear_num_value_heads"],
@@ -151,11 +155,8 @@ def shapes(config: Qwen3NextConfig) -> dict[str, Shape]:
 
 def _layer_shapes(config: Qwen3NextConfig, i: int) -> dict[str, Shape]:
     hidden = config.hidden_size
-    found: dict[str, Shape] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    if config.kinds[i] == _FULL:
+    found: dict[str, Shape] = norm_shapes(hidden)
+    if config.kinds[i] == FULL_ATTENTION:
         found |= attention_shapes(config, qk_norm=True, gates=config.heads * config.head_dim)
     else:
         found |= delta_shapes("linear_attn", hidden, config.delta, config.split)
@@ -197,12 +198,12 @@ class Qwen3Next(CausalModel[Qwen3NextConfig]):
 
     def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         rotation = nn.Rotation(ctx, batch.positions, self.config.rope)
-        return begin_delta(ctx, Step(batch, cache, {_FULL: rotation}))
+        return begin_delta(ctx, Step(batch, cache, {_ROPE: rotation}))
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         config, prefix = self.config, f"model.layers.{i}"
         mixer: Attention | DeltaNet
-        if config.kinds[i] == _FULL:
+        if config.kinds[i] == FULL_ATTENTION:
             mixer = self._attention(load, ctx, f"{prefix}.self_attn")
         else:
             mixer = load_delta_net(
@@ -210,10 +211,7 @@ class Qwen3Next(CausalModel[Qwen3NextConfig]):
             )
         build = self._sparse if config.sparse[i] else load_mlp
         mlp = build(load, ctx, f"{prefix}.mlp")
-        norm, mlp_norm = (
-            load.norm(ctx, f"{prefix}.{name}_layernorm", 1.0) for name in ("input", "post_attention")
-        )
-        return _Layer(config.rms_norm_eps, norm, mlp_norm, mixer, mlp)
+        return _Layer(config.rms_norm_eps, load_norms(load, ctx, prefix, 1.0), mlp, mixer)
 
     def _attention(self, load: Loader, ctx: ml.Context, prefix: str) -> Attention:
         """The queries' projection holds each head's query and gate by turns; the gates go last."""
@@ -245,18 +243,10 @@ class Qwen3Next(CausalModel[Qwen3NextConfig]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    eps: float
-    norm: ml.Tensor
-    mlp_norm: ml.Tensor
+class _Layer(PreNormLayer):
     mixer: Attention | DeltaNet
-    mlp: Callable[[ml.Context, ml.Tensor], ml.Tensor]
 
-    def mix(self, ctx: ml.Context, hidden: ml.Tensor, step: Step) -> ml.Tensor:
-        normed = hidden.rms_norm(ctx, self.norm, self.eps)
+    def _mixed(self, ctx: ml.Context, normed: ml.Tensor, step: Step) -> ml.Tensor:
         if isinstance(self.mixer, Attention):
-            return hidden.add(ctx, self.mixer(ctx, normed, step.cache, step.rotations[_FULL]))
-        return hidden.add(ctx, self.mixer(ctx, normed, step))
-
-    def feed(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
-        return hidden.add(ctx, self.mlp(ctx, hidden.rms_norm(ctx, self.mlp_norm, self.eps)))
+            return self.mixer(ctx, normed, step.cache, step.rotations[_ROPE])
+        return self.mixer(ctx, normed, step)

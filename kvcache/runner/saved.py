@@ -69,12 +69,12 @@ def capture(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
 
     Raises CacheFullError or SessionLimitError where the engine's requests leave no room for that.
     """
-    complete = engine.prefix.longest([*tokens, 0]) == len(tokens)
+    complete = engine.ranks.least([engine.prefix.longest([*tokens, 0])]) == [len(tokens)]
     evaluated = len(tokens) if complete else len(tokens) - 1
     if evaluated < 1:
         raise ConversationError("save: a conversation of one token; there is nothing to keep of it")
     asked = [*tokens[:evaluated], 0]  # one token more: a session always leaves one to evaluate
-    with engine.prefix.begin(asked) as session:
+    with engine.ranks.begin(engine.prefix, asked) as session:
         request = Request(Run(-1, asked[:-1], Settings(), Sampler()))
         request.session, request.run.stored = session, session.cached
         while request.run.stored < evaluated:
@@ -110,6 +110,18 @@ def adopt(engine: Engine, saved: SavedConversation) -> None:
         raise ConversationError("the conversation does not go with the model's cache: it is not whole")
 
 
+def check_target(path: str | os.PathLike[str]) -> Path:
+    """Where ``write`` would put the file; ConversationError where it would refuse to."""
+    target = Path(path).expanduser()
+    if target.is_dir():
+        raise ConversationError(f"{path}: this is a folder; name a file in it")
+    if target.exists() and not target.is_file():
+        raise ConversationError(f"{path}: this is a device or a pipe, which a file would replace")
+    if not target.absolute().parent.is_dir():
+        raise ConversationError(f"{path}: there is no folder {Path(path).parent} to write it to")
+    return target
+
+
 def write(path: str | os.PathLike[str], saved: SavedConversation) -> int:
     """Write the file, whole or not at all; returns its bytes. Raises ConversationError where it cannot."""
     meta = {
@@ -122,7 +134,7 @@ def write(path: str | os.PathLike[str], saved: SavedConversation) -> int:
     }
     meta["sha256"] = _digest(meta, saved.page.arrays)
     parts = pack(Page(meta, saved.page.arrays))
-    target = Path(path).expanduser()
+    target = check_target(path)
     try:
         _write_whole(target, parts)
     except OSError as error:

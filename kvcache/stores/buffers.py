@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvcache.stores.errors import StoreValueError
 
-__all__ = ["Buffer", "WritableBuffer", "as_bytes", "as_writable"]
+__all__ = ["Buffer", "WritableBuffer", "as_bytes", "as_parts", "as_writable", "check_size"]
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap | np.ndarray
 """Anything with the buffer interface whose bytes lie in one contiguous piece."""
@@ -31,12 +32,24 @@ def as_bytes(buffer: Buffer) -> memoryview:
         ) from error
 
 
+def as_parts(buffers: Sequence[Buffer]) -> tuple[list[memoryview], int]:
+    """The bytes of each, and how many they are together."""
+    views = [as_bytes(buffer) for buffer in buffers]
+    return views, sum(map(len, views))
+
+
 def as_writable(buffer: WritableBuffer, op: str) -> memoryview:
     """The same, and StoreValueError where it is read-only."""
     view = as_bytes(buffer)
     if view.readonly:
         raise StoreValueError(f"{op}: the buffer is read-only")
     return view
+
+
+def check_size(op: str, view: memoryview, key: str, nbytes: int) -> None:
+    """StoreValueError unless the view is as long as the entry."""
+    if len(view) != nbytes:
+        raise StoreValueError(f"{op}: a buffer of {len(view)} bytes; {key} has {nbytes}")
 
 
 def _empty(readonly: bool) -> memoryview:

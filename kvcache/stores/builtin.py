@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 from kvcache.stores.errors import StoreError, StoreValueError
 from kvcache.stores.hookspecs import StoreSpec, hookimpl
 from kvcache.stores.memory import MemoryStore
+from kvcache.stores.options import read_truth
 from kvcache.stores.protocol import SnapshotStore
 from kvcache.stores.sizes import parse_bytes
 from kvcache.stores.streams import load_xxhash
@@ -19,17 +20,6 @@ __all__ = ["VALKEY_SCHEMES", "File", "Memory", "Mooncake", "Valkey", "path_of"]
 
 VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
 """The second and the fourth are over TLS."""
-
-_TRUTH = {
-    "1": True,
-    "true": True,
-    "yes": True,
-    "on": True,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
-}
 
 
 class File:
@@ -121,7 +111,7 @@ def _open_file(
     where = path_of(url) if url is not None else path
     if where is None or (url is not None and path is not None):
         raise StoreValueError(f"open_store: a file store has one path; the URL is {url!r}, path={path!r}")
-    return FileStore(where, parse_bytes(budget), durable=_truth("durable", durable))
+    return FileStore(where, parse_bytes(budget), durable=read_truth("open_store", "durable", durable))
 
 
 def _open_memory(url: str | None = None, *, budget: int | str | None = None) -> SnapshotStore:
@@ -135,12 +125,3 @@ def path_of(url: str) -> str:
     if parts.netloc not in ("", "localhost") or not path or "\0" in path:
         raise StoreValueError(f"open_store: {url!r} names no folder; write file:///absolute or file:relative")
     return path
-
-
-def _truth(name: str, value: bool | str) -> bool:
-    if isinstance(value, bool):
-        return value
-    try:
-        return _TRUTH[value.lower()]
-    except (KeyError, AttributeError):
-        raise StoreValueError(f"open_store: {name}={value!r}; it is yes or no") from None

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from stat import S_ISREG
 
-from kvcache.stores.errors import StoreValueError
+from kvcache.stores.buffers import check_size
 from kvcache.stores.folder import Folder
 from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, Manifest
 from kvcache.stores.protocol import Stat
@@ -153,8 +153,7 @@ def _check_digest(digest: str, manifest: Manifest) -> None:
 
 def _read_data(fd: int, manifest: Manifest, view: memoryview) -> None:
     size = manifest.nbytes
-    if len(view) != size:
-        raise StoreValueError(f"get_into: a buffer of {len(view)} bytes; {manifest.key} has {size}")
+    check_size("get_into", view, manifest.key, size)
     count, digest = read_digested(fd, view)
     if count != size or digest != manifest.digest:
         raise BrokenEntryError(f"the digest of {count} bytes is {digest}, and was {manifest.digest}")

@@ -15,17 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
-from kvcache.stores.buffers import Buffer, WritableBuffer, as_bytes, as_writable
+from kvcache.closing import Closing
+from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable
 from kvcache.stores.calls import Calls
 from kvcache.stores.entries import BrokenEntryError, Entries
 from kvcache.stores.errors import SnapshotCorrupt, StoreFull, StoreUnavailable
 from kvcache.stores.folder import Folder, Held, translated
 from kvcache.stores.ledger import Ledger
 from kvcache.stores.manifest import DATA, MANIFEST, Manifest
-from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key
+from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key, check_keys
 from kvcache.stores.reading import FileReader
 from kvcache.stores.streams import load_xxhash, write_digested
 
@@ -35,7 +35,7 @@ __all__ = ["FileStore"]
 T = TypeVar("T")
 
 
-class FileStore:
+class FileStore(Closing):
     """Entries as files of the folder ``path``, which is made where it is not there.
 
     ``budget``: bytes of entries (``Stat.nbytes``; a manifest of some 150 bytes each is not counted) that
@@ -68,8 +68,7 @@ class FileStore:
 
     def put(self, key: str, parts: Sequence[Buffer]) -> bool:
         check_key(key)
-        views = [as_bytes(part) for part in parts]
-        nbytes = sum(len(view) for view in views)
+        views, nbytes = as_parts(parts)
         with self._call("put"):
             if self._stat(key) is not None:
                 return False
@@ -85,8 +84,7 @@ class FileStore:
                 return self._commit(key, nbytes, data, manifest)
 
     def stat(self, keys: Sequence[str]) -> list[Stat | None]:
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
         with self._call("stat"):
             return [self._stat(key) for key in keys]
 
@@ -128,8 +126,7 @@ class FileStore:
         return FileReader(*found, guard, lambda: self._folder.touch(key + MANIFEST, self._now()))
 
     def prefix(self, keys: Sequence[str]) -> int:
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
         with self._call("prefix"):
             count = next((i for i, key in enumerate(keys) if self._stat(key) is None), len(keys))
             for key in reversed(keys[:count]):
@@ -155,14 +152,6 @@ class FileStore:
     def close(self) -> None:
         if self._calls.close():
             self._folder.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # Reading.
 

@@ -7,14 +7,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
-from kvcache.stores.buffers import Buffer, WritableBuffer, as_bytes, as_writable
-from kvcache.stores.errors import StoreClosedError, StoreFull, StoreValueError
-from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key
+from kvcache.closing import Closing
+from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable, check_size
+from kvcache.stores.errors import StoreClosedError, StoreFull
+from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key, check_keys
 from kvcache.stores.reading import writable_bytes
 
 __all__ = ["MemoryStore"]
@@ -45,7 +44,7 @@ class _Reader:
         self._data, self.left = self._data[:0], 0
 
 
-class MemoryStore:
+class MemoryStore(Closing):
     """Copies in host memory; the least recently used go first when ``budget`` bytes are reached."""
 
     def __init__(self, budget: int | None = None) -> None:
@@ -57,8 +56,7 @@ class MemoryStore:
 
     def put(self, key: str, parts: Sequence[Buffer]) -> bool:
         check_key(key)
-        views = [as_bytes(part) for part in parts]
-        nbytes = sum(len(view) for view in views)
+        views, nbytes = as_parts(parts)
         with self._lock:
             if key in self._open("put"):
                 return False
@@ -75,8 +73,7 @@ class MemoryStore:
             return True
 
     def stat(self, keys: Sequence[str]) -> list[Stat | None]:
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
         with self._lock:
             entries = self._open("stat")
             found = [entries.get(key) for key in keys]
@@ -87,8 +84,7 @@ class MemoryStore:
         data = self._hit(key, "get_into")
         if data is None:
             return False
-        if len(view) != data.nbytes:
-            raise StoreValueError(f"get_into: a buffer of {len(view)} bytes; {key} has {data.nbytes}")
+        check_size("get_into", view, key, data.nbytes)
         if data.nbytes:
             np.copyto(np.frombuffer(view, np.uint8), data)  # with the interpreter's lock released
         return True
@@ -107,8 +103,7 @@ class MemoryStore:
         return None if data is None else _Reader(data)
 
     def prefix(self, keys: Sequence[str]) -> int:
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
         with self._lock:
             entries = self._open("prefix")
             count = next((i for i, key in enumerate(keys) if key not in entries), len(keys))
@@ -131,14 +126,6 @@ class MemoryStore:
     def close(self) -> None:
         with self._lock:
             self._entries = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open(self, op: str) -> OrderedDict[str, _Entry]:
         if self._entries is None:

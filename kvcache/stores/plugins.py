@@ -13,8 +13,7 @@ from kvcache.stores.errors import StoreUnavailable, StoreValueError
 from kvcache.stores.hidden import without_secrets
 from kvcache.stores.hookspecs import StoreSpec
 from kvcache.stores.protocol import SnapshotStore
-from ml import MLError
-from ml.plugin_host import FAILURES, Hook, PluginHost, probe, summary
+from ml.plugin_host import Hook, PluginHost
 
 __all__ = ["ENTRY_POINT_GROUP", "StoreRegistry", "open_store", "registry"]
 
@@ -28,6 +27,9 @@ _HOOK = Hook(
     name="kvcache_store",
     record=StoreSpec,
     record_name="kvcache.stores.StoreSpec",
+    call="open_store",
+    unknown=StoreUnavailable,
+    unavailable=StoreUnavailable,
 )
 
 
@@ -47,30 +49,12 @@ class StoreRegistry(PluginHost[StoreSpec]):
         if twice := fields.keys() & options.keys():
             shown = without_secrets(name_or_url)
             raise StoreValueError(f"open_store: {sorted(twice)} given in {shown!r} and as an option")
-        spec = self._spec(name)
-        found = probe(spec)
-        if not found.ok:
-            said = not spec.install_hint or spec.install_hint in found.reason
-            hint = "" if said else f"; install it with: {spec.install_hint}"
-            raise StoreUnavailable(f"open_store: {name!r} cannot be used here: {found.reason}{hint}")
-        try:
-            return spec.open(url, **fields, **options)
-        except (MLError, TypeError, ValueError):  # an option that the store refuses
-            raise
-        except FAILURES as error:
-            raise StoreUnavailable(f"open_store: {name!r} failed to open: {summary(error)}") from error
+        store: SnapshotStore = self.opened(self.usable(name), url, **fields, **options)
+        return store
 
-    def _spec(self, name: str) -> StoreSpec:
-        specs, broken = self.specs(), self.broken()
-        if name in specs:
-            return specs[name]
-        if name in broken:
-            raise StoreUnavailable(f"open_store: the plugin of {name!r} is broken: {broken[name]}")
-        others = f"; broken plugins: {broken}" if broken else ""
-        raise StoreUnavailable(
-            f"open_store: no store {name!r}; there are: {', '.join(sorted(specs))}{others}. "
-            "Give a name, or a URL such as file:///var/cache/kv?budget=10GiB"
-        )
+    def _listed(self) -> str:
+        names = ", ".join(sorted(self.specs()))
+        return f"{names}, each by its name or a URL such as file:///var/cache/kv?budget=10GiB"
 
 
 def _parsed(name_or_url: str) -> tuple[str, str | None, dict[str, Any]]:

@@ -18,6 +18,7 @@ __all__ = [
     "Usage",
     "check_budget",
     "check_key",
+    "check_keys",
     "is_key",
 ]
 
@@ -134,6 +135,11 @@ def check_key(key: str) -> str:
         shown = repr(key) if len(repr(key)) < 200 else f"{repr(key)[:200]}..."
         raise StoreValueError(f"the key {shown}; a key is 1 to 128 of 0-9 a-z _ -, the first of 0-9 a-z")
     return key
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    for key in keys:
+        check_key(key)
 
 
 def check_budget(budget: int | None) -> int | None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from kvcache.stores.errors import StoreValueError
+from kvcache.stores.options import check_options, read_prefix
 from kvcache.stores.sizes import parse_bytes
 
 __all__ = ["Settings"]
 
-_PREFIX = re.compile(r"[0-9A-Za-z._:-]{1,64}")
 _SIZES = "segment", "staging"
 _PORT = 50051
 _SMALLEST_STAGING = 1 << 16
@@ -52,8 +51,7 @@ class Settings:
     """Seconds that the master or a host may take to answer, or to make progress."""
 
     def __post_init__(self) -> None:
-        if not _PREFIX.fullmatch(self.prefix):
-            raise StoreValueError(f"mooncake: prefix={self.prefix!r}; it is 1 to 64 of 0-9 A-Z a-z . _ : -")
+        read_prefix("mooncake", self.prefix)
         for name, least in (("staging", _SMALLEST_STAGING), ("lanes", 1), ("replicas", 1)):
             if getattr(self, name) < least:
                 raise StoreValueError(f"mooncake: {name}={getattr(self, name)}; it is at least {least}")
@@ -76,10 +74,7 @@ class Settings:
 
     @classmethod
     def of(cls, url: str | None, options: dict[str, Any]) -> Self:
-        known = {field.name for field in fields(cls)}
-        for name in options:
-            if name not in known:
-                raise TypeError(f"mooncake: no option {name!r}; there are: {', '.join(sorted(known))}")
+        check_options("mooncake", options, [field.name for field in fields(cls)])
         if url is not None and (twice := options.keys() & {"host", "port"}):
             raise StoreValueError(f"mooncake: {sorted(twice)} given beside the URL {url!r}")
         where = {} if url is None else _where(url)

@@ -12,12 +12,10 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from kvcache.stores.buffers import Buffer, WritableBuffer, as_bytes, as_writable
-from kvcache.stores.calls import Calls
-from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable, StoreValueError
+from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable, check_size
+from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable
 from kvcache.stores.mooncake.client import Client
 from kvcache.stores.mooncake.connecting import connect, knock, replicated
 from kvcache.stores.mooncake.frame import HEADER
@@ -26,12 +24,13 @@ from kvcache.stores.mooncake.settings import Settings
 from kvcache.stores.mooncake.staging import Staging
 from kvcache.stores.mooncake.transfer import Entry
 from kvcache.stores.protocol import Stat, check_key
+from kvcache.stores.remote import RemoteStore
 from kvcache.stores.streams import load_xxhash
 
 __all__ = ["MooncakeStore"]
 
 
-class MooncakeStore:
+class MooncakeStore(RemoteStore):
     """Entries in the pool whose master is at ``url`` (``mooncake://host[:port]``).
 
     ``options`` are the fields of :class:`Settings`, in their own types or as text. ``client`` is a
@@ -51,9 +50,9 @@ class MooncakeStore:
     def __init__(self, url: str | None = None, *, client: Any = None, **options: Any) -> None:
         load_xxhash()
         self._settings = Settings.of(url, options)
+        super().__init__(self._settings)
         self._given = client
         self._outage = Outage()
-        self._calls = Calls()
         self._link: tuple[Client, Staging] | None = None
         self._linking = threading.Lock()
         self._counting = threading.Lock()
@@ -61,19 +60,10 @@ class MooncakeStore:
         self.dropped = 0
         """Entries that were corrupt or foreign, and were removed."""
 
-    @property
-    def url(self) -> str:
-        """Where the master is."""
-        return self._settings.url
-
-    def __repr__(self) -> str:
-        return f"MooncakeStore({self.url!r}, prefix={self._settings.prefix!r})"
-
     def put(self, key: str, parts: Sequence[Buffer]) -> bool:
         """As the protocol says; False also while another host writes this key."""
         check_key(key)
-        views = [as_bytes(part) for part in parts]
-        nbytes = sum(len(view) for view in views)
+        views, nbytes = as_parts(parts)
         with self._call("put") as (client, staging), client.putting(self._name(key), HEADER + nbytes) as new:
             if new:
                 with staging.lent() as room:
@@ -99,10 +89,7 @@ class MooncakeStore:
                     return False
                 if size < HEADER:
                     continue
-                if size - HEADER != len(view):
-                    raise StoreValueError(
-                        f"get_into: a buffer of {len(view)} bytes; {key} has {size - HEADER}"
-                    )
+                check_size("get_into", view, key, size - HEADER)
                 with staging.lent() as room:
                     sound = Entry(client, name, key, len(view), room, staging.covers).receive(view)
                 if sound is not False:
@@ -134,20 +121,15 @@ class MooncakeStore:
 
     def close(self) -> None:
         """As the protocol says. What a ``segment`` of this host holds is lost to all."""
-        if self._calls.close() and self._link is not None and os.getpid() == self._process:
+        super().close()
+
+    def _let_go(self) -> None:
+        if self._link is not None and os.getpid() == self._process:
             client, staging = self._link
             staging.close()
             if self._given is None:
                 client.native.close()
             self._link = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # One call.
 

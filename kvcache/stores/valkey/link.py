@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import valkey.connection
+from valkey.exceptions import ConnectionError as LostError
 from valkey.exceptions import OutOfMemoryError, ResponseError, ValkeyError
 
 from kvcache.stores.errors import StoreError, StoreFull, StoreUnavailable
@@ -87,6 +89,8 @@ class Link:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._free = threading.BoundedSemaphore(settings.connections)
+        self._patience = max(1, round(settings.timeout))
         options: dict[str, Any] = {
             "host": settings.host,
             "port": settings.port,
@@ -110,7 +114,7 @@ class Link:
         make_pool: Any = valkey.connection.BlockingConnectionPool
         self._pool: Any = make_pool(
             max_connections=settings.connections,
-            timeout=max(1, round(settings.timeout)),
+            timeout=self._patience,
             connection_class=_TlsConnection if settings.tls else _Connection,
             **options,
         )
@@ -118,6 +122,29 @@ class Link:
     @contextlib.contextmanager
     def wire(self, op: str) -> Iterator[Wire]:
         """A connection for as long as the block lasts, which leaves no reply unread unless it raises."""
+        try:
+            if not self._free.acquire(timeout=self._patience):
+                raise LostError("all connections are in use")
+            with self._borrowed(op) as wire:
+                yield wire
+        except (ValkeyError, OSError) as error:
+            raise self._translated(op, error) from error
+
+    @contextlib.contextmanager
+    def more(self, op: str, most: int) -> Iterator[list[Wire]]:
+        """Up to ``most`` further connections within a block of ``wire``: those that are free at once."""
+        with contextlib.ExitStack() as stack:
+            wires: list[Wire] = []
+            while len(wires) < most and self._free.acquire(blocking=False):
+                try:
+                    wires.append(stack.enter_context(self._borrowed(op)))
+                except (ValkeyError, OSError):  # the server takes no more of them
+                    break
+            yield wires
+
+    @contextlib.contextmanager
+    def _borrowed(self, op: str) -> Iterator[Wire]:
+        """One that was acquired."""
         try:
             connection: Any = self._pool.get_connection(op)
             try:
@@ -127,8 +154,8 @@ class Link:
                 raise
             finally:
                 self._pool.release(connection)
-        except (ValkeyError, OSError) as error:
-            raise self._translated(op, error) from error
+        finally:
+            self._free.release()
 
     def close(self) -> None:
         self._pool.disconnect()

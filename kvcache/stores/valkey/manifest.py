@@ -11,8 +11,9 @@ from kvcache.stores import strict_json
 __all__ = ["CHUNK", "ENTRY_FORMAT", "MAX_BYTES", "Broken", "RemoteManifest", "understood"]
 
 ENTRY_FORMAT: Final = "kvcache.remote/1"
-CHUNK: Final = 4 << 20
-"""Bytes of a chunk; the last one of an entry may be shorter."""
+CHUNK: Final = (4 << 20) - 4096
+"""Bytes of a chunk; the last one of an entry may be shorter. A page less than 4 MiB, so that the server's own
+bytes around a value fit in as well: its allocator has sizes of 4 and 5 MiB, and none between."""
 MAX_BYTES: Final = 4096
 """A manifest is far smaller; a longer value is something else."""
 

@@ -13,25 +13,15 @@ from urllib.parse import unquote, urlsplit
 
 from kvcache.stores.errors import StoreUnavailable, StoreValueError
 from kvcache.stores.hidden import without_secrets
+from kvcache.stores.options import check_options, read_prefix, read_truth
 
 __all__ = ["SCHEMES", "Settings"]
 
 SCHEMES = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
 """Schemes of URLs, and whether they mean TLS."""
 
-_PREFIX = re.compile(r"[0-9A-Za-z._:-]{1,64}")
 _SECONDS = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd]?)")
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_TRUTH = {
-    "yes": True,
-    "true": True,
-    "1": True,
-    "on": True,
-    "no": False,
-    "false": False,
-    "0": False,
-    "off": False,
-}
 _LONGEST = 10 * 365 * 86400
 """Seconds of the longest time to live."""
 
@@ -66,9 +56,8 @@ class Settings:
         StoreUnavailable where a ``password_file`` cannot be read.
         """
         found: dict[str, Any] = {} if url is None else _parsed(url)
+        check_options("ValkeyStore", options, _READ)
         for name, value in options.items():
-            if name not in _READ:
-                raise TypeError(f"ValkeyStore: no option {name!r}; there are: {', '.join(sorted(_READ))}")
             target, read = _READ[name]
             if value is None:
                 continue
@@ -156,9 +145,7 @@ def _seconds(name: str, value: Any) -> float:
 
 
 def _prefix(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not _PREFIX.fullmatch(value):
-        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is 1 to 64 of 0-9 A-Z a-z . _ : -")
-    return value
+    return read_prefix("ValkeyStore", value)
 
 
 def _hidden(name: str, value: Any) -> str:
@@ -181,10 +168,7 @@ def _digest(name: str, value: Any) -> str:
 
 
 def _truth(name: str, value: Any) -> bool:
-    found = value if isinstance(value, bool) else _TRUTH.get(str(value).lower())
-    if found is None:
-        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is yes or no")
-    return found
+    return read_truth("ValkeyStore", name, value)
 
 
 def _path(name: str, value: Any) -> str:

@@ -1,8 +1,8 @@
 """A store in a Valkey or Redis server, shared by hosts.
 
-``put`` goes: chunks of 4 MiB under a random id, then the manifest, only where there is none, together with
-the chunks' time to live. The manifest is what makes the entry exist. ``get_into`` reads the chunks into the
-caller's buffer and checks the digest over all of them.
+``put`` goes: chunks of almost 4 MiB under a random id, over several connections in turn; then the manifest,
+only where there is none, together with the chunks' time to live. The manifest is what makes the entry exist.
+``get_into`` reads the chunks into the caller's buffer and checks the digest over all of them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import itertools
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from valkey.exceptions import ResponseError
 
-from kvcache.stores.buffers import Buffer, WritableBuffer, as_bytes, as_writable
-from kvcache.stores.calls import Calls
-from kvcache.stores.errors import SnapshotCorrupt, StoreFull, StoreValueError
-from kvcache.stores.protocol import Stat, Usage, check_key, is_key
+from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable, check_size
+from kvcache.stores.errors import SnapshotCorrupt, StoreFull
+from kvcache.stores.protocol import Stat, Usage, check_key, check_keys, is_key
+from kvcache.stores.remote import RemoteStore
 from kvcache.stores.valkey.digests import Digests
 from kvcache.stores.valkey.entries import SLACK, Entries, Found
 from kvcache.stores.valkey.link import Link, Wire
 from kvcache.stores.valkey.manifest import CHUNK, Broken, RemoteManifest, understood
 from kvcache.stores.valkey.settings import Settings
-from kvcache.stores.valkey.transfer import MISSING, WRONG, send_chunks
+from kvcache.stores.valkey.transfer import LANES, MISSING, WRONG, send_chunks
 
 __all__ = ["ValkeyStore"]
 
@@ -39,7 +38,7 @@ _REMEMBERED: Final = 4096
 """Manifests."""
 
 
-class ValkeyStore:
+class ValkeyStore(RemoteStore):
     """Entries in the server at ``url`` (``valkey://[user:password@]host[:port][/db]``; ``valkeys`` for TLS).
 
     ``options`` are the fields of :class:`Settings`, in their own types or as text: ``prefix``, ``ttl``,
@@ -57,28 +56,18 @@ class ValkeyStore:
     """
 
     def __init__(self, url: str = "valkey://localhost:6379/0", **options: Any) -> None:
-        self._settings = Settings.of(url, options)
-        self._digests = Digests(self._settings)
-        self._link = Link(self._settings)
-        space, ttl = f"{self._settings.prefix}:{self._digests.family}", round(self._settings.ttl * 1000)
-        self._entries = Entries(space, ttl)
-        self._calls = Calls()
+        settings = Settings.of(url, options)
+        super().__init__(settings)
+        self._digests = Digests(settings)
+        self._link = Link(settings)
+        self._entries = Entries(f"{settings.prefix}:{self._digests.family}", round(settings.ttl * 1000))
         self._lock = threading.Lock()
         self._seen: dict[str, Found] = {}
         self._evicted = self._dropped = 0
 
-    @property
-    def url(self) -> str:
-        """Where the server is; no user and no password."""
-        return self._settings.url
-
-    def __repr__(self) -> str:
-        return f"ValkeyStore({self.url!r}, prefix={self._settings.prefix!r})"
-
     def put(self, key: str, parts: Sequence[Buffer]) -> bool:
         check_key(key)
-        views = [as_bytes(part) for part in parts]
-        nbytes = sum(len(view) for view in views)
+        views, nbytes = as_parts(parts)
         with self._wire("put") as wire:
             if self._look(wire, [key])[0] is not None:
                 return False
@@ -97,8 +86,7 @@ class ValkeyStore:
             return published
 
     def stat(self, keys: Sequence[str]) -> list[Stat | None]:
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
         with self._wire("stat") as wire:
             return [None if found is None else found.stat for found in self._look(wire, keys)]
 
@@ -117,8 +105,7 @@ class ValkeyStore:
         return False
 
     def prefix(self, keys: Sequence[str]) -> int:
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
         with self._wire("prefix") as wire:
             leading = list(itertools.takewhile(lambda found: found is not None, self._look(wire, keys)))
             self._entries.refresh(wire, [found.manifest for found in reversed(leading) if found is not None])
@@ -150,17 +137,8 @@ class ValkeyStore:
         with self._wire("ping") as wire:
             wire.ask(("PING",))
 
-    def close(self) -> None:
-        if self._calls.close():
-            self._link.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _let_go(self) -> None:
+        self._link.close()
 
     # One call.
 
@@ -185,7 +163,9 @@ class ValkeyStore:
         """Send the chunks, which expire if nobody publishes them; the manifest with their digest."""
         digest = self._digests.start(manifest.key, manifest.nbytes)
         ttl = min(_UNFINISHED, self._entries.ttl + SLACK)
-        send_chunks(wire, self._entries.chunks(manifest), manifest.sizes, views, digest.update, ttl)
+        names, sizes = self._entries.chunks(manifest), manifest.sizes
+        with self._link.more("put", min(LANES, len(names)) - 1) as wires:
+            send_chunks([wire, *wires], names, sizes, views, digest.update, ttl)
         return dataclasses.replace(manifest, digest=digest.hexdigest())
 
     def _read(self, wire: Wire, key: str, raw: bytes, view: memoryview) -> bytes | None:
@@ -193,8 +173,7 @@ class ValkeyStore:
         manifest = understood(raw, key)
         if isinstance(manifest, Broken):
             raise self._corrupt(wire, key, manifest)
-        if len(view) != manifest.nbytes:
-            raise StoreValueError(f"get_into: a buffer of {len(view)} bytes; {key} has {manifest.nbytes}")
+        check_size("get_into", view, key, manifest.nbytes)
         digest = self._digests.start(key, manifest.nbytes)
         now, result = self._entries.read(wire, manifest, view, digest.update)
         if now != raw:

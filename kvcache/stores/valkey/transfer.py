@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -10,11 +11,14 @@ from kvcache.stores.valkey.link import Command, Wire
 from kvcache.stores.valkey.manifest import CHUNK
 from kvcache.stores.valkey.replies import BLOCK, Target
 
-__all__ = ["MISSING", "WRONG", "Reading", "blocks", "send_chunks"]
+__all__ = ["LANES", "MISSING", "WRONG", "Reading", "blocks", "send_chunks"]
 
 MISSING, WRONG = "missing", "wrong"
-_SENT: Final = 2
-"""Chunks that are sent before the reply to the first of them is read."""
+LANES: Final = 3
+"""Connections that the chunks of a put take turns on, where so many are free; and how many chunks are on
+their way where there is one."""
+_LARGE: Final = 1 << 20
+"""Bytes that are digested and sent at a time: each time the server is woken costs more than cold memory."""
 _PIECE: Final = 1 << 20
 """Bytes of a chunk that are asked for at a time: the server copies them into memory that it has just used
 for the one before, where for whole chunks it would take fresh pages."""
@@ -26,12 +30,12 @@ _SMALL = 1 << 15
 Update = Callable[[memoryview], object]
 
 
-def blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
-    """The views' bytes in pieces of BLOCK bytes or a little more, none across a multiple of CHUNK."""
+def blocks(views: Sequence[memoryview], block: int = BLOCK) -> Iterator[memoryview]:
+    """The views' bytes in pieces of ``block`` bytes or a little more, none across a multiple of CHUNK."""
     staged, left = bytearray(), CHUNK
     for view in views:
         while len(view):
-            piece = view[: min(BLOCK, left)]
+            piece = view[: min(block, left)]
             view = view[len(piece) :]
             left -= len(piece)
             if len(piece) < _SMALL:
@@ -41,7 +45,7 @@ def blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
                     yield memoryview(staged)
                     staged = bytearray()
                 yield piece
-            if staged and (len(staged) >= BLOCK or not left):
+            if staged and (len(staged) >= block or not left):
                 yield memoryview(staged)
                 staged = bytearray()
             left = left or CHUNK
@@ -50,42 +54,57 @@ def blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
 
 
 def send_chunks(
-    wire: Wire,
+    wires: Sequence[Wire],
     names: Sequence[bytes],
     sizes: Sequence[int],
     views: Sequence[memoryview],
     update: Update,
     ttl: int,
 ) -> None:
-    """Store chunks for ``ttl`` milliseconds. Raises the server's refusal, when all replies are read."""
-    source = blocks(views)
-    waiting, refused = 0, None
-    for name, size in zip(names, sizes, strict=True):
-        wire.stream(_set(name, size, source, update, ttl))
-        waiting += 1
-        if waiting > _SENT:
-            refused = _refusal(wire.reply())
-            waiting -= 1
-        if refused is not None:
+    """Store chunks for ``ttl`` milliseconds. Raises the server's refusal, when all replies are read.
+
+    The wires take turns, and the head of a wire's next command goes with the end of the one before. The
+    server has read it when the value follows, and receives that where it stays; what of a value it finds
+    behind a head it would copy once more.
+    """
+    source, lanes = blocks(views, _LARGE), len(wires)
+    ahead = lanes if lanes > 1 else LANES
+    begun, answered, refused = min(lanes, len(names)), 0, None
+    for wire, name, size in zip(wires, names, sizes, strict=False):
+        wire.stream([_head(name, size)])
+    for i, size in enumerate(sizes):
+        if i == begun:
             break
-    for _ in range(waiting):
-        refused = _refusal(wire.reply()) or refused
+        if i >= ahead:
+            refused = _refusal(wires[answered % lanes].reply()) or refused
+            answered += 1
+        end = _end(ttl)
+        if refused is None and begun < len(names):
+            end += _head(names[begun], sizes[begun])
+            begun += 1
+        wires[i % lanes].stream(itertools.chain(_value(source, size, update), [end]))
+    for i in range(answered, begun):
+        refused = _refusal(wires[i % lanes].reply()) or refused
     if refused is not None:
         raise refused
 
 
-def _set(
-    name: bytes, size: int, source: Iterator[memoryview], update: Update, ttl: int
-) -> Iterator[bytes | memoryview]:
-    """``SET name value PX ttl``, its value taken from the source."""
-    yield b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size)
+def _head(name: bytes, size: int) -> bytes:
+    """``SET name value PX ttl``, up to the value."""
+    return b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size)
+
+
+def _value(source: Iterator[memoryview], size: int, update: Update) -> Iterator[memoryview]:
     while size:
         block = next(source)
         update(block)
         yield block
         size -= len(block)
+
+
+def _end(ttl: int) -> bytes:
     end = b"%d" % ttl
-    yield b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(end), end)
+    return b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(end), end)
 
 
 def _refusal(reply: object) -> Exception | None:

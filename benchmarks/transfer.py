@@ -1,0 +1,206 @@
+"""What benchmarks of remote stores share: a page's bytes, a plain TCP socket beside the stores, tables.
+
+The socket leads to a process that keeps what it gets, as a server does: either in memory that it has used
+before, or in fresh memory, which its system has to find and clear page by page on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import mmap
+import multiprocessing
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from kvcache.bench_timing import Contender, Trial, machine
+from kvcache.stores import SnapshotStore
+
+__all__ = [
+    "FRESH",
+    "MIB",
+    "SOCKET",
+    "Plain",
+    "floors",
+    "heading",
+    "options",
+    "page",
+    "plain_socket",
+    "show",
+    "timed",
+]
+
+MIB = 1 << 20
+LAYERS = 32
+SOCKET = "plain TCP socket"
+FRESH = "plain TCP socket, into fresh memory"
+
+Contenders = Mapping[str, Mapping[str, Contender]]
+"""By operation, and by name; the first of an operation is its floor."""
+
+
+def page(nbytes: int) -> list[np.ndarray]:
+    """Parts as those of a page: a short header, and K and V of 32 layers."""
+    rng = np.random.default_rng(0)
+    header = rng.integers(0, 256, 4096, np.uint8)
+    each = (nbytes - header.size) // (2 * LAYERS)
+    arrays = [rng.integers(0, 256, each, np.uint8) for _ in range(2 * LAYERS)]
+    return [header, *arrays]
+
+
+class Plain:
+    """A socket to a process that keeps ``size`` bytes: ``p`` or ``f`` and the bytes, ``g`` for the bytes."""
+
+    def __init__(self, address: tuple[str, int], size: int) -> None:
+        self._socket = socket.create_connection(address, timeout=60)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._size = size
+
+    def put(self, parts: Sequence[np.ndarray], fresh: bool = False) -> None:
+        self._socket.sendall(b"f" if fresh else b"p")
+        for part in parts:
+            self._socket.sendall(part)
+        assert self._socket.recv(1) == b"k"
+
+    def get(self, buffer: memoryview) -> None:
+        self._socket.sendall(b"g")
+        done = 0
+        while done < self._size:
+            done += self._socket.recv_into(buffer[done:])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _keep(listener: socket.socket, size: int) -> None:
+    """The other process of :class:`Plain`."""
+    connection, _ = listener.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    used = memoryview(bytearray(size))
+    kept = used
+    while command := connection.recv(1):
+        if command == b"g":
+            connection.sendall(kept)
+            continue
+        into = memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE)) if command == b"f" else used
+        done = 0
+        while done < size:
+            count = connection.recv_into(into[done:])
+            if not count:
+                return
+            done += count
+        connection.sendall(b"k")
+        kept = into  # and what was kept goes, when that is timed no more
+
+
+@contextlib.contextmanager
+def plain_socket(size: int) -> Iterator[Plain]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        other = multiprocessing.get_context("spawn").Process(target=_keep, args=(listener, size), daemon=True)
+        other.start()
+        plain = Plain(listener.getsockname(), size)
+        try:
+            yield plain
+        finally:
+            plain.close()
+            other.join(10)
+
+
+def floors(plain: Plain, parts: Sequence[np.ndarray]) -> dict[str, Contender]:
+    """The socket, into memory that was used before, and into fresh memory."""
+    return {
+        SOCKET: Contender(lambda: plain.put(parts)),
+        FRESH: Contender(lambda: plain.put(parts, fresh=True)),
+    }
+
+
+def timed(found: Contenders, rounds: int) -> dict[str, Trial]:
+    """Every round runs each once, a put before the get of the same bytes; the order turns.
+
+    The first round is not counted.
+    """
+    times: dict[str, dict[str, list[float]]] = {op: {name: [] for name in of} for op, of in found.items()}
+    for i in range(rounds + 1):
+        for op, of in found.items():
+            order = list(of.items())
+            turn = i % len(order)
+            for name, contender in order[turn:] + order[:turn]:
+                contender.prepare()
+                start = time.perf_counter()
+                contender.call()
+                if i:
+                    times[op][name].append((time.perf_counter() - start) * 1e6)
+                contender.finish()
+    return {op: Trial(of, floor=next(iter(of))) for op, of in times.items()}
+
+
+# What is printed.
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--mib", type=int, nargs="+", default=[64], help="sizes of entries")
+    parser.add_argument("--rounds", type=int, default=15)
+    return parser
+
+
+def heading(title: str, rounds: int, *more: str) -> None:
+    print(f"# {title}\n")
+    print("Median [10th, 90th percentile] of rounds in turn; ratios are those of the rounds' own times.")
+    print(f"\n{'; '.join((machine(), f'{rounds} rounds', *more))}.")
+
+
+def show(found: Contenders, size: int, rounds: int, store: SnapshotStore) -> None:
+    """Time them, and print: a table for each operation, and one of the store's small calls."""
+    for op, trial in timed(found, rounds).items():
+        print("\n".join(_table(op, trial, size)))
+    print("\n".join(_round_trips(store, rounds)))
+
+
+def _table(op: str, trial: Trial, size: int) -> list[str]:
+    against = [name for name in (SOCKET, FRESH) if name in trial.times]
+    titles = {SOCKET: "x the socket's throughput", FRESH: "x the socket's into fresh memory"}
+    head = [op, "GB/s", "milliseconds", *(titles[name] for name in against)]
+    lines = ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, sample in trial.samples().items():
+        speed = size / sample.median / 1e3
+        spent = [f"{value / 1000:,.1f}" for value in (sample.median, sample.low, sample.high)]
+        ratios = [_ratio(trial, name, floor) for floor in against]
+        lines.append(f"| {name} | {speed:.2f} | {_spread(*spent)} | {' | '.join(ratios)} |")
+    return lines
+
+
+def _ratio(trial: Trial, name: str, floor: str) -> str:
+    """How many times the floor's throughput, round by round."""
+    pairs = zip(trial.times[floor], trial.times[name], strict=True)
+    shares = Trial({"": [theirs / mine for theirs, mine in pairs]}, floor="").sample("")
+    return _spread(*(f"{share:.2f}" for share in (shares.median, shares.low, shares.high)))
+
+
+def _spread(median: str, low: str, high: str) -> str:
+    return f"{median} [{low}, {high}]"
+
+
+def _round_trips(store: SnapshotStore, rounds: int) -> list[str]:
+    """Small calls, for which the way there and back counts."""
+    store.put("small", [bytes(1000)])
+    buffer = bytearray(1000)
+    keys = [f"k{i}" for i in range(256)]
+    calls: dict[str, Callable[[], object]] = {
+        "stat of one key": lambda: store.stat(["small"]),
+        "stat of 256 keys that are not there": lambda: store.stat(keys),
+        "get_into of 1,000 bytes": lambda: store.get_into("small", buffer),
+    }
+    lines = ["", "| small calls | microseconds |", "|---|---|"]
+    for name, call in calls.items():
+        times = []
+        for _ in range(20 * rounds):
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e6)
+        lines.append(f"| {name} | {statistics.median(times):,.0f} |")
+    return lines

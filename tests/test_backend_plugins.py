@@ -1,0 +1,48 @@
+"""The records of our own plugins: found without their framework, and clear where it is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import ml
+
+PLUGINS: dict[str, tuple[str, int, str]] = {
+    "torch": ("torch", 50, "pip install 'ml-kvcache[torch]'"),
+    "mlx": ("mlx.core", 60 if sys.platform == "darwin" else 40, "pip install 'ml-kvcache[mlx]'"),
+    "cupy": ("cupy", 30, "pip install 'ml-kvcache[cupy-cuda12x]'  (or cupy-cuda13x)"),
+}
+"""name -> (the module of its framework, priority, how to install it)."""
+
+
+def row(name: str) -> ml.BackendInfo:
+    return {info.name: info for info in ml.available_backends()}[name]
+
+
+def test_finding_the_plugins_imports_no_framework() -> None:
+    code = (
+        "import json, sys, ml.plugins; specs = ml.plugins.registry().specs(); "
+        "print(json.dumps({name: specs[name].priority for name in specs})); "
+        "assert not {'torch', 'mlx', 'mlx.core', 'cupy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    found: dict[str, int] = json.loads(done.stdout)
+    assert {name: found[name] for name in PLUGINS} == {name: PLUGINS[name][1] for name in PLUGINS}
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_without_its_framework_the_probe_says_why_and_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    module, _, hint = PLUGINS[name]
+    monkeypatch.setitem(sys.modules, module, None)
+    info: Any = row(name)
+    assert not info.available
+    assert info.reason.startswith(f"{name} cannot be imported: import of {module} halted")
+    assert info.install_hint == hint
+    with pytest.raises(ml.BackendUnavailableError, match=rf"'{name}' cannot run here: {name} cannot be imp"):
+        ml.open_backend(name)

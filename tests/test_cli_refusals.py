@@ -1,0 +1,91 @@
+"""What someone who is new here gets wrong is told in one line that says what to do, and nothing is harmed."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+import kvcache.cli
+
+SAVE = ["save", "--prompt", "And God said", "--out"]
+
+
+def run(*arguments: object, text: str = "") -> Any:
+    return CliRunner().invoke(kvcache.cli.app, [str(argument) for argument in arguments], input=text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect"], "kvcache inspect: give a store or a saved conversation, or --prompt"),
+        (["inspect", "x", "--prompt", "y"], "kvcache inspect: give a store or a saved conversation"),
+        (["generate", "x"], "got unexpected extra argument(s) (x)"),
+        (["generat"], "did you mean 'generate'?"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message.lower() in result.stderr.lower()
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*SAVE, "."], "kvcache: .: this is a folder; name a file in it"),
+        ([*SAVE, "no/such.kv"], "kvcache: no/such.kv: there is no folder no to write it to"),
+        (
+            ["inspect", "valkey://localhost"],
+            "valkey://localhost: only a store in a folder can",
+        ),
+        (["inspect", "{file}"], "{file}: damaged, or no saved conversation"),
+        (["load", "{file}"], "{file}: damaged, or no saved conversation"),
+        (["generate", "--prompt", "x", "--stop", ""], "every text has an empty string in it; name another"),
+        (["load", "."], ".: cannot be read (Is a directory)"),
+        (["chat", "--store", "{file}"], "--store {file}: this is a file; a store is a folder"),
+        (["generate", "--model", "{file}", "--prompt", "x"], "{file}: a model is a folder"),
+        (["generate", "--prompt-file", "{file}x"], "{file}x: cannot be read"),
+    ],
+)
+def test_what_cannot_be_had(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("no conversation")
+    monkeypatch.chdir(tmp_path)
+    result = run(*(argument.format(file=file) for argument in arguments))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert message.format(file=file) in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    result = run(*SAVE, pipe)
+    assert result.exit_code == 1
+    assert result.stderr == f"kvcache: {pipe}: this is a device or a pipe, which a file would replace\n"
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    chat = run("chat", "--max-tokens", 2, text=f"And God said\n/save {pipe}\n/save {tmp_path}\n").stdout
+    assert "this is a device or a pipe" in chat
+    assert "this is a folder" in chat
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+@pytest.mark.parametrize("command", ["", "generate", "chat", "inspect"])
+def test_h_is_help(command: str) -> None:
+    arguments = [command] if command else []
+    short, long = (run(*arguments, option) for option in ("-h", "--help"))
+    assert (short.exit_code, short.stdout) == (0, long.stdout)
+    assert "Usage: kvcache" in " ".join(short.stdout.split())

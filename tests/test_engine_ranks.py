@@ -1,0 +1,274 @@
+"""An engine on several ranks that each keep what they computed, and do not keep the same.
+
+The ranks are threads here; ``test_tensor_parallel.py`` has the same on processes of torch and MLX.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ml
+from kvcache.cache import CacheFullError
+from kvcache.prefix import PrefixCache
+from kvcache.runner import Engine, EngineOptions, Settings, load_model
+from kvcache.stores import FileStore
+
+
+def load(name: str) -> Any:
+    """A module of this folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+thread_ranks = load("thread_ranks")
+KINDS = {name: load("small_models").KINDS[name] for name in ("full", "sliding")}
+SETTINGS = Settings(max_new_tokens=5, ignore_eos=True)
+OPTIONS = EngineOptions(max_sequences=3, capacity=40, context=72, prefill_chunk=24, interval=8)
+SEEDS = range(6)
+
+
+@pytest.fixture(params=KINDS)
+def model(request: pytest.FixtureRequest, make_model: Callable[..., Path]) -> Path:
+    return make_model(**KINDS[request.param], num_key_value_heads=2)
+
+
+@pytest.fixture
+def divided(make_model: Callable[..., Path]) -> Path:
+    return make_model(**KINDS["full"], num_key_value_heads=2)
+
+
+def prompts_of(seed: int, count: int = 10) -> list[list[int]]:
+    """Prompts of 9 to 60 tokens that begin as others do."""
+    draw = np.random.default_rng(seed)
+    prompts: list[list[int]] = []
+    for _ in range(count):
+        trunk = prompts[draw.integers(len(prompts))] if prompts and draw.random() < 0.8 else []
+        kept = trunk[: draw.integers(len(trunk) + 1)]
+        prompts.append([*kept, *draw.integers(3, 200, draw.integers(9, 30)).tolist()][:60])
+    return prompts
+
+
+def on_ranks(path: Path, work: Callable[[Any, Any], Any], size: int = 2) -> list[Any]:
+    """``work(model, group)`` of each rank."""
+
+    def run(group: Any) -> Any:
+        with ml.open_backend("numpy") as backend:
+            return work(load_model(path, backend, ml.DType.F32, None, group), group)
+
+    return thread_ranks.run_ranks(size, run)
+
+
+def alone(path: Path, prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """The answers of one rank that keeps nothing from one prompt to the next."""
+    with ml.open_backend("numpy") as backend:
+        whole = load_model(path, backend)
+        answers = []
+        for prompt in prompts:
+            with Engine(whole, None, OPTIONS) as engine:
+                answers.append(engine.complete([prompt], SETTINGS)[0].tokens)
+    return answers
+
+
+def answered(engine: Engine, prompts: Sequence[Sequence[int]], wave: int, between: Callable[[], None]) -> Any:
+    """All prompts, ``wave`` of them at a time and three steps in between; (answers, reused, preemptions)."""
+    requests, waiting = [], list(prompts)
+    while waiting or engine.busy:
+        requests += [engine.submit(prompt, SETTINGS) for prompt in waiting[:wave]]
+        del waiting[:wave]
+        for _ in range(3):
+            engine.step()
+            between()
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    answers = [request.tokens[len(prompt) :] for request, prompt in zip(requests, prompts, strict=True)]
+    assert not engine.prefix.sessions
+    return answers, engine.statistics.reused_tokens, engine.preemptions
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ranks_that_keep_different_things_answer_as_one_that_keeps_nothing(
+    model: Path, seed: int, tmp_path: Path
+) -> None:
+    """Each loses pages of its own store, has a budget of its own and evicts when it likes."""
+    prompts, wave = prompts_of(seed), (3, 10)[seed % 2]
+
+    def work(model: Any, group: Any) -> Any:
+        draw = random.Random(seed * 100 + group.rank)
+        folder = tmp_path / str(group.rank)
+        with FileStore(folder) as store, Engine(model, None, OPTIONS, [store]) as engine:
+            engine.complete(prompts[::2], SETTINGS)
+        manifests = sorted(folder.rglob("*.json"))
+        for manifest in draw.sample(manifests, len(manifests) // 2):
+            manifest.unlink()
+        own = replace(OPTIONS, budget=draw.choice([None, 0, 3000]))
+        with FileStore(folder) as store, Engine(model, None, own, [store]) as engine:
+
+            def between() -> None:
+                if draw.random() < 0.2:
+                    draw.choice([engine.prefix.evict, engine.prefix.clear])()
+
+            return answered(engine, prompts, wave, between)
+
+    found = on_ranks(model, work)
+    assert found[0] == found[1]
+    assert found[0][0] == alone(model, prompts)
+
+
+def failing_once(what: Any, name: str, error: Exception, patch: pytest.MonkeyPatch, after: int = 1) -> None:
+    """``what.name`` raises ``error`` at its call number ``after``, counted from 0."""
+    real, calls = getattr(what, name), iter(range(10_000))
+
+    def call(*args: Any, **options: Any) -> Any:
+        if next(calls) == after:
+            raise error
+        return real(*args, **options)
+
+    patch.setattr(what, name, call)
+
+
+def full() -> CacheFullError:
+    return CacheFullError(8, 0, {0: 32}, "begin")
+
+
+@pytest.mark.parametrize(("place", "name"), [("prefix", "begin"), ("cache", "start_forward")])
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_where_one_rank_has_no_room_all_make_some(
+    model: Path, place: str, name: str, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(7)
+
+    def work(model: Any, group: Any) -> Any:
+        with Engine(model, None, OPTIONS) as engine:
+            if group.rank == 1:
+                failing_once(getattr(engine, place), name, full(), monkeypatch, after)
+            return answered(engine, prompts, 10, lambda: None)
+
+    found = on_ranks(model, work)
+    assert found[0] == found[1]
+    assert found[0][0] == alone(model, prompts)
+
+
+@pytest.mark.parametrize("after", [2, 3, 5])
+@pytest.mark.parametrize("fails", [True, False])
+def test_after_a_pass_without_room_all_go_on_from_where_each_of_them_can(
+    model: Path, fails: bool, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank comes back to less than the others have, or loses a request altogether."""
+    prompts = prompts_of(11)
+
+    def work(model: Any, group: Any) -> Any:
+        with Engine(model, None, OPTIONS) as engine:
+            real, left = engine.prefix._rewind, iter([True])
+
+            def rewind(session: Any, ids: np.ndarray, trusted: int) -> int:
+                if next(left, False) is False:
+                    return real(session, ids, trusted)
+                if fails:
+                    raise OSError("a bad disk")
+                return real(session, ids[: ids.size // 2], min(trusted, ids.size // 2))
+
+            if group.rank == 1:
+                failing_once(engine.cache, "start_forward", full(), monkeypatch, after)
+                monkeypatch.setattr(engine.prefix, "_rewind", rewind)
+            found = answered(engine, prompts, 10, lambda: None)
+            assert next(left, None) is None or group.rank == 0
+            return found
+
+    found = on_ranks(model, work)
+    assert found[0] == found[1]
+    assert found[0][0] == alone(model, prompts)
+
+
+@pytest.mark.parametrize(("place", "name"), [("prefix", "begin"), ("cache", "start_forward")])
+def test_where_one_rank_fails_the_others_are_told_which_before_they_wait(
+    divided: Path, place: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(8)
+
+    def work(model: Any, group: Any) -> Any:
+        with Engine(model, None, OPTIONS) as engine:
+            if group.rank == 1:
+                failing_once(getattr(engine, place), name, OSError("a bad disk"), monkeypatch)
+            try:
+                answered(engine, prompts, 10, lambda: None)
+            except (OSError, ml.GroupError) as error:
+                assert len(engine.prefix.sessions) == len(engine.running)
+                return f"{type(error).__name__}: {error}"
+
+    first, second = on_ranks(divided, work)
+    assert second == "OSError: a bad disk"
+    assert first.startswith("GroupError: ")
+    assert "rank 1 of 2" in first
+    assert "look for its own error" in first
+
+
+def test_a_request_that_no_rank_has_room_for_fails_on_all(
+    divided: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(9, 1)
+
+    def work(model: Any, group: Any) -> Any:
+        with Engine(model, None, OPTIONS) as engine:
+            if group.rank == 0:
+                failing_once(engine.prefix, "begin", full(), monkeypatch, 0)
+            request = engine.submit(prompts[0], SETTINGS)
+            engine.step()
+            assert request.done
+            assert not engine.busy
+            return type(request.error), str(request.error)
+
+    first, second = on_ranks(divided, work)
+    assert first[1] == str(full())
+    assert second == (CacheFullError, "begin: rank 0 of 2 has no room for this; no rank goes on with it")
+
+
+def test_a_rank_that_cannot_keep_what_it_computed_goes_on_with_the_others(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = prompts_of(10)
+
+    def work(model: Any, group: Any) -> Any:
+        with Engine(model, None, OPTIONS) as engine:
+            if group.rank == 1:
+                failing_once(engine.prefix, "_keep", OSError("a bad disk"), monkeypatch)
+            return answered(engine, prompts, 3, lambda: None)
+
+    found = on_ranks(model, work)
+    assert found[0] == found[1]
+    assert found[0][0] == alone(model, prompts)
+    assert "what it computed is not kept" in caplog.text
+
+
+def test_deciding_together_costs_an_answer_no_exchange(divided: Path) -> None:
+    """A pass of one token is the check, two sums for each layer, and the logits."""
+
+    def work(model: Any, group: Any) -> Any:
+        with Engine(model, None, OPTIONS) as engine:
+            engine.submit([5, 6, 7], SETTINGS)
+            engine.step()
+            before = group.exchanges
+            engine.step()
+            return group.exchanges - before, model.config.layers
+
+    for exchanges, layers in on_ranks(divided, work):
+        assert exchanges == 1 + 2 * layers + 1
+
+
+def test_an_engine_on_one_rank_asks_nobody(divided: Path) -> None:
+    with ml.open_backend("numpy") as backend, Engine(load_model(divided, backend), None, OPTIONS) as engine:
+        assert engine.ranks.alone
+        assert engine.ranks.least([3, 5]) == [3, 5]
+        assert isinstance(engine.prefix, PrefixCache)

@@ -1,0 +1,70 @@
+"""Examples without the packages that they need say in one line what to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+WITHOUT = """
+import runpy, sys
+missing, kind, what, *sys.argv[1:] = sys.argv[1:]
+sys.modules[missing] = None  # importing it fails as if it were not there
+if kind == "-m":
+    runpy.run_module(what, run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(what, run_name="__main__")
+"""
+"""Runs an example as ``python [-m] what`` does, where one package is missing."""
+
+CASES = [
+    ("torch", "", "examples/own_loop/torch_attention.py", "torch is not installed", "ml-kvcache[torch]"),
+    ("mlx", "", "examples/own_loop/mlx_attention.py", "mlx is not installed", "ml-kvcache[mlx]"),
+    ("cupy", "", "examples/own_loop/cupy_attention.py", "cupy is not installed", "ml-kvcache[cupy"),
+    ("uvicorn", "", "examples/server", "server: uvicorn is not installed", "ml-kvcache[server]"),
+    ("starlette", "-m", "examples.server", "server: ", "ml-kvcache[server]"),
+    ("torch", "", "examples/train_tiny", "train_tiny: torch is not installed", "torch>=2.9"),
+    ("torch", "-m", "examples.train_tiny", "train_tiny: torch is not installed", "torch>=2.9"),
+    ("matplotlib", "-m", "examples.pictures", "occupancy.svg needs matplotlib", "ml-kvcache[plots]"),
+]
+
+
+@pytest.mark.parametrize(("missing", "kind", "what", "said", "remedy"), CASES)
+def test_a_missing_package_is_told_in_one_line_with_the_remedy(
+    missing: str, kind: str, what: str, said: str, remedy: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("xxhash")
+    line = [sys.executable, "-c", WITHOUT, missing, kind, what, str(tmp_path)]
+    ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert said in ended.stderr
+    assert "pip install" in ended.stderr
+    assert remedy in ended.stderr
+
+
+def test_a_host_without_the_stores_client_says_what_to_install() -> None:
+    arguments = ["--store", "valkey://127.0.0.1:1/0"]
+    line = [sys.executable, "-c", WITHOUT, "valkey", "-m", "examples.two_hosts.host", *arguments]
+    ended = subprocess.run(
+        line, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("host: open_store: 'valkey' cannot run here")
+    assert ended.stderr.endswith("pip install 'ml-kvcache[valkey]'\n")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_what_a_host_says_at_its_end_is_one_line_of_the_example() -> None:
+    pytest.importorskip("valkey")
+    from examples.two_hosts.processes import Process
+
+    with (
+        Process("--backend", "nonsense") as host,
+        pytest.raises(RuntimeError, match=r"^the host ended with 1: open_backend: no backend 'nonsense'"),
+    ):
+        host.ready()
