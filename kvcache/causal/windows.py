@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvcache.batches import Group, check_whole
-from kvcache.cache import InvalidRangeError, NotSupportedError, ShiftFunction
+from kvcache.cache import NotSupportedError, ShiftFunction
 from kvcache.causal.full import CausalCache
 from kvcache.reading import LowerBound
 
