@@ -183,7 +183,9 @@ def test_an_array_of_ids_is_copied() -> None:
         None,
         iter([1, 2]),
     ],
-    ids=repr,
+    ids=lambda tokens: (
+        f"{type(tokens).__name__} {tokens}" if hasattr(tokens, "__len__") else type(tokens).__name__
+    ),
 )
 def test_what_is_no_token_is_refused(tokens: object) -> None:
     alphabet = Alphabet()
