@@ -69,6 +69,9 @@ def once(folder: Path, options: argparse.Namespace, moment: float, rank: int) ->
             pids = _ranks(process.pid, options.ranks)
             time.sleep(moment)
             began = time.monotonic()
+            if process.poll() is not None:
+                told = process.communicate()[1].decode()
+                raise RuntimeError(f"the command ended before a rank was hit: {told}")
             os.kill(pids[rank], SIGNALS[options.how])
             _, told = process.communicate(timeout=options.timeout * 4 + 30)
             ended = time.monotonic()

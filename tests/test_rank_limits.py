@@ -31,17 +31,18 @@ WAITS = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
 @given(TIMEOUTS)
 def test_whatever_ends_a_rank_there_is_time_left_for_the_starter_to_exit(timeout: float) -> None:
     limits = Limits(timeout)
-    stopped = limits.waiting + limits.poll + limits.ending
-    late = limits.waiting + limits.poll + 2 * limits.settling(late=True) + limits.ending
-    lost = limits.poll + limits.settling(late=False) + limits.settling(late=True) + limits.ending
+    ends = limits.poll + limits.hearing + limits.ending
+    stopped = limits.waiting + ends
+    late = limits.waiting + limits.settling(late=True) + ends
+    lost = limits.waiting + limits.settling(late=False) + ends  # by one that waited, hangs and let go
     for what in (stopped, late, lost):
-        assert what <= timeout - limits.reserve / 8
+        assert what <= timeout - limits.reserve / 8 + 1e-9 * timeout
 
 
 @given(TIMEOUTS)
-def test_others_are_waited_for_most_of_a_long_limit_and_half_of_a_short_one(timeout: float) -> None:
+def test_others_are_waited_for_most_of_a_long_limit_and_two_thirds_of_a_short_one(timeout: float) -> None:
     waiting = Limits(timeout).waiting
-    assert waiting >= timeout / 2
+    assert waiting >= timeout * 0.66
     assert waiting >= timeout - 2
     assert 0 < waiting < timeout
 

@@ -312,6 +312,33 @@ def test_an_operation_raises_when_another_rank_is_late_or_has_ended(engine: str,
         run_ranks([sys.executable, "-P", "-c", ALONE], 2, f"{how} {engine} 1".encode(), 60.0)
 
 
+CUT = """
+import os, sys, time
+import ml
+from kvcache.runner.ranks import job_of_rank
+job_of_rank()
+backend = ml.open_backend("mlx")
+group = backend.distributed(timeout=20.0 if os.environ["RANK"] == "0" else 2.0)
+ctx = backend.new_context()
+x = ctx.full((64,), 1.0, ml.DType.F32)
+try:
+    for step in range(1000):
+        x = group.all_reduce(ctx, x).scale(ctx, 0.5)
+        if group.rank == 1 and step == 20:
+            with group.waiting("test"):  # one that hangs while it waits: its own limit cuts its connections
+                time.sleep(60)
+except ml.GroupError as error:
+    backend.close()
+    print(error, file=sys.stderr, flush=True)
+    os._exit(3)
+"""
+
+
+def test_a_backend_closes_while_exchanges_are_under_way_that_will_never_end(mlx: None) -> None:
+    with pytest.raises(RanksError, match=r"rank 0 of 2 lost another rank, before its timeout of 20 s"):
+        run_ranks([sys.executable, "-P", "-c", CUT], 2, b"job", 60.0)
+
+
 def test_a_rank_that_failed_because_another_did_is_not_taken_for_the_cause(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, sys, time; from kvcache.runner.ranks import job_of_rank, LOST\n"

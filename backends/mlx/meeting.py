@@ -154,7 +154,7 @@ class _Ring:
     def _error(self, reason: str, late: bool = False) -> GroupError:
         error = GroupError(
             f"distributed: rank {self.rank} of {self.size} could not join the ring within "
-            f"{self._seconds:g} s ({reason}); start all ranks together with mlx.launch, or raise timeout="
+            f"{self._seconds:.3g} s ({reason}); start all ranks together with mlx.launch, or raise timeout="
         )
         error.late = late
         return error

@@ -18,11 +18,11 @@ class Limits:
     """``timeout``: seconds from the moment in which a rank takes part no longer to the end of all.
 
     That moment is when its process is stopped or ends; of one that runs and does not come, when another
-    begins to wait for it. Half of the timeout, at most RESERVE, is kept for noticing and ending::
+    begins to wait for it. A third of the timeout, at most RESERVE, is kept for noticing and ending::
 
         waiting                                          reserve
         |----------------------------------------------|----------|
-        others wait, or the process is left stopped      poll, settling, ending, and a quarter for the exit
+        others wait, or the process is left stopped      poll, settling, hearing, ending, and the exit
     """
 
     timeout: float
@@ -33,7 +33,7 @@ class Limits:
 
     @property
     def reserve(self) -> float:
-        return min(self.timeout / 2, RESERVE)
+        return min(self.timeout / 3, RESERVE)
 
     @property
     def waiting(self) -> float:
@@ -48,11 +48,17 @@ class Limits:
     def settling(self, late: bool) -> float:
         """How long to look for the cause after one failed for want of another.
 
-        ``late``: it has waited before. Otherwise what it noticed has only just happened.
+        ``late``: it has waited itself. Otherwise the other one may be about to end and to say why; or it has
+        waited, and has ended the connection.
         """
-        return self.reserve / 8 if late else min(self.timeout / 3, 1.0)
+        return self.reserve / (8 if late else 2)
+
+    @property
+    def hearing(self) -> float:
+        """How long to wait for what the ranks that have ended said, in all."""
+        return self.reserve / 16
 
     @property
     def ending(self) -> float:
-        """How long the ranks have to be gone: to put the terminal back, and to be told what they said."""
-        return self.reserve / 2
+        """How long the ranks have to be gone, and rank 0 to put the terminal back."""
+        return self.reserve / 4

@@ -165,7 +165,7 @@ def _settle(
         for rank in ranks:
             rank.look(counted + clock() - began)
     for rank in ranks:
-        rank.hear(limits.settling(late=True) / len(ranks))
+        rank.hear(limits.hearing / len(ranks))
 
 
 def _known(ranks: Sequence[RankProcess]) -> bool:
