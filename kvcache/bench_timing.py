@@ -14,7 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Contender", "Foreign", "Round", "Sample", "Trial", "interleave", "machine", "processor_seconds"]
+__all__ = [
+    "Contender",
+    "Foreign",
+    "Round",
+    "Sample",
+    "Trial",
+    "interleave",
+    "joined",
+    "machine",
+    "processor_seconds",
+]
 
 _MOST_TRIES = 4
 """Rounds that are run at most, as a multiple of those that are wanted."""
@@ -140,6 +150,17 @@ def interleave(
     candidates = list(floors) or [order[0][0]]
     floor = min(candidates, key=lambda name: statistics.median(times[name]))
     return Trial(times, len(runs) - len(kept), floor)
+
+
+def joined(trials: Sequence[Trial], floors: Sequence[str]) -> Trial:
+    """Trials of the same contenders as one; the floor is the faster one of ``floors`` over all of them.
+
+    For what depends on where in memory buffers lie: each trial with buffers of its own is one draw.
+    """
+    names = trials[0].times
+    times = {name: [value for trial in trials for value in trial.times[name]] for name in names}
+    floor = min(floors, key=lambda name: statistics.median(times[name]))
+    return Trial(times, sum(trial.dropped for trial in trials), floor)
 
 
 @dataclass(slots=True)

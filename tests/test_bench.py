@@ -13,7 +13,16 @@ from typer.testing import CliRunner
 
 import ml
 from kvcache import bench
-from kvcache.bench_timing import Contender, Foreign, Round, Trial, interleave, machine, processor_seconds
+from kvcache.bench_timing import (
+    Contender,
+    Foreign,
+    Round,
+    Trial,
+    interleave,
+    joined,
+    machine,
+    processor_seconds,
+)
 from ml import DType
 
 
@@ -49,6 +58,14 @@ def test_ratios_refer_to_the_faster_floor_and_are_taken_round_by_round() -> None
     contenders = {"slow": Contender(lambda: time.sleep(0.002)), "fast": Contender(lambda: None)}
     assert interleave(contenders, 3, floors=("slow", "fast")).floor == "fast"
     assert interleave(contenders, 3).floor == "slow"
+
+
+def test_trials_are_joined_round_by_round_and_have_one_floor() -> None:
+    first = Trial({"a": [2.0], "b": [1.0], "ours": [3.0]}, dropped=1, floor="b")
+    second = Trial({"a": [2.0, 2.0], "b": [9.0, 9.0], "ours": [2.0, 4.0]}, dropped=2, floor="a")
+    both = joined([first, second], floors=("a", "b"))
+    assert both.times == {"a": [2.0, 2.0, 2.0], "b": [1.0, 9.0, 9.0], "ours": [3.0, 2.0, 4.0]}
+    assert (both.floor, both.dropped, both.sample("ours").ratio) == ("a", 3, 1.5)
 
 
 def test_a_trial_ends_when_its_time_is_over_and_keeps_what_it_has() -> None:
