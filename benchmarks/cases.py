@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,13 @@ import numpy as np
 import ml
 from benchmarks.shapes import DIM, DTYPES, HEADS, LENGTHS, WINDOW
 from kvcache import Batch, CausalCache
+from kvcache.bench_timing import Contender, Trial, interleave, joined
 
-__all__ = ["EACH", "SEQUENCES", "Attended", "PutGet", "attention", "filled", "put_get"]
+__all__ = ["DRAWS", "EACH", "SEQUENCES", "Attended", "PutGet", "attention", "drawn", "filled", "put_get"]
+
+DRAWS = 6
+"""How often a chunk's buffers are made anew: what it moves, 2 or 4 MiB a layer, stays in the processor's
+caches, and where in memory it lies makes two floors that do the same differ by a third."""
 
 SEQUENCES, EACH = 8, 4096
 """Sequences that are attended to at once, and tokens of each."""
@@ -47,6 +52,27 @@ def put_get(quick: bool) -> Iterator[PutGet]:
         if not quick:
             yield PutGet(f"put + get, 1 token, window {WINDOW}, 32768", dtype, 32768, 1, window=WINDOW)
         yield PutGet("put + get, 512 tokens, 8192", dtype, 8192, 512, grow=False)
+
+
+def drawn(
+    case: PutGet,
+    make: Callable[[], dict[str, Contender]],
+    rounds: int,
+    floors: Sequence[str],
+    seconds: float,
+    own_threads: bool = True,
+) -> tuple[Trial, dict[str, Contender]]:
+    """``rounds`` of the contenders that ``make`` gives, a chunk's in DRAWS parts; and the last of them."""
+    draws = DRAWS if case.new > 1 else 1
+    contenders: dict[str, Contender] = {}
+    trials: list[Trial] = []
+    for _ in range(draws):
+        contenders.clear()  # and their buffers
+        contenders = make()
+        trials.append(
+            interleave(contenders, rounds // draws, floors=floors, seconds=seconds, own_threads=own_threads)
+        )
+    return joined(trials, floors), contenders
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 import ml
-from benchmarks.cases import PutGet, put_get
+from benchmarks.cases import PutGet, drawn, put_get
 from benchmarks.record import Row, rows_of
 from benchmarks.shapes import DIM, DTYPES, HEADS
 from kvcache.bench import Decoding
@@ -61,10 +61,13 @@ def run(quick: bool) -> Iterator[Row]:
 
 
 def _measure(backend: ml.Backend, case: PutGet, quick: bool) -> Iterator[Row]:
-    contenders = bench_mlx.floors(*case.shape)
-    contenders["ours"] = OursOnMlx(backend, *case.decoding).contender()
-    rounds = 60 if quick else 200 if case.new == 1 else 40
-    trial = interleave(contenders, rounds, floors=bench_mlx.FLOORS, seconds=15, own_threads=False)
+    rounds = 60 if quick else 200 if case.new == 1 else 120
+
+    def make() -> dict[str, Contender]:
+        ours = OursOnMlx(backend, *case.decoding).contender()
+        return bench_mlx.floors(*case.shape) | {"ours": ours}
+
+    trial, contenders = drawn(case, make, rounds, bench_mlx.FLOORS, seconds=15, own_threads=False)
     yield from rows_of(f"mlx {case.dtype}", case.name, trial, per=LAYERS)
     for key, peer in bench_mlx.peers(*case.shape).items():
         beside: dict[str, Contender] = {trial.floor: contenders[trial.floor], key: peer}

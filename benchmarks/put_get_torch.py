@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import ml
-from benchmarks.cases import PutGet, put_get
+from benchmarks.cases import PutGet, drawn, put_get
 from benchmarks.record import Row, rows_of
 from benchmarks.shapes import LAYERS
 from kvcache.bench import Decoding
-from kvcache.bench_timing import Contender, Trial, interleave, joined
+from kvcache.bench_timing import Contender, interleave
 from kvcache.integrations import bench_torch
 
 __all__ = ["run"]
-
-DRAWS = 6
-"""How often a chunk's buffers are made anew: what it moves, 2 or 4 MiB a layer, stays in the processor's caches,
-and where in memory it lies makes two floors that do the same differ by a third."""
 
 
 def run(quick: bool) -> Iterator[Row]:
@@ -28,19 +24,19 @@ def run(quick: bool) -> Iterator[Row]:
 
 def _measure(backend: ml.Backend, case: PutGet, quick: bool) -> Iterator[Row]:
     rounds = 60 if quick else 200 if case.new == 1 else 120
-    draws = DRAWS if case.new > 1 else 1
-    trials: list[Trial] = []
-    for _ in range(draws):
-        contenders = bench_torch.floors(*case.shape)
-        contenders["ours"] = Decoding(backend, *case.decoding).contender()
+    static: list[str] = []
+
+    def make() -> dict[str, Contender]:
+        made = bench_torch.floors(*case.shape)
+        made["ours"] = Decoding(backend, *case.decoding).contender()
         peers = bench_torch.peers(*case.shape)
-        static = {key: peer for key, peer in peers.items() if "StaticCache" in key and not case.window}
-        turn = interleave(contenders | static, rounds // draws, floors=bench_torch.FLOORS, seconds=20)
-        trials.append(turn)
-    trial = joined(trials, bench_torch.FLOORS)
+        static[:] = [key for key in peers if "StaticCache" in key and not case.window]
+        return made | {key: peers[key] for key in static}
+
+    trial, contenders = drawn(case, make, rounds, bench_torch.FLOORS, seconds=20)
     yield from rows_of(f"torch {case.dtype}", case.name, trial, per=LAYERS - 1)
     # By themselves: they copy the history at each step, and whoever runs next finds the caches empty.
-    for key, peer in peers.items():
+    for key, peer in bench_torch.peers(*case.shape).items():
         if key not in static:
             beside: dict[str, Contender] = {trial.floor: contenders[trial.floor], key: peer}
             apart = interleave(beside, rounds // 4, warmup=2, seconds=0.3 if quick else 1.5)
