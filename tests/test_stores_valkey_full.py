@@ -65,17 +65,21 @@ def test_a_manifest_that_the_server_has_no_room_for_leaves_no_chunks(
 
 def test_a_server_that_evicts_gives_misses_and_never_something_else() -> None:
     with ValkeyServer("--maxmemory", "40mb", "--maxmemory-policy", "allkeys-lru") as server:
-        hits = 0
+        hits = refused = 0
         with ValkeyStore(server.url) as store:
             for i in range(30):
                 key = f"k{i}"
-                assert store.put(key, [content(key, CHUNK + 1000)])
+                try:
+                    assert store.put(key, [content(key, CHUNK + 1000)])
+                except StoreFull:  # to the server all of one second are as old: it may evict of this very put
+                    refused += 1
+                    assert store.stat([key]) == [None]
                 for back in (0, 1, 5, 12):
                     found = read(store, f"k{i - back}")
                     assert found is None or found == content(f"k{i - back}", CHUNK + 1000)
                     hits += found is not None
-            assert read(store, "k29") == content("k29", CHUNK + 1000)
-            assert 30 <= hits < 110
+            assert refused < 10
+            assert 20 <= hits < 110
             assert store.usage().entries < 10
             with pytest.raises(StoreFull, match="chunks"):
                 store.put("big", [bytes(60 << 20)])
