@@ -35,6 +35,15 @@ class Guarded(Generic[P]):
             raise OrderError(f"{op}: no pass is under way; call start_forward first")
         return self._pass
 
+    def _check_copy(self, src_seq: int, dst_seq: int, length: int) -> None:
+        """Refuse sequences that are none or the same, and a length that means nothing."""
+        self._bound("copy_prefix")
+        check_sequence("copy_prefix", src_seq, self._max_sequences)
+        check_sequence("copy_prefix", dst_seq, self._max_sequences)
+        check_whole("copy_prefix", "length", length)
+        if src_seq == dst_seq:
+            raise InvalidRangeError(f"copy_prefix: sequence {src_seq} to itself; remove(seq, length) cuts it")
+
     def _check_remove(self, seq: int, begin: int, end: int | None) -> ml.Backend:
         """The backend; refuses a sequence that is none, and a range that means nothing."""
         backend = self._bound("remove")

@@ -240,12 +240,7 @@ class EncoderCache(BoundCache[_Pass]):
         self.prepare_copy_prefix(src_seq, dst_seq, length)()
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
-        self._bound("copy_prefix")
-        check_sequence("copy_prefix", src_seq, self._max_sequences)
-        check_sequence("copy_prefix", dst_seq, self._max_sequences)
-        check_whole("copy_prefix", "length", length)
-        if src_seq == dst_seq:
-            raise InvalidRangeError(f"copy_prefix: sequence {src_seq} to itself; remove(seq, length) cuts it")
+        self._check_copy(src_seq, dst_seq, length)
 
         def commit() -> None:
             self._pass = None

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvcache.cache import CacheFullError, ClosedError, InvalidRangeError, SequenceLostError
+from kvcache.closing import Closing
 from kvcache.fetching import Fetcher
 from kvcache.finding import Finder, Source
 from kvcache.keeping import pieces_of, positions_due
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError"]
 
 
-class PrefixCache:
+class PrefixCache(Closing):
     """Sessions over one cache, which share their prefixes by a trie of snapshots.
 
     ``budget`` bounds the bytes of snapshots on the device (None: what the cache's cells have room for);
@@ -218,14 +218,6 @@ class PrefixCache:
         self.cache.on_pressure = None
         disown(self.cache)
         self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def sessions(self) -> tuple[Session, ...]:

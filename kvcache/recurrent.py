@@ -283,13 +283,10 @@ class RecurrentCache(StateSnapshots):
         self.prepare_copy_prefix(src_seq, dst_seq, length)()
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
-        self._bound("copy_prefix")
-        check_sequence("copy_prefix", src_seq, self._max_sequences)
-        check_sequence("copy_prefix", dst_seq, self._max_sequences)
+        self._check_copy(src_seq, dst_seq, length)
         source = self._states.rows[src_seq]
         if source.lost:
             raise state_lost("copy_prefix", src_seq)
-        check_whole("copy_prefix", "length", length)
         row = self._states.row_before(source, length)
         share = self.attention.prepare_copy_prefix(src_seq, dst_seq, row.offset)
 

@@ -201,6 +201,26 @@ def save_weights(folder: Path, config: dict[str, Any], replaced: dict[str, np.nd
     save_file({**tensors, **replaced}, folder / "model.safetensors")
 
 
+@pytest.fixture
+def interrupt_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Ctrl-C while the engine is about to take its n-th step from now on."""
+    from kvcache.runner.engine import Engine
+
+    def interrupt(number: int) -> None:
+        step, count = Engine.step, 0
+
+        def interrupted(self: Engine) -> Any:
+            nonlocal count
+            count += 1
+            if count == number:
+                signal.raise_signal(signal.SIGINT)
+            return step(self)
+
+        monkeypatch.setattr(Engine, "step", interrupted)
+
+    return interrupt
+
+
 # Plugins of strangers: installed into a folder, and held to the shipped suites in a process of their own.
 
 SAMPLE = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import signal
@@ -30,22 +29,11 @@ from kvcache.runner.requests import Finished, Settings
 from kvcache.runner.saved import ConversationError
 from kvcache.runner.tokenizer import Tokenizer
 
+from .small_models import KINDS
+
 Make = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[1]
 FEW = Settings(6, ignore_eos=True)
-
-
-def load(name: str) -> Any:
-    """A module that lies beside this one."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-KINDS: dict[str, dict[str, Any]] = load("small_models").KINDS
 
 
 @pytest.fixture(params=KINDS)
@@ -361,17 +349,8 @@ def test_a_store_keeps_what_was_said_for_the_next_chat(tmp_path: Path) -> None:
 # Ctrl-C.
 
 
-def test_ctrl_c_stops_the_answer_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, count = Engine.step, 0
-
-    def interrupted(self: Engine) -> Any:
-        nonlocal count
-        count += 1
-        if count == 4:
-            signal.raise_signal(signal.SIGINT)
-        return step(self)
-
-    monkeypatch.setattr(Engine, "step", interrupted)
+def test_ctrl_c_stops_the_answer_and_nothing_else(interrupt_step: Callable[[int], None]) -> None:
+    interrupt_step(4)
     before = signal.getsignal(signal.SIGINT)
     shown = chat("And God said unto Noah,", "/stats", "and")
     assert "\n[stopped after 4 tokens]\n" in shown

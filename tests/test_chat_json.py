@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 import kvcache.cli
 from kvcache.command.chat_replies import aligned
-from kvcache.runner.engine import Engine
 from kvcache.runner.saved import read
 
 NOAH = "And God said unto Noah,"
@@ -88,18 +87,9 @@ def test_what_is_refused_is_a_record_too_and_the_chat_goes_on() -> None:
     assert answer["reason"] == "length"
 
 
-def test_an_answer_that_ctrl_c_stopped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, count = Engine.step, 0
-
-    def interrupted(self: Engine) -> Any:
-        nonlocal count
-        count += 1
-        if count == 3:
-            signal.raise_signal(signal.SIGINT)
-        return step(self)
-
+def test_an_answer_that_ctrl_c_stopped_says_so(interrupt_step: Callable[[int], None]) -> None:
     (whole,) = chat(NOAH)
-    monkeypatch.setattr(Engine, "step", interrupted)
+    interrupt_step(3)
     stopped, stats = chat(NOAH, "/stats")
     assert stopped["reason"] == "interrupted"
     assert stopped["tokens"] == whole["tokens"][:3]

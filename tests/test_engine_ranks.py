@@ -5,7 +5,6 @@ The ranks are threads here; ``test_tensor_parallel.py`` has the same on processe
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,19 +20,9 @@ from kvcache.prefix import PrefixCache
 from kvcache.runner import Engine, EngineOptions, Settings, load_model
 from kvcache.stores import FileStore
 
+from . import small_models, thread_ranks
 
-def load(name: str) -> Any:
-    """A module of this folder, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-thread_ranks = load("thread_ranks")
-KINDS = {name: load("small_models").KINDS[name] for name in ("full", "sliding")}
+KINDS = {name: small_models.KINDS[name] for name in ("full", "sliding")}
 SETTINGS = Settings(max_new_tokens=5, ignore_eos=True)
 OPTIONS = EngineOptions(max_sequences=3, capacity=40, context=72, prefill_chunk=24, interval=8)
 SEEDS = range(6)

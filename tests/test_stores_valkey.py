@@ -33,7 +33,7 @@ pytestmark = served
 # What lies on the server.
 
 
-def test_an_entry_is_chunks_of_4_mib_under_a_random_id_and_a_manifest(
+def test_an_entry_is_chunks_of_almost_4_mib_under_a_random_id_and_a_manifest(
     store: ValkeyStore, client: Valkey
 ) -> None:
     data = content("a", BIG)

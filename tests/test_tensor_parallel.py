@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,8 @@ from kvcache.runner.ranks import RanksError, run_ranks
 from kvcache.runner.weights import expected_shapes, open_weights, parameter_count
 from ml.distributed import free_ports, launched, local_ranks
 
+from . import small_models
+
 PROGRAM = Path(__file__).with_name("parallel_ranks.py")
 STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
 ENGINES = ("torch", "mlx")
@@ -43,16 +44,6 @@ class Place:
 
     rank: int
     size: int
-
-
-def load(name: str) -> Any:
-    """A module of this folder, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # Dividing.
@@ -241,7 +232,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
         "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "vocab_size": 259,
     },
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
-    "gemma3": load("small_models").SLIDING,
+    "gemma3": small_models.SLIDING,
 }  # fmt: skip
 
 
@@ -295,7 +286,7 @@ def test_ranks_that_find_and_evict_different_things_answer_as_if_nothing_was_kep
     """What ranks agree on is tried by ``test_engine_ranks.py``: here are other processes and stores."""
     shared = np.random.default_rng(5).integers(3, 200, 30).tolist()
     prompts = [[*shared[:end], *range(20 + end, 32 + end)] for end in (30, 24, 30, 9, 17, 30, 24, 12)]
-    path = make_model(**{**load("small_models").KINDS[kind], "num_key_value_heads": 2})
+    path = make_model(**{**small_models.KINDS[kind], "num_key_value_heads": 2})
     start(engine, 2, ["forgetful"], forgetful=[(str(path), prompts, 4)], store=str(tmp_path / "store"))
 
 

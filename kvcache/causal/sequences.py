@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvcache import moving
-from kvcache.batches import check_sequence, check_whole
+from kvcache.batches import check_sequence
 from kvcache.cache import InvalidRangeError, NotSupportedError, SequenceLostError, ShiftFunction
 from kvcache.capturing import AttentionSnapshots
 
@@ -28,12 +28,7 @@ class AttentionSequences(AttentionSnapshots):
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
         """Check all that ``copy_prefix`` may refuse; the callable returned then does it."""
-        self._bound("copy_prefix")
-        check_sequence("copy_prefix", src_seq, self._max_sequences)
-        check_sequence("copy_prefix", dst_seq, self._max_sequences)
-        if src_seq == dst_seq:
-            raise InvalidRangeError(f"copy_prefix: sequence {src_seq} to itself; remove(seq, length) cuts it")
-        check_whole("copy_prefix", "length", length)
+        self._check_copy(src_seq, dst_seq, length)
         source = self._table.rows[src_seq]
         if source.lost:
             raise lost_error("copy_prefix", src_seq)
