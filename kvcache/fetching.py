@@ -51,13 +51,16 @@ class Fetcher:
         go_on = self._straight if self._store.reads_straight else self._ahead
         return go_on(seq, ids, chain, reached, ends, told or _unheard)
 
-    def read_back(self, ids: np.ndarray, floor: int) -> list[Page]:
-        """Pages that follow one another to the end of ``ids``, from ``floor`` or before; [] if one lacks."""
+    def read_back(self, ids: np.ndarray, floor: int, lent: contextlib.ExitStack) -> list[Page]:
+        """Pages that follow one another to the end of ``ids``, from ``floor`` or before; [] if one lacks.
+
+        They are good until ``lent`` is closed.
+        """
         chain = self._chain(ids)
         pages: list[Page] = []
         at = int(ids.size)
         while at > floor or not pages:
-            page = self._checked(ids, self._store.read(chain.at(at)), at)
+            page = self._checked(ids, lent.enter_context(self._store.read(chain.at(at))), at)
             if page is None:
                 return []
             pages.append(page)
@@ -89,9 +92,9 @@ class Fetcher:
                 stuck = stuck + 1 if reached == before else 0
                 ends = [end for end in ends if end > reached]
             if ends:
-                found = self._store.page(chain.at(ends[0]))
-                if not self._next(seq, ids, found, reached, ends[0]):
-                    break
+                with self._store.page(chain.at(ends[0])) as found:
+                    if not self._next(seq, ids, found, reached, ends[0]):
+                        break
                 reached, ends = ends[0], ends[1:]
                 told(reached)
         return reached
@@ -114,14 +117,15 @@ class Fetcher:
         if page is None:
             return False
         begin, _ = span_of(page)
-        before = self.read_back(ids[:begin], reached) if begin > reached else []
-        if begin > reached and not before:  # conversations part there, and what ends there is gone
-            return False
-        for part in (*before, page):
-            if not self.restore(seq, part):
-                self.drop(ids, span_of(part)[1])
-                self._cache.remove(seq, reached)
+        with contextlib.ExitStack() as lent:
+            before = self.read_back(ids[:begin], reached, lent) if begin > reached else []
+            if begin > reached and not before:  # conversations part there, and what ends there is gone
                 return False
+            for part in (*before, page):
+                if not self.restore(seq, part):
+                    self.drop(ids, span_of(part)[1])
+                    self._cache.remove(seq, reached)
+                    return False
         return True
 
     def _checked(self, ids: np.ndarray, page: Page | None, end: int) -> Page | None:

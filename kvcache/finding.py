@@ -6,6 +6,7 @@ It comes from another session, from the cache's own snapshots, from host memory,
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -123,18 +124,19 @@ class Finder:
         """
         if self._shelf.divisible:
             return self._page_by_page(seq, ids[:stored], source)
-        pages = self._fetcher.read_back(ids[:stored], source.length)
-        if not pages:
-            return None
-        first, _ = span_of(pages[0])
-        if first and not self.from_source(seq, ids, source):
-            return None
-        for page in pages:
-            if not self._fetcher.restore(seq, page):
-                self._cache.remove(seq, 0)
-                self._fetcher.drop(ids, span_of(page)[1])
+        with contextlib.ExitStack() as lent:
+            pages = self._fetcher.read_back(ids[:stored], source.length, lent)
+            if not pages:
                 return None
-            self._tell(stored, span_of(page)[1])
+            first, _ = span_of(pages[0])
+            if first and not self.from_source(seq, ids, source):
+                return None
+            for page in pages:
+                if not self._fetcher.restore(seq, page):
+                    self._cache.remove(seq, 0)
+                    self._fetcher.drop(ids, span_of(page)[1])
+                    return None
+                self._tell(stored, span_of(page)[1])
         if not first:
             self.origins.clear()
         self.origins["store"] += stored - sum(self.origins.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import sys
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.cache import InvalidRangeError
+from kvcache.lending import Lender, Loan
 from kvcache.outages import READING, WRITING, Outages
 from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreFull, StoreUnavailable
 from kvcache.stores.keys import Chain
@@ -71,7 +71,7 @@ class StoreTier:
         """Parcels of which a page was written nowhere."""
         self.outages = Outages()
         self._finished: deque[Parcel] = deque()
-        self._buffers: list[np.ndarray] = []
+        self._lender = Lender()
         self._queue: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -153,22 +153,24 @@ class StoreTier:
         return best
 
     def pages(self, keys: Sequence[str]) -> Generator[Page | None, None, None]:
-        """Pages by their keys, in order, each to be copied on before the next one is asked for.
+        """Pages by their keys, in order, each good until the next one is asked for.
 
         Where a store can show its bytes in place they are not copied here; else the next page is read by
         a thread while one is put to use.
         """
         if len(keys) < 2 or all(hasattr(store, "view") for store in self.stores):
-            yield from (self._read(key, in_place=True) for key in keys)
+            for key in keys:
+                with self.page(key) as page:
+                    yield page
             return
         with ThreadPoolExecutor(1, thread_name_prefix="kvcache-page-in") as pool:
             waiting = deque([pool.submit(self.read, keys[0])])
             for following in (*keys[1:], None):
-                page = waiting.popleft().result()
+                loan = waiting.popleft().result()
                 if following is not None:
                     waiting.append(pool.submit(self.read, following))
-                yield page
-                del page  # its memory is free for the one after the next
+                with loan as page:
+                    yield page
 
     @property
     def reads_straight(self) -> bool:
@@ -188,26 +190,30 @@ class StoreTier:
             if found is not None:
                 yield found
 
-    def page(self, key: str) -> Page | None:
-        """As ``read``, in place where a store shows its bytes: to be copied on at once."""
+    def page(self, key: str) -> Loan:
+        """As ``read``, in place where a store shows its bytes."""
         return self._read(key, in_place=True)
 
-    def read(self, key: str) -> Page | None:
-        """A page by its key; None where no store has it whole. A corrupt one is dropped by its store."""
+    def read(self, key: str) -> Loan:
+        """A page by its key, in lent memory; none where no store has it whole. A corrupt one is dropped."""
         return self._read(key, in_place=False)
 
-    def _read(self, key: str, in_place: bool) -> Page | None:
+    def _read(self, key: str, in_place: bool) -> Loan:
+        loan = Loan(self._lender)
         for store in self._reachable(READING):
             try:
-                found = _view(store, key) if in_place and hasattr(store, "view") else self._copy(store, key)
+                shown = in_place and hasattr(store, "view")
+                found = _view(store, key) if shown else self._copy(store, key, loan)
                 if found is not None:
-                    return unpack(found)
+                    loan.page = unpack(found)
+                    return loan
             except SnapshotCorrupt as error:
                 _warn("page-in", error, "it is dropped and computed again")
                 _drop(store, key)
             except Exception as error:
                 self._failed(store, READING, error, "the prefix is computed instead")
-        return None
+        loan.give_back()
+        return loan
 
     def _reachable(self, way: str) -> Iterator[SnapshotStore]:
         """The stores, without those that were out of reach a moment ago."""
@@ -219,28 +225,13 @@ class StoreTier:
         else:
             _warn("page-in" if way == READING else "page-out", error, follows)
 
-    def _copy(self, store: SnapshotStore, key: str) -> np.ndarray | None:
+    @staticmethod
+    def _copy(store: SnapshotStore, key: str, loan: Loan) -> np.ndarray | None:
         (stat,) = store.stat([key])
         if stat is None:
             return None
-        buffer = self._buffer(stat.nbytes)
-        return buffer if store.get_into(key, buffer) else None
-
-    def _buffer(self, nbytes: int) -> np.ndarray:
-        """Memory for a page: what an earlier one has left, if nobody looks at that any more.
-
-        Fresh memory costs a page fault for every 4 KiB, as much time as the reading itself.
-        """
-        with self._changed:
-            for (
-                buffer
-            ) in self._buffers:  # the first that will do: it is likely to be in the processor's cache
-                if buffer.size >= nbytes and sys.getrefcount(buffer) <= _UNUSED:
-                    return buffer[:nbytes]
-        buffer = np.empty(nbytes, np.uint8)
-        if nbytes <= _REUSED:
-            self._buffers = [*self._buffers, buffer][-3:]
-        return buffer[:nbytes]
+        memory = loan.memory(stat.nbytes)
+        return memory if store.get_into(key, memory) else None
 
     def drop(self, key: str) -> None:
         """Forget an entry in all stores."""
@@ -248,10 +239,6 @@ class StoreTier:
             _drop(store, key)
 
 
-_UNUSED = 3
-"""References to a buffer that only the list of buffers holds, as the loop over it counts them."""
-_REUSED = 64 << 20
-"""Bytes of the largest buffer that is kept for reuse."""
 _PROBES = 256
 """Keys that are asked for at a time."""
 

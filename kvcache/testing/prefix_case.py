@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 import ml
-from kvcache.stores import MemoryStore
+from kvcache.stores import MemoryStore, SnapshotStore
 from kvcache.testing.conversing import CACHES, DIVISIBLE, ConversationSetup, Rig
 from kvcache.testing.harness import CacheCase
 
-__all__ = ["CALLS", "LONG", "WHOLE", "GatedStore", "PrefixCase", "SlowStore", "Talk", "every_cache"]
+__all__ = [
+    "CALLS", "LONG", "WHOLE", "GatedStore", "PlainStore", "PrefixCase", "SlowStore", "Talk", "every_cache",
+]  # fmt: skip
 
 Talk = Callable[..., Rig]
 WHOLE = tuple(name for name in CACHES if name not in DIVISIBLE)
@@ -49,6 +51,14 @@ class GatedStore(MemoryStore):
     def put(self, key: str, parts: Sequence[Any]) -> bool:
         self.gate.wait()
         return super().put(key, parts)
+
+
+class PlainStore:
+    """Another store with what every store has, and nothing besides."""
+
+    def __init__(self, store: SnapshotStore) -> None:
+        self.put, self.stat, self.get_into = store.put, store.stat, store.get_into
+        self.prefix, self.delete, self.close = store.prefix, store.delete, store.close
 
 
 class PrefixCase(CacheCase):

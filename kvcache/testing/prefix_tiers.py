@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvcache.testing.prefix_case import (
     CALLS,
     LONG,
     GatedStore,
+    PlainStore,
     PrefixCase,
     SlowStore,
     Talk,
@@ -307,6 +309,20 @@ class PrefixTierTests(PrefixCase):
                 chat.prefill()
                 chat.close()
         r.check_books()
+
+    @every_cache
+    def test_nothing_hangs_on_how_the_interpreter_counts_references(
+        self, talk: Talk, cache: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Versions of Python count them differently."""
+        monkeypatch.setattr(sys, "getrefcount", lambda thing: 0)
+        store = MemoryStore()
+        writer = talk(cache, tiers=[store])
+        writer.keep(LONG)
+        writer.prefix.close()
+        for reader in (talk(cache, tiers=[store]), talk(cache, tiers=[PlainStore(store)])):
+            assert reader.keep([*LONG, 1]) == 20
+            reader.prefix.close()
 
     def test_what_waits_to_be_written_is_bounded(self, talk: Talk) -> None:
         store = SlowStore()

@@ -1,0 +1,76 @@
+"""Memory for pages that are read: lent for a while, and used again once it was given back.
+
+Fresh memory costs a page fault for every 4 KiB, as much time as the reading itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+import numpy as np
+
+from kvcache.stores.page import Page
+
+__all__ = ["Lender", "Loan"]
+
+KEPT = 3
+"""Buffers that wait for use: one page is read while another is put to use."""
+LARGEST = 64 << 20
+"""Bytes of the largest buffer that is kept."""
+
+
+class Lender:
+    """Buffers between their uses. Called from any thread."""
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """A buffer of ``nbytes`` or more, which holds anything: the caller's until it is put back."""
+        with self._lock:
+            for i in reversed(range(len(self._free))):  # the last one lies in the processor's cache, likely
+                if self._free[i].size >= nbytes:
+                    return self._free.pop(i)
+        return np.empty(nbytes, np.uint8)
+
+    def put_back(self, buffer: np.ndarray) -> None:
+        """Nobody looks at what is in it any more."""
+        if buffer.size <= LARGEST:
+            with self._lock:
+                self._free = [*self._free, buffer][-KEPT:]
+
+
+class Loan:
+    """A page over lent memory, which stays what it is until ``give_back``; ``page`` is None for none.
+
+    What is never given back is never lent again: it is freed as any object is.
+    """
+
+    __slots__ = ("_buffer", "_lender", "page")
+
+    def __init__(self, lender: Lender) -> None:
+        self._lender = lender
+        self._buffer: np.ndarray | None = None
+        self.page: Page | None = None
+
+    def memory(self, nbytes: int) -> np.ndarray:
+        """Memory of exactly ``nbytes`` bytes for the page, in place of what the loan had."""
+        self.give_back()
+        self._buffer = self._lender.take(nbytes)
+        return self._buffer[:nbytes]
+
+    def give_back(self) -> None:
+        """The page is no longer looked at. A second call does nothing."""
+        buffer, self._buffer, self.page = self._buffer, None, None
+        if buffer is not None:
+            self._lender.put_back(buffer)
+
+    def __enter__(self) -> Page | None:
+        return self.page
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.give_back()
