@@ -30,7 +30,8 @@ import numpy as np
 
 import ml
 from kvcache.landing import Arrival, Landing, StoredTensor, bits_of
-from kvcache.paging import check_count, check_positions, check_span, from_page
+from kvcache.page_check import check_meta
+from kvcache.paging import from_page
 from kvcache.snapshots import Snapshot, WrapperSnapshot
 from kvcache.stores.errors import SnapshotCorrupt, StoreError
 from kvcache.stores.keys import Chain
@@ -47,7 +48,6 @@ READERS = 2
 RUN = 4096
 """Bytes; what lies in shorter runs than this is read in one piece, and copied from there."""
 
-_NO_PAGE = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 log = logging.getLogger("kvcache")
 
 
@@ -84,12 +84,12 @@ def page_in(
 
 
 def restore_page(cache: Any, seq: int, page: Page, target: int | None = None) -> bool:
-    """``cache.restore`` of a page; content that is whole as far as it goes, whatever ``target``.
+    """``cache.restore`` of a page, which was checked; what is whole as far as it goes, whatever ``target``.
 
-    Raises SnapshotCorrupt for no page of a snapshot, and what ``restore`` raises.
+    Raises what ``restore`` raises.
     """
     snapshot: Snapshot | None = None
-    if target is None or target == _end(page):
+    if target in (None, page.meta["snapshot"]["end"]):
         approach = _Approach.find(cache, seq, [_HeldPage(page)])
         snapshot = None if approach is None else approach.take(approach.fill())
     if snapshot is None:
@@ -123,7 +123,7 @@ class _HeldPage:
 
     def __init__(self, page: Page) -> None:
         self._arrays = page.arrays
-        self.meta = page.meta.get("snapshot", {})
+        self.meta = page.meta["snapshot"]
         self.tensors = {name: StoredTensor(array.shape, array.dtype) for name, array in page.arrays.items()}
 
     def positions(self, name: str) -> np.ndarray:
@@ -142,12 +142,12 @@ class _StoredPage:
         self._reader = reader
         outline = read_outline(reader)
         places = sorted(outline.places.items(), key=lambda item: item[1][2:])
-        self.meta = outline.meta["snapshot"]
-        self.begin, self.end = check_span(self.meta)
         self.tensors = {name: StoredTensor(place.shape, place.dtype) for name, place in places}
         first = takewhile(lambda item: item[1].dtype == np.int64, self.tensors.items())
         self._positions = {name: np.empty(shape, np.int64) for name, (shape, _) in first}
         reader.fill([*self._positions.values()])
+        self.begin, self.end = check_meta("page-in", outline.meta, self.tensors, self.positions, True)
+        self.meta = outline.meta["snapshot"]
 
     def positions(self, name: str) -> np.ndarray:
         return self._positions[name]
@@ -212,7 +212,7 @@ def _land_some(cache: Any, seq: int, pages: Sequence[_StoredPage], told: Callabl
 
 def _note(error: Exception) -> None:
     """What fails here is found again, and dealt with, by whoever reads the page in the ordinary way."""
-    if isinstance(error, (StoreError, *_NO_PAGE)):
+    if isinstance(error, StoreError):
         log.info("page-in: %s", error)
     else:
         log.warning("page-in: %r; the page is read another way", error, exc_info=error)
@@ -293,7 +293,7 @@ class _Approach:
         try:
             if made._prepare(cache):
                 return made
-        except _NO_PAGE:  # whoever goes the ordinary way finds out what is wrong
+        except ValueError:  # they differ: whoever goes the ordinary way finds out what is wrong
             pass
         except BaseException:
             made.discard()
@@ -307,10 +307,7 @@ class _Approach:
             partial(page.fill, self._tracks_of(i)) for i, page in enumerate(self.pages)
         ]
         if told is not None:
-            jobs = [
-                _telling(job, told, check_span(page.meta)[1])
-                for job, page in zip(jobs, self.pages, strict=True)
-            ]
+            jobs = [_telling(job, told, page.meta["end"]) for job, page in zip(jobs, self.pages, strict=True)]
         try:
             return _run_together(jobs)
         except BaseException:
@@ -352,7 +349,7 @@ class _Approach:
         self, cache: object, metas: Sequence[Mapping[str, Any]], at: str
     ) -> Callable[[int], Snapshot] | None:
         """Hold cells for what ``metas`` describe, a page each; what makes the snapshot of the first few."""
-        first, spans = metas[0], [check_span(meta) for meta in metas]
+        first, spans = metas[0], [(meta["begin"], meta["end"]) for meta in metas]
         if any(one[1] != other[0] for one, other in pairwise(spans)):
             return None
         if first["kind"] == "attention" and hasattr(cache, "land"):
@@ -373,17 +370,12 @@ class _Approach:
         self, cache: _LandingCache, meta: Mapping[str, Any], spans: Sequence[tuple[int, int]], at: str
     ) -> Callable[[int], Snapshot] | None:
         positions = [page.positions(f"{at}positions") for page in self.pages]
-        for held, span in zip(positions, spans, strict=True):
-            check_positions(at, held, *span)
         cuts = [0, *accumulate(held.size for held in positions)]
         layers = {
-            check_count(i): tuple(self._stored(name, axes, cuts) for name, axes in parts)
-            for i, _, parts in meta["layers"]
+            i: tuple(self._stored(name, axes, cuts) for name, axes in parts) for i, _, parts in meta["layers"]
         }
-        whole = bool(meta["whole"])
-        arrival = Arrival(
-            spans[0][0], spans[-1][1], np.concatenate(positions), ml.DType[meta["dtype"]], whole, layers
-        )
+        dtype, whole = ml.DType[meta["dtype"]], meta["whole"]
+        arrival = Arrival(spans[0][0], spans[-1][1], np.concatenate(positions), dtype, whole, layers)
         landing = cache.land(self.seq, arrival)
         if landing is None:
             return None
@@ -395,8 +387,6 @@ class _Approach:
     def _stored(self, name: str, axes: Sequence[int], cuts: Sequence[int]) -> StoredTensor:
         """A tensor of all pages together, its axes in the cache's order; ValueError where they differ."""
         tensor = self.pages[0].tensors[name]
-        if sorted(axes) != list(range(len(tensor.shape))):
-            raise ValueError(f"{name}: axes {axes} of an array of {len(tensor.shape)}")
         along = axes.index(0)
         for page, (begin, end) in zip(self.pages, pairwise(cuts), strict=True):
             shape = (*tensor.shape[:along], end - begin, *tensor.shape[along + 1 :])
@@ -464,8 +454,3 @@ def _named(landing: Landing, layers: Sequence[Any]) -> dict[str, _Track] | None:
         for i, _, parts in layers
         for (name, axes), place in zip(parts, places[i], strict=True)
     }
-
-
-def _end(page: Page) -> object:
-    meta = page.meta.get("snapshot")
-    return meta.get("end") if isinstance(meta, Mapping) else None

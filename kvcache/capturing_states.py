@@ -162,6 +162,11 @@ class StateSnapshots(Guarded[Pass]):
         }
         with backend.new_context() as ctx:
             states = snapshot.state.read(ctx)
+        known = self._states.buffers.tensors.keys()
+        if snapshot.end and known and known != states.keys():
+            raise InvalidRangeError(
+                f"restore: the states {sorted(states)}, as (kind, layer); this cache has {sorted(known)}"
+            )
         for (kind, layer), tensor in states.items():
             shape, dtype = here[kind]
             if tensor.shape != shape or tensor.dtype is not dtype:

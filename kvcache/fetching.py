@@ -11,6 +11,7 @@ import numpy as np
 from kvcache.arriving import page_in, restore_page
 from kvcache.cache import InvalidRangeError
 from kvcache.layering import Layers, check_layers, layers_of_cache
+from kvcache.page_check import check_page
 from kvcache.shelf import Shelf, span_of
 from kvcache.stores import Chain, Page
 from kvcache.stores.errors import SnapshotCorrupt
@@ -68,11 +69,11 @@ class Fetcher:
         return pages[::-1]
 
     def restore(self, seq: int, page: Page) -> bool:
-        """Whether the page was put into the sequence; not one of another cache than its key says."""
+        """Whether a page, which was checked, was put into the sequence; not one of another cache."""
         try:
             check_layers(page, self._layers or layers_of_cache(self._cache))
             return restore_page(self._cache, seq, page)
-        except (SnapshotCorrupt, InvalidRangeError, AttributeError) as error:
+        except (SnapshotCorrupt, InvalidRangeError) as error:
             log.warning("page-in: %s; the page is dropped and computed again", error)
             return False
 
@@ -129,15 +130,16 @@ class Fetcher:
         return True
 
     def _checked(self, ids: np.ndarray, page: Page | None, end: int) -> Page | None:
-        """A stored page if it ends at ``end``; another one under its key is dropped."""
+        """A stored page if it is one of a snapshot that ends at ``end``; another under its key is dropped."""
         if page is None:
             return None
         try:
-            begin, last = span_of(page)
-        except SnapshotCorrupt:
-            begin, last = end, -1
-        if last == end and begin < end:
-            return page
+            begin, last = check_page("page-in", page, complete=True)
+            if begin < last == end:
+                return page
+            raise SnapshotCorrupt(f"page-in: a page of [{begin}, {last}) under the key of {end} tokens")
+        except SnapshotCorrupt as error:
+            log.warning("%s; the page is dropped and computed again", error)
         self.drop(ids, end)
         return None
 

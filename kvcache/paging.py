@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import ml
+from kvcache.page_check import check_page
 from kvcache.snapshots import (
     AttentionSnapshot,
     EncoderSnapshot,
@@ -22,10 +23,9 @@ from kvcache.snapshots import (
     Snapshot,
     WrapperSnapshot,
 )
-from kvcache.stores.errors import SnapshotCorrupt
 from kvcache.stores.page import Page
 
-__all__ = ["check_count", "check_positions", "check_span", "from_page", "page_bytes", "to_page"]
+__all__ = ["from_page", "page_bytes", "to_page"]
 
 Meta = Mapping[str, Any]
 
@@ -53,11 +53,9 @@ def from_page(backend: ml.Backend, page: Page) -> Snapshot:
 
     Where the backend lives in host memory the arrays are used in place: leave them as they are.
     """
-    try:
-        with backend.new_context() as ctx:
-            return _Reader(ctx, backend, page.arrays).decode(page.meta["snapshot"])
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, ml.ShapeError) as error:
-        raise SnapshotCorrupt(f"from_page: not the page of a snapshot ({error!r})") from error
+    check_page("from_page", page)
+    with backend.new_context() as ctx:
+        return _Reader(ctx, backend, page.arrays).decode(page.meta["snapshot"])
 
 
 class _Writer:
@@ -113,41 +111,29 @@ class _Reader:
         self.borrow = backend.borrow if isinstance(backend, ml.SupportsBorrow) else None
 
     def decode(self, meta: Meta, at: str = "") -> Snapshot:
-        kind, (begin, end) = meta["kind"], check_span(meta)
-        if kind == "attention":
-            return self._attention(meta, at, begin, end)
+        kind, begin, end = meta["kind"], meta["begin"], meta["end"]
         if kind == "recurrent":
-            attention = self.decode(meta["attention"], f"{at}attention.")
-            if not isinstance(attention, AttentionSnapshot):
-                raise ValueError(f"attention layers of kind {meta['attention']['kind']}")
             states = {
-                (_state(name), check_count(layer)): self._tensor(self.ctx.layer(check_count(layer)), tensor)
+                (name, layer): self._tensor(self.ctx.layer(layer), tensor)
                 for name, layer, tensor in meta["states"]
             }
-            return RecurrentSnapshot(attention, states)
+            return RecurrentSnapshot(self._attention(meta["attention"], f"{at}attention."), states)
         if kind == "encoder":
-            position = None if meta["position"] is None else check_count(meta["position"])
-            pairs = {
-                check_count(i): self._pair(self.ctx.layer(check_count(i)), tensors)
-                for i, tensors in meta["layers"]
-            }
-            return EncoderSnapshot(begin, end, position, check_count(meta["length"]), pairs)
+            pairs = {i: self._pair(self.ctx.layer(i), tensors) for i, tensors in meta["layers"]}
+            return EncoderSnapshot(begin, end, meta["position"], meta["length"], pairs)
         if kind == "wrapper":
             parts = tuple(self.decode(part, f"{at}{i}/") for i, part in enumerate(meta["parts"]))
             return WrapperSnapshot(begin, end, parts)
-        raise ValueError(f"kind {kind!r}")
+        return self._attention(meta, at)
 
-    def _attention(self, meta: Meta, at: str, begin: int, end: int) -> AttentionSnapshot:
-        positions = self.arrays[f"{at}positions"]
-        check_positions(at, positions, begin, end)
+    def _attention(self, meta: Meta, at: str) -> AttentionSnapshot:
         layers = {}
         for i, activations, tensors in meta["layers"]:
-            place = self.ctx.layer(check_count(i))
+            place = self.ctx.layer(i)
             parts = tuple(self._tensor(place, tensor, borrow=True) for tensor in tensors)
-            if len(parts) not in (2, 4) or any(part.shape[:1] != (positions.size,) for part in parts):
-                raise ValueError(f"layer {i} of {positions.size} positions: {[part.shape for part in parts]}")
-            layers[check_count(i)] = LayerSnapshot(parts, ml.DType[activations])
-        return AttentionSnapshot(begin, end, positions, ml.DType[meta["dtype"]], bool(meta["whole"]), layers)
+            layers[i] = LayerSnapshot(parts, ml.DType[activations])
+        span, positions = (meta["begin"], meta["end"]), self.arrays[f"{at}positions"]
+        return AttentionSnapshot(*span, positions, ml.DType[meta["dtype"]], meta["whole"], layers)
 
     def _pair(self, ctx: ml.Context, tensors: Sequence[Any]) -> tuple[ml.Tensor, ml.Tensor]:
         key, value = tensors
@@ -160,32 +146,11 @@ class _Reader:
         """
         name, axes = entry
         array = self.arrays[name]
-        if sorted(axes) != list(range(array.ndim)):
-            raise ValueError(f"{name}: axes {axes} of an array of {array.ndim}")
         if borrow and self.borrow is not None:
             stored = self.borrow(ctx, array)
         else:
             stored = ctx.from_numpy(array, ml.DType.from_numpy(array.dtype))
         return stored.permute(ctx, *(axes.index(axis) for axis in range(array.ndim)))
-
-
-def check_span(meta: Meta) -> tuple[int, int]:
-    """[begin, end) of the snapshot that a page describes; ValueError where it is none."""
-    begin, end = check_count(meta["begin"]), check_count(meta["end"])
-    if not begin <= end:
-        raise ValueError(f"[{begin}, {end})")
-    return begin, end
-
-
-def check_positions(at: str, positions: np.ndarray, begin: int, end: int) -> None:
-    """Raise ValueError unless positions are I64 (count,) and ascend within ``[begin, end)``."""
-    ascending = positions.ndim == 1 and positions.dtype == np.int64
-    if (
-        not ascending
-        or not bool((positions[1:] > positions[:-1]).all())
-        or (positions.size and not begin <= positions[0] <= positions[-1] < end)
-    ):
-        raise ValueError(f"{at}positions do not ascend within [{begin}, {end})")
 
 
 def _axes(tensor: ml.Tensor) -> list[int]:
@@ -195,15 +160,3 @@ def _axes(tensor: ml.Tensor) -> list[int]:
         return [*range(len(shape))]
     wide = iter(sorted((a for a, size in enumerate(shape) if size > 1), key=lambda axis: -strides[axis]))
     return [next(wide) if size > 1 else axis for axis, size in enumerate(shape)]
-
-
-def _state(name: Any) -> str:
-    if name not in ("conv", "recurrent"):
-        raise ValueError(f"{name!r} is no state")
-    return str(name)
-
-
-def check_count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no count")
-    return value

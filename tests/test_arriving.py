@@ -393,12 +393,6 @@ def test_a_page_is_restored_behind_what_is_there_or_in_its_place(backends: Backe
             assert found.tobytes() == wanted.tobytes()
 
 
-def test_what_is_no_page_of_a_snapshot_says_so(backends: Backends) -> None:
-    for meta in ({}, {"snapshot": None}, {"snapshot": {"kind": "attention", "begin": 0, "end": 1}}):
-        with pytest.raises(kvcache.stores.SnapshotCorrupt, match="from_page"):
-            arriving.restore_page(make(backends("numpy")), 0, Page(meta))
-
-
 def test_short_reads_are_gone_on_with(
     backends: Backends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:

@@ -148,16 +148,6 @@ def test_the_layers_of_a_cache_are_those_of_its_pages(backend: ml.Backend, kind:
     check_layers(kvcache.to_page(backend, cache.snapshot(0, 0, 0)), LAYERS)  # of nothing
 
 
-def test_what_is_no_page_of_a_snapshot_has_no_layers() -> None:
-    for meta in (
-        {},
-        {"snapshot": None},
-        {"snapshot": {"kind": "attention", "layers": [[0, "F32", [["a", [0]]]]]}},
-    ):
-        with pytest.raises(SnapshotCorrupt, match="not one of a snapshot"):
-            check_layers(Page(meta), LAYERS)
-
-
 @FORGERIES
 @pytest.mark.parametrize("used", [False, True], ids=["a new cache", "a cache in use"])
 @every_kind

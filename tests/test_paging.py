@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,9 +12,8 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.cache import CacheFullError, InvalidRangeError
 from kvcache.paging import from_page, to_page
-from kvcache.stores import Page, SnapshotCorrupt, pack, unpack
+from kvcache.stores import Page, pack, unpack
 from ml import DType, Layout
 
 Open = Callable[[str], AbstractContextManager[ml.Backend]]
@@ -229,118 +226,6 @@ def test_an_empty_snapshot_has_a_page(backends: Callable[[str], ml.Backend], kin
     assert cache.restore(0, from_page(backend, unpack(b"".join(pack(page)))))
     if kind != "encoder":
         assert cache.offset(0) == 0
-
-
-# Pages that nobody made of a snapshot.
-
-
-def hostile(value: Any) -> list[Any]:
-    return [None, -1, 2**62, True, "x", [], {}, [[1]], 1.5, [value], {"a": value}]
-
-
-def places(meta: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to everything inside."""
-    items = meta.items() if isinstance(meta, dict) else enumerate(meta) if isinstance(meta, list) else ()
-    for key, value in items:
-        yield (*at, key)
-        yield from places(value, (*at, key))
-
-
-def changed(meta: Any, where: tuple[Any, ...], value: Any, delete: bool = False) -> Any:
-    found = copy.deepcopy(meta)
-    inside = found
-    for key in where[:-1]:
-        inside = inside[key]
-    if delete:
-        del inside[where[-1]]
-    else:
-        inside[where[-1]] = value
-    return found
-
-
-def judge(backend: ml.Backend, kind: str, page: Page) -> None:
-    """It is refused as corrupt, or is a snapshot that the cache takes or refuses."""
-    try:
-        snapshot = from_page(backend, page)
-    except SnapshotCorrupt:
-        return
-    cache = make(kind, backend, DType.F32)
-    try:
-        taken = cache.restore(0, snapshot)
-    except (InvalidRangeError, CacheFullError, AttributeError):
-        taken = False
-    if not taken and kind != "encoder":
-        assert cache.offset(0) == 0
-
-
-@pytest.mark.parametrize("kind", MAKE)
-def test_a_page_whose_description_was_changed_is_refused_or_harmless(
-    backends: Callable[[str], ml.Backend], kind: str
-) -> None:
-    backend, rnd = backends("numpy"), random.Random(7)
-    cache = make(kind, backend, DType.F32)
-    fill(cache, backend, kind)
-    page = to_page(backend, cache.snapshot(0, 0, end_of(kind)))
-    judge(backend, kind, page)
-    for where in places(dict(page.meta)):
-        judge(backend, kind, Page(changed(dict(page.meta), where, None, delete=True), page.arrays))
-        inside: Any = page.meta
-        for key in where:
-            inside = inside[key]
-        for value in rnd.sample(hostile(inside), 5):
-            judge(backend, kind, Page(changed(dict(page.meta), where, value), page.arrays))
-
-
-@pytest.mark.parametrize("kind", MAKE)
-def test_a_page_whose_arrays_were_changed_is_refused_or_harmless(
-    backends: Callable[[str], ml.Backend], kind: str
-) -> None:
-    backend = backends("numpy")
-    cache = make(kind, backend, DType.F32)
-    fill(cache, backend, kind)
-    page = to_page(backend, cache.snapshot(0, 0, end_of(kind)))
-    for name, array in page.arrays.items():
-        others: list[np.ndarray | None] = [
-            None, array[:-1].copy(), array.reshape(-1), array[None], array[..., :0].copy(),
-            np.array(1.0, np.float32), np.zeros(array.shape, np.int8), np.zeros(array.shape, bool),
-            -np.ones(array.shape, array.dtype), array[::-1].copy(),
-        ]  # fmt: skip
-        for other in others:
-            arrays = {**page.arrays, name: other} if other is not None else {
-                key: kept for key, kept in page.arrays.items() if key != name
-            }  # fmt: skip
-            judge(backend, kind, Page(page.meta, arrays))
-
-
-def test_a_page_of_another_kind_of_cache_is_not_taken(backends: Callable[[str], ml.Backend]) -> None:
-    backend = backends("numpy")
-    for kind in MAKE:
-        cache = make(kind, backend, DType.F32)
-        fill(cache, backend, kind)
-        page = to_page(backend, cache.snapshot(0, 0, end_of(kind)))
-        for other in MAKE:
-            if other != kind and {kind, other} != {"causal", "chunked"}:
-                judge(backend, other, page)
-
-
-@pytest.mark.parametrize(
-    "meta",
-    [{}, {"snapshot": None}, {"snapshot": []}, {"snapshot": {"kind": "other", "begin": 0, "end": 1}}],
-    ids=repr,
-)
-def test_what_is_no_page_of_a_snapshot_says_so(
-    backends: Callable[[str], ml.Backend], meta: dict[str, Any]
-) -> None:
-    with pytest.raises(SnapshotCorrupt, match="from_page"):
-        from_page(backends("numpy"), Page(meta))
-
-
-def test_a_page_nested_without_end_is_corrupt(backends: Callable[[str], ml.Backend]) -> None:
-    meta: dict[str, Any] = {"kind": "wrapper", "begin": 0, "end": 0, "parts": []}
-    for _ in range(5000):
-        meta = {"kind": "wrapper", "begin": 0, "end": 0, "parts": [meta]}
-    with pytest.raises(SnapshotCorrupt):
-        from_page(backends("numpy"), Page({"snapshot": meta}))
 
 
 def test_a_snapshot_of_a_stranger_has_no_page(backends: Callable[[str], ml.Backend]) -> None:

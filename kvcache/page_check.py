@@ -1,0 +1,221 @@
+"""What a page says of itself, checked once: every field is there, of its type, and agrees with the arrays.
+
+Whoever reads a page that was checked needs no checks of its own. All say their kind, "begin" and "end"::
+
+    attention   "dtype", "whole", "layers": [[layer, activations, [tensor, ...]], ...]
+    recurrent   "attention": {...}, "states": [["conv" or "recurrent", layer, tensor], ...]
+    encoder     "position", "length", "layers": [[layer, [tensor, tensor]], ...]
+    wrapper     "parts": [{...}, ...]
+
+A tensor is [name of an array, axes].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+import ml
+from kvcache.quantized import BLOCK
+from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.stores.page import Page
+
+__all__ = ["StoredArray", "check_meta", "check_page"]
+
+DEEPEST = 16
+"""Wrappers inside wrappers."""
+STATES = ("conv", "recurrent")
+
+
+class StoredArray(Protocol):
+    """An array of a page, whether it was read already or not."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+
+def check_page(op: str, page: Page, complete: bool = False) -> tuple[int, int]:
+    """[begin, end) of a page's snapshot; raises SnapshotCorrupt unless it is the page of one.
+
+    ``complete``, as a conversation's pages are: attention layers have something of every position, and
+    each array is a part of the snapshot.
+    """
+    return check_meta(op, page.meta, page.arrays, page.arrays.__getitem__, complete)
+
+
+def check_meta(
+    op: str,
+    meta: object,
+    arrays: Mapping[str, StoredArray],
+    positions: Callable[[str], np.ndarray],
+    complete: bool = False,
+) -> tuple[int, int]:
+    """As ``check_page``, of one whose arrays are still to be read, but for ``positions``."""
+    try:
+        return _Check(arrays, positions, complete).page(meta)
+    except (KeyError, ValueError) as error:
+        said = f"it has no array {error}" if isinstance(error, KeyError) else error
+        raise SnapshotCorrupt(f"{op}: not the page of a snapshot: {said}") from error
+
+
+class _Check:
+    """Each method raises ValueError, or KeyError for an array that is not there."""
+
+    def __init__(
+        self, arrays: Mapping[str, StoredArray], positions: Callable[[str], np.ndarray], complete: bool
+    ) -> None:
+        self._arrays, self._positions, self._complete = arrays, positions, complete
+        self._named: set[str] = set()
+
+    def page(self, meta: object) -> tuple[int, int]:
+        if not isinstance(meta, Mapping):
+            raise ValueError(f"its meta is {meta!r:.40}")
+        span = self._snapshot(meta.get("snapshot"), "", DEEPEST)
+        if self._complete and (strange := self._arrays.keys() - self._named):
+            raise ValueError(f"the array {min(strange)!r:.40} is of nothing")
+        return span
+
+    def _snapshot(self, found: object, at: str, depth: int) -> tuple[int, int]:
+        meta = _typed(found, dict, f"{at}snapshot")
+        kind = meta.get("kind")
+        begin, end = _count(meta.get("begin"), "begin"), _count(meta.get("end"), "end")
+        if begin > end:
+            raise ValueError(f"a snapshot of [{begin}, {end})")
+        if kind == "attention":
+            self._attention(meta, at, begin, end)
+        elif kind == "recurrent":
+            self._recurrent(meta, at, begin, end)
+        elif kind == "encoder":
+            self._encoder(meta, begin, end)
+        elif kind == "wrapper" and depth:
+            for i, part in enumerate(_typed(meta.get("parts"), list, "parts")):
+                first, last = self._snapshot(part, f"{at}{i}/", depth - 1)
+                if first > begin or last != end:  # a window's own begins at 0
+                    raise ValueError(f"part {i} is of [{first}, {last}), the whole of [{begin}, {end})")
+        else:
+            raise ValueError(f"kind {kind!r:.40}")
+        return begin, end
+
+    def _attention(self, meta: dict[str, Any], at: str, begin: int, end: int) -> None:
+        positions = self._positions(f"{at}positions")
+        _new(self._named, f"{at}positions")
+        ascend = positions.ndim == 1 and positions.dtype == np.int64
+        if (
+            not ascend
+            or not bool((positions[1:] > positions[:-1]).all())
+            or (positions.size and not begin <= positions[0] <= positions[-1] < end)
+        ):
+            raise ValueError(f"{at}positions do not ascend within [{begin}, {end})")
+        whole = _typed(meta.get("whole"), bool, "whole")
+        if self._complete and not whole and positions.size != end - begin:
+            raise ValueError(f"{positions.size} positions of [{begin}, {end})")
+        dtype = _dtype(meta.get("dtype"))
+        seen: set[int] = set()
+        for entry in _typed(meta.get("layers"), list, "layers"):
+            number, activations, tensors = _items(entry, 3, "a layer")
+            _new(seen, _count(number, "a layer's number"))
+            _float(_dtype(activations), f"layer {number}")
+            parts = _items(tensors, 4 if dtype.is_quantized else 2, f"layer {number}")
+            half = len(parts) // 2
+            for pair in (parts[:half], parts[half:]):
+                self._stored(pair, dtype, positions.size, f"layer {number}")
+
+    def _stored(self, parts: list[Any], dtype: ml.DType, count: int, what: str) -> None:
+        """K or V: one array (count, heads, dim), or codes and scales."""
+        shapes = []
+        wanted = [dtype]
+        if dtype.is_quantized:
+            wanted = [ml.DType.I8 if dtype is ml.DType.Q8_0 else ml.DType.U8, ml.DType.F16]
+        for part, expected in zip(parts, wanted, strict=True):
+            shape, found = self._tensor(part)
+            if len(shape) != 3 or shape[0] != count or not all(shape[1:]) or found is not expected:
+                raise ValueError(f"{what}: {found.name} {shape}; {expected.name} of {count} positions")
+            shapes.append(shape)
+        codes_in_block = BLOCK if dtype is ml.DType.Q8_0 else BLOCK // 2
+        if len(shapes) > 1 and shapes[0] != (*shapes[1][:2], shapes[1][2] * codes_in_block):
+            raise ValueError(f"{what}: codes {shapes[0]} and scales {shapes[1]}")
+
+    def _recurrent(self, meta: dict[str, Any], at: str, begin: int, end: int) -> None:
+        attention = _typed(meta.get("attention"), dict, "attention")
+        if attention.get("kind") != "attention":
+            raise ValueError(f"attention layers of kind {attention.get('kind')!r:.40}")
+        span = self._snapshot(attention, f"{at}attention.", 0)
+        if span != (begin, end):
+            raise ValueError(f"attention layers of {span}, states of [{begin}, {end})")
+        seen: set[tuple[str, int]] = set()
+        for entry in _typed(meta.get("states"), list, "states"):
+            kind, number, tensor = _items(entry, 3, "a state")
+            if kind not in STATES:
+                raise ValueError(f"{kind!r:.40} is no state")
+            _new(seen, (kind, _count(number, "a state's layer")))
+            _, dtype = self._tensor(tensor)
+            _float(dtype, f"the {kind} state of layer {number}")
+
+    def _encoder(self, meta: dict[str, Any], begin: int, end: int) -> None:
+        position, length = meta.get("position", ""), _count(meta.get("length"), "length")
+        layers = _typed(meta.get("layers"), list, "layers")
+        if position is None:
+            if layers or length:
+                raise ValueError("an encoder's output that came with no token")
+            return
+        if not begin <= _count(position, "position") < end:
+            raise ValueError(f"an encoder's output of position {position} in [{begin}, {end})")
+        seen: set[int] = set()
+        for entry in layers:
+            number, pair = _items(entry, 2, "a layer")
+            _new(seen, _count(number, "a layer's number"))
+            for tensor in _items(pair, 2, f"layer {number}"):
+                shape, dtype = self._tensor(tensor)
+                _float(dtype, f"layer {number}")
+                if len(shape) != 3 or shape[0] != length or not all(shape[1:]):
+                    raise ValueError(f"layer {number}: {shape} of an encoder's output of {length}")
+
+    def _tensor(self, entry: object) -> tuple[tuple[int, ...], ml.DType]:
+        """Shape, its axes in the snapshot's order, and dtype of [name, axes]: an array that is named once."""
+        name, axes = _items(entry, 2, "a tensor")
+        _new(self._named, _typed(name, str, "an array's name"))
+        array = self._arrays[name]
+        shape = array.shape
+        order = [_count(axis, "an axis") for axis in _typed(axes, list, f"the axes of {name}")]
+        if sorted(order) != list(range(len(shape))):
+            raise ValueError(f"{name}: axes {order} of an array of {len(shape)}")
+        return tuple(shape[order.index(i)] for i in range(len(shape))), ml.DType.from_numpy(array.dtype)
+
+
+def _typed(value: object, kind: type, what: str) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{what} is {value!r:.40}")
+    return value
+
+
+def _items(value: object, count: int, what: str) -> list[Any]:
+    if type(value) is not list or len(value) != count:
+        raise ValueError(f"{what} is {value!r:.40}, and no list of {count}")
+    return value
+
+
+def _count(value: object, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{what} is {value!r:.40}")
+    return value
+
+
+def _dtype(value: object) -> ml.DType:
+    if type(value) is not str or value not in ml.DType.__members__:
+        raise ValueError(f"a dtype is {value!r:.40}")
+    return ml.DType[value]
+
+
+def _float(dtype: ml.DType, what: str) -> None:
+    if not dtype.is_float:
+        raise ValueError(f"{what} in {dtype.name}")
+
+
+def _new(seen: set[Any], value: Any) -> None:
+    if value in seen:
+        raise ValueError(f"{value!r:.40} is there twice")
+    seen.add(value)

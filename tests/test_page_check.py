@@ -1,0 +1,263 @@
+"""Pages that nobody made of a snapshot: each is refused as corrupt, or as harmless as any other.
+
+Whatever a store has under a key, with a digest that is right, ``begin`` takes it or drops it, and goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ml
+from kvcache.cache import InvalidRangeError
+from kvcache.page_check import check_page
+from kvcache.paging import from_page, to_page
+from kvcache.stores import MemoryStore, Page, SnapshotCorrupt, get_page, pack, put_page, unpack
+from kvcache.testing.conversing import CACHES, ConversationSetup, Rig
+from kvcache.testing.prefix_case import PlainStore
+from ml import DType
+
+TOKENS = [4, *range(10, 17)]
+"""The first one brings an encoder's output."""
+STRANGE = (None, -1, 0, 1, 7, 2**62, 2**70, True, 1.5, "x", "F16", [], {}, [[1]], [0, 0, 0])
+CASES = [(cache, dtype) for cache in CACHES for dtype in (DType.F32, DType.Q4_0)]
+every_cache = pytest.mark.parametrize(("cache", "dtype"), CASES, ids=[f"{c} {d.name}" for c, d in CASES])
+
+Place = tuple[Any, ...]
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[ml.Backend]:
+    with ml.open_backend("numpy") as backend:
+        yield backend
+
+
+def rig(backend: ml.Backend, cache: str, dtype: DType, *tiers: Any) -> Rig:
+    return Rig(ConversationSetup(cache, dtype=dtype), backend, None, tiers)
+
+
+@functools.cache
+def stored(backend: ml.Backend, cache: str, dtype: DType = DType.F32) -> dict[str, Page]:
+    """The pages of a conversation by their keys, in memory of their own."""
+    store = MemoryStore()
+    with rig(backend, cache, dtype, store).prefix as prefix:
+        owner = rig(backend, cache, dtype, store)
+        owner.keep(TOKENS)
+        owner.prefix.close()
+        chain = prefix.shelf.keys.chain(TOKENS)
+        pages = {key: get_page(store, key) for key in (chain.at(i) for i in range(1, len(TOKENS) + 1))}
+    return {key: page for key, page in pages.items() if page is not None}
+
+
+def places(meta: Any, at: Place = ()) -> Iterator[Place]:
+    """The way to everything inside."""
+    items = meta.items() if isinstance(meta, dict) else enumerate(meta) if isinstance(meta, list) else ()
+    for key, value in items:
+        yield (*at, key)
+        yield from places(value, (*at, key))
+
+
+def changed(page: Page, where: Place, *value: Any) -> Page:
+    """With another value in one place of its meta; none: without what is there."""
+    meta = inside = copy.deepcopy(dict(page.meta))
+    for key in where[:-1]:
+        inside = inside[key]
+    if value:
+        inside[where[-1]] = value[0]
+    else:
+        del inside[where[-1]]
+    return Page(meta, page.arrays)
+
+
+def with_array(page: Page, name: str, array: np.ndarray | None) -> Page:
+    """With another array of that name; None: without it."""
+    others = {other: kept for other, kept in page.arrays.items() if other != name}
+    return Page(page.meta, others if array is None else {**others, name: array})
+
+
+def forgeries(page: Page) -> Iterator[Page]:
+    for where in places(dict(page.meta)):
+        yield changed(page, where)
+        yield from (changed(page, where, value) for value in STRANGE)
+    for name, array in page.arrays.items():
+        yield from (
+            with_array(page, name, other)
+            for other in (
+                None, array[:-1].copy(), array.reshape(-1), array[None], array[..., :0].copy(),
+                np.array(1.0, np.float32), np.zeros(array.shape, np.int8), np.zeros(array.shape, np.float16),
+                -np.ones(array.shape, array.dtype), array[::-1].copy(),
+            )
+        )  # fmt: skip
+        yield with_array(page, "another", array)
+        where = next(where for where in places(dict(page.meta)) if where[-1] == "layers" or len(where) == 2)
+        yield with_array(changed(page, where, []), name, None)
+
+
+@every_cache
+def test_no_page_of_a_store_keeps_a_conversation_from_beginning(
+    backend: ml.Backend, cache: str, dtype: DType
+) -> None:
+    pages, rnd = stored(backend, cache, dtype), random.Random(1)
+    forged = [(key, other) for key, page in pages.items() for other in forgeries(page)]
+    for number, (key, other) in enumerate(rnd.sample(forged, 40)):
+        store = MemoryStore()
+        for name, page in {**pages, key: other}.items():
+            put_page(store, name, page)
+        r = rig(backend, cache, dtype, store if number % 2 else PlainStore(store))
+        if number % 4 > 1:
+            r.keep([1, 2, 3])
+        for _ in range(2):
+            session = r.prefix.begin([*TOKENS, 99])
+            assert r.cache.offset(session.seq) == session.cached
+            session.close(keep=False)
+        if session.cached < len(TOKENS):
+            assert None in store.stat([*pages]), "what was not taken was dropped"
+
+
+@pytest.mark.parametrize("name", ["zero", None, 1.0, True, -1])
+def test_a_layer_without_a_number_is_corrupt_dropped_and_a_miss(
+    backend: ml.Backend, name: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    ((first, page), (last, rest)) = stored(backend, "causal").items()
+    for reader in (lambda store: store, PlainStore):
+        store = MemoryStore()
+        put_page(store, first, changed(page, ("snapshot", "layers", 1, 0), name))
+        put_page(store, last, rest)
+        r = rig(backend, "causal", DType.F32, reader(store))
+        with caplog.at_level(logging.WARNING):
+            assert r.keep([*TOKENS, 99]) == 0
+        assert f"a layer's number is {name!r}; the page is dropped and computed again" in caplog.text
+        r.prefix.flush()
+        found = get_page(store, first)
+        assert found is not None
+        assert found.meta == page.meta, "written anew"
+
+
+def test_a_page_without_the_states_of_a_layer_is_dropped(backend: ml.Backend) -> None:
+    store = MemoryStore()
+    for key, page in stored(backend, "recurrent").items():
+        name, _ = page.meta["snapshot"]["states"][2][2]
+        put_page(store, key, with_array(changed(page, ("snapshot", "states", 2)), name, None))
+    r = rig(backend, "recurrent", DType.F32, store)
+    r.keep([1, 2, 3])
+    assert r.keep([*TOKENS, 99]) == 0
+
+
+def test_a_page_with_a_gap_is_no_conversations(backend: ml.Backend) -> None:
+    _, page = stored(backend, "causal").popitem()
+    count = page.arrays["positions"].size
+    arrays = {
+        name: np.ascontiguousarray(array.take([0, *range(2, count)], axis=array.shape.index(count)))
+        for name, array in page.arrays.items()
+    }
+    gap = Page(page.meta, arrays)
+    check_page("test", gap)
+    with pytest.raises(SnapshotCorrupt, match=f"test: .* {count - 1} positions of"):
+        check_page("test", gap, complete=True)
+
+
+@every_cache
+def test_what_is_checked_is_a_snapshot_that_the_cache_takes_or_refuses(
+    backend: ml.Backend, cache: str, dtype: DType
+) -> None:
+    page = [*stored(backend, cache, dtype).values()][-1]
+    judge(backend, cache, dtype, page)
+    for other in random.Random(2).sample([*forgeries(page)], 100):
+        judge(backend, cache, dtype, other)
+
+
+def judge(backend: ml.Backend, cache: str, dtype: DType, page: Page) -> None:
+    try:
+        snapshot = from_page(backend, page)
+    except SnapshotCorrupt:
+        return
+    assert check_page("test", page) == (snapshot.begin, snapshot.end)
+    made = rig(backend, cache, dtype).cache
+    try:
+        taken = made.restore(0, snapshot)
+    except InvalidRangeError:
+        taken = False
+    if not taken:
+        assert made.offset(0) == 0
+
+
+def test_a_page_of_another_kind_of_cache_is_not_taken(backend: ml.Backend) -> None:
+    for kind in CACHES:
+        for other in CACHES:
+            page = next(iter(stored(backend, kind).values()))
+            judge(backend, other, DType.F32, page)
+
+
+# Anything at all.
+
+any_json = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(data=st.data(), cache=st.sampled_from([*CACHES]), dtype=st.sampled_from([DType.F32, DType.Q8_0]))
+def test_any_description_is_that_of_a_snapshot_or_corrupt(
+    backend: ml.Backend, data: st.DataObject, cache: str, dtype: DType
+) -> None:
+    page = [*stored(backend, cache, dtype).values()][-1]
+    for _ in range(data.draw(st.integers(1, 3))):
+        where = data.draw(st.sampled_from([*places(dict(page.meta))] or [("snapshot",)]))
+        page = changed(page, where, data.draw(any_json | st.sampled_from(STRANGE)))
+    judge(backend, cache, dtype, page)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(data=st.data(), cache=st.sampled_from([*CACHES]))
+def test_any_bytes_are_a_snapshots_or_corrupt(backend: ml.Backend, data: st.DataObject, cache: str) -> None:
+    packed = bytearray(b"".join(pack([*stored(backend, cache).values()][-1])))
+    header = 8 + int.from_bytes(packed[:8], "little")
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, data.draw(st.sampled_from([header, len(packed)]))))
+        stop = data.draw(st.integers(start, min(start + 8, len(packed))))
+        packed[start:stop] = data.draw(st.binary(max_size=8) | st.sampled_from([b"0", b"]", b'"', b"true"]))
+    try:
+        page = unpack(packed)
+    except SnapshotCorrupt:
+        return
+    judge(backend, cache, DType.F32, page)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    ["x", {}, {"snapshot": None}, {"snapshot": []}, {"snapshot": {"kind": "other", "begin": 0, "end": 1}}],
+    ids=repr,
+)
+def test_what_is_no_page_of_a_snapshot_says_so(backend: ml.Backend, meta: Any) -> None:
+    with pytest.raises(SnapshotCorrupt, match="from_page: not the page of a snapshot"):
+        from_page(backend, Page(meta))
+
+
+def test_a_page_nested_without_end_is_corrupt(backend: ml.Backend) -> None:
+    meta: dict[str, Any] = {"kind": "wrapper", "begin": 0, "end": 0, "parts": []}
+    for _ in range(5000):
+        meta = {"kind": "wrapper", "begin": 0, "end": 0, "parts": [meta]}
+    with pytest.raises(SnapshotCorrupt):
+        from_page(backend, Page({"snapshot": meta}))
+
+
+@every_cache
+def test_what_a_cache_makes_is_sound(backend: ml.Backend, cache: str, dtype: DType) -> None:
+    for page in stored(backend, cache, dtype).values():
+        begin, end = check_page("test", page, complete=True)
+        assert 0 <= begin < end <= len(TOKENS)
+    r = rig(backend, cache, dtype)
+    chat = r.chat(TOKENS)
+    for end in (0, len(TOKENS)):
+        assert check_page("test", to_page(backend, r.cache.snapshot(chat.seq, 0, end))) == (0, end)
