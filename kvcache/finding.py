@@ -62,7 +62,6 @@ class Finder:
                 stored = self._fetcher.longest(ids, reached, reach) if progress else reached
             else:
                 if self.from_source(seq, ids, source):
-                    self._shelf.enforce()
                     return source.length
 
     def best(self, ids: np.ndarray, limit: int) -> Source:
@@ -141,7 +140,6 @@ class Finder:
             self.origins.clear()
         self.origins["store"] += stored - sum(self.origins.values())
         self._shelf.insert(seq, ids[:stored], pieces_of(self._shelf, seq, ids[:stored], first), stored=True)
-        self._shelf.enforce()
         return stored
 
     def _page_by_page(self, seq: int, ids: np.ndarray, source: Source) -> int | None:
@@ -151,7 +149,6 @@ class Finder:
         reached = self._fetcher.fetch(seq, ids, source.length, partial(self._tell, int(ids.size)))
         self.origins["store"] += reached - source.length
         self._shelf.insert(seq, ids[:reached], (), stored=True)
-        self._shelf.enforce()
         return reached
 
     def _tell(self, total: int, reached: int) -> None:

@@ -127,14 +127,15 @@ class PrefixCache(Closing):
             )
         self.shelf.settle()
         seq = min(self._free)  # which depends on nothing but the ones that are in use
-        try:
-            cached = self._finder.fill(seq, ids)
-            self._schedule(seq, ids, cached)
-            self._rolled_back(seq)
-        except BaseException:
-            self.cache.cancel_snapshots(seq)
-            self.cache.remove(seq, 0)
-            raise
+        with self.shelf.within_budgets():
+            try:
+                cached = self._finder.fill(seq, ids)
+                self._schedule(seq, ids, cached)
+                self._rolled_back(seq)
+            except BaseException:
+                self.cache.cancel_snapshots(seq)
+                self.cache.remove(seq, 0)
+                raise
         self._free.remove(seq)
         session = self._sessions[seq] = Session(self, seq, ids, cached)
         self.stats.add(int(ids.size), self._finder.origins)
@@ -152,13 +153,13 @@ class PrefixCache(Closing):
             raise SessionLimitError(f"adopt: {len(self._sessions)} sessions are open; close one first")
         self.shelf.settle()
         seq = self._free[0]
-        try:
-            if snapshot.end != ids.size or not self.cache.restore(seq, snapshot):
-                return False
-            self.shelf.insert(seq, ids, [] if self.shelf.divisible else [self.cache.snapshot(seq)])
-        finally:
-            self.cache.remove(seq, 0)
-        self.shelf.enforce()
+        with self.shelf.within_budgets():
+            try:
+                if snapshot.end != ids.size or not self.cache.restore(seq, snapshot):
+                    return False
+                self.shelf.insert(seq, ids, [] if self.shelf.divisible else [self.cache.snapshot(seq)])
+            finally:
+                self.cache.remove(seq, 0)
         return True
 
     def next_snapshot(self, seq: int) -> int | None:
@@ -291,23 +292,23 @@ class PrefixCache(Closing):
         pieces = [part for part in self.cache.take_snapshots(seq) if part.end <= ids.size]
         if pieces:
             session.kept = pieces[-1].end
-            self.shelf.insert(seq, ids[: pieces[-1].end], pieces)
-            self.shelf.enforce()
+            with self.shelf.within_budgets():
+                self.shelf.insert(seq, ids[: pieces[-1].end], pieces)
 
     def _end(self, session: Session, keep: bool, upto: int | None) -> None:
         seq = session.seq
-        try:
-            if keep:
-                ids = session.computed()[:upto]
-                self.shelf.insert(seq, ids, pieces_of(self.shelf, seq, ids, session.kept))
-        except SequenceLostError:
-            pass  # there is nothing to keep
-        finally:
-            self.cache.cancel_snapshots(seq)
-            self.cache.remove(seq, 0)
-            del self._sessions[seq]
-            self._free.append(seq)
-        self.shelf.enforce()
+        with self.shelf.within_budgets():
+            try:
+                if keep:
+                    ids = session.computed()[:upto]
+                    self.shelf.insert(seq, ids, pieces_of(self.shelf, seq, ids, session.kept))
+            except SequenceLostError:
+                pass  # there is nothing to keep
+            finally:
+                self.cache.cancel_snapshots(seq)
+                self.cache.remove(seq, 0)
+                del self._sessions[seq]
+                self._free.append(seq)
         self.shelf.settle()
 
     def _rewind(self, session: Session, ids: np.ndarray, trusted: int) -> int:
@@ -332,16 +333,16 @@ class PrefixCache(Closing):
     def _restore_nearest(self, seq: int, ids: np.ndarray, source: Source) -> int:
         """Restore along nodes; where one fails, along those that are left. Returns how far that went."""
         self.cache.cancel_snapshots(seq)
-        try:
-            while not self._finder.from_source(seq, ids, source):
-                length, nodes = self.shelf.along(ids)
-                source = Source(length, nodes=nodes)
-        except CacheFullError:  # others hold the cells: there is nothing left to go on from
-            self.cache.remove(seq, 0)
-            source = Source()
-        self.shelf.touch(ids[: source.length])
-        self._schedule(seq, ids, source.length)
-        self.shelf.enforce()
+        with self.shelf.within_budgets():
+            try:
+                while not self._finder.from_source(seq, ids, source):
+                    length, nodes = self.shelf.along(ids)
+                    source = Source(length, nodes=nodes)
+            except CacheFullError:  # others hold the cells: there is nothing left to go on from
+                self.cache.remove(seq, 0)
+                source = Source()
+            self.shelf.touch(ids[: source.length])
+            self._schedule(seq, ids, source.length)
         return source.length
 
     def _rolled_back(self, seq: int) -> int | None:

@@ -281,6 +281,14 @@ class Shelf:
 
     # Evicting.
 
+    @contextlib.contextmanager
+    def within_budgets(self) -> Iterator[None]:
+        """Whatever becomes of the block, every tier is within its budget after it."""
+        try:
+            yield
+        finally:
+            self.enforce()
+
     def enforce(self) -> None:
         """Bring every tier within its budget."""
         while self.device.excess and (node := self.device.first()) is not None:

@@ -79,6 +79,19 @@ class PrefixTierTests(PrefixCase):
         assert r.keep([*LONG[:8], 1]) == 8
         r.check_books()
 
+    def test_what_a_refused_prompt_has_brought_back_is_within_the_budget(self, talk: Talk) -> None:
+        r = talk(max_sequences=2, capacity=8, budget=0, tiers=[HostTier()])
+        r.keep(LONG[:4])
+        r.keep(LONG[:8])
+        chat = r.chat(list(range(11)))
+        with pytest.raises(kvcache.CacheFullError) as caught:
+            r.prefix.begin([*LONG[:8], 1])
+        assert (caught.value.asked, caught.value.free) == (4, 1), "half of it was there"
+        assert r.prefix.nbytes["device"] == 0
+        chat.close()
+        assert r.keep([*LONG[:8], 1]) == 8
+        r.check_books()
+
     @pytest.mark.parametrize(
         "tokens", [[], [-1], [1, "a"], [1.5], [None], [2**63], np.zeros(2), [[1]]], ids=repr
     )
