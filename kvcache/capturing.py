@@ -129,12 +129,13 @@ class AttentionSnapshots(BoundCache[Forward]):
         table.sweep()
         if table.free >= count or table.unowned < count:
             return
-        pins = len(table.pins) + 1
-        while table.free < count and len(table.pins) < pins and self.on_pressure is not None:
-            pins = len(table.pins)  # it is asked again only where fewer are left, whatever it says
+        while table.free < count and self.on_pressure is not None:
+            held = -table.free, len(table.pins)
             if not self.on_pressure(count - table.free):
                 break
             table.sweep()
+            if (-table.free, len(table.pins)) >= held:  # it is asked again only where it did something
+                break
         table.sweep()
         for snapshot, source in self._in_cache():
             if table.free >= count:
@@ -411,19 +412,20 @@ class AttentionSnapshots(BoundCache[Forward]):
             return None, snapshot
         positions = snapshot.positions
         count, size = int(np.searchsorted(positions, at)), positions.size
+        before, after = positions[:count].copy(), positions[count:].copy()  # so that each can go alone
         source = snapshot.source
         if source is not None and source.table is self._table:
             return (
-                self._remember(snapshot.begin, at, positions[:count], source.part(0, count)),
-                self._remember(at, snapshot.end, positions[count:], source.part(count, size)),
+                self._remember(snapshot.begin, at, before, source.part(0, count)),
+                self._remember(at, snapshot.end, after, source.part(count, size)),
             )
         layers = snapshot.read()
         with self._bound("split").new_context() as ctx:
             first, second = (sliced(ctx, layers, *part) for part in ((0, count), (count, size)))
             ctx.compute(*tensors_of(first), *tensors_of(second))
         return (
-            AttentionSnapshot(snapshot.begin, at, positions[:count], snapshot.dtype, False, first),
-            AttentionSnapshot(at, snapshot.end, positions[count:], snapshot.dtype, False, second),
+            AttentionSnapshot(snapshot.begin, at, before, snapshot.dtype, False, first),
+            AttentionSnapshot(at, snapshot.end, after, snapshot.dtype, False, second),
         )
 
     def _check(self, snapshot: AttentionSnapshot) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Generic, TypeVar
 
 __all__ = ["Ledger"]
@@ -67,9 +67,19 @@ class Ledger(Generic[N]):
 
     def first(self) -> N | None:
         """The entry that goes first; it stays counted."""
-        while self._heap:
-            priority, _, entry = self._heap[0]
-            if id(entry) in self._sizes and priority == self._priority(entry):
-                return entry
-            heapq.heappop(self._heap)
-        return None
+        return next(self.in_order(), None)
+
+    def in_order(self) -> Generator[N, None, None]:
+        """The entries, as they go one after another; nothing is to change before this is closed."""
+        passed: dict[int, tuple[Priority, int, N]] = {}
+        try:
+            while self._heap:
+                priority, _, entry = item = self._heap[0]
+                known = id(entry) in self._sizes and id(entry) not in passed
+                if known and priority == self._priority(entry):
+                    yield entry
+                    passed[id(entry)] = item
+                heapq.heappop(self._heap)
+        finally:
+            for item in passed.values():
+                heapq.heappush(self._heap, item)

@@ -87,7 +87,7 @@ class _Writer:
         raise ml.NotSupportedError(f"to_page: a snapshot of {type(snapshot).__name__}")
 
     def _attention(self, snapshot: AttentionSnapshot, at: str) -> dict[str, Any]:
-        self.arrays[f"{at}positions"] = np.ascontiguousarray(snapshot.positions, dtype=np.int64)
+        self.arrays[f"{at}positions"] = np.array(snapshot.positions, dtype=np.int64)
         layers = [
             [
                 i,

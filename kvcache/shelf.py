@@ -35,6 +35,10 @@ from kvcache.trie import Alphabet, Node, Trie
 __all__ = ["Held", "Shelf", "SnapshotCache", "span_of"]
 
 
+BLOCK = 16
+"""Tokens: no fewer are evicted at a time of an edge that has more."""
+
+
 class SnapshotCache(Cache, Protocol):
     """A cache that a PrefixCache can use: all caches of this package are."""
 
@@ -71,6 +75,9 @@ class Held:
     stored: bool = False
     pins: int = 0
     used: int = 0
+    """The time of its last use, on the shelf's clock."""
+    end_used: int = 0
+    """That of the end of its edge: later prompts may have parted from it before."""
     since: float = field(default_factory=time.monotonic)
 
     @property
@@ -117,6 +124,8 @@ class Shelf:
         """Snapshots that went from everywhere."""
         self.failed = 0
         """Of these, those that the device did not give to host memory."""
+        self.grain = BLOCK if host is None and store is None else -(-BLOCK // keys.chunk) * keys.chunk
+        """Edges are parted at multiples of so many tokens when their end is evicted."""
         self._clock = 0
 
     # Finding.
@@ -233,23 +242,33 @@ class Shelf:
         held = node.data
         if held is None or not self.divisible:
             return self.trie.split(node, at)
+        snapshots = None if held.snapshot is None else self.cache.split(held.snapshot, at)
+        pages = None if held.page is None else cut_page(held.page, at, own=True)
         upper = self.trie.split(node, at)
-        upper.data = Held(held.begin, pins=held.pins, used=held.used, since=held.since)
-        held.begin = at
-        if held.snapshot is not None:
-            first, second = self.cache.split(held.snapshot, at)
-            self._keep_on_device(upper, first)
-            self._keep_on_device(node, second)
-        if held.page is not None:
-            above, below = cut_page(held.page, at, own=True)
-            self._keep_on_host(upper, above)
-            self._keep_on_host(node, below)
+        stored = held.stored and at % self.keys.chunk == 0
+        upper.data = Held(held.begin, stored=stored, pins=held.pins, since=held.since)
+        upper.data.used = upper.data.end_used = held.used
+        held.begin, held.used = at, held.end_used
+        if snapshots is not None:
+            self._off_device(node)
+            self._keep_on_device(upper, snapshots[0])
+            self._keep_on_device(node, snapshots[1])
+        if pages is not None:
+            self._keep_on_host(upper, pages[0])
+            self._keep_on_host(node, pages[1])
         return upper
 
     def _keep_on_device(self, node: Node[Held], snapshot: Snapshot) -> None:
         assert node.data is not None
         node.data.snapshot = snapshot
         self.device.add(node, snapshot.nbytes)
+
+    def _off_device(self, node: Node[Held]) -> None:
+        """Let go of the cells now, whoever else refers to the snapshot."""
+        self.device.discard(node)
+        if node.data is not None and node.data.snapshot is not None:
+            node.data.snapshot.drop()
+            node.data.snapshot = None
 
     def _keep_on_host(self, node: Node[Held], page: Page) -> None:
         assert node.data is not None
@@ -260,10 +279,9 @@ class Shelf:
     def touch(self, ids: np.ndarray) -> None:
         """A prefix was used: it goes later than all others."""
         self._clock += 1
-        for node in self.trie.match(ids).nodes:
-            if node.data is not None and node.begin < ids.size:
-                node.data.used = self._clock
-                self._reorder(node)
+        match = self.trie.match(ids)
+        if match.nodes:
+            self._use(match.nodes[-1], whole=not match.inside)
 
     def pin(self, ids: np.ndarray, change: int) -> int:
         """Pin (1) or unpin (-1) what is kept of a prefix; returns how many tokens that is."""
@@ -273,6 +291,20 @@ class Shelf:
                 node.data.pins = max(0, node.data.pins + change)
                 self._reorder(node)
         return match.length
+
+    def _use(self, last: Node[Held], whole: bool = True) -> None:
+        """Note that a node, or the beginning of its edge, and those that lead to it are used now.
+
+        What leads to a node that was used now was, too.
+        """
+        node: Node[Held] | None = last
+        while node is not None and (node.data is None or node.data.used < self._clock):
+            if node.data is not None:
+                node.data.used = self._clock
+                if whole:
+                    node.data.end_used = self._clock
+                self._reorder(node)
+            node, whole = node.parent, True
 
     def _reorder(self, node: Node[Held]) -> None:
         self.device.touch(node)
@@ -291,8 +323,8 @@ class Shelf:
 
     def enforce(self) -> None:
         """Bring every tier within its budget."""
-        while self.device.excess and (node := self.device.first()) is not None:
-            self.page_out(node)
+        while (excess := self.device.excess) and (node := self.device.first()) is not None:
+            self.page_out(self._end_of(node, _tokens(node, excess)))
         self._shrink_host()
 
     def evict(self, nbytes: int | None = None) -> int:
@@ -300,20 +332,59 @@ class Shelf:
         goal = 0 if nbytes is None else max(0, self.device.nbytes - nbytes)
         count = 0
         while (self.device.nbytes > goal or nbytes is None) and (node := self.device.first()) is not None:
-            self.page_out(node)
+            self.page_out(node if not goal else self._end_of(node, _tokens(node, self.device.nbytes - goal)))
             count += 1
         if self.transit is not None:
             self.transit.drain()
         return count
 
     def relieve(self, missing: int) -> bool:
-        """The cache needs cells: page out the least recently used snapshot that lies in some."""
-        inside = [node for node in self.device if node.data is not None and _holds_cells(node.data)]
-        freeing = [node for node in inside if node.data is not None and _frees(node.data)]
-        if not inside:
-            return False
-        self.page_out(min(freeing or inside, key=_priority))
-        return True
+        """The cache needs cells: page out what was least recently used of all that would free some."""
+        self._clock += 1
+        while (node := self._next_freeing()) is not None:
+            end = self._end_of(node, missing)
+            frees = _frees(end)
+            self.page_out(end)
+            if frees:
+                return True
+        with contextlib.closing(self.device.in_order()) as nodes:
+            shared = next(filter(_holds_cells, nodes), None)
+        if shared is not None:  # with other snapshots: all of them have to go
+            self.page_out(shared)
+        return shared is not None
+
+    def _next_freeing(self) -> Node[Held] | None:
+        """The least recently used snapshot that alone holds a cell.
+
+        Those before it that hold none alone are in use, by open sessions: they go later than all that are
+        not. Those that were copied out of the cache go now: they are memory beside it, and as old.
+        """
+        passed: list[Node[Held]] = []
+        found: Node[Held] | None = None
+        with contextlib.closing(self.device.in_order()) as nodes:
+            for node in nodes:
+                if _frees(node):
+                    found = node
+                    break
+                passed.append(node)
+        for node in passed:
+            if _holds_cells(node):
+                self._use(node)
+            else:
+                self.page_out(node)
+        return found
+
+    def _end_of(self, node: Node[Held], tokens: int) -> Node[Held]:
+        """The last ``tokens`` of an edge, and up to ``grain`` more; all of it where that is no less work."""
+        held = node.data
+        assert held is not None
+        at = node.end - tokens
+        at -= at % self.grain
+        kept_below = held.host is not None or held.leaving is not None
+        if self.divisible and node.begin < at and not kept_below and _holds_cells(node):
+            with contextlib.suppress(SequenceLostError):  # a device failure took it, and all of it goes
+                self._split(node, at)
+        return node
 
     def page_out(self, node: Node[Held]) -> None:
         """Move a snapshot from the device to the next tier, or drop it where there is none."""
@@ -327,8 +398,7 @@ class Shelf:
                     self._keep_on_host(node, page)
                 else:
                     self._write(node, page)
-        self.device.discard(node)
-        held.snapshot = None
+        self._off_device(node)
         self._prune(node)
         self._land()
         self._shrink_host()
@@ -397,7 +467,7 @@ class Shelf:
 
     def drop(self, node: Node[Held]) -> None:
         """Forget what is kept at a node."""
-        self.device.discard(node)
+        self._off_device(node)
         if self.host is not None:
             self.host.discard(node)
         if node.data is not None:
@@ -426,10 +496,10 @@ class Shelf:
         """Forget all that is kept on the device and in host memory; what is being written is written."""
         self.drain()
         for node in list(self.trie):
-            self.device.discard(node)
+            self._off_device(node)
             if self.host is not None:
                 self.host.discard(node)
-            node.data = None  # nodes refer to one another: let go of the cells now
+            node.data = None
         self.trie = Trie()
 
     # Stores.
@@ -520,12 +590,18 @@ def _in_cache(held: Held) -> bool:
     return held.snapshot is not None and held.snapshot.in_cache
 
 
-def _holds_cells(held: Held) -> bool:
-    return held.snapshot is not None and held.snapshot.holds_cells
+def _holds_cells(node: Node[Held]) -> bool:
+    return node.data is not None and node.data.snapshot is not None and node.data.snapshot.holds_cells
 
 
-def _frees(held: Held) -> bool:
-    return held.snapshot is not None and held.snapshot.frees_cells
+def _frees(node: Node[Held]) -> bool:
+    return node.data is not None and node.data.snapshot is not None and node.data.snapshot.frees_cells
+
+
+def _tokens(node: Node[Held], nbytes: int) -> int:
+    """How many tokens of a node's snapshot take so many bytes, or more."""
+    size = 0 if node.data is None or node.data.snapshot is None else node.data.snapshot.nbytes
+    return -(-nbytes * (node.end - node.begin) // max(1, size))
 
 
 def _is_present(node: Node[Held]) -> bool:

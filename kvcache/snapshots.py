@@ -77,6 +77,9 @@ class Snapshot(Protocol):
     def detach(self) -> None:
         """Copy out what still lies in the cache, and let go of the cells and slots."""
 
+    def drop(self) -> None:
+        """Let go of the cells: nobody asks any more for what lies there."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSnapshot:
@@ -204,6 +207,11 @@ class AttentionSnapshot:
         self.source = None
         source.table.unpin(source.pin)
 
+    def drop(self) -> None:
+        if self.source is not None:
+            self.source.table.unpin(self.source.pin)
+            self.source = None
+
     def release(self) -> None:
         """Detach it; where its content is lost, just let go of the cells."""
         if self.source is not None and self.source.pin.lost:
@@ -277,6 +285,9 @@ class RecurrentSnapshot:
         self.attention.detach()
         self.state.detach()
 
+    def drop(self) -> None:
+        self.attention.drop()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderSnapshot:
@@ -315,6 +326,9 @@ class EncoderSnapshot:
     def detach(self) -> None:
         """Nothing to do: what it holds lies in no cell."""
 
+    def drop(self) -> None:
+        """Nothing to do, either."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrapperSnapshot:
@@ -347,6 +361,10 @@ class WrapperSnapshot:
     def detach(self) -> None:
         for part in self.parts:
             part.detach()
+
+    def drop(self) -> None:
+        for part in self.parts:
+            part.drop()
 
 
 def check_kind(op: str, cache: object, snapshot: object, kind: type) -> None:

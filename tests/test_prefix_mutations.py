@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import random
 from collections.abc import Callable, Iterator
@@ -17,9 +18,11 @@ from kvcache.causal import CausalCache
 from kvcache.encoder import EncoderCache
 from kvcache.eviction import Ledger
 from kvcache.finding import Finder
+from kvcache.lending import Lender
 from kvcache.prefix import PrefixCache, Session
 from kvcache.scheduling import REPLACED, Schedule
 from kvcache.shelf import Held, Shelf
+from kvcache.snapshots import AttentionSnapshot
 from kvcache.stores.entries import Entries
 from kvcache.stores.keys import Chain, Keys
 from kvcache.testing.conversing import ConversationSetup, Rig
@@ -38,6 +41,8 @@ MUTATIONS: dict[str, tuple[str, tuple[Any, ...], Callable[[Patch], None]]] = {}
 With "" random traces have to, and the argument says what of their setups is changed.
 """
 TRACES = 400
+KEPT: list[Any] = []
+"""What a planted bug never lets go of."""
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +151,14 @@ class _Anything(str):
 
 @bug("test_a_page_that_is_read_later_changes_nothing_that_was_read", "recurrent")
 def a_buffer_given_to_another_page_while_it_is_read(patch: Patch) -> None:
-    patch.setattr(tiers, "_UNUSED", 100)
+    original = Lender.take
+
+    def take(self: Lender, nbytes: int) -> np.ndarray:
+        found = original(self, nbytes)
+        self.put_back(found)
+        return found
+
+    patch.setattr(Lender, "take", take)
 
 
 @bug("test_what_waits_to_be_written_is_there_already", "causal")
@@ -241,6 +253,59 @@ def a_budget_one_byte_too_large(patch: Patch) -> None:
     )
 
 
+@bug("test_what_a_refused_prompt_has_brought_back_is_within_the_budget")
+def a_budget_that_a_refused_call_forgets(patch: Patch) -> None:
+    patch.setattr(Shelf, "within_budgets", lambda self: contextlib.nullcontext())
+
+
+@bug("test_the_end_of_an_edge_goes_first", "causal")
+def an_edge_that_is_evicted_whole(patch: Patch) -> None:
+    patch.setattr(Shelf, "_end_of", lambda self, node, tokens: node)
+
+
+@bug("test_what_an_open_session_uses_goes_later_than_all_that_is_not_in_use")
+def what_is_in_use_evicted_first(patch: Patch) -> None:
+    patch.setattr(shelf, "_frees", shelf._holds_cells)
+
+
+@bug("test_the_end_of_an_edge_is_no_newer_for_a_prompt_that_parted_before_it")
+def an_end_as_new_as_its_beginning(patch: Patch) -> None:
+    original = Shelf._use
+    patch.setattr(Shelf, "_use", lambda self, last, whole=True: original(self, last))
+
+
+@bug("test_what_an_eviction_costs_does_not_grow_with_what_is_kept")
+def every_snapshot_looked_at_for_each_eviction(patch: Patch) -> None:
+    def next_freeing(self: Shelf) -> Any:
+        found = [node for node in self.device if shelf._frees(node)]
+        return min(found, key=shelf._priority, default=None)
+
+    patch.setattr(Shelf, "_next_freeing", next_freeing)
+
+
+@bug("test_a_parted_edges_pages_take_the_memory_that_they_count")
+def halves_that_keep_the_whole(patch: Patch) -> None:
+    original = paging.to_page
+
+    def to_page(backend: Any, snapshot: Any) -> Any:
+        page = original(backend, snapshot)
+        positions = page.arrays["positions"]
+        return replace(page, arrays={**page.arrays, "positions": np.tile(positions, 2)[: positions.size]})
+
+    patch.setattr(transit, "to_page", to_page)
+
+
+@bug("test_an_edge_that_cannot_be_parted_stays_as_it_is")
+def an_edge_parted_before_its_snapshot(patch: Patch) -> None:
+    original = Shelf._split
+
+    def split(self: Shelf, node: Any, at: int) -> Any:
+        self.trie.split(node, at)
+        return original(self, node, at + 1)
+
+    patch.setattr(Shelf, "_split", split)
+
+
 @bug("test_each_tier_gives_back_what_it_was_given", "causal")
 def what_is_evicted_dropped(patch: Patch) -> None:
     patch.setattr(Shelf, "_send", lambda self, transit, node, held: None)
@@ -296,14 +361,7 @@ def no_snapshot_where_conversations_part(patch: Patch) -> None:
 
 @bug("test_clear_forgets_all_but_open_sessions_and_stores", "causal")
 def cells_held_after_all_is_forgotten(patch: Patch) -> None:
-    kept: list[Any] = []
-    original = Shelf.clear
-
-    def clear(self: Shelf) -> None:
-        kept.extend(node.data.snapshot for node in self.trie if node.data is not None)
-        original(self)
-
-    patch.setattr(Shelf, "clear", clear)
+    patch.setattr(AttentionSnapshot, "drop", lambda self: KEPT.append(self))
 
 
 @bug("test_flush_writes_all_and_what_is_written_is_not_written_again")

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import ml
 from kvcache.testing.prefix_finding import PrefixFindingTests
+from kvcache.testing.prefix_pressure import PrefixPressureTests
 from kvcache.testing.prefix_sessions import PrefixSessionTests
 from kvcache.testing.prefix_tiers import PrefixTierTests
 from kvcache.testing.prefix_traces import prefix_failure
@@ -18,7 +19,9 @@ from ml import DType
 __all__ = ["PrefixTests"]
 
 
-class PrefixTests(PrefixFindingTests, PrefixTierTests, PrefixTransitTests, PrefixSessionTests):
+class PrefixTests(
+    PrefixFindingTests, PrefixTierTests, PrefixPressureTests, PrefixTransitTests, PrefixSessionTests
+):
     prefix_traces: ClassVar[int] = 12
     """How many random traces are run."""
 

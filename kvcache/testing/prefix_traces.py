@@ -80,6 +80,8 @@ class PrefixSetup:
     """"memory", "file", or none."""
     backlog: int = 1 << 20
     in_flight: int = 1 << 20
+    grain: int = 16
+    """Tokens, at whose multiples edges are parted to be evicted."""
 
     @property
     def exact(self) -> bool:
@@ -98,10 +100,11 @@ def random_prefix_setup(rnd: random.Random, floats: Sequence[DType]) -> PrefixSe
         layout=rnd.choice(list(ml.Layout)),
         elide_mask=rnd.random() < 0.5,
     )
+    sequences = rnd.choice((1, 2, 3))
     talk = ConversationSetup(
         cache=rnd.choice(list(CACHES)),
-        max_sequences=rnd.choice((1, 2, 3)),
-        capacity=rnd.choice((32, 32, 48, 200)),
+        max_sequences=sequences,
+        capacity=rnd.choice((32, 32, 48, 200) if sequences == 1 else (LONGEST // 2 + 1, 32, 48, 200)),
         max_batch=32,
         dtype=rnd.choice(list(floats)),
         config=config,
@@ -114,6 +117,7 @@ def random_prefix_setup(rnd: random.Random, floats: Sequence[DType]) -> PrefixSe
         store=rnd.choice(("", "memory", "memory", "file")),
         backlog=rnd.choice((0, 1 << 20)),
         in_flight=rnd.choice((0, 1, 1500, 1 << 20)),
+        grain=rnd.choice((1, 4, 16)),
     )
 
 
@@ -151,6 +155,7 @@ class Trace:
             self.setup.talk, self.backend, self.setup.budget, tiers,
             identity={"model": "digests"}, backlog=self.setup.backlog, in_flight=self.setup.in_flight,
         )  # fmt: skip
+        self.rig.prefix.shelf.grain = self.setup.grain
         self.live: list[Chat] = []
 
     def run(self, op: Op) -> None:
