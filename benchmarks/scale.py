@@ -57,14 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="little traffic, few rounds; a glance, no result"
     )
-    parser.add_argument("--measure", action="store_true", help="keep the simulation, measure the rest anew")
-    parser.add_argument("--write", action="store_true", help="only write plots and tables")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--measure", action="store_true", help="keep the simulation, measure the rest anew")
+    one.add_argument("--simulate", action="store_true", help="keep what was measured, simulate anew")
+    one.add_argument("--write", action="store_true", help="only write plots and tables")
     parser.add_argument("--docs", type=Path, default=DOCS, help="the folder with scaling.md")
     options = parser.parse_args(arguments)
     record = options.docs / "benchmarks" / "scale.json"
     if not options.write:
-        former = json.loads(record.read_text(encoding="utf-8")) if options.measure else {}
-        record.write_text(json.dumps(_results(options.quick, former), indent=1) + "\n", encoding="utf-8")
+        former = json.loads(record.read_text(encoding="utf-8")) if options.measure or options.simulate else {}
+        found = {} if options.simulate else _measured(options.quick)
+        if not options.measure:
+            found |= {"simulation": _simulated(options.quick)}
+        record.write_text(json.dumps(former | found, indent=1) + "\n", encoding="utf-8")
     from benchmarks import scale_plots, scale_report
 
     results = json.loads(record.read_text(encoding="utf-8"))
@@ -73,20 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"wrote {options.docs / 'scaling.md'} and {len(drawn)} plots")
 
 
-def _results(quick: bool, former: dict[str, Any]) -> dict[str, Any]:
-    """``former``: results whose simulation, which comes from its seeds alone, is kept."""
+def _measured(quick: bool) -> dict[str, Any]:
     from benchmarks import scale_constants
 
     began = time.perf_counter()
     constants = scale_constants.measure(quick)
     print(f"constants: {time.perf_counter() - began:.0f} s")
-    found = {"machine": machine(), "quick": quick, "constants": constants}
-    if former:
-        return former | found
+    return {"machine": machine(), "quick": quick, "constants": constants}
+
+
+def _simulated(quick: bool) -> dict[str, Any]:
+    """It comes from its seeds alone."""
+    began = time.perf_counter()
     traffic = Traffic(count=60, open=12) if quick else Traffic(count=1000)
-    simulation = simulate(traffic, 1 if quick else 3, SHARES[::3] if quick else SHARES)
+    found = simulate(traffic, 1 if quick else 3, SHARES[::3] if quick else SHARES)
     print(f"simulation: {time.perf_counter() - began:.0f} s")
-    return found | {"simulation": simulation}
+    return found
 
 
 if __name__ == "__main__":

@@ -34,7 +34,14 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     if hypothesis.__version_info__ >= (6, 150):
+        _any_truth()  # Hypothesis looks, once, for what refers to its random numbers
         gc.freeze()
+
+
+@hypothesis.settings(max_examples=1, database=None)
+@hypothesis.given(hypothesis.strategies.booleans())
+def _any_truth(value: bool) -> None:
+    assert value in (True, False)
 
 
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

@@ -182,6 +182,11 @@ def framed(header: bytes | str | dict[str, Any], data: bytes = b"") -> bytes:
 METADATA = {"format": PAGE_FORMAT, "meta": "{}"}
 
 
+def nested(depth: int) -> str:
+    """JSON text, with brackets in strings too, which are no depth."""
+    return '{"[{\\"[": ["[\\\\"], "a":' * depth + "1" + "}" * depth
+
+
 def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict[str, Any]:
     return {"__metadata__": METADATA, "a": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
@@ -205,6 +210,7 @@ HOSTILE: dict[str, bytes] = {
     "no UTF-8": framed(b'{"\xff": 1}'),
     "no object": framed("[]"),
     "a deep header": framed("[" * 100_000 + "]" * 100_000),
+    "a meta that is too deep": framed({"__metadata__": {**METADATA, "meta": nested(100)}}),
     "a deep meta": framed({"__metadata__": {**METADATA, "meta": '{"a":' * 50_000 + "1" + "}" * 50_000}}),
     "a number of a million digits": framed('{"__metadata__": ' + "9" * 1_000_000 + "}"),
     "NaN": framed('{"__metadata__": NaN}'),
@@ -260,6 +266,14 @@ def test_what_is_no_page_is_corrupt(data: bytes) -> None:
 def test_the_hostile_headers_are_one_step_from_a_page() -> None:
     assert unpack(framed(entry(), DATA)).arrays["a"].shape == (2,)
     assert list(unpack(framed(two((0, 4), (4, 8)), DATA)).arrays) == ["a", "b"]
+
+
+def test_how_deep_a_meta_may_be_is_the_same_in_both_directions() -> None:
+    meta = json.loads(nested(99))
+    page = unpack(packed(Page(meta)))
+    assert page.meta == meta
+    with pytest.raises(ValueError, match="nested 101 deep; 100 is the limit"):
+        pack(Page({"a": meta}))
 
 
 def test_every_truncation_is_corrupt() -> None:
