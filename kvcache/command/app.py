@@ -40,7 +40,7 @@ from kvcache.command.usage import CommandGroup, one_line
 from kvcache.runner.config import load_config
 from kvcache.runner.errors import RequestError
 from kvcache.runner.families import family_of
-from kvcache.runner.generate import Generator, GeneratorOptions, check_prompt
+from kvcache.runner.generate import Generator, GeneratorOptions, encode_prompt
 from kvcache.runner.loading import load_model
 from kvcache.runner.memory import check_memory
 from kvcache.runner.requests import Finished, Settings
@@ -257,7 +257,7 @@ def _prepare(
         check_memory(config, backend, *sizes, weights)
     tokenizer = Tokenizer.load(path)
     limit = options.capacity or config.max_positions
-    longest = max(len(check_prompt(tokenizer.encode(text), config, limit)) for text in prompts)
+    longest = max(len(encode_prompt(tokenizer, text, config, limit)) for text in prompts)
     if options.capacity is None:
         needed = min(config.max_positions, longest + settings.max_new_tokens)
         options = replace(options, capacity=needed)

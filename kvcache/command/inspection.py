@@ -21,7 +21,7 @@ from kvcache.command.progress import Bars, bars_until_done, draws
 from kvcache.runner.config import load_config
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.errors import RunnerError
-from kvcache.runner.generate import check_prompt
+from kvcache.runner.generate import encode_prompt
 from kvcache.runner.identity import files_digest
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.requests import Event, Settings
@@ -134,7 +134,7 @@ def demonstrate(
     """Generate for all prompts over one PrefixCache; all but the last are done when the picture is taken."""
     bars = bars or Bars(None)
     config, tokenizer = load_config(path), Tokenizer.load(path)
-    tokens = [check_prompt(tokenizer.encode(text), config, config.max_positions) for text in prompts]
+    tokens = [encode_prompt(tokenizer, text, config, config.max_positions) for text in prompts]
     longest = max(map(len, tokens))
     capacity = min(config.max_positions, longest + max_tokens + _SPARE)
     options = EngineOptions(max_sequences=max(2, min(4, len(prompts))), capacity=capacity, budget=budget)

@@ -20,7 +20,7 @@ from kvcache.command.prompts import text_or_stdin
 from kvcache.command.screen import Screen, screen_for
 from kvcache.runner.config import ModelConfig, load_config
 from kvcache.runner.engine import Engine, EngineOptions, Failed
-from kvcache.runner.generate import check_prompt
+from kvcache.runner.generate import check_prompt, encode_prompt
 from kvcache.runner.identity import identity_of
 from kvcache.runner.loading import load_model
 from kvcache.runner.memory import human_bytes
@@ -54,7 +54,7 @@ def save(
         config, tokenizer = load_config(path), Tokenizer.load(path)
         check_folder(out)
         prompt = text_or_stdin(prompt)
-        tokens = check_prompt(tokenizer.encode(prompt), config, config.max_positions)
+        tokens = encode_prompt(tokenizer, prompt, config, config.max_positions)
         head: dict[str, Any] = {"model": str(path), "backend": place.backend, "dtype": dtypes.weights.name}
         screen = screen_for([prompt], as_json, head, quiet)
         with opened(place, dtypes.weights, screen, head) as loaded:
@@ -104,7 +104,8 @@ def load(
         identity = identity_of(path, saved.dtype)
         if identity != saved.model:
             raise ConversationError(f"{file} is of another model than {path}; name it with --model")
-        tokens = [*saved.tokens, *(tokenizer.encode(prompt, bos=False) if prompt else ())]
+        more = tokenizer.encode(prompt, bos=False, most=config.max_positions) if prompt else ()
+        tokens = [*saved.tokens, *more]
         check_prompt(tokens, config, config.max_positions)
         if len(tokens) == saved.evaluated:
             raise ConversationError(f"{file}: the conversation came to its end; go on with --prompt")
