@@ -202,6 +202,17 @@ class PrefixCache(Closing):
         self._check("flush")
         self.shelf.flush()
 
+    def write_through(self, nbytes: int | None = None) -> bool:
+        """Have the stores' thread write what is kept and is in no store yet; True: some of it is left.
+
+        Nothing is evicted for it, and nobody waits for the stores. With ``nbytes`` it is about so much at
+        a time, and no more than ``backlog`` has room for: call it again, between two passes say. A
+        process that is killed then loses what it computed since. What open sessions hold is not among it.
+        """
+        self._check("write_through")
+        self.shelf.settle()
+        return self.shelf.write_through(nbytes)
+
     def close(self, flush: bool = True) -> None:
         """Close open sessions, write what is kept to the stores (``flush``), and let go of the cache."""
         if self._closed:

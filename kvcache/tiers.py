@@ -84,9 +84,13 @@ class StoreTier:
             self._thread = threading.Thread(target=self._work, name="kvcache-page-out", daemon=True)
             self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: not self.waiting or self.waiting + parcel.nbytes <= self.backlog)
+            self._changed.wait_for(lambda: self.has_room(parcel.nbytes))
             self.waiting += parcel.nbytes
         self._queue.put(parcel)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a parcel of ``nbytes`` can be submitted without a wait."""
+        return not self.waiting or self.waiting + nbytes <= self.backlog
 
     def finished(self) -> Iterator[Parcel]:
         """Parcels that were written, or failed, since the last call."""
