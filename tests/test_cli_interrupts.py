@@ -57,7 +57,7 @@ OPENING = "ml:open_backend:1"
 LOADING = "kvcache.runner.loader:Loader.take:5"
 PREFILL = "kvcache.causal:CausalCache.start_forward:1"
 DECODE = "kvcache.causal:CausalCache.start_forward:3"
-READING = "kvcache.runner.saved:_digest:1"
+READING = "kvcache.runner.saved:digest_of_page:1"
 RESTORE = "kvcache.runner.saved:from_page:1"
 WRITING = "os:fsync:1"
 

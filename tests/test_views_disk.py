@@ -99,11 +99,44 @@ def test_broken_entries_say_what_is_wrong_and_stay(folder: Path) -> None:
     problems = {entry.key: entry.problem for entry in picture.entries}
     assert problems[missing.stem] == "its data are missing"
     assert problems[short.stem].endswith(f"bytes were put, {short.stat().st_size} are there")
-    assert "no page" in problems[damaged.stem]
+    assert problems[damaged.stem] == "its digest is wrong"
     assert "other fields" in problems["foreign"]
     assert picture.writing == 1
     assert "1 temporary file" in picture.text()
     assert before == listing(folder)
+
+
+def flip(path: Path, at: int) -> None:
+    """One bit, and no date: nobody is told."""
+    data, status = bytearray(path.read_bytes()), path.stat()
+    data[at] ^= 1 << at % 8
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_flipped_bit_anywhere_in_an_entry_is_told(folder: Path) -> None:
+    entries = sorted((folder / "pages").glob("*.safetensors"))
+    assert not any(entry.problem for entry in look_at_store(folder).entries)
+    size = entries[0].stat().st_size
+    for at in (*range(0, size, size // 40), size - 1):
+        flip(entries[0], at)
+        picture = look_at_store(folder)
+        problems = {entry.key: entry.problem for entry in picture.entries}
+        assert [key for key, problem in problems.items() if problem] == [entries[0].stem], at
+        assert ", 1 broken" in picture.summary()
+        with pytest.raises(SnapshotCorrupt, match="damaged"):
+            look_at_page(entries[0])
+        flip(entries[0], at)
+    flip(entries[0], size - 1)
+    assert "its digest is wrong" in run(folder).stdout
+    assert run(folder, "--nodes", 0).exit_code == 0
+
+
+def test_what_is_looked_into_is_told_to_a_bar(folder: Path) -> None:
+    told: list[tuple[int, int]] = []
+    picture = look_at_store(folder, progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (picture.nbytes, picture.nbytes)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
 def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
@@ -126,7 +159,8 @@ def test_a_page_shows_layers_dtype_and_bytes(tmp_path: Path, numpy_backend: ml.B
     assert (picture.begin, picture.end, picture.tokens) == (2, 6, 3)
     assert picture.parts == (PagePart("attention", 4, 1, "F32", 4 * CELL),)
     assert picture.nbytes == (tmp_path / "page.kv").stat().st_size
-    assert dict(picture.facts) == {"begins": "5 6 7", "model": r"{'name': 'tiny\x1b[0m'}"}
+    nothing = "none: nothing tells whether the file is whole"
+    assert dict(picture.facts) == {"begins": "5 6 7", "model": r"{'name': 'tiny\x1b[0m'}", "digest": nothing}
     decoded = look_at_page(tmp_path / "page.kv", lambda ids: "".join(map(chr, ids)))
     assert dict(decoded.facts)["begins"] == r"\x05\x06\x07"
     for drawn in (picture.text(), picture.svg(), picture.html(), picture.json()):
@@ -225,6 +259,14 @@ def test_inspect_a_saved_conversation(make_model: Make, tmp_path: Path) -> None:
     assert "6 tokens" in result.stdout
     assert "begins  hello" in result.stdout
     assert "begins  1 " in run(out).stdout, "of another model than the bundled one: ids"
+    assert "digest  holds, sha256 " in result.stdout
+    size = out.stat().st_size
+    for at in (*range(0, size, size // 60), size - 1):
+        flip(out, at)
+        damaged = run(out, "--model", model)
+        assert (damaged.exit_code, damaged.stdout) == (1, ""), at
+        assert damaged.stderr.startswith(f"kvcache: inspect: {out}: damaged")
+        flip(out, at)
 
 
 @pytest.mark.parametrize(

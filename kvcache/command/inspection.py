@@ -82,7 +82,8 @@ def inspect(
             raise typer.BadParameter("give a store or a saved conversation, or --prompt to run one")
         console = None if as_json or as_text or not draws(sys.stdout) else Console(highlight=False)
         if target is not None:
-            picture = look_at(target, limit, nodes, model)
+            with bars_until_done(as_json or quiet) as bars:
+                picture = look_at(target, limit, nodes, model, bars)
         else:
             path = bundled_model() if model is None else model
             with bars_until_done(as_json or quiet) as bars:
@@ -94,7 +95,9 @@ def inspect(
         show(picture, console, as_json)
 
 
-def look_at(target: str, budget: int | None, entries: int, model: Path | None = None) -> Picture:
+def look_at(
+    target: str, budget: int | None, entries: int, model: Path | None = None, bars: Bars | None = None
+) -> Picture:
     """The picture of a store's folder, or of a file: with its text where the model that it is of is known."""
     if target.startswith("file:"):
         url, _, query = target.partition("?")
@@ -104,7 +107,7 @@ def look_at(target: str, budget: int | None, entries: int, model: Path | None = 
         raise RunnerError(f"inspect: {target}: only a store in a folder can be looked into")
     path = Path(target).expanduser()
     if path.is_dir() or is_store(path):
-        return look_at_store(path, budget, entries)
+        return look_at_store(path, budget, entries, (bars or Bars(None)).checked)
     if not path.exists():
         raise RunnerError(f"inspect: {path}: there is no such file or folder")
     return look_at_page(path, _decoder(path, model))

@@ -7,7 +7,6 @@ on any other.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,8 @@ from kvcache.runner.errors import RunnerError
 from kvcache.runner.requests import Settings
 from kvcache.runner.runs import Run
 from kvcache.runner.sampling import Sampler
-from kvcache.stores import Page, SnapshotCorrupt, pack, strict_json, unpack
+from kvcache.stores import Page, SnapshotCorrupt, pack, unpack
+from kvcache.stores.page import PAGE_DIGEST, digest_of_page
 
 __all__ = ["ConversationError", "SavedConversation", "adopt", "capture", "read", "write"]
 
@@ -132,7 +132,7 @@ def write(path: str | os.PathLike[str], saved: SavedConversation) -> int:
         "cache": dict(saved.cache),
         "snapshot": saved.page.meta["snapshot"],
     }
-    meta["sha256"] = _digest(meta, saved.page.arrays)
+    meta[PAGE_DIGEST] = digest_of_page(Page(meta, saved.page.arrays))
     parts = pack(Page(meta, saved.page.arrays))
     target = check_target(path)
     try:
@@ -159,7 +159,7 @@ def read(
     meta = dict(page.meta)
     if meta.get("format") != FORMAT:
         raise ConversationError(f"{source}: no saved conversation of the format {FORMAT}")
-    if meta.pop("sha256", None) != _digest(meta, page.arrays):
+    if meta.pop(PAGE_DIGEST, None) != digest_of_page(page):
         raise ConversationError(f"{source}: damaged: its digest does not hold; save the conversation anew")
     if not _is_whole(meta):
         raise ConversationError(f"{source}: a saved conversation whose fields make no sense")
@@ -185,16 +185,6 @@ def _is_whole(meta: Mapping[str, Any]) -> bool:
     tokens, evaluated = meta["tokens"], meta["evaluated"]
     counts = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
     return counts and type(evaluated) is int and evaluated > 0 and evaluated in (len(tokens) - 1, len(tokens))
-
-
-def _digest(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
-    """Over all but itself: the meta, and each array's name, dtype, shape and bytes."""
-    digest = hashlib.sha256(strict_json.encode(dict(meta), canonical=True).encode())
-    for name in sorted(arrays):
-        array = arrays[name]
-        digest.update(strict_json.encode([name, array.dtype.name, list(array.shape)]).encode())
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
 
 
 def _write_whole(target: Path, parts: Sequence[memoryview]) -> None:
