@@ -130,11 +130,12 @@ class StoreTier:
             try:
                 if store.stat([key])[0] is None:
                     store.put(key, pack(page))
+                    self.outages.took(store, page.nbytes)
                     self.written += 1
                 kept = True
                 self.outages.worked(store, WRITING)
             except StoreFull as error:
-                log.info("page-out: %s", error)
+                self.outages.full(store, page.nbytes, error)
             except Exception as error:
                 self._failed(store, WRITING, error, "the snapshot will be computed again")
         return kept

@@ -9,15 +9,7 @@ from typing import Any
 
 from kvcache.stores.errors import StoreUnavailable
 
-__all__ = [
-    "DIGEST",
-    "DigestedReader",
-    "digest_of",
-    "digest_of_file",
-    "load_xxhash",
-    "read_digested",
-    "write_digested",
-]
+__all__ = ["DIGEST", "DigestedReader", "digest_of", "load_xxhash", "read_digested", "write_digested"]
 
 DIGEST = "xxh3_128"
 BLOCK = 1 << 19
@@ -80,16 +72,6 @@ class DigestedReader:
 
     def hexdigest(self) -> str:
         return str(self._digest.hexdigest())
-
-
-def digest_of_file(path: str | os.PathLike[str]) -> str:
-    """Of all that a file holds, read a block at a time."""
-    with open(path, "rb", buffering=0) as file:
-        reader, left = DigestedReader(file.fileno()), os.fstat(file.fileno()).st_size
-        block = memoryview(bytearray(BLOCK))
-        while left and reader.fill([block[: min(left, BLOCK)]]):
-            left -= min(left, BLOCK)
-    return reader.hexdigest()
 
 
 def digest_of(view: memoryview) -> str:
