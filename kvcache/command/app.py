@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -267,9 +268,10 @@ def _prepare(
 
 @contextlib.contextmanager
 def reported(debug: bool) -> Iterator[None]:
-    """Errors as one line on stderr and exit code 1; Ctrl-C as a short message and 130."""
+    """Errors as one line on stderr and exit code 1; Ctrl-C as a short message and 130; warnings as a line."""
     try:
-        yield
+        with _warnings_told(debug):
+            yield
     except KeyboardInterrupt as error:
         if debug:
             traceback.print_exc()
@@ -282,6 +284,25 @@ def reported(debug: bool) -> Iterator[None]:
             traceback.print_exc()
         typer.echo(f"kvcache: {_told(error)}", err=True)
         raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def _warnings_told(debug: bool) -> Iterator[None]:
+    """What the library logs from warnings on, a line each on stderr; with its trace for ``debug``."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            with contextlib.suppress(OSError, ValueError):  # there may be no stderr any more
+                typer.echo(f"kvcache: {one_line(record.getMessage())}", err=True)
+                if debug and record.exc_info:
+                    traceback.print_exception(record.exc_info[1])
+
+    handler, log = Lines(logging.WARNING), logging.getLogger("kvcache")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def _told(error: Exception) -> str:

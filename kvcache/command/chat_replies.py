@@ -46,6 +46,11 @@ class Answer:
             self._text += event.text
             self.tokens += [] if event.token is None else [event.token]
 
+    @property
+    def reason(self) -> str:
+        """Why it ended; "interrupted" where it did not."""
+        return "interrupted" if self._finished is None else self._finished.reason
+
     def record(self) -> dict[str, Any]:
         """As ``outputs`` of ``kvcache generate --json`` have it; "interrupted" is one more reason."""
         if self._finished is not None:

@@ -7,6 +7,7 @@ on any other.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from kvcache.runner.sampling import Sampler
 from kvcache.stores import Page, SnapshotCorrupt, pack, unpack
 from kvcache.stores.page import PAGE_DIGEST, digest_of_page
 
-__all__ = ["ConversationError", "SavedConversation", "adopt", "capture", "read", "write"]
+__all__ = ["ConversationError", "SavedConversation", "adopt", "capture", "read", "write", "write_whole"]
 
 FORMAT = "kvcache.conversation/1"
 _BLOCK = 16 << 20
@@ -136,7 +137,7 @@ def write(path: str | os.PathLike[str], saved: SavedConversation) -> int:
     parts = pack(Page(meta, saved.page.arrays))
     target = check_target(path)
     try:
-        _write_whole(target, parts)
+        write_whole(target, parts)
     except OSError as error:
         raise ConversationError(f"{target}: cannot be written ({error.strerror or error})") from error
     return sum(part.nbytes for part in parts)
@@ -187,8 +188,8 @@ def _is_whole(meta: Mapping[str, Any]) -> bool:
     return counts and type(evaluated) is int and evaluated > 0 and evaluated in (len(tokens) - 1, len(tokens))
 
 
-def _write_whole(target: Path, parts: Sequence[memoryview]) -> None:
-    """A temporary file beside it takes its place when it is on the device."""
+def write_whole(target: Path, parts: Sequence[memoryview]) -> None:
+    """Write a file, whole or not at all: a temporary one takes its place when it is on the device."""
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -200,6 +201,12 @@ def _write_whole(target: Path, parts: Sequence[memoryview]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    with contextlib.suppress(OSError):  # where folders cannot be synced, a crash of the machine may cost it
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _dtype(record: Mapping[str, Any]) -> ml.DType:
