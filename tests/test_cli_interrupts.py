@@ -5,6 +5,7 @@ Each command is a process of its own, held at a moment of its work until the sig
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -59,6 +60,36 @@ def interrupted(moment: str, tmp_path: Path, *arguments: object) -> str:
 )
 def test_generate_ends_with_a_short_message(moment: str, message: str, tmp_path: Path) -> None:
     assert interrupted(moment, tmp_path, "generate", "--prompt", PROMPT) == f"kvcache: {message}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_a_batch_shows_what_there_is_of_its_answers(
+    options: list[str], number: signal.Signals, tmp_path: Path
+) -> None:
+    """The second is whole by then."""
+    prompts = ["In the beginning", "And God said unto"]
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    arguments = ["generate", *words, "--stop", ",", "--max-tokens", 20, *options]
+    with held("kvcache.causal:CausalCache.start_forward:5", tmp_path, *arguments) as process:
+        process.send_signal(number)
+        out, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, errors
+    whole = run("generate", *words, "--stop", ",", "--max-tokens", 20, "--json")
+    expected = [output["text"] for output in json.loads(whole.stdout)["outputs"]]
+    if options:
+        outputs = json.loads(out)["outputs"]
+        texts = [output["text"] for output in outputs]
+        reasons = [output["reason"] for output in outputs]
+        assert reasons == ["interrupted", "stop"]
+    else:
+        blocks = out.split("\n\n")
+        assert len(blocks) == 3
+        texts = [block.removeprefix(f"[{i + 1}] {prompts[i]}") for i, block in enumerate(blocks[:2])]
+        texts[0], stopped = texts[0].split("\n")
+        assert stopped == "[stopped after 3 tokens]"
+    assert texts[1] == expected[1]
+    assert texts[0] == expected[0][: len(texts[0])] != expected[0]
 
 
 STARTING = """

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -238,6 +241,8 @@ def test_inspect_a_run_draws_trie_and_cells(make_model: Make, tmp_path: Path) ->
     assert "CausalCache" in result.stdout
     assert "\x1b" not in result.stdout
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert result.stderr.startswith(f"wrote {page} (")
+    assert run(*arguments, "--html", page, "--quiet").stderr == ""
     record = json.loads(run(*arguments, "--max-tokens", 3, "--json").stdout)
     assert record["nodes"][0]["end"] == 4
     assert record["reused"] == 8
@@ -287,11 +292,33 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_a_page_that_cannot_be_written_is_one_line(folder: Path, tmp_path: Path) -> None:
-    result = run(folder, "--html", tmp_path / "nowhere" / "x.html")
+@pytest.mark.parametrize("error", [None, errno.ENOSPC])
+def test_a_page_that_cannot_be_written_is_one_line(
+    folder: Path, tmp_path: Path, error: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that was there stays."""
+    page = tmp_path / ("x.html" if error else "nowhere/x.html")
+    if error is not None:
+        page.write_text("before")
+
+        def full(fd: int) -> None:
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(os, "fsync", full)
+    result = run(folder, "--html", page)
     assert result.exit_code == 1
     assert "cannot be written" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert result.stderr.count("\n") == 1
+    if error is not None:
+        assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["x.html"]
+        assert page.read_text() == "before"
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="there is no /dev/stdout")
+def test_a_page_may_go_to_a_pipe(folder: Path) -> None:
+    words = [sys.executable, "-m", "kvcache", "inspect", str(folder), "--html", "/dev/stdout", "--quiet"]
+    piped = subprocess.run(words, stdout=subprocess.PIPE, check=True, timeout=60)
+    assert piped.stdout.startswith(b"<!doctype html>")
 
 
 def test_on_a_terminal_it_is_drawn_in_colours(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:

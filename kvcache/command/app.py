@@ -17,6 +17,7 @@ from rich.console import Console
 
 import ml
 from kvcache.cli import INTERRUPTED
+from kvcache.command.answers import tell_full
 from kvcache.command.completing import mend_zsh
 from kvcache.command.grouped import ungrouped
 from kvcache.command.json_output import print_json
@@ -224,6 +225,7 @@ def continue_prompts(
         with (
             Generator(model, tokenizer, options=options) as generator,
             contextlib.closing(generator.generate(prompts, settings)) as events,
+            _abandoned(screen, generator),
         ):
             for event in events:
                 screen.event(event)
@@ -232,11 +234,26 @@ def continue_prompts(
                     answers.append(event)
             totals, cache_bytes = generator.statistics, generator.cache_bytes
     except KeyboardInterrupt:
-        screen.stop()
         raise KeyboardInterrupt(f"interrupted {done}") from None
     finally:
         screen.stop()
-    screen.finish(sorted(answers, key=lambda answer: answer.request), totals, cache_bytes)
+    answers.sort(key=lambda answer: answer.request)
+    screen.finish(totals, cache_bytes)
+    if group is None or group.rank == 0:
+        tell_full(answers, generator.limit, model.config.max_positions)
+
+
+@contextlib.contextmanager
+def _abandoned(screen: Screen, generator: Generator) -> Iterator[None]:
+    """Whatever ends the block, the answers that there are by then are shown."""
+    try:
+        yield
+    except BrokenPipeError:  # nobody reads them
+        raise
+    except BaseException:
+        screen.stop()
+        screen.abandon(generator.statistics, generator.cache_bytes)
+        raise
 
 
 def _prepare(

@@ -16,10 +16,10 @@ import typer
 from rich.console import Console
 
 import ml
+from kvcache.command.answers import Answer
 from kvcache.command.app import app, reported
 from kvcache.command.chat_input import Reader, files_beginning, words_of
 from kvcache.command.chat_replies import (
-    Answer,
     Reply,
     aligned,
     conversation_records,
@@ -41,6 +41,7 @@ from kvcache.runner.engine import Engine, EngineOptions, Failed, Tier
 from kvcache.runner.errors import RequestError, RunnerError
 from kvcache.runner.kept import KeptConversations
 from kvcache.runner.loading import load_model
+from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Settings, Token
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
@@ -204,7 +205,7 @@ class Chat:
         if stopped.is_set():
             end = f"\n[stopped after {len(answer.tokens)} tokens]"
         elif answer.reason == "capacity":
-            end = f"\n[{self._name} is full: {self._tokens} tokens; {MORE_ROOM}]"
+            end = f"\n[{self._name} is full; {MORE_ROOM}]"
         return Reply(end, answer.record())
 
     def _events(self, text: str) -> Turn:
@@ -251,8 +252,8 @@ class Chat:
         """Draw what is kept, and the cells; or write the page."""
         picture = self._picture()
         if file:
-            write_page(picture, Path(file).expanduser())
-            return Reply(f"wrote {file}", {"file": file})
+            size = write_page(picture, Path(file))
+            return Reply(f"wrote {file} ({human_bytes(size)})", {"file": file, "bytes": size})
         if not self._as_json:
             show(picture, Console(highlight=False) if draws(sys.stdout) else None)
         return Reply(None, picture.record())

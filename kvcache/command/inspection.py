@@ -24,7 +24,9 @@ from kvcache.runner.errors import RunnerError
 from kvcache.runner.generate import encode_prompt
 from kvcache.runner.identity import files_digest
 from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Event, Settings
+from kvcache.runner.saved import write_whole
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
 from kvcache.stores.sizes import parse_bytes
@@ -90,9 +92,10 @@ def inspect(
                 picture = demonstrate(
                     path, backend, device, prompt or [], max_tokens, limit, nodes, console, bars
                 )
-        if html is not None:
-            write_page(picture, html)
+        size = None if html is None else write_page(picture, html)
         show(picture, console, as_json)
+        if size is not None and not quiet:
+            typer.echo(f"wrote {html} ({human_bytes(size)})", err=True)
 
 
 def look_at(
@@ -176,11 +179,16 @@ def _run(
     return picture or take()
 
 
-def write_page(picture: Picture, path: Path) -> None:
+def write_page(picture: Picture, path: Path) -> int:
+    """The bytes of the page, which is written whole or not at all; to a device or pipe as it comes."""
+    page, target = picture.html().encode(), path.expanduser()
     try:
-        path.write_text(picture.html(), encoding="utf-8")
+        if target.exists() and not target.is_file():
+            return target.write_bytes(page)
+        write_whole(target, [memoryview(page)])
     except OSError as error:
         raise RunnerError(f"inspect: {path}: cannot be written ({error.strerror or error})") from error
+    return len(page)
 
 
 def show(picture: Picture, console: Console | None, as_json: bool = False) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import ml
+from kvcache.command.answers import tell_full
 from kvcache.command.app import app, reported
 from kvcache.command.completing import conversations
 from kvcache.command.grouped import ungrouped
@@ -63,7 +64,7 @@ def save(
                 answer = answered(engine, tokens, settings, screen) if max_tokens else None
                 head["saved"] = saved = _saved(engine, answer, tokens, out)
                 if answer is not None:
-                    screen.finish([answer], engine.statistics, engine.cache_bytes)
+                    finish(screen, answer, engine)
         if as_json and not max_tokens:
             print_json({**head, "outputs": [], "statistics": None})
         elif not as_json and not quiet:
@@ -120,7 +121,7 @@ def load(
                 answer = answered(engine, tokens, settings, screen)
                 if out is not None:
                     head["saved"] = _saved(engine, answer, tokens, out)
-                screen.finish([answer], engine.statistics, engine.cache_bytes)
+                finish(screen, answer, engine)
         if "saved" in head and not as_json and not quiet:
             typer.echo(saved_line(head["saved"]))
 
@@ -162,6 +163,11 @@ def answered(engine: Engine, tokens: Sequence[int], settings: Settings, screen: 
     screen.stop()
     assert answer is not None
     return answer
+
+
+def finish(screen: Screen, answer: Finished, engine: Engine) -> None:
+    screen.finish(engine.statistics, engine.cache_bytes)
+    tell_full([answer], engine.limit, engine.model.config.max_positions)
 
 
 def check_folder(out: Path | None) -> None:

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Callable, Generator, Iterator
 
 from kvcache.runner.engine import Engine, EngineEvent, Request
-from kvcache.runner.errors import RequestError
+from kvcache.runner.errors import RequestError, TextTooLongError
 from kvcache.runner.kept import Conversation, KeptConversations
 from kvcache.runner.requests import Settings
 from kvcache.runner.saved import adopt, capture, read, write
@@ -91,9 +91,11 @@ class Conversations:
         limit = self.engine.limit
         more = self.tokenizer.encode(blank + text, bos=not conversation.tokens, most=limit)
         said, count = len(conversation.tokens), len(more)
-        if said and said + count > limit:
+        if count > limit:
+            raise TextTooLongError(count, limit)
+        if said + count > limit:
             raise ConversationFullError(
-                f"{conversation.name} has {said} tokens, the text {count}, and a conversation at most {limit}"
+                f"{conversation.name} has {said} tokens and the text {count}: more than the {limit} that fit"
             )
         request = self.engine.submit([*conversation.tokens, *more], settings)
         return self._answer(conversation, request)

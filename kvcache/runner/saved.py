@@ -189,7 +189,11 @@ def _is_whole(meta: Mapping[str, Any]) -> bool:
 
 
 def write_whole(target: Path, parts: Sequence[memoryview]) -> None:
-    """Write a file, whole or not at all: a temporary one takes its place when it is on the device."""
+    """Write a file, whole or not at all: a temporary one takes its place when it is on the device.
+
+    Where it is a link, that stays, and what it points to is replaced.
+    """
+    target = target.resolve()
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
