@@ -265,7 +265,7 @@ def test_a_line_that_is_no_text_is_refused_and_the_chat_goes_on(encoding: str) -
     )
     assert (ended.returncode, ended.stderr) == (0, b"")
     shown = ended.stdout.decode().splitlines()
-    assert shown[0] == "the text is no Unicode: at position 8 it has the byte 0xFF, no UTF-8"
+    assert shown[0] == "the text is no Unicode: after 'And God ' it has the byte 0xFF, no UTF-8"
     assert shown[1].startswith("the name ")
     assert shown[2] == "two: goes on from main, 0 tokens shared"
     assert len(shown) == 4

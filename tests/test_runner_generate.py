@@ -466,7 +466,7 @@ def byte_tokenizer(make_model: Make) -> Tokenizer:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("ab\udcff", "at position 2 it has the byte 0xFF, no UTF-8"), ("\ud800", r"has U\+D800, half of")],
+    [("ab\udcff", "after 'ab' it has the byte 0xFF, no UTF-8"), ("\ud800", r"it has U\+D800, half of")],
 )
 def test_a_text_that_is_no_unicode_is_refused(byte_tokenizer: Tokenizer, text: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):

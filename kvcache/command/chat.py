@@ -130,10 +130,10 @@ class Chat:
                 self._tell(Reply(f"\n{text}", {"error": text}))
 
     def _greeting(self) -> str:
-        found = f", {self._tokens} tokens: it goes on where it was" if self._tokens else ""
+        found = f"goes on after {self._tokens} tokens, which /show prints; " if self._tokens else ""
         names = [each.name for each in self.conversations if each is not self.conversations.current]
         others = f"; /switch goes to {', '.join(names)}" if names else ""
-        return f"{self._name}{found}: type a text to be continued, or /help{others}"
+        return f"{self._name}: {found}type a text to be continued, or /help{others}"
 
     def take(self, line: str) -> None:
         """Do what one line asks for. What it is refused for is raised, and nothing has changed then."""

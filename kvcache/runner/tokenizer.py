@@ -164,11 +164,11 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        code = ord(text[error.start])
+        code, before = ord(text[error.start]), text[max(0, error.start - 20) : error.start]
         what = f"U+{code:04X}, half of a surrogate pair"
         if 0xDC80 <= code <= 0xDCFF:  # as Python decodes what is no UTF-8 in a terminal or an argument
             what = f"the byte 0x{code & 0xFF:02X}, no UTF-8"
-        raise RequestError(f"the text is no Unicode: at position {error.start} it has {what}") from None
+        raise RequestError(f"the text is no Unicode: after {before!r} it has {what}") from None
 
 
 def _pieces(text: str) -> Iterator[str]:
