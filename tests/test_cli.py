@@ -278,6 +278,35 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert ("--help lists what there is" in result.stderr) == ("nonsense" in result.stderr)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--version"],
+        ["--help"],
+        ["backends", "--json"],
+        ["generate", "--prompt", "x", "--max-tokens", "1"],
+        ["chat"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_output_on_a_full_device_is_one_line(arguments: list[str]) -> None:
+    words = [sys.executable, "-m", "kvcache", *arguments]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            words,
+            input="/list\n",
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            check=False,
+            timeout=60,
+        )
+    expected = "kvcache: the output cannot be written (No space left on device)\n"
+    assert (ended.returncode, ended.stderr) == (1, expected)
+
+
 def test_debug_shows_the_trace(tmp_path: Path) -> None:
     quiet = run("generate", "--prompt", "x", "--model", tmp_path / "none")
     loud = run("generate", "--prompt", "x", "--model", tmp_path / "none", "--debug")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import sys
 import traceback
@@ -55,6 +56,7 @@ __all__ = ["app", "continue_prompts", "reported"]
 MAX_SEQUENCES = 16
 """Prompts that run at the same time; further ones wait for a free sequence."""
 
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 LISTING_WIDTH = 60
 """Columns that the backends' listing needs; in fewer, its lines are left to the terminal to wrap."""
 
@@ -324,6 +326,8 @@ def _warnings_told(debug: bool) -> Iterator[None]:
 
 def _told(error: Exception) -> str:
     text = one_line(error)
+    if isinstance(error, OSError) and error.filename is None and error.errno in NO_ROOM:
+        return f"the output cannot be written ({error.strerror})"
     if isinstance(error, ml.MLError):
         return text
     if isinstance(error, MemoryError):

@@ -60,6 +60,11 @@ class CommandGroup(TyperGroup):
                 given = sys.argv[1:] if args is None else args
                 typer.echo(_usage_line(error, self._command(error, given), given), err=True)
             sys.exit(error.exit_code)
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # of --help or --version, say, where the device is full
+            typer.echo(f"kvcache: the output cannot be written ({error.strerror or error})", err=True)
+            sys.exit(1)
         sys.exit(code if isinstance(code, int) else 0)
 
     def _command(self, error: Any, args: Sequence[str]) -> str:
