@@ -222,31 +222,6 @@ def test_bad_input_is_one_line_and_exit_code_1(case: str, make_model: Make) -> N
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (
-            ["--capacity", 40],
-            "the text was cut short; --capacity is 40 tokens, and the model takes up to 256",
-        ),
-        (
-            ["--capacity", 40, "--prompt", "y", "--json"],
-            "texts that were cut short: 1; --capacity is 40 tokens",
-        ),
-        ([], "the text was cut short; the model takes up to 256 tokens"),
-    ],
-)
-def test_a_text_that_is_cut_short_for_want_of_room_says_so(
-    arguments: list[object], told: str, make_model: Make
-) -> None:
-    prompt = "x" * (35 if arguments else 250)
-    count = 20 if arguments else 50
-    result = run("generate", "--model", make_model(), "--prompt", prompt, "--max-tokens", count, *arguments)
-    assert result.exit_code == 0
-    assert result.stderr.startswith(f"kvcache: {told}")
-    assert result.stderr.count("\n") == 1
-
-
 def test_an_unknown_backend_says_how_to_install_the_others(make_model: Make) -> None:
     result = run("generate", "--model", make_model(), "--prompt", "x", "--backend", "abacus")
     for info in ml.available_backends():
@@ -276,35 +251,6 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert result.stderr.startswith("kvcache")
     assert "Input should be" not in result.stderr
     assert ("--help lists what there is" in result.stderr) == ("nonsense" in result.stderr)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--version"],
-        ["--help"],
-        ["backends", "--json"],
-        ["generate", "--prompt", "x", "--max-tokens", "1"],
-        ["chat"],
-    ],
-    ids=lambda words: words[0],
-)
-def test_an_output_on_a_full_device_is_one_line(arguments: list[str]) -> None:
-    words = [sys.executable, "-m", "kvcache", *arguments]
-    with open("/dev/full", "wb") as full:
-        ended = subprocess.run(
-            words,
-            input="/list\n",
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            check=False,
-            timeout=60,
-        )
-    expected = "kvcache: the output cannot be written (No space left on device)\n"
-    assert (ended.returncode, ended.stderr) == (1, expected)
 
 
 def test_debug_shows_the_trace(tmp_path: Path) -> None:
