@@ -23,10 +23,11 @@ import kvcache.runner.saved
 import ml
 from kvcache.command.chat import Chat
 from kvcache.runner.conversations import ConversationFullError, Conversations
-from kvcache.runner.engine import Engine, EngineOptions
+from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.errors import RequestError, TextTooLongError
 from kvcache.runner.loading import load_model
 from kvcache.runner.requests import Finished, Settings
+from kvcache.runner.sampling import Sampler
 from kvcache.runner.saved import ConversationError
 from kvcache.runner.tokenizer import Tokenizer
 
@@ -150,6 +151,24 @@ def test_a_turn_that_is_refused_or_fails_was_none(
     assert talk.current.tokens == before
     assert len(talk.current.turns) == 1
     say(talk, "def")
+
+
+def test_a_turn_that_the_engine_gives_up_was_none(
+    talk: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(talk, "abc")
+    before = list(talk.current.tokens), list(talk.current.turns)
+
+    def broken(*_: object) -> int:
+        raise RuntimeError("no token can be drawn")
+
+    events = talk.say("def", FEW)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "__call__", broken)
+        while not isinstance(next(events), Failed):
+            pass
+        events.close()
+    assert (talk.current.tokens, talk.current.turns) == before
 
 
 def test_save_and_load_give_another_conversation(talk: Conversations, tmp_path: Path) -> None:

@@ -568,6 +568,23 @@ def test_a_pass_that_fails_is_a_500_and_the_server_goes_on(serving: Serving, gre
     assert serving.client.completions.create(**arguments).choices[0].text == greedy(PROMPT, 5)
 
 
+def test_an_error_of_our_own_is_a_500_in_openais_words_too(running: Serving) -> None:
+    app_of = importlib.import_module("server.app").make_app
+
+    def broken(messages: Any) -> Any:
+        raise RuntimeError("the template failed")
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app_of(running.worker, NAME, broken), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            body = {"messages": [{"role": "user", "content": "x"}]}
+            return await client.post("/v1/chat/completions", json=body)
+
+    reply = asyncio.run(ask())
+    assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
+    assert "the template failed" in reply.text
+
+
 def test_a_call_that_nobody_waits_for_any_more_is_not_made(serving: Serving) -> None:
     made: list[str] = []
     held = threading.Event()

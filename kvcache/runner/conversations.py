@@ -109,7 +109,7 @@ class Conversations:
                 yield from (event for event in self.engine.step() if event.request == request.id)
             whole = request.error is None
         except GeneratorExit:
-            whole = request.started
+            whole = request.started and request.error is None
             raise
         except SystemExit:  # the process is told to end: what there is of the turn stays
             whole = True
