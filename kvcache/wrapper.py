@@ -324,6 +324,11 @@ class WrapperCache:
                 cache.take_snapshots(seq, found[-1].end)
         return found
 
+    def skipped_snapshots(self, seq: int) -> list[int]:
+        """As CausalCache.skipped_snapshots: the positions that one of the wrapped caches did not take."""
+        asked = (c.skipped_snapshots(seq) for c in self.caches if hasattr(c, "skipped_snapshots"))
+        return sorted({position for positions in asked for position in positions})
+
     def snapshots_taken(self, seq: int) -> list[WrapperSnapshot]:
         """What ``take_snapshots`` would hand over, and still has then."""
         keepers = self._keepers("take_snapshots")
