@@ -1,7 +1,7 @@
 """Both shipped suites, and a model, on NumPy arranged as compilers and ggml want it: padded and permuted.
 
 Every 16th test of the caches' suite and every 80th of the backends'; all of them with ML_LONG=1, which
-takes a minute and a half on a quiet machine.
+takes some 80 s of processor time.
 """
 
 from __future__ import annotations
