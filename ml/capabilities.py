@@ -9,6 +9,19 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
 
 from ml.dtypes import STORAGE_DTYPES, DType
 from ml.errors import DTypeError, ShapeError
+from ml.records import (
+    CALLABLE,
+    INTEGER,
+    NAME,
+    OPTIONAL_INTEGER,
+    OPTIONAL_TEXT,
+    TEXT,
+    TEXTS,
+    TRUTH,
+    check,
+    instance,
+    members,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,6 +97,8 @@ class CacheConfig:
     fixed_shapes: bool = False
 
     def __post_init__(self) -> None:
+        check(self, ShapeError, cache_padding=INTEGER, mask_batch_padding=INTEGER)
+        check(self, ShapeError, permuted_v=TRUTH, elide_mask=TRUTH, fixed_shapes=TRUTH)
         for name in ("cache_padding", "mask_batch_padding"):
             if getattr(self, name) < 1:
                 raise ShapeError(f"CacheConfig: {name}={getattr(self, name)}; it is >= 1")
@@ -251,6 +266,9 @@ class DeviceInfo:
     kind: str
     description: str = ""
 
+    def __post_init__(self) -> None:
+        check(self, name=NAME, kind=TEXT, description=TEXT)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
@@ -261,10 +279,16 @@ class DeviceMemory:
     free: int | None = None
     total: int | None = None
 
+    def __post_init__(self) -> None:
+        check(self, device=NAME, allocated=INTEGER, free=OPTIONAL_INTEGER, total=OPTIONAL_INTEGER)
+
 
 @dataclass(frozen=True, slots=True)
 class BackendMemory:
     devices: tuple[DeviceMemory, ...]
+
+    def __post_init__(self) -> None:
+        check(self, devices=members("a tuple of ml.DeviceMemory", DeviceMemory, tuple))
 
     @property
     def allocated(self) -> int:
@@ -274,12 +298,18 @@ class BackendMemory:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """What a plugin's ``probe`` found on this machine; ``reason`` says why not when not ok."""
+    """What a plugin's ``probe`` found on this machine; ``reason`` says why not when not ok.
+
+    Raises PluginError for a field of another type, as the other records of plugins do.
+    """
 
     ok: bool
     reason: str = ""
     version: str | None = None
     devices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check(self, ok=TRUTH, reason=TEXT, version=OPTIONAL_TEXT, devices=TEXTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +323,10 @@ class Features:
 
     dtypes: frozenset[DType] = STORAGE_DTYPES
     absent: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        dtypes = members("a set of ml.DType", DType, frozenset)
+        check(self, dtypes=dtypes, absent=members("a set of names", str, frozenset))
 
     def has(self, operation: str) -> bool:
         """Whether the Tensor or Context method of that name is offered."""
@@ -326,6 +360,10 @@ class BackendSpec:
     probe: Callable[[], Availability]
     open: Callable[..., Backend]
     features: Features = field(default_factory=Features)
+
+    def __post_init__(self) -> None:
+        check(self, name=NAME, priority=INTEGER, requires=TEXTS, install_hint=TEXT)
+        check(self, probe=CALLABLE, open=CALLABLE, features=instance("an ml.Features", Features))
 
 
 @dataclass(frozen=True, slots=True)

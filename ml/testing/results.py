@@ -178,11 +178,10 @@ def _skipped(report: pytest.TestReport) -> tuple[str, str]:
 
 
 def _version(name: str) -> str:
-    from ml.plugin_host import probe
     from ml.plugins import registry
 
     spec = registry().specs().get(name)
-    return (probe(spec).version or "") if spec is not None else ""
+    return (registry().probe(spec).version or "") if spec is not None else ""
 
 
 # Around pytest.
@@ -210,7 +209,8 @@ def run_suites(
     fixed = f"--ml-backend={name} --ml-results={path} -q --tb=short -p no:cacheprovider -p no:xdist".split()
     fixed += [f"--ml-progress={lines}"] if progress is not None else []
     selection = selection or Selection(installed_suites())
-    command = [sys.executable, "-m", "pytest", "-p", "ml.testing.results", *selection.arguments(), *fixed]
+    command = [sys.executable, *_safe_path(), "-m", "pytest", "-p", "ml.testing.results"]
+    command += [*selection.arguments(), *fixed]
     process = subprocess.Popen(
         command,
         stdout=sys.stderr if log is None else log,
@@ -228,6 +228,12 @@ def run_suites(
     if code not in (0, 1, NO_TESTS):
         raise RuntimeError(f"{' '.join(command)} ended with {code}")
     return code
+
+
+def _safe_path() -> list[str]:
+    """-P, unless this process too looks for modules in the folder in which it is."""
+    here = Path.cwd()
+    return [] if any(Path(entry).absolute() == here for entry in sys.path) else ["-P"]
 
 
 def _followed(process: subprocess.Popen[Any], lines: Path, progress: Progress) -> int:
