@@ -252,7 +252,21 @@ class SupportsRope(Protocol):
     """A backend with a fused rotary embedding."""
 
     def rope(self, ctx: Context, x: Tensor, positions: Tensor, spec: RopeSpec) -> Tensor | None:
-        """Rotate x (tokens, heads, head_dim) by positions I32 (tokens,).
+        """Rotate x (tokens, heads, head_dim), of any float dtype and strides, by positions I32 (tokens,).
+
+        With ``f = spec.inverse_frequencies``, float64 (dim / 2,), pair i of token t turns by the angle
+        ``a = positions[t] * f[i]``, in F32::
+
+            out[first]  = (x[first] * cos(a) - x[second] * sin(a)) * spec.attention_factor
+            out[second] = (x[second] * cos(a) + x[first] * sin(a)) * spec.attention_factor
+
+        where (first, second) is ``(i, i + dim / 2)``, or ``(2 * i, 2 * i + 1)`` where ``spec.interleaved``.
+        Dimensions from ``spec.dim`` on are copied. Computed in F32 and rounded once: new storage of x's
+        shape and dtype.
+
+        :func:`ml.nn.rope.rope_tables` lays cosines and sines out as F32 (tokens, 1, dim). Entry d is that of
+        dimension d, so that each angle is there twice, the sine with a minus for the ``first`` of a pair:
+        the result is ``x * cos + swapped * sin``, where ``swapped`` has the two of each pair exchanged.
 
         None where the fused kernel does not do this spec: the generic body then runs.
         """

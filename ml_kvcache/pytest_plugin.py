@@ -29,19 +29,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         help="an option of ml.open_backend, such as device=cuda or dtype=BF16; may be given often",
     )
+    group.addoption("--ml-quick", action="store_true", help="the part of the suites that takes a minute")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The rest is loaded where it is asked for."""
-    if not (config.getoption("--ml-backend") or config.getoption("--ml-backend-option")):
+    asked = [config.getoption(name) for name in ("--ml-backend", "--ml-backend-option", "--ml-quick")]
+    if not any(asked):
         return
     if reason := hidden("ml") or hidden("kvcache"):
         import pytest
 
         raise pytest.UsageError(f"--ml-backend: {reason}")
-    from ml.testing import plugin
+    from ml.testing import plugin, quick
 
-    config.pluginmanager.register(plugin, "ml-testing-chosen")
+    config.pluginmanager.register(plugin, "ml-backend")
+    if config.getoption("--ml-quick"):
+        config.pluginmanager.register(quick, "ml-quick")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -18,10 +18,11 @@ __all__ = ["backend_name", "backend_options"]
 
 def pytest_configure(config: pytest.Config) -> None:
     """Only the chosen backend is probed: the others' frameworks are not imported."""
-    name = backend_name(config)
-    if name is None:
+    name, options = backend_name(config), backend_options(config)
+    if name is None and options:
         raise pytest.UsageError("--ml-backend-option needs --ml-backend=NAME")
-    backend_options(config)
+    if name is None:
+        return
     from ml.errors import MLError
     from ml.plugins import registry
 
@@ -31,8 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--ml-backend={name}: {error}") from None
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"ml backend: {backend_name(config)} {dict(backend_options(config)) or ''}".rstrip()
+def pytest_report_header(config: pytest.Config) -> str | None:
+    name = backend_name(config)
+    return None if name is None else f"ml backend: {name} {dict(backend_options(config)) or ''}".rstrip()
 
 
 def backend_name(config: pytest.Config) -> str | None:
