@@ -186,6 +186,9 @@ def test_dtypes_survive_pickling_and_hash_alike() -> None:
     [
         {"cache_padding": 0},
         {"mask_batch_padding": -1},
+        {"cache_padding": "4"},
+        {"mask_batch_padding": 1.5},
+        {"permuted_v": 1},
         {"mask_dtype": DType.I32},
         {"mask_dtype": "F32"},
         {"layout": "diagonal"},

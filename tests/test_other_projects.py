@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ml_kvcache import hidden
+
 THEIRS = {
     "ml, a package": "ml/__init__.py",
     "ml, a module": "ml.py",
@@ -67,6 +69,23 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=clean, capture_output=True, text=True, check=False
     )
+
+
+def test_what_hides_a_package_is_found_without_importing_it(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hidden("ml") == hidden("kvcache") == hidden("not_there_at_all") == ""
+    home = project("backends, a module")
+    monkeypatch.syspath_prepend(home)
+    monkeypatch.delitem(sys.modules, "app", raising=False)
+    (home / "linked").symlink_to(home)
+    (home / "app.py").write_text("raise RuntimeError")
+    assert hidden("app", home) == hidden("app", home / "linked") == ""
+    (other := home / "other").mkdir()
+    assert hidden("app", other) == "", "none is there to be hidden"
+    (other / "app.py").touch()
+    assert f"finds 'app' at {home / 'app.py'}, which hides the one at {other / 'app'}" in hidden("app", other)
+    assert "app" not in sys.modules
 
 
 @pytest.mark.parametrize("which", THEIRS)
