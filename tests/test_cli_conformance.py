@@ -203,11 +203,11 @@ def test_where_no_bar_can_be_drawn_lines_say_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conformance, "EVERY_S", 0.0)
-    result = run(
-        "--backend", "numpy", "-k", "casts and I8-F16", "--suite", "ml", "--resume", tmp_path / "kept"
-    )
-    assert result.stderr.splitlines()[-1] == "1/1 tests, at ml.testing.casts"
-    assert load(tmp_path / "kept").tests == 1
+    result = run("--backend", "numpy", "-k", "casts", "--suite", "ml", "--resume", tmp_path / "kept")
+    lines = result.stderr.splitlines()
+    assert lines
+    assert all(re.fullmatch(r"\d+/72 tests, at ml\.testing\.\w+", line) for line in lines)
+    assert load(tmp_path / "kept").tests == 72
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def _run(backend: str, selection: Selection, resume: Path | None, quiet: bool, d
             done = f"after {count} of {total} tests"
             counts = f"{count}/{total}{f', {failed} failed' if failed else ''}"
             bars.show("tests", count, total, f"{counts}  {area}")
-            if lines is not None:
+            if lines is not None and count < total:
                 lines.tell(f"{counts} tests, at {area}")
 
         try:
