@@ -71,7 +71,8 @@ class BaseContext(ABC):
 
         Strides are kept where the array shows them: ``storage.array`` is then what it is a view of, from its
         first element on. ShapeError for strides that are negative or no whole elements. Of a lazy array the
-        work is started, so that its error comes here and its arguments can go; its result is the storage.
+        work is started, so that its arguments can go, and its result is the storage; an error of that work
+        may come as late as ``compute`` or ``to_numpy``.
         DTypeError for anything but an array of the framework, and for a dtype without a DType; DeviceError
         for one of a device that is not the backend's.
         """
