@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test lint types docs bench dist oldest clean
+.PHONY: run test lint types docs bench dist oldest newest clean
 
 run: $(VENV)/.installed-run
 	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
@@ -43,19 +43,26 @@ dist: $(VENV)/.installed-dev
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python tests/try_dist.py
 
-# The oldest versions that pyproject.toml admits, PyTorch left out: its old builds bring gigabytes of CUDA.
-OLDEST = $(addprefix tests/test_, conformance_numpy.py conformance_mlx.py backend_mlx.py backend_plugins.py cache_numpy.py \
+# The oldest versions that pyproject.toml admits, and the newest Python that NumPy, ml_dtypes and MLX have wheels for
+# with the newest versions of all. PyTorch is left out: its builds bring gigabytes of CUDA.
+NEWEST ?= python3.15
+ENDS = $(addprefix tests/test_, conformance_numpy.py conformance_mlx.py backend_mlx.py backend_plugins.py cache_numpy.py \
   cli_help.py discovery.py ml_package.py plugins.py quantized_gguf.py runner_weights.py runner_generate.py stores_files.py \
   stores_files_damage.py stores_files_failing.py stores_pages.py views_plots.py views_cells.py)
 
-oldest:
-	rm -rf .oldest
-	$(PYTHON) -m venv .oldest
-	.oldest/bin/python -m pip install --quiet -c tests/oldest.txt -e ".[cli,gguf,mlx,plots,server,testing]"
-	.oldest/bin/python -m pytest -q -p no:cacheprovider $(OLDEST)
+newest: PYTHON = $(NEWEST)
+oldest: CONSTRAINTS = -c tests/oldest.txt
+newest: CONSTRAINTS = --upgrade --only-binary numpy,ml-dtypes,mlx
+newest: ENDS += $(wildcard tests/test_prefix_*.py) $(addprefix tests/test_, arriving.py eviction.py layering.py lending.py \
+  page_check.py paging.py pressure.py)
+oldest newest:
+	rm -rf .$@
+	$(PYTHON) -m venv .$@
+	.$@/bin/python -m pip install --quiet $(CONSTRAINTS) -e ".[cli,gguf,mlx,plots,server,testing]"
+	.$@/bin/python -m pytest -q -p no:cacheprovider $(ENDS)
 
 clean:
-	rm -rf $(VENV) .oldest dist build site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .oldest .newest dist build site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

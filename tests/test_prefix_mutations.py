@@ -283,6 +283,11 @@ def every_snapshot_looked_at_for_each_eviction(patch: Patch) -> None:
     patch.setattr(Shelf, "_next_freeing", next_freeing)
 
 
+@bug("test_what_was_copied_out_of_the_cache_goes_in_its_turn")
+def what_takes_no_cells_kept_for_ever(patch: Patch) -> None:
+    patch.setattr(shelf, "_holds_cells", lambda node: True)
+
+
 @bug("test_a_parted_edges_pages_take_the_memory_that_they_count")
 def halves_that_keep_the_whole(patch: Patch) -> None:
     original = paging.to_page

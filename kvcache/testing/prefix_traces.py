@@ -123,8 +123,8 @@ def random_prefix_setup(rnd: random.Random, floats: Sequence[DType]) -> PrefixSe
 
 NAMES = {
     "begin": 30, "ask again": 6, "say": 24, "say nothing of it": 2, "close": 20, "leave": 2, "fail": 3,
-    "go back": 4, "evict": 4, "flush": 3, "clear": 1, "pin": 2, "unpin": 1, "defrag": 1, "crash": 3,
-    "elsewhere": 3, "damage": 3, "flaky": 3,
+    "go back": 4, "evict": 4, "flush": 3, "write through": 3, "clear": 2, "pin": 2, "unpin": 2, "defrag": 1,
+    "crash": 3, "elsewhere": 3, "damage": 3, "flaky": 3,
 }  # fmt: skip
 """Names of operations, and how often each is picked."""
 
@@ -280,6 +280,9 @@ class Trace:
         self.rig.prefix.flush()
         nbytes = self.rig.prefix.nbytes
         assert nbytes.get("writing", 0) == nbytes.get("leaving", 0) == 0
+
+    def write_through(self, nbytes: int, every: int, _: int) -> None:
+        self.rig.prefix.write_through(None if every % 2 else nbytes % 2000)
 
     def clear(self, *_: int) -> None:
         self.rig.prefix.clear()
