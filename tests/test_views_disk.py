@@ -93,7 +93,7 @@ def test_broken_entries_say_what_is_wrong_and_stay(folder: Path) -> None:
     damaged.write_bytes(b"x" * damaged.stat().st_size)
     (pages / "foreign.json").write_text("{}")
     (pages / "foreign.safetensors").write_bytes(b"")
-    (pages / f"{'a' * 32}.tmp").write_bytes(b"half")
+    (pages.with_name("writing") / f"{'a' * 32}.tmp").write_bytes(b"half")
     before = listing(folder)
     picture = look_at_store(folder)
     problems = {entry.key: entry.problem for entry in picture.entries}

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvcache.shelf import span_of
 from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable
-from kvcache.stores.folder import LOCK, PAGES, STORE_FORMAT
+from kvcache.stores.folder import LOCK, PAGES, STORE_FORMAT, WRITING
 from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, TEMPORARY, Manifest
 from kvcache.stores.page import Page, unpack
 from kvcache.views.models import Picture
@@ -170,6 +170,9 @@ def _scan(pages: Path) -> tuple[dict[str, int], dict[str, float], int]:
                     sizes[stem] = status.st_size
                 else:
                     times[stem] = status.st_mtime
+    being_written = pages.with_name(WRITING)
+    if being_written.is_dir():  # an earlier version of FileStore writes among the pages
+        writing += sum(path.suffix == TEMPORARY for path in being_written.iterdir())
     return sizes, times, writing
 
 
