@@ -9,7 +9,17 @@ from kvcache.stores import strict_json
 from kvcache.stores.digests import BLAKE3, XXH3, Digest, Digests, is_family
 from kvcache.stores.protocol import is_key
 
-__all__ = ["DATA", "ENTRY_FORMAT", "MANIFEST", "MAX_BYTES", "TEMPORARY", "Manifest", "Naming", "is_stem"]
+__all__ = [
+    "DATA",
+    "ENTRY_FORMAT",
+    "MANIFEST",
+    "MAX_BYTES",
+    "TEMPORARY",
+    "Manifest",
+    "Naming",
+    "is_stem",
+    "unkeyed_digest",
+]
 
 ENTRY_FORMAT: Final = "kvcache.entry/1"
 DATA, MANIFEST, TEMPORARY = ".safetensors", ".json", ".tmp"
@@ -83,3 +93,11 @@ def is_stem(text: str) -> bool:
     """Whether names of an entry's files may begin so."""
     key, dot, family = text.partition(".")
     return is_key(key) and (not dot or is_family(family))
+
+
+def unkeyed_digest(stem: str, nbytes: int) -> Digest | None:
+    """A digest to check the data of an entry with; None where that takes a secret."""
+    key, _, family = stem.partition(".")
+    if family not in ("", BLAKE3):
+        return None
+    return Naming(Digests("inspect", "disk", family or XXH3)).start(key, nbytes)
