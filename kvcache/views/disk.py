@@ -109,7 +109,9 @@ class StorePicture(Picture):
         writing = f", {counted(self.writing, 'temporary file')}" if self.writing else ""
         count = sum(bool(entry.problem) for entry in self.entries)
         broken = f", {count} broken" if count else ""
-        return f"{counted(self.total, 'entry')}, {bytes_text(self.nbytes)}{limit}{broken}{writing}"
+        unchecked = sum(bool(entry.note) for entry in self.entries)
+        note = f"; {_NOT_CHECKED}: {counted(unchecked, 'entry')}" if unchecked else ""
+        return f"{counted(self.total, 'entry')}, {bytes_text(self.nbytes)}{limit}{broken}{writing}{note}"
 
     def table(self) -> Table:
         rows = [
