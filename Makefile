@@ -31,6 +31,7 @@ docs: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.prefix
+	$(BIN)/python -m benchmarks.file_store --entries 1000 10000 100000
 	$(BIN)/python -m benchmarks.remote
 	$(BIN)/python -m benchmarks.remote_mooncake
 	$(BIN)/python -m benchmarks.two_hosts

@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,8 @@ __all__ = ["main"]
 
 NBYTES = 1000
 """Of each entry."""
+USED = 20_000
+"""Entries, the oldest ones, that are used before one is evicted."""
 SECOND = 1_000_000_000
 Cost = tuple[float, float]
 """Milliseconds on the clock, and of this process's processor time."""
@@ -89,10 +92,10 @@ def costs(folder: Path, count: int, rounds: int) -> Iterator[tuple[str, Cost]]:
         "put that evicts one, after another's",
         alternating(lambda store: store.put(key(next(names)), [bytes(NBYTES)])),
     )
-    for start in range(0, count, 4096):
-        one.prefix([key(i) for i in range(start, min(start + 4096, count))])
+    for start in range(0, min(count, USED), 1000):
+        one.prefix([key(i) for i in range(start, start + 1000)])
     yield (
-        "the first of these after every entry was used",
+        "the first of these after the oldest were used",
         cost(lambda: other.put(key(next(names)), [bytes(NBYTES)])),
     )
     gone = min(count // 2, 50_000)
@@ -129,7 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         FileStore(folder / "store", durable=False).close()
         index = (folder / "store" / "index" / "entries.sqlite").stat().st_size
         shutil.rmtree(folder / "store" / "index")
-        columns.append(dict(costs(folder / "store", count, options.rounds)))
+        columns.append({})
+        for name, found in costs(folder / "store", count, options.rounds):
+            print(
+                f"{count:,} entries: {name}: {found[0]:,.2f} ({found[1]:,.2f})", file=sys.stderr, flush=True
+            )
+            columns[-1][name] = found
         shutil.rmtree(folder)
     print(f"| | {' | '.join(f'{count:,} entries' for count in options.entries)} |")
     print("|---" * (len(columns) + 1) + "|")

@@ -256,6 +256,14 @@ def test_a_flipped_bit_of_the_index_changes_nothing_that_is_served_or_kept(where
             assert [read(store, key) for key in kept] == [content(key) for key in kept], at
 
 
+def test_an_entry_that_the_index_does_not_find_is_noticed_when_it_goes(filled: Path) -> None:
+    """As a damaged page may have it, which SQLite does not always notice."""
+    changed("DELETE FROM entries WHERE stem = 'a'")(filled)
+    with FileStore(filled) as store:
+        assert store.delete("a")
+        assert (store.usage().entries, store.usage().nbytes) == (3, 3 * UNIT)
+
+
 def test_an_index_that_links_elsewhere_is_not_followed(filled: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     shutil.copy(index_of(filled), outside)

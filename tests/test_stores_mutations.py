@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -283,8 +283,10 @@ def what_was_there_is_not_counted_at_opening(patch: Patch) -> None:
 def what_is_removed_goes_on_counting(patch: Patch) -> None:
     original = Index.write
 
-    def write(self: Index, before: State, changes: int, gone: Iterable[str], there: Sequence[Row]) -> State:
-        return original(self, before, changes, [], there)
+    def write(
+        self: Index, before: State, changes: int, gone: Mapping[str, bool], there: Sequence[Row]
+    ) -> State:
+        return original(self, before, changes, {}, there)
 
     patch.setattr(Index, "write", write)
 

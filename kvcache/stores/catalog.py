@@ -36,7 +36,7 @@ class Catalog:
         self.evicted = self.dropped = self.swept = 0
         self._folder = folder
         self._index = Index(folder)
-        self._gone: list[str] = []
+        self._gone: dict[str, bool] = {}
         self._there: list[Row] = []
 
     def close(self) -> None:
@@ -77,21 +77,25 @@ class Catalog:
             state = self._scan(held)
             victims, requeued = self._oldest(state, room, most)
         number = held.announce([*stems, *victims])
-        self._gone, self._there = [], requeued
+        self._gone, self._there = {}, requeued
         for stem in victims:
             self.evicted += self.remove(stem)
         yield
         # What the index cannot take is not lost: whoever comes next finds it behind and looks at the files.
-        with contextlib.suppress(IndexDamagedError, OSError):
-            self._index.write(state, number, self._gone, self._there)
+        with contextlib.suppress(OSError):
+            try:
+                self._index.write(state, number, self._gone, self._there)
+            except IndexDamagedError:
+                self._scan(held)
 
     def add(self, stem: str, nbytes: int, used: int) -> None:
         self._there.append(Row(stem, nbytes, used))
 
     def remove(self, stem: str) -> bool:
         """Delete an entry's files. False: it was not there."""
-        self._gone.append(stem)
-        return self._folder.remove(stem)
+        self._gone[stem] = False
+        self._gone[stem] = self._folder.remove(stem)
+        return self._gone[stem]
 
     def sweep(self) -> None:
         """Clear away what writers that died were writing."""
@@ -148,7 +152,7 @@ class Catalog:
             else:
                 self._clear(stem, foreign=manifest is not None)
         try:
-            return self._index.write(state, held.changes, stems, there)
+            return self._index.write(state, held.changes, dict.fromkeys(stems, False), there)
         except (IndexDamagedError, OSError):
             return self._scan(held)
 

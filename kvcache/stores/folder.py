@@ -240,9 +240,8 @@ def _make(path: Path, mode: int = 0o777) -> None:
         return
     if path.parent != path:
         _make(path.parent)
-    with contextlib.suppress(
-        FileExistsError
-    ):  # made by another at this moment; or a file, which cannot be opened
+    # It may be there by now, made by another; or be a file, which is refused when it is opened.
+    with contextlib.suppress(FileExistsError):
         path.mkdir(mode)
         with contextlib.suppress(PermissionError):  # a folder that one may write to and not list
             parent = os.open(path.parent, _DIRECTORY)

@@ -18,7 +18,7 @@ import sqlite3
 import stat
 import time
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -145,13 +145,19 @@ class Index:
         with _translated(), contextlib.closing(self._open_db().cursor()) as cursor:
             yield from map(Row.of, cursor.execute("SELECT * FROM entries ORDER BY used, stem"))
 
-    def write(self, before: State, changes: int, gone: Iterable[str], there: Sequence[Row]) -> State:
-        """All of it, or nothing: these entries are gone and those are there, as of this count of changes."""
+    def write(self, before: State, changes: int, gone: Mapping[str, bool], there: Sequence[Row]) -> State:
+        """All of it, or nothing: these entries are gone and those are there, as of this count of changes.
+
+        ``gone`` says of each whether it was there, and so has to have a row: where a page of the index is
+        damaged SQLite may only not find it.
+        """
         with _translated(), self._transaction() as db:
             entries, nbytes = before.entries, before.nbytes
             for stem in {*gone, *(row.stem for row in there)}:
                 if (found := _taken(db, stem)) is not None:
                     entries, nbytes = entries - 1, nbytes - found.nbytes
+                elif gone.get(stem):
+                    raise IndexDamagedError(f"it does not have the entry {stem}")
             for row in there:
                 db.execute("INSERT INTO entries VALUES (?, ?, ?, ?)", row.marked)
                 entries, nbytes = entries + 1, nbytes + row.nbytes
@@ -244,10 +250,8 @@ def _translated() -> Iterator[None]:
     """SQLite's errors as the system's, or as damage."""
     try:
         yield
-    except (
-        sqlite3.Error,
-        UnicodeDecodeError,
-    ) as error:  # a damaged name is quoted in an error, and is no text
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        # A damaged name, which is no text, is quoted in an error: Python cannot decode that.
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # Python's own have none
         number = None if code == sqlite3.SQLITE_IOERR_SHORT_READ else _ERRNO.get(code & 0xFF)
         if number is None:

@@ -92,8 +92,7 @@ class LockFile:
         self._mutex, self._timing = threading.Lock(), threading.Lock()
         self._latest = 0
         self.writable = True
-        self._fd = self._claim()
-        """For times of use, which need no lock; never locked itself."""
+        self._fd = self._claim()  # for times of use, which need no lock
 
     def close(self) -> None:
         fd, self._fd = getattr(self, "_fd", -1), -1
