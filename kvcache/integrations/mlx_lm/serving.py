@@ -1,0 +1,242 @@
+"""mlx-lm's loops on a pool of fixed size, as they run in ``mlx_lm.server``.
+
+mlx-lm's own caches grow. A pool does not, and what it raised in the middle of a batch would end all of the
+batch's rows, and with them the thread in which the server generates. For a model with a pool (``install``)
+
+* requests wait until there is room for them and for all that they may yet add;
+* what an ``LRUPromptCache`` keeps gives way, the oldest first, where there is none (``CachePool.relieve``);
+* the server refuses a prompt that can never fit, and ends an answer where the room ends ("length").
+
+What fails nevertheless, as when somebody else holds the pool's sequences, fails the requests of its batch and
+not the server. Models without a pool go as they do without this module. It knows mlx-lm 0.32 from within.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import LRUPromptCache
+
+from kvcache.cache import InvalidRangeError
+from kvcache.integrations.mlx_lm.pool import CachePool, SequencesTakenError
+from kvcache.integrations.mlx_lm.rows import Rows
+
+__all__ = ["guard"]
+
+log = logging.getLogger(__name__)
+_incoming = threading.local()
+"""``queue``: where the server's thread answers the request that it took last."""
+_queues: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+"""Of a BatchGenerator of a server, by request: where its answer goes."""
+
+
+@functools.cache
+def guard() -> None:
+    """Put this module around mlx-lm's loops, once."""
+    loops = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
+    server = importlib.import_module("mlx_lm.server")
+    for kind, name, around in (
+        (LRUPromptCache, "insert_cache", _insert_cache),
+        (LRUPromptCache, "fetch_nearest_cache", _fetch_nearest_cache),
+        (loops.BatchGenerator, "insert_segments", _insert_segments),
+        (loops.BatchGenerator, "_next", _next),
+        (server.ResponseGenerator, "_is_batchable", _is_batchable),
+        (server.ResponseGenerator, "_next_request", _next_request),
+        (server.ResponseGenerator, "_tokenize", _tokenize),
+    ):
+        setattr(kind, name, functools.partialmethod(around, getattr(kind, name)))
+
+
+def _serving() -> bool:
+    """Whether this is the thread in which a server generates."""
+    return hasattr(_incoming, "queue")
+
+
+def _pool_of(model: Any) -> CachePool | None:
+    pool = getattr(getattr(model, "make_cache", None), "__self__", None)
+    return pool if isinstance(pool, CachePool) else None
+
+
+def _rows(prompt_cache: Sequence[Any] | None) -> list[Rows]:
+    found = [getattr(entry, "rows", None) for entry in prompt_cache or ()]
+    return [rows for rows in found if isinstance(rows, Rows)]
+
+
+# LRUPromptCache.
+
+
+def _insert_cache(
+    lru: LRUPromptCache,
+    original: Callable[..., None],
+    model: Any,
+    tokens: Any,
+    prompt_cache: Any,
+    **more: Any,
+) -> None:
+    found = _rows(prompt_cache)
+    for rows in found:
+        rows.kept = True
+        rows.pool.keepers.add(lru)
+    if found and _serving():
+        # The server is done with the list, and has names for it that live on and would hold the sequence.
+        prompt_cache, given = list(prompt_cache), prompt_cache
+        given.clear()
+    if prompt_cache:
+        original(lru, model, tokens, prompt_cache, **more)
+
+
+def _fetch_nearest_cache(lru: LRUPromptCache, original: Callable[..., Any], model: Any, tokens: Any) -> Any:
+    try:
+        return original(lru, model, tokens)
+    except SequencesTakenError:  # a copy of the beginning of a longer one
+        return None, tokens
+
+
+# ResponseGenerator.
+
+
+def _is_batchable(responder: Any, original: Callable[..., bool], *arguments: Any) -> bool:
+    pool = _pool_of(responder.model_provider.model)
+    return original(responder, *arguments) and (pool is None or pool.tells_rows_apart)
+
+
+def _next_request(responder: Any, original: Callable[..., Any], *arguments: Any) -> Any:
+    found = original(responder, *arguments)
+    if found is not None:
+        _incoming.queue = found[0]
+    return found
+
+
+def _tokenize(responder: Any, original: Callable[..., Any], *arguments: Any) -> Any:
+    found = original(responder, *arguments)
+    pool = _pool_of(responder.model_provider.model)
+    if pool is not None and len(found[0]) >= pool.room:
+        raise InvalidRangeError(
+            f"a prompt of {len(found[0])} tokens; the pool of its model has room for {pool.room}, the answer "
+            "included: shorten it, or install with a larger capacity or max_sequences"
+        )
+    return found
+
+
+# BatchGenerator.
+
+
+def _insert_segments(
+    generator: Any,
+    original: Callable[..., list[int]],
+    segments: Sequence[Any],
+    max_tokens: Any = None,
+    caches: Any = None,
+    all_tokens: Any = None,
+    *more: Any,
+    **options: Any,
+) -> list[int]:
+    pool, count = _pool_of(generator.model), len(segments)
+    if pool is None or not _serving():
+        return original(generator, segments, max_tokens, caches, all_tokens, *more, **options)
+    given = zip(
+        segments,
+        max_tokens or [generator.max_tokens] * count,
+        caches or [None] * count,
+        all_tokens or [[]] * count,
+        strict=True,
+    )
+    fitted = [_fitted(pool, generator, *one) for one in given]
+    columns = [list(column) for column in zip(*fitted, strict=True)]
+    uids = original(generator, *columns, *more, **options)
+    _queues.setdefault(generator, {}).update(dict.fromkeys(uids, _incoming.queue))
+    return uids
+
+
+def _fitted(
+    pool: CachePool, generator: Any, segments: list[list[int]], most: int, cache: Any, tokens: list[int]
+) -> tuple[list[list[int]], int, Any, list[int]]:
+    """A request that is computed anew where it would wait with a sequence that others need.
+
+    So is one that has nothing left to compute. It ends where the room ends.
+    """
+    waiting = sum(_holds(sequence[3]) for sequence in generator._unprocessed_sequences)
+    rows = len(generator._prompt_batch) + len(generator._generation_batch)
+    if cache is not None and (rows + waiting >= pool.max_sequences - 1 or not any(segments)):
+        first, *others = segments or [[]]
+        segments, cache, tokens = [[*tokens, *first], *others], None, []
+    room = pool.room - len(tokens) - sum(map(len, segments))
+    if room < most:
+        log.warning("an answer of up to %d tokens ends after %d, where the pool's room ends", most, room)
+    return segments, int(min(most, room)), cache, tokens
+
+
+def _holds(prompt_cache: Any) -> bool:
+    return any(held.seq is not None for rows in _rows(prompt_cache)[:1] for held in rows.held)
+
+
+def _next(generator: Any, original: Callable[[Any], Any]) -> Any:
+    pool = _pool_of(generator.model)
+    if pool is None or generator not in _queues:
+        return original(generator)
+    waiting, count, step = (
+        generator._unprocessed_sequences,
+        _admitted(pool, generator),
+        generator.prefill_step_size,
+    )
+    later = [waiting.pop() for _ in range(len(waiting) - count)]  # moved: a copy would hold prompt caches
+    uids = [sequence[0] for sequence in waiting]
+    uids += [*generator._prompt_batch.uids, *generator._generation_batch.uids]
+    if pool.largest_pass is not None:
+        rows = len(generator._prompt_batch) + count
+        generator.prefill_step_size = max(1, min(step, pool.largest_pass // max(1, rows)))
+    try:
+        return original(generator)
+    except Exception as error:
+        return [], _fail(generator, uids, error)
+    finally:
+        generator.prefill_step_size = step
+        generator._unprocessed_sequences.extend(reversed(later))
+
+
+def _admitted(pool: CachePool, generator: Any) -> int:
+    """How many of the requests that wait there is room for now, with what those before them may yet add."""
+    prompts, answers = generator._prompt_batch, generator._generation_batch
+    held = [
+        len(tokens) + sum(map(len, rest[0])) + most
+        for tokens, rest, most in zip(
+            prompts.tokens, generator._currently_processing, prompts.max_tokens, strict=True
+        )
+    ]
+    counts = zip(answers.tokens, answers.max_tokens, answers._num_tokens, strict=True)
+    held += [len(tokens) + most - done for tokens, most, done in counts]
+    waiting = generator._unprocessed_sequences
+    with_sequence = sum(_holds(sequence[3]) for sequence in waiting)
+    for i, (_, segments, most, cache, tokens, *_) in enumerate(waiting):
+        own = _holds(cache)
+        held.append(len(tokens) + sum(map(len, segments)) + most)
+        full = len(held) + with_sequence - own > pool.max_sequences or sum(held) > pool.room
+        if full and len(held) > 1:
+            return i
+        with_sequence -= own
+    return len(waiting)
+
+
+def _fail(generator: Any, uids: Collection[int], error: Exception) -> list[Any]:
+    """End these requests, whose batch is in no state to go on; what the server takes for their answers."""
+    log.error("%d requests of a batch fail: %s", len(uids), error)
+    batches = type(generator._prompt_batch), type(generator._generation_batch)
+    generator._prompt_batch = batches[0].empty(
+        generator.model, generator.sampler, generator.prefill_step_size
+    )
+    generator._generation_batch = batches[1].empty(generator.model, generator.sampler)
+    generator._currently_processing, generator._unprocessed_sequences = [], deque()
+    for uid in uids:
+        _queues[generator].pop(uid).put(
+            RuntimeError(str(error))
+        )  # not the error: its frames hold prompt caches
+    nothing = mx.zeros(64)
+    return [batches[1].Response(uid, 0, nothing, "error", [], []) for uid in uids]

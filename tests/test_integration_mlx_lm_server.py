@@ -1,0 +1,188 @@
+"""mlx_lm.server, on loopback, with its own defaults, over pools that are too small for them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+
+import mlx_lm
+from mlx_lm import server
+from mlx_lm.models.cache import LRUPromptCache
+
+from kvcache.integrations.mlx_lm import CachePool, install
+
+from . import mlx_lm_models
+
+WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+
+
+@dataclass
+class Running:
+    """A server, the pool of its model, and what that model says with mlx-lm's own caches."""
+
+    address: tuple[str, int]
+    pool: CachePool
+    kept: LRUPromptCache
+    model: Any
+    said: Callable[[str, int], str]
+
+    def ask(self, prompt: str, max_tokens: int = 6, **options: Any) -> tuple[int, dict[str, Any]]:
+        """Status and answer; status 0 where the connection ends without one."""
+        connection = http.client.HTTPConnection(*self.address, timeout=60)
+        try:
+            body = {"prompt": prompt, "max_tokens": max_tokens, **options}
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        except http.client.RemoteDisconnected:
+            return 0, {}
+        finally:
+            connection.close()
+
+    def text(self, prompt: str, max_tokens: int = 6, **options: Any) -> str:
+        status, answer = self.ask(prompt, max_tokens, **options)
+        assert status == 200, answer
+        return str(answer["choices"][0]["text"])
+
+
+@pytest.fixture
+def serving(
+    tmp_path: Path, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    @contextmanager
+    def start(config: dict[str, Any], *options: str, **pool: Any) -> Iterator[Running]:
+        folder = make_model()
+        own_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps({**own_config, **config}), encoding="utf-8")
+        tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+        found: list[server.ModelProvider] = []
+        monkeypatch.setattr(server, "run", lambda host, port, provider: found.append(provider))
+        monkeypatch.setattr(sys, "argv", ["mlx_lm.server", "--model", str(folder), *options])
+        server.main()
+        (provider,) = found
+        provider.load_default()
+        own, words = mlx_lm.load(str(folder))
+        made = install(provider.model, **pool)
+        kept = LRUPromptCache(provider.cli_args.prompt_cache_size)
+        generator = server.ResponseGenerator(provider, kept)
+        httpd = ThreadingHTTPServer(
+            ("127.0.0.1", 0), lambda *a, **k: server.APIHandler(generator, *a, system_fingerprint="", **k)
+        )
+        thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield Running(
+                ("127.0.0.1", httpd.server_port), made, kept, provider.model,
+                lambda prompt, count: mlx_lm.generate(own, words, prompt, max_tokens=count),
+            )  # fmt: skip
+            assert generator.is_healthy
+        finally:
+            httpd.shutdown()
+            thread.join()
+            httpd.server_close()
+            generator.stop_and_join()
+
+    return start
+
+
+def prompts(count: int) -> list[str]:
+    return [f"{'abcdefghijkl'[i] * (3 + i)} once upon" for i in range(count)]
+
+
+@pytest.mark.parametrize("config", [{}, WINDOW], ids=["full", "sliding"])
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_twelve_requests_at_once_are_all_answered_from_a_pool_for_a_few(
+    serving: Callable[..., Any], config: dict[str, Any], sequences: int
+) -> None:
+    with serving(config, capacity=192 // sequences, max_sequences=sequences) as running:
+        with ThreadPoolExecutor(12) as clients:
+            said = list(clients.map(running.text, prompts(12)))
+        assert said == [running.said(prompt, 6) for prompt in prompts(12)]
+        assert running.text("and after that") == running.said("and after that", 6)
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=["batched", "alone"])
+def test_a_prompt_that_can_never_fit_is_refused_by_itself(
+    serving: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    with serving({}, capacity=64, max_sequences=3) as running:
+        status, answer = running.ask("x" * 191, **options)
+        assert status == 404
+        assert "a prompt of 192 tokens; the pool of its model has room for 192" in answer["error"]
+        assert running.text("x" * 30) == running.said("x" * 30, 6)
+
+
+def test_an_answer_ends_where_the_room_ends(
+    serving: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving({}, capacity=16, max_sequences=3) as running:
+        status, answer = running.ask("abcdefg", max_tokens=512)
+        assert status == 200
+        assert answer["usage"] == {**answer["usage"], "prompt_tokens": 8, "completion_tokens": 40}
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert "up to 512 tokens ends after 40" in caplog.text
+        assert running.text("abcdefg") == running.said("abcdefg", 6)
+
+
+@pytest.mark.parametrize("config", [{}, WINDOW], ids=["full", "sliding"])
+def test_conversations_that_are_kept_give_way_the_oldest_first(
+    serving: Callable[..., Any], config: dict[str, Any]
+) -> None:
+    """Prompts grow out of one another or begin alike: some find what is kept, all get the same answers."""
+    with serving(config, capacity=96, max_sequences=3) as running:
+        for prompt in (
+            *prompts(5),
+            *[f"{prompt} and" for prompt in prompts(5)],
+            "aaa",
+            "aaa once",
+            "aaa once",
+        ):
+            assert running.text(prompt) == running.said(prompt, 6)
+        assert 1 <= len(running.kept) <= 3
+        _, answer = running.ask("aaa once upon")
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= (0 if config else 8)
+
+
+def test_a_prompt_of_the_very_tokens_that_are_kept_is_answered(serving: Callable[..., Any]) -> None:
+    """mlx-lm's own server ends here: it has nothing left to feed."""
+    with serving({}, capacity=64, max_sequences=4) as running:
+        prompt = next(text for text in prompts(12) if running.said(text, 2).isascii())
+        whole = prompt + running.text(prompt, 2)
+        assert running.text(whole) == running.said(whole, 6)
+
+
+def test_long_prompts_are_cut_into_passes_that_sliding_layers_have_room_for(
+    serving: Callable[..., Any],
+) -> None:
+    with serving(WINDOW, capacity=300, max_sequences=3, max_batch=20, rollback=0) as running:
+        with ThreadPoolExecutor(3) as clients:
+            long = [letter * 250 for letter in "abc"]
+            said = list(clients.map(running.text, long))
+        assert said == [running.said(prompt, 6) for prompt in long]
+
+
+def test_who_else_holds_the_sequences_makes_requests_fail_and_not_the_server(
+    serving: Callable[..., Any],
+) -> None:
+    with serving({}, capacity=64, max_sequences=1) as running:
+        strange = running.pool.make_prompt_cache()
+        mlx_lm_models.greedy(running.model, [5, 6, 7], 2, strange)
+        assert running.ask("abc")[0] == 0
+        del strange
+        assert running.text("abc") == running.said("abc", 6)
