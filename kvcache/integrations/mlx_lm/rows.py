@@ -90,11 +90,13 @@ class Rows:
     def seen_by_a_bystander(self, seen: int) -> int:
         """What an entry has seen that is in every pass by itself, and was last asked after ``seen`` events.
 
-        Of what is done to all entries it misses at most the last, which it is being asked for.
+        It misses at most the last event, which it is being asked for: a pass of which there are only masks as
+        yet, or what is done to all entries.
         """
         self._forget_undone()
-        of_all = isinstance(self.last, tuple) and seen < self.events
-        return self.events - 1 if of_all else self.events
+        last = self.last
+        missed = not last.written if isinstance(last, Pass) else last is not None and seen < self.events
+        return self.events - 1 if missed else self.events
 
     def padding_for(self, seen: int) -> list[int]:
         """The columns of left padding that an entry has before it that has seen so many events."""
