@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import math
 import threading
 import weakref
 from collections import deque
@@ -163,11 +164,12 @@ def _fitted(
 
     So is one that has nothing left to compute. It ends where the room ends.
     """
-    waiting = sum(_holds(sequence[3]) for sequence in generator._unprocessed_sequences)
-    rows = len(generator._prompt_batch) + len(generator._generation_batch)
-    if cache is not None and (rows + waiting >= pool.max_sequences - 1 or not any(segments)):
-        first, *others = segments or [[]]
-        segments, cache, tokens = [[*tokens, *first], *others], None, []
+    others = sum(_holds(sequence[3]) for sequence in generator._unprocessed_sequences)
+    others += len(generator._prompt_batch) + len(generator._generation_batch)
+    crowded = others > 0 and others >= pool.max_sequences - 1
+    if cache is not None and (crowded or not any(segments)):
+        first, *rest = segments or [[]]
+        segments, cache, tokens = [[*tokens, *first], *rest], None, []
     room = pool.room - len(tokens) - sum(map(len, segments))
     if room < most:
         log.warning("an answer of up to %d tokens ends after %d, where the pool's room ends", most, room)
@@ -182,21 +184,19 @@ def _next(generator: Any, original: Callable[[Any], Any]) -> Any:
     pool = _pool_of(generator.model)
     if pool is None or generator not in _queues:
         return original(generator)
-    waiting, count, step = (
-        generator._unprocessed_sequences,
-        _admitted(pool, generator),
-        generator.prefill_step_size,
-    )
+    waiting, step = generator._unprocessed_sequences, generator.prefill_step_size
+    uids = [*generator._prompt_batch.uids, *generator._generation_batch.uids]
+    uids += [sequence[0] for sequence in waiting]
+    _queues[generator] = {uid: queue for uid, queue in _queues[generator].items() if uid in uids}
+    count = _admitted(pool, generator)
     later = [waiting.pop() for _ in range(len(waiting) - count)]  # moved: a copy would hold prompt caches
-    uids = [sequence[0] for sequence in waiting]
-    uids += [*generator._prompt_batch.uids, *generator._generation_batch.uids]
     if pool.largest_pass is not None:
         rows = len(generator._prompt_batch) + count
         generator.prefill_step_size = max(1, min(step, pool.largest_pass // max(1, rows)))
     try:
         return original(generator)
     except Exception as error:
-        return [], _fail(generator, uids, error)
+        return [], _fail(generator, uids[: len(uids) - len(later)], error)
     finally:
         generator.prefill_step_size = step
         generator._unprocessed_sequences.extend(reversed(later))
@@ -213,12 +213,15 @@ def _admitted(pool: CachePool, generator: Any) -> int:
     ]
     counts = zip(answers.tokens, answers.max_tokens, answers._num_tokens, strict=True)
     held += [len(tokens) + most - done for tokens, most, done in counts]
-    waiting = generator._unprocessed_sequences
+    waiting, most_rows = (
+        generator._unprocessed_sequences,
+        min(pool.max_sequences, pool.largest_pass or math.inf),
+    )
     with_sequence = sum(_holds(sequence[3]) for sequence in waiting)
     for i, (_, segments, most, cache, tokens, *_) in enumerate(waiting):
         own = _holds(cache)
         held.append(len(tokens) + sum(map(len, segments)) + most)
-        full = len(held) + with_sequence - own > pool.max_sequences or sum(held) > pool.room
+        full = len(held) + with_sequence - own > most_rows or sum(held) > pool.room
         if full and len(held) > 1:
             return i
         with_sequence -= own
@@ -234,9 +237,8 @@ def _fail(generator: Any, uids: Collection[int], error: Exception) -> list[Any]:
     )
     generator._generation_batch = batches[1].empty(generator.model, generator.sampler)
     generator._currently_processing, generator._unprocessed_sequences = [], deque()
-    for uid in uids:
-        _queues[generator].pop(uid).put(
-            RuntimeError(str(error))
-        )  # not the error: its frames hold prompt caches
+    for uid in _queues[generator].keys() & {*uids}:
+        # Not the error itself, whose frames hold prompt caches.
+        _queues[generator].pop(uid).put(RuntimeError(str(error)))
     nothing = mx.zeros(64)
     return [batches[1].Response(uid, 0, nothing, "error", [], []) for uid in uids]
