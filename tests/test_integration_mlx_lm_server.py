@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ import mlx_lm
 from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
 
-from kvcache.integrations.mlx_lm import CachePool, install
+from kvcache.integrations.mlx_lm import install
 
 from . import mlx_lm_models
 
@@ -34,7 +35,8 @@ class Running:
     """A server, the pool of its model, and what that model says with mlx-lm's own caches."""
 
     address: tuple[str, int]
-    pool: CachePool
+    asked: dict[str, Any]
+    pool: Any
     kept: LRUPromptCache
     model: Any
     said: Callable[[str, int], str]
@@ -43,7 +45,7 @@ class Running:
         """Status and answer; status 0 where the connection ends without one."""
         connection = http.client.HTTPConnection(*self.address, timeout=60)
         try:
-            body = {"prompt": prompt, "max_tokens": max_tokens, **options}
+            body = {"prompt": prompt, "max_tokens": max_tokens, **self.asked, **options}
             connection.request(
                 "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
             )
@@ -65,22 +67,28 @@ def serving(
     tmp_path: Path, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
     @contextmanager
-    def start(config: dict[str, Any], *options: str, **pool: Any) -> Iterator[Running]:
+    def start(config: dict[str, Any], when_asked: bool = False, **pool: Any) -> Iterator[Running]:
+        """``when_asked``: the server loads its model for the first request, and not before."""
         folder = make_model()
-        own_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        (folder / "config.json").write_text(json.dumps({**own_config, **config}), encoding="utf-8")
+        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps({**told, **config}), encoding="utf-8")
         tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
         (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-        found: list[server.ModelProvider] = []
-        monkeypatch.setattr(server, "run", lambda host, port, provider: found.append(provider))
-        monkeypatch.setattr(sys, "argv", ["mlx_lm.server", "--model", str(folder), *options])
-        server.main()
-        (provider,) = found
-        provider.load_default()
         own, words = mlx_lm.load(str(folder))
-        made = install(provider.model, **pool)
-        kept = LRUPromptCache(provider.cli_args.prompt_cache_size)
-        generator = server.ResponseGenerator(provider, kept)
+        made: Queue[Any] = Queue()
+
+        def load(*arguments: Any, **options: Any) -> Any:
+            model, *others = mlx_lm.load(*arguments, **options)
+            made.put(install(model, **pool))
+            return model, *others
+
+        providers: list[server.ModelProvider] = []
+        monkeypatch.setattr(server, "load", load)
+        monkeypatch.setattr(server, "run", lambda host, port, provider: providers.append(provider))
+        monkeypatch.setattr(sys, "argv", ["mlx_lm.server", *(() if when_asked else ("--model", str(folder)))])
+        server.main()
+        kept = LRUPromptCache(providers[0].cli_args.prompt_cache_size)
+        generator = server.ResponseGenerator(providers[0], kept)
         httpd = ThreadingHTTPServer(
             ("127.0.0.1", 0), lambda *a, **k: server.APIHandler(generator, *a, system_fingerprint="", **k)
         )
@@ -88,9 +96,13 @@ def serving(
         thread.start()
         try:
             yield Running(
-                ("127.0.0.1", httpd.server_port), made, kept, provider.model,
+                ("127.0.0.1", httpd.server_port),
+                {"model": str(folder)} if when_asked else {},
+                None if when_asked else made.get(timeout=60),
+                kept,
+                own,
                 lambda prompt, count: mlx_lm.generate(own, words, prompt, max_tokens=count),
-            )  # fmt: skip
+            )
             assert generator.is_healthy
         finally:
             httpd.shutdown()
@@ -117,11 +129,12 @@ def test_twelve_requests_at_once_are_all_answered_from_a_pool_for_a_few(
         assert running.text("and after that") == running.said("and after that", 6)
 
 
+@pytest.mark.parametrize("when_asked", [False, True])
 @pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=["batched", "alone"])
 def test_a_prompt_that_can_never_fit_is_refused_by_itself(
-    serving: Callable[..., Any], options: dict[str, Any]
+    serving: Callable[..., Any], options: dict[str, Any], when_asked: bool
 ) -> None:
-    with serving({}, capacity=64, max_sequences=3) as running:
+    with serving({}, when_asked, capacity=64, max_sequences=3) as running:
         status, answer = running.ask("x" * 191, **options)
         assert status == 404
         assert "a prompt of 192 tokens; the pool of its model has room for 192" in answer["error"]

@@ -404,13 +404,13 @@ ONE_PASS = "needs a cache: one pass over an empty one of mlx-lm's stands for non
 
 
 def _told(modes: Mapping[str, tuple[str, str]]) -> dict[str, list[str]]:
-    """What is worth saying, up to the advice, and of which modes; of each verdict what was said first."""
+    """What is worth saying, up to the advice, and of which modes; other figures are no other words."""
     first: dict[str, str] = {}
     found: dict[str, list[str]] = {}
     for mode, (kind, words) in modes.items():
         if (kind != "=" or ";" in words) and NOT_TRIMMABLE not in words:
             line = words if kind == "=" else words.partition("; ")[0]
-            found.setdefault(first.setdefault(kind, line), []).append(mode)
+            found.setdefault(first.setdefault(re.sub(r"\d", "", line), line), []).append(mode)
     return found
 
 

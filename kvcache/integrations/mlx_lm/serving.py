@@ -34,7 +34,7 @@ __all__ = ["guard"]
 
 log = logging.getLogger(__name__)
 _incoming = threading.local()
-"""``queue``: where the server's thread answers the request that it took last."""
+"""Of the thread in which a server generates. ``queue``: where it answers the request that it took last."""
 _queues: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 """Of a BatchGenerator of a server, by request: where its answer goes."""
 
@@ -58,7 +58,7 @@ def guard() -> None:
 
 def _serving() -> bool:
     """Whether this is the thread in which a server generates."""
-    return hasattr(_incoming, "queue")
+    return hasattr(_incoming, "serving")
 
 
 def _pool_of(model: Any) -> CachePool | None:
@@ -117,6 +117,7 @@ def _next_request(responder: Any, original: Callable[..., Any], *arguments: Any)
 
 
 def _tokenize(responder: Any, original: Callable[..., Any], *arguments: Any) -> Any:
+    _incoming.serving = True
     found = original(responder, *arguments)
     pool = _pool_of(responder.model_provider.model)
     if pool is not None and len(found[0]) >= pool.room:
@@ -153,7 +154,9 @@ def _insert_segments(
     fitted = [_fitted(pool, generator, *one) for one in given]
     columns = [list(column) for column in zip(*fitted, strict=True)]
     uids = original(generator, *columns, *more, **options)
-    _queues.setdefault(generator, {}).update(dict.fromkeys(uids, _incoming.queue))
+    # The request that made the server load a model with a pool was taken before this module saw it.
+    queue = getattr(_incoming, "queue", None)
+    _queues.setdefault(generator, {}).update(dict.fromkeys(uids, queue))
     return uids
 
 
@@ -238,7 +241,7 @@ def _fail(generator: Any, uids: Collection[int], error: Exception) -> list[Any]:
     generator._generation_batch = batches[1].empty(generator.model, generator.sampler)
     generator._currently_processing, generator._unprocessed_sequences = [], deque()
     for uid in _queues[generator].keys() & {*uids}:
-        # Not the error itself, whose frames hold prompt caches.
-        _queues[generator].pop(uid).put(RuntimeError(str(error)))
+        if (queue := _queues[generator].pop(uid)) is not None:
+            queue.put(RuntimeError(str(error)))  # not the error itself, whose frames hold prompt caches
     nothing = mx.zeros(64)
     return [batches[1].Response(uid, 0, nothing, "error", [], []) for uid in uids]
