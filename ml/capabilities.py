@@ -67,7 +67,8 @@ class Layout(enum.StrEnum):
 class CacheConfig:
     """What a backend wants of the tensors that a cache hands to attention.
 
-    ``cache_padding``: the history length is rounded up to a multiple of it (masked cells).
+    ``cache_padding``: the history that ``get`` returns and that ``attend`` hands to attention is rounded up
+    to a multiple of it: masked cells, zero where nobody owns them. An encoder's output keeps its length.
     ``mask_batch_padding``: the mask's rows likewise (rows of -inf).
     ``permuted_v``: ``get`` gives values as (kv_heads, head_dim, history).
     ``elide_mask``: the mask may be None or :data:`CAUSAL` where that says the same.

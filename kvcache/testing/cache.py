@@ -17,6 +17,7 @@ from kvcache.testing.order import OrderTests
 from kvcache.testing.prefix import PrefixTests
 from kvcache.testing.properties import PropertyTests
 from kvcache.testing.quantized import QuantizedTests
+from kvcache.testing.reading import ReadingTests
 from kvcache.testing.recurrent import RecurrentFaultTests, RecurrentTests
 from kvcache.testing.removal import RemovalTests
 from kvcache.testing.reserving import ReservingTests
@@ -38,6 +39,7 @@ class CacheTests(
     RemovalTests,
     DefragTests,
     ReservingTests,
+    ReadingTests,
     CapacityTests,
     WindowTests,
     OrderTests,
