@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcache.testing.answers import AnswerTests
 from kvcache.testing.attending import AttendingTests
 from kvcache.testing.batches import BatchTests
 from kvcache.testing.branches import BranchTests
@@ -60,6 +61,7 @@ class CacheTests(
     ScheduledStateTests,
     BranchTests,
     PrefixTests,
+    AnswerTests,
 ):
     """Everything the contract says of the attention caches. Subclass it; see :mod:`kvcache.testing`.
 
