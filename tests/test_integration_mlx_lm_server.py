@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import sys
@@ -113,6 +114,9 @@ def serving(
     return start
 
 
+BATCHED_AND_ALONE = pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=["batched", "alone"])
+
+
 def prompts(count: int) -> list[str]:
     return [f"{'abcdefghijkl'[i] * (3 + i)} once upon" for i in range(count)]
 
@@ -130,7 +134,7 @@ def test_twelve_requests_at_once_are_all_answered_from_a_pool_for_a_few(
 
 
 @pytest.mark.parametrize("when_asked", [False, True])
-@pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=["batched", "alone"])
+@BATCHED_AND_ALONE
 def test_a_prompt_that_can_never_fit_is_refused_by_itself(
     serving: Callable[..., Any], options: dict[str, Any], when_asked: bool
 ) -> None:
@@ -141,11 +145,12 @@ def test_a_prompt_that_can_never_fit_is_refused_by_itself(
         assert running.text("x" * 30) == running.said("x" * 30, 6)
 
 
+@BATCHED_AND_ALONE
 def test_an_answer_ends_where_the_room_ends(
-    serving: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    serving: Callable[..., Any], caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
     with serving({}, capacity=16, max_sequences=3) as running:
-        status, answer = running.ask("abcdefg", max_tokens=512)
+        status, answer = running.ask("abcdefg", max_tokens=512, **options)
         assert status == 200
         assert answer["usage"] == {**answer["usage"], "prompt_tokens": 8, "completion_tokens": 40}
         assert answer["choices"][0]["finish_reason"] == "length"
@@ -180,13 +185,14 @@ def test_a_prompt_of_the_very_tokens_that_are_kept_is_answered(serving: Callable
         assert running.text(whole) == running.said(whole, 6)
 
 
+@BATCHED_AND_ALONE
 def test_long_prompts_are_cut_into_passes_that_sliding_layers_have_room_for(
-    serving: Callable[..., Any],
+    serving: Callable[..., Any], options: dict[str, Any]
 ) -> None:
     with serving(WINDOW, capacity=300, max_sequences=3, max_batch=20, rollback=0) as running:
         with ThreadPoolExecutor(3) as clients:
             long = [letter * 250 for letter in "abc"]
-            said = list(clients.map(running.text, long))
+            said = list(clients.map(lambda prompt: running.text(prompt, **options), long))
         assert said == [running.said(prompt, 6) for prompt in long]
 
 
@@ -199,3 +205,16 @@ def test_who_else_holds_the_sequences_makes_requests_fail_and_not_the_server(
         assert running.ask("abc")[0] == 0
         del strange
         assert running.text("abc") == running.said("abc", 6)
+
+
+def test_a_request_that_fails_half_way_holds_nothing(serving: Callable[..., Any]) -> None:
+    with serving({}, capacity=32, max_sequences=2) as running:
+        strange = running.pool.make_prompt_cache()
+        mlx_lm_models.greedy(running.model, mlx_lm_models.prompt_of(20), 1, strange)
+        gc.disable()
+        try:
+            assert running.ask("a" * 35, max_tokens=20, seed=3)[0] == 0
+            del strange
+            assert running.text("b" * 55, seed=3) == running.said("b" * 55, 6)
+        finally:
+            gc.enable()

@@ -52,6 +52,7 @@ def guard() -> None:
         (server.ResponseGenerator, "_is_batchable", _is_batchable),
         (server.ResponseGenerator, "_next_request", _next_request),
         (server.ResponseGenerator, "_tokenize", _tokenize),
+        (server.ResponseGenerator, "_serve_single", _serve_single),
     ):
         setattr(kind, name, functools.partialmethod(around, getattr(kind, name)))
 
@@ -116,16 +117,50 @@ def _next_request(responder: Any, original: Callable[..., Any], *arguments: Any)
     return found
 
 
-def _tokenize(responder: Any, original: Callable[..., Any], *arguments: Any) -> Any:
+def _tokenize(responder: Any, original: Callable[..., Any], tokenizer: Any, request: Any, asked: Any) -> Any:
+    """Refuses a prompt that can never fit; the answer ends where the room ends."""
     _incoming.serving = True
-    found = original(responder, *arguments)
+    found = original(responder, tokenizer, request, asked)
     pool = _pool_of(responder.model_provider.model)
-    if pool is not None and len(found[0]) >= pool.room:
-        raise InvalidRangeError(
-            f"a prompt of {len(found[0])} tokens; the pool of its model has room for {pool.room}, the answer "
-            "included: shorten it, or install with a larger capacity or max_sequences"
-        )
+    if pool is not None:
+        room = pool.room - len(found[0])
+        if room <= 0:
+            raise InvalidRangeError(
+                f"a prompt of {len(found[0])} tokens; the pool of its model has room for {pool.room}, the "
+                "answer included: shorten it, or install with a larger capacity or max_sequences"
+            )
+        if room < asked.max_tokens:
+            log.warning(
+                "an answer of up to %d tokens ends after %d, where the pool's room ends",
+                asked.max_tokens,
+                room,
+            )
+            asked.max_tokens = int(room)
     return found
+
+
+def _serve_single(
+    responder: Any, original: Callable[..., None], request: tuple[Any, ...], *more: Any
+) -> None:
+    options, pool = responder.cli_args, _pool_of(responder.model_provider.model)
+    step = options.prefill_step_size
+    if pool is not None:
+        request = _Answers(request[0]), *request[1:]
+        options.prefill_step_size = max(1, min(step, pool.largest_pass or step))
+    try:
+        original(responder, request, *more)
+    finally:
+        options.prefill_step_size = step
+
+
+class _Answers:
+    """A request's queue; errors go without their frames, which hold the prompt cache."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+
+    def put(self, item: Any) -> None:
+        self._queue.put(RuntimeError(str(item)) if isinstance(item, Exception) else item)
 
 
 # BatchGenerator.
@@ -144,16 +179,10 @@ def _insert_segments(
     pool, count = _pool_of(generator.model), len(segments)
     if pool is None or not _serving():
         return original(generator, segments, max_tokens, caches, all_tokens, *more, **options)
-    given = zip(
-        segments,
-        max_tokens or [generator.max_tokens] * count,
-        caches or [None] * count,
-        all_tokens or [[]] * count,
-        strict=True,
-    )
+    given = zip(segments, caches or [None] * count, all_tokens or [[]] * count, strict=True)
     fitted = [_fitted(pool, generator, *one) for one in given]
-    columns = [list(column) for column in zip(*fitted, strict=True)]
-    uids = original(generator, *columns, *more, **options)
+    segments, caches, all_tokens = (list(column) for column in zip(*fitted, strict=True))
+    uids = original(generator, segments, max_tokens, caches, all_tokens, *more, **options)
     # The request that made the server load a model with a pool was taken before this module saw it.
     queue = getattr(_incoming, "queue", None)
     _queues.setdefault(generator, {}).update(dict.fromkeys(uids, queue))
@@ -161,22 +190,19 @@ def _insert_segments(
 
 
 def _fitted(
-    pool: CachePool, generator: Any, segments: list[list[int]], most: int, cache: Any, tokens: list[int]
-) -> tuple[list[list[int]], int, Any, list[int]]:
+    pool: CachePool, generator: Any, segments: list[list[int]], cache: Any, tokens: list[int]
+) -> tuple[list[list[int]], Any, list[int]]:
     """A request that is computed anew where it would wait with a sequence that others need.
 
-    So is one that has nothing left to compute. It ends where the room ends.
+    So is one that has nothing left to compute.
     """
     others = sum(_holds(sequence[3]) for sequence in generator._unprocessed_sequences)
     others += len(generator._prompt_batch) + len(generator._generation_batch)
     crowded = others > 0 and others >= pool.max_sequences - 1
     if cache is not None and (crowded or not any(segments)):
         first, *rest = segments or [[]]
-        segments, cache, tokens = [[*tokens, *first], *rest], None, []
-    room = pool.room - len(tokens) - sum(map(len, segments))
-    if room < most:
-        log.warning("an answer of up to %d tokens ends after %d, where the pool's room ends", most, room)
-    return segments, int(min(most, room)), cache, tokens
+        return [[*tokens, *first], *rest], None, []
+    return segments, cache, tokens
 
 
 def _holds(prompt_cache: Any) -> bool:
@@ -242,6 +268,6 @@ def _fail(generator: Any, uids: Collection[int], error: Exception) -> list[Any]:
     generator._currently_processing, generator._unprocessed_sequences = [], deque()
     for uid in _queues[generator].keys() & {*uids}:
         if (queue := _queues[generator].pop(uid)) is not None:
-            queue.put(RuntimeError(str(error)))  # not the error itself, whose frames hold prompt caches
+            _Answers(queue).put(error)
     nothing = mx.zeros(64)
     return [batches[1].Response(uid, 0, nothing, "error", [], []) for uid in uids]
