@@ -227,6 +227,18 @@ def test_a_prompt_cache_of_mlx_lm_is_taken_over(model: Any, length: int, decoded
     assert models.largest([model(x, cache=ours)], [model(x, cache=theirs)]) <= 4e-5
 
 
+def test_of_a_long_prompt_sliding_layers_take_over_what_they_keep() -> None:
+    """mlx-lm's hold all of a pass until the next one; max_batch is for passes."""
+    model, tokens = models.make_gemma(), models.prompt_of(40)
+    theirs = own_prompt_cache(model)
+    mx.eval(model(mx.array([tokens]), cache=theirs))
+    ours = adopt(theirs, CachePool(model, capacity=64, max_batch=1, rollback=2))
+    assert models.greedy(model, [5], 4, ours) == own_greedy(model, [*tokens, 5], 4)
+    ours = adopt(theirs, CachePool(model, capacity=64, max_batch=1, rollback=2))
+    assert rewind(ours, 38) == 38
+    assert models.greedy(model, [*tokens[38:], 5], 4, ours, step=1) == own_greedy(model, [*tokens, 5], 4)
+
+
 def test_states_alone_are_adopted_with_the_number_of_tokens_that_one_tells() -> None:
     model, tokens = models.OTHERS["mamba2"](), models.prompt_of(9)
     theirs, pool = own_prompt_cache(model), CachePool(models.OTHERS["mamba2"](), capacity=64, max_sequences=3)

@@ -7,7 +7,7 @@ import http.client
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ import mlx_lm
 from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
 
-from kvcache.integrations.mlx_lm import install
+from kvcache.integrations.mlx_lm import CachePool, install
 
 from . import mlx_lm_models
 
@@ -68,7 +68,9 @@ def serving(
     tmp_path: Path, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
     @contextmanager
-    def start(config: dict[str, Any], when_asked: bool = False, **pool: Any) -> Iterator[Running]:
+    def start(
+        config: dict[str, Any], when_asked: bool = False, flags: Sequence[str] = (), **pool: Any
+    ) -> Iterator[Running]:
         """``when_asked``: the server loads its model for the first request, and not before."""
         folder = make_model()
         told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -86,7 +88,8 @@ def serving(
         providers: list[server.ModelProvider] = []
         monkeypatch.setattr(server, "load", load)
         monkeypatch.setattr(server, "run", lambda host, port, provider: providers.append(provider))
-        monkeypatch.setattr(sys, "argv", ["mlx_lm.server", *(() if when_asked else ("--model", str(folder)))])
+        named = () if when_asked else ("--model", str(folder))
+        monkeypatch.setattr(sys, "argv", ["mlx_lm.server", *named, *flags])
         server.main()
         kept = LRUPromptCache(providers[0].cli_args.prompt_cache_size)
         generator = server.ResponseGenerator(providers[0], kept)
@@ -175,6 +178,24 @@ def test_conversations_that_are_kept_give_way_the_oldest_first(
         assert 1 <= len(running.kept) <= 3
         _, answer = running.ask("aaa once upon")
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= (0 if config else 8)
+
+
+def test_nothing_gives_way_in_a_pool_as_large_as_the_page_says(
+    serving: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, read, kept = 2, 3, 3
+    flags = (f"--decode-concurrency={decoded}", f"--prompt-concurrency={read}", f"--prompt-cache-size={kept}")
+    gave_way: list[bool] = []
+    relieve = CachePool.relieve
+    monkeypatch.setattr(CachePool, "relieve", lambda pool: gave_way.append(relieve(pool)) or gave_way[-1])
+    with serving({}, flags=flags, capacity=64, max_sequences=decoded + read + kept + 2) as running:
+        with ThreadPoolExecutor(12) as clients:
+            said = list(clients.map(running.text, prompts(12)))
+        assert said == [running.said(prompt, 6) for prompt in prompts(12)]
+        latest = prompts(12)[-1]
+        again = [running.text(prompt) for prompt in (latest, f"{latest} and", *prompts(2))]
+        assert again == [running.said(prompt, 6) for prompt in (latest, f"{latest} and", *prompts(2))]
+        assert (len(running.kept), gave_way) == (kept, [])
 
 
 def test_a_prompt_of_the_very_tokens_that_are_kept_is_answered(serving: Callable[..., Any]) -> None:

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
+from kvcache.causal import SlidingWindowCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, mlx_caches
 from kvcache.integrations.mlx_lm.passes import Pass
 from kvcache.integrations.mlx_lm.pool import CachePool
@@ -133,11 +134,13 @@ def _fill(storage: Storage, cache: Any, seq: int, contents: Sequence[_Content], 
     holder = cache.attention if recurrent else cache
     own = [i for i, one in enumerate(storage.attention) if one is holder and contents[i].arrays]
     stored = length if recurrent or not own else contents[own[0]].arrays[0].shape[2]
+    if isinstance(cache, SlidingWindowCache):
+        stored = min(stored, max(1, cache.memory))  # mlx-lm's hold more until the first token after a prompt
     first = length - stored
     cache.start_forward(storage.ctx, Batch(range(first, length), [seq] * stored))
     one = Pass(stored, [first], [0], [stored], [seq])
     for i in own:
-        storage.put(i, one, *contents[i].arrays)
+        storage.put(i, one, *(x[..., -stored:, :] for x in contents[i].arrays))
     for i, layer in enumerate(storage.layers):
         if recurrent and isinstance(layer, Recurrent):
             for k, state in enumerate(contents[i].arrays):
