@@ -236,6 +236,7 @@ class TestRefusals:
             HFPrefixCache(case.model)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers 5.19's own
 def test_an_image_comes_with_one_turn_and_another_with_the_next() -> None:
     """Mllama: cross attention of another length, in the decoder's own cache."""
     case = census.Case("mllama with image")

@@ -136,7 +136,7 @@ class Case:
 
     def feed(self, cache: Any, ids: torch.Tensor) -> torch.Tensor:
         """Logits (rows, tokens, vocabulary) of new tokens; without a cache where it is None."""
-        if self.by_one and cache is not None and ids.shape[1] > 1 and cache.has_previous_state():
+        if self.by_one and ids.shape[1] > 1 and cache is not None and _holds(cache):
             return torch.cat([self.feed(cache, ids[:, i : i + 1]) for i in range(ids.shape[1])], 1)
         given: dict[str, Any] = {"use_cache": cache is not None}
         if cache is not None:
@@ -152,6 +152,14 @@ class Case:
         with torch.no_grad():
             logits: torch.Tensor = self.model(**given).logits
         return logits
+
+
+def _holds(cache: Any) -> bool:
+    """Whether a cache has seen tokens; one of states alone does not count them."""
+    try:
+        return bool(cache.get_seq_length())
+    except ValueError:
+        return bool(cache.has_previous_state())
 
 
 def tokens(rows: int, count: int, seed: int = 0) -> torch.Tensor:
@@ -375,7 +383,10 @@ def examine(label: str, modes: Sequence[str] = tuple(MODES)) -> dict[str, Any]:
     """The verdicts on a type: {"modes": {mode: (kind, told)}}, or {"built": why it is not}."""
     if label in small.CANNOT:
         return {"built": small.CANNOT[label]}
-    case = Case(label)
+    try:
+        case = Case(label)
+    except Exception as error:
+        return {"built": _told(error)}
     found = {mode: judge(case, mode) for mode in modes}
     _plain.cache_clear()
     _whole.cache_clear()

@@ -188,7 +188,8 @@ def small(kind: type, own: Mapping[str, Any]) -> Any:
     for name, value in told.items():
         if isinstance(value, dict) and name in kind.sub_configs:
             inner = {key.split(".", 1)[1]: size for key, size in own.items() if key.startswith(f"{name}.")}
-            part = configuration_auto.CONFIG_MAPPING.get(value.get("model_type"), kind.sub_configs[name])
+            known = value.get("model_type") in configuration_auto.CONFIG_MAPPING
+            part = configuration_auto.CONFIG_MAPPING[value["model_type"]] if known else kind.sub_configs[name]
             changes[name] = small(part, inner)
         elif name in _TOKENS and not isinstance(value, list):
             changes[name] = _TOKENS[name] if value is not None or name != "decoder_start_token_id" else None

@@ -120,17 +120,6 @@ class HFCache(Cache):  # type: ignore[misc]
         store = self.rows.store
         return store.bound and store.plan.grouped and store.like.device.type == "cpu"
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """The convolution states (rows, channels, kernel) to go on from; None before the first tokens.
-
-        A decoding step may write into them instead of giving ``update_conv_state`` its inputs.
-        """
-        return self._states.fetch(layer_idx, "conv")
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """The recurrent states (rows, heads, key_dim, value_dim) to go on from; None before there are any."""
-        return self._states.fetch(layer_idx, "recurrent")
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was. Beams share the cells of what they have in common."""
         self.rows.select(beam_idx.tolist())

@@ -48,7 +48,7 @@ class Trait(enum.Enum):
     BY_ONE = "goes on rightly from a state by one token at a time only"
     INSIDE = "keeps the states of its linear layers in its own modules"
     UNEVEN = "gives other results where a prompt comes in parts"
-    OWN_MASK = "makes its masks by the length of the keys, which is fixed here"
+    OWN_MASK = "makes masks of its own, wrongly for keys of a fixed length"
     CONTIGUOUS = "calls view() on the keys, which must lie in one piece for that"
 
 
@@ -152,9 +152,11 @@ def layer_plan(config: Any) -> Plan:
     crossed = getattr(decoder, "cross_attention_layers", None) or ()
     layers = [Kind(CROSS) if i in crossed else kind for i, kind in enumerate(layers)]
     encoder = config.is_encoder_decoder or Kind(CROSS) in layers
-    return Plan(
-        tuple(layers), encoder, *_state_shapes(decoder), _is_grouped(decoder), decoder.model_type, traits
-    )
+    # Models of more than text may not know what to do with a mask that is made before; transformers 5.19
+    # cannot make those of chunks.
+    plain = decoder is config and all(kind.name != CHUNKED for kind in layers)
+    grouped = plain and _is_grouped(decoder)
+    return Plan(tuple(layers), encoder, *_state_shapes(decoder), grouped, decoder.model_type, traits)
 
 
 def empty_layer() -> Any:

@@ -183,6 +183,19 @@ class LinearLayer(_Recorded, LinearAttentionCacheLayerMixin):  # type: ignore[mi
     def has_previous_state(self) -> dict[int, bool]:
         return {0: self.states.started(self.layer)}
 
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor | None]:
+        """The convolution states (rows, channels, kernel) for the next tokens to go on from.
+
+        They may be written into instead of calling ``update_conv_state``: who asks brings a token.
+        """
+        return {0: self.states.fetch(self.layer, "conv")}
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor | None]:
+        """The recurrent states (rows, heads, key_dim, value_dim), likewise."""
+        return {0: self.states.fetch(self.layer, "recurrent")}
+
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: buffers are allocated by the first state."""
 

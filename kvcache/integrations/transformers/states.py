@@ -7,7 +7,7 @@ import torch
 import ml
 from kvcache import NotSupportedError, OrderError, RecurrentCache
 from kvcache.integrations.transformers.kinds import CONV
-from kvcache.integrations.transformers.rows import Rows, untraced
+from kvcache.integrations.transformers.rows import Pass, Rows, untraced
 from kvcache.states import Checkpoint
 
 __all__ = ["States"]
@@ -74,8 +74,9 @@ class States:
     def update_conv(self, layer: int, inputs: torch.Tensor, kernel: int | None) -> torch.Tensor:
         """Take inputs (rows, channels, tokens); returns them behind those before, padded to a kernel."""
         rows, tokens, started = self.rows, inputs.shape[-1], self.started(layer)
-        if started and rows.under_way is not None and rows.under_way.states.get((layer, "conv")):
-            if rows.under_way.tokens != tokens:
+        begun = rows.under_way
+        if begun is not None and self._has_fetched(layer, begun):
+            if begun.tokens != tokens:
                 rows.lengthen(layer, tokens, inputs.shape[0], inputs)
         else:
             rows.enter(layer, tokens, inputs.shape[0], inputs)
@@ -96,6 +97,11 @@ class States:
         assert rows.under_way is not None
         rows.under_way.states[layer, "conv"] = False
         return full
+
+    def _has_fetched(self, layer: int, begun: Pass) -> bool:
+        """Whether ``layer`` has fetched states for what it gives now: no later one has had its turn."""
+        fetched = begun.states.get((layer, "conv")) or begun.states.get((layer, "recurrent"))
+        return bool(fetched) and self.rows.length not in self.rows.seen[layer + 1 :]
 
     @untraced
     def update_recurrent(self, layer: int, states: torch.Tensor) -> torch.Tensor:
