@@ -130,8 +130,9 @@ class TestAfterAnException:
         cache = HFCache(made.config, capacity=64, lookback=0)
         feed(made, cache, ids[:, :10])
         interrupt(made, cache, ids[:, 10 : 10 + tokens])
-        with pytest.raises(OrderError, match=rf"Call crop\(-{tokens}\) to take it back"):
-            feed(made, cache, ids[:, 10:11])
+        for go_on in (lambda: feed(made, cache, ids[:, 10:11]), lambda: cache.crop(0)):
+            with pytest.raises(OrderError, match=rf"Call crop\(-{tokens}\) to take it back"):
+                go_on()
         cache.crop(-tokens)
         close(feed(made, cache, ids[:, 10:]), feed(made, None, ids)[:, 10:])
 
@@ -174,6 +175,33 @@ class TestSpeculation:
             feed(made, cache, ids[:, i : i + 1])
         cache.crop(-35)
         close(feed(made, cache, other), feed(made, None, torch.cat((ids[:, :20], other), 1))[:, 20:])
+
+    @pytest.mark.parametrize(("interrupted", "gone"), [(False, 1), (False, 6), (True, 1), (True, 5)])
+    def test_convolutions_go_back_by_their_inputs(self, interrupted: bool, gone: int) -> None:
+        case = census.Case("lfm3")
+        cache, ids, other = case.ours(), census.tokens(2, 12), census.tokens(2, 5, seed=3)
+        case.feed(cache, ids[:, :2])
+        cache.activate_past_recording()
+        case.feed(cache, ids[:, 2:6])
+        case.feed(cache, ids[:, 6:7])
+        if interrupted:
+            interrupt(case.model, cache, ids[:, 7:])
+            cache.crop(-5)
+        case.feed(cache, ids[:, 7:])
+        cache.crop(-gone)
+        expected = case.feed(None, torch.cat((ids[:, : 12 - gone], other), 1))
+        close(case.feed(cache, other), expected[:, 12 - gone :])
+
+    def test_convolutions_go_back_with_the_rows_that_are_left(self) -> None:
+        case = census.Case("lfm3")
+        cache, ids, other = case.ours(), census.tokens(2, 12), census.tokens(2, 5, seed=3)
+        cache.activate_past_recording()
+        case.feed(cache, ids[:, :8])
+        cache.reorder_cache(torch.tensor([1, 0]))
+        case.feed(cache, ids[[1, 0], 8:])
+        cache.crop(-3)
+        expected = case.feed(None, torch.cat((ids[[1, 0], :9], other), 1))
+        close(case.feed(cache, other), expected[:, 9:])
 
 
 class TestDtypes:

@@ -215,14 +215,14 @@ def _whole(case: Case) -> torch.Tensor:
     return case.feed(None, torch.cat((tokens(2, 10), tokens(2, 7, seed=9)), 1))
 
 
-def _onward(change: Callable[[Case, Any, torch.Tensor], Any]) -> Run:
+def _onward(change: Callable[[Case, Any, torch.Tensor], Any], **options: Any) -> Run:
     """10 tokens, what ``change`` does to the cache, then 7 others: one, four, two."""
 
     def run(case: Case, which: str) -> Found:
         first, then = tokens(2, 10), tokens(2, 7, seed=9)
         if which == "none":
             return Found(then, _whole(case)[:, -7:])
-        cache = case.ours() if which == "ours" else case.theirs()
+        cache = case.ours(**options) if which == "ours" else case.theirs()
         case.feed(cache, first)
         cache = change(case, cache, first)
         parts = [case.feed(cache, then[:, begin:end]) for begin, end in ((0, 1), (1, 5), (5, 7))]
@@ -239,8 +239,15 @@ def _crop(case: Case, cache: Any, first: torch.Tensor) -> Any:
 
 
 def _fork(case: Case, cache: Any, first: torch.Tensor) -> Any:
-    """A copy, after which the original goes its own way."""
-    other = copy.deepcopy(cache)
+    """A fork, after which the original goes its own way; transformers' caches are copied instead."""
+    return _parted(case, cache, cache.fork() if isinstance(cache, HFCache) else copy.deepcopy(cache))
+
+
+def _copy(case: Case, cache: Any, first: torch.Tensor) -> Any:
+    return _parted(case, cache, copy.deepcopy(cache))
+
+
+def _parted(case: Case, cache: Any, other: Any) -> Any:
     case.feed(cache, tokens(2, 5, seed=4))
     return other
 
@@ -326,7 +333,8 @@ MODES: dict[str, Run] = {
     "assisted": _generating(1, assistant_model=Case.assistant),
     "beams": _generating(2, num_beams=3),
     "crop": _onward(_crop),
-    "fork": _onward(_fork),
+    "fork": _onward(_fork, max_sequences=4),
+    "copy": _onward(_copy),
     "save": _onward(_save),
     "interrupt": _onward(_interrupt),
     "static": _static,

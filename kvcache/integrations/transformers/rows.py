@@ -77,6 +77,9 @@ class Rows:
         """How many of them each layer has had."""
         self.settled: int | None = None
         """While passes are recorded, where a crop may go back to, however small windows are."""
+        self.inputs: dict[int, torch.Tensor] = {}
+        """Of layers with nothing but a convolution, what it was given since then (rows, channels, tokens),
+        behind the state of then."""
         self._pass: Pass | None = None
 
     # One pass.
@@ -357,6 +360,7 @@ class Rows:
             else:
                 rows.append(seq)
         self.sequences, self._pass = rows, None
+        self._settle()
 
     def fork(self) -> Rows:
         """Rows with the same content, to be continued on their own; cells are shared."""
@@ -429,6 +433,7 @@ class Rows:
         if not 0 <= length <= self.length:
             raise InvalidRangeError(f"crop: to {length} of {self.length} tokens")
         if length == self.length:
+            self.check_complete("crop")
             self._settle()
             return
         complete = min((seen for seen in self.seen if seen), default=0)
@@ -501,6 +506,7 @@ class Rows:
 
     def _settle(self) -> None:
         """Tokens that are here will not be taken back."""
+        self.inputs.clear()
         if self.settled is not None:
             self.settled = self.length
             if self._pass is not None:
@@ -509,6 +515,7 @@ class Rows:
     def record(self, on: bool = True) -> None:
         """From now on a crop takes back all tokens since the crop before, whatever windows keep."""
         self.settled = self.length if on else None
+        self.inputs.clear()
 
     def _why(self) -> str:
         family, told = self.store.family, []

@@ -23,9 +23,6 @@ class States:
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
-        self._past: dict[int, torch.Tensor] = {}
-        """While passes are recorded, of layers with nothing but a convolution: its inputs (rows, channels,
-        tokens) since the last crop, behind the state of then."""
 
     @property
     def _cache(self) -> RecurrentCache:
@@ -90,8 +87,8 @@ class States:
         else:
             full = torch.nn.functional.pad(inputs, (max(0, size - tokens), 0))
         if store.plan.layers[layer].name == CONV and rows.settled is not None:
-            before = self._past.get(layer, full[..., : full.shape[-1] - tokens])
-            self._past[layer] = torch.cat((before, inputs), -1)
+            before = rows.inputs.get(layer, full[..., : full.shape[-1] - tokens])
+            rows.inputs[layer] = torch.cat((before, inputs), -1)
         cache.set_conv_state(store.ctx, layer, store.bridge.to_backend(store.ctx, full[..., -size:]))
         rows.reached(layer)
         assert rows.under_way is not None
@@ -125,20 +122,20 @@ class States:
     def crop(self, length: int) -> None:
         """Keep the first ``length`` tokens of the rows; see ``Rows.cut``."""
         self.rows.cut(length, self._marks(length))
-        self._past.clear()
 
     def _marks(self, length: int) -> list[Checkpoint]:
         """The rows' states of ``length``, from the inputs that were recorded; [] where these do not tell."""
         rows = self.rows
         convolving = [i for i, kind in enumerate(rows.store.plan.layers) if kind.name == CONV]
-        if not 0 < length < rows.length or self._past.keys() != {*convolving} or not convolving:
+        if not 0 < length < rows.length or rows.inputs.keys() != {*convolving} or not convolving:
             return []
         cache, bridge, ctx = self._cache, rows.store.bridge, rows.store.ctx
-        gone, size = rows.length - length, cache.conv_shape[-1]
+        size = cache.conv_shape[-1]
         if cache.state_shape or length < (rows.settled or 0):
             return []
         found: list[dict[tuple[str, int], ml.Tensor]] = [{} for _ in rows.sequences]
-        for layer, past in self._past.items():
+        for layer, past in rows.inputs.items():
+            gone = rows.seen[layer] - length
             state = past[..., : past.shape[-1] - gone][..., -size:]
             state = torch.nn.functional.pad(state, (size - state.shape[-1], 0))
             for row, states in enumerate(found):
