@@ -1,10 +1,17 @@
 """KV caches of an inference engine, written once against the protocols of ``ml``.
 
 What is named here is imported when it is first asked for: ``import kvcache`` itself brings no other package,
-and a loop with one cache does not bring the rest of them.
+and a loop with one cache does not bring the rest of them. Raises ImportError where another ``ml`` hides ours.
+
+PYTEST_DONT_REWRITE
 """
 
 from __future__ import annotations
+
+from ml_kvcache import hidden as _hidden
+
+if _reason := _hidden("ml"):
+    raise ImportError(f"kvcache: {_reason}", name="ml")
 
 TYPE_CHECKING = False  # typing's, without the cost of importing typing
 if TYPE_CHECKING:

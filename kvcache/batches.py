@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, InvalidSequenceError
 
-__all__ = ["Group", "check_sequence", "check_whole", "group_batch"]
+__all__ = ["Group", "check_modes", "check_sequence", "check_whole", "group_batch"]
 
 _LIMIT = 2**31 - 1
 """Positions are I32 on the device."""
@@ -49,6 +49,14 @@ def check_whole(op: str, name: str, value: object, least: int = 0) -> None:
     """Refuse what is no whole number of at least ``least``."""
     if not isinstance(value, (int, np.integer)) or value < least:
         raise InvalidRangeError(f"{op}: {name}={value!r}; it is a whole number >= {least}")
+
+
+def check_modes(reserve: bool, read_only: bool) -> None:
+    if reserve and read_only:
+        raise InvalidBatchError(
+            "start_forward: reserve=True and read_only=True; a pass shows shapes at their largest, or reads "
+            "what is stored"
+        )
 
 
 def group_batch(batch: Batch, max_sequences: int) -> list[Group]:

@@ -15,7 +15,7 @@ __all__ = ["LayerBuffers", "stored_shape"]
 class LayerBuffers:
     """K and V of one layer, allocated at the first ``put`` for all cells at once."""
 
-    __slots__ = ("_key_shape", "_value_shape", "activations", "key", "permuted_v", "store", "value")
+    __slots__ = ("_key_shape", "_value_shape", "activations", "key", "permuted_v", "stamp", "store", "value")
 
     def __init__(
         self,
@@ -42,6 +42,8 @@ class LayerBuffers:
         else:
             self.key = Buffer(ctx, dtype, cells, *key, order)
             self.value = Buffer(ctx, dtype, cells, *value, (1, 2, 0) if self.permuted_v else order)
+        self.stamp = 0
+        """``Forward.stamp`` of the pass that was last put here."""
         self.store = self._find_store(ctx)
         """The backend's own way for a run of cells, asked first; None where it has none."""
 
@@ -65,6 +67,11 @@ class LayerBuffers:
         for buffer in (self.key, self.value):
             if isinstance(buffer, Buffer):
                 buffer.touch(ctx)
+
+    def blank(self, ctx: ml.Context, cells: Cells, count: int) -> None:
+        """Write zeros into cells."""
+        self.key.blank(ctx, cells, count)
+        self.value.blank(ctx, cells, count)
 
     def check(self, layer: int, key: tuple[int, ...], value: tuple[int, ...]) -> None:
         """Raise InvalidRangeError unless K and V of these shapes are what this layer stores."""

@@ -83,7 +83,7 @@ class InvalidRangeError(KVCacheError, ValueError):
 
 
 class OrderError(KVCacheError, RuntimeError):
-    """A call out of order: before ``init``, or ``put`` before ``start_forward``."""
+    """A call out of order: before ``init``, ``put`` before ``start_forward``, ``attend`` before ``put``."""
 
 
 class SequenceLostError(KVCacheError, RuntimeError):
@@ -131,10 +131,13 @@ class Cache(Protocol):
     def close(self) -> None:
         """Drop the tensors; any later use but ``init`` raises ClosedError."""
 
-    def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
+    def start_forward(
+        self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
+    ) -> None:
         """Find a cell for every token of the batch, evicting what a window no longer sees.
 
-        With ``reserve`` nothing is stored: the pass only shows shapes at their largest.
+        With ``reserve`` nothing is stored: the pass only shows shapes at their largest. With ``read_only``
+        nothing is either: the batch's tokens are queries over what is stored, each up to its position.
 
         Raises InvalidBatchError, CacheFullError.
         """
@@ -149,7 +152,8 @@ class Cache(Protocol):
         """(history, kv_heads, head_dim), values likewise, and the mask (tokens, history).
 
         The order of the history is free: mask and rows agree. The tensors alias the cache: they are
-        good until the next ``start_forward``.
+        good until the next ``start_forward``. OrderError for a layer that was not put in this pass, unless
+        that only reads; ``attend`` likewise.
         """
 
     def attend(

@@ -181,7 +181,7 @@ class AttentionSnapshots(BoundCache[Forward]):
         They are those of a sequence that has just ``position`` tokens; each spans from the one before
         it, the first from where the sequence stands now. Positions that it has passed already are
         refused with InvalidRangeError. ``remove`` of a position that one has reached drops it, and
-        schedules it anew.
+        schedules it anew. Where none can be taken, as of a window with a gap, ``skipped_snapshots`` says so.
         """
         self._schedule.add(seq, positions, self.offset(seq))
 
@@ -189,6 +189,11 @@ class AttentionSnapshots(BoundCache[Forward]):
         """The scheduled snapshots that were taken since the last call, by position; those up to ``upto``."""
         self.offset(seq)
         return self._schedule.take(seq, upto)
+
+    def skipped_snapshots(self, seq: int) -> list[int]:
+        """The scheduled positions, ascending, that were reached since the last call and not taken."""
+        self.offset(seq)
+        return self._schedule.skipped(seq)
 
     def cancel_snapshots(self, seq: int) -> None:
         """Forget what was scheduled for a sequence, and what was taken of it and not handed over."""

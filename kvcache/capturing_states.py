@@ -49,7 +49,7 @@ class StateSnapshots(Guarded[Pass]):
         """As CausalCache.schedule_snapshots, but a batch has to end at each of ``positions``.
 
         The state inside a batch is never there to be copied: a position that a batch runs past is
-        not taken. ``next_snapshot(seq)`` says where to end one.
+        not taken, and ``skipped_snapshots`` lists it. ``next_snapshot(seq)`` says where to end one.
         """
         self._schedule.add(seq, positions, self.offset(seq))
 
@@ -72,6 +72,11 @@ class StateSnapshots(Guarded[Pass]):
         self.offset(seq)
         self._capture(seq)
         return self._schedule.waiting(seq)
+
+    def skipped_snapshots(self, seq: int) -> list[int]:
+        """As CausalCache.skipped_snapshots: the positions that a batch ran past."""
+        self.snapshots_taken(seq)
+        return self._schedule.skipped(seq)
 
     def rolled_back(self, seq: int) -> int | None:
         """As CausalCache.rolled_back."""

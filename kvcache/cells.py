@@ -167,10 +167,14 @@ class Pin:
 
 
 class CellTable:
-    """Rows of all sequences over ``cells`` cells, and who shares what."""
+    """Rows of all sequences over ``cells`` cells, and who shares what.
 
-    def __init__(self, cells: int, max_sequences: int) -> None:
+    ``blank`` says of free cells whether they hold zeros still or again; None where nobody has to know.
+    """
+
+    def __init__(self, cells: int, max_sequences: int, tracks_blank: bool = False) -> None:
         self.cells = cells
+        self.blank: Array | None = np.ones(cells, dtype=bool) if tracks_blank else None
         self.references = np.zeros(cells, dtype=np.int32)
         self.free = cells
         self.rows = [Row() for _ in range(max_sequences)]
@@ -330,7 +334,16 @@ class CellTable:
                 np.concatenate((row.cells[:start], row.cells[stop:])),
             )
 
+    def stale(self, start: int, stop: int) -> Array:
+        """The free cells of ``[start, stop)`` that may hold what was once put there."""
+        if self.blank is None:
+            return _EMPTY
+        free = self.references[start:stop] == 0
+        return start + np.flatnonzero(free & ~self.blank[start:stop])
+
     def _release(self, cells: Array) -> None:
+        if self.blank is not None:
+            self.blank[cells] = False
         self.references[cells] -= 1
         self.free += int((self.references[cells] == 0).sum())
 
@@ -368,6 +381,8 @@ class CellTable:
     def move(self, target: Array) -> None:
         """Rename cells as ``spread`` said."""
         used = np.flatnonzero(self.references)
+        if self.blank is not None:
+            self.blank[used] = False
         references = np.zeros_like(self.references)
         references[target[used]] = self.references[used]
         self.references = references

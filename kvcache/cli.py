@@ -31,6 +31,7 @@ def main() -> None:
         _mend_streams()
         command = _app()
         _raise_at_interrupt(before)
+        _exit_at_termination()
         try:
             command(prog_name="kvcache")
         finally:
@@ -64,6 +65,27 @@ def _raise_at_interrupt(before: Any) -> None:
 
     if before is not None:
         signal.signal(signal.SIGINT, before)
+
+
+def _exit_at_termination() -> None:
+    """SIGTERM, and SIGHUP where the terminal goes, end the command as an error would: what is open is closed.
+
+    The exit code is that of shells, 128 + the signal's number. Where the signal is ignored, as nohup has
+    it, it stays so; a second one changes nothing.
+    """
+    import signal
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            try:
+                signal.signal(number, leave)
+            except ValueError:  # not the main thread
+                return
 
 
 def _end(number: int, frame: object) -> None:

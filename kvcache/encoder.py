@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 import ml
-from kvcache.batches import Group, check_sequence, check_whole, group_batch
+from kvcache.batches import Group, check_modes, check_sequence, check_whole, group_batch
 from kvcache.binding import BoundCache
 from kvcache.cache import Batch, InvalidRangeError, Mask, OrderError
 from kvcache.carried import Carried, carried, near
@@ -43,6 +43,9 @@ class _Pass:
     previous: dict[int, _Entry]
     first: bool
     """It is the first of the cache: taken back, the cache may be configured again."""
+    items: dict[int, int]
+    """Sequence -> position of the item that it brings: what an earlier one gave is not to be read for it."""
+    read_only: bool
     mask: Mask | Carried | bool = False
     shown: dict[tuple[int, int], tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
     """What was put while reserving."""
@@ -95,12 +98,20 @@ class EncoderCache(BoundCache[_Pass]):
 
     # One pass.
 
-    def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
-        """Take note of the batch's sequences, and of which of them bring an item for the encoder."""
+    def start_forward(
+        self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
+    ) -> None:
+        """Take note of the batch's sequences, and of which of them bring an item for the encoder.
+
+        With ``read_only`` its items are not looked at, and ``put`` raises OrderError.
+        """
         self._bound("start_forward")
+        check_modes(reserve, read_only)
         groups = group_batch(batch, self._max_sequences)
-        receivers = _receivers(batch)
-        self._pass = _Pass(groups, receivers, len(batch), reserve, dict(self._entries), not self._used)
+        receivers, first = _receivers(batch), not self._used
+        items = {} if reserve or read_only or not batch.multimodal else dict(receivers)
+        previous = dict(self._entries)
+        self._pass = _Pass(groups, receivers, len(batch), reserve, previous, first, items, read_only)
         self._used = True
 
     def pass_under_way(self) -> object:
@@ -129,9 +140,12 @@ class EncoderCache(BoundCache[_Pass]):
         """Store K (total, kv_heads, head_dim) and V of the encoder's output for this layer.
 
         ``lengths`` says how many rows belong to each receiving sequence, in the order in which they
-        appear in the batch; None divides them equally. The rows are copied.
+        appear in the batch; None divides them equally. The rows are copied. OrderError in a pass that
+        only reads.
         """
         current = self._started("put")
+        if current.read_only:
+            raise OrderError("put: the pass under way only reads; start_forward without read_only to store")
         if len(key.shape) != 3 or len(value.shape) != 3 or key.shape[:2] != value.shape[:2]:
             raise InvalidRangeError(
                 f"put: key {key.shape} and value {value.shape}; they are (total, kv_heads, head_dim) and "
@@ -179,7 +193,8 @@ class EncoderCache(BoundCache[_Pass]):
         """K (history, kv_heads, head_dim), V likewise, and a mask; None where all rows see all.
 
         With ``permuted_v`` V is (kv_heads, v_dim, history). The mask is None for one sequence whatever
-        ``elide_mask`` says, as there is nothing to hide.
+        ``elide_mask`` says, as there is nothing to hide. OrderError for a sequence that has no output in
+        this layer, or one of an earlier item than it brings in this pass.
         """
         current = self._started("get")
         held = [self._held(current, group.seq) for group in current.groups]
@@ -216,6 +231,11 @@ class EncoderCache(BoundCache[_Pass]):
         if entry is None or self._layer not in entry.layers:
             raise OrderError(
                 f"get: sequence {seq} has no encoder output in layer {self._layer}; put comes first"
+            )
+        if current.items.get(seq, entry.position) != entry.position:
+            raise OrderError(
+                f"get: sequence {seq} brings an item at position {current.items[seq]}, and layer "
+                f"{self._layer} has the encoder output of {entry.position}; put comes first"
             )
         return entry.layers[self._layer]
 

@@ -11,6 +11,9 @@ key      (cells, kv_heads, head_dim)  all of a layer's buffer; value likewise
 
 ``start_forward`` writes slots and mask in place, one pair of tensors for each n, and a graph of n tokens
 serves every later pass of n: one graph per batch size, however long the history grows.
+
+A pass that only reads (``read_only``) has the same key, value and mask by ``get``, and no slots: a graph
+that writes is not to be replayed in it.
 """
 
 from __future__ import annotations
@@ -52,12 +55,17 @@ class FixedPass:
         self.owner: object = None
         """The pass that they are those of."""
 
-    def write(self, ctx: ml.Context, owner: object, slots: np.ndarray, mask: np.ndarray) -> None:
-        """Bring both to a pass; where that fails they belong to none, and are brought anew when asked for."""
+    def write(self, ctx: ml.Context, owner: object, slots: np.ndarray | None, mask: np.ndarray) -> None:
+        """Bring both to a pass; where that fails they belong to none, and are brought anew when asked for.
+
+        A pass that only reads has no ``slots``, and leaves them.
+        """
         place = ctx.input()
-        new_slots, new_mask = place.from_numpy(slots, ml.DType.I32), place.from_numpy(mask, self.mask.dtype)
+        new = [(place.from_numpy(mask, self.mask.dtype), self.mask)]
+        if slots is not None:
+            new.append((place.from_numpy(slots, ml.DType.I32), self.slots))
         self.owner = None
-        place.forward(new_slots.copy(place, self.slots), new_mask.copy(place, self.mask))
+        place.forward(*(source.copy(place, target) for source, target in new))
         self.owner = owner
 
 

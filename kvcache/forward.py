@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 import ml
 from kvcache.batches import Group
+from kvcache.buffers import LayerBuffers
 from kvcache.cache import Mask
 from kvcache.carried import Carried, carried, near
 from kvcache.cells import CellTable
 from kvcache.fixed import FixedPass, read_everything
 from kvcache.masks import KeptMask, build_mask
-from kvcache.reading import LowerBound, Reading, plan_reading
+from kvcache.reading import LowerBound, Reading, plan_own, plan_reading
 
 __all__ = ["Forward"]
 
@@ -30,24 +33,35 @@ class Forward:
     lower: LowerBound | None
     tokens: int
     groups: list[Group]
-    cells: int | np.ndarray
-    """Where the batch is written, in its own order: the first of a run, or one cell per token."""
+    cells: int | np.ndarray | None
+    """Where the batch is written, in its own order: the first of a run, or one cell per token.
+
+    None where nothing is written.
+    """
+    layers: Mapping[int, LayerBuffers]
+    """All that the cache stores."""
     reserve: bool = False
+    stamp: int = field(default_factory=itertools.count(1).__next__)
+    """What ``put`` gives to ``LayerBuffers.stamp``; layers with an earlier one are not to be read."""
     lifted: frozenset[int] = frozenset()
     kept: KeptMask | None = None
     """What the pass before left: the mask that this one may go on with."""
     fixed: FixedPass | None = None
     """Slots and mask of this batch size, where shapes are fixed."""
     run: int = field(init=False)
-    """The first cell of the run that the batch is written to; -1 where it is none, or with ``reserve``."""
+    """The first cell of the run that the batch is written to; -1 where it is none."""
     _targets: ml.Tensor | Carried | None = None
     _shared: tuple[Reading, Mask | Carried] | None = None
     _merge: bool | None = None
     _own: dict[int, tuple[Reading, Mask | Carried]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        generic = self.reserve or self.fixed is not None
-        self.run = self.cells if isinstance(self.cells, int) and not generic else -1
+        self.run = self.cells if isinstance(self.cells, int) and self.fixed is None else -1
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the batch is queries only, and takes no cells."""
+        return self.cells is None and not self.reserve
 
     def fill(self, ctx: ml.Context) -> None:
         """Bring the tensors of fixed shapes to this pass, unless they are its own already."""
@@ -67,6 +81,7 @@ class Forward:
             return self.fixed.slots
         if isinstance(self.cells, int):
             return self.cells
+        assert self.cells is not None
         if self._targets is None:
             self._targets = carried(ctx, ctx.from_numpy(self.cells, ml.DType.I32))
         return near(ctx, self._targets)
@@ -81,6 +96,7 @@ class Forward:
         self.fill(ctx)
         if self._shared is None:
             reading = plan_reading(self.table, self.groups, self.config.cache_padding)
+            self._blank(ctx, reading)
             self._shared = reading, carried(ctx.input(), self._mask(ctx, reading, self.config))
         reading, mask = self._shared
         return reading, near(ctx, mask)
@@ -89,11 +105,33 @@ class Forward:
         """What one group reads on its own; the mask has a row for each of its tokens."""
         found = self._own.get(group.seq)
         if found is None:
-            reading = plan_reading(self.table, [group])
+            reading = plan_own(self.table, group, self.config.cache_padding)
+            self._blank(ctx, reading)
             found = reading, carried(ctx.input(), self._own_mask(ctx, reading))
             self._own[group.seq] = found
         reading, mask = found
         return reading, near(ctx, mask)
+
+    def _blank(self, ctx: ml.Context, reading: Reading) -> None:
+        """Write zeros into the free cells of a view, where what they held may be NaN; in every layer.
+
+        A weight of 0 does not hide NaN. A little more than the view is cleared: the next tokens' are, too.
+        """
+        if self.table.blank is None or reading.index is not None:
+            return
+        start, stop = reading.start, reading.start + reading.length
+        if len(reading.rows) == 1 and isinstance(reading.columns[0], int) and not reading.columns[0]:
+            start += len(reading.rows[0])
+        if not self.table.stale(start, stop).size:
+            return
+        cells = self.table.stale(start, stop + self.config.cache_padding)
+        first, count = int(cells[0]), cells.size
+        is_run = int(cells[-1]) - first + 1 == count
+        scattered = None if is_run else carried(ctx, ctx.from_numpy(cells, ml.DType.I32))
+        for layer, buffers in self.layers.items():
+            place = ctx.layer(layer)
+            buffers.blank(place, first if scattered is None else near(place, scattered), count)
+        self.table.blank[cells] = True
 
     def _mask(self, ctx: ml.Context, reading: Reading, config: ml.CacheConfig) -> Mask:
         if config.elide_mask:
@@ -124,10 +162,13 @@ class Forward:
         elided = reading.elided(self.lower, self.lifted)
         if not isinstance(elided, bool):
             return elided
-        large = self._large(ctx, reading, (len(reading.groups[0]), reading.length), own=True)
+        padding = self.config.mask_batch_padding
+        rows = -(-len(reading.groups[0]) // padding) * padding
+        large = self._large(ctx, reading, (rows, reading.length), own=True)
         if large is not None:
             return large
-        return ctx.input().from_numpy(reading.own_mask(self.lower, self.lifted), self.config.mask_dtype)
+        host = reading.own_mask(self.lower, self.lifted, padding)
+        return ctx.input().from_numpy(host, self.config.mask_dtype)
 
     def _large(
         self, ctx: ml.Context, reading: Reading, shape: tuple[int, int], own: bool = False

@@ -1,4 +1,4 @@
-"""Stores that cannot be reached: said once, and not asked for a while, each time longer."""
+"""Stores that cannot be reached, which are not asked for a while, and stores that are full: told once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcache.stores.errors import StoreUnavailable
+from kvcache.stores.errors import StoreFull, StoreReadOnly, StoreUnavailable
 
 __all__ = ["READING", "WRITING", "Outages"]
 
@@ -27,6 +27,14 @@ class _Outage:
     spared: int = 0
 
 
+@dataclass(slots=True)
+class _Full:
+    since: float
+    nbytes: int
+    """The smallest page that found no room."""
+    refused: int = 0
+
+
 class Outages:
     """Which stores to ask. Reading and writing fail apart: a folder may be one that is only read.
 
@@ -37,6 +45,7 @@ class Outages:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._out: dict[tuple[int, str], _Outage] = {}
+        self._full: dict[int, _Full] = {}
         self._lock = threading.Lock()
 
     def asks(self, store: object, way: str) -> bool:
@@ -63,14 +72,43 @@ class Outages:
             if outage.until > outage.since:
                 outage.wait = min(2 * outage.wait, LONGEST)
             outage.until = now + outage.wait
-        if not said:
-            log.warning(
-                "a store is out of reach: %s; what it holds is computed instead. It is asked in %.1f s, "
-                "and then again at intervals of up to %.0f s",
-                error,
-                FIRST,
-                LONGEST,
-            )
+        if said:
+            return
+        if isinstance(error, StoreReadOnly):
+            log.warning("a store may only be read: %s; what is computed now is not kept there", error)
+            return
+        log.warning(
+            "a store is out of reach: %s; what it holds is computed instead. It is asked in %.1f s, "
+            "and then again at intervals of up to %.0f s",
+            error,
+            FIRST,
+            LONGEST,
+        )
+
+    def full(self, store: object, nbytes: int, error: StoreFull) -> None:
+        """It had no room for a page of ``nbytes``. One line of the log, until it has."""
+        with self._lock:
+            found = self._full.setdefault(id(store), _Full(self._clock(), nbytes))
+            found.nbytes, found.refused = min(nbytes, found.nbytes), found.refused + 1
+        if found.refused == 1:
+            log.warning("a store is full: %s; what it does not take is computed again", error)
+
+    def took(self, store: object, nbytes: int) -> None:
+        """It has taken a page of ``nbytes``. As large as one that it had no room for: it has room again."""
+        if not self._full:
+            return
+        with self._lock:
+            found = self._full.get(id(store))
+            if found is None or nbytes < found.nbytes:
+                return
+            del self._full[id(store)]
+            now = self._clock()
+        log.warning(
+            "a store has room again after %.1f s: %r; %d pages were not kept there meanwhile",
+            now - found.since,
+            store,
+            found.refused,
+        )
 
     def worked(self, store: object, way: str) -> None:
         """It answered."""

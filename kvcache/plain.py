@@ -48,6 +48,10 @@ class Buffer:
         zero = ctx.zeros((1, 1, 1), self.tensor.dtype)
         ctx.forward(zero.view(ctx, 0, self.tensor.shape, (0, 0, 0)).copy(ctx, self.tensor))
 
+    def blank(self, ctx: ml.Context, cells: Cells, count: int) -> None:
+        """Write zeros into cells."""
+        ctx.forward(self.write(ctx, cells, ctx.zeros((count, self.heads, self.dim), self.tensor.dtype)))
+
     def read(self, ctx: ml.Context, start: int, count: int) -> ml.Tensor:
         """Cells ``[start, start + count)`` as a view (count, heads, dim)."""
         return self.tensor.view(ctx, start * self.strides[0], (count, self.heads, self.dim), self.strides)

@@ -15,6 +15,7 @@ them has, or that another session holds right now::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from kvcache.views.words import Decode
 
 __all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError"]
+
+log = logging.getLogger("kvcache")
 
 
 class PrefixCache(Closing):
@@ -202,6 +205,17 @@ class PrefixCache(Closing):
         self._check("flush")
         self.shelf.flush()
 
+    def write_through(self, nbytes: int | None = None) -> bool:
+        """Have the stores' thread write what is kept and is in no store yet; True: some of it is left.
+
+        Nothing is evicted for it, and nobody waits for the stores. With ``nbytes`` it is about so much at
+        a time, and no more than ``backlog`` has room for: call it again, between two passes say. A
+        process that is killed then loses what it computed since. What open sessions hold is not among it.
+        """
+        self._check("write_through")
+        self.shelf.settle()
+        return self.shelf.write_through(nbytes)
+
     def close(self, flush: bool = True) -> None:
         """Close open sessions, write what is kept to the stores (``flush``), and let go of the cache."""
         if self._closed:
@@ -288,16 +302,32 @@ class PrefixCache(Closing):
         seq, ids = session.seq, session.computed()
         if self.shelf.divisible:
             return
+        self._note_skipped(seq)
         pieces = [part for part in self.cache.take_snapshots(seq) if part.end <= ids.size]
         if pieces:
             session.kept = pieces[-1].end
             self.shelf.insert(seq, ids[: pieces[-1].end], pieces)
             self.shelf.enforce()
 
+    def _note_skipped(self, seq: int) -> None:
+        """Count what could not be taken, and say so the first time."""
+        skipped = self.cache.skipped_snapshots(seq)
+        if skipped and not self.stats.skipped:
+            log.warning(
+                "a batch of sequence %d ran past %s, where snapshots were due: a recurrent state is there at "
+                "the end of a batch only. Prompts that part at these positions go on from earlier ones; end "
+                "batches where session.chunks() and prefix.next_snapshot() say. prefix.stats.skipped counts "
+                "all such snapshots",
+                seq,
+                skipped,
+            )
+        self.stats.skipped += len(skipped)
+
     def _end(self, session: Session, keep: bool, upto: int | None) -> None:
         seq = session.seq
         try:
             if keep:
+                self._note_skipped(seq)
                 ids = session.computed()[:upto]
                 self.shelf.insert(seq, ids, pieces_of(self.shelf, seq, ids, session.kept))
         except SequenceLostError:

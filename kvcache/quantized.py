@@ -54,6 +54,10 @@ class QuantizedBuffer:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
 
+    def blank(self, ctx: ml.Context, cells: Cells, count: int) -> None:
+        self.codes.blank(ctx, cells, count)
+        self.scales.blank(ctx, cells, count)
+
     def read(self, ctx: ml.Context, start: int, count: int) -> ml.Tensor:
         """Cells ``[start, start + count)``, dequantised: new storage (count, heads, dim)."""
         return self._decode(ctx, self.codes.read(ctx, start, count), self.scales.read(ctx, start, count))

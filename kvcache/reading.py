@@ -18,7 +18,7 @@ from kvcache.cache import Mask
 from kvcache.carried import Carried, carried, near
 from kvcache.cells import CellTable, Row
 
-__all__ = ["HIDDEN", "LowerBound", "Reading", "plan_reading", "sees_all", "visible"]
+__all__ = ["HIDDEN", "LowerBound", "Reading", "plan_own", "plan_reading", "sees_all", "sightless", "visible"]
 
 LowerBound = Callable[[np.ndarray], np.ndarray]
 """Lowest position that a query at each of these positions may see."""
@@ -92,17 +92,18 @@ class Reading:
             mask[np.arange(tokens)[group.rows][:, None], where] = block
         return mask
 
-    def own_mask(self, lower: LowerBound | None, lifted: frozenset[int]) -> np.ndarray:
-        """The mask of the one group alone, a row for each of its tokens in ascending positions."""
+    def own_mask(self, lower: LowerBound | None, lifted: frozenset[int], row_padding: int) -> np.ndarray:
+        """As ``mask``, of the one group alone: a row for each of its tokens in ascending positions."""
         group, row, columns = self.groups[0], self.rows[0], self.columns[0]
-        mask = np.full((len(group), self.length), HIDDEN, dtype=np.float32)
+        count = len(group)
+        mask = np.full((-(-count // row_padding) * row_padding, self.length), HIDDEN, dtype=np.float32)
         first, stop = visible(group, row, lower, lifted)
         if isinstance(columns, int):
-            _unmask(mask[:, columns : columns + len(row)], first, stop)
+            _unmask(mask[:count, columns : columns + len(row)], first, stop)
             return mask
-        block = np.full((len(group), len(row)), HIDDEN, dtype=np.float32)
+        block = np.full((count, len(row)), HIDDEN, dtype=np.float32)
         _unmask(block, first, stop)
-        mask[:, columns] = block
+        mask[:count, columns] = block
         return mask
 
 
@@ -120,6 +121,29 @@ def plan_reading(table: CellTable, groups: Iterable[Group], padding: int = 1) ->
         columns = [spans[i][0] - start if row.contiguous else row.cells - start for i, row in enumerate(rows)]
         return Reading(groups, rows, stop - start, columns, start)
     return _gathered(table, groups, rows, padding)
+
+
+def plan_own(table: CellTable, group: Group, padding: int) -> Reading:
+    """How to read one row alone, in a length that is a multiple of ``padding``.
+
+    With padding, what lies in the view besides are free cells: where another owns one of them, the row is
+    gathered.
+    """
+    if padding == 1:
+        return plan_reading(table, [group])
+    row = table.rows[group.seq]
+    low, high = row.span()
+    length = -(-(high - low) // padding) * padding
+    start = min(low, table.cells - length)
+    stop = start + length
+    if row.contiguous:
+        alone = not (table.references[start:low].any() or table.references[high:stop].any())
+    else:
+        dense = length <= _SPARSE * len(row) + max(_SLACK, 2 * padding)
+        alone = dense and np.count_nonzero(table.references[start:stop]) == len(row)
+    if not alone:
+        return _gathered(table, [group], [row], padding)
+    return Reading([group], [row], length, [low - start if row.contiguous else row.cells - start], start)
 
 
 def _gathered(table: CellTable, groups: list[Group], rows: list[Row], padding: int) -> Reading:
@@ -159,6 +183,13 @@ def visible(
     if lower is None:
         return np.zeros_like(stop), stop
     return np.searchsorted(stored, lower(group.positions)), stop
+
+
+def sightless(group: Group, row: Row, lower: LowerBound | None) -> int | None:
+    """The position of a query that would see nothing of what its row stores; None: all see something."""
+    first, stop = visible(group, row, lower, frozenset())
+    found = np.flatnonzero(first >= stop)
+    return int(group.positions[found[0]]) if found.size else None
 
 
 def _unmask(block: np.ndarray, first: np.ndarray, stop: np.ndarray) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 import ml
 from kvcache.batches import Group, check_sequence, check_whole, group_batch
-from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, Mask, ShiftFunction
+from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, Mask, OrderError, ShiftFunction
 from kvcache.capturing_states import StateSnapshots
 from kvcache.causal import CausalCache, drop_middle
 from kvcache.scheduling import Schedule
@@ -94,25 +94,31 @@ class RecurrentCache(StateSnapshots):
 
     # One pass.
 
-    def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
+    def start_forward(
+        self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
+    ) -> None:
         """Give the batch's sequences states of their own, side by side; the previous pass ends.
 
         The tokens of each sequence come in ascending positions and begin at ``offset(seq)``: a
         recurrence cannot skip a token. InvalidBatchError otherwise, and as CausalCache.
+
+        With ``read_only`` positions are free, as in CausalCache; the states, which have seen ``offset(seq)``
+        tokens whatever the positions, are given as copies, and setting them raises OrderError.
         """
         self._bound("start_forward")
         groups = group_batch(batch, self._max_sequences)
-        if self._schedule and not reserve:
+        stores = not reserve and not read_only
+        if self._schedule and stores:
             for group in groups:
                 self._capture(group.seq)
         order = tuple(dict.fromkeys(int(seq) for seq in batch.sequences))
         if not reserve:
             for group in groups:
-                self._check_group(group)
+                self._check_group(group, read_only)
         under_way, lost = self.attention.pass_under_way(), self._states.lost()
-        self.attention.start_forward(ctx, batch, reserve)
-        if reserve:
-            self._pass = Pass(order, 0, reserve=True)
+        self.attention.start_forward(ctx, batch, reserve, read_only=read_only)
+        if not stores:
+            self._pass = Pass(order, 0, reserve=reserve, read_only=read_only)
             return
         try:
             self._pass = self._states.start(order, groups)
@@ -122,10 +128,12 @@ class RecurrentCache(StateSnapshots):
             self.attention.undo_forward(under_way)
             raise
 
-    def _check_group(self, group: Group) -> None:
+    def _check_group(self, group: Group, read_only: bool) -> None:
         row = self._states.rows[group.seq]
         if row.lost:
             raise state_lost("start_forward", group.seq)
+        if read_only:
+            return
         in_order = isinstance(group.rows, slice) or bool((np.diff(group.rows) > 0).all())
         if not in_order or not group.is_run() or group.lowest != row.offset:
             raise InvalidBatchError(
@@ -161,7 +169,7 @@ class RecurrentCache(StateSnapshots):
         """The convolution states (sequences, *conv_shape) of the pass, zero for new sequences.
 
         A view: it may be updated in place (``copy`` or ``set_rows`` into it), or given back changed
-        through ``set_conv_state``.
+        through ``set_conv_state``. In a pass that only reads, a copy.
         """
         return self._state(ctx, "conv", layer, self.conv_shape, self._conv)
 
@@ -187,10 +195,14 @@ class RecurrentCache(StateSnapshots):
         buffer = buffers.ensure(ctx, kind, layer, shape, dtype)
         if current.reserve:  # allocated and touched, but what sequences hold is not at hand
             return ctx.layer(layer).zeros((len(current.sequences), *shape), dtype)
+        if current.read_only:
+            return self._states.read(ctx.layer(layer), (kind, layer), current.sequences, shape, dtype)
         buffers.copy_out(range(current.start, current.start + len(current.sequences)))
         return buffer.slice(ctx, 0, current.start, current.start + len(current.sequences))
 
     def _set(self, ctx: ml.Context, op: str, state: ml.Tensor, t: ml.Tensor) -> None:
+        if self._started(op).read_only:
+            raise OrderError(f"{op}: the pass under way only reads; start_forward without read_only to store")
         if t.shape != state.shape:
             raise InvalidRangeError(f"{op}: {t.shape}; the states of this pass are {state.shape}")
         ctx.forward(t.copy(ctx, state))

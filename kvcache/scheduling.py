@@ -16,17 +16,18 @@ REPLACED = -1
 
 
 class Schedule(Generic[S]):
-    """For each sequence the positions where a snapshot is due, and those that were taken."""
+    """For each sequence the positions where a snapshot is due, and those that were taken or skipped."""
 
     def __init__(self) -> None:
-        self._due: dict[int, list[int]] = {}
+        self._due: dict[int, list[int]] = {}  # none of them empty
         self._taken: dict[int, list[S]] = {}
+        self._skipped: dict[int, list[int]] = {}
         self._from: dict[int, int] = {}
         self._cuts: dict[int, int] = {}
 
     def __bool__(self) -> bool:
         """Whether anything is due."""
-        return any(self._due.values())
+        return bool(self._due)
 
     def add(self, seq: int, positions: Iterable[int], offset: int) -> None:
         """Have snapshots taken at ``positions``, all after ``offset``, where the sequence stands."""
@@ -53,12 +54,23 @@ class Schedule(Generic[S]):
 
     def taken(self, seq: int, snapshot: S) -> None:
         self._taken.setdefault(seq, []).append(snapshot)
-        self.skip(seq, snapshot.end)
+        self._over(seq, snapshot.end)
         self._from[seq] = snapshot.end
 
     def skip(self, seq: int, position: int) -> None:
         """Nothing can be taken at ``position``."""
-        self._due[seq].remove(position)
+        self._skipped.setdefault(seq, []).append(position)
+        self._over(seq, position)
+
+    def _over(self, seq: int, position: int) -> None:
+        due = self._due[seq]
+        due.remove(position)
+        if not due:
+            del self._due[seq]
+
+    def skipped(self, seq: int) -> list[int]:
+        """Hand over the positions that were skipped."""
+        return self._skipped.pop(seq, [])
 
     def waiting(self, seq: int) -> list[S]:
         """What was taken and not handed over."""
@@ -76,12 +88,16 @@ class Schedule(Generic[S]):
     def cut(self, seq: int, position: int) -> None:
         """The sequence lost what lies at ``position`` and after: snapshots of it are due again."""
         self._cuts[seq] = min(position, self._cuts.get(seq, position))
-        taken = self._taken.get(seq, [])
+        taken, skipped = self._taken.get(seq, []), self._skipped.get(seq, [])
         gone = [snapshot for snapshot in taken if snapshot.end > position]
+        again = [end for end in skipped if end > position]
         if gone:
             self._taken[seq] = [snapshot for snapshot in taken if snapshot.end <= position]
-            self._due[seq] = sorted({*self._due.get(seq, ()), *(snapshot.end for snapshot in gone)})
             self._from[seq] = min(snapshot.begin for snapshot in gone)
+        if again:
+            self._skipped[seq] = [end for end in skipped if end <= position]
+        if gone or again:
+            self._due[seq] = sorted({*self._due.get(seq, ()), *again, *(snapshot.end for snapshot in gone)})
         if self._from.get(seq, 0) > position:
             self._from[seq] = position
 
@@ -96,5 +112,5 @@ class Schedule(Generic[S]):
 
     def drop(self, seq: int) -> None:
         """Forget all of a sequence."""
-        for held in (self._due, self._taken, self._from):
+        for held in (self._due, self._taken, self._skipped, self._from):
             held.pop(seq, None)

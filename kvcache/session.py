@@ -40,6 +40,8 @@ class PrefixStats:
     device: int = 0
     host: int = 0
     store: int = 0
+    skipped: int = 0
+    """Snapshots that were due inside a batch of a model with recurrent layers, and could not be taken."""
 
     @property
     def reused(self) -> int:

@@ -53,6 +53,7 @@ class SnapshotCache(Cache, Protocol):
     def join(self, parts: Sequence[Any]) -> Any: ...
     def schedule_snapshots(self, seq: int, positions: list[int]) -> None: ...
     def take_snapshots(self, seq: int) -> list[Any]: ...
+    def skipped_snapshots(self, seq: int) -> list[int]: ...
     def cancel_snapshots(self, seq: int) -> None: ...
 
 
@@ -429,17 +430,32 @@ class Shelf:
     def flush(self) -> None:
         """Write all that is kept to the stores, and wait until it is there; with no store, nothing."""
         self.drain()
-        if self.store is None:
-            return
-        for node in list(self.trie):
+        self.write_through()
+        self.drain()
+
+    def write_through(self, limit: int | None = None) -> bool:
+        """Hand what the stores lack to the thread that writes to them; True: some of it is left.
+
+        With a ``limit`` that is about so many bytes at a time, and nobody waits for the stores. What is
+        handed over stays where it is.
+        """
+        done = 0
+        for node in list(self.trie) if self.store is not None else ():
             held = node.data
             if held is None or held.stored or held.parcel is not None:
                 continue
-            if held.page is not None:
-                self._submit(node, held.page)
-            elif (page := self._copied_out(held)) is not None:
+            if limit is not None and (done >= limit or not self._has_room(held)):
+                return True
+            page = held.page or self._copied_out(held)
+            if page is not None:
+                done += page.nbytes
                 self._submit(node, page)
-        self.drain()
+        return False
+
+    def _has_room(self, held: Held) -> bool:
+        """Whether a node's content can be handed to the stores' thread without a wait."""
+        source = held.page or held.snapshot
+        return source is None or self.store is None or self.store.has_room(source.nbytes)
 
     def drain(self) -> None:
         """Wait until nothing is under way, from the device or to the stores."""

@@ -5,6 +5,7 @@ What CellTable is for K and V, for states: the rows of all sequences, over the s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -51,6 +52,20 @@ class StateTable:
         if row.slot is None:
             return replace(row.pending or Checkpoint(0, HeldStates()), offset=row.offset)
         return Checkpoint(row.offset, self.buffers.hold(row.slot))
+
+    def read(
+        self,
+        ctx: ml.Context,
+        key: tuple[str, int],
+        sequences: Iterable[int],
+        shape: tuple[int, ...],
+        dtype: ml.DType,
+    ) -> ml.Tensor:
+        """Copies (sequences, *shape) of a layer's states, wherever they lie; zeros where there is none."""
+        parts = [self.point(self.rows[seq]).state.read(ctx).get(key) for seq in sequences]
+        found = [ctx.zeros((1, *shape), dtype) if part is None else part for part in parts]
+        joined = functools.reduce(lambda one, other: one.concat(ctx, other, 0), found)
+        return joined.contiguous(ctx)
 
     def _row_at(self, point: Checkpoint, kept: tuple[Checkpoint, ...]) -> StateRow:
         """A row that goes on from ``point``: in its slot where it still lies in one."""

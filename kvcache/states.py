@@ -347,6 +347,7 @@ class Pass:
     start: int
     before: dict[int, StateRow] = field(default_factory=dict)
     reserve: bool = False
+    read_only: bool = False
 
 
 def lost_in(rows: Sequence[StateRow], plan: Arrangement) -> None:

@@ -84,9 +84,13 @@ class StoreTier:
             self._thread = threading.Thread(target=self._work, name="kvcache-page-out", daemon=True)
             self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: not self.waiting or self.waiting + parcel.nbytes <= self.backlog)
+            self._changed.wait_for(lambda: self.has_room(parcel.nbytes))
             self.waiting += parcel.nbytes
         self._queue.put(parcel)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a parcel of ``nbytes`` can be submitted without a wait."""
+        return not self.waiting or self.waiting + nbytes <= self.backlog
 
     def finished(self) -> Iterator[Parcel]:
         """Parcels that were written, or failed, since the last call."""
@@ -126,11 +130,12 @@ class StoreTier:
             try:
                 if store.stat([key])[0] is None:
                     store.put(key, pack(page))
+                    self.outages.took(store, page.nbytes)
                     self.written += 1
                 kept = True
                 self.outages.worked(store, WRITING)
             except StoreFull as error:
-                log.info("page-out: %s", error)
+                self.outages.full(store, page.nbytes, error)
             except Exception as error:
                 self._failed(store, WRITING, error, "the snapshot will be computed again")
         return kept

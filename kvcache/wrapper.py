@@ -12,6 +12,7 @@ What is asked of the sequences is asked of all caches, and done in all or in non
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -109,13 +110,18 @@ class WrapperCache:
         for cache in self.caches:
             cache.close()
 
-    def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
+    def start_forward(
+        self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
+    ) -> None:
         """Start all, or none: where one refuses, those that had started go back to the pass before."""
+        options = {"read_only": True} if read_only else {}  # a cache of someone else's may not know it
         started: list[tuple[Preparable | None, object]] = []
         try:
             for cache, preparable in zip(self._order, self._preparable, strict=True):
                 under_way = None if preparable is None else preparable.pass_under_way()
-                cache.start_forward(ctx, batch, reserve)
+                if read_only and "read_only" not in inspect.signature(cache.start_forward).parameters:
+                    raise NotSupportedError(f"start_forward: {type(cache).__name__} has no read_only")
+                cache.start_forward(ctx, batch, reserve, **options)
                 started.append((preparable, under_way))
         except BaseException:
             for preparable, under_way in reversed(started):
@@ -323,6 +329,11 @@ class WrapperCache:
             if hasattr(cache, "take_snapshots"):
                 cache.take_snapshots(seq, found[-1].end)
         return found
+
+    def skipped_snapshots(self, seq: int) -> list[int]:
+        """As CausalCache.skipped_snapshots: the positions that one of the wrapped caches did not take."""
+        asked = (c.skipped_snapshots(seq) for c in self.caches if hasattr(c, "skipped_snapshots"))
+        return sorted({position for positions in asked for position in positions})
 
     def snapshots_taken(self, seq: int) -> list[WrapperSnapshot]:
         """What ``take_snapshots`` would hand over, and still has then."""

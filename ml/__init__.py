@@ -7,6 +7,8 @@
 [[1.0, 3.0], [2.0, 4.0]]
 
 Importing this package imports no framework: NumPy and ml_dtypes are its only arrays.
+
+PYTEST_DONT_REWRITE
 """
 
 from ml.capabilities import (

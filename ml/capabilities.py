@@ -9,6 +9,19 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
 
 from ml.dtypes import STORAGE_DTYPES, DType
 from ml.errors import DTypeError, ShapeError
+from ml.records import (
+    CALLABLE,
+    INTEGER,
+    NAME,
+    OPTIONAL_INTEGER,
+    OPTIONAL_TEXT,
+    TEXT,
+    TEXTS,
+    TRUTH,
+    check,
+    instance,
+    members,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,7 +80,8 @@ class Layout(enum.StrEnum):
 class CacheConfig:
     """What a backend wants of the tensors that a cache hands to attention.
 
-    ``cache_padding``: the history length is rounded up to a multiple of it (masked cells).
+    ``cache_padding``: the history that ``get`` returns and that ``attend`` hands to attention is rounded up
+    to a multiple of it: masked cells, zero where nobody owns them. An encoder's output keeps its length.
     ``mask_batch_padding``: the mask's rows likewise (rows of -inf).
     ``permuted_v``: ``get`` gives values as (kv_heads, head_dim, history).
     ``elide_mask``: the mask may be None or :data:`CAUSAL` where that says the same.
@@ -84,6 +98,8 @@ class CacheConfig:
     fixed_shapes: bool = False
 
     def __post_init__(self) -> None:
+        check(self, ShapeError, cache_padding=INTEGER, mask_batch_padding=INTEGER)
+        check(self, ShapeError, permuted_v=TRUTH, elide_mask=TRUTH, fixed_shapes=TRUTH)
         for name in ("cache_padding", "mask_batch_padding"):
             if getattr(self, name) < 1:
                 raise ShapeError(f"CacheConfig: {name}={getattr(self, name)}; it is >= 1")
@@ -237,7 +253,21 @@ class SupportsRope(Protocol):
     """A backend with a fused rotary embedding."""
 
     def rope(self, ctx: Context, x: Tensor, positions: Tensor, spec: RopeSpec) -> Tensor | None:
-        """Rotate x (tokens, heads, head_dim) by positions I32 (tokens,).
+        """Rotate x (tokens, heads, head_dim), of any float dtype and strides, by positions I32 (tokens,).
+
+        With ``f = spec.inverse_frequencies``, float64 (dim / 2,), pair i of token t turns by the angle
+        ``a = positions[t] * f[i]``, in F32::
+
+            out[first]  = (x[first] * cos(a) - x[second] * sin(a)) * spec.attention_factor
+            out[second] = (x[second] * cos(a) + x[first] * sin(a)) * spec.attention_factor
+
+        where (first, second) is ``(i, i + dim / 2)``, or ``(2 * i, 2 * i + 1)`` where ``spec.interleaved``.
+        Dimensions from ``spec.dim`` on are copied. Computed in F32 and rounded once: new storage of x's
+        shape and dtype.
+
+        :func:`ml.nn.rope.rope_tables` lays cosines and sines out as F32 (tokens, 1, dim). Entry d is that of
+        dimension d, so that each angle is there twice, the sine with a minus for the ``first`` of a pair:
+        the result is ``x * cos + swapped * sin``, where ``swapped`` has the two of each pair exchanged.
 
         None where the fused kernel does not do this spec: the generic body then runs.
         """
@@ -251,6 +281,9 @@ class DeviceInfo:
     kind: str
     description: str = ""
 
+    def __post_init__(self) -> None:
+        check(self, name=NAME, kind=TEXT, description=TEXT)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
@@ -261,10 +294,16 @@ class DeviceMemory:
     free: int | None = None
     total: int | None = None
 
+    def __post_init__(self) -> None:
+        check(self, device=NAME, allocated=INTEGER, free=OPTIONAL_INTEGER, total=OPTIONAL_INTEGER)
+
 
 @dataclass(frozen=True, slots=True)
 class BackendMemory:
     devices: tuple[DeviceMemory, ...]
+
+    def __post_init__(self) -> None:
+        check(self, devices=members("a tuple of ml.DeviceMemory", DeviceMemory, tuple))
 
     @property
     def allocated(self) -> int:
@@ -274,12 +313,18 @@ class BackendMemory:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """What a plugin's ``probe`` found on this machine; ``reason`` says why not when not ok."""
+    """What a plugin's ``probe`` found on this machine; ``reason`` says why not when not ok.
+
+    Raises PluginError for a field of another type, as the other records of plugins do.
+    """
 
     ok: bool
     reason: str = ""
     version: str | None = None
     devices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check(self, ok=TRUTH, reason=TEXT, version=OPTIONAL_TEXT, devices=TEXTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +338,10 @@ class Features:
 
     dtypes: frozenset[DType] = STORAGE_DTYPES
     absent: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        dtypes = members("a set of ml.DType", DType, frozenset)
+        check(self, dtypes=dtypes, absent=members("a set of names", str, frozenset))
 
     def has(self, operation: str) -> bool:
         """Whether the Tensor or Context method of that name is offered."""
@@ -326,6 +375,10 @@ class BackendSpec:
     probe: Callable[[], Availability]
     open: Callable[..., Backend]
     features: Features = field(default_factory=Features)
+
+    def __post_init__(self) -> None:
+        check(self, name=NAME, priority=INTEGER, requires=TEXTS, install_hint=TEXT)
+        check(self, probe=CALLABLE, open=CALLABLE, features=instance("an ml.Features", Features))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,11 @@ import pluggy
 
 from ml.capabilities import Availability
 from ml.errors import MLError, PluginError
+from ml.probing import Probe
+from ml.records import shown, summary
+from ml_kvcache import HOME, hidden
 
-__all__ = ["FAILURES", "Hook", "PluginHost", "Record", "probe", "summary"]
+__all__ = ["FAILURES", "Hook", "PluginHost", "Record"]
 
 FAILURES = (Exception, SystemExit)
 """What a plugin may raise without taking the others, or the program, with it."""
@@ -43,9 +46,10 @@ R = TypeVar("R", bound=Record)
 class Hook(Generic[R]):
     """One kind of plugin: what it provides, where it is announced, and the hook that returns its record.
 
-    ``provides`` is the word of messages ("backend"); ``record_name`` is the record as authors import it.
-    ``call`` is the function that users open one by; it raises ``unknown`` where there is none of a name,
-    ``unavailable`` where it cannot be opened here.
+    ``provides`` is the word of messages ("backend"); ``record_name`` and ``marker`` are the record and the
+    decorator as authors import them. ``call`` is the function that users open one by; it raises ``unknown``
+    where there is none of a name, ``unavailable`` where it cannot be opened here. What it opens, ``opens`` in
+    words, has the ``methods``.
     """
 
     provides: str
@@ -55,6 +59,9 @@ class Hook(Generic[R]):
     name: str
     record: type[R]
     record_name: str
+    marker: str
+    opens: str
+    methods: tuple[str, ...]
     call: str
     unknown: type[MLError]
     unavailable: type[MLError]
@@ -62,11 +69,13 @@ class Hook(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class _Found(Generic[R]):
-    """A plugin that was loaded, or why it could not be."""
+    """A plugin that was loaded, or why it could not be. ``source`` is unique, ``value`` is where it lies."""
 
     source: str
+    value: str
     spec: R | None = None
     error: str = ""
+    probe: Probe | None = None
 
 
 class PluginHost(Generic[R]):
@@ -86,7 +95,8 @@ class PluginHost(Generic[R]):
         """Add a plugin object or module by hand, beside those of the entry points."""
         with self._lock:
             found = self._load()
-            found.append(self._record(plugin, name or str(getattr(plugin, "__name__", repr(plugin)))))
+            source = name or str(getattr(plugin, "__name__", None) or shown(plugin))
+            found.append(self._record(plugin, self._label(source, "by hand", found), "by hand"))
 
     def unregister(self, plugin: Any) -> None:
         """Take out a plugin that :meth:`register` added."""
@@ -98,35 +108,44 @@ class PluginHost(Generic[R]):
             self._found = [found for found in self._load() if found.source != name]
 
     def specs(self) -> dict[str, R]:
-        """Every record by name. PluginError when two plugins claim one name."""
-        owners: dict[str, tuple[R, str]] = {}
-        for found in self._load():
-            if found.spec is None:
-                continue
-            if found.spec.name in owners:
-                raise PluginError(
-                    f"{self._hook.provides} {found.spec.name!r} is provided twice, by "
-                    f"{owners[found.spec.name][1]} and by {found.source}; uninstall one of them"
-                )
-            owners[found.spec.name] = (found.spec, found.source)
-        return {name: spec for name, (spec, _) in owners.items()}
+        """Every record by its name, but those of a name that two plugins claim."""
+        return {name: claims[0] for name, claims in self._claims().items() if len(claims) == 1}
 
     def broken(self) -> dict[str, str]:
-        """Plugins that could not be loaded, and why."""
-        return {found.source: found.error for found in self._load() if found.spec is None}
+        """What cannot be used, and why: plugins that could not be loaded, names that two of them claim."""
+        claims = self._claims()
+        reasons = {name: self._twice(name) for name, records in claims.items() if len(records) > 1}
+        for found in self._load():
+            if found.spec is None:
+                taken = found.source in claims
+                reasons[f"{found.source} ({found.value})" if taken else found.source] = found.error
+        return reasons
+
+    def probe(self, spec: R) -> Availability:
+        """What its probe found, which runs once; one that raises or takes too long is the reason."""
+        return self._probe(spec).answer()
+
+    def late(self, spec: R) -> bool:
+        """Whether its probe has been run and has not ended."""
+        return self._probe(spec).late
 
     def usable(self, name: str, note: str = "") -> R:
         """The record of this name, whose probe is ok.
 
         Raises the hook's ``unknown``, which lists what there is, or ``unavailable``, with the reason and
-        how to install it; ``note`` ends the message.
+        how to install it, PluginError for a name that two plugins claim; ``note`` ends the message.
         """
-        spec = self.specs().get(name)
-        if spec is None:
+        claims = self._claims().get(name, ())
+        if len(claims) > 1:
+            raise PluginError(
+                f"{self._hook.call}: {self._hook.provides} {name!r} is {self._twice(name)}{note}"
+            )
+        if not claims:
             raise self._hook.unknown(f"{self._hook.call}: {self._missing(name)}{note}")
-        found = probe(spec)
+        spec = claims[0]
+        found = self.probe(spec)
         if not found.ok:
-            said = not spec.install_hint or spec.install_hint in found.reason
+            said = not spec.install_hint or spec.install_hint in found.reason or self.late(spec)
             hint = "" if said else f"; install it with: {spec.install_hint}"
             raise self._hook.unavailable(
                 f"{self._hook.call}: {name!r} cannot run here: {found.reason}{hint}{note}"
@@ -136,16 +155,37 @@ class PluginHost(Generic[R]):
     def opened(self, spec: R, *arguments: Any, **options: Any) -> Any:
         """What the record opens.
 
-        Its errors of this package, TypeError and ValueError (an option that it refuses) pass as they are;
-        others come as the hook's ``unavailable``.
+        Its errors of this package pass as they are, and TypeError and ValueError where it was given something
+        to refuse; others come as the hook's ``unavailable``, as does something that is not what it opens.
         """
+        hook, what = self._hook, f"{self._hook.call}: {spec.name!r}"
+        given = (TypeError, ValueError) if arguments or options else ()
         try:
-            return spec.open(*arguments, **options)
-        except (MLError, TypeError, ValueError):
+            made = spec.open(*arguments, **options)
+            owner = None if isinstance(made, type) else made
+            lacks = [name for name in hook.methods if not callable(getattr(owner, name, None))]
+        except (MLError, *given):
             raise
         except FAILURES as error:
-            message = f"{self._hook.call}: {spec.name!r} failed to open: {summary(error)}"
-            raise self._hook.unavailable(message) from error
+            raise hook.unavailable(f"{what} failed to open: {summary(error)}") from error
+        if lacks:
+            wrong = (
+                f"its open() returned {shown(made)}, which is no {hook.opens}: it lacks {', '.join(lacks)}"
+            )
+            raise hook.unavailable(f"{what} failed to open: {wrong}")
+        return made
+
+    def _claims(self) -> dict[str, list[R]]:
+        """Every record by its name."""
+        claims: dict[str, list[R]] = {}
+        for found in self._load():
+            if found.spec is not None:
+                claims.setdefault(found.spec.name, []).append(found.spec)
+        return claims
+
+    def _twice(self, name: str) -> str:
+        by = [found.source for found in self._load() if found.spec is not None and found.spec.name == name]
+        return f"provided twice, by {' and by '.join(by)}; uninstall one of them"
 
     def _missing(self, name: str) -> str:
         broken = self.broken()
@@ -158,51 +198,69 @@ class PluginHost(Generic[R]):
         """What there is, as messages list it."""
         return "; ".join(f"{spec.name} ({spec.install_hint})" for spec in self.specs().values())
 
+    def _probe(self, spec: R) -> Probe:
+        found = (one.probe for one in self._load() if one.spec is spec and one.probe is not None)
+        return next(found, None) or Probe(spec.probe)
+
     def _load(self) -> list[_Found[R]]:
         with self._lock:
             if self._found is None:
                 points = self._entry_points
                 if points is None:
                     points = importlib.metadata.entry_points(group=self._hook.group)
-                self._found = [self._load_one(point) for point in points]
+                found: list[_Found[R]] = []
+                for point in points:
+                    found.append(self._load_one(point, self._label(point.name, point.value, found)))
+                self._found = found
             return self._found
 
-    def _load_one(self, point: importlib.metadata.EntryPoint) -> _Found[R]:
+    @staticmethod
+    def _label(name: str, value: str, found: list[_Found[R]]) -> str:
+        """A name that none of those found has."""
+        taken = {one.source for one in found}
+        label = name if name not in taken else f"{name} ({value})"
+        while label in taken:
+            label += "'"
+        return label
+
+    def _load_one(self, point: importlib.metadata.EntryPoint, source: str) -> _Found[R]:
         try:
             plugin = point.load()
         except FAILURES as error:
-            return _Found(point.name, error=f"importing {point.value} raised {summary(error)}")
-        return self._record(plugin, point.name)
+            reason = f"importing {point.value} raised {summary(error)}"
+        else:
+            found = self._record(plugin, source, point.value)
+            if found.spec is not None:
+                return found
+            reason = found.error
+        package = point.value.partition(":")[0].partition(".")[0]
+        homes = [HOME] if point.dist is None else [str(point.dist.locate_file("")), HOME]
+        hider = hidden(package, *homes)
+        return _Found(source, point.value, error=f"{reason} ({hider})" if hider else reason)
 
-    def _record(self, plugin: Any, source: str) -> _Found[R]:
+    def _record(self, plugin: Any, source: str, value: str) -> _Found[R]:
         """Register with pluggy and ask for the record; a failure takes the plugin out again."""
         hook = self._hook
-        unique = source
-        while self._manager.has_plugin(unique):
-            unique += "'"
         try:
-            self._manager.register(plugin, name=unique)
+            self._manager.register(plugin, name=source)
+            callers = self._manager.get_hookcallers(plugin) or []
+            if hook.name not in {caller.name for caller in callers}:
+                raise PluginError(self._unmarked(plugin))
             others = [other for other in self._manager.get_plugins() if other is not plugin]
             records = self._manager.subset_hook_caller(hook.name, others)()
             if len(records) != 1 or not isinstance(records[0], hook.record):
-                raise PluginError(f"{hook.name}() gave {records!r}; it returns one {hook.record_name}")
+                given = shown(records[0] if len(records) == 1 else None)
+                raise PluginError(f"it gave {given}; it returns one {hook.record_name}")
         except FAILURES as error:
-            if self._manager.has_plugin(unique):
-                self._manager.unregister(name=unique)
-            return _Found(source, error=f"{hook.name}() of {source} raised {summary(error)}")
-        return _Found(unique, records[0])
+            if self._manager.has_plugin(source):
+                self._manager.unregister(name=source)
+            told = str(error) if type(error) is PluginError else f"{hook.name}() raised {summary(error)}"
+            return _Found(source, value, error=told)
+        return _Found(source, value, records[0], probe=Probe(records[0].probe))
 
-
-def probe(spec: Record) -> Availability:
-    """The plugin's own probe; one that raises is unavailable for that reason."""
-    try:
-        found: object = spec.probe()
-    except FAILURES as error:
-        return Availability(False, f"its probe raised {summary(error)}")
-    if not isinstance(found, Availability):
-        return Availability(False, f"its probe gave {found!r}; it returns an ml.Availability")
-    return found
-
-
-def summary(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    def _unmarked(self, plugin: Any) -> str:
+        """What keeps pluggy from finding the hook."""
+        name, marker = self._hook.name, self._hook.marker
+        if callable(getattr(plugin, name, None)):
+            return f"its {name}() has no @hookimpl: put {marker} before it"
+        return f"it has no {name}(); it defines that function, with {marker} before it"

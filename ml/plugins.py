@@ -15,8 +15,8 @@ from typing import Any
 
 from ml import hookspecs
 from ml.capabilities import BackendInfo, BackendSpec
-from ml.errors import BackendNotFoundError, BackendUnavailableError
-from ml.plugin_host import Hook, PluginHost, probe
+from ml.errors import BackendNotFoundError, BackendUnavailableError, MLError
+from ml.plugin_host import Hook, PluginHost
 from ml.protocols import Backend
 
 __all__ = [
@@ -39,6 +39,9 @@ _HOOK = Hook(
     name="ml_backend",
     record=BackendSpec,
     record_name="ml.BackendSpec",
+    marker="@ml.hookimpl",
+    opens="ml.Backend",
+    methods=("new_context", "memory", "close"),
     call="open_backend",
     unknown=BackendNotFoundError,
     unavailable=BackendUnavailableError,
@@ -52,7 +55,7 @@ class Registry(PluginHost[BackendSpec]):
         super().__init__(_HOOK, entry_points)
 
     def infos(self) -> tuple[BackendInfo, ...]:
-        """Every backend and every broken plugin, best first."""
+        """Every backend, every broken plugin and every name that two claim, best first."""
         rows = [self._info(spec) for spec in self.specs().values()]
         rows += [BackendInfo(name, False, reason, None, (), 0, "") for name, reason in self.broken().items()]
         return tuple(sorted(rows, key=lambda row: (not row.available, -row.priority, row.name)))
@@ -66,25 +69,34 @@ class Registry(PluginHost[BackendSpec]):
             return self._open_named(chosen, options, asked_by=f" ({ENVIRONMENT_VARIABLE} asks for it)")
         reasons = []
         for spec in sorted(self.specs().values(), key=lambda spec: (-spec.priority, spec.name)):
-            found = probe(spec)
+            found = self.probe(spec)
             if not found.ok:
                 reasons.append(f"{spec.name} ({found.reason})")
+                if self.late(spec):
+                    self._passed_over(f"open_backend: {spec.name!r}: {found.reason}")
                 continue
             try:
                 opened: Backend = self.opened(spec, **options)
                 return opened
-            except BackendUnavailableError as error:
-                warnings.warn(f"{error}; trying the next backend", RuntimeWarning, stacklevel=3)
+            except MLError as error:
+                if options and not isinstance(error, BackendUnavailableError):
+                    raise  # an option that it refuses
+                self._passed_over(str(error))
                 reasons.append(str(error))
         reasons += [f"{source} ({error})" for source, error in self.broken().items()]
         raise BackendUnavailableError(f"open_backend: no backend can run here: {'; '.join(reasons)}")
+
+    @staticmethod
+    def _passed_over(reason: str) -> None:
+        """Warn at the line that called ``ml.open_backend``."""
+        warnings.warn(f"{reason}; trying the next backend", RuntimeWarning, stacklevel=4)
 
     def _open_named(self, name: str, options: dict[str, Any], asked_by: str = "") -> Backend:
         opened: Backend = self.opened(self.usable(name, asked_by), **options)
         return opened
 
     def _info(self, spec: BackendSpec) -> BackendInfo:
-        found = probe(spec)
+        found = self.probe(spec)
         return BackendInfo(
             spec.name, found.ok, found.reason, found.version, found.devices, spec.priority, spec.install_hint
         )

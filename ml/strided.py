@@ -18,12 +18,14 @@ import numpy as np
 from ml.errors import BoundsError, ShapeError
 
 __all__ = [
+    "Region",
     "Shape",
     "as_shape",
     "broadcast_shapes",
     "check_count",
     "contiguous_strides",
     "extent",
+    "find_region",
     "integers",
     "normalize_axes",
     "normalize_axis",

@@ -100,6 +100,13 @@ def backends() -> Iterator[Callable[[str], ml.Backend]]:
         yield get
 
 
+@pytest.fixture
+def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends and stores are probed anew in the test, and what is found there is forgotten after it."""
+    monkeypatch.setattr("ml.plugins._registry", None)
+    monkeypatch.setattr("kvcache.stores.plugins._registry", None)
+
+
 @contextlib.contextmanager
 def _jax_example() -> Iterator[None]:
     """The plugin of examples/ml-backend-jax, registered by hand where it is not installed."""

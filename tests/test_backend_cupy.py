@@ -175,6 +175,7 @@ def test_the_probe_says_what_is_missing_in_cudas_own_words(
     assert found.version == cupy.__version__
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_open_backend_opens_it_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, found in {**double.modules(), "backends.cupy.backend": module}.items():
         monkeypatch.setitem(sys.modules, name, found)

@@ -9,13 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 import ml.base
 import ml.strided
 import ml.testing
 
+from .conftest import QUICK_TO_COMPILE
+
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "writing-a-backend.md"
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 CONTINUED = " (continued)"
+SUITES = ("ml.testing", "kvcache.testing")
 SAMPLE = 1 if os.environ.get("ML_LONG") else 8
 """Of the suites' tests every eighth, unless ML_LONG=1."""
 
@@ -48,21 +53,45 @@ def perform(project: Path, plugins: Any, command: str) -> None:
         assert " passed" in plugins.run([sys.executable, "-m", program, *arguments], sample=SAMPLE)
 
 
-def test_the_guide_leads_from_nothing_to_green(tmp_path: Path, plugins: Any) -> None:
-    commands = 0
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, plugins: Any) -> Path:
+    """The folder that one has who followed the guide, with its plugin installed in ``plugins``."""
+    folder, commands = tmp_path_factory.mktemp("guide"), 0
     for block in blocks():
         if block.title:
-            write(tmp_path, block)
+            write(folder, block)
             if commands:  # installed in place, as -e does: later files are seen without another pip
                 write(plugins.path, block)
         elif block.language == "sh":
             for command in block.text.splitlines():
-                perform(tmp_path, plugins, command)
+                perform(folder, plugins, command)
                 commands += 1
     assert commands
-    collected = plugins.run([sys.executable, "-m", "pytest", "tests", "--collect-only"], cwd=tmp_path)
+    return folder
+
+
+def test_the_guide_leads_from_nothing_to_green(project: Path, plugins: Any) -> None:
+    collected = plugins.run([sys.executable, "-m", "pytest", "tests", "--collect-only"], cwd=project)
     assert "TestMine" in collected
     assert "TestCaches" in collected
+
+
+@pytest.mark.parametrize("chosen", ["--ml-quick", "-k=attention or sinks or hands_them or matmul"])
+def test_the_recipe_for_frameworks_that_compile_is_green(
+    project: Path, plugins: Any, monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    pytest.importorskip("jax")
+    monkeypatch.setenv("XLA_FLAGS", QUICK_TO_COMPILE)
+    record = plugins.path / "ml_backend_mine" / "__init__.py"
+    text = record.read_text(encoding="utf-8")
+    changed = text.replace("_mine.backend", "_mine.compiled").replace("MineBackend", "CompiledBackend")
+    assert changed != text
+    record.write_text(changed, encoding="utf-8")
+    try:
+        command = [sys.executable, "-m", "pytest", "--pyargs", *SUITES, "--ml-backend=mine", chosen]
+        assert " passed" in plugins.run(command, sample=1 if chosen == "--ml-quick" else SAMPLE)
+    finally:
+        record.write_text(text, encoding="utf-8")
 
 
 def test_what_the_guide_shows_at_the_prompt_is_what_it_prints(tmp_path: Path) -> None:
@@ -79,10 +108,13 @@ def test_the_hooks_in_the_table_are_those_of_the_base_classes() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     table = text[text.index("## The hooks") : text.index("## Functional frameworks")]
     listed = set(re.findall(r"`(_[a-z]\w*)`", table.split("\\* may be left out")[0]))
-    classes = (ml.base.BaseBackend, ml.base.BaseContext, ml.base.StridedTensor)
+    classes = (ml.base.BaseBackend, ml.base.BaseContext, ml.base.StridedTensor, ml.base.BaseGroup)
     assert [name for name in sorted(listed) if not any(hasattr(base, name) for base in classes)] == []
     abstract = set().union(*(base.__abstractmethods__ for base in classes))
-    assert {name for name in abstract if name.startswith("_")} <= listed
+    groups = {"_all_reduce", "_all_gather", "_barrier"}  # a capability, told under its protocol
+    assert {name for name in abstract if name.startswith("_")} <= listed | groups
+    hooks = {getattr(base, name, None) for base in classes for name in listed | abstract}
+    assert [hook for hook in hooks if callable(hook) and not hook.__doc__] == []
 
 
 def test_the_tests_that_the_guide_names_exist() -> None:

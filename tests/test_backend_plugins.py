@@ -34,6 +34,7 @@ def test_finding_the_plugins_imports_no_framework() -> None:
     assert {name: found[name] for name in PLUGINS} == {name: PLUGINS[name][1] for name in PLUGINS}
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("name", PLUGINS)
 def test_without_its_framework_the_probe_says_why_and_what_to_install(
     monkeypatch: pytest.MonkeyPatch, name: str

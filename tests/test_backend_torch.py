@@ -36,6 +36,7 @@ def ctx(backend: TorchBackend) -> TorchContext:
 # The plugin.
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_an_old_torch_is_refused_with_the_version_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.5.1+cpu")
     info = {row.name: row for row in ml.available_backends()}["torch"]

@@ -15,10 +15,12 @@ import pytest
 import ml
 from kvcache import cache as errors
 from kvcache import forward, moving, plain, reading
+from kvcache.buffers import LayerBuffers
 from kvcache.causal import CausalCache, ChunkedCache, SlidingWindowCache, full
 from kvcache.cells import CellTable
 from kvcache.forward import Forward
 from kvcache.reading import Reading
+from kvcache.state_table import StateTable
 from kvcache.testing import CacheTests
 
 from .suite_bugs import Bugs, Patch, check_noticed
@@ -177,7 +179,7 @@ def a_reserved_pass_that_writes(patch: Patch) -> None:
     def put(self: CausalCache, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
         original(self, ctx, key, value)
         assert self._pass is not None
-        self._buffers[self._layer].write(ctx, self._pass.targets(ctx), key, value)
+        self._buffers[self._layer].write(ctx, self._pass.cells or 0, key, value)
 
     patch.setattr(CausalCache, "put", put)
 
@@ -371,6 +373,59 @@ def attention_merged_without_its_mask(patch: Patch) -> None:
 def rows_of_an_unordered_batch_mixed_up(patch: Patch) -> None:
     original = Reading.own_mask
     patch.setattr(Reading, "own_mask", lambda self, *args: original(self, *args)[::-1])
+
+
+@bug("Attending")
+def a_history_that_is_not_padded(patch: Patch) -> None:
+    patch.setattr(forward, "plan_own", lambda table, group, padding: reading.plan_reading(table, [group]))
+
+
+@bug("Attending")
+def a_neighbour_in_the_columns_of_padding(patch: Patch) -> None:
+    patch.setattr(forward, "plan_own", lambda table, group, pad: reading.plan_reading(table, [group], pad))
+
+
+@bug("Attending")
+def columns_of_padding_as_they_were_left(patch: Patch) -> None:
+    patch.setattr(Forward, "_blank", lambda *args: None)
+
+
+@bug("Attending")
+def cells_that_are_blank_for_ever(patch: Patch) -> None:
+    original = CellTable._release
+
+    def release(self: CellTable, cells: np.ndarray) -> None:
+        before = None if self.blank is None else self.blank.copy()
+        original(self, cells)
+        self.blank = before
+
+    patch.setattr(CellTable, "_release", release)
+
+
+@bug("Reading")
+def a_layer_read_that_was_not_put(patch: Patch) -> None:
+    patch.setattr(LayerBuffers, "stamp", property(lambda self: 1 << 62, lambda self, stamp: None))
+
+
+@bug("Reading")
+def queries_that_evict(patch: Patch) -> None:
+    original = CausalCache.start_forward
+
+    def start_forward(self: CausalCache, ctx: Any, batch: Any, *args: Any, **options: Any) -> None:
+        original(self, ctx, batch, *args, **options)
+        if options.get("read_only") and self._pass is not None:
+            self._make_room(0, self._pass.groups)
+
+    patch.setattr(CausalCache, "start_forward", start_forward)
+
+
+@bug("Reading")
+def states_that_a_reader_writes_into(patch: Patch) -> None:
+    def read(self: StateTable, ctx: Any, key: Any, sequences: Any, *args: Any) -> ml.Tensor:
+        seq = next(iter(sequences))
+        return self.point(self.rows[seq]).state.read(ctx)[key]
+
+    patch.setattr(StateTable, "read", read)
 
 
 # The tests.

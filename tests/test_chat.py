@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -21,11 +22,12 @@ import kvcache.cli
 import kvcache.runner.saved
 import ml
 from kvcache.command.chat import Chat
-from kvcache.runner.conversations import Conversations
-from kvcache.runner.engine import Engine, EngineOptions
-from kvcache.runner.errors import RequestError
+from kvcache.runner.conversations import ConversationFullError, Conversations
+from kvcache.runner.engine import Engine, EngineOptions, Failed
+from kvcache.runner.errors import RequestError, TextTooLongError
 from kvcache.runner.loading import load_model
 from kvcache.runner.requests import Finished, Settings
+from kvcache.runner.sampling import Sampler
 from kvcache.runner.saved import ConversationError
 from kvcache.runner.tokenizer import Tokenizer
 
@@ -131,8 +133,13 @@ def test_a_turn_that_is_refused_or_fails_was_none(
 ) -> None:
     say(talk, "abc")
     before = list(talk.current.tokens)
-    with pytest.raises(RequestError, match="more than the"):
+    with pytest.raises(TextTooLongError, match="301 tokens or more, and 256 are the most; shorten it"):
         talk.say("x" * 300)
+    with pytest.raises(
+        ConversationFullError,
+        match="main has 10 tokens and the text 251: more than the 256 that fit",
+    ):
+        talk.say("x" * 250)
 
     def broken(*_: object) -> Any:
         raise RuntimeError("the device failed")
@@ -144,6 +151,24 @@ def test_a_turn_that_is_refused_or_fails_was_none(
     assert talk.current.tokens == before
     assert len(talk.current.turns) == 1
     say(talk, "def")
+
+
+def test_a_turn_that_the_engine_gives_up_was_none(
+    talk: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(talk, "abc")
+    before = list(talk.current.tokens), list(talk.current.turns)
+
+    def broken(*_: object) -> int:
+        raise RuntimeError("no token can be drawn")
+
+    events = talk.say("def", FEW)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "__call__", broken)
+        while not isinstance(next(events), Failed):
+            pass
+        events.close()
+    assert (talk.current.tokens, talk.current.turns) == before
 
 
 def test_save_and_load_give_another_conversation(talk: Conversations, tmp_path: Path) -> None:
@@ -226,8 +251,43 @@ def test_what_is_wrong_is_one_line_and_the_chat_goes_on() -> None:
     lines = shown.splitlines()
     assert lines[:3] == ["there is no /nonsense; /help lists what there is", *["usage: /fork NAME"] * 2]
     assert "nothing to keep" in lines[3]
-    assert "more than the" in lines[4]
+    assert lines[4].endswith("and 512 are the most; shorten it")
     assert len(lines) == 6
+
+
+def test_a_conversation_that_is_full_says_how_there_is_room_again() -> None:
+    """To somebody who typed five words."""
+    full = "main is full; /undo takes its last turn back, /switch NAME begins another"
+    shown = chat(
+        "And God said unto Noah,", "and he", "and he went", "/switch two", "And", arguments=["--capacity", 24]
+    )
+    lines = shown.splitlines()
+    assert lines[2] == f"[{full}]"
+    assert lines[3] == (
+        "main has 25 tokens and the text 3: more than the 24 that fit; /undo takes its last turn back, "
+        "/switch NAME begins another, and kvcache chat --capacity gives more room"
+    )
+    assert len(lines) == 6
+    (record,) = json.loads(
+        "[" + ",".join(chat("a " * 20, arguments=["--capacity", 24, "--json"]).splitlines()) + "]"
+    )
+    assert record["reason"] == "capacity"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_line_that_is_no_text_is_refused_and_the_chat_goes_on(encoding: str) -> None:
+    lines = b"And God \xff\n/switch \xff\n/fork two\nAnd God said\n"
+    words = [sys.executable, "-m", "kvcache", "chat", "--max-tokens", "2"]
+    env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    ended = subprocess.run(
+        words, input=lines, capture_output=True, cwd=ROOT, env=env, check=False, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    shown = ended.stdout.decode().splitlines()
+    assert shown[0] == "the text is no Unicode: after 'And God ' it has the byte 0xFF, no UTF-8"
+    assert shown[1].startswith("the name ")
+    assert shown[2] == "two: goes on from main, 0 tokens shared"
+    assert len(shown) == 4
 
 
 def test_help_names_every_command() -> None:

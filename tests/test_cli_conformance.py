@@ -6,7 +6,9 @@ import importlib.util
 import io
 import json
 import os
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,26 +107,107 @@ def test_the_table_fits_the_terminal(width: int, ran: None, monkeypatch: pytest.
     assert max(map(len, lines)) <= width
 
 
-def test_a_test_that_fails_in_the_suite_is_told_with_its_reason(tmp_path: Path) -> None:
-    """From pytest itself: a suite of two tests, one of which fails."""
-    (tmp_path / "suite_of_two.py").write_text(
-        "def test_right():\n    pass\n\ndef test_wrong():\n    assert 1 == 2, 'they differ'\n"
-    )
-    seen: list[tuple[int, int, int]] = []
+@pytest.fixture
+def suites_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Installs a suite; the path beside it where its tests may note that they ran."""
 
-    def told(done: int, total: int, failed: int) -> None:
-        seen.append((done, total, failed))
+    def install(name: str, text: str) -> Path:
+        (tmp_path / f"{name}.py").write_text(text)
+        return tmp_path / "ran"
 
     before = os.environ.get("PYTHONPATH")
-    with pytest.MonkeyPatch.context() as patch, (tmp_path / "log").open("w") as log:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), before])))
-        patch.chdir(tmp_path)
-        path = tmp_path / "results.json"
-        assert run_suites("numpy", path, Selection(("suite_of_two",), isolated=True), log, told) == 1
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), before])))
+    monkeypatch.chdir(tmp_path)
+    return install
+
+
+def test_a_test_that_fails_in_the_suite_is_told_with_its_reason(tmp_path: Path, suites_of: Any) -> None:
+    """From pytest itself: a suite of two tests, one of which fails."""
+    text = "def test_right():\n    pass\n\ndef test_wrong():\n    assert 1 == 2, 'they differ'\n"
+    suites_of("suite_of_two", text)
+    seen: list[tuple[int, int, int, str]] = []
+
+    def told(*progress: Any) -> None:
+        seen.append(progress)
+
+    path = tmp_path / "results.jsonl"
+    selection = Selection(("suite_of_two",), isolated=True)
+    with (tmp_path / "log").open("w") as log:
+        assert run_suites("numpy", path, selection, log, told) == 1
     assert [result.outcome for result in load(path).results] == ["pass", "FAIL"]
     assert load(path).results[1].reason == "AssertionError: they differ"
-    assert seen[-1] == (2, 2, 1)
-    assert not list(tmp_path.glob("*.progress"))
+    assert seen[-1] == (2, 2, 1, "suite_of_two")
+
+
+SUITE = """
+import os
+from pathlib import Path
+
+def noted(number):
+    with Path(__file__).with_name("ran").open("a") as file:
+        file.write(str(number))
+
+def test_1():
+    noted(1)
+
+def test_2():
+    noted(2)
+    assert "MENDED" in os.environ
+
+def test_3():
+    noted(3)
+"""
+
+
+def test_a_run_stops_at_the_first_failure_and_goes_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suites_of: Any
+) -> None:
+    """What passed is not run again; what failed is; half a line, of a process that was killed, is none."""
+    ran = suites_of("suite_of_three", SUITE)
+    path = tmp_path / "results.jsonl"
+    assert run_suites("numpy", path, Selection(("suite_of_three",), isolated=True, first=True)) == 1
+    assert (ran.read_text(), load(path).tests, load(path).unfinished) == ("12", 3, 1)
+    with path.open("a") as file:
+        file.write('["half')
+    monkeypatch.setenv("MENDED", "1")
+    assert run_suites("numpy", path, Selection(("suite_of_three",), isolated=True)) == 0
+    assert (ran.read_text(), load(path).tests, load(path).unfinished) == ("1223", 3, 0)
+    assert [result.outcome for result in load(path).results] == ["pass"] * 3
+
+
+def test_the_command_says_what_was_not_run_and_goes_on(tmp_path: Path, ran: None) -> None:
+    unfinished = RUN._replace(tests=9, unfinished=5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conformance, "_run", lambda *_: unfinished)
+        shown = run("--backend", "numpy", "-x").stdout
+        assert "Stopped at the first failure: 5 of 9 tests were not run." in shown.splitlines()
+        assert json.loads(run("--backend", "numpy", "-x", "--json").stdout)["not_run"] == 5
+
+
+def test_results_of_another_backend_are_not_gone_on_with(tmp_path: Path) -> None:
+    record = tmp_path / "results.jsonl"
+    record.write_text('{"backend": "abacus", "version": "1", "options": {}}\n')
+    for text, message in (
+        (None, "keeps results of {.*abacus.*}, not of {.*numpy.*"),
+        ("x\n", "keeps no results"),
+    ):
+        if text is not None:
+            record.write_text(text)
+        result = run("--backend", "numpy", "--resume", record, "--quick")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert re.search(message, result.stderr)
+        assert result.stderr.count("\n") == 1
+
+
+def test_where_no_bar_can_be_drawn_lines_say_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conformance, "EVERY_S", 0.0)
+    result = run("--backend", "numpy", "-k", "casts", "--suite", "ml", "--resume", tmp_path / "kept")
+    lines = result.stderr.splitlines()
+    assert lines
+    assert all(re.fullmatch(r"\d+/72 tests, at ml\.testing\.\w+", line) for line in lines)
+    assert load(tmp_path / "kept").tests == 72
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ Each command is a process of its own, held at a moment of its work until the sig
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,71 +21,20 @@ pytest.importorskip("rich")
 
 from kvcache.runner.saved import read
 
+from .cli_held import held
+
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "And God said unto Noah,"
 
-HELD = """
-import importlib, signal, sys, time
-from pathlib import Path
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits it ignored
-marker, module, path, call, *arguments = sys.argv[1:]
-owner = importlib.import_module(module)
-*parents, name = path.split(".")
-for parent in parents:
-    owner = getattr(owner, parent)
-real, calls = getattr(owner, name), 0
-
-def held(*args, **options):
-    global calls
-    calls += 1
-    if calls == int(call):
-        Path(marker).write_text(str(getattr(args[0], "pid", "here")) if args else "here")
-        time.sleep(60)
-    return real(*args, **options)
-
-setattr(owner, name, held)
-sys.argv = ["kvcache", *arguments]
-from kvcache.cli import main
-main()
-"""
-"""Runs the command, and waits where a function is called for the nth time."""
-
 OPENING = "ml:open_backend:1"
 LOADING = "kvcache.runner.loader:Loader.take:5"
 PREFILL = "kvcache.causal:CausalCache.start_forward:1"
 DECODE = "kvcache.causal:CausalCache.start_forward:3"
-READING = "kvcache.runner.saved:_digest:1"
+READING = "kvcache.runner.saved:digest_of_page:1"
 RESTORE = "kvcache.runner.saved:from_page:1"
 WRITING = "os:fsync:1"
-
-
-@contextmanager
-def held(moment: str, tmp_path: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """The command, when it has come to ``moment``: module, function, and which call of it.
-
-    The marker then holds the id of the process that the function is called with, if it is.
-    """
-    marker = tmp_path / "marker"
-    line = [sys.executable, "-c", HELD, str(marker), *moment.split(":"), *map(str, arguments)]
-    process = subprocess.Popen(
-        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    try:
-        if process.stdin is not None and "chat" in arguments:
-            process.stdin.write(f"{PROMPT}\n")
-            process.stdin.flush()
-        for _ in range(600):
-            if (marker.exists() and marker.read_text()) or process.poll() is not None:
-                break
-            time.sleep(0.1)
-        assert marker.exists(), process.communicate(timeout=10)
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def interrupted(moment: str, tmp_path: Path, *arguments: object) -> str:
@@ -111,6 +60,36 @@ def interrupted(moment: str, tmp_path: Path, *arguments: object) -> str:
 )
 def test_generate_ends_with_a_short_message(moment: str, message: str, tmp_path: Path) -> None:
     assert interrupted(moment, tmp_path, "generate", "--prompt", PROMPT) == f"kvcache: {message}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_a_batch_shows_what_there_is_of_its_answers(
+    options: list[str], number: signal.Signals, tmp_path: Path
+) -> None:
+    """The second is whole by then."""
+    prompts = ["In the beginning", "And God said unto"]
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    arguments = ["generate", *words, "--stop", ",", "--max-tokens", 20, *options]
+    with held("kvcache.causal:CausalCache.start_forward:5", tmp_path, *arguments) as process:
+        process.send_signal(number)
+        out, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, errors
+    whole = run("generate", *words, "--stop", ",", "--max-tokens", 20, "--json")
+    expected = [output["text"] for output in json.loads(whole.stdout)["outputs"]]
+    if options:
+        outputs = json.loads(out)["outputs"]
+        texts = [output["text"] for output in outputs]
+        reasons = [output["reason"] for output in outputs]
+        assert reasons == ["interrupted", "stop"]
+    else:
+        blocks = out.split("\n\n")
+        assert len(blocks) == 3
+        texts = [block.removeprefix(f"[{i + 1}] {prompts[i]}") for i, block in enumerate(blocks[:2])]
+        texts[0], stopped = texts[0].split("\n")
+        assert stopped == "[stopped after 3 tokens]"
+    assert texts[1] == expected[1]
+    assert texts[0] == expected[0][: len(texts[0])] != expected[0]
 
 
 STARTING = """
@@ -228,7 +207,7 @@ def test_inspect_ends_with_a_short_message(tmp_path: Path) -> None:
 def test_chat_in_a_pipe_ends_at_a_second_ctrl_c_and_its_store_is_whole(tmp_path: Path) -> None:
     pytest.importorskip("xxhash")
     store = tmp_path / "store"
-    with held(DECODE, tmp_path, "chat", "--store", store) as process:
+    with held(DECODE, tmp_path, "chat", "--store", store, text=f"{PROMPT}\n") as process:
         for _ in range(2):  # one stops the answer, which waits for the pass; the second one ends that
             process.send_signal(signal.SIGINT)
             time.sleep(0.3)

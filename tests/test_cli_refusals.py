@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from typer.testing import CliRunner
 
 import kvcache.cli
 
+ROOT = Path(__file__).resolve().parents[1]
 SAVE = ["save", "--prompt", "And God said", "--out"]
 
 
@@ -89,3 +93,57 @@ def test_h_is_help(command: str) -> None:
     short, long = (run(*arguments, option) for option in ("-h", "--help"))
     assert (short.exit_code, short.stdout) == (0, long.stdout)
     assert "Usage: kvcache" in " ".join(short.stdout.split())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--version"],
+        ["--help"],
+        ["backends", "--json"],
+        ["generate", "--prompt", "x", "--max-tokens", "1"],
+        ["chat"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_output_on_a_full_device_is_one_line(arguments: list[str]) -> None:
+    words = [sys.executable, "-m", "kvcache", *arguments]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            words,
+            input="/list\n",
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            check=False,
+            timeout=60,
+        )
+    expected = "kvcache: the output cannot be written (No space left on device)\n"
+    assert (ended.returncode, ended.stderr) == (1, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["--capacity", 40],
+            "the text was cut short; --capacity is 40 tokens, and the model takes up to 256",
+        ),
+        (
+            ["--capacity", 40, "--prompt", "y", "--json"],
+            "texts that were cut short: 1; --capacity is 40 tokens",
+        ),
+        ([], "the text was cut short; the model takes up to 256 tokens"),
+    ],
+)
+def test_a_text_that_is_cut_short_for_want_of_room_says_so(
+    arguments: list[object], told: str, make_model: Callable[..., Path]
+) -> None:
+    prompt = "x" * (35 if arguments else 250)
+    count = 20 if arguments else 50
+    result = run("generate", "--model", make_model(), "--prompt", prompt, "--max-tokens", count, *arguments)
+    assert result.exit_code == 0
+    assert result.stderr.startswith(f"kvcache: {told}")
+    assert result.stderr.count("\n") == 1

@@ -121,7 +121,7 @@ def test_quiet_shows_the_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
         for event in (Started(0, 4, 1), Prefilled(0, 4, 4), Token(0, 7, " end"), finished()):
             screen.event(event)
         screen.stop()
-        screen.finish([finished()], Statistics(4, 1, 3, 9, 8, 0.5, 0.5), 4096)
+        screen.finish(Statistics(4, 1, 3, 9, 8, 0.5, 0.5), 4096)
     assert capsys.readouterr().out == "In the end\n"
     assert "In the end\n" in sent(to)
     for word in ("tokens", "tok/s", "cache"):
@@ -131,7 +131,7 @@ def test_quiet_shows_the_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("width", [12, 24, 39, 40, 80])
 def test_the_summary_is_whole_at_any_width(width: int) -> None:
     screen = LiveScreen(["In the"], to := console(width))
-    screen.finish([finished()], Statistics(4, 1, 3, 9, 8, 0.5, 0.5), 4096)
+    screen.finish(Statistics(4, 1, 3, 9, 8, 0.5, 0.5), 4096)
     assert "…" not in sent(to)
     words = re.sub(r"\x1b\[[\d;]*m|[│┌┐└┘─┬┴]", " ", sent(to)).split()
     assert words[:3] == ["tokens", "reused", "1"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import re
 import sys
 from collections import Counter
@@ -27,8 +28,12 @@ from ml.base import BaseTensor
 from ml.dtypes import DType
 from ml.plugins import registry
 from ml.testing import BackendTests
+from ml.testing.groups import GroupTests
 from ml.testing.harness import BackendCase
+from ml.testing.optional import CapabilityTests
+from ml.testing.quick import QUICK
 from ml.testing.refusals import RefusalTests
+from ml.testing.stores import KVStoreTests
 
 from .mutants import MUTANTS
 
@@ -73,12 +78,14 @@ class Reports:
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
         self.failed: list[str] = []
+        self.passed: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.failed.append(report.nodeid.split("::")[-1])
         elif report.when == "call" or report.skipped:
             self.outcomes[report.outcome] += 1
+            self.passed += [report.nodeid.split("::")[-1]] if report.passed else []
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         assert not report.failed, report.longreprtext
@@ -90,7 +97,11 @@ def run_suite(tmp_path: Path) -> Iterator[Any]:
     plugins: list[Any] = []
 
     def run(
-        module: ModuleType, area: type[BackendCase], features: Features | None = None, stop: bool = True
+        module: ModuleType,
+        area: type[BackendCase],
+        features: Features | None = None,
+        *options: str,
+        stop: bool = True,
     ) -> Reports:
         while plugins:
             registry().unregister(plugins.pop())
@@ -110,7 +121,7 @@ def run_suite(tmp_path: Path) -> Iterator[Any]:
             "-pno:cacheprovider",
             "-pno:terminal",
         ]
-        pytest.main([*arguments, *(["-x"] if stop else [])], plugins=[reports])
+        pytest.main([*arguments, *options, *(["-x"] if stop else [])], plugins=[reports])
         return reports
 
     yield run
@@ -126,6 +137,28 @@ def test_the_bug_is_caught_by_its_area(mutant: Any, copy: ModuleType, run_suite:
     mutant.plant(copy)
     (caught_by,) = run_suite(copy, mutant.area).failed
     print(f"{mutant.name}: {caught_by}")
+
+
+LEFT_TO_THE_WHOLE = {RefusalTests, CapabilityTests, KVStoreTests, GroupTests}
+"""Areas of which the quick part has nothing."""
+
+
+@pytest.mark.parametrize(
+    "mutant", [one for one in MUTANTS if one.area not in LEFT_TO_THE_WHOLE], ids=lambda mutant: mutant.name
+)
+def test_the_quick_part_catches_the_bugs_of_its_areas(mutant: Any, copy: ModuleType, run_suite: Any) -> None:
+    mutant.plant(copy)
+    assert len(run_suite(copy, mutant.area, None, "--ml-quick").failed) == 1
+
+
+def test_what_the_quick_part_names_exists(tmp_path: Path) -> None:
+    """Each name and each pattern selects something, and all of it passes on NumPy."""
+    suites = ["--pyargs", "ml.testing", "kvcache.testing", "--ml-backend=numpy", "--ml-quick"]
+    code, reports = session(f"--rootdir={tmp_path}", "-pno:terminal", "-c", os.devnull, *suites)
+    assert code == pytest.ExitCode.OK
+    ran = {re.split(r"\W", name)[0] for name in reports.passed}
+    assert ran == {test for tests in QUICK.values() for test in tests}
+    assert len(reports.passed) < 300
 
 
 def test_an_exact_copy_passes_everything(copy: ModuleType, run_suite: Any) -> None:
@@ -229,7 +262,7 @@ def test_the_shipped_suite_runs_by_package_name(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ([], r"which backend\? Add --ml-backend=NAME"),
-        (["--ml-backend=nope"], "no such backend; there are .*numpy"),
+        (["--ml-backend=nope"], "no backend 'nope'; there are: .*numpy"),
         (["--ml-backend-option=device=cpu"], "needs --ml-backend"),
         (["--ml-backend=numpy", "--ml-backend-option=device"], "give KEY=VALUE"),
         (["--ml-backend=numpy", "--ml-backend-option=dtype=F99"], "one of .*BF16"),

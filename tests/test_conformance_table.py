@@ -56,7 +56,7 @@ def test_it_counts_what_the_suite_reports(tmp_path: Path, monkeypatch: pytest.Mo
     assert norms == "| rms norm squares in f32 or better |  | F16 BF16 | 2 pass |"
     assert "FAIL" not in done.stdout.split("## By area")[1]
     assert "no SupportsRope" in done.stdout
-    assert (tmp_path / "numpy.json").exists()
+    assert (tmp_path / "numpy.jsonl").exists()
     again = subprocess.run(command, capture_output=True, text=True, check=True)
     assert again.stdout == done.stdout
     assert again.stderr == "", "a report that is there is not made again"
@@ -64,7 +64,7 @@ def test_it_counts_what_the_suite_reports(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_run_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ended with 4"):
-        run_suites("nonesuch", tmp_path / "nonesuch.json")
+        run_suites("nonesuch", tmp_path / "nonesuch.jsonl")
 
 
 def test_the_page_in_the_docs_says_that_all_pass() -> None:

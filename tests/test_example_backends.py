@@ -26,6 +26,7 @@ from ml.testing import BackendTests
 
 class TestBackend(BackendTests):
     backend_name = "jax"
+    examples = 4
 
 class TestCaches(CacheTests):
     backend_name = "jax"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import json
-import os
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -53,8 +51,8 @@ def server() -> Iterator[Any]:
 class Serving:
     """The server at work: its worker, a client of OpenAI's, and a way to make a forward pass fail."""
 
-    def __init__(self, worker: Any, url: str) -> None:
-        self.worker, self.url = worker, url
+    def __init__(self, worker: Any, url: str, thread: threading.Thread) -> None:
+        self.worker, self.url, self.thread = worker, url, thread
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def ask(self, call: Callable[[Engine], Any]) -> Any:
@@ -91,11 +89,11 @@ def running(server: Any) -> Iterator[Serving]:
             self.backend.close()
 
     with worker_of(Opened, waiting=6) as worker, socket.create_server(("127.0.0.1", 0)) as listening:
-        app = app_of(worker, NAME, template_of(bundled_model(), tokenizer))
+        app = app_of(worker, NAME, template_of(bundled_model()))
         http = uvicorn.Server(uvicorn.Config(app, ws="none", log_level="error", lifespan="off"))
         thread = threading.Thread(target=http.run, kwargs={"sockets": [listening]})
         thread.start()
-        yield Serving(worker, f"http://127.0.0.1:{listening.getsockname()[1]}")
+        yield Serving(worker, f"http://127.0.0.1:{listening.getsockname()[1]}", thread)
         http.should_exit = True
         thread.join(timeout=60)
 
@@ -290,7 +288,6 @@ def test_a_chat_template_of_the_model_is_used(server: Any, tmp_path: Path) -> No
     pytest.importorskip("jinja2")
     template_of = importlib.import_module("server.template").template_of
     error = importlib.import_module("server.errors").ApiError
-    tokenizer = Tokenizer.load(bundled_model())
     text = (
         "{{ bos_token }}{% for m in messages %}"
         "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -298,8 +295,9 @@ def test_a_chat_template_of_the_model_is_used(server: Any, tmp_path: Path) -> No
     )
     config = {"bos_token": {"content": "<s>"}, "chat_template": text}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    render = template_of(tmp_path, tokenizer)
-    assert render([{"role": "user", "content": "Hi"}]) == tokenizer.encode("<s><user>Hi\n", bos=False)
+    render = template_of(tmp_path)
+    text = render([{"role": "user", "content": "Hi"}])
+    assert (text.text, text.bos) == ("<s><user>Hi\n", False)
     with pytest.raises(error, match="no tools"):
         render([{"role": "tool", "content": "x"}])
 
@@ -345,10 +343,34 @@ BAD: list[tuple[Any, str | None, str]] = [
     ({"prompt": "x", "seed": "s"}, "seed", "an integer"),
     ({"prompt": "x", "stop": ["a"] * 5}, "stop", "up to 4"),
     ({"prompt": "x", "stop": [""]}, "stop", "none empty"),
+    ({"prompt": "x", "stop": ""}, "stop", "none empty"),
+    ({"prompt": "x", "stop": False}, "stop", "is a string"),
     ({"prompt": "x", "stream": "yes"}, "stream", "true or false"),
-    ({"prompt": "x", "logprobs": 3}, "logprobs", "not supported"),
-    ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty", "not supported"),
+    ({"prompt": "x", "ignore_eos": 1}, "ignore_eos", "true or false"),
+    ({"prompt": "x", "stream_options": 5}, "stream_options", "include_usage"),
+    ({"prompt": "x", "stream_options": {"continuous_usage_stats": True}}, "stream_options", "include_usage"),
+    ({"prompt": "x", "temperature": "y" * 9000}, "temperature", "a number in"),
+    (b'{"prompt": "\\ud800"}', "prompt", "U+D800, half of a surrogate pair"),
+    (b'{"prompt": "\xed\xa0\x80"}', None, "no JSON"),
+    (b'{"prompt": "x", "stop": ["\\udcff"]}', "stop", "half of a surrogate pair"),
+    (b'{"prompt": "x", "\\ud800": 1}', None, "the name of a field is no Unicode"),
+    (b'{"prompt": "x", "model": "\\ud800"}', "model", "half of a surrogate pair"),
 ]
+NOT_SERVED: dict[str, Any] = {
+    "logprobs": 0, "presence_penalty": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 3,
+    "guided_json": {"type": "object"}, "guided_regex": "a+", "structured_outputs": {"choice": ["a"]},
+    "best_of": 2, "echo": True, "suffix": "x", "messages": [], "max_completion_tokens": 5, "n_predict": 3,
+}  # fmt: skip
+NOT_SERVED_IN_CHATS: dict[str, Any] = {
+    "logprobs": True, "top_logprobs": 2, "tool_choice": "required", "tools": [{"type": "function"}],
+    "modalities": ["text", "audio"], "audio": {"voice": "alloy"}, "prediction": {"type": "content"},
+    "response_format": {"type": "json_object"}, "prompt": "x", "reasoning_effort": "high", "store": True,
+}  # fmt: skip
+IDLE: dict[str, Any] = {
+    "logprobs": None, "presence_penalty": 0, "frequency_penalty": 0.0, "min_p": 0, "repetition_penalty": 1.0,
+    "min_tokens": 0, "logit_bias": {}, "best_of": 1, "user": "me", "metadata": {"a": "b"},
+    "guided_json": None, "stop": None, "model": None, "stream_options": {"include_usage": False},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "param", "message"), BAD)
@@ -363,6 +385,97 @@ def test_bad_input_is_a_400_that_names_the_field(
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("field", NOT_SERVED)
+def test_what_would_change_an_answer_and_is_not_served_is_refused(serving: Serving, field: str) -> None:
+    _check_refused(serving.post({"prompt": "x", "max_tokens": 1, field: NOT_SERVED[field]}), field)
+
+
+@pytest.mark.parametrize("field", NOT_SERVED_IN_CHATS)
+def test_in_chats_too(serving: Serving, field: str) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 1,
+        field: NOT_SERVED_IN_CHATS[field],
+    }
+    _check_refused(serving.post(body, "chat/completions"), field)
+
+
+def _check_refused(reply: httpx.Response, field: str) -> None:
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+
+
+def test_what_asks_for_nothing_is_no_mistake(serving: Serving) -> None:
+    assert serving.post({"prompt": "x", "max_tokens": 1, **IDLE}).status_code == 200
+    said = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": [], "name": "Noah"}
+    asked = {"messages": [said], "max_tokens": 1, "tool_choice": "auto", "modalities": ["text"]}
+    assert serving.post(asked, "chat/completions").status_code == 200
+
+
+def test_ignore_eos_goes_on_to_the_limit(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    every_token = tuple(range(serving.worker.engine.model.config.vocab_size))
+    config = dataclasses.replace(serving.worker.engine.model.config, eos_ids=every_token)
+    monkeypatch.setattr(serving.worker.engine.model, "config", config)
+    counts = [
+        serving.post({"prompt": "x", "max_tokens": 4, "ignore_eos": ignored}).json()["usage"][
+            "completion_tokens"
+        ]
+        for ignored in (False, True)
+    ]
+    assert counts == [0, 4]
+
+
+def test_a_prompt_far_too_long_keeps_nobody_waiting(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 7.8 MB the beginning is tokenized, in a thread."""
+    tokenizer, looked_at = serving.worker.engine.tokenizer, []
+    real = tokenizer._ids
+
+    def ids(text: str) -> list[int]:
+        looked_at.append((len(text), threading.current_thread() is asyncio_thread))
+        return real(text)
+
+    asyncio_thread = serving.thread
+    monkeypatch.setattr(tokenizer, "_ids", ids)
+    text = "And God said unto Noah, " * 325_000
+    for body, path in (
+        ({"prompt": text}, "completions"),
+        ({"messages": [{"role": "user", "content": text}]}, "chat/completions"),
+    ):
+        reply = serving.post(body, path)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert "you requested at least " in reply.text
+    assert sum(size for size, _ in looked_at) < 200_000
+    assert not any(in_loop for _, in_loop in looked_at)
+
+
+def test_who_asks_before_may_be_kept_secret(server: Any, running: Serving) -> None:
+    """``usage`` and /health without what was found in the cache."""
+    app_of = importlib.import_module("server.app").make_app
+    template = importlib.import_module("server.template").template_of(bundled_model())
+    app = app_of(running.worker, NAME, template, show_cached=False)
+
+    async def ask() -> list[Any]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            asked = {
+                "prompt": PROMPT,
+                "max_tokens": 2,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            stream = (await client.post("/v1/completions", json=asked)).text
+            whole = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})
+            return [stream, whole.text, (await client.get("/health")).text]
+
+    stream, whole, health = asyncio.run(ask())
+    for text in (stream, whole):
+        assert '"completion_tokens":2' in text.replace(" ", "")
+        assert "cached" not in text
+    assert json.loads(health).keys() == {"status", "running", "waiting", "sequences", "limit"}
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -372,6 +485,7 @@ def test_bad_input_is_a_400_that_names_the_field(
         ([{"role": "user", "content": "a"}, {"content": "x"}], "messages[1]"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0]"),
         ([{"role": "user"}], "messages[0]"),
+        ([{"role": "user", "content": "a", "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
     ],
 )
 def test_bad_messages_are_named(serving: Serving, messages: Any, param: str) -> None:
@@ -454,6 +568,23 @@ def test_a_pass_that_fails_is_a_500_and_the_server_goes_on(serving: Serving, gre
     assert serving.client.completions.create(**arguments).choices[0].text == greedy(PROMPT, 5)
 
 
+def test_an_error_of_our_own_is_a_500_in_openais_words_too(running: Serving) -> None:
+    app_of = importlib.import_module("server.app").make_app
+
+    def broken(messages: Any) -> Any:
+        raise RuntimeError("the template failed")
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app_of(running.worker, NAME, broken), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            body = {"messages": [{"role": "user", "content": "x"}]}
+            return await client.post("/v1/chat/completions", json=body)
+
+    reply = asyncio.run(ask())
+    assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
+    assert "the template failed" in reply.text
+
+
 def test_a_call_that_nobody_waits_for_any_more_is_not_made(serving: Serving) -> None:
     made: list[str] = []
     held = threading.Event()
@@ -495,28 +626,3 @@ def test_a_model_that_cannot_be_opened_is_told_to_whoever_starts_it(server: Any)
 
     with pytest.raises(ml.DeviceError, match="no such device"), worker_of(broken):
         pass
-
-
-# The command.
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
-def test_the_command_serves_until_ctrl_c() -> None:
-    line = [sys.executable, str(EXAMPLES / "server"), "--port", "0", "--name", "it", "--capacity", "64"]
-    with subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-        assert process.stderr is not None
-        url = next(text for text in process.stderr if "running on" in text).split("running on ")[1].split()[0]
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
-        assert client.completions.create(model="it", prompt=PROMPT, max_tokens=3).choices[0].text
-        process.send_signal(signal.SIGINT)
-        errors = process.stderr.read()
-        assert process.wait(timeout=60) == 0
-    assert "Traceback" not in errors
-
-
-def test_a_model_that_is_not_there_is_one_line() -> None:
-    line = [sys.executable, "-m", "examples.server", "--model", "/no/such/folder"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=EXAMPLES.parent)
-    assert done.returncode == 1
-    assert done.stderr.startswith("server: /no/such/folder: ")
-    assert done.stderr.count("\n") == 1

@@ -154,6 +154,42 @@ def test_get_shows_every_cell_and_a_mask(backend: ml.Backend) -> None:
         assert key.to_numpy()[seen].tolist() == one.to_numpy().tolist()
 
 
+def test_a_pass_that_only_reads_has_the_same_tensors_and_leaves_the_slots(backend: ml.Backend) -> None:
+    cache = bound(backend, CausalCache)
+    with backend.new_context() as ctx:
+        for position in range(3):
+            cache.start_forward(ctx, Batch([position, position], [0, 1]))
+            two = ctx.full((2, HEADS, DIM), position + 1, ml.DType.F32)
+            cache.put(ctx, two, two)
+        graph = cache.graph_tensors(ctx, 0)
+        slots, where = graph.slots.to_numpy().tolist(), [t.native.data_ptr() for t in cache.get(ctx)]
+        cache.start_forward(ctx, Batch([0, 1], [1, 0]), read_only=True)
+        key, _, mask = found = cache.get(ctx)
+        assert [t.native.data_ptr() for t in found] == where
+        assert graph.slots.to_numpy().tolist() == slots
+        seen = [key.to_numpy()[row == 0][:, 0, 0].tolist() for row in mask.to_numpy()]
+        assert seen == [[1], [1, 2]]
+        query = ctx.full((2, HEADS, DIM), 0, ml.DType.F32)
+        assert cache.attend(ctx, query, 1.0).to_numpy()[:, 0, 0].tolist() == [1, 1.5]
+        with pytest.raises(errors.OrderError, match="only reads"):
+            cache.graph_tensors(ctx, 0)
+
+
+def test_what_a_graph_wrote_can_be_read_without_put(backend: ml.Backend) -> None:
+    cache = bound(backend, CausalCache)
+    with backend.new_context() as ctx:
+        one = ctx.full((1, HEADS, DIM), 7, ml.DType.F32)
+        cache.start_forward(ctx, Batch([0], [0]), reserve=True)
+        cache.put(ctx, one, one)
+        cache.start_forward(ctx, Batch([0], [0]))
+        with pytest.raises(errors.OrderError, match="not put in this pass"):
+            cache.get(ctx)
+        graph = cache.graph_tensors(ctx, 0)
+        graph.key.set_rows(ctx, one, graph.slots)
+        key, _, mask = cache.get(ctx)
+        assert key.to_numpy()[mask.to_numpy()[0] == 0].tolist() == one.to_numpy().tolist()
+
+
 def test_an_except_list_reaches_the_tensors_at_once(backend: ml.Backend) -> None:
     cache = bound(backend, CausalCache)
     with backend.new_context() as ctx:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
 
 import ml
 from kvcache.outages import FIRST, LONGEST, READING, WRITING, Outages
-from kvcache.stores import MemoryStore, StoreUnavailable
+from kvcache.stores import MemoryStore, StoreFull, StoreReadOnly, StoreUnavailable
 from kvcache.testing.conversing import ConversationSetup, Rig
 from kvcache.testing.prefix_traces import FlakyStore
 from kvcache.testing.servers import ValkeyServer
@@ -95,6 +96,49 @@ def test_an_outage_is_one_line_of_the_log_and_its_end_another(
     outages.worked(store, READING)
     assert len(lines(caplog)) == 2
     assert "read again after 150.0 s" in lines(caplog)[1]
+
+
+def test_a_store_that_may_only_be_read_is_not_called_out_of_reach(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    outages, store = Outages(clock), object()
+    for _ in range(3):
+        outages.failed(store, WRITING, StoreReadOnly("put: /x may only be read"))
+        clock.now += LONGEST
+    expected = "a store may only be read: put: /x may only be read; what is computed now is not kept there"
+    assert lines(caplog) == [expected]
+    assert outages.asks(store, READING)
+
+
+def test_a_store_that_is_full_is_one_line_until_it_has_room(
+    backend: ml.Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FlakyStore()
+    r = Rig(ConversationSetup("causal", options={"chunk": 100}), backend, tiers=[store])
+
+    def keep(first: int, count: int, error: type[Exception] | None) -> list[str]:
+        caplog.clear()
+        store.failing, store.error = frozenset(["put"] if error else []), error or StoreFull
+        r.keep(range(first, first + count))
+        r.prefix.flush()
+        return [re.split(":| after", line)[0] for line in lines(caplog)]
+
+    assert keep(0, 10, None) == []
+    assert keep(100, 10, StoreFull) == ["a store is full"]
+    assert keep(200, 6, StoreFull) == []
+    assert keep(300, 4, None) == ["a store has room again"], "what was refused goes to it now"
+    r.prefix.close()
+
+
+def test_a_page_larger_than_a_budget_is_said_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Smaller ones fit between them."""
+    outages, store = Outages(clock), object()
+    for _ in range(3):
+        outages.full(store, 1000, StoreFull("put: 1000 bytes; the budget is 900"))
+        outages.took(store, 800)
+    assert len(lines(caplog)) == 1
+    outages.took(store, 1000)
+    assert "3 pages were not kept there" in lines(caplog)[1]
 
 
 def count_calls(store: FlakyStore, r: Rig) -> int:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
+import threading
+import warnings
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import backends.numpy
+import kvcache.stores
 import ml
-from ml import Availability, BackendSpec, DeviceInfo
+import ml.probing
+from kvcache.stores import StoreSpec, StoreUnavailable
+from kvcache.stores.plugins import StoreRegistry
+from ml import Availability, BackendSpec, DeviceInfo, Features
 from ml.base import BaseBackend, BaseContext
 from ml.plugins import ENTRY_POINT_GROUP, ENVIRONMENT_VARIABLE, Registry, registry
 
@@ -165,12 +175,19 @@ def broken_without_a_hook(install: Any) -> EntryPoint:
     return EntryPoint("bad", "math", ENTRY_POINT_GROUP)
 
 
+def broken_without_the_marker(install: Any) -> EntryPoint:
+    point = install("bad", spec("bad"))
+    sys.modules[point.module].ml_backend = lambda: spec("bad")  # type: ignore[attr-defined]
+    return point
+
+
 BROKEN = {
     broken_on_import: "ModuleNotFoundError.*no_such_module_of_ours",
     broken_on_attribute: "AttributeError.*no_such_attribute",
     broken_on_record: "RuntimeError: out of luck",
     broken_by_another_record: "BackendSpec",
-    broken_without_a_hook: "BackendSpec",
+    broken_without_a_hook: r"it has no ml_backend\(\); it defines that function, with @ml.hookimpl before it",
+    broken_without_the_marker: r"its ml_backend\(\) has no @hookimpl: put @ml.hookimpl before it",
 }
 
 
@@ -206,7 +223,14 @@ def test_a_probe_that_raises_is_the_reason_and_hides_nobody(install: Any) -> Non
         found.open("b", {})
 
 
-@pytest.mark.parametrize("answer", [None, True, "yes"])
+class Unspeakable:
+    """Whatever is asked of it raises."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no comment")
+
+
+@pytest.mark.parametrize("answer", [None, True, "yes", Unspeakable()])
 def test_a_probe_that_gives_something_else_is_unavailable(install: Any, answer: Any) -> None:
     found = Registry([install("a", spec("a", probe=lambda: answer))])
     with pytest.raises(ml.BackendUnavailableError, match="Availability"):
@@ -222,11 +246,209 @@ def test_an_open_that_fails_is_named_and_the_next_is_tried(install: Any) -> None
         assert found.open(None, {}).name == "a"
 
 
-def test_two_plugins_of_one_name_are_an_error_that_names_both(install: Any) -> None:
-    found = Registry([install("a", spec("same"), "first"), install("b", spec("same"), "second")])
-    for ask in (found.specs, found.infos, lambda: found.open(None, {}), lambda: found.open("same", {})):
-        with pytest.raises(ml.PluginError, match=r"'same'.*first.*second"):
-            ask()
+def test_a_name_that_two_plugins_claim_is_refused_with_both_and_no_other_is(install: Any) -> None:
+    points = [install("a", spec("same", 9), "first"), install("b", spec("same"), "second")]
+    found = Registry([*points, install("c", spec("c"))])
+    with pytest.raises(ml.PluginError, match=r"'same' is provided twice, by first and by second"):
+        found.open("same", {})
+    assert found.open("c", {}).name == found.open(None, {}).name == "c"
+    assert set(found.specs()) == {"c"}
+    rows = {info.name: info for info in found.infos()}
+    assert "by first and by second; uninstall one" in rows["same"].reason
+    assert [row.available for row in found.infos()] == [True, False]
+
+
+def test_a_broken_plugin_takes_no_name_from_a_sound_one_nor_from_another_broken_one(install: Any) -> None:
+    names = ("no_such_module_1", "no_such_module_2", "no_such_module_3")
+    broken = [EntryPoint("a", name, ENTRY_POINT_GROUP) for name in names]
+    found = Registry([*broken, install("b", spec("a"))])
+    assert found.open("a", {}).name == "a"
+    assert len(found.infos()) == 4
+    assert [info.name for info in found.infos() if info.available] == ["a"]
+    for name in names:
+        assert [info.name for info in found.infos() if name in info.reason] == [f"a ({name})"]
+
+
+@pytest.mark.parametrize("made", [None, "a backend", Opened, Unspeakable()])
+def test_an_open_that_gives_no_backend_is_named_and_the_next_is_tried(install: Any, made: Any) -> None:
+    found = Registry([install("a", spec("a", 1)), install("b", spec("b", 2, open=lambda: made))])
+    refused = r"'b' failed to open: its open\(\) returned .*, which is no ml.Backend: it lacks new_context"
+    with pytest.raises(ml.BackendUnavailableError, match=refused):
+        found.open("b", {})
+    with pytest.warns(RuntimeWarning, match=f"{refused}.*; trying the next"):
+        assert found.open(None, {}).name == "a"
+
+
+@pytest.mark.parametrize("error", [TypeError("of its own"), ml.DeviceError("no memory")], ids=repr)
+def test_only_who_gives_options_is_told_of_them_by_an_error(install: Any, error: Exception) -> None:
+    def refuse(**options: Any) -> Any:
+        raise error
+
+    found = Registry([install("a", spec("a", 1)), install("b", spec("b", 2, open=refuse))])
+    with pytest.raises(type(error), match=str(error)):
+        found.open(None, {"device": "x"})
+    with pytest.warns(RuntimeWarning, match=str(error)):
+        assert found.open(None, {}).name == "a"
+
+
+# Fields of other types.
+
+WRONG: list[tuple[type, dict[str, Any]]] = [
+    *((BackendSpec, {name: value}) for name, value in {
+        "name": None, "priority": "high", "requires": "torch", "install_hint": None, "probe": True,
+        "open": None, "features": {"gelu"},
+    }.items()),
+    (BackendSpec, {"name": " "}),
+    (BackendSpec, {"priority": float("nan")}),
+    *((StoreSpec, {name: 3}) for name in ("name", "install_hint", "probe", "open")),
+    *((Availability, {name: value}) for name, value in {
+        "ok": "yes", "reason": None, "version": 3, "devices": "cpu",
+    }.items()),
+    (Features, {"dtypes": {"F32"}}),
+    (Features, {"absent": "gelu"}),
+    (DeviceInfo, {"name": None}),
+    (ml.DeviceMemory, {"free": "much"}),
+    (ml.BackendMemory, {"devices": (1,)}),
+]  # fmt: skip
+SOUND: dict[type, dict[str, Any]] = {
+    BackendSpec: {"name": "a", "priority": 1, "requires": (), "install_hint": "", "probe": no, "open": no},
+    StoreSpec: {"name": "a", "install_hint": "", "probe": no, "open": no},
+    Availability: {"ok": True},
+    Features: {},
+    DeviceInfo: {"name": "cpu", "kind": "cpu"},
+    ml.DeviceMemory: {"device": "cpu", "allocated": 0},
+    ml.BackendMemory: {},
+}
+
+
+@pytest.mark.parametrize(("record", "wrong"), WRONG, ids=lambda one: getattr(one, "__name__", str(one)))
+def test_a_field_of_another_type_is_refused_by_its_name(record: Any, wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ml.PluginError, match=re.escape(f"{record.__name__}: {name}={value!r}; it is ")):
+        record(**{**SOUND[record], **wrong})
+
+
+def test_lists_and_sets_become_what_a_record_keeps() -> None:
+    assert Availability(True, devices=["cpu"]).devices == ("cpu",)  # type: ignore[arg-type]
+    assert Features(absent={"gelu"}).absent == frozenset({"gelu"})  # type: ignore[arg-type]
+    assert Features(dtypes=[ml.DType.F32]).dtypes == {ml.DType.F32}  # type: ignore[arg-type]
+
+
+ANYTHING = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.builds(Unspeakable),
+    st.sets(st.text()), st.lists(st.one_of(st.text(), st.none())), st.tuples(st.text()), st.just(Opened),
+    st.dictionaries(st.text(), st.integers()), st.just(lambda *args, **options: None),
+    st.sampled_from([no, ml.DType.F32, float("nan"), Features(), SystemExit("no licence")]),
+)  # fmt: skip
+
+
+HOOKS: dict[type, tuple[str, Any, Any, str]] = {
+    BackendSpec: ("ml_backend", ml.hookimpl, Registry, "numpy"),
+    StoreSpec: ("kvcache_store", kvcache.stores.hookimpl, StoreRegistry, "memory"),
+}
+
+
+def fields_of(record: type) -> st.SearchStrategy[dict[str, Any]]:
+    names = [one.name for one in dataclasses.fields(record)]
+    return st.fixed_dictionaries({}, optional=dict.fromkeys(names, ANYTHING))
+
+
+@pytest.mark.parametrize("record", HOOKS, ids=lambda one: one.__name__)
+@given(data=st.data())
+def test_whatever_a_plugin_says_hides_no_other(record: Any, data: st.DataObject) -> None:
+    """Each field of its record and of its probe's answer may be anything, and so may the record itself."""
+    hook, marker, registry_of, sound = HOOKS[record]
+    fields, answer, other = (
+        data.draw(fields_of(record)),
+        data.draw(fields_of(Availability)),
+        data.draw(ANYTHING),
+    )
+
+    def said() -> Any:
+        asked = {"probe": lambda: Availability(**{**SOUND[Availability], **answer})}
+        return record(**{**SOUND[record], "name": "bad", **asked, **fields}) if other is HOOKS else other
+
+    found = registry_of([])
+    found.register(SimpleNamespace(**{hook: marker(said)}), "bad")
+    if record is BackendSpec:
+        found.register(backends.numpy, "numpy")
+        assert {info.name for info in found.infos()} >= {"numpy"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of what is passed over
+            assert found.open(None, {}).name == "numpy"
+    assert found.usable(sound).name == sound
+    for name in found.specs().keys() & {"bad"}:
+        with pytest.raises((ml.MLError, StoreUnavailable)):
+            found.opened(found.usable(name))
+
+
+# Probing.
+
+
+def test_a_probe_runs_once_whoever_asks_and_how_often(install: Any) -> None:
+    asked, gate = [], threading.Barrier(2)
+
+    def probe() -> Availability:
+        asked.append(threading.current_thread())
+        return Availability(True)
+
+    found = Registry([install("a", spec("a", probe=probe))])
+
+    def ask() -> None:
+        gate.wait()
+        found.infos()
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found.infos()
+    found.open("a", {})
+    found.open(None, {})
+    assert len(asked) == 1
+
+
+def test_a_probe_that_takes_too_long_is_named_and_waited_for_once(
+    install: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ml.probing.LIMIT_VARIABLE, "0.05")
+    go_on = threading.Event()
+
+    def probe() -> Availability:
+        go_on.wait()
+        return Availability(True)
+
+    found = Registry([install("a", spec("a", 1)), install("slow", spec("slow", 2, probe=probe))])
+    late = r"its probe has not ended within 0.05 s; ML_PROBE_TIMEOUT=SECONDS lets it take longer$"
+    with pytest.warns(RuntimeWarning, match="'slow'.*has not ended within 0.05 s.*trying the next"):
+        assert found.open(None, {}).name == "a"
+    rows = {info.name: info for info in found.infos()}
+    assert re.search(late, rows["slow"].reason)
+    assert rows["a"].available
+    with pytest.raises(ml.BackendUnavailableError, match=f"'slow' cannot run here: {late}"):
+        found.open("slow", {})
+    go_on.set()
+    found._probe(found.specs()["slow"])._thread.join()  # type: ignore[union-attr]
+    assert found.open(None, {}).name == "slow", "an answer that comes late is still one"
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_a_limit_that_is_none_is_refused(install: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(ml.probing.LIMIT_VARIABLE, text)
+    with pytest.raises(ml.ShapeError, match=f"ML_PROBE_TIMEOUT='{text}'; it is a number of seconds > 0"):
+        Registry([install("a", spec("a"))]).infos()
+
+
+def test_an_interrupt_in_a_probe_reaches_who_asked(install: Any) -> None:
+    def probe() -> Availability:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Registry([install("a", spec("a", probe=probe))]).infos()
+
+
+# Labels.
 
 
 def test_two_entry_points_of_one_label_are_two_plugins(install: Any) -> None:

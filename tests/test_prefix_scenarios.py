@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import kvcache
 import ml
 from kvcache import Batch, CausalCache
 from kvcache.prefix import PrefixCache
-from kvcache.stores import FileStore
+from kvcache.stores import FileStore, MemoryStore
 from kvcache.testing.conversing import CACHES, DIVISIBLE, Chat, ConversationSetup, Rig
 from kvcache.testing.protocol import Plan, only_protocol
 from kvcache.tiers import HostTier
@@ -51,6 +53,50 @@ def test_a_whole_chat_is_not_evaluated_again(backend: ml.Backend, cache: str) ->
     history = [*SYSTEM]
     computed = [turn(r, history, rnd) for _ in range(10)]
     assert computed == [27, *[7] * 9], "the question and the answer, and nothing twice"
+
+
+@every_cache
+def test_who_dies_loses_what_was_computed_since_it_last_wrote_through(
+    backend: ml.Backend, cache: str
+) -> None:
+    store, rnd = MemoryStore(), random.Random(3)
+    r = Rig(ConversationSetup(cache, capacity=120), backend, tiers=[store])
+    history = [*SYSTEM]
+    for _ in range(3):
+        turn(r, history, rnd)
+        kept = r.prefix.nbytes["device"]
+        assert not r.prefix.write_through()
+        assert r.prefix.nbytes["device"] == kept, "nothing is evicted for it"
+    assert r.prefix.shelf.store is not None
+    r.prefix.shelf.store.flush()
+    written = len(history)
+    turn(r, history, rnd)
+    other = Rig(ConversationSetup(cache, capacity=120), backend, tiers=[store])
+    assert other.keep(history) == written, "r was never closed"
+    other.prefix.close()
+
+
+def test_writing_through_waits_for_no_store(backend: ml.Backend) -> None:
+    """One that has stopped answering: what is handed over goes as far as the backlog."""
+    answers = threading.Event()
+
+    class Slow(MemoryStore):
+        def put(self, key: str, parts: Any) -> bool:
+            answers.wait(60)
+            return super().put(key, parts)
+
+    r = Rig(ConversationSetup(capacity=120, options={"backlog": 6000}), backend, tiers=[Slow()])
+    for first in range(4):
+        r.keep(range(100 * first, 100 * first + 12))
+    try:
+        for _ in range(6):
+            assert r.prefix.write_through(500)
+        assert 0 < r.prefix.nbytes["writing"] <= 6000
+    finally:
+        answers.set()
+    r.prefix.flush()
+    assert not r.prefix.write_through(500)
+    r.prefix.close()
 
 
 @every_cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 import kvcache
 import ml
-from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
+from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError, TextTooLongError
 from kvcache.runner.generate import Generator, GeneratorOptions
 from kvcache.runner.loading import load_model
 from kvcache.runner.memory import cache_bytes, check_memory, human_bytes
@@ -460,6 +462,52 @@ def test_streams_never_break_a_character(
 @pytest.fixture
 def byte_tokenizer(make_model: Make) -> Tokenizer:
     return Tokenizer.load(make_model())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("ab\udcff", "after 'ab' it has the byte 0xFF, no UTF-8"), ("\ud800", r"it has U\+D800, half of")],
+)
+def test_a_text_that_is_no_unicode_is_refused(byte_tokenizer: Tokenizer, text: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        byte_tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("word", ["And God said, ", "x", "é\n"], ids=["words", "one word", "lines"])
+def test_of_a_text_far_too_long_the_beginning_is_tokenized(
+    stories_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    text = word * (200_000 // len(word))
+    whole = len(stories_tokenizer.encode(text))
+    looked_at: list[int] = []
+    real = stories_tokenizer._ids
+    monkeypatch.setattr(stories_tokenizer, "_ids", lambda part: looked_at.append(len(part)) or real(part))
+    with pytest.raises(TextTooLongError, match="shorten it") as caught:
+        stories_tokenizer.encode(text, most=5000)
+    assert 5000 < caught.value.count <= whole
+    assert sum(looked_at) < 100_000
+    for most in (whole, whole - 1):  # what is about as long as it may be is counted exactly
+        assert len(stories_tokenizer.encode(text, bos=False, most=most)) in (whole, whole - 1)
+
+
+def test_other_threads_run_while_a_text_is_tokenized(stories_tokenizer: Tokenizer) -> None:
+    turns, done = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not done.is_set():
+            time.sleep(0.0005)
+            turns += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        before = turns
+        stories_tokenizer.encode("And God said unto Noah, " * 20_000)
+        assert turns - before > 20
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_a_stream_goes_on_from_the_prompt(stories_tokenizer: Tokenizer) -> None:

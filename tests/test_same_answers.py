@@ -28,8 +28,6 @@ OpenAny = Callable[[str], AbstractContextManager[ml.Backend]]
 
 SEQUENCES, CAPACITY, MAX_BATCH, LAYERS = 3, 16, 12, 2
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 6
-JAX_TOKENS = 40
-"""Of the known answer on JAX, where every length of the history is a program to compile."""
 TOLERANCE = {DType.F32: (1e-5, 1e-5), DType.F16: (2e-3, 1e-5), DType.BF16: (1.6e-2, 1e-5)}
 """Relative and absolute, of shifted keys: sines may differ in the last bits, and round apart by an ulp."""
 
@@ -226,15 +224,11 @@ def test_the_calls_reach_what_they_are_meant_to(
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "mlx", "jax"])
 def test_the_known_answer(opened: Opened, stories: Path, stories_text: str, name: str) -> None:
-    """stories260K, greedy: 200 tokens, and on JAX the first 40."""
-    tokens = JAX_TOKENS if name == "jax" else 200
+    """stories260K, greedy: 200 tokens."""
     model = load_model(stories, opened(name))
     with Generator(
         model, Tokenizer.load(stories), options=GeneratorOptions(max_sequences=1, capacity=256)
     ) as generator:
-        (answer,) = generator.complete([""], Settings(tokens))
-    assert len(answer.tokens) == tokens
-    assert answer.text
-    assert stories_text.startswith(answer.text)
-    if tokens == 200:
-        assert answer.text == stories_text
+        (answer,) = generator.complete([""], Settings(200))
+    assert len(answer.tokens) == 200
+    assert answer.text == stories_text

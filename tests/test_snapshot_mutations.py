@@ -159,7 +159,17 @@ def a_state_of_where_a_batch_ended_for_one_inside_it(patch: Patch) -> None:
             self._schedule.taken(seq, self.snapshot(seq, begin))
 
     patch.setattr(RecurrentCache, "_capture", capture)
-    patch.setattr(Schedule, "skip", lambda self, seq, position: self._due[seq].clear())
+    patch.setattr(Schedule, "_over", lambda self, seq, position: self._due.pop(seq, None))
+
+
+@bug("ScheduledState")
+def a_skip_that_is_not_said(patch: Patch) -> None:
+    patch.setattr(Schedule, "skipped", lambda self, seq: [])
+
+
+@bug("ScheduledState")
+def a_skip_that_is_said_for_ever(patch: Patch) -> None:
+    patch.setattr(Schedule, "skipped", lambda self, seq: self._skipped.get(seq, []))
 
 
 @bug("ScheduledState")

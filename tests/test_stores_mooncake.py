@@ -542,6 +542,7 @@ def test_a_client_that_is_none_is_refused() -> None:
         store.stat(["a"])
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(StoreUnavailable, match=r"ml-kvcache\[mooncake\]"):

@@ -24,7 +24,7 @@ from kvcache.stores import (
 )
 from kvcache.stores.plugins import StoreRegistry
 
-Install = Callable[..., StoreRegistry]
+Install = Callable[..., Any]
 
 
 @pytest.fixture
@@ -50,11 +50,19 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     return install
 
 
+class Opened(MemoryStore):
+    """A store that knows what it was opened with."""
+
+    def __init__(self, url: str | None, **options: Any) -> None:
+        super().__init__()
+        self.asked = url, options
+
+
 def spec(name: str = "mine", **changes: Any) -> StoreSpec:
     fields: dict[str, Any] = {
         "install_hint": f"pip install {name}",
         "probe": lambda: ml.Availability(True),
-        "open": lambda url, **options: (url, options),
+        "open": Opened,
     }
     return StoreSpec(name, **{**fields, **changes})
 
@@ -118,6 +126,7 @@ def test_an_unknown_store_is_told_with_those_that_exist(name: str) -> None:
         open_store(name)
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_a_file_store_without_xxhash_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,16 +140,14 @@ def test_a_file_store_without_xxhash_says_how_to_install_it(
 
 def test_a_plugin_gets_the_url_without_its_query_and_the_options(install: Install) -> None:
     registry = install(spec())
-    assert registry.open("mine://host:1/db?a=1&b=x%20y", {"c": 2}) == (
-        "mine://host:1/db",
-        {"a": "1", "b": "x y", "c": 2},
-    )
-    assert registry.open("mine", {"c": 2}) == (None, {"c": 2})
+    by_url, by_name = registry.open("mine://host:1/db?a=1&b=x%20y", {"c": 2}), registry.open("mine", {"c": 2})
+    assert by_url.asked == ("mine://host:1/db", {"a": "1", "b": "x y", "c": 2})
+    assert by_name.asked == (None, {"c": 2})
 
 
 def test_a_broken_plugin_hides_no_other_and_says_why(install: Install) -> None:
     registry = install(RuntimeError("out of luck"), spec(), "no record")
-    assert registry.open("mine", {}) == (None, {})
+    assert registry.open("mine", {}).asked == (None, {})
     assert set(registry.specs()) >= {"file", "memory", "mine"}
     with pytest.raises(StoreUnavailable, match="out of luck"):
         registry.open("plugin0", {})
@@ -148,9 +155,18 @@ def test_a_broken_plugin_hides_no_other_and_says_why(install: Install) -> None:
         registry.open("plugin2", {})
 
 
-def test_two_plugins_of_one_name_are_an_error(install: Install) -> None:
-    with pytest.raises(ml.PluginError, match="store 'file' is provided twice"):
-        install(spec("file")).open("memory", {})
+def test_a_name_that_two_plugins_claim_is_refused_and_no_other_is(install: Install) -> None:
+    registry = install(spec("file"))
+    with pytest.raises(ml.PluginError, match="store 'file' is provided twice, by plugin0 and by file"):
+        registry.open("file:///x", {})
+    assert isinstance(registry.open("memory", {}), MemoryStore)
+
+
+@pytest.mark.parametrize("made", [None, "a store"])
+def test_an_open_that_gives_no_store_is_said(install: Install, made: Any) -> None:
+    refused = rf"its open\(\) returned {made!r}, which is no kvcache.stores.SnapshotStore: it lacks put"
+    with pytest.raises(StoreUnavailable, match=refused):
+        install(spec(open=lambda url: made)).open("mine", {})
 
 
 def test_a_store_that_cannot_be_used_here_says_why_and_what_to_install(install: Install) -> None:

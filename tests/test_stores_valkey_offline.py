@@ -186,6 +186,7 @@ def test_a_digest_knows_key_and_size() -> None:
     assert digests.start("a", 1).hexdigest() != digests.start("a", 2).hexdigest()
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

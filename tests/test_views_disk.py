@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,11 +102,44 @@ def test_broken_entries_say_what_is_wrong_and_stay(folder: Path) -> None:
     problems = {entry.key: entry.problem for entry in picture.entries}
     assert problems[missing.stem] == "its data are missing"
     assert problems[short.stem].endswith(f"bytes were put, {short.stat().st_size} are there")
-    assert "no page" in problems[damaged.stem]
+    assert problems[damaged.stem] == "its digest is wrong"
     assert "other fields" in problems["foreign"]
     assert picture.writing == 1
     assert "1 temporary file" in picture.text()
     assert before == listing(folder)
+
+
+def flip(path: Path, at: int) -> None:
+    """One bit, and no date: nobody is told."""
+    data, status = bytearray(path.read_bytes()), path.stat()
+    data[at] ^= 1 << at % 8
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_flipped_bit_anywhere_in_an_entry_is_told(folder: Path) -> None:
+    entries = sorted((folder / "pages").glob("*.safetensors"))
+    assert not any(entry.problem for entry in look_at_store(folder).entries)
+    size = entries[0].stat().st_size
+    for at in (*range(0, size, size // 40), size - 1):
+        flip(entries[0], at)
+        picture = look_at_store(folder)
+        problems = {entry.key: entry.problem for entry in picture.entries}
+        assert [key for key, problem in problems.items() if problem] == [entries[0].stem], at
+        assert ", 1 broken" in picture.summary()
+        with pytest.raises(SnapshotCorrupt, match="damaged"):
+            look_at_page(entries[0])
+        flip(entries[0], at)
+    flip(entries[0], size - 1)
+    assert "its digest is wrong" in run(folder).stdout
+    assert run(folder, "--nodes", 0).exit_code == 0
+
+
+def test_what_is_looked_into_is_told_to_a_bar(folder: Path) -> None:
+    told: list[tuple[int, int]] = []
+    picture = look_at_store(folder, progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (picture.nbytes, picture.nbytes)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
 def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
@@ -126,7 +162,8 @@ def test_a_page_shows_layers_dtype_and_bytes(tmp_path: Path, numpy_backend: ml.B
     assert (picture.begin, picture.end, picture.tokens) == (2, 6, 3)
     assert picture.parts == (PagePart("attention", 4, 1, "F32", 4 * CELL),)
     assert picture.nbytes == (tmp_path / "page.kv").stat().st_size
-    assert dict(picture.facts) == {"begins": "5 6 7", "model": r"{'name': 'tiny\x1b[0m'}"}
+    nothing = "none: nothing tells whether the file is whole"
+    assert dict(picture.facts) == {"begins": "5 6 7", "model": r"{'name': 'tiny\x1b[0m'}", "digest": nothing}
     decoded = look_at_page(tmp_path / "page.kv", lambda ids: "".join(map(chr, ids)))
     assert dict(decoded.facts)["begins"] == r"\x05\x06\x07"
     for drawn in (picture.text(), picture.svg(), picture.html(), picture.json()):
@@ -204,6 +241,8 @@ def test_inspect_a_run_draws_trie_and_cells(make_model: Make, tmp_path: Path) ->
     assert "CausalCache" in result.stdout
     assert "\x1b" not in result.stdout
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert result.stderr.startswith(f"wrote {page} (")
+    assert run(*arguments, "--html", page, "--quiet").stderr == ""
     record = json.loads(run(*arguments, "--max-tokens", 3, "--json").stdout)
     assert record["nodes"][0]["end"] == 4
     assert record["reused"] == 8
@@ -225,6 +264,14 @@ def test_inspect_a_saved_conversation(make_model: Make, tmp_path: Path) -> None:
     assert "6 tokens" in result.stdout
     assert "begins  hello" in result.stdout
     assert "begins  1 " in run(out).stdout, "of another model than the bundled one: ids"
+    assert "digest  holds, sha256 " in result.stdout
+    size = out.stat().st_size
+    for at in (*range(0, size, size // 60), size - 1):
+        flip(out, at)
+        damaged = run(out, "--model", model)
+        assert (damaged.exit_code, damaged.stdout) == (1, ""), at
+        assert damaged.stderr.startswith(f"kvcache: inspect: {out}: damaged")
+        flip(out, at)
 
 
 @pytest.mark.parametrize(
@@ -245,11 +292,33 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_a_page_that_cannot_be_written_is_one_line(folder: Path, tmp_path: Path) -> None:
-    result = run(folder, "--html", tmp_path / "nowhere" / "x.html")
+@pytest.mark.parametrize("error", [None, errno.ENOSPC])
+def test_a_page_that_cannot_be_written_is_one_line(
+    folder: Path, tmp_path: Path, error: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that was there stays."""
+    page = tmp_path / ("x.html" if error else "nowhere/x.html")
+    if error is not None:
+        page.write_text("before")
+
+        def full(fd: int) -> None:
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(os, "fsync", full)
+    result = run(folder, "--html", page)
     assert result.exit_code == 1
     assert "cannot be written" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert result.stderr.count("\n") == 1
+    if error is not None:
+        assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["x.html"]
+        assert page.read_text() == "before"
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="there is no /dev/stdout")
+def test_a_page_may_go_to_a_pipe(folder: Path) -> None:
+    words = [sys.executable, "-m", "kvcache", "inspect", str(folder), "--html", "/dev/stdout", "--quiet"]
+    piped = subprocess.run(words, stdout=subprocess.PIPE, check=True, timeout=60)
+    assert piped.stdout.startswith(b"<!doctype html>")
 
 
 def test_on_a_terminal_it_is_drawn_in_colours(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,14 @@ environment that it runs in but Python itself:
 1. the wheel alone brings NumPy, ml_dtypes and pluggy only; a cache works; the command says what it needs;
 2. with ``[cli]`` the command generates text with the bundled model;
 3. with ``[testing]`` the shipped suites run, on the installed files;
-4. a type checker sees the types;
-5. the source distribution holds what the wheel and the tests are made from, and no test data of others.
+4. pytest in a project that has an ``ml`` of its own runs as if this were not installed;
+5. a type checker sees the types;
+6. the source distribution holds what the wheel and the tests are made from, and no test data of others.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -44,6 +46,15 @@ assert not {"torch", "mlx", "cupy", "typer", "rich"} & set(sys.modules)
 print("a cache on", backend.name)
 """
 
+PROJECT = """
+import sys
+import ml
+
+def test_theirs():
+    assert ml.THEIRS
+    assert not {"kvcache", "backends", "numpy"} & set(sys.modules)
+"""
+
 TYPED = """
 import ml
 from kvcache import Batch, CausalCache
@@ -72,6 +83,7 @@ def main() -> None:
         _check_command(environment)
         environment.install(f"{wheel}[testing]")
         _check_suites(environment)
+        _check_project(environment)
         environment.install(MYPY)
         _check_types(environment)
     print("the distribution works in an empty environment")
@@ -158,6 +170,17 @@ def _check_suites(environment: Environment) -> None:
     said = environment.run("python", "-m", "pytest", *suites)
     _expect(said, " passed")
     print(said.strip().splitlines()[-1])
+
+
+def _check_project(environment: Environment) -> None:
+    theirs = environment.folder / "ml"
+    theirs.mkdir()
+    (theirs / "__init__.py").write_text("THEIRS = True\n")
+    (environment.folder / "test_theirs.py").write_text(PROJECT)
+    _expect(environment.run("python", "-m", "pytest", "-W", "error", "test_theirs.py"), "1 passed")
+    said = environment.run("python", "-c", "import kvcache", code=1)
+    _expect(said, "ImportError: kvcache: Python finds 'ml' at", str(theirs))
+    shutil.rmtree(theirs)
 
 
 def _check_types(environment: Environment) -> None:

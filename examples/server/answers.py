@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcache.runner.requests import Finished
 
-__all__ = ["DONE", "Form", "sse", "usage"]
+__all__ = ["DONE", "Form", "sse"]
 
 DONE = b"data: [DONE]\n\n"
 _REASONS = {"stop": "stop", "length": "length", "capacity": "length"}
@@ -24,6 +24,7 @@ class Form:
     chat: bool
     choices: int = 1
     """Answers to each prompt."""
+    show_cached: bool = True
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -35,7 +36,7 @@ class Form:
             if self.chat:
                 said = {"message": {"role": "assistant", "content": answer.text}}
             choices.append({"index": i, **said, "logprobs": None, "finish_reason": reason})
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage(answers, self.choices)}
+        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage(answers)}
 
     def first(self, choice: int) -> bytes | None:
         """A chat begins with who speaks."""
@@ -48,9 +49,17 @@ class Form:
         return self._chunk(choice, {}, _REASONS[answer.reason])
 
     def total(self, answers: list[Finished]) -> bytes:
-        return sse(
-            {**self._head("chat.completion.chunk"), "choices": [], "usage": usage(answers, self.choices)}
-        )
+        return sse({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage(answers)})
+
+    def _usage(self, answers: list[Finished]) -> dict[str, Any]:
+        """Tokens in and out, each prompt once; ``cached_tokens`` of them were in the cache already."""
+        first = answers[:: self.choices]
+        prompt, cached = sum(each.prompt_tokens for each in first), sum(each.reused for each in first)
+        completion = sum(len(answer.tokens) for answer in answers)
+        counts = {
+            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion
+        }  # fmt: skip
+        return {**counts, "prompt_tokens_details": {"cached_tokens": cached}} if self.show_cached else counts
 
     def _chunk(self, choice: int, delta: dict[str, str], reason: str | None) -> bytes:
         said: dict[str, Any] = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
@@ -60,19 +69,6 @@ class Form:
     def _head(self, kind: str) -> dict[str, Any]:
         kind, prefix = (kind, "chatcmpl") if self.chat else ("text_completion", "cmpl")
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
-
-
-def usage(answers: list[Finished], choices: int = 1) -> dict[str, Any]:
-    """Tokens in and out, each prompt once; ``cached_tokens`` of them were in the cache already."""
-    first = answers[::choices]
-    prompt, cached = sum(each.prompt_tokens for each in first), sum(each.reused for each in first)
-    completion = sum(len(answer.tokens) for answer in answers)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
 
 
 def sse(record: dict[str, Any]) -> bytes:

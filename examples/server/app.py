@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,24 +18,29 @@ from starlette.types import Receive, Scope, Send
 
 from kvcache.cache import CacheFullError
 from kvcache.runner.engine import Engine, EngineEvent, Failed
-from kvcache.runner.errors import RequestError
+from kvcache.runner.errors import RequestError, TextTooLongError
 from kvcache.runner.requests import Finished, Settings, Token
 
 from .answers import DONE, Form, sse
-from .asked import Asked, Fields, Template, parse_chat, parse_completion
+from .asked import Asked, Fields, Prompt, Template, Text, parse_chat, parse_completion
 from .errors import ApiError
 from .worker import Inbox, Overloaded, Ticket, Worker
 
 __all__ = ["make_app"]
 
 MAX_BODY = 8 << 20
+Parse = Callable[[Fields], Asked]
 GONE = 499
 """What nobody reads: the client has left."""
 
 
-def make_app(worker: Worker, name: str, template: Template) -> Starlette:
-    """The model that ``worker`` runs, served under ``name``; ``template`` makes prompts of messages."""
-    service = _Service(worker, name, template)
+def make_app(worker: Worker, name: str, template: Template, show_cached: bool = True) -> Starlette:
+    """The model that ``worker`` runs, served under ``name``; ``template`` makes prompts of messages.
+
+    ``show_cached``: answers and /health say how many tokens were in the cache already, from which a client
+    learns what others have asked.
+    """
+    service = _Service(worker, name, template, show_cached)
     routes = [
         Route("/v1/completions", service.completions, methods=["POST"]),
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
@@ -42,21 +48,21 @@ def make_app(worker: Worker, name: str, template: Template) -> Starlette:
         Route("/v1/models/{name:path}", service.model),
         Route("/health", service.health),
     ]
-    return Starlette(routes=routes, exception_handlers={ApiError: _refused, HTTPException: _refused})
+    handlers: Any = {ApiError: _refused, HTTPException: _refused, Exception: _failed}
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
 class _Service:
-    def __init__(self, worker: Worker, name: str, template: Template) -> None:
-        self._worker, self._name, self._template = worker, name, template
+    def __init__(self, worker: Worker, name: str, template: Template, show_cached: bool) -> None:
+        self._worker, self._name, self._template, self._show_cached = worker, name, template, show_cached
         self._record = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "kvcache"}
 
     async def completions(self, request: Request) -> Response:
-        asked = parse_completion(Fields(await _body(request)), self._name)
-        return await self._answer(request, asked, chat=False)
+        return await self._answer(request, lambda fields: parse_completion(fields, self._name), chat=False)
 
     async def chat(self, request: Request) -> Response:
-        asked = parse_chat(Fields(await _body(request)), self._name, self._template)
-        return await self._answer(request, asked, chat=True)
+        parse = functools.partial(parse_chat, served=self._name, template=self._template)
+        return await self._answer(request, parse, chat=True)
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._record]})
@@ -69,12 +75,14 @@ class _Service:
         return JSONResponse(self._record)
 
     async def health(self, _: Request) -> Response:
-        return JSONResponse(await asyncio.wrap_future(self._worker.post(_health)))
+        health = functools.partial(_health, show_cached=self._show_cached)
+        return JSONResponse(await asyncio.wrap_future(self._worker.post(health)))
 
-    async def _answer(self, request: Request, asked: Asked, chat: bool) -> Response:
-        calls = await asyncio.to_thread(self._calls, asked)
+    async def _answer(self, request: Request, parse: Parse, chat: bool) -> Response:
+        # In a thread: parsing, rendering and tokenizing eight megabytes would keep all others waiting.
+        asked, calls = await asyncio.to_thread(self._prepared, await _body(request), parse)
         inbox: Inbox = asyncio.Queue()
-        form = Form(self._name, chat, asked.choices)
+        form = Form(self._name, chat, asked.choices, self._show_cached)
         tickets = await self._submit(calls, inbox)
         if asked.stream:
             return _EventStream(tickets, _stream(form, asked, inbox, len(tickets)))
@@ -84,31 +92,29 @@ class _Service:
             _cancel(tickets)
         return Response(status_code=GONE) if answers is None else JSONResponse(form.whole(answers))
 
-    def _calls(self, asked: Asked) -> list[tuple[list[int], Settings]]:
-        """Tokens and settings of every answer, checked before any is begun."""
-        calls = []
+    def _prepared(self, body: bytes, parse: Parse) -> tuple[Asked, list[tuple[list[int], Settings]]]:
+        """What is asked, and tokens and settings of every answer, checked before any is begun."""
+        asked, calls = parse(Fields(body)), []
         for prompt in asked.prompts:
             tokens, count = self._fitting(prompt, asked.max_tokens)
             calls += [(tokens, asked.settings_for(i, count)) for i in range(asked.choices)]
-        return calls
+        return asked, calls
 
-    def _fitting(self, prompt: str | list[int], wanted: int | None) -> tuple[list[int], int]:
+    def _fitting(self, prompt: Prompt, wanted: int | None) -> tuple[list[int], int]:
         """The tokens, and how many may be generated."""
         engine = self._worker.engine
         assert engine.tokenizer is not None
-        tokens = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        count = max(1, engine.limit - len(tokens)) if wanted is None else wanted
-        if len(tokens) + count > engine.limit:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {engine.limit} tokens. However, you requested "
-                f"{len(tokens) + count} tokens ({len(tokens)} in the prompt, {count} for the completion). "
-                "Please reduce the length of either one.",
-                "messages" if wanted is None else "max_tokens",
-                "context_length_exceeded",
-            )
         try:
+            if isinstance(prompt, Text):
+                tokens = engine.tokenizer.encode(prompt.text, prompt.bos, most=engine.limit)
+            else:
+                tokens = prompt
+            count = max(1, engine.limit - len(tokens)) if wanted is None else wanted
+            if len(tokens) + count > engine.limit:
+                raise _too_long(engine.limit, len(tokens), count, wanted)
             return engine.encode(tokens), count
+        except TextTooLongError as error:
+            raise _too_long(engine.limit, error.count, wanted or 1, wanted, "at least ") from None
         except RequestError as error:
             raise ApiError(400, str(error), "prompt") from None
 
@@ -200,6 +206,17 @@ def _cancel(tickets: Sequence[Ticket]) -> None:
         ticket.cancel()
 
 
+def _too_long(limit: int, prompt: int, count: int, wanted: int | None, least: str = "") -> ApiError:
+    return ApiError(
+        400,
+        f"This model's maximum context length is {limit} tokens. However, you requested {least}"
+        f"{prompt + count} tokens ({prompt} in the prompt, {count} for the completion). "
+        "Please reduce the length of either one.",
+        "messages" if wanted is None else "max_tokens",
+        "context_length_exceeded",
+    )
+
+
 def _failure(event: Failed) -> ApiError:
     full = isinstance(event.error, CacheFullError)
     return ApiError(503 if full else 500, f"{type(event.error).__name__}: {event.error}")
@@ -221,14 +238,19 @@ async def _refused(_: Request, error: Exception) -> Response:
     return JSONResponse(error.body(), status_code=error.status)
 
 
-def _health(engine: Engine) -> dict[str, Any]:
-    return {
+async def _failed(_: Request, error: Exception) -> Response:
+    return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}").body(), status_code=500)
+
+
+def _health(engine: Engine, show_cached: bool) -> dict[str, Any]:
+    found = {
         "status": "ok",
         "running": len(engine.running),
         "waiting": len(engine.waiting),
         "sequences": len(engine.prefix.sessions),
         "limit": engine.limit,
-        "statistics": asdict(engine.statistics),
-        "reused": asdict(engine.prefix.stats),
-        "kept_bytes": engine.prefix.nbytes,
     }
+    if not show_cached:  # all of these tell how much of a prompt was there
+        return found
+    reused = {"reused": asdict(engine.prefix.stats), "kept_bytes": engine.prefix.nbytes}
+    return {**found, "statistics": asdict(engine.statistics), **reused}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcache.runner.errors import RequestError
@@ -12,32 +12,66 @@ from kvcache.runner.requests import Settings
 
 from .errors import ApiError
 
-__all__ = ["Asked", "Fields", "Template", "parse_chat", "parse_completion"]
+__all__ = ["Asked", "Fields", "Prompt", "Template", "Text", "parse_chat", "parse_completion"]
 
 MAX_CHOICES = 32
-Template = Callable[[list[dict[str, str]]], str | list[int]]
-"""Makes a prompt of messages."""
-_REFUSED = {
-    "logit_bias": ({}, None),
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "suffix": ("", None),
-    "echo": (False, None),
-    "logprobs": (False, None),
-    "top_logprobs": (0, None),
-    "best_of": (1, None),
-    "tools": ([], None),
-    "functions": ([], None),
-    "response_format": ({"type": "text"}, None),
+_BOTH = {"model", "max_tokens", "n", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "stream",
+         "stream_options"}  # fmt: skip
+_COMPLETION = _BOTH | {"prompt"}
+_CHAT = _BOTH | {"messages", "max_completion_tokens"}
+_NO_MATTER = {
+    "user",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
 }
-"""Fields that would change the answer and are not served, with the values that ask for nothing."""
+"""Fields that change no answer, whatever they say."""
+_IDLE: Mapping[str, Sequence[Any]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+"""Fields that are not served, with the values that ask for nothing; so does null, for any field."""
+_SHOWN = 200
+"""Characters of a value that an error quotes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt as text; without ``bos`` it says itself which tokens come first."""
+
+    text: str
+    bos: bool = True
+
+
+Prompt = Text | list[int]
+Template = Callable[[list[dict[str, str]]], Text]
+"""Makes a prompt of messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """``prompts`` are texts or token ids, ``choices`` answers to each; ``settings`` without a limit set."""
+    """``prompts``, ``choices`` answers to each; ``settings`` without a limit set."""
 
-    prompts: list[str | list[int]]
+    prompts: list[Prompt]
     choices: int
     max_tokens: int | None
     settings: Settings
@@ -47,14 +81,7 @@ class Asked:
     def settings_for(self, choice: int, max_tokens: int) -> Settings:
         """Of one answer: with a seed, each has its own."""
         seed = self.settings.seed
-        return Settings(
-            max_tokens,
-            self.settings.temperature,
-            self.settings.top_k,
-            self.settings.top_p,
-            None if seed is None else seed + choice,
-            self.settings.stop,
-        )
+        return replace(self.settings, max_new_tokens=max_tokens, seed=None if seed is None else seed + choice)
 
 
 class Fields:
@@ -62,11 +89,15 @@ class Fields:
 
     def __init__(self, body: bytes) -> None:
         try:
-            found = json.loads(body)
+            text = body.decode("utf-8")
+            found = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is no JSON ({error})") from None
         if not isinstance(found, dict):
             raise ApiError(400, "the body is no JSON object")
+        if "\\u" in text:  # the only way to half of a surrogate pair
+            for name, value in found.items():
+                _check_unicode(name, value)
         self._found: Mapping[str, Any] = found
 
     def raw(self, name: str) -> Any:
@@ -74,11 +105,10 @@ class Fields:
 
     def model(self, served: str) -> None:
         """There is one model; a request names it, or none."""
-        name = self._found.get("model", served)
-        if name != served:
-            raise ApiError(
-                404, f"The model '{name}' does not exist; there is {served}", "model", "model_not_found"
-            )
+        name = self._found.get("model")
+        if name not in (None, served):
+            message = f"The model '{str(name)[:_SHOWN]}' does not exist; there is {served}"
+            raise ApiError(404, message, "model", "model_not_found")
 
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self._read(name, default, lambda value: type(value) is bool, "true or false"))
@@ -96,8 +126,8 @@ class Fields:
         return float(self._read(name, default, fits, f"a number in [{low:g}, {high:g}]"))
 
     def stops(self) -> tuple[str, ...]:
-        found = self._found.get("stop") or ()
-        stops = (found,) if isinstance(found, str) else found
+        found = self._found.get("stop")
+        stops = () if found is None else (found,) if isinstance(found, str) else found
         if (
             not isinstance(stops, (list, tuple))
             or len(stops) > 4
@@ -106,12 +136,26 @@ class Fields:
             raise ApiError(400, "'stop' is a string, or up to 4 of them, none empty", "stop")
         return tuple(stops)
 
-    def refuse(self) -> None:
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage: the one of ``stream_options`` that is served."""
+        found = self._found.get("stream_options")
+        options = {} if found is None else found
+        idle = isinstance(options, dict) and not any(
+            value for name, value in options.items() if name != "include_usage"
+        )
+        if not idle or not isinstance(options.get("include_usage"), bool | None):
+            raise ApiError(400, "'stream_options' is an object; include_usage is served", "stream_options")
+        return bool(options.get("include_usage"))
+
+    def refuse(self, served: Collection[str]) -> None:
         """Say which field is not served, rather than answer as if it had not been given."""
-        for name, idle in _REFUSED.items():
-            if name in self._found and self._found[name] not in idle:
+        for name, value in self._found.items():
+            if value is None or name in served or name in _NO_MATTER:
+                continue
+            if not any(_same(value, idle) for idle in _IDLE.get(name, ())):
+                shown = name[:_SHOWN]
                 raise ApiError(
-                    400, f"'{name}' is not supported by this server", name, "unsupported_parameter"
+                    400, f"'{shown}' is not supported by this server", shown, "unsupported_parameter"
                 )
 
     def _read(self, name: str, default: Any, fits: Callable[[Any], bool], what: str) -> Any:
@@ -119,20 +163,20 @@ class Fields:
         if value is None:
             return default
         if not fits(value):
-            raise ApiError(400, f"'{name}' is {value!r}; it is {what}", name)
+            raise ApiError(400, f"'{name}' is {repr(value)[:_SHOWN]}; it is {what}", name)
         return value
 
 
 def parse_completion(fields: Fields, served: str) -> Asked:
     """The body of ``POST /v1/completions``."""
+    fields.refuse(_COMPLETION)
     prompts = _prompts(fields.raw("prompt"))
     return _asked(fields, served, prompts, fields.integer("max_tokens", 16, 1))
 
 
-def parse_chat(
-    fields: Fields, served: str, template: Callable[[list[dict[str, str]]], str | list[int]]
-) -> Asked:
+def parse_chat(fields: Fields, served: str, template: Template) -> Asked:
     """The body of ``POST /v1/chat/completions``; ``template`` makes a prompt of messages."""
+    fields.refuse(_CHAT)
     messages = fields.raw("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "'messages' is a list of at least one message", "messages")
@@ -141,9 +185,8 @@ def parse_chat(
     return _asked(fields, served, [prompt], limit)
 
 
-def _asked(fields: Fields, served: str, prompts: list[str | list[int]], max_tokens: int | None) -> Asked:
+def _asked(fields: Fields, served: str, prompts: list[Prompt], max_tokens: int | None) -> Asked:
     fields.model(served)
-    fields.refuse()
     choices = fields.integer("n", 1, 1, MAX_CHOICES)
     if len(prompts) * choices > MAX_CHOICES:
         raise ApiError(400, f"{len(prompts)} prompts with n={choices}; {MAX_CHOICES} answers at most", "n")
@@ -155,21 +198,20 @@ def _asked(fields: Fields, served: str, prompts: list[str | list[int]], max_toke
             top_p=fields.number("top_p", 1.0, 1e-9, 1),
             seed=None if seed is None else fields.integer("seed", 0, -(2**63)) % 2**32,
             stop=fields.stops(),
+            ignore_eos=fields.flag("ignore_eos"),
         )
     except RequestError as error:
         raise ApiError(400, str(error)) from None
-    options = fields.raw("stream_options") or {}
-    usage = isinstance(options, dict) and bool(options.get("include_usage"))
-    return Asked(prompts, choices, max_tokens, settings, fields.flag("stream"), usage)
+    return Asked(prompts, choices, max_tokens, settings, fields.flag("stream"), fields.includes_usage())
 
 
-def _prompts(found: Any) -> list[str | list[int]]:
+def _prompts(found: Any) -> list[Prompt]:
     """A text, texts, token ids, or lists of token ids."""
     if isinstance(found, str):
-        return [found]
+        return [Text(found)]
     if isinstance(found, list) and found:
         if all(isinstance(item, str) for item in found):
-            return list(found)
+            return [Text(item) for item in found]
         if all(type(item) is int for item in found):
             return [found]
         if all(
@@ -183,6 +225,10 @@ def _message(found: Any, i: int) -> dict[str, str]:
     where = f"messages[{i}]"
     if not isinstance(found, dict) or not isinstance(found.get("role"), str):
         raise ApiError(400, f"'{where}' is an object with a role and a content", where)
+    for name, value in found.items():
+        if name not in ("role", "content", "name") and value not in (None, "", [], {}):
+            what = f"{where}.{name[:_SHOWN]}"
+            raise ApiError(400, f"'{what}' is not supported by this server", what, "unsupported_parameter")
     content = found.get("content")
     if isinstance(content, list):
         parts = [_text(part) for part in content]
@@ -191,10 +237,30 @@ def _message(found: Any, i: int) -> dict[str, str]:
         content = "".join(part for part in parts if part is not None)
     if not isinstance(content, str):
         raise ApiError(400, f"'{where}.content' is a string", where)
-    return {"role": found["role"], "content": content}
+    name = found.get("name")
+    return {"role": found["role"], "content": content, **({"name": name} if isinstance(name, str) else {})}
 
 
 def _text(part: Any) -> str | None:
     """The text of a part of a message's content; None for an image, a sound, or no part at all."""
     found = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
     return found if isinstance(found, str) else None
+
+
+def _same(value: Any, idle: Any) -> bool:
+    """As JSON has it: 0 is 0.0, and not false."""
+    return bool(value == idle) and isinstance(value, bool) == isinstance(idle, bool)
+
+
+def _check_unicode(name: str, value: Any) -> None:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ApiError(400, "the name of a field is no Unicode: it has half of a surrogate pair") from None
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise ApiError(400, f"'{name[:_SHOWN]}' is nested too deeply", name[:_SHOWN]) from None
+    except UnicodeEncodeError as error:
+        text = f"U+{ord(error.object[error.start]):04X}, half of a surrogate pair"
+        raise ApiError(400, f"'{name[:_SHOWN]}' is no Unicode: it has {text}", name[:_SHOWN]) from None

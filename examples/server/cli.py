@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 
 import ml
 from kvcache import HostTier
@@ -23,19 +27,68 @@ from .worker import Worker
 __all__ = ["main"]
 
 
+INTERRUPTED = 130
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         path = options.model or bundled_model()
         load_config(path)  # what is wrong with it is told before anything is opened
-        template = template_of(path, Tokenizer.load(path))
-        with Worker(lambda: opened(path, options), options.max_waiting) as worker:
-            app = make_app(worker, options.name or path.resolve().name, template)
-            uvicorn.run(app, host=options.host, port=options.port, ws="none", timeout_graceful_shutdown=5)
+        template = template_of(path)
+        make = functools.partial(opened, path, options)
+        with _ended_by_signals(), Worker(make, options.max_waiting, options.write_interval) as worker:
+            app = make_app(
+                worker, options.name or path.resolve().name, template, not options.hide_cached_tokens
+            )
+            _serve(app, options)
     except ml.MLError as error:
         print(f"server: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("server: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return 0
+
+
+class _Ended(BaseException):
+    """A signal that ends the server, where uvicorn has not taken it."""
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that what is kept goes to the stores.
+
+    uvicorn takes SIGTERM itself while it serves, and raises it anew when it has stopped.
+    """
+
+    def end(number: int, frame: object) -> None:
+        raise _Ended
+
+    def hang_up(number: int, frame: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    wanted = {"SIGTERM": end, "SIGHUP": hang_up}
+    before: dict[int, Any] = {}
+    for name, handler in wanted.items():
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            before[number] = signal.signal(number, handler)
+    try:
+        with contextlib.suppress(_Ended):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _serve(app: Starlette, options: argparse.Namespace) -> None:
+    try:
+        uvicorn.run(app, host=options.host, port=options.port, ws="none", timeout_graceful_shutdown=5)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one ends nothing half-written
+        if options.store:
+            print("server: writing what is kept to the stores; Ctrl-C leaves it undone", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -75,4 +128,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefill-chunk", type=int, default=512, help="prompt tokens per forward pass")
     add("--host-memory", default="1GiB", help="for prefixes that the cache has no room for")
     add("--store", action="append", default=[], help="a store's URL, file:///var/cache/kv say; repeatable")
+    add(
+        "--write-interval",
+        type=seconds,
+        default=60.0,
+        help="seconds between two times that stores are given what is new",
+    )
+    add("--hide-cached-tokens", action="store_true", help="tell no client how much of its prompt was there")
     return parser
+
+
+def seconds(text: str) -> float:
+    found = float(text)
+    if not found > 0:
+        raise ValueError
+    return found

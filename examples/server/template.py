@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvcache.runner.tokenizer import Tokenizer
-
-from .asked import Template
+from .asked import Template, Text
 from .errors import ApiError
 
 __all__ = ["template_of"]
 
 
-def template_of(path: Path, tokenizer: Tokenizer) -> Template:
+def template_of(path: Path) -> Template:
     """From what lies in a model's folder, or beside its file.
 
     A model without a template is a base model: it goes on with the texts.
@@ -23,7 +21,7 @@ def template_of(path: Path, tokenizer: Tokenizer) -> Template:
     config = _config(folder)
     source = _source(folder, config)
     if source is None:
-        return lambda messages: "\n".join(message["content"] for message in messages)
+        return lambda messages: Text("\n".join(message["content"] for message in messages))
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -32,14 +30,14 @@ def template_of(path: Path, tokenizer: Tokenizer) -> Template:
     compiled = environment.from_string(source)
     special = {name: _text(config.get(name)) for name in ("bos_token", "eos_token")}
 
-    def render(messages: list[dict[str, str]]) -> list[int]:
+    def render(messages: list[dict[str, str]]) -> Text:
         try:
             text = compiled.render(messages=messages, add_generation_prompt=True, **special)
         except TemplateError as error:
             raise ApiError(
                 400, f"the model's chat template refuses the messages: {error}", "messages"
             ) from None
-        return tokenizer.encode(text, bos=False)  # the template says itself what comes first
+        return Text(text, bos=False)
 
     return render
 

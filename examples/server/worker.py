@@ -11,6 +11,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -22,6 +23,11 @@ from kvcache.runner.requests import Finished, Settings
 __all__ = ["Inbox", "Overloaded", "Ticket", "Worker"]
 
 log = logging.getLogger("server")
+
+PART = 64 << 20
+"""Bytes that are handed to the stores between two passes, about."""
+BETWEEN_PARTS = 0.05
+"""Seconds until the next ones, at least."""
 
 
 class Overloaded(Exception):  # noqa: N818
@@ -70,12 +76,54 @@ class _Call:
             self.done.set_exception(error)
 
 
-class Worker:
-    """Runs the engine that ``make`` opens, in a thread; ``waiting`` requests may queue. A context manager."""
+class _Keeper:
+    """Has the stores given, every ``interval`` seconds, what they lack: who is killed loses no more.
 
-    def __init__(self, make: Callable[[], AbstractContextManager[Engine]], waiting: int = 64) -> None:
+    A part at a time between two passes, and nobody waits for a store. Where one takes nothing, it is
+    tried less and less often.
+    """
+
+    def __init__(self, engine: Engine, interval: float) -> None:
+        self._prefix = engine.prefix
+        self._stored = "writing" in engine.prefix.nbytes
+        self._interval = self._pause = interval
+        self._due = time.monotonic() + interval
+        self._failed = 0
+
+    @property
+    def wait(self) -> float | None:
+        """Seconds until there is something to do; None: there are no stores."""
+        return max(0.0, self._due - time.monotonic()) if self._stored else None
+
+    def keep(self) -> None:
+        if not self._stored or time.monotonic() < self._due:
+            return
+        failed = self._prefix.failed["store"]
+        try:
+            more = self._prefix.write_through(PART)
+        except Exception:
+            log.exception("what is kept was not given to the stores")
+            more = False
+        if more:
+            self._due = time.monotonic() + BETWEEN_PARTS
+            return
+        self._pause = self._interval if failed == self._failed else min(2 * self._pause, 16 * self._interval)
+        self._failed = failed
+        self._due = time.monotonic() + self._pause
+
+
+class Worker:
+    """Runs the engine that ``make`` opens, in a thread; ``waiting`` requests may queue. A context manager.
+
+    Every ``interval`` seconds what is kept goes to the engine's stores, if it has any; the rest at the end.
+    """
+
+    def __init__(
+        self, make: Callable[[], AbstractContextManager[Engine]], waiting: int = 64, interval: float = 60.0
+    ) -> None:
         self._make = make
         self._waiting = waiting
+        self._interval = interval
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -166,7 +214,9 @@ class Worker:
                     call.refuse(RuntimeError("the engine has stopped"))
 
     def _serve(self, engine: Engine) -> None:
-        while self._take_calls(engine):
+        keeper = _Keeper(engine, self._interval)
+        while self._take_calls(engine, keeper.wait):
+            keeper.keep()
             try:
                 events = engine.step()
             except Exception as error:
@@ -175,15 +225,18 @@ class Worker:
             for event in events:
                 self._dispatch(event)
 
-    def _take_calls(self, engine: Engine) -> bool:
-        """Make the calls that have come, waiting for one where there is nothing to do; False at the end."""
+    def _take_calls(self, engine: Engine, longest: float | None) -> bool:
+        """Make the calls that have come; False at the end.
+
+        Where there is nothing to do it waits for one, ``longest`` seconds at most.
+        """
         while True:
             if engine.busy:
                 self.idle.clear()
             else:
                 self.idle.set()
             try:
-                call = self._calls.get(block=not engine.busy)
+                call = self._calls.get(block=not engine.busy, timeout=longest)
             except queue.Empty:
                 return True
             if call is None:

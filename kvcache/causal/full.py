@@ -21,7 +21,7 @@ import numpy as np
 
 import ml
 from kvcache import attending
-from kvcache.batches import Group, check_sequence, group_batch
+from kvcache.batches import Group, check_modes, check_sequence, group_batch
 from kvcache.buffers import LayerBuffers
 from kvcache.cache import (
     Batch,
@@ -35,10 +35,10 @@ from kvcache.cache import (
 )
 from kvcache.causal.placing import place
 from kvcache.causal.sequences import AttentionSequences, drop_middle, lost_error
-from kvcache.cells import CellTable, SavedRow
+from kvcache.cells import CellTable, Row, SavedRow
 from kvcache.fixed import FixedPass, GraphTensors
 from kvcache.forward import Forward
-from kvcache.reading import LowerBound
+from kvcache.reading import LowerBound, sightless
 from kvcache.scheduling import Schedule
 from ml import nn
 
@@ -108,7 +108,8 @@ class CausalCache(AttentionSequences):
         self._active = self.config
         self._fixed = {}
         padding = self._active.cache_padding
-        self._table = CellTable(-(-self._cells() // padding) * padding, self._max_sequences)
+        cells = -(-self._cells() // padding) * padding
+        self._table = CellTable(cells, self._max_sequences, tracks_blank=padding > 1)
 
     # What windows and chunks change.
 
@@ -137,39 +138,52 @@ class CausalCache(AttentionSequences):
 
     # One pass.
 
-    def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
+    def start_forward(
+        self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
+    ) -> None:
         """Find a cell for every token of ``batch``; the previous pass ends.
 
-        With ``reserve`` nothing is stored: ``get`` spans the whole capacity.
+        With ``reserve`` nothing is stored: ``get`` spans the whole capacity. With ``read_only`` the batch is
+        queries: each sees of what is stored what a token at its position would see, no cell is taken,
+        nothing is evicted, and ``put`` raises OrderError. Snapshots that are scheduled stay due, and
+        ``undo_forward`` only ends the pass.
 
-        Raises InvalidBatchError for a batch that cannot be stored, CacheFullError for one that does
-        not fit, SequenceLostError for a sequence that a device failure took. All of them leave the
-        cache, evictions included, as it was.
+        Raises InvalidBatchError for a batch that cannot be stored (``read_only``: for a query that would see
+        nothing), CacheFullError for one that does not fit, SequenceLostError for a sequence that a device
+        failure took. All of them leave the cache, evictions included, as it was.
         """
         self._bound("start_forward")
         groups = group_batch(batch, self._max_sequences)
-        table = self._table
+        table, layers, before, count = self._table, self._buffers, self._pass, len(batch)
+        config, lower = self._active, self._lower()
         if reserve:
+            check_modes(reserve, read_only)
             self._changed()
-            self._pass = Forward(table, self._active, self._lower(), len(batch), groups, 0, reserve=True)
+            self._pass = Forward(table, config, lower, count, groups, None, layers, reserve=True, stamp=-1)
             return
         for group in groups:
             row = table.rows[group.seq]
             if row.lost:
                 raise lost_error("start_forward", group.seq)
-            if len(row) and row.holds_any(group.positions):
+            if read_only:
+                _check_sees(group, row, lower)
+            elif len(row) and row.holds_any(group.positions):
                 raise InvalidBatchError(
                     f"start_forward: sequence {group.seq} holds one of positions {group.positions[0]} to "
                     f"{group.positions[-1]} already; remove them first"
                 )
-        self._make_room(len(batch), groups)
-        cells = place(table, groups, len(batch))
-        kept = None if self._pass is None else self._pass.kept
-        forward = Forward(table, self._active, self._lower(), len(batch), groups, cells, kept=kept)
-        if self._active.fixed_shapes:
+        if read_only:
+            self._undo, stamp = {}, 0 if before is None else before.stamp
+            forward = Forward(table, config, lower, count, groups, None, layers, stamp=stamp)
+        else:
+            self._make_room(count, groups)
+            cells = place(table, groups, count)
+            kept = None if before is None else before.kept
+            forward = Forward(table, config, lower, count, groups, cells, layers, kept=kept)
+        if config.fixed_shapes:
             forward = self._fix(ctx, forward)
         self._pass = forward
-        if self._schedule:
+        if self._schedule and not read_only:
             for group in groups:
                 self._capture(group.seq)
 
@@ -195,10 +209,16 @@ class CausalCache(AttentionSequences):
         """What a captured or compiled graph of this pass's batch size works on, for one layer.
 
         Aliases of the cache, the same ones in every pass of as many tokens: capture once, then call
-        ``start_forward`` before each replay. Raises NotSupportedError without ``fixed_shapes``,
-        OrderError before the first ``put`` of the layer (a reserve pass will do) or outside a pass.
+        ``start_forward`` before each replay, which stands for the ``put`` of the layer. Raises
+        NotSupportedError without ``fixed_shapes``, OrderError before the first ``put`` of the layer (a
+        reserve pass will do), outside a pass, or in one that only reads.
         """
         forward = self._started("graph_tensors")
+        if forward.read_only:
+            raise OrderError(
+                "graph_tensors: the pass under way only reads, and a graph writes; get has the same key, "
+                "value and mask"
+            )
         if forward.fixed is None:
             raise NotSupportedError(
                 "graph_tensors: this pass has no fixed shapes; set_config with fixed_shapes=True, and start "
@@ -207,6 +227,7 @@ class CausalCache(AttentionSequences):
         if layer not in self._buffers:
             raise OrderError(f"graph_tensors: layer {layer} stores nothing yet; put comes first")
         forward.fill(ctx)
+        self._buffers[layer].stamp = forward.stamp
         key, value = self._buffers[layer].read_as_configured(ctx, 0, self._table.cells)
         return GraphTensors(key, value, forward.fixed.slots, forward.fixed.mask)
 
@@ -275,7 +296,8 @@ class CausalCache(AttentionSequences):
         """Store K (tokens, kv_heads, head_dim) and V (tokens, kv_heads, v_dim) of the current layer.
 
         In the order of the batch, converted to the cache's dtype. The first one fixes the layer's
-        shapes and allocates its buffers. Raises InvalidRangeError for other shapes.
+        shapes and allocates its buffers. Raises InvalidRangeError for other shapes, OrderError in a pass
+        that only reads.
         """
         forward = self._pass or self._started("put")
         buffers = self._buffers.get(self._layer)
@@ -285,7 +307,10 @@ class CausalCache(AttentionSequences):
             and (store := buffers.store) is not None
             and store.write(ctx, forward.run, forward.tokens, key, value)
         ):
+            buffers.stamp = forward.stamp
             return
+        if forward.cells is None and forward.read_only:
+            raise OrderError("put: the pass under way only reads; start_forward without read_only to store")
         key_shape, value_shape = key.shape, value.shape
         if (
             len(key_shape) != 3
@@ -305,6 +330,7 @@ class CausalCache(AttentionSequences):
             buffers.touch(ctx.layer(self._layer))
         elif not forward.reserve:
             buffers.write(ctx, forward.targets(ctx), key, value)
+            buffers.stamp = forward.stamp
         self._buffers[self._layer] = buffers  # last: a failed write fixes no shapes
 
     def _allocate(
@@ -325,11 +351,17 @@ class CausalCache(AttentionSequences):
 
         V is (kv_heads, head_dim, history) when the config says ``permuted_v``. Views of the cache
         where the cells lie close together, else gathered copies.
+
+        OrderError for a layer that was not put in this pass: a layer that shares another's K and V is read
+        by ``set_layer`` of that one.
         """
         forward = self._pass or self._started("get")
-        buffers = self._buffers.get(self._layer) or self._stored("get")
-        if forward.reserve:
-            return (*buffers.read_as_configured(ctx, 0, self._table.cells), self._reserve_mask(ctx, forward))
+        buffers = self._buffers.get(self._layer)
+        if buffers is None or buffers.stamp != forward.stamp:
+            buffers = self._readable("get", forward)
+            if forward.reserve:
+                key, value = buffers.read_as_configured(ctx, 0, self._table.cells)
+                return key, value, self._reserve_mask(ctx, forward)
         reading, mask = forward.shared(ctx)
         if reading.index is None and (store := buffers.store) is not None:
             found = store.read(ctx, reading.start, reading.length)
@@ -342,10 +374,10 @@ class CausalCache(AttentionSequences):
     ) -> ml.Tensor:
         """Attention of query (tokens, heads, head_dim) -> (tokens, heads, v_dim).
 
-        Each sequence reads its own cells, so that n sequences cost n and not n * n.
+        Each sequence reads its own cells, so that n sequences cost n and not n * n. OrderError as ``get``.
         """
         forward = self._pass or self._started("attend")
-        buffers = self._stored("attend")
+        buffers = self._readable("attend", forward)
         if query.shape[0] != forward.tokens:
             raise InvalidRangeError(f"attend: query {query.shape} for a batch of {forward.tokens} tokens")
         if forward.reserve:
@@ -353,11 +385,22 @@ class CausalCache(AttentionSequences):
             return nn.attention(ctx, query, key, value, self._reserve_mask(ctx, forward), scale, sinks)
         return attending.attend(ctx, forward, buffers, query, scale, sinks)
 
-    def _stored(self, op: str) -> LayerBuffers:
-        try:
-            return self._buffers[self._layer]
-        except KeyError:
-            raise OrderError(f"{op}: layer {self._layer} stores nothing yet; put comes first") from None
+    def _readable(self, op: str, forward: Forward) -> LayerBuffers:
+        """The layer's K and V; OrderError where it lacks the tokens of the pass."""
+        buffers = self._buffers.get(self._layer)
+        if buffers is None:
+            raise OrderError(f"{op}: layer {self._layer} stores nothing yet; put comes first")
+        if buffers.stamp >= forward.stamp:
+            return buffers
+        if forward.read_only:
+            raise OrderError(
+                f"{op}: layer {self._layer} was not put in the last pass that stored tokens, and lacks them; "
+                "remove them, or evaluate them in all layers"
+            )
+        raise OrderError(
+            f"{op}: layer {self._layer} was not put in this pass, and lacks its tokens; put them, set_layer "
+            "to the layer whose K and V it shares, or start_forward(..., read_only=True) to read the past"
+        )
 
     def _reserve_mask(self, ctx: ml.Context, forward: Forward) -> ml.Tensor:
         rows = -(-forward.tokens // self._active.mask_batch_padding) * self._active.mask_batch_padding
@@ -392,3 +435,14 @@ class CausalCache(AttentionSequences):
         self._bound("positions")
         check_sequence("positions", seq, self._max_sequences)
         return self._table.rows[seq].positions.copy()
+
+
+def _check_sees(group: Group, row: Row, lower: LowerBound | None) -> None:
+    """Refuse a query that would attend to nothing."""
+    position = sightless(group, row, lower)
+    if position is not None:
+        holds = f"holds positions {row.first} to {row.last}" if len(row) else "is empty"
+        raise InvalidBatchError(
+            f"start_forward: a query at position {position} of sequence {group.seq} sees nothing that is "
+            f"stored; the sequence {holds}"
+        )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -16,6 +18,7 @@ from rich.console import Console
 
 import ml
 from kvcache.cli import INTERRUPTED
+from kvcache.command.answers import tell_full
 from kvcache.command.completing import mend_zsh
 from kvcache.command.grouped import ungrouped
 from kvcache.command.json_output import print_json
@@ -40,7 +43,7 @@ from kvcache.command.usage import CommandGroup, one_line
 from kvcache.runner.config import load_config
 from kvcache.runner.errors import RequestError
 from kvcache.runner.families import family_of
-from kvcache.runner.generate import Generator, GeneratorOptions, check_prompt
+from kvcache.runner.generate import Generator, GeneratorOptions, encode_prompt
 from kvcache.runner.loading import load_model
 from kvcache.runner.memory import check_memory
 from kvcache.runner.requests import Finished, Settings
@@ -53,6 +56,7 @@ __all__ = ["app", "continue_prompts", "reported"]
 MAX_SEQUENCES = 16
 """Prompts that run at the same time; further ones wait for a free sequence."""
 
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 LISTING_WIDTH = 60
 """Columns that the backends' listing needs; in fewer, its lines are left to the terminal to wrap."""
 
@@ -223,6 +227,7 @@ def continue_prompts(
         with (
             Generator(model, tokenizer, options=options) as generator,
             contextlib.closing(generator.generate(prompts, settings)) as events,
+            _abandoned(screen, generator),
         ):
             for event in events:
                 screen.event(event)
@@ -231,11 +236,26 @@ def continue_prompts(
                     answers.append(event)
             totals, cache_bytes = generator.statistics, generator.cache_bytes
     except KeyboardInterrupt:
-        screen.stop()
         raise KeyboardInterrupt(f"interrupted {done}") from None
     finally:
         screen.stop()
-    screen.finish(sorted(answers, key=lambda answer: answer.request), totals, cache_bytes)
+    answers.sort(key=lambda answer: answer.request)
+    screen.finish(totals, cache_bytes)
+    if group is None or group.rank == 0:
+        tell_full(answers, generator.limit, model.config.max_positions)
+
+
+@contextlib.contextmanager
+def _abandoned(screen: Screen, generator: Generator) -> Iterator[None]:
+    """Whatever ends the block, the answers that there are by then are shown."""
+    try:
+        yield
+    except BrokenPipeError:  # nobody reads them
+        raise
+    except BaseException:
+        screen.stop()
+        screen.abandon(generator.statistics, generator.cache_bytes)
+        raise
 
 
 def _prepare(
@@ -257,7 +277,7 @@ def _prepare(
         check_memory(config, backend, *sizes, weights)
     tokenizer = Tokenizer.load(path)
     limit = options.capacity or config.max_positions
-    longest = max(len(check_prompt(tokenizer.encode(text), config, limit)) for text in prompts)
+    longest = max(len(encode_prompt(tokenizer, text, config, limit)) for text in prompts)
     if options.capacity is None:
         needed = min(config.max_positions, longest + settings.max_new_tokens)
         options = replace(options, capacity=needed)
@@ -267,9 +287,10 @@ def _prepare(
 
 @contextlib.contextmanager
 def reported(debug: bool) -> Iterator[None]:
-    """Errors as one line on stderr and exit code 1; Ctrl-C as a short message and 130."""
+    """Errors as one line on stderr and exit code 1; Ctrl-C as a short message and 130; warnings as a line."""
     try:
-        yield
+        with _warnings_told(debug):
+            yield
     except KeyboardInterrupt as error:
         if debug:
             traceback.print_exc()
@@ -284,8 +305,29 @@ def reported(debug: bool) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+@contextlib.contextmanager
+def _warnings_told(debug: bool) -> Iterator[None]:
+    """What the library logs from warnings on, a line each on stderr; with its trace for ``debug``."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            with contextlib.suppress(OSError, ValueError):  # there may be no stderr any more
+                typer.echo(f"kvcache: {one_line(record.getMessage())}", err=True)
+                if debug and record.exc_info:
+                    traceback.print_exception(record.exc_info[1])
+
+    handler, log = Lines(logging.WARNING), logging.getLogger("kvcache")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
 def _told(error: Exception) -> str:
     text = one_line(error)
+    if isinstance(error, OSError) and error.filename is None and error.errno in NO_ROOM:
+        return f"the output cannot be written ({error.strerror})"
     if isinstance(error, ml.MLError):
         return text
     if isinstance(error, MemoryError):

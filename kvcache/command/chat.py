@@ -16,10 +16,10 @@ import typer
 from rich.console import Console
 
 import ml
+from kvcache.command.answers import Answer
 from kvcache.command.app import app, reported
 from kvcache.command.chat_input import Reader, files_beginning, words_of
 from kvcache.command.chat_replies import (
-    Answer,
     Reply,
     aligned,
     conversation_records,
@@ -36,12 +36,16 @@ from kvcache.command.progress import Bars, bars_until_done, draws
 from kvcache.command.saved import saved_line
 from kvcache.command.usage import one_line
 from kvcache.runner.config import load_config
-from kvcache.runner.conversations import Conversations
+from kvcache.runner.conversations import ConversationFullError, Conversations, Turn
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Tier
-from kvcache.runner.errors import RequestError
+from kvcache.runner.errors import RequestError, RunnerError
+from kvcache.runner.kept import KeptConversations
 from kvcache.runner.loading import load_model
+from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Settings, Token
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.stores.builtin import path_of
+from kvcache.stores.hidden import without_secrets
 from kvcache.tiers import HostTier
 from kvcache.views.models import Picture
 from kvcache.views.terminal import Beneath
@@ -50,6 +54,7 @@ __all__ = ["Chat", "chat"]
 
 LIVE_NODES = 8
 """Nodes of the trie that are drawn below an answer."""
+MORE_ROOM = "/undo takes its last turn back, /switch NAME begins another"
 SEQUENCES = 2
 """One answers at a time: the other's share of the cache keeps what others have said."""
 
@@ -67,7 +72,9 @@ def chat(
     store: Annotated[
         str | None,
         typer.Option(
-            help="A folder or URL that keeps conversations.", show_default="none", autocompletion=stores
+            help="A folder that keeps conversations for the next time, or a store's URL.",
+            show_default="none",
+            autocompletion=stores,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Answer each line by one of JSON.")] = False,
@@ -84,12 +91,16 @@ def chat(
         config = load_config(path)
         tokenizer = Tokenizer.load(path)
         options = EngineOptions(max_sequences=SEQUENCES, capacity=capacity, cache_dtype=dtypes.cache)
-        tiers: list[Tier] = [HostTier(), *([_url(store)] if store else [])]
+        tiers: list[Tier] = [HostTier(), *([_named(store)] if store else [])]
         with place.open(config) as opened:
             with bars_until_done(as_json) as bars:
                 loaded = load_model(path, opened, dtypes.weights, bars.loading)
             with Engine(loaded, tokenizer, options, tiers) as engine:
-                Chat(Conversations(engine, tokenizer), settings, as_json).run()
+                kept = _kept(store, engine) if store else None
+                Chat(Conversations(engine, tokenizer, kept=kept), settings, as_json).run()
+                if kept is not None:
+                    engine.close(flush=kept.writable)
+                    _check_kept(kept)
 
 
 class Chat:
@@ -106,7 +117,7 @@ class Chat:
         """To the end of the input, or /quit. Ctrl-C ends it only where the input is no terminal."""
         reader = Reader(self.completions, _say_aside if self._as_json else _show)
         if reader.typed and not self._as_json:
-            _show(f"{self._name}: type a text to be continued, or /help")
+            _show(self._greeting())
         while not self._ended and (line := reader.read(self._prompt)) is not None:
             try:
                 self.take(line)
@@ -117,6 +128,12 @@ class Chat:
                     raise
                 text = "interrupted; the conversations are as they were"
                 self._tell(Reply(f"\n{text}", {"error": text}))
+
+    def _greeting(self) -> str:
+        found = f"goes on after {self._tokens} tokens, which /show prints; " if self._tokens else ""
+        names = [each.name for each in self.conversations if each is not self.conversations.current]
+        others = f"; /switch goes to {', '.join(names)}" if names else ""
+        return f"{self._name}: {found}type a text to be continued, or /help{others}"
 
     def take(self, line: str) -> None:
         """Do what one line asks for. What it is refused for is raised, and nothing has changed then."""
@@ -170,7 +187,7 @@ class Chat:
         answer = Answer(text)
         with (
             stop_flag() as stopped,
-            contextlib.closing(self.conversations.say(text, self.settings)) as events,
+            contextlib.closing(self._events(text)) as events,
             bars_until_done(self._as_json or self._draws) as bars,
             self._answer() as write,
             self._restoring(bars),
@@ -184,8 +201,21 @@ class Chat:
                     write(event.text)
                 if stopped.is_set():
                     break
-        end = f"\n[stopped after {len(answer.tokens)} tokens]" if stopped.is_set() else ""
+        end = ""
+        if stopped.is_set():
+            end = f"\n[stopped after {len(answer.tokens)} tokens]"
+        elif answer.reason == "capacity":
+            end = f"\n[{self._name} is full; {MORE_ROOM}]"
         return Reply(end, answer.record())
+
+    def _events(self, text: str) -> Turn:
+        try:
+            return self.conversations.say(text, self.settings)
+        except ConversationFullError as error:
+            engine = self.conversations.engine
+            larger = engine.limit < engine.model.config.max_positions
+            hint = ", and kvcache chat --capacity gives more room" if larger else ""
+            raise RequestError(f"{error}; {MORE_ROOM}{hint}") from None
 
     @contextlib.contextmanager
     def _answer(self) -> Iterator[Callable[[str], None]]:
@@ -222,8 +252,8 @@ class Chat:
         """Draw what is kept, and the cells; or write the page."""
         picture = self._picture()
         if file:
-            write_page(picture, Path(file).expanduser())
-            return Reply(f"wrote {file}", {"file": file})
+            size = write_page(picture, Path(file))
+            return Reply(f"wrote {file} ({human_bytes(size)})", {"file": file, "bytes": size})
         if not self._as_json:
             show(picture, Console(highlight=False) if draws(sys.stdout) else None)
         return Reply(None, picture.record())
@@ -243,6 +273,10 @@ class Chat:
         self.conversations.fork(name)
         text = f"{name}: goes on from {source}, {self._tokens} tokens shared"
         return Reply(text, {"from": source, "tokens": self._tokens})
+
+    def delete(self, name: str) -> Reply:
+        count = self.conversations.delete(name)
+        return Reply(f"{name}: {count} tokens deleted", {"deleted": name, "tokens": count})
 
     def undo(self) -> Reply:
         count = self.conversations.undo()
@@ -303,6 +337,7 @@ _COMMANDS = {
     "switch": _Command("/switch NAME", "go to another conversation, or begin it", Chat.switch),
     "fork": _Command("/fork NAME", "begin a conversation with all of this one", Chat.fork),
     "list": _Command("/list", "the conversations, and how long they are", Chat.names),
+    "delete": _Command("/delete NAME", "forget another conversation", Chat.delete),
     "undo": _Command("/undo", "take the last turn and its answer back", Chat.undo),
     "show": _Command("/show", "print all of this conversation", Chat.show),
     "save": _Command("/save FILE", "write it to a file, for /load or kvcache load", Chat.save),
@@ -335,16 +370,42 @@ def stop_flag() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def _url(store: str) -> str:
+def _named(store: str) -> str | Path:
     """As ``open_store`` takes it, which a bare folder is not."""
-    if "://" in store:
+    if "://" in store or store.startswith("file:"):
         return store
     path = Path(store).expanduser().absolute()
     if path.exists() and not path.is_dir():
         raise RequestError(
             f"--store {store}: this is a file; a store is a folder (/load reads a conversation)"
         )
-    return path.as_uri()
+    return path
+
+
+def _kept(store: str, engine: Engine) -> KeptConversations | None:
+    """What a store keeps of conversations themselves: a folder does. It exists by now."""
+    place = _named(store)
+    if isinstance(place, str):
+        if not place.startswith("file:"):
+            _say_aside(
+                f"kvcache: {without_secrets(place)} keeps what is computed. Names and texts are kept in a "
+                "folder; /save writes a conversation to a file"
+            )
+            return None
+        place = Path(path_of(place.partition("?")[0]))
+    assert engine.tokenizer is not None
+    kept = KeptConversations(place, engine.identity["files"], engine.tokenizer.decode)
+    if not kept.writable:
+        _say_aside(f"kvcache: {store} may only be read: what is said now is not kept")
+    if kept.others:
+        _say_aside(f"kvcache: {store} has conversations with another model too: {kept.others}")
+    return kept
+
+
+def _check_kept(kept: KeptConversations) -> None:
+    if kept.failed:
+        names = ", ".join(kept.failed)
+        raise RunnerError(f"not kept, or not all of it: {names} ({next(iter(kept.failed.values()))})")
 
 
 def _columns() -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import shlex
 import sys
 from collections.abc import Callable
@@ -23,6 +24,8 @@ class Reader:
 
     def __init__(self, complete: Complete, say: Callable[[str], None]) -> None:
         self.typed = sys.stdin.isatty()
+        if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text are refused line by line
+            sys.stdin.reconfigure(errors="surrogateescape")
         self._say = say
         self._complete = complete
         self._found: list[str] = []

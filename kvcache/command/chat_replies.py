@@ -7,13 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcache.command.json_output import output_record, statistics_record
+from kvcache.command.json_output import statistics_record
 from kvcache.runner.conversations import Conversation
 from kvcache.runner.engine import Engine
 from kvcache.runner.memory import human_bytes
-from kvcache.runner.requests import Event, Finished, Started, Token
 
-__all__ = ["Answer", "Reply", "Rows", "aligned", "conversation_records", "conversation_rows", "engine_record",
+__all__ = ["Reply", "Rows", "aligned", "conversation_records", "conversation_rows", "engine_record",
            "engine_rows"]  # fmt: skip
 
 Rows = list[tuple[str, str]]
@@ -25,34 +24,6 @@ class Reply:
 
     text: str | None
     record: dict[str, Any] = field(default_factory=dict)
-
-
-class Answer:
-    """What the model has said so far to ``prompt``."""
-
-    def __init__(self, prompt: str) -> None:
-        self._prompt = prompt
-        self._started = Started(0, 0, 0)
-        self._finished: Finished | None = None
-        self._text = ""
-        self.tokens: list[int] = []
-
-    def take(self, event: Event) -> None:
-        if isinstance(event, Started):
-            self._started = event
-        elif isinstance(event, Finished):
-            self._finished = event
-        elif isinstance(event, Token):
-            self._text += event.text
-            self.tokens += [] if event.token is None else [event.token]
-
-    def record(self) -> dict[str, Any]:
-        """As ``outputs`` of ``kvcache generate --json`` have it; "interrupted" is one more reason."""
-        if self._finished is not None:
-            return output_record(self._prompt, self._finished)
-        begun, tokens = self._started, tuple(self.tokens)
-        cut = Finished(begun.request, "length", self._text, tokens, begun.prompt_tokens, begun.reused)
-        return {**output_record(self._prompt, cut), "reason": "interrupted"}
 
 
 def conversation_rows(conversations: Iterable[Conversation], current: Conversation) -> Rows:

@@ -6,6 +6,7 @@ import importlib.util
 import shlex
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -36,6 +37,7 @@ COLUMNS = {"pass": "passed", "absent": "absent", "n/a": "not_applicable", "FAIL"
 HEADS = ("passed", "absent", "n/a", "failed")
 MOST = 20
 """Failures that are listed."""
+EVERY_S = 10.0
 
 
 class Suite(StrEnum):
@@ -67,6 +69,14 @@ def conformance(
     keyword: Annotated[
         str | None, typer.Option("-k", "--keyword", help="Only these, as pytest's -k.", show_default="all")
     ] = None,
+    brief: Annotated[bool, typer.Option("--quick", help="The part that takes about a minute.")] = False,
+    first: Annotated[bool, typer.Option("--exitfirst", "-x", help="Stop at the first failure.")] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", dir_okay=False, help="Keep results there; what passed in it is not run again."
+        ),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -75,7 +85,7 @@ def conformance(
 
     Absent is what the backend declares that it does not have, and refuses. Exit code 1 where a test failed.
 
-    Example: kvcache conformance --backend numpy -k "casts and F16"
+    Example: kvcache conformance --backend numpy --quick -x
     """
     with reported(debug):
         _check_installed()
@@ -83,8 +93,8 @@ def conformance(
         ml.open_backend(backend, **_opened_with(options)).close()  # what is wrong with it is told at once
         from ml.testing.results import Selection
 
-        selection = Selection(suite.packages, keyword or "", options, isolated=True)
-        run = _run(backend, selection, as_json or quiet, debug)
+        selection = Selection(suite.packages, keyword or "", options, isolated=True, quick=brief, first=first)
+        run = _run(backend, selection, resume, as_json or quiet, debug)
         if as_json:
             print_json(record(run, selection))
         else:
@@ -120,27 +130,38 @@ def _opened_with(options: Mapping[str, str]) -> dict[str, Any]:
     return {**options, "dtype": ml.DType[dtype.upper()]}
 
 
-def _run(backend: str, selection: Selection, quiet: bool, debug: bool) -> Run:
+def _run(backend: str, selection: Selection, resume: Path | None, quiet: bool, debug: bool) -> Run:
     """What pytest prints is kept for an error, and shown with ``debug``."""
-    from ml.testing.results import NO_TESTS, load, run_suites
+    from ml.testing.results import NO_TESTS, load, resumed, run_suites
 
+    if resume is not None:
+        try:
+            resumed(resume, backend, selection.options)
+        except ValueError as error:
+            raise RunnerError(f"conformance: {error}") from error
     done = "before the first test"
+    lines = None if quiet or draws(sys.stderr) else _Lines()
     with (
         tempfile.TemporaryDirectory() as folder,
         (Path(folder) / "log").open("w+", encoding="utf-8", errors="replace") as log,
         bars_until_done(quiet) as bars,
     ):
+        path = (resume or Path(folder) / "results.jsonl").absolute()
 
-        def told(count: int, total: int, failed: int) -> None:
+        def told(count: int, total: int, failed: int, area: str) -> None:
             nonlocal done
             done = f"after {count} of {total} tests"
-            bars.show("tests", count, total, f"{count}/{total}{f', {failed} failed' if failed else ''}")
+            counts = f"{count}/{total}{f', {failed} failed' if failed else ''}"
+            bars.show("tests", count, total, f"{counts}  {area}")
+            if lines is not None and count < total:
+                lines.tell(f"{counts} tests, at {area}")
 
         try:
             bars.wait("collecting")
-            code = run_suites(backend, Path(folder) / "results.json", selection, log, told)
+            code = run_suites(backend, path, selection, log, told)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"interrupted {done}") from None
+            again = f"; go on with --resume {resume}" if resume else ""
+            raise KeyboardInterrupt(f"interrupted {done}{again}") from None
         except RuntimeError as error:
             raise RunnerError(f"conformance: pytest failed {done}: {_last(log)}; --debug shows it") from error
         finally:
@@ -148,9 +169,23 @@ def _run(backend: str, selection: Selection, quiet: bool, debug: bool) -> Run:
             if debug:
                 log.seek(0)
                 sys.stderr.write(log.read())
-        if code == NO_TESTS:
-            raise typer.BadParameter(f"-k {selection.keyword!r} selects no test")
-        return load(Path(folder) / "results.json")
+        run = load(path)
+        if code == NO_TESTS and not run.tests:
+            what = " and ".join(filter(None, ["--quick" * selection.quick, f"-k {selection.keyword!r}"]))
+            raise typer.BadParameter(f"{what} selects no test")
+        return run
+
+
+class _Lines:
+    """Where nothing can be drawn, a line every ten seconds says how far it is."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + EVERY_S
+
+    def tell(self, text: str) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + EVERY_S
+            typer.echo(text, err=True)
 
 
 def _last(log: Any) -> str:
@@ -178,7 +213,9 @@ def record(run: Run, selection: Selection) -> dict[str, Any]:
         "suites": list(selection.suites),
         "keyword": selection.keyword,
         "options": dict(selection.options),
+        "quick": selection.quick,
         **counted(run.results),
+        "not_run": run.unfinished,
         "areas": [{"area": area, **counted(results)} for area, results in _areas(run).items()],
         "failures": [
             {"area": one.area, "test": one.test, "operation": one.operation, "dtypes": one.dtypes,
@@ -209,6 +246,8 @@ def _show(run: Run, selection: Selection) -> None:
         for name, cells in [("area", HEADS), *rows]:
             typer.echo(f"{name:<{width}}{''.join(f'{cell:>9}' for cell in cells)}")
     failures = [result for result in run.results if result.outcome == "FAIL"]
+    if run.unfinished:
+        typer.echo(f"Stopped at the first failure: {run.unfinished} of {run.tests} tests were not run.")
     for one in failures[:MOST]:
         what = " ".join(filter(None, (one.test, one.operation, one.dtypes)))
         typer.echo(f"FAILED {one.area}: {what}: {one.reason}")

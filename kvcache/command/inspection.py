@@ -21,10 +21,12 @@ from kvcache.command.progress import Bars, bars_until_done, draws
 from kvcache.runner.config import load_config
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.errors import RunnerError
-from kvcache.runner.generate import check_prompt
+from kvcache.runner.generate import encode_prompt
 from kvcache.runner.identity import files_digest
 from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Event, Settings
+from kvcache.runner.saved import write_whole
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
 from kvcache.stores.sizes import parse_bytes
@@ -82,19 +84,23 @@ def inspect(
             raise typer.BadParameter("give a store or a saved conversation, or --prompt to run one")
         console = None if as_json or as_text or not draws(sys.stdout) else Console(highlight=False)
         if target is not None:
-            picture = look_at(target, limit, nodes, model)
+            with bars_until_done(as_json or quiet) as bars:
+                picture = look_at(target, limit, nodes, model, bars)
         else:
             path = bundled_model() if model is None else model
             with bars_until_done(as_json or quiet) as bars:
                 picture = demonstrate(
                     path, backend, device, prompt or [], max_tokens, limit, nodes, console, bars
                 )
-        if html is not None:
-            write_page(picture, html)
+        size = None if html is None else write_page(picture, html)
         show(picture, console, as_json)
+        if size is not None and not quiet:
+            typer.echo(f"wrote {html} ({human_bytes(size)})", err=True)
 
 
-def look_at(target: str, budget: int | None, entries: int, model: Path | None = None) -> Picture:
+def look_at(
+    target: str, budget: int | None, entries: int, model: Path | None = None, bars: Bars | None = None
+) -> Picture:
     """The picture of a store's folder, or of a file: with its text where the model that it is of is known."""
     if target.startswith("file:"):
         url, _, query = target.partition("?")
@@ -104,7 +110,7 @@ def look_at(target: str, budget: int | None, entries: int, model: Path | None = 
         raise RunnerError(f"inspect: {target}: only a store in a folder can be looked into")
     path = Path(target).expanduser()
     if path.is_dir() or is_store(path):
-        return look_at_store(path, budget, entries)
+        return look_at_store(path, budget, entries, (bars or Bars(None)).checked)
     if not path.exists():
         raise RunnerError(f"inspect: {path}: there is no such file or folder")
     return look_at_page(path, _decoder(path, model))
@@ -134,7 +140,7 @@ def demonstrate(
     """Generate for all prompts over one PrefixCache; all but the last are done when the picture is taken."""
     bars = bars or Bars(None)
     config, tokenizer = load_config(path), Tokenizer.load(path)
-    tokens = [check_prompt(tokenizer.encode(text), config, config.max_positions) for text in prompts]
+    tokens = [encode_prompt(tokenizer, text, config, config.max_positions) for text in prompts]
     longest = max(map(len, tokens))
     capacity = min(config.max_positions, longest + max_tokens + _SPARE)
     options = EngineOptions(max_sequences=max(2, min(4, len(prompts))), capacity=capacity, budget=budget)
@@ -173,11 +179,16 @@ def _run(
     return picture or take()
 
 
-def write_page(picture: Picture, path: Path) -> None:
+def write_page(picture: Picture, path: Path) -> int:
+    """The bytes of the page, which is written whole or not at all; to a device or pipe as it comes."""
+    page, target = picture.html().encode(), path.expanduser()
     try:
-        path.write_text(picture.html(), encoding="utf-8")
+        if target.exists() and not target.is_file():
+            return target.write_bytes(page)
+        write_whole(target, [memoryview(page)])
     except OSError as error:
         raise RunnerError(f"inspect: {path}: cannot be written ({error.strerror or error})") from error
+    return len(page)
 
 
 def show(picture: Picture, console: Console | None, as_json: bool = False) -> None:

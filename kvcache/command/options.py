@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -95,9 +96,25 @@ CacheDtype = Annotated[
     typer.Option(help="Of keys and values.", case_sensitive=False, show_default="--dtype"),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer, at most.", min=1)]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0)]
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise typer.BadParameter("Input should be a finite number")
+    return value
+
+
+def _share(value: float) -> float:
+    if not 0 < value <= 1:
+        raise typer.BadParameter("Input should be above 0, and at most 1 (which keeps all)")
+    return value
+
+
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0, callback=_finite)]
 TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.", min=0)]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest up to this probability.", min=0, max=1)]
+TopP = Annotated[
+    float, typer.Option(help="Keep the likeliest up to this probability; 1: all.", callback=_share)
+]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", min=0)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="The result alone: no bars, no summary.")]

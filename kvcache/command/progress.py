@@ -83,6 +83,10 @@ class Bars:
         else:
             self.wait("checking")
 
+    def checked(self, done: int, total: int) -> None:
+        """``done`` of ``total`` bytes of a store's entries were found whole, or not."""
+        self.show("checking", done, total, f"{human_bytes(done)} of {human_bytes(total)}")
+
     def restored(self, done: int, total: int) -> None:
         """``done`` of the ``total`` tokens of a prefix are back in the cache."""
         self.show("restoring", done, total, f"{done}/{total} tokens")

@@ -31,7 +31,7 @@ from kvcache.runner.generate import GeneratorOptions
 from kvcache.runner.parallel import device_of_rank, join, of_all
 from kvcache.runner.rank_limits import Limits
 from kvcache.runner.ranks import RanksError, exit_code, job_of_rank, run_ranks
-from kvcache.runner.requests import Event, Finished, Settings, Statistics
+from kvcache.runner.requests import Event, Settings, Statistics
 from ml.distributed import launched
 
 __all__ = ["Job", "main", "run"]
@@ -172,5 +172,8 @@ class _Dark:
     def stop(self) -> None:
         return
 
-    def finish(self, answers: Sequence[Finished], totals: Statistics, cache_bytes: int) -> None:
+    def abandon(self, totals: Statistics, cache_bytes: int) -> None:
+        return
+
+    def finish(self, totals: Statistics, cache_bytes: int) -> None:
         return

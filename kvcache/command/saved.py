@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import ml
+from kvcache.command.answers import tell_full
 from kvcache.command.app import app, reported
 from kvcache.command.completing import conversations
 from kvcache.command.grouped import ungrouped
@@ -20,7 +21,7 @@ from kvcache.command.prompts import text_or_stdin
 from kvcache.command.screen import Screen, screen_for
 from kvcache.runner.config import ModelConfig, load_config
 from kvcache.runner.engine import Engine, EngineOptions, Failed
-from kvcache.runner.generate import check_prompt
+from kvcache.runner.generate import check_prompt, encode_prompt
 from kvcache.runner.identity import identity_of
 from kvcache.runner.loading import load_model
 from kvcache.runner.memory import human_bytes
@@ -54,7 +55,7 @@ def save(
         config, tokenizer = load_config(path), Tokenizer.load(path)
         check_folder(out)
         prompt = text_or_stdin(prompt)
-        tokens = check_prompt(tokenizer.encode(prompt), config, config.max_positions)
+        tokens = encode_prompt(tokenizer, prompt, config, config.max_positions)
         head: dict[str, Any] = {"model": str(path), "backend": place.backend, "dtype": dtypes.weights.name}
         screen = screen_for([prompt], as_json, head, quiet)
         with opened(place, dtypes.weights, screen, head) as loaded:
@@ -63,7 +64,7 @@ def save(
                 answer = answered(engine, tokens, settings, screen) if max_tokens else None
                 head["saved"] = saved = _saved(engine, answer, tokens, out)
                 if answer is not None:
-                    screen.finish([answer], engine.statistics, engine.cache_bytes)
+                    finish(screen, answer, engine)
         if as_json and not max_tokens:
             print_json({**head, "outputs": [], "statistics": None})
         elif not as_json and not quiet:
@@ -104,7 +105,8 @@ def load(
         identity = identity_of(path, saved.dtype)
         if identity != saved.model:
             raise ConversationError(f"{file} is of another model than {path}; name it with --model")
-        tokens = [*saved.tokens, *(tokenizer.encode(prompt, bos=False) if prompt else ())]
+        more = tokenizer.encode(prompt, bos=False, most=config.max_positions) if prompt else ()
+        tokens = [*saved.tokens, *more]
         check_prompt(tokens, config, config.max_positions)
         if len(tokens) == saved.evaluated:
             raise ConversationError(f"{file}: the conversation came to its end; go on with --prompt")
@@ -119,7 +121,7 @@ def load(
                 answer = answered(engine, tokens, settings, screen)
                 if out is not None:
                     head["saved"] = _saved(engine, answer, tokens, out)
-                screen.finish([answer], engine.statistics, engine.cache_bytes)
+                finish(screen, answer, engine)
         if "saved" in head and not as_json and not quiet:
             typer.echo(saved_line(head["saved"]))
 
@@ -161,6 +163,11 @@ def answered(engine: Engine, tokens: Sequence[int], settings: Settings, screen: 
     screen.stop()
     assert answer is not None
     return answer
+
+
+def finish(screen: Screen, answer: Finished, engine: Engine) -> None:
+    screen.finish(engine.statistics, engine.cache_bytes)
+    tell_full([answer], engine.limit, engine.model.config.max_positions)
 
 
 def check_folder(out: Path | None) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -16,10 +16,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kvcache.command.json_output import output_record, print_json, statistics_record
+from kvcache.command.answers import Answer, Answers
+from kvcache.command.json_output import print_json, statistics_record
 from kvcache.command.progress import Bars, bars_for, draws
 from kvcache.runner.memory import human_bytes
-from kvcache.runner.requests import Event, Finished, Prefilled, Started, Statistics, Token
+from kvcache.runner.requests import Event, Prefilled, Started, Statistics, Token
 
 __all__ = ["JsonScreen", "LiveScreen", "PlainScreen", "Screen", "Totals", "screen_for", "summary_rows"]
 
@@ -38,8 +39,11 @@ class Screen(Protocol):
     def stop(self) -> None:
         """Leave the terminal as it was."""
 
-    def finish(self, answers: Sequence[Finished], totals: Statistics, cache_bytes: int) -> None:
-        """Show the answers that were not streamed, and the summary."""
+    def abandon(self, totals: Statistics, cache_bytes: int) -> None:
+        """It ends before its time: show what there is of answers that were not shown yet."""
+
+    def finish(self, totals: Statistics, cache_bytes: int) -> None:
+        """Show the answers that were not shown yet, and the summary."""
 
 
 def summary_rows(totals: Statistics, cache_bytes: int) -> list[tuple[str, str]]:
@@ -51,6 +55,10 @@ def summary_rows(totals: Statistics, cache_bytes: int) -> list[tuple[str, str]]:
         ("decode", f"{totals.decode_tokens_per_second:.1f} tokens/s"),
         ("cache", human_bytes(cache_bytes)),
     ]
+
+
+def stopped(answer: Answer) -> str:
+    return f"[stopped after {len(answer.tokens)} tokens]"
 
 
 def _lines(rows: Sequence[tuple[str, str]]) -> str:
@@ -93,10 +101,11 @@ class Totals:
 
 
 class PlainScreen:
-    """No terminal: the text of one prompt as it comes, of several as blocks; then the summary."""
+    """No terminal: the text of one prompt as it comes, of several as whole blocks; then the summary."""
 
     def __init__(self, prompts: Sequence[str], bars: Bars | None = None, quiet: bool = False) -> None:
         self._prompts = prompts
+        self._answers = Answers(prompts)
         self._bars = bars or Bars(None)
         self._quiet = quiet
         self._open = False
@@ -107,8 +116,9 @@ class PlainScreen:
     def event(self, event: Event) -> None:
         self._bars.event(event)
         if len(self._prompts) > 1:
-            return
-        if isinstance(event, Started):
+            self._answers.take(event)
+            self._blocks(self._answers.ready())
+        elif isinstance(event, Started):
             self._write(self._prompts[0])
         elif isinstance(event, Token):
             self._write(event.text)
@@ -119,15 +129,20 @@ class PlainScreen:
             self._write("\n")
             self._open = False
 
-    def finish(self, answers: Sequence[Finished], totals: Statistics, cache_bytes: int) -> None:
-        if len(self._prompts) > 1:
-            for prompt, answer in zip(self._prompts, answers, strict=True):
-                self._write(f"[{answer.request + 1}] {prompt}{answer.text}\n\n")
+    def finish(self, totals: Statistics, cache_bytes: int) -> None:
         if self._quiet:
             return
         rows = summary_rows(totals, cache_bytes)
         self._write("\n" if len(self._prompts) == 1 else "")
         self._write(_lines(rows))
+
+    def abandon(self, totals: Statistics, cache_bytes: int) -> None:
+        self._blocks(self._answers.rest())
+
+    def _blocks(self, answers: Iterable[Answer]) -> None:
+        for answer in answers:
+            end = "" if answer.finished else f"\n{stopped(answer)}"
+            self._write(f"[{answer.number + 1}] {answer.prompt}{answer.so_far.text}{end}\n\n")
 
     def _write(self, text: str) -> None:
         sys.stdout.write(text)
@@ -140,24 +155,25 @@ class JsonScreen:
     """One JSON object at the end, and nothing before."""
 
     def __init__(self, prompts: Sequence[str], head: dict[str, Any]) -> None:
-        self._prompts = prompts
+        self._answers = Answers(prompts)
         self._head = head
 
     def loading(self, done: int, total: int) -> None:
         pass
 
     def event(self, event: Event) -> None:
-        pass
+        self._answers.take(event)
 
     def stop(self) -> None:
         pass
 
-    def finish(self, answers: Sequence[Finished], totals: Statistics, cache_bytes: int) -> None:
-        outputs = [
-            output_record(prompt, answer) for prompt, answer in zip(self._prompts, answers, strict=True)
-        ]
+    def abandon(self, totals: Statistics, cache_bytes: int) -> None:
+        if self._answers.begun:
+            self.finish(totals, cache_bytes)
+
+    def finish(self, totals: Statistics, cache_bytes: int) -> None:
         statistics = statistics_record(totals, cache_bytes)
-        print_json({**self._head, "outputs": outputs, "statistics": statistics})
+        print_json({**self._head, "outputs": self._answers.records(), "statistics": statistics})
 
 
 class LiveScreen:
@@ -171,6 +187,7 @@ class LiveScreen:
         self, prompts: Sequence[str], console: Console, bars: Bars | None = None, quiet: bool = False
     ) -> None:
         self._prompts = prompts
+        self._answers = Answers(prompts)
         self._console = console
         self._bars = bars or Bars(None)
         self._quiet = quiet
@@ -190,6 +207,9 @@ class LiveScreen:
                 self._whole += self._text(self._prompts[0])
             elif isinstance(event, Token):
                 self._whole += self._text(event.text)
+        else:
+            self._answers.take(event)
+            self._panels(self._answers.ready())
         if self._live is None and isinstance(event, (Started, Prefilled)):
             self._bars.event(event)
         else:
@@ -220,12 +240,7 @@ class LiveScreen:
             self._console.print(Text(self._line))
             self._line = ""
 
-    def finish(self, answers: Sequence[Finished], totals: Statistics, cache_bytes: int) -> None:
-        if len(self._prompts) > 1:
-            for prompt, answer in zip(self._prompts, answers, strict=True):
-                body = Text.assemble((prompt, "bold"), answer.text)
-                title = f"{answer.request + 1} · reused {answer.reused} · computed {answer.computed}"
-                self._console.print(Panel(body, title=title, title_align="left"))
+    def finish(self, totals: Statistics, cache_bytes: int) -> None:
         if self._quiet:
             return
         rows = summary_rows(totals, cache_bytes)
@@ -238,6 +253,17 @@ class LiveScreen:
         for name, value in rows:
             table.add_row(name, value)
         self._console.print(table)
+
+    def abandon(self, totals: Statistics, cache_bytes: int) -> None:
+        self._panels(self._answers.rest())
+
+    def _panels(self, answers: Iterable[Answer]) -> None:
+        for answer in answers:
+            found = answer.so_far
+            end = "" if answer.finished else f"\n{stopped(answer)}"
+            body = Text.assemble((answer.prompt, "bold"), found.text, (end, "dim"))
+            title = f"{answer.number + 1} · reused {found.reused} · computed {found.computed}"
+            self._console.print(Panel(body, title=title, title_align="left"))
 
     def _text(self, text: str) -> list[str]:
         """The lines that ``text`` makes whole; what is left over goes on being the live line."""

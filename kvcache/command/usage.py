@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -56,9 +57,23 @@ class CommandGroup(TyperGroup):
             if _is_help(error):
                 error.show()
             else:
-                typer.echo(_usage_line(error, sys.argv[1:] if args is None else args), err=True)
+                given = sys.argv[1:] if args is None else args
+                typer.echo(_usage_line(error, self._command(error, given), given), err=True)
             sys.exit(error.exit_code)
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # of --help or --version, say, where the device is full
+            typer.echo(f"kvcache: the output cannot be written ({error.strerror or error})", err=True)
+            sys.exit(1)
         sys.exit(code if isinstance(code, int) else 0)
+
+    def _command(self, error: Any, args: Sequence[str]) -> str:
+        """'kvcache generate', which an error in the midst of its options does not know."""
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            return str(context.command_path)
+        name = next((word for word in args if not word.startswith("-")), "")
+        return f"kvcache {name}" if name in self.commands else "kvcache"
 
 
 @contextlib.contextmanager
@@ -80,16 +95,50 @@ def _is_help(error: Any) -> bool:
     return type(error).__name__ == "NoArgsIsHelpError"
 
 
-def _usage_line(error: Any, args: Sequence[str]) -> str:
-    """'kvcache generate: no such option: --nonsense; kvcache generate --help lists what there is'."""
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "kvcache"
-    text = one_line(error.format_message()).removeprefix("Invalid value: ").rstrip(".")
-    text = text.replace("Value error, ", "")
-    text = text[:1].lower() + text[1:]
-    if (value := _given(error, args)) is not None and value not in text:
-        text = f"{text}; it is {value!r}"
-    return f"{command}: {text}; {command} --help lists what there is"
+def _usage_line(error: Any, command: str, args: Sequence[str]) -> str:
+    """'kvcache generate: --max-tokens is 'many'; it must be a whole number'."""
+    kind, param = type(error).__name__, getattr(error, "param", None)
+    text = one_line(error.format_message()).rstrip(".")
+    if kind == "MissingParameter" and param is not None:
+        what = one_line(param.help or "").rstrip(".")
+        return f"{command}: missing {_name(param)}{f': {_begun_small(what)}' if what else ''}"
+    if kind == "BadParameter":
+        return f"{command}: {_wrong_value(error, param, args)}"
+    text = _begun_small(text.replace("(Possible options: ", "(perhaps "))
+    return f"{command}: {text}{'' if text.endswith('?') else ';'} {command} --help lists what there is"
+
+
+def _wrong_value(error: Any, param: Any, args: Sequence[str]) -> str:
+    text = one_line(error.message).removeprefix("Value error, ").rstrip(".")
+    if param is None:
+        return _begun_small(text)
+    for found, wanted in _WANTED:
+        text = found.sub(wanted, text)
+    value = _given(error, args)
+    return f"{_name(param)}{'' if value is None else f' is {value!r}'}; it must be {text}"
+
+
+_WANTED = [
+    (re.compile(pattern), text)
+    for pattern, text in {
+        "^Input should be greater than or equal to ": "at least ",
+        "^Input should be less than or equal to ": "at most ",
+        "^Input should be a valid integer.*": "a whole number",
+        "^Input should be a valid number.*": "a number",
+        "^.* is not one of ": "one of ",
+        "^Input should be ": "",
+    }.items()
+]
+"""What is wrong with a value, as typer tells it, and what it should have been."""
+
+
+def _name(param: Any) -> str:
+    """As it is typed: --max-tokens, or FILE."""
+    return max(param.opts, key=len) if param.param_type_name == "option" else str(param.name).upper()
+
+
+def _begun_small(text: str) -> str:
+    return text[:1].lower() + text[1:]
 
 
 def _given(error: Any, args: Sequence[str]) -> str | None:

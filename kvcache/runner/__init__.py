@@ -11,10 +11,11 @@
 """
 
 from kvcache.runner.config import SUPPORTED_ARCHITECTURES, ModelConfig, load_config, parse_config
-from kvcache.runner.conversations import Conversation, Conversations
+from kvcache.runner.conversations import Conversation, ConversationFullError, Conversations
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Request
 from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
 from kvcache.runner.generate import Generator, GeneratorOptions, LanguageModel, Prompt
+from kvcache.runner.kept import KeptConversations
 from kvcache.runner.llama import Llama
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.memory import cache_bytes, check_memory
@@ -38,6 +39,7 @@ __all__ = [
     "CapacityError",
     "Conversation",
     "ConversationError",
+    "ConversationFullError",
     "Conversations",
     "Engine",
     "EngineOptions",
@@ -47,6 +49,7 @@ __all__ = [
     "Finished",
     "Generator",
     "GeneratorOptions",
+    "KeptConversations",
     "LanguageModel",
     "Llama",
     "ModelConfig",

@@ -3,49 +3,44 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
 
 from kvcache.runner.engine import Engine, EngineEvent, Request
-from kvcache.runner.errors import RequestError
+from kvcache.runner.errors import RequestError, TextTooLongError
+from kvcache.runner.kept import Conversation, KeptConversations
 from kvcache.runner.requests import Settings
 from kvcache.runner.saved import adopt, capture, read, write
 from kvcache.runner.tokenizer import Tokenizer
 
-__all__ = ["Conversation", "Conversations"]
+__all__ = ["Conversation", "ConversationFullError", "Conversations", "Turn"]
+
+PART = 256 << 20
+"""Bytes that are handed to the stores after a turn, about; the rest when the engine is closed."""
 
 Turn = Generator[EngineEvent, None, None]
 
 
-@dataclass(slots=True)
-class Conversation:
-    """``tokens`` that were said, and at ``turns`` where each turn began."""
-
-    name: str
-    tokens: list[int] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)
-
-    def undo(self) -> int:
-        """Take the last turn back, and its answer; returns how many tokens went."""
-        if not self.turns:
-            raise RequestError(f"undo: {self.name} has no turn to take back")
-        begin = self.turns.pop()
-        count = len(self.tokens) - begin
-        del self.tokens[begin:]
-        return count
+class ConversationFullError(RequestError):
+    """A conversation that has no room for another turn."""
 
 
 class Conversations:
     """Conversations by name, one of them the ``current`` one. Nothing here is lost by an eviction.
 
-    A conversation is its tokens; what the engine still has of them is never computed again.
+    A conversation is its tokens; what the engine, or a store of its, still has of them is never computed
+    again. Those that are ``kept`` are here from the beginning, and every change to one is kept: a text
+    before it is answered.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, name: str = "main") -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, name: str = "main", kept: KeptConversations | None = None
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.current = Conversation(name)
-        self._all = {name: self.current}
+        self.kept = kept
+        self._all = {each.name: each for each in (kept.read() if kept is not None else ())}
+        self.current = self._all.setdefault(name, Conversation(name))
 
     def __iter__(self) -> Iterator[Conversation]:
         return iter(self._all.values())
@@ -62,10 +57,23 @@ class Conversations:
         self._check_new(name)
         source = self.current
         self.current = self._all[name] = Conversation(name, [*source.tokens], [*source.turns])
+        self._keep(self.current)
 
     def undo(self) -> int:
         """Take the last turn of the current conversation back; returns how many tokens went."""
-        return self.current.undo()
+        count = self.current.undo()
+        self._keep(self.current)
+        return count
+
+    def delete(self, name: str) -> int:
+        """Forget a conversation, which is not the current one; returns how many tokens it had."""
+        if name not in self._all:
+            raise RequestError(f"there is no conversation {name}")
+        if name == self.current.name:
+            raise RequestError(f"{name} is the current conversation; go to another one before it is deleted")
+        gone = self._all.pop(name)
+        self._keep(Conversation(gone.name))
+        return len(gone.tokens)
 
     def text(self) -> str:
         """All that was said in the current conversation."""
@@ -80,24 +88,50 @@ class Conversations:
         """
         conversation = self.current
         blank = " " if conversation.tokens and text[:1].isalnum() else ""
-        more = self.tokenizer.encode(blank + text, bos=not conversation.tokens)
+        limit = self.engine.limit
+        more = self.tokenizer.encode(blank + text, bos=not conversation.tokens, most=limit)
+        said, count = len(conversation.tokens), len(more)
+        if count > limit:
+            raise TextTooLongError(count, limit)
+        if said + count > limit:
+            raise ConversationFullError(
+                f"{conversation.name} has {said} tokens and the text {count}: more than the {limit} that fit"
+            )
         request = self.engine.submit([*conversation.tokens, *more], settings)
         return self._answer(conversation, request)
 
     def _answer(self, conversation: Conversation, request: Request) -> Turn:
         whole = False
+        before = conversation.tokens, conversation.turns
         try:
+            self._set(conversation, [*request.tokens], [*before[1], len(before[0])])
             while not request.done:
                 yield from (event for event in self.engine.step() if event.request == request.id)
             whole = request.error is None
         except GeneratorExit:
-            whole = request.started
+            whole = request.started and request.error is None
+            raise
+        except SystemExit:  # the process is told to end: what there is of the turn stays
+            whole = True
             raise
         finally:
             self.engine.cancel(request)
-            if whole:
-                conversation.turns.append(len(conversation.tokens))
-                conversation.tokens = list(request.tokens)
+            tokens, turns = (list(request.tokens), conversation.turns) if whole else before
+            self._set(conversation, tokens, turns)
+        if self.kept is None or self.kept.writable:
+            self.engine.prefix.write_through(PART)
+
+    def _set(self, conversation: Conversation, tokens: list[int], turns: list[int]) -> None:
+        conversation.tokens, conversation.turns = tokens, turns
+        self._keep(conversation)
+
+    def _keep(self, conversation: Conversation) -> None:
+        if self.kept is None:
+            return
+        name = conversation.name
+        self.kept.write(conversation, self._all)
+        if conversation.name != name:  # the name is another process's
+            self._all = {each.name: each for each in self._all.values()}
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the current conversation to a file; returns its bytes."""
@@ -114,6 +148,7 @@ class Conversations:
         saved = read(path, progress)
         adopt(self.engine, saved)
         self.current = self._all[name] = Conversation(name, list(saved.tokens))
+        self._keep(self.current)
 
     def _check_new(self, name: str) -> None:
         _check_name(name)
@@ -124,3 +159,5 @@ class Conversations:
 def _check_name(name: str) -> None:
     if not name or name.split() != [name]:
         raise RequestError(f"the name {name!r}; it is one word")
+    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in name):
+        raise RequestError(f"the name {name!r}; it is Unicode text without control characters")

@@ -31,7 +31,7 @@ from kvcache.prefix import PrefixCache, Session
 from kvcache.runner.active import Failed, Part, Request, batch_of, chunks, plan_sharing, worth_waiting
 from kvcache.runner.agreeing import Agreement
 from kvcache.runner.errors import RequestError
-from kvcache.runner.generate import GeneratorOptions, LanguageModel, Prompt, cache_for, check_prompt
+from kvcache.runner.generate import GeneratorOptions, LanguageModel, Prompt, cache_for, encode_prompt
 from kvcache.runner.identity import model_identity
 from kvcache.runner.memory import cache_bytes, check_memory
 from kvcache.runner.requests import Event, Finished, Prefilled, Settings, Statistics
@@ -161,11 +161,7 @@ class Engine(Closing):
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids. Raises RequestError for one that is empty, too long or out of range."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("submit: the prompt is text and there is no tokenizer; pass token ids")
-            prompt = self.tokenizer.encode(prompt)
-        return check_prompt(prompt, self.model.config, self.limit)
+        return encode_prompt(self.tokenizer, prompt, self.model.config, self.limit)
 
     def submit(self, prompt: Prompt, settings: Settings | None = None) -> Request:
         """Queue a request; it starts in a ``step`` that finds a sequence for it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ml.errors import MLError
 
-__all__ = ["CapacityError", "ModelError", "RequestError", "RunnerError"]
+__all__ = ["CapacityError", "ModelError", "RequestError", "RunnerError", "TextTooLongError"]
 
 
 class RunnerError(MLError, ValueError):
@@ -17,6 +17,14 @@ class ModelError(RunnerError):
 
 class RequestError(RunnerError):
     """A prompt or a sampling setting outside its limits."""
+
+
+class TextTooLongError(RequestError):
+    """A text of more than ``most`` tokens: ``count`` were found before the rest of it was looked at."""
+
+    def __init__(self, count: int, most: int) -> None:
+        super().__init__(f"the text has {count} tokens or more, and {most} are the most; shorten it")
+        self.count, self.most = count, most
 
 
 class CapacityError(RunnerError):

@@ -22,14 +22,22 @@ from kvcache.cache import Batch, Cache
 from kvcache.causal import CausalCache
 from kvcache.closing import Closing
 from kvcache.runner.config import ModelConfig
-from kvcache.runner.errors import RequestError, RunnerError
+from kvcache.runner.errors import RequestError, RunnerError, TextTooLongError
 from kvcache.runner.memory import cache_bytes, check_memory
 from kvcache.runner.requests import Event, Finished, Prefilled, Settings, Statistics
 from kvcache.runner.runs import Run, Slot, common_prefix, has_token
 from kvcache.runner.sampling import Sampler
 from kvcache.runner.tokenizer import Tokenizer
 
-__all__ = ["Generator", "GeneratorOptions", "LanguageModel", "Prompt", "cache_for", "check_prompt"]
+__all__ = [
+    "Generator",
+    "GeneratorOptions",
+    "LanguageModel",
+    "Prompt",
+    "cache_for",
+    "check_prompt",
+    "encode_prompt",
+]
 
 Prompt = str | Sequence[int]
 """A text, or token ids as they are."""
@@ -130,11 +138,7 @@ class Generator(Closing):
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids. Raises RequestError for one that is empty, too long or out of range."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("generate: a prompt is text and there is no tokenizer; pass token ids")
-            prompt = self.tokenizer.encode(prompt)
-        return check_prompt(prompt, self.model.config, self.capacity)
+        return encode_prompt(self.tokenizer, prompt, self.model.config, self.capacity)
 
     def generate(
         self, prompts: Sequence[Prompt], settings: Settings | None = None
@@ -301,28 +305,48 @@ def cache_for(model: LanguageModel) -> Cache:
     return CausalCache(getattr(model, "shift", None))
 
 
+def encode_prompt(
+    tokenizer: Tokenizer | None, prompt: Prompt, config: ModelConfig, capacity: int
+) -> list[int]:
+    """A text's token ids, or the ids as they are, checked as ``check_prompt`` does."""
+    if not isinstance(prompt, str):
+        return check_prompt(prompt, config, capacity)
+    if tokenizer is None:
+        raise RequestError("the prompt is text and there is no tokenizer; pass token ids")
+    try:
+        found = tokenizer.encode(prompt, most=min(capacity, config.max_positions))
+    except TextTooLongError as error:
+        _check_length(error.count, config, capacity, "at least ")
+        raise
+    return check_prompt(found, config, capacity)
+
+
 def check_prompt(tokens: Sequence[int], config: ModelConfig, capacity: int) -> list[int]:
     """The tokens as a list. Raises RequestError for a prompt that the model or the cache cannot take."""
-    found = [int(token) for token in tokens]
-    if not found:
+    if not len(tokens):
         raise RequestError("the prompt is empty and this model adds no BOS token; give it some text")
+    _check_length(len(tokens), config, capacity)
+    found = [int(token) for token in tokens]
     wrong = [token for token in found if not 0 <= token < config.vocab_size]
     if wrong:
         raise RequestError(
             f"the prompt has token {wrong[0]}; the model's ids are 0 to {config.vocab_size - 1}: "
             "is the tokenizer of another model?"
         )
-    if len(found) > config.max_positions:
+    return found
+
+
+def _check_length(count: int, config: ModelConfig, capacity: int, least: str = "") -> None:
+    if count > config.max_positions:
         raise RequestError(
-            f"the prompt has {len(found)} tokens, more than the model's {config.max_positions} positions; "
+            f"the prompt has {least}{count} tokens, more than the model's {config.max_positions} positions; "
             "shorten it"
         )
-    if len(found) > capacity:
+    if count > capacity:
         raise RequestError(
-            f"the prompt has {len(found)} tokens, more than the capacity of {capacity} tokens per sequence; "
-            f"raise the capacity (the model takes up to {config.max_positions}) or shorten the prompt"
+            f"the prompt has {least}{count} tokens, more than the capacity of {capacity} per sequence; "
+            f"raise it (the model takes up to {config.max_positions}) or shorten the prompt"
         )
-    return found
 
 
 def _batch(parts: Sequence[tuple[Slot, Run, int]]) -> Batch:

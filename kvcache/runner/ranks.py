@@ -69,6 +69,9 @@ def run_ranks(
         except KeyboardInterrupt:
             _end(ranks, _GRACE, ask=True)
             raise KeyboardInterrupt(ranks[0].told) from None
+        except SystemExit:  # told to end: rank 0 shows what it has
+            _end(ranks, _GRACE, ask=True)
+            raise
         except RanksError as error:
             _end(ranks, limits.ending, ask=sys.stdout.isatty())
             error.told = tuple(rank.said for rank in ranks)

@@ -7,7 +7,7 @@ on any other.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,10 @@ from kvcache.runner.errors import RunnerError
 from kvcache.runner.requests import Settings
 from kvcache.runner.runs import Run
 from kvcache.runner.sampling import Sampler
-from kvcache.stores import Page, SnapshotCorrupt, pack, strict_json, unpack
+from kvcache.stores import Page, SnapshotCorrupt, pack, unpack
+from kvcache.stores.page import PAGE_DIGEST, digest_of_page
 
-__all__ = ["ConversationError", "SavedConversation", "adopt", "capture", "read", "write"]
+__all__ = ["ConversationError", "SavedConversation", "adopt", "capture", "read", "write", "write_whole"]
 
 FORMAT = "kvcache.conversation/1"
 _BLOCK = 16 << 20
@@ -132,11 +133,11 @@ def write(path: str | os.PathLike[str], saved: SavedConversation) -> int:
         "cache": dict(saved.cache),
         "snapshot": saved.page.meta["snapshot"],
     }
-    meta["sha256"] = _digest(meta, saved.page.arrays)
+    meta[PAGE_DIGEST] = digest_of_page(Page(meta, saved.page.arrays))
     parts = pack(Page(meta, saved.page.arrays))
     target = check_target(path)
     try:
-        _write_whole(target, parts)
+        write_whole(target, parts)
     except OSError as error:
         raise ConversationError(f"{target}: cannot be written ({error.strerror or error})") from error
     return sum(part.nbytes for part in parts)
@@ -159,7 +160,7 @@ def read(
     meta = dict(page.meta)
     if meta.get("format") != FORMAT:
         raise ConversationError(f"{source}: no saved conversation of the format {FORMAT}")
-    if meta.pop("sha256", None) != _digest(meta, page.arrays):
+    if meta.pop(PAGE_DIGEST, None) != digest_of_page(page):
         raise ConversationError(f"{source}: damaged: its digest does not hold; save the conversation anew")
     if not _is_whole(meta):
         raise ConversationError(f"{source}: a saved conversation whose fields make no sense")
@@ -187,18 +188,12 @@ def _is_whole(meta: Mapping[str, Any]) -> bool:
     return counts and type(evaluated) is int and evaluated > 0 and evaluated in (len(tokens) - 1, len(tokens))
 
 
-def _digest(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
-    """Over all but itself: the meta, and each array's name, dtype, shape and bytes."""
-    digest = hashlib.sha256(strict_json.encode(dict(meta), canonical=True).encode())
-    for name in sorted(arrays):
-        array = arrays[name]
-        digest.update(strict_json.encode([name, array.dtype.name, list(array.shape)]).encode())
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
+def write_whole(target: Path, parts: Sequence[memoryview]) -> None:
+    """Write a file, whole or not at all: a temporary one takes its place when it is on the device.
 
-
-def _write_whole(target: Path, parts: Sequence[memoryview]) -> None:
-    """A temporary file beside it takes its place when it is on the device."""
+    Where it is a link, that stays, and what it points to is replaced.
+    """
+    target = target.resolve()
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -210,6 +205,12 @@ def _write_whole(target: Path, parts: Sequence[memoryview]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    with contextlib.suppress(OSError):  # where folders cannot be synced, a crash of the machine may cost it
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _dtype(record: Mapping[str, Any]) -> ml.DType:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcache.runner.errors import ModelError
+from kvcache.runner.errors import ModelError, RequestError, TextTooLongError
 
 __all__ = ["StreamDecoder", "Tokenizer"]
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8
 """Tokens of context, and the longest wait for a character (UTF-8 has at most 4 bytes in one)."""
+_PIECE = 1 << 15
+"""Characters of a long text that are tokenized at a time to learn whether all of it may fit."""
+_SEAM = 16
+"""By how many tokens, at most, a piece may differ from the same characters inside the whole text."""
 
 
 class Tokenizer:
@@ -63,10 +67,31 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return int(self._backend.get_vocab_size())
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
-        """The token ids of ``text``; with ``bos`` after the tokens that the model expects first."""
-        ids = list(self._backend.encode(text, add_special_tokens=False).ids)
+    def encode(self, text: str, bos: bool = True, most: int | None = None) -> list[int]:
+        """The token ids of ``text``; with ``bos`` after the tokens that the model expects first.
+
+        Of a text that has certainly more than ``most`` tokens (None: no limit) only the beginning is
+        tokenized, to refuse it: one that is a little longer is returned. Other threads run meanwhile.
+
+        Raises TextTooLongError, and RequestError for what is no Unicode text.
+        """
+        _check_unicode(text)
+        if most is not None and len(text) > _PIECE:
+            self._check_fits(text, most)
+        ids = self._ids(text)
         return [*self._prefix, *ids] if bos else ids
+
+    def _check_fits(self, text: str, most: int) -> None:
+        count = 0
+        for piece in _pieces(text):
+            count += max(0, len(self._ids(piece)) - _SEAM)
+            if count > most:
+                raise TextTooLongError(count, most)
+
+    def _ids(self, text: str) -> list[int]:
+        # ``encode`` would hold Python's lock, and keep all threads waiting, for as long as it takes.
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return list(found.ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
@@ -133,6 +158,29 @@ class StreamDecoder:
         self._window = self._window[self._read :]
         self._read = len(self._window)
         return text[len(shown) :]
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code, before = ord(text[error.start]), text[max(0, error.start - 20) : error.start]
+        what = f"U+{code:04X}, half of a surrogate pair"
+        if 0xDC80 <= code <= 0xDCFF:  # as Python decodes what is no UTF-8 in a terminal or an argument
+            what = f"the byte 0x{code & 0xFF:02X}, no UTF-8"
+        raise RequestError(f"the text is no Unicode: after {before!r} it has {what}") from None
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text cut at blanks where there are some: hardly any token reaches over these."""
+    start = 0
+    while start < len(text):
+        stop = start + _PIECE
+        if stop < len(text):
+            blank = text.rfind(" ", start + _PIECE // 2, stop)
+            stop = blank if blank > 0 else stop
+        yield text[start:stop]
+        start = stop
 
 
 def _tokenizers() -> Any:

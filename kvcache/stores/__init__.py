@@ -15,6 +15,7 @@ from kvcache.stores.errors import (
     StoreClosedError,
     StoreError,
     StoreFull,
+    StoreReadOnly,
     StoreUnavailable,
     StoreValueError,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "StoreClosedError",
     "StoreError",
     "StoreFull",
+    "StoreReadOnly",
     "StoreSpec",
     "StoreUnavailable",
     "StoreValueError",

@@ -9,6 +9,7 @@ __all__ = [
     "StoreClosedError",
     "StoreError",
     "StoreFull",
+    "StoreReadOnly",
     "StoreUnavailable",
     "StoreValueError",
 ]
@@ -20,6 +21,10 @@ class StoreError(KVCacheError):
 
 class StoreUnavailable(StoreError, RuntimeError):  # noqa: N818
     """The store cannot be reached or may not be used: no permission, a vanished folder, a missing package."""
+
+
+class StoreReadOnly(StoreUnavailable):
+    """What the store holds is served, and it takes nothing: its folder or device may only be read."""
 
 
 class StoreFull(StoreError, RuntimeError):  # noqa: N818

@@ -21,7 +21,7 @@ from kvcache.closing import Closing
 from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable
 from kvcache.stores.calls import Calls
 from kvcache.stores.entries import BrokenEntryError, Entries
-from kvcache.stores.errors import SnapshotCorrupt, StoreFull, StoreUnavailable
+from kvcache.stores.errors import SnapshotCorrupt, StoreFull, StoreReadOnly, StoreUnavailable
 from kvcache.stores.folder import Folder, Held, translated
 from kvcache.stores.ledger import Ledger
 from kvcache.stores.manifest import DATA, MANIFEST, Manifest
@@ -44,7 +44,7 @@ class FileStore(Closing):
     the device; without, a crash of the machine (not of the process) may cost entries, which are then
     found corrupt and dropped.
 
-    A folder that may only be read is served as it is: ``put`` and ``delete`` raise StoreUnavailable.
+    A folder that may only be read is served as it is: ``put`` and ``delete`` raise StoreReadOnly.
     After a fork, open it anew in the child. Needs the package ``xxhash`` and a POSIX system.
 
     Raises StoreUnavailable: no permission, a folder that holds something else, no xxhash.
@@ -256,7 +256,7 @@ class FileStore(Closing):
 
     def _check_writable(self, op: str) -> None:
         if not self._folder.writable:
-            raise StoreUnavailable(f"{op}: the folder {self.path} may only be read")
+            raise StoreReadOnly(f"{op}: the folder {self.path} may only be read")
 
     def _now(self) -> int:
         """Nanoseconds, no two alike in this object: they order what was used."""

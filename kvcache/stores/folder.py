@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvcache.stores.errors import StoreFull, StoreUnavailable
+from kvcache.stores.errors import StoreError, StoreFull, StoreReadOnly, StoreUnavailable
 from kvcache.stores.manifest import TEMPORARY
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
@@ -40,11 +40,13 @@ _SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os,
 
 @contextlib.contextmanager
 def translated(op: str, path: Path) -> Iterator[None]:
-    """The system's errors as a store's: StoreFull where there is no room, else StoreUnavailable."""
+    """The system's errors as a store's: StoreFull, StoreReadOnly, or StoreUnavailable for all others."""
     try:
         yield
     except OSError as error:
-        kind = StoreFull if error.errno in _NO_ROOM else StoreUnavailable
+        kind: type[StoreError] = StoreFull if error.errno in _NO_ROOM else StoreUnavailable
+        if error.errno == errno.EROFS:
+            kind = StoreReadOnly
         raise kind(f"{op}: {path}: {error.strerror or error}") from error
 
 

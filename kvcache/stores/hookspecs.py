@@ -19,6 +19,7 @@ import pluggy
 
 from kvcache.stores.protocol import SnapshotStore
 from ml import Availability
+from ml.records import CALLABLE, NAME, TEXT, check
 
 __all__ = ["PROJECT", "StoreSpec", "hookimpl", "hookspec", "kvcache_store"]
 
@@ -39,6 +40,9 @@ class StoreSpec:
     install_hint: str
     probe: Callable[[], Availability]
     open: Callable[..., SnapshotStore]
+
+    def __post_init__(self) -> None:
+        check(self, name=NAME, install_hint=TEXT, probe=CALLABLE, open=CALLABLE)
 
 
 @hookspec

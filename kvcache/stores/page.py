@@ -13,6 +13,7 @@ Source: https://huggingface.co/docs/safetensors (format). ``safetensors`` reads 
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -29,9 +30,21 @@ from kvcache.stores.protocol import Reader
 from ml import DType, ShapeError
 from ml.dtypes import STORAGE_DTYPES
 
-__all__ = ["PAGE_FORMAT", "Outline", "Page", "Place", "pack", "read_outline", "unpack"]
+__all__ = [
+    "PAGE_DIGEST",
+    "PAGE_FORMAT",
+    "Outline",
+    "Page",
+    "Place",
+    "digest_of_page",
+    "pack",
+    "read_outline",
+    "unpack",
+]
 
 PAGE_FORMAT = "kvcache.page/1"
+PAGE_DIGEST = "sha256"
+"""Where the meta of a page in a file of its own has the digest of all the rest."""
 ALIGNMENT = 64
 MAX_HEADER = 1 << 24
 """Bytes: a hundred thousand arrays and more; parsing what a stranger wrote has to end soon."""
@@ -115,6 +128,17 @@ def unpack(buffer: Buffer) -> Page:
     except (ValueError, OverflowError) as error:
         raise SnapshotCorrupt(f"unpack: {len(data)} bytes are no page: {error}") from error
     return Page(outline.meta, arrays)
+
+
+def digest_of_page(page: Page) -> str:
+    """sha256 (hex) of a page's meta, but for ``PAGE_DIGEST``, and each array's name, dtype, shape, bytes."""
+    meta = {name: value for name, value in page.meta.items() if name != PAGE_DIGEST}
+    digest = hashlib.sha256(strict_json.encode(meta, canonical=True).encode())
+    for name in sorted(page.arrays):
+        array = page.arrays[name]
+        digest.update(strict_json.encode([name, array.dtype.name, list(array.shape)]).encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 class Place(NamedTuple):

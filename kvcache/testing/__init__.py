@@ -17,11 +17,14 @@ raise NotSupportedError. :class:`StoreTests` is the suite of a place for snapsho
 ``python -m kvcache.testing.traces`` runs many more random traces.
 
 Importing this package is light: the suite, pytest and hypothesis load with the first test class.
+
+PYTEST_DONT_REWRITE: of this file; what is in the package is rewritten, for readable assertions.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["CacheTests", "StoreTests"]
 
 _MODULES = {"CacheTests": "kvcache.testing.cache", "StoreTests": "kvcache.testing.stores"}
+
+if (_pytest := sys.modules.get("pytest")) is not None:
+    _pytest.register_assert_rewrite(__name__)
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kvcache.testing.harness import KINDS, CacheCase, MakeRig, attends, every_ar
 from kvcache.testing.model import Setup
 from kvcache.testing.protocol import only_protocol
 from kvcache.testing.rig import Rig, reference_attention
-from ml import DType
+from ml import DType, nn
 
 __all__ = ["AttendingTests"]
 
@@ -105,6 +106,81 @@ class AttendingTests(CacheCase):
         r.forward([6, 7, 2], [0, 3, 1])
         r.check_attend(2)
         r.drain()
+
+    # Padding.
+
+    @attends
+    @every_kind
+    def test_with_padding_the_shapes_that_attention_sees_repeat(
+        self, rig: MakeRig, kind: Setup, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = ml.CacheConfig(cache_padding=64, mask_batch_padding=8, permuted_v=True)
+        r = rig(kind, max_sequences=2, capacity=192, max_batch=64, config=config)
+        shapes: set[tuple[int, int]] = set()
+        attention = nn.attention
+
+        def recorded(ctx: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> ml.Tensor:
+            assert key.shape[0] == value.shape[0]
+            assert not isinstance(mask, ml.Tensor) or mask.shape == (
+                -(-query.shape[0] // 8) * 8,
+                key.shape[0],
+            )
+            shapes.add((query.shape[0], key.shape[0]))
+            return attention(ctx, query, key, value, mask, *rest)
+
+        monkeypatch.setattr(nn, "attention", recorded)
+        for position in range(130):
+            sequences = [[0], [1], [1, 0]][position % 3] if position < 100 else [0]
+            r.start([r.model.last(seq) + 1 for seq in sequences], sequences)
+            r.put()
+            r.check_attend(position)
+        assert {history % 64 for _, history in shapes} == {0}
+        assert len(shapes) <= 6
+
+    @attends
+    @every_kind
+    @pytest.mark.parametrize("padding", [4, 7, 64])
+    @pytest.mark.parametrize("layout", list(ml.Layout))
+    def test_columns_of_padding_do_no_harm_whatever_they_hold(
+        self, rig: MakeRig, kind: Setup, padding: int, layout: ml.Layout
+    ) -> None:
+        """NaN in cells that are free, in a neighbour's, and in those that a snapshot keeps."""
+        config = ml.CacheConfig(cache_padding=padding, mask_batch_padding=3, layout=layout, permuted_v=True)
+        r = rig(kind, max_sequences=3, capacity=11, max_batch=8, config=config, layers=2)
+        r.spoil(0)
+        for step in range(12):
+            r.start([step], [1])
+            r.put()
+            r.check_attend(step)
+            if step == 3:
+                r.start([0, 1], [0, 0])  # before it
+                r.put_nan()
+            elif step == 5:
+                r.start([0, 1], [2, 2])  # behind it
+                r.put_nan()
+                kept = r.cache.snapshot(2)
+                r.remove(2, 0)
+            elif step == 8:
+                del kept
+                r.defrag()
+            elif step == 10:
+                r.spoil(1)
+
+    @attends
+    @pytest.mark.parametrize("codec", [DType.Q8_0, DType.Q4_0])
+    def test_columns_of_padding_do_no_harm_in_blocks_either(
+        self, backend: ml.Backend, ctx: ml.Context, codec: DType
+    ) -> None:
+        cache = Setup(dtype=codec, config=ml.CacheConfig(cache_padding=8)).make(backend)
+        for content, positions in ((np.nan, range(9)), (1.0, range(3)), (1.0, range(3, 4))):
+            cache.start_forward(ctx, Batch(positions, [0] * len(positions)))
+            host = ctx.full((len(positions), 1, 32), content, DType.F32)
+            cache.put(ctx, host, host)
+            if content != content:
+                cache.remove(0, 0)
+                continue
+            found = cache.attend(ctx, host, 0.1).to_numpy()
+            np.testing.assert_allclose(found, np.ones_like(found), rtol=0.01)
 
     @attends
     @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 1), (6, 3), (8, 2)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcache.testing.answers import AnswerTests
 from kvcache.testing.attending import AttendingTests
 from kvcache.testing.batches import BatchTests
 from kvcache.testing.branches import BranchTests
@@ -17,6 +18,7 @@ from kvcache.testing.order import OrderTests
 from kvcache.testing.prefix import PrefixTests
 from kvcache.testing.properties import PropertyTests
 from kvcache.testing.quantized import QuantizedTests
+from kvcache.testing.reading import ReadingTests
 from kvcache.testing.recurrent import RecurrentFaultTests, RecurrentTests
 from kvcache.testing.removal import RemovalTests
 from kvcache.testing.reserving import ReservingTests
@@ -38,6 +40,7 @@ class CacheTests(
     RemovalTests,
     DefragTests,
     ReservingTests,
+    ReadingTests,
     CapacityTests,
     WindowTests,
     OrderTests,
@@ -58,6 +61,7 @@ class CacheTests(
     ScheduledStateTests,
     BranchTests,
     PrefixTests,
+    AnswerTests,
 ):
     """Everything the contract says of the attention caches. Subclass it; see :mod:`kvcache.testing`.
 

@@ -369,6 +369,8 @@ class WrapperSnapshotTests(CacheCase):
         for snapshot in r.causal.snapshots_taken(0) if detached else ():
             snapshot.detach()
         assert r.cache.take_snapshots(0) == []
+        assert r.cache.skipped_snapshots(0) == [2]
+        assert r.cache.skipped_snapshots(0) == [], "it is said once"
         r.forward(0)
         assert [(s.begin, s.end) for s in r.cache.snapshots_taken(0)] == [(0, 4)]
         r.forward(0, 0)

@@ -139,11 +139,12 @@ class EncoderRig:
         else:
             self.held[seq] = Output(output.position - end + begin, output.first, output.count)
 
-    def look(self, computes: bool = True) -> None:
+    def look(self, computes: bool = True, read_only: bool = False) -> None:
         """A pass of all that hold something, read back."""
         holders = sorted(self.held, reverse=True)
         if holders:
-            self.start([9] * len(holders), holders)
+            self.pass_ = [9] * len(holders), holders
+            self.cache.start_forward(self.ctx, Batch(*self.pass_), read_only=read_only)
             self.check(computes)
 
 
@@ -179,7 +180,7 @@ def encoder_trace(backend: ml.Backend, seed: int, floats: Sequence[DType], compu
                 begin = rnd.randrange(8)
                 r.remove(seq, begin, rnd.choice((None, begin + rnd.randrange(4))))
             else:
-                r.look(computes)
+                r.look(computes, read_only=rnd.random() < 0.5)
         r.look(computes)
 
 

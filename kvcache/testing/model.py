@@ -138,12 +138,16 @@ class Model:
         for position, seq, token in zip(positions, sequences, tokens, strict=True):
             self.tokens[seq][position] = token
 
-    def _check(self, positions: Sequence[int], sequences: Sequence[int]) -> None:
+    def read(self, positions: Sequence[int], sequences: Sequence[int]) -> None:
+        """What a pass that only reads refuses."""
+        self._check(positions, sequences, read_only=True)
+
+    def _check(self, positions: Sequence[int], sequences: Sequence[int], read_only: bool = False) -> None:
         pairs = list(zip(sequences, positions, strict=True))
         wrong = not pairs or len(set(pairs)) < len(pairs)
         for seq, position in pairs:
             wrong = wrong or position < 0 or not 0 <= seq < self.setup.max_sequences
-            wrong = wrong or position in self.tokens[seq]
+            wrong = wrong or (not self.visible(seq, position) if read_only else position in self.tokens[seq])
         if wrong:
             raise kvcache.InvalidBatchError(f"{pairs}")
         if self.lost.intersection(sequences):

@@ -65,13 +65,20 @@ class PrefixFindingTests(PrefixCase):
         assert r.keep([*LONG[:18], 92, 5, 5]) == 16
         assert r.keep([*LONG[:7], 93]) == 0
 
-    def test_a_recurrent_state_inside_a_batch_is_not_there_to_be_kept(self, talk: Talk) -> None:
+    def test_a_recurrent_state_inside_a_batch_is_not_there_to_be_kept_and_that_is_said_once(
+        self, talk: Talk, caplog: pytest.LogCaptureFixture
+    ) -> None:
         r = talk("recurrent")
-        chat = r.begin(LONG)
-        chat.prefill(honour=False)
-        chat.close()
-        assert r.keep([*LONG[:14], 90]) == 0
-        assert r.keep([*LONG, 90]) == 20
+        for first in (0, 50):
+            chat = r.begin([first, *LONG])
+            chat.prefill(honour=False)
+            chat.close()
+        assert r.prefix.stats.skipped == 6
+        (said,) = caplog.messages
+        assert "ran past [8, 16, 20]" in said
+        assert r.keep([0, *LONG[:13], 90]) == 0
+        assert r.keep([0, *LONG, 90]) == 21
+        assert r.prefix.stats.skipped == 6
 
     @every_cache
     def test_open_sessions_share_what_they_hold(self, talk: Talk, cache: str) -> None:

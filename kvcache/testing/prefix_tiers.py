@@ -66,7 +66,7 @@ class PrefixTierTests(PrefixCase):
         r = talk(max_sequences=2, capacity=8, tiers=[HostTier()])
         r.keep(LONG[:8])
         r.prefix.evict()
-        chat = r.chat(list(range(12)))
+        chat = r.chat(list(range(r.cache.cells - 4)))  # more where the backend asks for padding
         stats, nbytes = replace(r.prefix.stats), r.prefix.nbytes
         with pytest.raises(kvcache.CacheFullError) as caught:
             r.prefix.begin([*LONG[:8], 1])

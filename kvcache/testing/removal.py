@@ -138,6 +138,7 @@ class RemovalTests(CacheCase):
     ) -> None:
         spec = nn.RopeSpec(8, interleaved=interleaved)
         cache = kvcache.CausalCache(nn.rope_shift(spec))
+        cache.set_config(ml.CacheConfig())
         cache.init(backend, DType.F32, 1, 16, 16)
         raw = np.random.default_rng(5).standard_normal((12, 2, 8)).astype(np.float32)
 

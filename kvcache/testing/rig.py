@@ -31,9 +31,10 @@ def mask_of(mask: object, tokens: int, history: int, config: ml.CacheConfig) -> 
     """The mask as BOOL (tokens, history), after checking its form; an elided one is spelt out."""
     if mask is None or mask is ml.CAUSAL:
         assert config.elide_mask, "a mask may be elided only where the config says so"
+        if mask is None:
+            return np.ones((tokens, history), dtype=bool)
         assert history >= tokens
-        columns = np.arange(history) if mask is ml.CAUSAL else np.zeros(history)
-        return np.asarray(columns <= np.arange(history - tokens, history)[:, None])
+        return np.asarray(np.arange(history) <= np.arange(history - tokens, history)[:, None])
     mask = cast("ml.Tensor", mask)
     assert mask.dtype is config.mask_dtype
     padding = config.mask_batch_padding
@@ -127,23 +128,38 @@ class Rig:
             self.model.tokens = before
             self.check_figures()
 
-    def put(self) -> None:
+    def read(self, positions: Sequence[int], sequences: Sequence[int]) -> bool:
+        """``start_forward`` of a pass that only reads; whether the batch was taken."""
+        batch = kvcache.Batch(list(positions), list(sequences))
+        self.agree(
+            lambda: self.cache.start_forward(self.ctx, batch, read_only=True),
+            lambda: self.model.read(positions, sequences),
+        )
+        self.check_figures()
+        if self.refusal is not None:
+            return False
+        self.pass_ = list(positions), list(sequences)
+        assert isinstance(outcome(self.put), kvcache.OrderError)
+        return True
+
+    def put(self, layers: int | None = None) -> None:
+        """Into all layers, or the first ``layers``."""
         positions, _ = self.pass_
         ids = np.arange(self.next_token - len(positions), self.next_token)
-        for layer in range(self.setup.layers):
+        for layer in range(self.setup.layers if layers is None else layers):
             self.cache.set_layer(layer)
             key = self.ctx.from_numpy(values.keys(ids, positions, layer))
             value = self.ctx.from_numpy(values.values(ids, layer))
             self.cache.put(self.ctx, key, value)
 
-    def check_seen(self, lifted: Collection[int] = ()) -> None:
-        """Every query of the pass sees exactly what the model says, in every layer."""
+    def check_seen(self, lifted: Collection[int] = (), layers: int | None = None) -> None:
+        """Every query of the pass sees exactly what the model says, in all layers or the first ``layers``."""
         positions, sequences = self.pass_
         expected = [
             self.model.visible(seq, position, i in lifted)
             for i, (position, seq) in enumerate(zip(positions, sequences, strict=True))
         ]
-        for layer in range(self.setup.layers):
+        for layer in range(self.setup.layers if layers is None else layers):
             seen = look(self.cache, self.ctx, len(positions), layer)
             assert seen == expected, f"layer {layer}: saw {seen}, not {expected}"
 
@@ -170,6 +186,24 @@ class Rig:
             limit = TOLERANCE[self.setup.dtype]
             actual, expected = found.to_numpy().astype(np.float64)[:, :, 3:], np.stack(wanted)[:, :, 3:]
             np.testing.assert_allclose(actual, expected, rtol=limit, atol=limit)
+
+    def spoil(self, seq: int) -> None:
+        """Leave NaN behind in every cell that is free, by tokens that are put and removed."""
+        count, first = self.model.free(), self.model.last(seq) + 1
+        if count and self.start(range(first, first + count), [seq] * count):
+            self.put_nan()
+            self.remove(seq, first)
+
+    def put_nan(self) -> None:
+        """For all tokens of the pass."""
+        count = len(self.pass_[0])
+        for layer in range(self.setup.layers):
+            self.cache.set_layer(layer)
+            nan = [
+                self.ctx.full((count, values.KV_HEADS, dim), np.nan, DType.F32)
+                for dim in (values.KEY_DIM, values.VALUE_DIM)
+            ]
+            self.cache.put(self.ctx, *nan)
 
     def forward(
         self, positions: Sequence[int], sequences: Sequence[int] | int, lifted: Collection[int] = ()

@@ -208,6 +208,8 @@ class ScheduledSnapshotTests(CacheCase):
         h.cache.schedule_snapshots(0, [2, 8, 10])
         h.forward([0, 1, 2, 9, 10], [0] * 5)
         assert [snapshot.end for snapshot in h.cache.take_snapshots(0)] == [2, 10]
+        assert h.cache.skipped_snapshots(0) == [8]
+        assert h.cache.skipped_snapshots(0) == [], "it is said once"
 
     def test_a_cache_bound_anew_has_nothing_scheduled(self, planned: Make, backend: ml.Backend) -> None:
         h = planned()
@@ -238,6 +240,8 @@ class ScheduledStateTests(CacheCase):
         assert r.cache.next_snapshot(1) is None
         r.forward(0, 0, 0)
         assert r.cache.next_snapshot(0) == 7, "4 was passed"
+        assert r.cache.skipped_snapshots(0) == [4]
+        assert r.cache.skipped_snapshots(0) == r.cache.skipped_snapshots(1) == [], "it is said once"
         r.forward(0, 0)
         seven = r.model.snapshot(0, 2, 7)
         taken = [*r.cache.take_snapshots(0), *r.cache.take_snapshots(1)]
@@ -250,6 +254,38 @@ class ScheduledStateTests(CacheCase):
         assert r.restore(2, 2)
         r.forward(0, 2, 1)
         r.drain()
+
+    @pytest.mark.parametrize("looked", [False, True])
+    def test_positions_inside_a_batch_are_skipped_and_said_to_be(
+        self, states: Callable[..., StateRig], looked: bool
+    ) -> None:
+        r = states()
+        r.cache.schedule_snapshots(0, [3, 7])
+        r.forward(*[0] * 9)
+        if looked:
+            assert r.cache.take_snapshots(0) == []
+        assert r.cache.skipped_snapshots(0) == [3, 7]
+        assert r.cache.take_snapshots(0) == []
+        assert r.cache.skipped_snapshots(0) == []
+
+    @pytest.mark.parametrize("how", ["taken back", "cancelled", "replaced"])
+    def test_a_skip_that_was_not_asked_for_goes_with_the_tokens(
+        self, states: Callable[..., StateRig], how: str
+    ) -> None:
+        r = states(interval=1, checkpoints=9)
+        r.forward(0)
+        r.cache.schedule_snapshots(0, [2, 3])
+        r.forward(0, 0, 0)
+        assert r.cache.snapshots_taken(0) == []
+        if how == "cancelled":
+            r.cache.cancel_snapshots(0)
+        elif how == "replaced":
+            r.copy_prefix(1, 0, 0)
+        else:
+            assert r.remove(0, 1)
+            r.forward(0, 0)
+            assert [snapshot.end for snapshot in r.cache.take_snapshots(0)] == [3]
+        assert r.cache.skipped_snapshots(0) == ([2] if how == "taken back" else [])
 
     def test_positions_that_were_passed_are_refused(self, states: Callable[..., StateRig]) -> None:
         r = states()

@@ -68,11 +68,12 @@ class CacheMachine(RuleBasedStateMachine):
     def sequence(self, data: Data) -> int:
         return data.draw(st.integers(0, self.rig.setup.max_sequences - 1), label="sequence")
 
-    def forward(self, pairs: list[tuple[int, int]], lifted: list[int]) -> None:
+    def forward(self, pairs: list[tuple[int, int]], lifted: list[int], read_only: bool = False) -> None:
         r = self.rig
-        if not r.start([p for p, _ in pairs], [s for _, s in pairs]):
+        if not (r.read if read_only else r.start)([p for p, _ in pairs], [s for _, s in pairs]):
             return
-        r.put()
+        if not read_only:
+            r.put()
         if lifted:
             r.cache.set_causal(r.ctx, except_=lifted)
         r.check_seen(lifted)
@@ -85,14 +86,14 @@ class CacheMachine(RuleBasedStateMachine):
         first = self.rig.model.last(seq) + 1
         self.forward([(first + i, seq) for i in range(count)], [])
 
-    @rule(data=st.data())
-    def forward_anything(self, data: Data) -> None:
+    @rule(data=st.data(), read_only=st.booleans())
+    def forward_anything(self, data: Data, read_only: bool) -> None:
         """Any pairs at all: gaps, repeats, what is stored already, in any order."""
         last = self.rig.setup.max_sequences - 1
         pair = st.tuples(st.integers(0, 11), st.integers(0, last))
         pairs = data.draw(st.lists(pair, min_size=1, max_size=5), label="(position, sequence)")
         index = st.integers(0, len(pairs) - 1)
-        self.forward(pairs, data.draw(st.lists(index, max_size=2), label="lifted"))
+        self.forward(pairs, data.draw(st.lists(index, max_size=2), label="lifted"), read_only)
 
     @precondition(lambda self: self.rig.setup.max_sequences > 1)
     @rule(data=st.data(), length=small)

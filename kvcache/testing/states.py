@@ -7,6 +7,7 @@ number stored for a state is computed from that list, small enough for every dty
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -272,6 +273,25 @@ class StateRig:
         self.check_seen()
         self.check()
 
+    def read(self, sequences: Sequence[int]) -> None:
+        """A pass that only reads, with a query at the last token of each: copies, and nothing set."""
+        positions = [len(self.model.rows[seq].tokens) - 1 for seq in sequences]
+        self.cache.start_forward(self.ctx, Batch(positions, list(sequences)), read_only=True)
+        assert self.cache.sequences == tuple(sequences)
+        self.sequences = list(sequences)
+        for layer in RECURRENT_LAYERS:
+            for kind in KINDS:
+                state = self.state(kind, layer)
+                wanted = [state_values(self.model.rows[seq].seen, kind, layer) for seq in sequences]
+                np.testing.assert_array_equal(state.to_numpy().astype(np.float32), np.stack(wanted))
+                refusal = outcome(functools.partial(self.write, kind, layer, in_place=False))
+                assert isinstance(refusal, kvcache.OrderError)
+                wrong = self.ctx.full(state.shape, 99, state.dtype)
+                self.ctx.forward(wrong.copy(self.ctx, state))  # which is the caller's own
+        self.ids, self.positions = list(range(len(sequences))), positions
+        self.check_seen()
+        self.check()
+
     def state(self, kind: str, layer: int) -> ml.Tensor:
         state = (self.cache.conv_state if kind == "conv" else self.cache.recurrent_state)(self.ctx, layer)
         assert state.dtype is (self.setup.conv if kind == "conv" else DType.F32)
@@ -444,8 +464,12 @@ def _random_call(rnd: random.Random, rig: StateRig) -> None:
     elif roll < 0.84:
         begin = rnd.randint(0, length)
         rig.remove(seq, begin, begin + rnd.randint(-1 if rnd.random() < 0.1 else 0, 4))
-    elif roll < 0.86:
+    elif roll < 0.85:
         rig.checkpoint(seq)
+    elif roll < 0.87:
+        holders = [other for other in range(count) if rig.model.rows[other].tokens]
+        if holders:
+            rig.read(rnd.sample(holders, rnd.randint(1, len(holders))))
     elif roll < 0.93:
         end = rnd.choice([None, rnd.randint(0, length)])
         rig.snapshot(seq, rnd.randint(0, length if end is None else end), end)

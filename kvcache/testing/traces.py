@@ -95,9 +95,13 @@ def next_op(rnd: random.Random, model: Model, snapshots: float) -> Op:
         return "copy_prefix", *_two(rnd, model), rnd.randrange(8)
     if roll < 0.90:
         return _removal(rnd, model)
-    if roll < 0.95:
+    if roll < 0.93:
         return "defrag", 0
-    return "reserve", rnd.randrange(1, 4)
+    if roll < 0.95:
+        return "reserve", rnd.randrange(1, 4)
+    if roll < 0.97:
+        return "spoil", rnd.randrange(model.setup.max_sequences)
+    return _reading(rnd, model)
 
 
 def _forward(rnd: random.Random, model: Model) -> Op:
@@ -119,6 +123,15 @@ def _forward(rnd: random.Random, model: Model) -> Op:
         lifted = rnd.sample(range(len(pairs)), rnd.randrange(1, len(pairs) + 1))
     look = "undo" if rnd.random() < 0.06 else rnd.choice(("get", "get", "attend", "both"))
     return "forward", tuple(p for p, _ in pairs), tuple(s for _, s in pairs), tuple(lifted), look
+
+
+def _reading(rnd: random.Random, model: Model) -> Op:
+    """Queries anywhere up to a little behind the end."""
+    seqs = rnd.choices(range(model.setup.max_sequences), k=rnd.randrange(1, 5))
+    pairs = list({(rnd.randrange(model.last(seq) + 3), seq) for seq in seqs})
+    lifted = rnd.sample(range(len(pairs)), rnd.choice((0, 0, 1)))
+    look = rnd.choice(("get", "attend", "both"))
+    return "read", tuple(p for p, _ in pairs), tuple(s for _, s in pairs), tuple(lifted), look
 
 
 def _two(rnd: random.Random, model: Model) -> tuple[int, int]:
@@ -168,8 +181,8 @@ def apply(rig: CopyRig, op: Op, computes: bool) -> None:
             getattr(rig, str(name))(*args)
     elif name == "snapshot":
         rig.snapshot(*args)  # type: ignore[arg-type]
-    elif name == "forward":
-        _apply_forward(rig, computes, *args)  # type: ignore[arg-type]
+    elif name in ("forward", "read"):
+        _apply_pass(rig, computes, str(name), *args)  # type: ignore[arg-type]
     elif name == "copy_prefix":
         src, dst, length = args
         if src != dst:
@@ -178,19 +191,26 @@ def apply(rig: CopyRig, op: Op, computes: bool) -> None:
         rig.remove(*args)  # type: ignore[arg-type]
     elif name == "defrag":
         rig.defrag()
+    elif name == "spoil":
+        if rig.setup.config.cache_padding > 1:  # columns of padding do no harm, whatever they hold
+            rig.spoil(*args)  # type: ignore[arg-type]
     else:
         rig.reserve(*args)  # type: ignore[arg-type]
 
 
-def _apply_forward(
-    rig: CopyRig, computes: bool, positions: Ints, sequences: Ints, lifted: Ints, look: str
+def _apply_pass(
+    rig: CopyRig, computes: bool, name: str, positions: Ints, sequences: Ints, lifted: Ints, look: str
 ) -> None:
     if look == "undo":
         rig.start_and_undo(positions, sequences)
         return
-    if not rig.start(positions, sequences):
+    if name == "read":
+        if not rig.read(positions, sequences):
+            return
+    elif rig.start(positions, sequences):
+        rig.put()
+    else:
         return
-    rig.put()
     if lifted:
         rig.cache.set_causal(rig.ctx, except_=lifted)
     if look != "attend" or not computes:

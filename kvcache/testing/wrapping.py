@@ -27,10 +27,10 @@ class ForeignCache:
         self.inner = inner
         self.refuses: str | None = None
 
-    def _ask(self, name: str, *args: Any) -> Any:
+    def _ask(self, name: str, *args: Any, **named: Any) -> Any:
         if self.refuses == name:
             raise kvcache.KVCacheError(f"{name}: this cache refuses")
-        return getattr(self.inner, name)(*args)
+        return getattr(self.inner, name)(*args, **named)
 
     def init(self, *args: Any) -> None:
         self._ask("init", *args)
@@ -41,8 +41,10 @@ class ForeignCache:
     def close(self) -> None:
         self._ask("close")
 
-    def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
-        self._ask("start_forward", ctx, batch, reserve)
+    def start_forward(
+        self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
+    ) -> None:
+        self._ask("start_forward", ctx, batch, reserve, read_only=read_only)
 
     def set_layer(self, layer: int) -> None:
         self._ask("set_layer", layer)
@@ -148,6 +150,22 @@ class WrapperRig:
             self.cache.set_layer_type(i)
             rig.check_seen(lifted)
 
+    def read(self, positions: Sequence[int], sequences: Sequence[int]) -> bool:
+        """A pass that only reads: each cache shows what it stores."""
+        batch = Batch(list(positions), list(sequences))
+        if not self.both(
+            lambda: self.cache.start_forward(self.ctx, batch, read_only=True),
+            lambda m: m.read(positions, sequences),
+        ):
+            self.go_on()
+            return False
+        self.under_way = None
+        for i, rig in enumerate(self.rigs):
+            self.cache.set_layer_type(i)
+            rig.pass_ = list(positions), list(sequences)
+            rig.check_seen()
+        return True
+
     def extend(self, seq: int, count: int = 1) -> bool:
         first = self.last(seq) + 1
         return self.forward(range(first, first + count), [seq] * count)
@@ -250,9 +268,9 @@ class _Part(Rig):
     def through(self, put: Callable[..., None], set_layer: Callable[[int], None]) -> None:
         self._put, self._set_layer = put, set_layer
 
-    def put(self) -> None:
+    def put(self, layers: int | None = None) -> None:
         if self.direct:
-            super().put()
+            super().put(layers)
             return
         positions, _ = self.pass_
         ids = range(self.next_token - len(positions), self.next_token)
@@ -296,6 +314,8 @@ def _random_call(rnd: random.Random, r: WrapperRig, count: int) -> None:
         if r.foreign is not None and rnd.random() < 0.2:
             r.refused_start([p for p, _ in pairs], [s for _, s in pairs])
             return
+        if rnd.random() < 0.1:
+            r.read([max(0, p - rnd.randrange(3)) for p, _ in pairs], [s for _, s in pairs])
         r.forward([p for p, _ in pairs], [s for _, s in pairs], lifted)
     elif roll < 0.75 and count > 1:
         src, dst = rnd.sample(range(count), 2)

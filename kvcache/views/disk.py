@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from kvcache.shelf import span_of
 from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable
 from kvcache.stores.folder import LOCK, PAGES, STORE_FORMAT
 from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, TEMPORARY, Manifest
-from kvcache.stores.page import Page, unpack
+from kvcache.stores.page import PAGE_DIGEST, Page, digest_of_page, unpack
+from kvcache.stores.streams import load_xxhash
 from kvcache.views.models import Picture
 from kvcache.views.summaries import Table, tabled
 from kvcache.views.words import Decode, age_text, bytes_text, counted, preview, printable
@@ -103,7 +104,9 @@ class StorePicture(Picture):
     def summary(self) -> str:
         limit = "" if self.budget is None else f" of {bytes_text(self.budget)}"
         writing = f", {counted(self.writing, 'temporary file')}" if self.writing else ""
-        return f"{counted(self.total, 'entry')}, {bytes_text(self.nbytes)}{limit}{writing}"
+        count = sum(bool(entry.problem) for entry in self.entries)
+        broken = f", {count} broken" if count else ""
+        return f"{counted(self.total, 'entry')}, {bytes_text(self.nbytes)}{limit}{broken}{writing}"
 
     def table(self) -> Table:
         rows = [
@@ -124,6 +127,9 @@ class StorePicture(Picture):
 
 # Stores.
 
+_BLOCK = 1 << 19
+"""Bytes that are read and digested at a time."""
+
 
 def is_store(path: Path) -> bool:
     """Whether this is the folder of a FileStore."""
@@ -133,11 +139,16 @@ def is_store(path: Path) -> bool:
         return False
 
 
-def look_at_store(path: str | Path, budget: int | None = None, entries: int = 50) -> StorePicture:
-    """A picture of a store's folder; the ``entries`` used last are opened to see what they hold.
+def look_at_store(
+    path: str | Path,
+    budget: int | None = None,
+    entries: int = 50,
+    progress: Callable[[int, int], None] | None = None,
+) -> StorePicture:
+    """A picture of a store's folder; the ``entries`` used last are read whole, to see what they hold.
 
-    The folder does not know its budget: say it to have it shown. Raises StoreUnavailable for a folder that
-    is no store, or may not be read.
+    ``progress(done, total)`` counts their bytes. The folder does not know its budget: say it to have it
+    shown. Raises StoreUnavailable for a folder that is no store, or may not be read.
     """
     path = Path(path)
     if not is_store(path):
@@ -149,9 +160,14 @@ def look_at_store(path: str | Path, budget: int | None = None, entries: int = 50
     whole = sizes.keys() & manifests.keys()
     shown = sorted(manifests, key=lambda key: (-manifests[key], key))[: max(0, entries)]
     now = time.time()
-    views = tuple(_entry(path / PAGES, key, sizes.get(key), now - manifests[key]) for key in shown)
+    views, done, total = [], 0, sum(sizes.get(key, 0) for key in shown)
+    for key in shown:
+        views.append(_entry(path / PAGES, key, sizes.get(key), now - manifests[key]))
+        done += sizes.get(key, 0)
+        if progress is not None:
+            progress(done, total)
     return StorePicture(
-        printable(str(path)), len(manifests), sum(sizes[key] for key in whole), budget, views, writing
+        printable(str(path)), len(manifests), sum(sizes[key] for key in whole), budget, tuple(views), writing
     )
 
 
@@ -178,10 +194,7 @@ def _entry(pages: Path, key: str, size: int | None, age: float) -> EntryView:
     if size is None:
         return EntryView(name, 0, age, problem="its data are missing")
     try:
-        with open(pages / (key + MANIFEST), "rb") as file:
-            manifest = Manifest.parse(file.read(MAX_BYTES), key)
-        if manifest.nbytes != size:
-            return EntryView(name, size, age, problem=f"{manifest.nbytes} bytes were put, {size} are there")
+        _check_entry(pages / (key + DATA))
         page = _open_page(pages / (key + DATA))
         begin, end = span_of(page)
     except (OSError, ValueError, SnapshotCorrupt) as error:
@@ -189,18 +202,35 @@ def _entry(pages: Path, key: str, size: int | None, age: float) -> EntryView:
     return EntryView(name, size, age, begin, end, printable(str(page.meta["snapshot"].get("kind", "?"))))
 
 
+def _check_entry(data: Path) -> None:
+    """Whether a data file is what its manifest says. Raises SnapshotCorrupt, ValueError or OSError."""
+    with data.with_suffix(MANIFEST).open("rb") as file:
+        manifest = Manifest.parse(file.read(MAX_BYTES), data.stem)
+    size = data.stat().st_size
+    if manifest.nbytes != size:
+        raise SnapshotCorrupt(f"{manifest.nbytes} bytes were put, {size} are there")
+    digest, block = load_xxhash().xxh3_128(), memoryview(bytearray(_BLOCK))
+    with data.open("rb", buffering=0) as file:  # not mapped: a device that fails is an error, and no signal
+        while count := file.readinto(block):
+            digest.update(block[:count])
+    if digest.hexdigest() != manifest.digest:
+        raise SnapshotCorrupt("its digest is wrong")
+
+
 # Pages.
 
 
 def look_at_page(path: str | Path, decode: Decode | None = None) -> PagePicture:
-    """A picture of a file that holds a page, a saved conversation say; only its header is read.
+    """A picture of a file that holds a page, a saved conversation say.
 
-    Raises SnapshotCorrupt for a file that holds none, StoreUnavailable for one that cannot be read.
+    All of it is read where there is a digest to check it with. Raises SnapshotCorrupt for a file that holds
+    none, or is damaged, StoreUnavailable for one that cannot be read.
     """
     path = Path(path)
     try:
         page = _open_page(path)
         size = path.stat().st_size
+        digest = _checked_digest(path, page)
     except OSError as error:
         raise StoreUnavailable(f"inspect: {path}: {error.strerror or error}") from error
     begin, end = span_of(page)
@@ -212,6 +242,7 @@ def look_at_page(path: str | Path, decode: Decode | None = None) -> PagePicture:
     facts = [(printable(name), _short(value)) for name, value in page.meta.items() if name not in _DRAWN]
     if tokens is not None:
         facts.insert(0, ("begins", preview(tokens, decode)))
+    facts.append(("digest", digest))
     return PagePicture(
         printable(str(path)),
         size,
@@ -223,7 +254,22 @@ def look_at_page(path: str | Path, decode: Decode | None = None) -> PagePicture:
     )
 
 
-_DRAWN = {"snapshot", "tokens"}
+_DRAWN = {"snapshot", "tokens", PAGE_DIGEST}
+
+
+def _checked_digest(path: Path, page: Page) -> str:
+    """What there is to say of a page's digest, which holds; SnapshotCorrupt where it does not."""
+    if (stored := page.meta.get(PAGE_DIGEST)) is not None:
+        if stored != digest_of_page(page):
+            raise SnapshotCorrupt(f"inspect: {path}: damaged: its digest is wrong")
+        return f"holds, sha256 {stored[:16]}…"
+    if path.suffix == DATA and path.with_suffix(MANIFEST).is_file():
+        try:
+            _check_entry(path)
+        except ValueError as error:
+            raise SnapshotCorrupt(f"inspect: {path}: damaged: {error}") from error
+        return "holds, that of its manifest"
+    return "none: nothing tells whether the file is whole"
 
 
 def page_meta(path: str | Path) -> Mapping[str, Any]:

@@ -28,8 +28,9 @@ DEFAULT_GRAPH_NODES = 8192
 class Storage:
     """One allocation: the framework's array of ``size`` elements, shared by all views of it.
 
-    ``owned`` storage is counted in ``Backend.memory()`` until it is dropped; what came in through
-    ``from_native`` is not. Functional frameworks replace ``array`` on every write.
+    ``array`` is whatever the backend makes of it, flat or not. ``owned`` storage of ``nbytes`` is counted in
+    ``Backend.memory()`` for ``device`` until it is dropped; what came in through ``from_native`` is not.
+    Functional frameworks replace ``array`` on every write.
     """
 
     __slots__ = ("__weakref__", "array", "backend", "device", "size")
@@ -88,7 +89,8 @@ class BaseBackend(ABC):
         return self._new_context(nodes)
 
     @abstractmethod
-    def _new_context(self, max_graph_nodes: int) -> BaseContext: ...
+    def _new_context(self, max_graph_nodes: int) -> BaseContext:
+        """A context on the first device; ``max_graph_nodes`` >= 1 is a hint where graphs are built."""
 
     def memory(self) -> BackendMemory:
         self._check_open("memory")
@@ -100,10 +102,11 @@ class BaseBackend(ABC):
         )
 
     def _device_memory(self, index: int, device: DeviceInfo, allocated: int) -> DeviceMemory:
-        """Add what the framework knows of the device's free and total bytes."""
+        """What is known of ``devices[index]``: add free and total bytes where the framework can tell."""
         return DeviceMemory(device.name, allocated)
 
     def close(self) -> None:
+        """Refuse everything from now on. A backend calls it first, then frees what tensors still hold."""
         self._closed = True
 
     def check(self, op: str) -> None:

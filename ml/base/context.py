@@ -45,13 +45,14 @@ class BaseContext(ABC):
 
     @abstractmethod
     def _from_array(self, array: np.ndarray, dtype: DType) -> BaseTensor:
-        """A copy of a host array of exactly this dtype."""
+        """A copy of a host array of exactly this dtype, whose caller may change it at once. Any strides."""
 
     def _empty(self, shape: Shape, dtype: DType) -> BaseTensor:
-        """Overridden where the framework can leave storage unwritten."""
+        """New storage, of which nothing need be written; overridden where the framework can do that."""
         return self._full(shape, 0, dtype)
 
     def _full(self, shape: Shape, value: float, dtype: DType) -> BaseTensor:
+        """New storage of one value, which an integer dtype holds exactly; -0.0 keeps its sign."""
         try:
             with np.errstate(all="ignore"):
                 host = np.full(shape, value, dtype.numpy)
@@ -60,11 +61,21 @@ class BaseContext(ABC):
         return self._from_array(host, dtype)
 
     def _arange(self, start: float, step: float, count: int, dtype: DType) -> BaseTensor:
+        """``start + i * step`` for i in ``range(count)``, each by itself, not summed up, and rounded once."""
         exact = np.dtype(np.float64 if dtype.is_float else np.int64)
         values = np.arange(count, dtype=exact) * np.asarray(step, exact) + np.asarray(start, exact)
         return self._from_array(values.astype(dtype.numpy), dtype)
 
     def _from_native(self, array: Any) -> BaseTensor:
+        """A tensor over a framework's own array without a copy, its Storage made with ``owned=False``.
+
+        Strides are kept where the array shows them: ``storage.array`` is then what it is a view of, from its
+        first element on. ShapeError for strides that are negative or no whole elements. Of a lazy array the
+        work is started, so that its arguments can go, and its result is the storage; an error of that work
+        may come as late as ``compute`` or ``to_numpy``.
+        DTypeError for anything but an array of the framework, and for a dtype without a DType; DeviceError
+        for one of a device that is not the backend's.
+        """
         raise NotSupportedError(f"from_native: backend {self._backend.name!r} has no arrays of its own")
 
     def _on_device(self, device: int) -> BaseContext:
@@ -72,6 +83,7 @@ class BaseContext(ABC):
         return self
 
     def _device_of_layer(self, i: int) -> int:
+        """Index into ``backend.devices`` of where layer ``i`` >= 0 of a model lies."""
         return self._device
 
     # The contract.

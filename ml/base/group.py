@@ -46,14 +46,16 @@ class BaseGroup(ABC):
     # What a backend fills in.
 
     @abstractmethod
-    def _all_reduce(self, ctx: Any, tensor: Any) -> BaseTensor: ...
+    def _all_reduce(self, ctx: Any, tensor: Any) -> BaseTensor:
+        """The sum over all ranks of F32, F16, BF16 (in F32, rounded once), I32 or I64: new storage."""
 
     @abstractmethod
     def _all_gather(self, ctx: Any, tensor: Any, axis: int) -> BaseTensor:
-        """``axis`` counts from the front."""
+        """All ranks' tensors in the order of ranks along ``axis``, counted from the front: new storage."""
 
     @abstractmethod
-    def _barrier(self) -> None: ...
+    def _barrier(self) -> None:
+        """Return when every rank has come."""
 
     def _close(self) -> None:
         """Let go of the framework's group."""

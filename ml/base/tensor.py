@@ -48,6 +48,11 @@ class BaseTensor(ABC):
 
     A backend must fill in ``_storage_size``, ``_first``, ``_alias``, ``_write``, ``_gather`` and
     ``_scatter``; concat, repeat, cast and contiguous then work, and may be overridden to be faster.
+
+    Arguments of these methods are checked: axes count from the front, tensors are of this class and backend
+    and dtypes are those that the operation takes. A tensor that is returned has new, C-contiguous storage,
+    which shares nothing with an argument, also where the operation changes nothing. Any size may be 0. F16
+    and BF16 are computed in F32 and rounded once; infinities and NaN are values, and no warnings.
     """
 
     __slots__ = ()
@@ -70,63 +75,103 @@ class BaseTensor(ABC):
 
     @abstractmethod
     def _alias(self, offset: int, shape: Shape, strides: Shape) -> Self:
-        """A view of the same storage at an absolute offset."""
+        """A view of the same storage at an absolute offset, in elements. It lies inside, and may be empty."""
 
     @abstractmethod
     def _write(self, src: Self) -> None:
-        """Write ``src`` (same shape, any dtype), as if it were read before anything is written."""
+        """Write ``src`` over the elements that this view shows, converted as :meth:`cast` does.
+
+        ``src`` has the same shape, any dtype and strides, and may overlap this view in one storage: the
+        result is as if all of it were read first. No two elements of this view share memory.
+        """
 
     @abstractmethod
     def _gather(self, ctx: Any, indices: Any, axis: int) -> Self:
-        """``indices``: a NumPy intp array that was checked, or an I32 tensor of this backend."""
+        """The slices at ``indices`` along ``axis``, in that order, of this dtype; an index may come twice.
+
+        ``indices``: a NumPy intp array of one axis, each in ``[0, size)``, or an I32 tensor of one axis, of
+        which the range is not known and the caller answers for.
+        """
 
     @abstractmethod
-    def _scatter(self, src: Self, indices: Any, axis: int) -> None: ...
+    def _scatter(self, src: Self, indices: Any, axis: int) -> None:
+        """Write slice i of ``src`` along ``axis`` over the slice ``indices[i]`` of this view.
+
+        ``indices`` as in :meth:`_gather`, but distinct; ``src`` as in :meth:`_write`.
+        """
 
     @abstractmethod
-    def to_numpy(self) -> np.ndarray: ...
+    def to_numpy(self) -> np.ndarray:
+        """A copy on the host, in C order, of what the storage holds now: pending work is done first.
+
+        It calls ``self.backend.check("to_numpy")``, which refuses after ``close``, and so does ``native``.
+        """
 
     # What a backend fills in: compute.
 
     def _binary(self, ctx: Any, op: str, other: Self) -> Self:
+        """``op``: add, sub, mul, or div (floats). This dtype, broadcast as in NumPy; integers wrap."""
         raise self._unsupported(op)
 
     def _unary(self, ctx: Any, op: str) -> Self:
+        """``op``: exp log sqrt sin cos tanh sigmoid silu of floats; neg abs relu round of integers too.
+
+        This dtype. round takes halves to the even one, silu(x) is x * sigmoid(x).
+        """
         raise self._unsupported(op)
 
     def _scale(self, ctx: Any, x: float) -> Self:
+        """Times ``x``, a whole number that the dtype holds where it is an integer; this dtype."""
         raise self._unsupported("scale")
 
     def _gelu(self, ctx: Any, tanh: bool) -> Self:
+        """x * Phi(x), by the error function; ``tanh``: by its approximation. Floats, this dtype."""
         raise self._unsupported("gelu")
 
     def _clamp(self, ctx: Any, lo: float | None, hi: float | None) -> Self:
+        """Into ``[lo, hi]``, None being no bound; both None is a copy. NaN stays; this dtype."""
         raise self._unsupported("clamp")
 
     def _matmul(self, ctx: Any, other: Self) -> Self:
+        """As ``numpy.matmul``, of floats with one axis or more each, accumulated in F32; this dtype."""
         raise self._unsupported("matmul")
 
     def _softmax(self, ctx: Any, axis: int) -> Self:
+        """exp(x - max) / sum along ``axis``, which may be empty; floats, this dtype."""
         raise self._unsupported("softmax")
 
     def _reduce(self, ctx: Any, op: str, axis: int, keepdims: bool) -> Self:
-        """``op`` is one of sum, mean, max, argmax."""
+        """``op``: sum, mean (floats), max, argmax, along ``axis``, which is empty for a sum alone.
+
+        This dtype; a sum of integers or BOOL is I64, argmax I32 and the first of equals. ``keepdims`` leaves
+        the axis with size 1.
+        """
         raise self._unsupported(op)
 
     def _argsort(self, ctx: Any, axis: int) -> Self:
+        """I32 indices in ascending order along ``axis``: stable, NaN last."""
         raise self._unsupported("argsort")
 
     def _top_k(self, ctx: Any, k: int) -> tuple[Self, Self]:
+        """The k largest of the last axis, 1 <= k <= its size, descending, the first of equals first.
+
+        (values of this dtype, I32 indices).
+        """
         raise self._unsupported("top_k")
 
     def _rms_norm(self, ctx: Any, weight: Self | None, eps: float) -> Self:
+        """x / sqrt(mean(x * x) + eps) * weight along the last axis, in F32; floats, this dtype.
+
+        ``weight`` is of this dtype, (size of the last axis,), or None for 1.
+        """
         raise self._unsupported("rms_norm")
 
     def _compare(self, ctx: Any, op: str, other: Self) -> Self:
-        """``op`` is one of eq, ne, lt, le, gt, ge."""
+        """``op``: eq ne lt le gt ge, on two of one dtype, broadcast; BOOL. NaN is ``ne`` alone."""
         raise self._unsupported("compare")
 
     def _where(self, ctx: Any, a: Self, b: Self) -> Self:
+        """``a`` where this BOOL tensor is true, else ``b``; all three broadcast, of ``a``'s dtype."""
         raise self._unsupported("where")
 
     # Movement.
@@ -181,6 +226,7 @@ class BaseTensor(ABC):
         return self._cast(ctx, dtype)
 
     def _cast(self, ctx: Any, dtype: DType) -> Self:
+        """A copy in ``dtype``, also where it is this one: ``contiguous`` asks for that."""
         result = cast("Self", ctx._empty(self.shape, dtype))
         result._write(self)
         return result
@@ -201,6 +247,7 @@ class BaseTensor(ABC):
         return self._concat(ctx, peer, axis)
 
     def _concat(self, ctx: Any, other: Self, axis: int) -> Self:
+        """This and then ``other``, of the same dtype, along ``axis``; all other sizes agree."""
         first, second = self.shape[axis], other.shape[axis]
         result = ctx._empty((*self.shape[:axis], first + second, *self.shape[axis + 1 :]), self.dtype)
         result.slice(ctx, axis, 0, first)._write(self)
@@ -217,6 +264,7 @@ class BaseTensor(ABC):
         return self._repeat(ctx, axis, count)
 
     def _repeat(self, ctx: Any, axis: int, n: int) -> Self:
+        """``n`` >= 0 copies, one after another, along ``axis``: 0..k-1, 0..k-1."""
         size = self.shape[axis]
         result = ctx._empty((*self.shape[:axis], size * n, *self.shape[axis + 1 :]), self.dtype)
         for i in range(n):
@@ -488,7 +536,11 @@ class BaseTensor(ABC):
 
 
 class StridedTensor(BaseTensor):
-    """A tensor that keeps its own geometry over a :class:`Storage`; ``native`` is built on demand."""
+    """A tensor that keeps its own geometry over a :class:`Storage`; ``native`` is built on demand.
+
+    ``offset`` and ``strides`` count elements of ``storage.array``. Views are made without a call of the
+    framework, so a backend must not keep what it read of a storage that it replaces on a write.
+    """
 
     __slots__ = ("_native", "backend", "dtype", "offset", "shape", "storage", "strides")
 

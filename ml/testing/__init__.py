@@ -17,11 +17,14 @@ A backend that is no plugin overrides the fixture ``backend`` (function-scoped: 
 ``features``) declares it absent, and a declared absence has to raise NotSupportedError.
 
 Importing this package is light: the suite, pytest and hypothesis load with the first test class.
+
+PYTEST_DONT_REWRITE: of this file; what is in the package is rewritten, for readable assertions.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ml.capabilities import Features
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
     from ml.testing.backend import BackendTests
 
 __all__ = ["BackendTests", "Features"]
+
+if (_pytest := sys.modules.get("pytest")) is not None:
+    _pytest.register_assert_rewrite(__name__)
 
 
 def __getattr__(name: str) -> Any:

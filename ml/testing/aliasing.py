@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -27,6 +27,8 @@ from ml.testing.samples import counting
 __all__ = ["AliasingTests"]
 
 SIZE = 40
+LONG, LONG_SEED = 400, 1
+"""Bytes of the one long walk, and where they come from: it meets the bugs that short walks seldom do."""
 _T = TypeVar("_T")
 
 
@@ -274,13 +276,29 @@ class World:
             raise
 
 
+def _walk(backend: Backend, dtypes: tuple[DType, ...], tape: bytes) -> None:
+    """In two contexts, from one tensor of each dtype, as the tape says."""
+    with backend.new_context() as first, backend.new_context() as second:
+        world = World(iter(tape), [first, second])
+        for i, dtype in enumerate(dtypes):
+            values = counting((SIZE,), dtype, start=SIZE * i)
+            world.add_memory(first.from_numpy(values), values, f"{SIZE} elements of {dtype}")
+        world.walk()
+
+
+every_pair = pytest.mark.parametrize("dtypes", [(DType.F32, DType.F32), (DType.BF16, DType.I32)], ids=str)
+
+
 class AliasingTests(BackendCase):
-    @pytest.mark.parametrize("dtypes", [(DType.F32, DType.F32), (DType.BF16, DType.I32)], ids=str)
+    examples: ClassVar[int] = 60
+    """How many walks hypothesis makes up for each pair of dtypes."""
+
+    @every_pair
     def test_any_walk_of_views_and_writes_agrees_with_flat_memory(
         self, backend: Backend, dtypes: tuple[DType, ...]
     ) -> None:
         @settings(
-            max_examples=60,
+            max_examples=self.examples,
             derandomize=True,
             database=None,
             deadline=None,
@@ -290,14 +308,13 @@ class AliasingTests(BackendCase):
         )
         @given(st.binary(min_size=120, max_size=300))
         def walk(tape: bytes) -> None:
-            with backend.new_context() as first, backend.new_context() as second:
-                world = World(iter(tape), [first, second])
-                for i, dtype in enumerate(dtypes):
-                    values = counting((SIZE,), dtype, start=SIZE * i)
-                    world.add_memory(first.from_numpy(values), values, f"{SIZE} elements of {dtype}")
-                world.walk()
+            _walk(backend, dtypes, tape)
 
         walk()
+
+    @every_pair
+    def test_one_long_walk_agrees_with_flat_memory(self, backend: Backend, dtypes: tuple[DType, ...]) -> None:
+        _walk(backend, dtypes, np.random.default_rng(LONG_SEED).bytes(LONG))
 
     def test_the_model_of_reshape_knows_what_strides_can_say(self) -> None:
         grid = np.arange(math.prod((2, 3, 4))).reshape(2, 3, 4)

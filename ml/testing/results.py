@@ -1,7 +1,8 @@
 """Running the shipped suites on a backend in a process of its own, and what each test of them came to.
 
-In pytest, ``-p ml.testing.results --ml-results=FILE`` writes the outcome of every test as one JSON
-object at the end, and ``--ml-progress=FILE`` a line for each test when it is done.
+In pytest, ``-p ml.testing.results --ml-results=FILE`` keeps a record: a line of JSON for the backend, one for
+how many tests a run is of, and one for each test when it is done. Where FILE is there already, tests that it
+has are not run again, but for those that failed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = [
     "Selection",
     "installed_suites",
     "load",
+    "resumed",
     "run_suites",
 ]
 
@@ -36,8 +38,8 @@ NO_TESTS = 5
 _POLL_S = 0.1
 _GRACE_S = 5.0
 
-Progress = Callable[[int, int, int], None]
-"""Is told how many tests are done, of how many, and how many of these failed."""
+Progress = Callable[[int, int, int, str], None]
+"""Is told how many tests are done, of how many, how many of these failed, and of which area the last is."""
 
 
 class Result(NamedTuple):
@@ -55,11 +57,13 @@ class Result(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The results of one backend."""
+    """The results of one backend; of the ``tests`` of the last run ``unfinished`` are not among them."""
 
     name: str
     version: str
     results: tuple[Result, ...]
+    tests: int = 0
+    unfinished: int = 0
 
     @property
     def title(self) -> str:
@@ -70,13 +74,15 @@ class Selection(NamedTuple):
     """Which suites run, on what: ``keyword`` is pytest's -k, ``options`` are of ``ml.open_backend``.
 
     ``isolated``: no pytest.ini, pyproject.toml or conftest.py of the folder takes part, and nothing is
-    written there.
+    written there. ``quick``: the part that takes a minute. ``first``: stop at the first failure.
     """
 
     suites: Sequence[str] = SUITES
     keyword: str = ""
     options: Mapping[str, str] = {}
     isolated: bool = False
+    quick: bool = False
+    first: bool = False
 
     def environment(self, scratch: Path) -> dict[str, str] | None:
         """Where hypothesis notes what it found, so that nothing is left in the folder; None: as it is."""
@@ -87,6 +93,8 @@ class Selection(NamedTuple):
         words = ["--pyargs", *self.suites]
         words += ["-k", self.keyword] if self.keyword else []
         words += [f"--ml-backend-option={key}={value}" for key, value in self.options.items()]
+        words += ["--ml-quick"] if self.quick else []
+        words += ["--exitfirst"] if self.first else []
         words += ["-c", os.devnull, "--rootdir", str(Path.cwd()), "--noconftest"] if self.isolated else []
         return words
 
@@ -96,31 +104,42 @@ class Selection(NamedTuple):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ml", "conformance of ml backends")
-    group.addoption(
-        "--ml-results", metavar="FILE", help="write the outcome of every test of the suites there"
-    )
-    group.addoption("--ml-progress", metavar="FILE", help="write a line there for each test that is done")
+    group.addoption("--ml-results", metavar="FILE", help="keep what every test of the suites came to there")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--ml-results"):
-        progress = config.getoption("--ml-progress")
-        collector = Collector(
-            Path(path), str(config.getoption("--ml-backend")), Path(progress) if progress else None
-        )
-        config.pluginmanager.register(collector)
+        name, options = str(config.getoption("--ml-backend")), config.getoption("--ml-backend-option")
+        config.pluginmanager.register(Collector(Path(path), name, _pairs(options)))
 
 
 class Collector:
-    """Notes the outcome of every test, and writes them all at the end. One without an outcome failed."""
+    """Adds a line for every test to the record in ``path``."""
 
-    def __init__(self, path: Path, backend: str, progress: Path | None = None) -> None:
-        self.path, self.backend, self.progress = path, backend, progress
-        self.tests: dict[str, tuple[str, str, str, str]] = {}
+    def __init__(self, path: Path, backend: str, options: Mapping[str, str]) -> None:
+        self.path = path
+        self.done: set[str] = set()
+        self.tests: dict[str, Sequence[str]] = {}
         self.outcomes: dict[str, tuple[str, str]] = {}
+        try:
+            record = resumed(path, backend, options)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+        if record is None:
+            self._add(_head(backend, options))
+            return
+        self.done = {name for name, result in record.results.items() if result.outcome != "FAIL"}
+        with path.open("r+b") as file:
+            file.truncate(record.offset)  # of a line that was being written, nothing stays
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.tests = {item.nodeid: _describe(item) for item in session.items}
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        left = [item for item in items if item.nodeid not in self.done]
+        self._add({"tests": len(items), "left": len(left)})
+        if len(left) < len(items):
+            config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.done])
+            items[:] = left
+        self.tests = {item.nodeid: _describe(item) for item in items}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -131,15 +150,16 @@ class Collector:
             self.outcomes[report.nodeid] = "pass", ""
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        if self.progress is not None:
-            failed = self.outcomes.get(nodeid, ("FAIL", ""))[0] == "FAIL"
-            with self.progress.open("a", encoding="utf-8") as file:
-                file.write(f"{len(self.tests)} {int(failed)}\n")
+        """A test without an outcome failed."""
+        self._add([nodeid, *self.tests[nodeid], *self.outcomes.pop(nodeid, ("FAIL", ""))])
 
-    def pytest_sessionfinish(self) -> None:
-        results = [(*test, *self.outcomes.get(nodeid, ("FAIL", ""))) for nodeid, test in self.tests.items()]
-        record = {"name": self.backend, "version": _version(self.backend), "results": results}
-        self.path.write_text(json.dumps(record, indent=0) + "\n", encoding="utf-8")
+    def _add(self, line: object) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _pairs(options: Iterable[str]) -> dict[str, str]:
+    return dict(option.split("=", 1) for option in options if "=" in option)
 
 
 def _describe(item: pytest.Item) -> tuple[str, str, str, str]:
@@ -178,11 +198,10 @@ def _skipped(report: pytest.TestReport) -> tuple[str, str]:
 
 
 def _version(name: str) -> str:
-    from ml.plugin_host import probe
     from ml.plugins import registry
 
     spec = registry().specs().get(name)
-    return (probe(spec).version or "") if spec is not None else ""
+    return (registry().probe(spec).version or "") if spec is not None else ""
 
 
 # Around pytest.
@@ -200,17 +219,16 @@ def run_suites(
     log: IO[Any] | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Run the suites on a backend in a process of its own, which writes its results to ``path``.
+    """Run the suites on a backend in a process of its own, which keeps its results in ``path``.
 
-    What pytest prints goes to ``log`` (None: this process's stderr). Returns pytest's exit code where it
-    left results: 0, 1 (tests failed), or NO_TESTS. RuntimeError when pytest itself fails. Whatever is
-    raised, the process is over.
+    What is in ``path`` already is not run again. What pytest prints goes to ``log`` (None: this process's
+    stderr). Returns pytest's exit code where it left results: 0, 1 (tests failed), or NO_TESTS. RuntimeError
+    when pytest itself fails. Whatever is raised, the process is over.
     """
-    lines = path.with_name(f"{path.name}.progress")
     fixed = f"--ml-backend={name} --ml-results={path} -q --tb=short -p no:cacheprovider -p no:xdist".split()
-    fixed += [f"--ml-progress={lines}"] if progress is not None else []
     selection = selection or Selection(installed_suites())
-    command = [sys.executable, "-m", "pytest", "-p", "ml.testing.results", *selection.arguments(), *fixed]
+    command = [sys.executable, *_safe_path(), "-m", "pytest", "-p", "ml.testing.results"]
+    command += [*selection.arguments(), *fixed]
     process = subprocess.Popen(
         command,
         stdout=sys.stderr if log is None else log,
@@ -221,35 +239,33 @@ def run_suites(
         if progress is None:
             code = process.wait()
         else:
-            code = _followed(process, lines, progress)
+            code = _followed(process, path, progress)
     finally:
         _end(process)
-        lines.unlink(missing_ok=True)
     if code not in (0, 1, NO_TESTS):
         raise RuntimeError(f"{' '.join(command)} ended with {code}")
     return code
 
 
-def _followed(process: subprocess.Popen[Any], lines: Path, progress: Progress) -> int:
-    """Tell what the process writes to ``lines`` until it ends; its exit code."""
-    done = failed = offset = 0
-    total: int | None = None
+def _safe_path() -> list[str]:
+    """-P, unless this process too looks for modules in the folder in which it is."""
+    here = Path.cwd()
+    return [] if any(Path(entry).absolute() == here for entry in sys.path) else ["-P"]
+
+
+def _followed(process: subprocess.Popen[Any], path: Path, progress: Progress) -> int:
+    """Tell what the process adds to the record until it ends; its exit code."""
+    record, left = _Record(path), -1
     while True:
         try:
             code: int | None = process.wait(_POLL_S)
         except subprocess.TimeoutExpired:
             code = None
-        if lines.exists():
-            with lines.open("rb") as file:
-                file.seek(offset)
-                text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            offset += len(whole)
-            rows = [row.split() for row in whole.decode().splitlines()]
-            done, failed = done + len(rows), failed + sum(row[1] == "1" for row in rows)
-            total = int(rows[-1][0]) if rows else total
-            if rows and total is not None:
-                progress(done, total, failed)
+        record.read()
+        if record.results and record.left != left:
+            left = record.left
+            failed = sum(result.outcome == "FAIL" for result in record.results.values())
+            progress(record.tests - left, record.tests, failed, record.last)
         if code is not None:
             return code
 
@@ -264,7 +280,68 @@ def _end(process: subprocess.Popen[Any]) -> None:
             process.wait()
 
 
+class _Record:
+    """What a record says so far. A last line that has no end yet is left for later."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.offset = path, 0
+        self.head: dict[str, Any] = {}
+        self.results: dict[str, Result] = {}
+        self.tests = self.left = 0
+        self.last = ""
+
+    def read(self) -> None:
+        """Take in what was added. Raises ValueError where the file is no such record."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        try:
+            for line in whole.decode().splitlines():
+                self._take(json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self.path} keeps no results of the suites: {error}") from None
+
+    def _take(self, line: Any) -> None:
+        if isinstance(line, list) and self.head:
+            self.results[line[0]] = result = Result(*line[1:])
+            self.last, self.left = result.area, self.left - 1
+        elif isinstance(line, dict) and "left" in line and self.head:
+            self.tests, self.left = line["tests"], line["left"]
+        elif isinstance(line, dict) and line.keys() == {"backend", "version", "options"}:
+            self.head = line
+        else:
+            raise ValueError(f"line {line!r:.60}")
+
+
+def _head(backend: str, options: Mapping[str, str]) -> dict[str, Any]:
+    """The first line of a record."""
+    return {"backend": backend, "version": _version(backend), "options": dict(sorted(options.items()))}
+
+
+def resumed(path: Path, backend: str, options: Mapping[str, str]) -> _Record | None:
+    """The record that a run on this backend goes on with; None where there is none.
+
+    Raises ValueError for a file that keeps something else: another backend's results, another version's.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return None
+    record, head = _Record(path), _head(backend, options)
+    record.read()
+    if record.head != head:
+        found, asked = (json.dumps(one) for one in (record.head, head))
+        raise ValueError(f"{path} keeps results of {found}, not of {asked}; name another file")
+    return record
+
+
 def load(path: Path) -> Run:
-    """What a run wrote."""
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return Run(record["name"], record["version"], tuple(Result(*row) for row in record["results"]))
+    """What runs have kept there; of a test that was run twice, the later result."""
+    record = _Record(path)
+    record.read()
+    if not record.head:
+        raise ValueError(f"{path} keeps no results of the suites: it is empty")
+    name, version = record.head["backend"], record.head["version"]
+    return Run(name, version, tuple(record.results.values()), record.tests, record.left)

@@ -5,8 +5,8 @@
     python -m ml.testing.table --ml-backends numpy,torch,mlx > conformance.md
 
 runs the suites on each backend in a process of its own. ``--results FOLDER`` keeps what each run
-reports (``NAME.json``) and takes a report that is there in place of a run, so that backends of
-several machines come into one table.
+reports (``NAME.jsonl``) and takes a report that is there in place of a run, so that backends of
+several machines come into one table; a run that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _MANY = 8
 
 def _runs(names: Sequence[str], suites: Sequence[str], folder: Path) -> list[Run]:
     for name in names:
-        if not (folder / f"{name}.json").exists():
-            code = run_suites(name, folder / f"{name}.json", Selection(suites))
-            if code == NO_TESTS:
-                (folder / f"{name}.json").unlink()
-                raise RuntimeError(f"{name}: pytest found no test to run in {', '.join(suites)}")
-    return [load(folder / f"{name}.json") for name in names]
+        path = folder / f"{name}.jsonl"
+        if path.exists() and not load(path).unfinished:
+            continue
+        if run_suites(name, path, Selection(suites)) == NO_TESTS:
+            path.unlink()
+            raise RuntimeError(f"{name}: pytest found no test to run in {', '.join(suites)}")
+    return [load(folder / f"{name}.jsonl") for name in names]
 
 
 # Markdown.

@@ -1,0 +1,62 @@
+"""The pytest11 plugin: the options of the shipped suites, and nothing more until one of them is given.
+
+It is loaded by every run of pytest where this distribution is installed, in whatever project: so it imports
+nothing, and the rest is in ``ml.testing.plugin``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ml_kvcache import hidden
+
+TYPE_CHECKING = False  # typing's, without the cost of importing typing
+if TYPE_CHECKING:
+    import pytest
+
+__all__: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ml", "conformance of ml backends")
+    group.addoption(
+        "--ml-backend", metavar="NAME", help="the backend that ml.testing and kvcache.testing run on"
+    )
+    group.addoption(
+        "--ml-backend-option",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="an option of ml.open_backend, such as device=cuda or dtype=BF16; may be given often",
+    )
+    group.addoption("--ml-quick", action="store_true", help="the part of the suites that takes a minute")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The rest is loaded where it is asked for."""
+    asked = [config.getoption(name) for name in ("--ml-backend", "--ml-backend-option", "--ml-quick")]
+    if not any(asked):
+        return
+    if reason := hidden("ml") or hidden("kvcache"):
+        import pytest
+
+        raise pytest.UsageError(f"--ml-backend: {reason}")
+    from ml.testing import plugin, quick
+
+    config.pluginmanager.register(plugin, "ml-backend")
+    if config.getoption("--ml-quick"):
+        config.pluginmanager.register(quick, "ml-quick")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A suite that leaves the choice to the command line (``chosen_by_option``) needs a choice.
+
+    Running on whatever happens to be installed would let a missing framework pass as a success.
+    """
+    if config.getoption("--ml-backend") or "ml.testing" not in sys.modules:
+        return
+    for item in items:
+        if getattr(getattr(item, "cls", None), "chosen_by_option", False):
+            import pytest
+
+            raise pytest.UsageError(f"{item.nodeid.split('::')[0]}: which backend? Add --ml-backend=NAME")

@@ -1,0 +1,68 @@
+"""``kvcache`` as a process that is held at a moment of its work, until something has been done to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["held"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+HELD = """
+import importlib, signal, sys, time
+from pathlib import Path
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits it ignored
+marker, module, path, call, *arguments = sys.argv[1:]
+owner = importlib.import_module(module)
+*parents, name = path.split(".")
+for parent in parents:
+    owner = getattr(owner, parent)
+real, calls = getattr(owner, name), 0
+
+def held(*args, **options):
+    global calls
+    calls += 1
+    if calls == int(call):
+        Path(marker).write_text(str(getattr(args[0], "pid", "here")) if args else "here")
+        time.sleep(60)
+    return real(*args, **options)
+
+setattr(owner, name, held)
+sys.argv = ["kvcache", *arguments]
+from kvcache.cli import main
+main()
+"""
+"""Runs the command, and waits where a function is called for the nth time."""
+
+
+@contextmanager
+def held(moment: str, tmp_path: Path, *arguments: object, text: str = "") -> Iterator[subprocess.Popen[str]]:
+    """The command, when it has come to ``moment``: module, function, and which call of it.
+
+    ``text`` is what it reads, so far. The marker then holds the id of the process that the function is
+    called with, if it is.
+    """
+    marker = tmp_path / "marker"
+    line = [sys.executable, "-c", HELD, str(marker), *moment.split(":"), *map(str, arguments)]
+    process = subprocess.Popen(
+        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        if process.stdin is not None and text:
+            process.stdin.write(text)
+            process.stdin.flush()
+        for _ in range(600):
+            if (marker.exists() and marker.read_text()) or process.poll() is not None:
+                break
+            time.sleep(0.1)
+        assert marker.exists(), process.communicate(timeout=10)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

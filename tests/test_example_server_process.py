@@ -1,0 +1,102 @@
+"""examples/server as a process: what it keeps of its store, whatever signal ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import openai
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+PROMPT = "And God said unto Noah,"
+posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no signals to send to one process")
+
+
+@contextlib.contextmanager
+def command(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
+    """The server as a process, and a client."""
+    line = [sys.executable, EXAMPLES / "server", "--port", 0, "--name", "it", "--capacity", 64, *arguments]
+    words = [*map(str, line)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stderr is not None
+            url = (
+                next(text for text in process.stderr if "running on" in text)
+                .split("running on ")[1]
+                .split()[0]
+            )
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+                yield process, client
+        finally:
+            process.kill()
+
+
+def answered(client: openai.OpenAI, prompt: str = PROMPT) -> tuple[str, int]:
+    """Prompt and answer, and how much of the prompt was there."""
+    found = client.completions.create(model="it", prompt=prompt, max_tokens=3, temperature=0)
+    assert found.usage is not None
+    assert found.usage.prompt_tokens_details is not None
+    return prompt + found.choices[0].text, found.usage.prompt_tokens_details.cached_tokens or 0
+
+
+@posix
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_server_that_is_told_to_end_keeps_its_store(name: str, tmp_path: Path) -> None:
+    """SIGTERM is what docker, systemd and Kubernetes send."""
+    pytest.importorskip("xxhash")
+    store = (tmp_path / "kept").as_uri()
+    with command("--store", store) as (process, client):
+        said, _ = answered(client)
+        process.send_signal(getattr(signal, name))
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        assert process.wait(timeout=60) == 0, errors
+        assert "Traceback" not in errors
+        assert "server: writing what is kept to the stores" in errors
+    with command("--store", store) as (_, client):
+        assert answered(client, f"{said} and")[1] > 9
+
+
+@posix
+def test_a_server_that_is_killed_loses_what_it_did_since_it_last_wrote(tmp_path: Path) -> None:
+    pytest.importorskip("xxhash")
+    store = tmp_path / "kept"
+    with command("--store", store.as_uri(), "--write-interval", 0.05) as (process, client):
+        said, _ = answered(client)
+        for _ in range(600):
+            if any((store / "pages").glob("*.json")):
+                break
+            time.sleep(0.1)
+        process.kill()
+    with command("--store", store.as_uri()) as (_, client):
+        assert answered(client, f"{said} and")[1] > 9
+
+
+@posix
+def test_a_server_without_a_store_has_nothing_to_keep() -> None:
+    with command() as (process, client):
+        answered(client)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert "the stores" not in process.stderr.read()
+        assert process.wait(timeout=60) == 0
+
+
+def test_a_model_that_is_not_there_is_one_line() -> None:
+    line = [sys.executable, "-m", "examples.server", "--model", "/no/such/folder"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=EXAMPLES.parent)
+    assert done.returncode == 1
+    assert done.stderr.startswith("server: /no/such/folder: ")
+    assert done.stderr.count("\n") == 1
