@@ -157,6 +157,18 @@ class TestSpeculation:
             found = hf.generate(made, batch, cache, assistant_model=assistant)
         assert found.distance(expected) < 1e-4
 
+    @pytest.mark.filterwarnings("ignore")  # transformers', of leaving early
+    @pytest.mark.parametrize("label", ["lfm2", "lfm2_moe", "lfm3"])
+    def test_convolutions_leave_early(self, label: str) -> None:
+        case = census.Case(label)
+        batch, layers = case.batch(1), case.config.num_hidden_layers
+        expected = case.generate(batch, use_cache=False)
+        for cache in (case.ours(), None):
+            with install(lookback=0):
+                found = case.generate(batch, cache, assistant_early_exit=2)
+            case.config.num_hidden_layers = layers  # which leaving early changes for good
+            assert found.agrees(expected)
+
     def test_passes_that_are_not_taken_back_cost_windows_no_room(self) -> None:
         made = hf.model("gemma3", layer_types=("sliding_attention",) * 2)
         cache = HFCache(made.config, capacity=128, lookback=2)
@@ -225,6 +237,36 @@ class TestDtypes:
                 assert hf.generate(made, batch).distance(expected) == 0.0
         finally:
             made.float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_steps_of_grouped_heads_come_to_the_kernel_that_a_static_cache_has(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a mask transformers leaves grouped heads to PyTorch, which is many times slower on a CPU."""
+    made, attend = hf.model("llama", "sdpa", seed=5), torch.nn.functional.scaled_dot_product_attention
+    calls: list[tuple[Any, ...]] = []
+
+    def recorded(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        masked = kwargs.get("attn_mask") is not None
+        calls.append((query.shape[1:3], key.shape[1], masked, kwargs.get("enable_gqa", False)))
+        return attend(query, key, *args, **kwargs)
+
+    made.to(dtype)
+    found = []
+    try:
+        for cache in (HFCache(made.config, capacity=32), HFStaticCache(made.config, capacity=32)):
+            feed(made, cache, hf.tokens(1, 9))
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+                feed(made, cache, hf.tokens(1, 1))
+            found.append([*calls])
+            calls.clear()
+    finally:
+        made.float()
+    assert found[0] == found[1]
+    assert len(found[0]) == 2
+    assert {call[1:] for call in found[0]} == {(2, True, False)}
 
 
 class TestRefusals:

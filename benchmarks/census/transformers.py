@@ -29,6 +29,7 @@ import transformers
 import ml
 from benchmarks.census import transformers_types as small
 from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache, install
+from kvcache.integrations.transformers.kinds import Trait
 from kvcache.stores import MemoryStore
 
 PROMPT, NEW, CAPACITY, LOOKBACK = 13, 12, 96, 8
@@ -142,7 +143,8 @@ class Case:
         if cache is not None:
             given[self.cache_name] = cache
         if self.encoded:
-            given["encoder_outputs"] = self.encoder_outputs(len(ids))
+            # a model may write into it
+            given["encoder_outputs"] = copy.deepcopy(self.encoder_outputs(len(ids)))
             given["decoder_input_ids"] = ids
         else:
             given["input_ids"] = ids
@@ -283,6 +285,8 @@ def _interrupt(case: Case, cache: Any, first: torch.Tensor) -> Any:
         if advice is None:
             raise
         getattr(cache, advice[1])(*([int(advice[2])] if advice[2] else []))
+    if Trait.INSIDE in cache.rows.store.plan.traits:  # no cache knows of it: the docs say what to do
+        cache.reset()
     held = cache.get_seq_length()
     if held < first.shape[1]:
         case.feed(cache, first[:, held:])
@@ -291,13 +295,16 @@ def _interrupt(case: Case, cache: Any, first: torch.Tensor) -> Any:
 
 @contextlib.contextmanager
 def _failing(model: Any, last: int) -> Iterator[None]:
-    """What uses layer ``last`` of the cache raises."""
+    """What uses layer ``last`` of the cache raises; in a model that goes through its modules again and again,
+    the last of them."""
     names = ("layer_idx", "layer_id")
-    found = [(getattr(m, name), m) for m in model.modules() for name in names if hasattr(m, name)]
+    found = [(getattr(m, name, None), m) for m in model.modules() for name in names]
+    found = [(index, module) for index, module in found if index is not None]
 
     def fail(*_: Any) -> None:
         raise InterruptedPassError
 
+    last = min(last, max(index for index, _ in found))
     hooks = [module.register_forward_pre_hook(fail) for index, module in found if index == last]
     try:
         yield
@@ -384,7 +391,8 @@ def judge(case: Case, mode: str) -> tuple[str, str]:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    text = re.sub(r"\( \(.*\) \)", "", " ".join(str(error).split()))  # without what a model consists of
+    return f"{type(error).__name__}: {text[:300]}"
 
 
 def examine(label: str, modes: Sequence[str] = tuple(MODES)) -> dict[str, Any]:
@@ -462,5 +470,6 @@ def _cell(label: str, kind: str, told: str, notes: dict[str, int]) -> str:
         return SHORT[kind]
     note = re.sub(rf"\b{re.escape(label.split()[0])}\b", "a type", told)
     note = re.sub(r"such as \w+|\bsize of tensor .*|\b\w+For\w+|\[\d+\]", "...", note)
-    note = re.sub(r"layer \d+", "a layer", note)
+    note = re.sub(r"layer \d+ of [\w ]+ is", "a layer of a type is", note)
+    note = re.sub(r"\b\w+Decoder\b", "a decoder", note)
     return f"{SHORT[kind]}{notes.setdefault(note, len(notes) + 1)}"

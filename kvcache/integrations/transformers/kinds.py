@@ -57,7 +57,7 @@ _TRAITS = {
     Trait.BY_ONE: "falcon_mamba jamba mamba prophetnet recurrent_gemma",
     Trait.INSIDE: "recurrent_gemma",
     Trait.UNEVEN: "cpmant doge moshi",
-    Trait.OWN_MASK: "cpmant git gpt_neo prophetnet",
+    Trait.OWN_MASK: "cpmant gpt_neo prophetnet",
     Trait.CONTIGUOUS: "gpt_neox_japanese",
 }
 Attending = CausalCache
@@ -152,9 +152,10 @@ def layer_plan(config: Any) -> Plan:
     crossed = getattr(decoder, "cross_attention_layers", None) or ()
     layers = [Kind(CROSS) if i in crossed else kind for i, kind in enumerate(layers)]
     encoder = config.is_encoder_decoder or Kind(CROSS) in layers
-    # Models of more than text may not know what to do with a mask that is made before; transformers 5.19
-    # cannot make those of chunks.
-    plain = decoder is config and all(kind.name != CHUNKED for kind in layers)
+    # Models of more than text and those of others may not know what to do with a mask that is made before;
+    # transformers 5.19 cannot make those of chunks, and Moshi's own mask is not the one that its config says.
+    known = decoder is config and type(config).__module__.startswith("transformers.models.")
+    plain = known and Trait.UNEVEN not in traits and all(kind.name != CHUNKED for kind in layers)
     grouped = plain and _is_grouped(decoder)
     return Plan(tuple(layers), encoder, *_state_shapes(decoder), grouped, decoder.model_type, traits)
 
