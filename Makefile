@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test lint types docs bench dist oldest clean
+.PHONY: run test lint types docs bench census dist oldest clean
 
 run: $(VENV)/.installed-run
 	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
@@ -35,6 +35,11 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.remote_mooncake
 	$(BIN)/python -m benchmarks.two_hosts
 	$(BIN)/python -m benchmarks.scale --measure
+
+# Every model type of the runtimes that we integrate with; some minutes each.
+census: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.census mlx-lm --render
+	$(BIN)/python -m benchmarks.census transformers --render
 
 dist: $(VENV)/.installed-dev
 	rm -rf dist

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.census {mlx-lm,transformers} ...``: a module for each, with options of its own."""
+"""``python -m benchmarks.census {mlx-lm,transformers} ...``: each has a module and options of its own."""
 
 from __future__ import annotations
 
