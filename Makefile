@@ -40,6 +40,7 @@ bench: $(VENV)/.installed-bench
 # Every model type of the runtimes that we integrate with; some minutes each.
 census: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.census mlx-lm --render
+	$(BIN)/python -m benchmarks.census transformers --render
 
 dist: $(VENV)/.installed-dev
 	rm -rf dist
