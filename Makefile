@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test lint types docs bench dist oldest newest clean
+.PHONY: run test lint types docs bench census dist oldest newest clean
 
 run: $(VENV)/.installed-run
 	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
@@ -32,10 +32,16 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.prefix
 	$(BIN)/python -m benchmarks.pressure
+	$(BIN)/python -m benchmarks.file_store --entries 1000 10000 100000
 	$(BIN)/python -m benchmarks.remote
 	$(BIN)/python -m benchmarks.remote_mooncake
 	$(BIN)/python -m benchmarks.two_hosts
 	$(BIN)/python -m benchmarks.scale --measure
+
+# Every model type of the runtimes that we integrate with; some minutes each.
+census: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.census mlx-lm --render
+	$(BIN)/python -m benchmarks.census transformers --render
 
 dist: $(VENV)/.installed-dev
 	rm -rf dist
@@ -48,7 +54,7 @@ dist: $(VENV)/.installed-dev
 NEWEST ?= python3.15
 ENDS = $(addprefix tests/test_, conformance_numpy.py conformance_mlx.py backend_mlx.py backend_plugins.py cache_numpy.py \
   cli_help.py discovery.py ml_package.py plugins.py quantized_gguf.py runner_weights.py runner_generate.py stores_files.py \
-  stores_files_damage.py stores_files_failing.py stores_pages.py views_plots.py views_cells.py)
+  stores_files_access.py stores_files_damage.py stores_files_failing.py stores_index.py stores_pages.py views_plots.py views_cells.py)
 
 newest: PYTHON = $(NEWEST)
 oldest: CONSTRAINTS = -c tests/oldest.txt

@@ -67,37 +67,35 @@ class _StandIn(type):
     """The entries that a pool makes pass for a stand-in too."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        sliding = isinstance(instance, integration.RotatingKVCache)
-        return isinstance(instance, integration.KVCache) and sliding == (cls.__name__ == "RotatingKVCache")
+        return isinstance(instance, getattr(integration, cls.__name__))
 
 
-class _OneLayer(integration.KVCache, metaclass=_StandIn):
+class _OneLayer(metaclass=_StandIn):
     """A prompt cache of one layer, which goes to a pool of its shape when it is first written."""
 
-    step = 256
-    """mlx-lm's, by which its buffers grow."""
+    rows: Any
+    empty: Any
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        entry: Any = super()
+        if self.empty() and keys.dtype in (mx.float16, mx.bfloat16):
+            self._move(keys)
         try:
-            return super().update_and_fetch(*self._kept_as(keys, values))
+            return entry.update_and_fetch(keys, values)  # type: ignore[no-any-return]
         except InvalidRangeError:
             if not self.empty():
                 raise
             self._move(keys)
-            return super().update_and_fetch(keys, values)
-
-    def _kept_as(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        if self.empty() and keys.dtype != mx.float32:
-            self._move(keys)
-        return keys, values
+            return entry.update_and_fetch(keys, values)  # type: ignore[no-any-return]
 
     def _move(self, keys: Any) -> None:
-        window = self.rows.pool.storage.layers[0].window  # type: ignore[union-attr]
-        self.rows = _one_layer(window, keys.dtype, keys.shape[1::2])
+        window = self.rows.pool.storage.layers[0].window
+        dtype = keys.dtype if mx.issubdtype(keys.dtype, mx.floating) else None
+        self.rows = _one_layer(window, dtype, keys.shape[1::2])
         self._seen = 0
 
 
-class KVCache(_OneLayer):
+class KVCache(_OneLayer, integration.KVCache):
     def __init__(self, rows: Any = None, layer: int = 0, seen: int = 0) -> None:
         super().__init__(_one_layer(None) if rows is None else rows, layer, seen)
         _used["KVCache"] += 1
@@ -125,7 +123,9 @@ class _Batches:
         return self._kind(*arguments, **options)
 
     def merge(self, caches: Any) -> Any:
-        return (type(caches[0]) if isinstance(caches[0], integration.KVCache) else self._kind).merge(caches)
+        return (type(caches[0]) if isinstance(caches[0], (KVCache, RotatingKVCache)) else self._kind).merge(
+            caches
+        )
 
 
 def _make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.remote_library import read_by_library
 from benchmarks.transfer import MIB, SOCKET, Plain, floors, heading, options, page, plain_socket, show
 from kvcache.bench_timing import Contender
 from kvcache.stores import ValkeyStore
@@ -54,12 +55,15 @@ class Puts:
 def contenders(
     plain: Plain, stores: Sequence[ValkeyStore], client: Any, parts: Sequence[np.ndarray]
 ) -> dict[str, dict[str, Contender]]:
-    """``stores``: in a server at its limit, one that is emptied, and one with room for all."""
+    """``stores``: in a server at its limit, one that is emptied, and one with room for all.
+
+    And one in the first server that reads its replies by the client's library.
+    """
     whole = np.concatenate(parts)
     size = whole.nbytes
     buffer = np.zeros(size, np.uint8)
     view = memoryview(buffer)
-    full, emptied, growing = stores
+    full, emptied, growing, library = stores
     put_full = Puts(full, parts)
     names = [f"client:{start}" for start in range(0, size, 4 * MIB)]
 
@@ -83,8 +87,8 @@ def contenders(
     def put_emptied() -> None:
         assert emptied.put("page", parts)
 
-    def get() -> None:
-        assert full.get_into(put_full.last, buffer)
+    def get(store: ValkeyStore) -> None:
+        assert store.get_into(put_full.last, buffer)
 
     put_full.fill()
     return {
@@ -97,7 +101,8 @@ def contenders(
         },
         "get": {
             SOCKET: Contender(lambda: plain.get(view), finish=check),
-            "ValkeyStore.get_into": Contender(get, finish=check),
+            "ValkeyStore.get_into": Contender(lambda: get(full), finish=check),
+            "the same, replies read by libvalkey": Contender(lambda: get(library), finish=check),
             "the client's own GETs, no digest": Contender(client_get, finish=check),
         },
     }
@@ -122,6 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stores = [
                 stack.enter_context(ValkeyStore(server.url, digest=chosen.digest)) for server in servers
             ]
+            stores.append(stack.enter_context(ValkeyStore(servers[0].url, digest=chosen.digest)))
+            with read_by_library():
+                stores[-1].ping()  # its one connection, which serves all its calls
             client = stack.enter_context(_client(servers[0].port))
             print(f"\n## {mib} MiB")
             show(contenders(plain, stores, client, parts), size, chosen.rounds, stores[1])

@@ -1,9 +1,10 @@
-"""One layer's ``update`` of one token: HFCache beside transformers' own caches, microseconds.
+"""One layer's ``update`` of one token, and a model's whole step: HFCache beside transformers' own caches.
 
     python benchmarks/transformers_update.py
 
-8 KV heads of 128 in float32, one thread, the median of 200 steps after a history of that length. The
-layers are those of a model with a sliding window of 1024 and of one without.
+Updates in microseconds: 8 KV heads of 128 in float32, one thread, the median of 200 steps after a history of
+that length; the layers are those of a model with a sliding window of 1024 and of one without. Steps in
+milliseconds: one row of a Llama of two layers, 16 heads of 64 over 4 of keys and values, the median of 20.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import transformers
 
 from kvcache.integrations.transformers import HFCache, HFStaticCache
 
-HEADS, DIM, WINDOW, STEPS = 8, 128, 1024, 200
+HEADS, DIM, WINDOW, STEPS, TURNS = 8, 128, 1024, 200, 20
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 CACHES: dict[str, Callable[[Any, int], Any]] = {
     "HFCache": lambda config, capacity: HFCache(config, capacity=capacity),
     "DynamicCache": lambda config, capacity: transformers.DynamicCache(config=config),
@@ -60,8 +62,39 @@ def table(rows: int, window: int | None, histories: Sequence[int]) -> None:
     print()
 
 
+def step_table(histories: Sequence[int]) -> None:
+    print("| one row | " + " | ".join(f"{name}, {n:,} tokens" for name in DTYPES for n in histories) + " |")
+    print("|---" * (len(DTYPES) * len(histories) + 1) + "|")
+    found = [median_steps(dtype, history) for dtype in DTYPES.values() for history in histories]
+    for name in CACHES:
+        print(f"| {name} | " + " | ".join(f"{steps[name]:,.1f}" for steps in found) + " |")
+
+
+def median_steps(dtype: torch.dtype, history: int) -> dict[str, float]:
+    """Milliseconds of a step with each of the caches, which take turns."""
+    settings = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=8192,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(settings).to(dtype).eval()
+    caches = {name: make(model.config, history + TURNS) for name, make in CACHES.items()}
+    prompt, token = torch.randint(512, (1, history)), torch.tensor([[5]])
+    times: dict[str, list[float]] = {name: [] for name in CACHES}
+    with torch.no_grad():
+        for cache in caches.values():
+            model(prompt, past_key_values=cache, logits_to_keep=1)
+        for _ in range(TURNS):
+            for name, cache in caches.items():
+                start = time.perf_counter_ns()
+                model(token, past_key_values=cache)
+                times[name].append((time.perf_counter_ns() - start) / 1e6)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     table(1, None, (1024, 8192))
     table(4, None, (1024,))
     table(1, WINDOW, (1024, 8192))
+    step_table((1000, 4000))

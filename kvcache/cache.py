@@ -52,18 +52,23 @@ class CacheFullError(KVCacheError, RuntimeError):
     """A batch does not fit, even after eviction.
 
     ``asked`` cells were needed, ``free`` were free, ``held`` says how many each sequence holds
-    (a shared cell counts for each). Removing a sequence and starting the same batch again works.
+    (a shared cell counts for each). Removing a sequence and starting the same batch again works, unless
+    ``remedy`` says otherwise.
     """
 
-    def __init__(self, asked: int, free: int, held: Mapping[int, int], op: str = "start_forward") -> None:
+    def __init__(
+        self,
+        asked: int,
+        free: int,
+        held: Mapping[int, int],
+        op: str = "start_forward",
+        remedy: str = "remove a sequence or part of one, or init with a larger capacity",
+    ) -> None:
         self.asked = asked
         self.free = free
         self.held = dict(held)
         holders = ", ".join(f"sequence {seq}: {count}" for seq, count in self.held.items()) or "nobody"
-        super().__init__(
-            f"{op}: {asked} cells are needed and {free} are free (held by {holders}); "
-            "remove a sequence or part of one, or init with a larger capacity"
-        )
+        super().__init__(f"{op}: {asked} cells are needed and {free} are free (held by {holders}); {remedy}")
 
 
 class NotSupportedError(KVCacheError, ml.NotSupportedError):

@@ -10,7 +10,7 @@ checkpoint, and computing again from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from kvcache.capturing_states import StateSnapshots
 from kvcache.causal import CausalCache, drop_middle
 from kvcache.scheduling import Schedule
 from kvcache.state_table import StateTable, shifted, state_lost
-from kvcache.states import Checkpoint, Pass
+from kvcache.states import Checkpoint, HeldStates, Pass
 
 __all__ = ["RecurrentCache"]
 
@@ -247,6 +247,16 @@ class RecurrentCache(StateSnapshots):
         taken = self._states.point(row)
         taken.state.detach()
         return taken
+
+    def mark_of(self, position: int, states: Mapping[tuple[str, int], ml.Tensor]) -> Checkpoint:
+        """A mark for ``prepare_return`` of states that the caller knows: those after ``position`` tokens.
+
+        ``states`` has, by ("conv" or "recurrent", layer), a tensor (1, *shape) for every layer with such a
+        state, in the dtype that it is stored in. They are the cache's from then on.
+        """
+        self._bound("mark_of")
+        check_whole("mark_of", "position", position, least=1)
+        return Checkpoint(position, HeldStates(dict(states)))
 
     def prepare_return(self, seq: int, mark: Checkpoint) -> Callable[[], None]:
         """Check all that going back to ``mark`` may refuse; the callable returned then does it.

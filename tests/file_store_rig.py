@@ -27,7 +27,8 @@ def store(where: Path) -> Iterator[FileStore]:
 
 
 def names(where: Path) -> list[str]:
-    return sorted(path.name for path in (where / "pages").iterdir())
+    """Of the files of entries, and of those that are being written."""
+    return sorted(path.name for folder in ("pages", "writing") for path in (where / folder).iterdir())
 
 
 def both(*keys: str) -> list[str]:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import random
 import resource
+import shutil
 import signal
+import sqlite3
 import sys
 import time
 import traceback
@@ -20,9 +23,10 @@ from typing import Any
 
 import pytest
 
-from kvcache.stores import FileStore, SnapshotCorrupt, StoreFull, StoreUnavailable, streams
-from kvcache.stores.folder import Folder, Held
-from kvcache.stores.ledger import Ledger
+from kvcache.stores import FileStore, SnapshotCorrupt, StoreFull, StoreUnavailable
+from kvcache.stores.catalog import Catalog
+from kvcache.stores.folder import Folder
+from kvcache.stores.lockfile import Held
 from kvcache.testing.stores import content, read
 
 UNIT = 8_000
@@ -49,7 +53,10 @@ def died_by(pid: int) -> int:
 
 
 def files(folder: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in (folder / "pages").iterdir()}
+    """Names and sizes of what belongs to entries, and of what is being written."""
+    return {
+        path.name: path.stat().st_size for sub in ("pages", "writing") for path in (folder / sub).iterdir()
+    }
 
 
 def check_whole(folder: Path, store: FileStore) -> list[str]:
@@ -103,6 +110,78 @@ def killed_at_random(folder: Path, kills: int, budget: int | None) -> None:
     print(f"{kills} kills, {len(known)} acknowledged")
 
 
+def putting(folder: Path, budget: int | None, pipe: int, name: str) -> None:
+    """As ``acknowledging``; and read and delete what is there meanwhile, which is said before."""
+    rng = random.Random(name)
+    with FileStore(folder, budget, durable=False) as store:
+        for i in range(1000):
+            key = f"{name}x{i}"
+            assert store.put(key, [content(key, UNIT)])
+            os.write(pipe, f"{key}\n".encode())
+            assert read(store, key) in (content(key, UNIT), None)
+            if rng.random() < 0.3:
+                gone = f"{name}x{rng.randrange(i + 1)}"
+                os.write(pipe, f"-{gone}\n".encode())
+                store.delete(gone)
+
+
+def index_of(folder: Path) -> Path:
+    return folder / "index" / "entries.sqlite"
+
+
+def _damage_index(folder: Path, rng: random.Random) -> None:
+    with open(index_of(folder), "r+b") as file:
+        for _ in range(rng.choice([1, 1, 20])):
+            file.seek(rng.randrange(index_of(folder).stat().st_size))
+            file.write(rng.randbytes(1))
+
+
+INDEXES: list[Callable[[Path, random.Random], object]] = [
+    lambda folder, rng: None,
+    lambda folder, rng: index_of(folder).unlink(),
+    lambda folder, rng: shutil.rmtree(folder / "index"),
+    lambda folder, rng: os.truncate(index_of(folder), rng.randrange(index_of(folder).stat().st_size)),
+    lambda folder, rng: Path(f"{index_of(folder)}-journal").write_bytes(rng.randbytes(5000)),
+    _damage_index,
+]
+"""What may become of an index between one opening and the next."""
+
+
+def killed_beside_another(folder: Path, kills: int, budget: int | None) -> None:
+    """Of two processes one is killed while the other goes on, then that one; and the index is damaged."""
+    rng = random.Random(kills)
+    acknowledged = 0
+    for i in range(kills):
+        pids, pipes = [], []
+        for name in "ab":
+            reader, writer = os.pipe()
+            pids.append(child(lambda w=writer, n=f"{name}{i}": putting(folder, budget, w, n)))
+            os.close(writer)
+            pipes.append(os.fdopen(reader, "rb", buffering=0))
+        heads = [pipe.read(1) for pipe in pipes]
+        time.sleep(rng.random() * 0.005)
+        os.kill(pids[0], signal.SIGKILL)
+        assert died_by(pids[0]) == signal.SIGKILL
+        heads[1] += pipes[1].read(40) + pipes[1].read(40)  # it goes on
+        time.sleep(rng.random() * 0.005)
+        os.kill(pids[1], signal.SIGKILL)
+        assert died_by(pids[1]) == signal.SIGKILL
+        said = b"".join(head + pipe.read() for head, pipe in zip(heads, pipes, strict=True)).decode().split()
+        for pipe in pipes:
+            pipe.close()
+        kept = {key for key in said if key[0] != "-" and f"-{key}" not in said}
+        acknowledged += len(said)
+        rng.choice(INDEXES)(folder, rng)
+        with FileStore(folder, budget, durable=False) as store:
+            there = check_whole(folder, store)
+            assert store.usage().dropped == 0
+            assert budget is not None or kept <= set(there), kept - set(there)
+            for key in there:
+                store.delete(key)
+            assert store.usage().entries == 0
+    print(f"{2 * kills} kills, {acknowledged} acknowledged")
+
+
 CALLS = (
     "open",
     "close",
@@ -114,15 +193,33 @@ CALLS = (
     "pwrite",
     "pread",
     "scandir",
+    "listdir",
+    "mkdir",
     "stat",
 )
 
 
+def stepping_database(step: Callable[[str], None]) -> type[sqlite3.Connection]:
+    """A connection that calls ``step(name)`` before and after every statement."""
+
+    class Stepping(sqlite3.Connection):
+        def execute(self, sql: str, *args: Any) -> Any:
+            name = sql.split()[0]
+            step(name)
+            result = super().execute(sql, *args)
+            step(f"after {name}")
+            return result
+
+    return Stepping
+
+
 @contextlib.contextmanager
 def stepping(step: Callable[[str], None]) -> Iterator[None]:
-    """``step(name)`` before and after every call to the system; of writes, also halfway."""
+    """``step(name)`` before and after every call to the system and statement; of writes, also halfway."""
     saved: list[tuple[Any, str, Any]] = [(os, name, getattr(os, name)) for name in CALLS]
     saved.append((fcntl, "flock", fcntl.flock))
+    connect = sqlite3.connect
+    saved.append((sqlite3, "connect", connect))
 
     def wrap(module: Any, name: str, original: Callable[..., Any]) -> None:
         def call(*args: Any, **options: Any) -> Any:
@@ -137,6 +234,7 @@ def stepping(step: Callable[[str], None]) -> Iterator[None]:
 
     for module, name, original in saved:
         wrap(module, name, original)
+    sqlite3.connect = functools.partial(connect, factory=stepping_database(step))  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -150,17 +248,19 @@ def killed_at_each_call(folder: Path) -> None:
     other = FileStore(folder, budget, durable=False)  # open all the time: it has to notice what the dead did
 
     def work(at: int) -> None:
-        count = 0
+        count, begun = 0, False
 
         def step(name: str) -> None:
             nonlocal count
-            count += 1
+            count += begun
             if count == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        store = FileStore(folder, budget, durable=True)
         with stepping(step):
+            store = FileStore(folder, budget, durable=True)
+            begun = True
             assert store.put(f"new{at}", [content(f"new{at}", UNIT)])
+            begun = False
 
     for at in range(1, 1000):
         for key in ("a", "b", "c"):
@@ -263,6 +363,8 @@ def reading_only(folder: Path) -> None:
     (folder / "pages" / "c.safetensors").unlink()
     (folder / "pages" / f"{'0' * 32}.tmp").write_bytes(b"left behind")
     before = files(folder)
+    for path in (folder / "pages").iterdir():
+        path.chmod(0o444)
     for path, mode in ((folder / "kvcache.lock", 0o444), (folder / "pages", 0o555), (folder, 0o555)):
         path.chmod(mode)
 
@@ -291,23 +393,32 @@ def reading_only(folder: Path) -> None:
 
 
 def _sweep_nothing() -> None:
-    Folder.sweep_temporary = lambda self, name: False  # type: ignore[method-assign]
+    Folder.sweep = lambda self: 0  # type: ignore[method-assign]
 
 
 def _sweep_the_living() -> None:
-    Folder.sweep_temporary = Folder.unlink  # type: ignore[method-assign]
+    def sweep(self: Folder, name: str, where: int) -> bool:
+        os.unlink(name, dir_fd=where)
+        return True
+
+    Folder._sweep = sweep  # type: ignore[method-assign]
 
 
 def _say_nothing_of_changes() -> None:
-    Held.change = lambda self: self.changes  # type: ignore[method-assign]
+    Held.announce = lambda self, stems: self.changes  # type: ignore[method-assign]
+
+
+def _say_not_what_changes() -> None:
+    announce = Held.announce
+    Held.announce = lambda self, stems: announce(self, [])  # type: ignore[method-assign]
 
 
 def _forget_the_halves() -> None:
-    Ledger._clear = lambda self, key, foreign: None  # type: ignore[method-assign]
+    Catalog._clear = lambda self, stem, foreign: None  # type: ignore[method-assign]
 
 
 def _keep_what_failed() -> None:
-    Folder.unlink = lambda self, name: True  # type: ignore[method-assign]
+    Folder.discard = lambda self, temporary: None  # type: ignore[method-assign]
 
 
 def _lock_nothing() -> None:
@@ -318,6 +429,7 @@ BUGS = {
     "sweep nothing": _sweep_nothing,
     "sweep the living": _sweep_the_living,
     "say nothing of changes": _say_nothing_of_changes,
+    "say not what changes": _say_not_what_changes,
     "forget the halves": _forget_the_halves,
     "keep what failed": _keep_what_failed,
     "lock nothing": _lock_nothing,
@@ -327,7 +439,6 @@ BUGS = {
 
 def main() -> None:
     scenario, folder, bug, *numbers = sys.argv[1:]
-    streams.load_xxhash()
     BUGS.get(bug, lambda: None)()
     arguments = [None if number == "none" else int(number) for number in numbers]
     globals()[scenario](Path(folder), *arguments)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ import numpy as np
 from kvcache.stores import StoreFull, ValkeyStore
 from kvcache.stores.valkey import store as store_module
 from kvcache.stores.valkey.entries import Entries
+from kvcache.stores.valkey.link import Command
 from kvcache.stores.valkey.manifest import CHUNK, RemoteManifest
+from kvcache.stores.valkey.replies import integer, status, status_or_nothing
 
 WRITERS = READERS = 8
 KEYS = [f"s{i}" for i in range(24)]
@@ -139,21 +141,21 @@ def nothing_else(store: ValkeyStore) -> None:
     """As many values on the server as the entries that are whole need."""
     found = [stat.nbytes for stat in store.stat(KEYS) if stat is not None]
     with store._wire("test") as wire:
-        (count,) = wire.ask(("DBSIZE",))
+        (count,) = wire.ask(Command(["DBSIZE"], integer))
     assert count == sum(1 + -(-nbytes // CHUNK) for nbytes in found), (count, found)
 
 
 def _write_over() -> None:
     def publish(self: Entries, wire: Any, manifest: RemoteManifest) -> tuple[bool, int]:
-        wire.ask(("SET", self.name(manifest.key), manifest.encoded()))
-        return True, len(manifest.sizes)
+        wire.ask(Command(["SET", self.name(manifest.key), manifest.encoded()], status))
+        return True, manifest.count
 
     Entries.publish = publish  # type: ignore[method-assign]
 
 
 def _share_a_writer_id() -> None:
-    def chunks(self: Entries, manifest: RemoteManifest) -> list[bytes]:
-        return [f"kvcache:xxh3:c:{manifest.key}:{i}".encode() for i in range(len(manifest.sizes))]
+    def chunks(self: Entries, manifest: RemoteManifest) -> Iterator[bytes]:
+        return (f"kvcache:xxh3:c:{manifest.key}:{i}".encode() for i in range(manifest.count))
 
     Entries.chunks = chunks  # type: ignore[method-assign]
 
@@ -164,7 +166,8 @@ def _manifest_first() -> None:
     def early(self: ValkeyStore, wire: Any, manifest: RemoteManifest, views: Any) -> RemoteManifest:
         manifest = send(self, wire, manifest, views)
         self._entries.discard(wire, manifest)
-        wire.ask(("SET", self._entries.name(manifest.key), manifest.encoded(), "NX"))
+        words = ["SET", self._entries.name(manifest.key), manifest.encoded(), "NX"]
+        wire.ask(Command(words, status_or_nothing))
         return manifest
 
     store_module.ValkeyStore._send = early  # type: ignore[method-assign]

@@ -215,7 +215,7 @@ def test_where_no_bar_can_be_drawn_lines_say_how_far_it_is(
     [
         (["--backend", "abacus"], 1, "no backend 'abacus'; there are: "),
         (["--backend", "numpy", "--device", "tpu"], 1, "no device 'tpu'"),
-        ([], 2, "missing option '--backend'"),
+        ([], 2, "missing --backend"),
         (["--backend", "numpy", "--option", "dtype=F99"], 2, "--option dtype=F99: one of F32"),
         (["--backend", "numpy", "--suite", "ml", "-k", "nothing_is"], 2, "'nothing_is' selects no test"),
         (

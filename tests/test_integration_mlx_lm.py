@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,16 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, RotatingKVCache
+import mlx_lm.models.cache
+from mlx_lm.models.cache import ArraysCache as OwnArraysCache
+from mlx_lm.models.cache import CacheList, ChunkedKVCache
 from mlx_lm.models.cache import KVCache as OwnKVCache
+from mlx_lm.models.cache import RotatingKVCache as OwnRotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
 
 import kvcache
 import ml
+from benchmarks.census import mlx_lm_types
 from kvcache.integrations.mlx_lm import (
     Attention,
     CachePool,
@@ -221,6 +227,12 @@ def test_a_query_sees_itself_and_the_window_before_it(
     pool = CachePool([Attention(window)], capacity=64, max_sequences=2, rollback=3)
     other, (entry,) = pool.make_prompt_cache()[0], pool.make_prompt_cache()
     length = 0
+    if narrower is not None and window is not None and narrower > window:
+        with pytest.raises(
+            kvcache.NotSupportedError, match=f"window_size={narrower} .* keeps {window} tokens"
+        ):
+            entry.make_mask(1, return_array=return_array, window_size=narrower)
+        return
     for tokens in random.choice([1, 1, 2, 6], 14):
         tokens = int(tokens)
         other.update_and_fetch(marked([-1]), marked([-1]))  # a stranger between the cells
@@ -295,20 +307,81 @@ def test_another_prompt_cache_in_the_middle_of_a_pass_is_refused() -> None:
 @pytest.mark.parametrize(
     ("entry", "named"),
     [
-        (lambda: CacheList(OwnKVCache(), OwnKVCache()), "CacheList"),
-        (lambda: RotatingKVCache(max_size=8, keep=2), "RotatingKVCache with keep=2"),
+        (lambda: CacheList(OwnKVCache(), OwnArraysCache(1)), "CacheList of KVCache, ArraysCache"),
+        (lambda: OwnRotatingKVCache(max_size=8, keep=2), "RotatingKVCache with keep=2"),
+        (lambda: OwnArraysCache(3), "ArraysCache of 3 states"),
+        (lambda: ChunkedKVCache(8), "ChunkedKVCache"),
     ],
 )
-def test_a_model_with_other_kinds_of_layers_is_refused_by_name(entry: Callable[[], Any], named: str) -> None:
+def test_a_model_with_other_kinds_of_layers_is_refused_by_name_and_not_run(
+    entry: Callable[[], Any], named: str
+) -> None:
     class Wants:
         def make_cache(self) -> list[Any]:
             return [entry()]
 
         def __call__(self, tokens: Any, cache: Any) -> None:
-            pass
+            raise AssertionError
 
     with pytest.raises(kvcache.NotSupportedError, match=f"layer 0 of the model wants mlx-lm's {named}"):
         make_prompt_cache(Wants())
+
+
+def test_a_model_whose_passes_nobody_tells_the_length_of_is_refused() -> None:
+    """Mamba 1 asks for no mask; only a mask or K and V tell how many tokens a pass has."""
+    with pytest.raises(kvcache.NotSupportedError, match=r"layer 0 .* reads its states before .* a mask"):
+        make_prompt_cache(mlx_lm_types.build("mamba"))
+
+
+def test_a_model_in_a_pipeline_of_processes_is_refused() -> None:
+    model = models.MODELS["qwen"]()
+    model.model.pipeline_size = 2
+    with pytest.raises(kvcache.NotSupportedError, match="a pipeline over 2 processes"):
+        make_prompt_cache(model)
+
+
+def test_rows_that_are_not_alike_are_refused_where_a_model_does_not_tell_them_apart() -> None:
+    """mlx-lm's own caches let padding, and the zeros of a row that begins, spoil the states."""
+    model = mlx_lm_types.build("recurrent_gemma")
+    pool, rows = (
+        CachePool(model, capacity=32, max_sequences=4),
+        [models.prompt_of(n, seed=n) for n in (5, 5, 7)],
+    )
+    caches = [pool.make_prompt_cache() for _ in rows]
+    found = models.run_batch(model, rows[:2], caches[:2], 6)
+    expected = [models.greedy(model, row, 6, own_prompt_cache(model)) for row in rows[:2]]
+    assert [tokens for tokens, _, _ in found.values()] == expected
+    with pytest.raises(kvcache.NotSupportedError, match="prepare: padding, which the recurrent layers"):
+        models.run_batch(model, rows[1:], caches[1:], 6)
+    with pytest.raises(kvcache.NotSupportedError, match="update: rows that begin beside rows that go on"):
+        models.run_batch(model, [[3, 4], [5, 6]], [found[0][2], pool.make_prompt_cache()], 6)
+
+
+def test_a_pass_of_too_many_tokens_for_sliding_layers_names_max_batch() -> None:
+    prompt_cache = make_prompt_cache(models.make_gemma(), capacity=512, max_batch=24)
+    with pytest.raises(kvcache.CacheFullError, match=r"at most max_batch=24 tokens at a time.* larger one"):
+        models.greedy(models.make_gemma(), models.prompt_of(200), 2, prompt_cache, step=128)
+
+
+MODEL_FILES = sorted((Path(str(mlx_lm.__file__)).parent / "models").glob("*.py"))
+
+
+def test_entries_are_of_every_class_that_mlx_lms_models_test_for() -> None:
+    """A model file that tests for a class of caches does something else for the others."""
+    tested = {
+        name.id
+        for path in MODEL_FILES
+        if path.stem != "cache"
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "isinstance"
+        for name in ast.walk(call.args[1])
+        if isinstance(name, ast.Name) and hasattr(mlx_lm.models.cache, name.id) and "Cache" in name.id
+    }
+    kinds = {kind for make in models.MODELS.values() for kind in map(type, make_prompt_cache(make()))}
+    assert len(kinds) == 3
+    for kind in kinds:
+        assert issubclass(kind, getattr(mlx_lm.models.cache, kind.__name__))
+    assert tested <= {kind.__name__ for kind in kinds}
 
 
 def test_entries_are_true_and_claim_no_quantization_of_mlx_lms(model: Any) -> None:
@@ -319,7 +392,5 @@ def test_entries_are_true_and_claim_no_quantization_of_mlx_lms(model: Any) -> No
 
 
 def test_the_integration_does_not_shadow_mlx_lm() -> None:
-    import mlx_lm
-
     assert "site-packages" in str(mlx_lm.__file__)
     assert "integrations" not in str(mlx_lm.__file__)

@@ -14,6 +14,7 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 
 import mlx.core as mx
 import mlx_lm
+from mlx_lm import server
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "embedding-mlx-lm.md"
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -31,7 +32,10 @@ def folder(tmp_path: Path, make_model: Callable[..., Path], monkeypatch: pytest.
     return tmp_path
 
 
-def test_the_code_of_the_page_runs_and_says_what_mlx_lm_says(folder: Path) -> None:
+def test_the_code_of_the_page_runs_and_says_what_mlx_lm_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "load", server.load)  # which the page replaces
     blocks = FENCE.findall(PAGE.read_text(encoding="utf-8"))
     names: dict[str, Any] = {}
     for block in blocks:
@@ -42,6 +46,7 @@ def test_the_code_of_the_page_runs_and_says_what_mlx_lm_says(folder: Path) -> No
     assert names["batch"].texts == names["batch_again"].texts
     assert names["batch"].texts == mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=12).texts
     assert names["position"] == 6
+    assert server.load("model")[0].make_cache()[0].rows.pool.max_sequences == 8
     assert all(cache[0].empty() for cache in names["caches"])  # what goes into a batch stays as it was
     responses = mlx_lm.stream_generate(model, tokenizer, "!", prompt_cache=names["story_again"], max_tokens=6)
     again = mlx_lm.stream_generate(model, tokenizer, "!", prompt_cache=names["story"], max_tokens=6)

@@ -51,6 +51,37 @@ class TestKeysAndValues:
             one.keys_and_values()
 
 
+class TestAnEntryThatIsNeverUsed:
+    def test_takes_part_in_what_the_others_do(self) -> None:
+        pool = CachePool(
+            [Attention(used=False), Attention(), Attention(used=False)], capacity=16, max_sequences=4
+        )
+        entries, length = pool.make_prompt_cache(), 0
+        for step, asked in enumerate((entries, entries[::-1], entries[1:], entries[:1], entries[2:])):
+            for entry in asked:
+                mask = entry.make_mask(2, return_array=True)
+                assert mask.tolist() == [[i <= length + j for i in range(length + 2)] for j in range(2)]
+                assert entry.offset == length
+            keys, _ = entries[1].update_and_fetch(marked(step, step), marked(step, step))
+            length += 2
+            assert keys.shape[2] == length
+            assert [entry.offset for entry in entries[:: 1 - 2 * (step % 2)]] == [length] * 3
+        for order in (entries, entries[::-1]):
+            assert [entry.trim(1) for entry in order] == [1] * 3
+        assert [entry.offset for entry in entries] == [length - 2] * 3
+        batch = [entry.merge([entry, entry]) for entry in entries]
+        batch[1].update_and_fetch(mx.zeros((2, 1, 1, 4)), mx.zeros((2, 1, 1, 4)))
+        for entry in batch:
+            entry.filter([1])
+        assert [entry.offset.tolist() for entry in batch] == [[length - 1]] * 3
+        assert [entry.extract(0).keys is None for entry in batch] == [True, False, True]
+
+    def test_raises_where_it_is_used_nevertheless(self) -> None:
+        (entry,) = CachePool([Attention(used=False)], capacity=16).make_prompt_cache()
+        with pytest.raises(kvcache.OrderError, match="layer 0, which the model left alone"):
+            entry.update_and_fetch(marked(1), marked(1))
+
+
 class TestQuantizedByMlxLm:
     @pytest.mark.parametrize("start", [0, 5])
     def test_kv_bits_gives_the_logits_of_mlx_lms_own_quantized_cache(self, start: int) -> None:

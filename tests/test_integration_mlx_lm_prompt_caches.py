@@ -227,6 +227,44 @@ def test_a_prompt_cache_of_mlx_lm_is_taken_over(model: Any, length: int, decoded
     assert models.largest([model(x, cache=ours)], [model(x, cache=theirs)]) <= 4e-5
 
 
+def test_of_a_long_prompt_sliding_layers_take_over_what_they_keep() -> None:
+    """mlx-lm's hold all of a pass until the next one; max_batch is for passes."""
+    model, tokens = models.make_gemma(), models.prompt_of(40)
+    theirs = own_prompt_cache(model)
+    mx.eval(model(mx.array([tokens]), cache=theirs))
+    ours = adopt(theirs, CachePool(model, capacity=64, max_batch=1, rollback=2))
+    assert models.greedy(model, [5], 4, ours) == own_greedy(model, [*tokens, 5], 4)
+    ours = adopt(theirs, CachePool(model, capacity=64, max_batch=1, rollback=2))
+    assert rewind(ours, 38) == 38
+    assert models.greedy(model, [*tokens[38:], 5], 4, ours, step=1) == own_greedy(model, [*tokens, 5], 4)
+
+
+def test_states_alone_are_adopted_with_the_number_of_tokens_that_one_tells() -> None:
+    model, tokens = models.OTHERS["mamba2"](), models.prompt_of(9)
+    theirs, pool = own_prompt_cache(model), CachePool(models.OTHERS["mamba2"](), capacity=64, max_sequences=3)
+    mx.eval(model(mx.array([tokens]), cache=theirs))
+    with pytest.raises(kvcache.InvalidRangeError, match="tokens=0 of a prompt cache that holds"):
+        adopt(theirs, pool, tokens=0)
+    for told, length in ((None, 1), (9, 9)):
+        ours = adopt(theirs, pool, tokens=told)
+        assert ours[0].offset == length
+        assert models.greedy(model, [5], 4, ours) == own_greedy(model, [*tokens, 5], 4)
+
+
+def test_entries_that_hold_different_numbers_of_tokens_are_refused() -> None:
+    model = models.MODELS["qwen"]()
+    theirs, empty = own_prompt_cache(model), own_prompt_cache(model)
+    mx.eval(model(mx.zeros((1, 3), mx.int32), cache=theirs))
+    pool = CachePool(model, capacity=64)
+    with pytest.raises(kvcache.InvalidRangeError, match=r"of \[3\] tokens and states that are not set"):
+        adopt([*empty[:3], theirs[3]], pool)
+    with pytest.raises(kvcache.InvalidRangeError, match=r"of \[0\] tokens and states that are set"):
+        adopt([*theirs[:3], empty[3]], pool)
+    theirs[0][1] = None
+    with pytest.raises(kvcache.NotSupportedError, match="filled in part"):
+        adopt(theirs, pool)
+
+
 def test_a_quantized_prompt_cache_is_saved_as_what_it_reads(tmp_path: Path) -> None:
     file = str(tmp_path / "prompt.safetensors")
     model = models.make_gemma(head_dim=32)

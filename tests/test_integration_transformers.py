@@ -45,7 +45,9 @@ def test_the_same_with_scaled_dot_product_attention(name: str, mode: str) -> Non
         mode = "sampling"
     made = hf.model(name, "sdpa")
     expected = hf.MODES[mode](name, made, None)
-    assert hf.MODES[mode](name, made, HFCache(made.config, capacity=64, lookback=0)).distance(expected) == 0.0
+    found = hf.MODES[mode](name, made, HFCache(made.config, capacity=64, lookback=0))
+    # Steps without padding get a mask with HFCache, by which transformers comes to a faster kernel.
+    assert found.distance(expected) <= (0.0 if mode == "left padding" else 1e-5)
 
 
 FLEX = [

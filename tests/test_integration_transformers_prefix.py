@@ -97,6 +97,21 @@ def test_a_conversation_has_one_row() -> None:
             made(ids, past_key_values=session.cache)
 
 
+@pytest.mark.parametrize("drafted", [3, 12])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_an_assistant_drafts_from_a_prefix_too(name: str, drafted: int) -> None:
+    made, assistant = hf.model(name), hf.model(name, seed=1)
+    assistant.generation_config.num_assistant_tokens = drafted
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    ids = hf.tokens(1, 20)
+    with HFPrefixCache(made, capacity=200, lookback=16, interval=8) as prefix:
+        for seed in range(3):
+            expected = plain(made, ids)
+            assert torch.equal(prefix.generate(ids, assistant_model=assistant, **OPTIONS), expected)
+            ids = torch.cat((expected, hf.tokens(1, 6, seed=seed)), 1)
+        assert prefix.prefix.stats.reused >= 19 + 19 + 14
+
+
 def test_what_it_is_not_for() -> None:
     with pytest.raises(NotSupportedError, match="decoders only"):
         HFPrefixCache(hf.model("t5"))

@@ -52,6 +52,11 @@ def test_killed_at_any_moment_only_the_oldest_have_made_room(folder: Path) -> No
     passes("killed_at_random", folder, 30, 40_000)
 
 
+@pytest.mark.parametrize("budget", ["none", 40_000])
+def test_killed_beside_another_process_whatever_becomes_of_the_index(folder: Path, budget: object) -> None:
+    assert int(passes("killed_beside_another", folder, 12, budget).split()[0]) == 24
+
+
 def test_two_writers_and_two_readers_share_a_folder_with_eviction(folder: Path) -> None:
     assert "opened" in passes("sharing", folder)
 
@@ -69,6 +74,7 @@ def test_a_folder_that_may_only_be_read_is_served_and_not_touched(folder: Path) 
     [
         ("sweep nothing", "killed_at_each_call"),
         ("say nothing of changes", "killed_at_each_call"),
+        ("say not what changes", "killed_at_each_call"),
         ("forget the halves", "killed_at_each_call"),
         ("sweep the living", "sharing"),
         ("keep what failed", "no_room"),

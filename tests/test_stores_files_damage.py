@@ -120,12 +120,14 @@ def test_halves_of_entries_are_cleared_away_when_the_folder_is_opened(where: Pat
         assert names(where) == both("c")
 
 
+@pytest.mark.parametrize("folder", ["writing", "pages"])
 def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(
-    store: FileStore, where: Path
+    store: FileStore, where: Path, folder: str
 ) -> None:
+    """Among the entries is where earlier versions wrote."""
     with store._folder.locked():
         living, fd = store._folder.create_temporary()
-    (where / "pages" / f"{'0' * 32}.tmp").write_bytes(b"left behind")
+    (where / folder / f"{'0' * 32}.tmp").write_bytes(b"left behind")
     with FileStore(where) as other:
         assert other.usage().swept == 1
         assert names(where) == [living]

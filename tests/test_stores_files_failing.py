@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -18,11 +20,13 @@ import pytest
 
 from kvcache.stores import (
     FileStore,
+    SnapshotCorrupt,
     StoreClosedError,
     StoreFull,
+    StoreReadOnly,
     StoreUnavailable,
-    folder,
 )
+from kvcache.stores.lockfile import fcntl
 from kvcache.testing.stores import UNIT, content, fill, present, read
 
 from .file_store_rig import both, names, posix, store, where
@@ -40,7 +44,7 @@ class Failing:
 
     def __init__(self, patch: pytest.MonkeyPatch, at: int, code: int, after: bool) -> None:
         self.called = 0
-        for module, name in [*((os, name) for name in SYSTEM_CALLS), (folder.fcntl, "flock")]:
+        for module, name in [*((os, name) for name in SYSTEM_CALLS), (fcntl, "flock")]:
             patch.setattr(module, name, self._wrap(getattr(module, name), at, code, after))
 
     def _wrap(self, original: Callable[..., Any], at: int, code: int, after: bool) -> Callable[..., Any]:
@@ -158,9 +162,6 @@ def test_neither_kvcache_nor_its_stores_import_xxhash() -> None:
 
 
 def test_files_are_closed_with_the_store(where: Path) -> None:
-    def open_files() -> int:
-        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("this system does not list open files")
     before = open_files()
@@ -173,6 +174,136 @@ def test_files_are_closed_with_the_store(where: Path) -> None:
     store.close()
     FileStore(where)
     assert open_files() == before
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="this system does not list open files")
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_file_that_cannot_be_looked_at_is_closed(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    fill(store, "a")
+    before, original = open_files(), os.fstat
+
+    def fstat(fd: int) -> os.stat_result:
+        found = original(fd)
+        if stat.S_ISREG(found.st_mode):
+            raise OSError(code, os.strerror(code))
+        return found
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    for call in (store.get_into, lambda key, _: store.view(key), lambda key, _: store.reader(key)):
+        with pytest.raises(StoreUnavailable):
+            call("a", bytearray(UNIT))
+    monkeypatch.undo()
+    assert open_files() == before
+    assert read(store, "a") == content("a")
+
+
+# A device that may only be read, all at once.
+
+
+def only_read(patch: pytest.MonkeyPatch, code: int = errno.EROFS) -> None:
+    """Whatever would change something on the device fails."""
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    original = os.open
+
+    def open_to_read(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            refuse()
+        return original(path, flags, *args, **options)
+
+    patch.setattr(os, "open", open_to_read)
+    for name in ("unlink", "rename", "utime", "mkdir", "write", "writev", "pwrite", "fsync", "ftruncate"):
+        patch.setattr(os, name, refuse)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES], ids=errno.errorcode.get)
+def test_a_device_that_turns_read_only_goes_on_serving_what_is_sound(
+    store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    fill(store, "abcd")
+    pages = where / "pages"
+    (pages / "b.safetensors").write_bytes(b"?" * UNIT)
+    (pages / "c.json").write_bytes(b"{}")
+    before = names(where)
+    only_read(monkeypatch, code)
+    assert store.stat(["c"]) == [None]
+    for _ in range(2):
+        with contextlib.suppress(SnapshotCorrupt):
+            assert store.get_into("b", bytearray(UNIT)) is False
+    assert present(store, "abcd") == "ad"
+    assert store.prefix(["a", "d", "b"]) == 2
+    assert (read(store, "a"), store.view("d")) == (content("a"), content("d"))
+    assert (store.usage().entries, store.usage().dropped) == (2, 2)
+    for call in (lambda: store.put("e", [b"x"]), lambda: store.delete("a")):
+        with pytest.raises(StoreReadOnly if code == errno.EROFS else StoreUnavailable):
+            call()
+    monkeypatch.undo()
+    assert names(where) == before
+    assert store.put("e", [content("e")]), "it may be written to again"
+    assert store.usage().nbytes == 5 * UNIT
+
+
+def test_entries_that_may_not_be_removed_are_passed_over(
+    store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock may be taken, and the folder of entries not be changed."""
+    fill(store, "ab")
+    (where / "pages" / "b.safetensors").write_bytes(b"?")
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    for _ in range(2):
+        assert store.stat(["a", "b"])[1] is None
+    assert read(store, "a") == content("a")
+    assert store.usage().dropped == 1
+
+
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+@pytest.mark.parametrize("empty", [True, False], ids=["empty", "not empty"])
+def test_a_folder_in_place_of_an_entrys_file_is_moved_aside(
+    store: FileStore, where: Path, suffix: str, empty: bool
+) -> None:
+    fill(store, "abc")
+    path = where / "pages" / f"b{suffix}"
+    path.unlink()
+    path.mkdir()
+    if not empty:
+        (path / "mine").write_text("precious")
+    assert present(store, "abc") == "ac"
+    assert read(store, "a") == content("a")
+    assert store.put("b", [content("b")]) is True
+    assert [read(store, key) for key in "abc"] == [content(key) for key in "abc"]
+    (aside,) = (name for name in names(where) if name.endswith(".foreign"))
+    assert aside.startswith(f"b{suffix}.")
+    assert [inside.name for inside in (where / "pages" / aside).iterdir()] == ["mine"] * (not empty)
+    with FileStore(where) as again:
+        assert present(again, "abc") == "abc"
+    assert aside in names(where)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_a_folder_in_place_of_an_entrys_file_is_a_miss_where_nothing_may_be_changed(
+    store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    fill(store, "ab")
+    (where / "pages" / f"b{suffix}").unlink()
+    (where / "pages" / f"b{suffix}").mkdir()
+    only_read(monkeypatch)
+    for _ in range(2):
+        assert present(store, "ab") == "a"
+        with contextlib.suppress(SnapshotCorrupt):
+            assert store.get_into("b", bytearray(UNIT)) is False
+    assert store.usage().dropped <= 2
 
 
 def until(reached: Callable[[], bool]) -> None:

@@ -25,6 +25,7 @@ from kvcache.stores import (
     StoreValueError,
     open_store,
 )
+from kvcache.stores.digests import Digests
 from kvcache.stores.mooncake import MooncakeStore, Settings
 from kvcache.stores.mooncake.client import Client
 from kvcache.stores.mooncake.connecting import LIMITS, connect, load, set_limits
@@ -134,6 +135,22 @@ def test_the_value_of_another_key_is_not_taken(make: Make) -> None:
     with pytest.raises(SnapshotCorrupt):
         store.get_into("a", bytearray(1000))
     assert read(store, "b") == content("b")
+
+
+@pytest.mark.parametrize("secret", ["a guess", None], ids=["another secret", "none"])
+def test_who_does_not_know_the_secret_can_forge_nothing(make: Make, secret: str | None) -> None:
+    pytest.importorskip("blake3", reason="the package blake3 is not installed")
+    mine = make(digest="blake3", secret="of the hosts")
+    others = make(digest="blake3", secret=secret)
+    mine.put("a", [content("a")])
+    assert others.stat(["a"]) == make().stat(["a"]) == [None]
+    others.put("a", [content("forged")])
+    assert (read(mine, "a"), read(others, "a")) == (content("a"), content("forged"))
+    forged = others._linked()[0].native.get(others._name("a"))
+    replace(mine, "a", lambda data: data.__setitem__(slice(None), forged))
+    with pytest.raises(SnapshotCorrupt, match="digest"):
+        mine.get_into("a", bytearray(1000))
+    assert "of the hosts" not in f"{mine!r} {mine._settings!r}"
 
 
 def test_what_was_cut_off_is_found(make: Make) -> None:
@@ -464,7 +481,7 @@ def test_only_one_call_tries_again_until_the_master_has_answered() -> None:
 def test_the_header_says_whose_bytes_follow_and_how_many() -> None:
     headers = []
     for key, data in (("a", b"xy"), ("b", b"xy"), ("a", b"xz"), ("a", b"x"), ("a", b"")):
-        digest = Digest(key, len(data))
+        digest = Digest(Digests("MooncakeStore", "mooncake"), key, len(data))
         digest.update(data)
         headers.append(digest.header())
     assert len(set(headers)) == 5
@@ -514,6 +531,7 @@ def test_a_buffer_that_cannot_be_registered_is_an_error_and_the_lane_stays() -> 
         ("mooncake://here", {"segment": "15MiB"}, "segment"),
         ("mooncake://here", {"segment": -1}, "segment"),
         ("mooncake://here", {"lanes": "0"}, "lanes"),
+        ("mooncake://here", {"digest": "md5"}, "digest"),
         ("mooncake://here", {"replicas": 0}, "replicas"),
         ("mooncake://here", {"timeout": "soon"}, "timeout"),
         ("mooncake://here", {"timeout": -1}, "timeout"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from kvcache.stores import (
     memory,
     streams,
 )
+from kvcache.stores.catalog import Catalog
 from kvcache.stores.entries import Entries
 from kvcache.stores.folder import Folder
-from kvcache.stores.ledger import Ledger
+from kvcache.stores.index import Index, Row, State
 
 Patch = pytest.MonkeyPatch
 MUTATIONS: dict[str, tuple[str, Callable[[Patch], None]]] = {}
@@ -225,15 +226,9 @@ def a_miss_raises(patch: Patch) -> None:
 
 @bug("file")
 def digests_are_not_looked_at(patch: Patch) -> None:
-    original = streams.read_digested
     from kvcache.stores import entries
 
-    def read(fd: int, manifest: Any, view: memoryview) -> None:
-        if len(view) != manifest.nbytes:
-            raise StoreValueError(f"get_into: {len(view)} bytes; {manifest.nbytes}")
-        original(fd, view)
-
-    patch.setattr(entries, "_read_data", read)
+    patch.setattr(entries, "_check_digest", lambda manifest, count, digest: None)
 
 
 @bug("file")
@@ -243,18 +238,18 @@ def what_is_damaged_stays(patch: Patch) -> None:
 
 @bug("file")
 def a_block_is_written_once_too_often(patch: Patch) -> None:
-    original = streams._write_all
+    original = streams.write_all
 
     def write(fd: int, batch: list[memoryview]) -> None:
         again = batch[:1] if len(batch) > 400 else []
         original(fd, [*batch, *again])
 
-    patch.setattr(streams, "_write_all", write)
+    patch.setattr(streams, "write_all", write)
 
 
 @bug("file")
 def short_writes_are_not_continued(patch: Patch) -> None:
-    patch.setattr(streams, "_write_all", lambda fd, batch: batch and os.write(fd, batch[0]))
+    patch.setattr(streams, "write_all", lambda fd, batch: batch and os.write(fd, batch[0]))
 
 
 @bug("file")
@@ -264,26 +259,47 @@ def recency_is_not_kept_on_disk(patch: Patch) -> None:
 
 @bug("file")
 def the_youngest_goes_first(patch: Patch) -> None:
-    original = Ledger.add
+    original = Index.by_use
 
-    def add(self: Ledger, key: str, nbytes: int, used: int) -> None:
-        original(self, key, nbytes, used)
-        self._queue[:] = [(-when if when > 0 else when, name) for when, name in self._queue]
-        self._entries[key].used = -used
+    def by_use(self: Index) -> Generator[Row, None, None]:
+        yield from reversed(list(original(self)))
 
-    patch.setattr(Ledger, "add", add)
-    patch.setattr(Ledger, "_last_used", lambda self, key: self._entries[key].used)
+    patch.setattr(Index, "by_use", by_use)
 
 
 @bug("file")
 def what_was_there_is_not_counted_at_opening(patch: Patch) -> None:
-    original = Ledger._scan
+    original = FileStore.close
 
-    def scan(self: Ledger) -> None:
+    def close(self: FileStore) -> None:
+        (self.path / "index" / "entries.sqlite").unlink(missing_ok=True)
         original(self)
-        self.nbytes = 0
 
-    patch.setattr(Ledger, "_scan", scan)
+    patch.setattr(FileStore, "close", close)
+    patch.setattr(Catalog, "_scan", lambda self, held: self._index.replace(held.changes, []))
+
+
+@bug("file")
+def what_is_removed_goes_on_counting(patch: Patch) -> None:
+    original = Index.write
+
+    def write(
+        self: Index, before: State, changes: int, gone: Mapping[str, bool], there: Sequence[Row]
+    ) -> State:
+        return original(self, before, changes, {}, there)
+
+    patch.setattr(Index, "write", write)
+
+
+@bug("file")
+def what_was_used_since_is_not_looked_at_again(patch: Patch) -> None:
+    patch.setattr(Catalog, "_last_used", lambda self, stem: 0)
+
+
+@bug("file")
+def of_a_chain_on_disk_the_first_goes_first(patch: Patch) -> None:
+    original = FileStore._used
+    patch.setattr(FileStore, "_used", lambda self, keys: original(self, list(reversed(keys))))
 
 
 @bug("file")
@@ -293,7 +309,7 @@ def opening_starts_anew(patch: Patch) -> None:
     def init(self: FileStore, *args: Any, **options: Any) -> None:
         original(self, *args, **options)
         for name, _ in list(self._folder.entries()):
-            self._folder.unlink(name)
+            self._folder._unlink(name)
 
     patch.setattr(FileStore, "__init__", init)
 

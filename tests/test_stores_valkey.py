@@ -192,7 +192,7 @@ def test_a_put_that_is_late_gives_way(
 def lives(client: Valkey, key: str) -> tuple[int, list[int]]:
     """Milliseconds left of the manifest and of the chunks."""
     manifest = RemoteManifest.parse(client.get(f"kvcache:xxh3:m:{key}"), key)
-    chunks = [client.pttl(chunk_of(client, key, i)) for i in range(len(manifest.sizes))]
+    chunks = [client.pttl(chunk_of(client, key, i)) for i in range(manifest.count)]
     return client.pttl(f"kvcache:xxh3:m:{key}"), chunks
 
 

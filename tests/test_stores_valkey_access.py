@@ -69,7 +69,7 @@ def test_a_server_that_quotes_the_password_in_its_error_does_not_make_it_known()
 
 
 def test_a_user_with_few_rights_is_enough() -> None:
-    rights = ["get", "mget", "set", "getdel", "getrange", "exists", "pttl", "pexpire", "unlink", "eval"]
+    rights = ["get", "mget", "set", "getdel", "getrange", "strlen", "pttl", "pexpire", "unlink", "eval"]
     rights += ["multi", "exec"]
     user = [
         "cache",

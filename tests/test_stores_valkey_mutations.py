@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from kvcache.stores import StoreUnavailable
+from kvcache.stores.digests import Digests
 from kvcache.stores.valkey import entries, link, transfer
 from kvcache.stores.valkey import store as store_module
-from kvcache.stores.valkey.digests import Digests
 from kvcache.stores.valkey.entries import Entries
 from kvcache.stores.valkey.link import Link
+from kvcache.stores.valkey.manifest import RemoteManifest
+from kvcache.stores.valkey.replies import value
 
 from . import (
     test_stores_valkey,
@@ -67,14 +69,14 @@ def a_digest_that_nobody_compares(patch: Patch) -> None:
             return Agreeing("0" * 32)
 
     original = Digests.start
-    patch.setattr(Digests, "start", lambda self, key, nbytes: Agreed(original(self, key, nbytes)))
+    patch.setattr(Digests, "start", lambda self, *of: Agreed(original(self, *of)))
 
 
 @bug("test_a_damaged_chunk_is_corrupt_and_dropped", damage="a byte too many", place=2)
 def a_longer_chunk_taken_for_the_chunk(patch: Patch) -> None:
     def exactly(*arguments: Any) -> Any:
-        for (call, name, start, _), target in original(*arguments):
-            yield (call, name, start, start + len(target) - 1), target
+        for ((call, name, start, _), reply), wanted in original(*arguments):
+            yield link.Command([call, name, start, start + wanted - 1], reply), wanted
 
     original = transfer._pieces
     patch.setattr(transfer, "_pieces", exactly)
@@ -82,15 +84,19 @@ def a_longer_chunk_taken_for_the_chunk(patch: Patch) -> None:
 
 @bug("test_the_data_of_one_key_are_not_those_of_another")
 def a_digest_of_the_data_alone(patch: Patch) -> None:
-    patch.setattr(Digests, "start", lambda self, key, nbytes: self._new())
+    patch.setattr(Digests, "start", lambda self, *of: self._new())
 
 
 @bug("test_a_missing_chunk_is_a_miss_and_nothing_of_the_entry_stays", lost=1, call="stat")
 def a_look_that_trusts_the_manifest(patch: Patch) -> None:
-    original = Entries._judged
-    patch.setattr(
-        Entries, "_judged", lambda self, raw, manifest, left, there: original(self, raw, manifest, left, 99)
-    )
+    def whole(self: Entries, manifest: RemoteManifest, start: int, stop: int) -> Any:
+        sizes = list(manifest.sizes)[start:stop]
+        return [link.Command(["ECHO", size], stated) for size in sizes]
+
+    def stated(replies: Any) -> int:
+        return int(replies.read(value(20)))
+
+    patch.setattr(Entries, "_lengths", whole)
 
 
 @bug("test_nothing_is_removed_that_another_has_put_meanwhile")
@@ -100,8 +106,9 @@ def whatever_is_there_removed(patch: Patch) -> None:
 
 @bug("test_a_put_that_is_late_gives_way")
 def a_manifest_written_over(patch: Patch) -> None:
-    def transaction(self: Any, first: tuple, *rest: Any) -> Any:
-        return original(self, tuple(word for word in first if word != "NX"), *rest)
+    def transaction(self: Any, first: link.Command, *rest: Any) -> Any:
+        words = [word for word in first.words if word != "NX"]
+        return original(self, link.Command(words, first.reply), *rest)
 
     original = link.Wire.transaction
     patch.setattr(link.Wire, "transaction", transaction)
@@ -125,7 +132,7 @@ def unpublished_chunks_kept_as_long_as_entries(patch: Patch) -> None:
 @bug("test_a_hit_starts_the_time_anew_and_chunks_outlive_their_manifest")
 def the_manifest_alone_refreshed(patch: Patch) -> None:
     patch.setattr(
-        Entries, "_refreshing", lambda self, manifest: [("PEXPIRE", self.name(manifest.key), self.ttl)]
+        Entries, "_refreshing", lambda self, manifest: [entries._expiring(self.name(manifest.key), self.ttl)]
     )
 
 

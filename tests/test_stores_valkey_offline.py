@@ -1,12 +1,9 @@
-"""What ValkeyStore understands without a server: addresses, manifests, replies, and pieces of parts."""
+"""What ValkeyStore understands without a server: addresses, manifests, and pieces of parts."""
 
 from __future__ import annotations
 
 import json
 import random
-import socket
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +11,11 @@ import pytest
 
 pytest.importorskip("valkey", reason="the package valkey is not installed: pip install 'ml-kvcache[valkey]'")
 
-from valkey.exceptions import ConnectionError as LostError
-from valkey.exceptions import InvalidResponse, OutOfMemoryError, ResponseError
-
 from kvcache.stores import StoreUnavailable, StoreValueError, ValkeyStore, open_store
+from kvcache.stores.digests import Digests
 from kvcache.stores.hidden import without_secrets
-from kvcache.stores.valkey.digests import Digests
 from kvcache.stores.valkey.manifest import CHUNK, Broken, RemoteManifest, understood
-from kvcache.stores.valkey.replies import BLOCK, Replies, Target
+from kvcache.stores.valkey.replies import BLOCK
 from kvcache.stores.valkey.settings import Settings
 from kvcache.stores.valkey.transfer import blocks
 
@@ -168,20 +162,15 @@ def test_a_store_by_name_is_on_this_machine() -> None:
 
 def test_stores_that_digest_otherwise_do_not_see_one_another() -> None:
     pytest.importorskip("blake3", reason="the package blake3 is not installed")
-    options: list[dict[str, Any]] = [
-        {},
-        {"digest": "blake3"},
-        {"digest": "blake3", "secret": "one"},
-        {"digest": "blake3", "secret": "two"},
-    ]
-    made = [Digests(Settings.of(None, each)) for each in options]
+    options: list[tuple[Any, ...]] = [("xxh3_128",), ("blake3",), ("blake3", "one"), ("blake3", "two")]
+    made = [Digests("Store", "extra", *each) for each in options]
     assert len({digests.family for digests in made}) == 4
     assert len({digests.start("a", 0).hexdigest() for digests in made}) == 4
-    assert made[2].family == Digests(Settings.of(None, options[2])).family
+    assert made[2].family == Digests("Store", "extra", *options[2]).family == "blake3-ff56444a52ce3783"
 
 
 def test_a_digest_knows_key_and_size() -> None:
-    digests = Digests(Settings())
+    digests = Digests("Store", "extra")
     assert digests.start("a", 1).hexdigest() != digests.start("b", 1).hexdigest()
     assert digests.start("a", 1).hexdigest() != digests.start("a", 2).hexdigest()
 
@@ -205,8 +194,9 @@ GOOD = RemoteManifest("k", 2 * CHUNK + 5, CHUNK, "0" * 32, "f" * 32)
 
 def test_a_manifest_comes_back_as_it_was() -> None:
     assert RemoteManifest.parse(GOOD.encoded(), "k") == GOOD
-    assert GOOD.sizes == [CHUNK, CHUNK, 5]
-    assert RemoteManifest("k", 0, CHUNK, "0" * 32, "f" * 32).sizes == []
+    assert (list(GOOD.sizes), GOOD.count) == ([CHUNK, CHUNK, 5], 3)
+    empty = RemoteManifest("k", 0, CHUNK, "0" * 32, "f" * 32)
+    assert (list(empty.sizes), empty.count) == ([], 0)
     assert json.loads(GOOD.encoded())["format"] == "kvcache.remote/1"
 
 
@@ -219,7 +209,8 @@ def changed(**fields: Any) -> bytes:
     [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 4000, GOOD.encoded()[:-1], GOOD.encoded() + b"x",
      changed(key="j"), changed(format="kvcache.remote/2"), changed(more=1), changed(nbytes=-1),
      changed(nbytes=1.0), changed(nbytes=True), changed(nbytes="5"), changed(nbytes=1 << 41),
-     changed(nbytes=1 << 40, chunk=1), changed(chunk=0), changed(chunk=-4), changed(chunk=None),
+     changed(nbytes=1 << 40, chunk=1), changed(nbytes=1000, chunk=1), changed(chunk=0), changed(chunk=-4),
+     changed(chunk=None),
      changed(writer="../x"), changed(writer="A" * 32), changed(writer="0" * 31), changed(writer=5),
      changed(digest=""), changed(digest=None), changed(digest="g" * 32), changed(digest="f" * 5000),
      GOOD.encoded().replace(b"{", b'{"key":"k",', 1), changed(nbytes=float("nan"))],
@@ -228,126 +219,6 @@ def test_what_is_no_manifest_is_broken(raw: bytes) -> None:
     found = understood(raw, "k")
     assert isinstance(found, Broken)
     assert found.reason
-
-
-# Replies, as https://valkey.io/topics/protocol/ has them.
-
-
-class Peer:
-    """Replies that read one end of a pair of sockets; what is sent goes into the other, in small pieces."""
-
-    def __init__(self) -> None:
-        self.mine, self.socket = socket.socketpair()
-        self.socket_timeout = 5.0
-        self._sock = self.socket
-        self._sock.settimeout(self.socket_timeout)
-        self.replies = Replies()
-        self.replies.on_connect(self)
-
-    def sends(self, data: bytes, seed: int = 0) -> None:
-        def send() -> None:
-            rng, at = random.Random(seed), 0
-            while at < len(data):
-                step = rng.choice([1, 2, 7, 100, 70_000, 300_000])
-                self.mine.sendall(data[at : at + step])
-                at += step
-            self.mine.shutdown(socket.SHUT_WR)
-
-        self.thread = threading.Thread(target=send)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.socket.close()
-        self.thread.join(10)
-        self.mine.close()
-
-
-@pytest.fixture
-def peer() -> Iterator[Peer]:
-    peer = Peer()
-    yield peer
-    peer.close()
-
-
-def test_every_kind_of_reply_is_read(peer: Peer) -> None:
-    peer.sends(
-        b"+OK\r\n:-12\r\n$5\r\nhe\r\no\r\n$0\r\n\r\n$-1\r\n*-1\r\n*0\r\n"
-        b"*3\r\n:1\r\n*2\r\n$1\r\na\r\n$-1\r\n-ERR inside\r\n-OOM command not allowed\r\n-WRONGTYPE x\r\n"
-    )
-    replies = [peer.replies.read_response() for _ in range(10)]
-    assert replies[:7] == [b"OK", -12, b"he\r\no", b"", None, None, []]
-    assert replies[7][:2] == [1, [b"a", None]]
-    assert isinstance(replies[7][2], ResponseError)
-    assert isinstance(replies[8], OutOfMemoryError)
-    assert not isinstance(replies[9], OutOfMemoryError)
-    with pytest.raises(LostError):
-        peer.replies.read_response()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_values_go_into_the_target_and_are_digested_in_order(peer: Peer, seed: int) -> None:
-    values = [
-        random.Random(i).randbytes(size) for i, size in enumerate([1, BLOCK - 1, BLOCK + 70_001, 3 * BLOCK])
-    ]
-    peer.sends(
-        b"".join(b"$%d\r\n%b\r\n:%d\r\n" % (len(value), value, i) for i, value in enumerate(values)), seed
-    )
-    for i, value in enumerate(values):
-        room, seen = bytearray(len(value) + 20), bytearray()
-        peer.replies.target = Target(memoryview(room)[10:-10], seen.extend)
-        assert peer.replies.read_response() == len(value)
-        assert room[10:-10] == seen == value
-        assert room[:10] == room[-10:] == bytes(10)
-        assert peer.replies.read_response() == i
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_replies_that_come_together_are_told_apart(peer: Peer, seed: int) -> None:
-    peer.sends(b"".join(b":%d\r\n$3\r\n%03d\r\n" % (i, i % 1000) for i in range(15_000)), seed)
-    for i in range(15_000):
-        assert peer.replies.read_response() == i
-        assert peer.replies.read_response() == b"%03d" % (i % 1000)
-
-
-@pytest.mark.parametrize("length", [0, 99, 101, 200_000])
-def test_a_value_of_another_length_is_read_past_and_touches_nothing(peer: Peer, length: int) -> None:
-    peer.sends(b"$%d\r\n%b\r\n:7\r\n" % (length, b"x" * length))
-    room = bytearray(100)
-    peer.replies.target = Target(memoryview(room), lambda block: None)
-    assert peer.replies.read_response() == length
-    assert room == bytes(100)
-    assert peer.replies.read_response() == 7
-
-
-def test_of_a_value_that_nobody_expected_so_long_only_the_beginning_is_kept(peer: Peer) -> None:
-    peer.sends(b"$1000000\r\n%b\r\n:7\r\n" % (b"y" * 1_000_000))
-    assert peer.replies.read_response() == b"y" * 65536
-    assert peer.replies.read_response() == 7
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"?\r\n", b"\r\n", b":1x\r\n", b":" + b"9" * 30 + b"\r\n", b"$99999999999\r\n", b"$3\r\nabcde\r\n",
-     b"x" * 70_000, b"*1\r\n" * 8 + b":1\r\n", b"$ 3\r\n", b":1_0\r\n", b":--1\r\n", b"%1\r\n+a\r\n+b\r\n"],
-    ids=lambda data: data[:12],
-)  # fmt: skip
-def test_what_is_no_reply_is_refused(peer: Peer, data: bytes) -> None:
-    peer.sends(data)
-    with pytest.raises(InvalidResponse):
-        peer.replies.read_response()
-
-
-def test_whether_something_is_there_is_known_without_waiting(peer: Peer) -> None:
-    assert peer.replies.can_read(0) is False
-    assert peer.socket.gettimeout() == 5.0
-    peer.mine.sendall(b":1\r\n:2\r\n")
-    assert peer.replies.can_read(1) is True
-    assert peer.replies.read_response() == 1
-    assert peer.replies.can_read(0) is True
-    assert peer.replies.read_response() == 2
-    peer.sends(b"")
-    with pytest.raises(LostError):
-        peer.replies.can_read(1)
 
 
 # Pieces.

@@ -33,16 +33,19 @@ CELL = 32
 Make = Callable[..., Path]
 
 
+def stored(path: Path, backend: ml.Backend, **options: Any) -> Path:
+    """A store with three pages: [0, 4), [4, 6) and [0, 3)."""
+    with FileStore(path, **options) as files:
+        cache = bound(CausalCache(), backend)
+        with PrefixCache(cache, tiers=[files], identity={"model": "test"}, chunk=4) as prefix:
+            talk(prefix, backend, [1, 2, 3, 4, 5, 6]).close()
+            talk(prefix, backend, [7, 8, 9]).close()
+    return path
+
+
 @pytest.fixture
 def folder(tmp_path: Path, numpy_backend: ml.Backend) -> Path:
-    """A store with three pages: [0, 4), [4, 6) and [0, 3)."""
-    path = tmp_path / "store"
-    with FileStore(path) as files:
-        cache = bound(CausalCache(), numpy_backend)
-        with PrefixCache(cache, tiers=[files], identity={"model": "test"}, chunk=4) as prefix:
-            talk(prefix, numpy_backend, [1, 2, 3, 4, 5, 6]).close()
-            talk(prefix, numpy_backend, [7, 8, 9]).close()
-    return path
+    return stored(tmp_path / "store", numpy_backend)
 
 
 def listing(path: Path) -> dict[str, tuple[int, int]]:
@@ -96,7 +99,7 @@ def test_broken_entries_say_what_is_wrong_and_stay(folder: Path) -> None:
     damaged.write_bytes(b"x" * damaged.stat().st_size)
     (pages / "foreign.json").write_text("{}")
     (pages / "foreign.safetensors").write_bytes(b"")
-    (pages / f"{'a' * 32}.tmp").write_bytes(b"half")
+    (pages.with_name("writing") / f"{'a' * 32}.tmp").write_bytes(b"half")
     before = listing(folder)
     picture = look_at_store(folder)
     problems = {entry.key: entry.problem for entry in picture.entries}
@@ -133,6 +136,27 @@ def test_a_flipped_bit_anywhere_in_an_entry_is_told(folder: Path) -> None:
     flip(entries[0], size - 1)
     assert "its digest is wrong" in run(folder).stdout
     assert run(folder, "--nodes", 0).exit_code == 0
+
+
+def test_a_keyed_digest_is_said_to_be_unchecked_and_one_without_a_key_is_checked(
+    tmp_path: Path, numpy_backend: ml.Backend
+) -> None:
+    pytest.importorskip("blake3")
+    stored(tmp_path / "keyed", numpy_backend, digest="blake3", secret="of the hosts")
+    stored(tmp_path / "open", numpy_backend, digest="blake3")
+    note = "digest not checked without the key"
+    for name, notes, checked in (("keyed", {note}, "not checked without the key"), ("open", {""}, "holds")):
+        picture = look_at_store(tmp_path / name)
+        assert {(entry.problem, entry.note) for entry in picture.entries} == {("", text) for text in notes}
+        assert (f"; {note}: 3 entries\n" in run(tmp_path / name).stdout) == (name == "keyed")
+        data = sorted((tmp_path / name / "pages").glob("*.safetensors"))
+        assert dict(look_at_page(data[0]).facts)["digest"].startswith(checked)
+        flip(data[0], data[0].stat().st_size - 1)
+        problems = [entry.problem for entry in look_at_store(tmp_path / name).entries if entry.problem]
+        assert problems == ["its digest is wrong"] * (name == "open")
+        data[1].write_bytes(data[1].read_bytes()[:-1])
+        problems = [entry.problem for entry in look_at_store(tmp_path / name).entries]
+        assert sum("bytes were put" in problem for problem in problems) == 1, "sizes need no key"
 
 
 def test_what_is_looked_into_is_told_to_a_bar(folder: Path) -> None:

@@ -244,11 +244,14 @@ class CausalCache(AttentionSequences):
             if tokens > table.free:
                 self._reclaim(tokens)
                 if tokens > table.free:
-                    raise CacheFullError(tokens, table.unowned, table.held())
+                    raise self._full(tokens)
         except BaseException:
             self._restore(saved)
             raise
         self._undo = saved
+
+    def _full(self, tokens: int) -> CacheFullError:
+        return CacheFullError(tokens, self._table.unowned, self._table.held())
 
     def pass_under_way(self) -> object:
         """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvcache.batches import Group, check_whole
-from kvcache.cache import NotSupportedError, ShiftFunction
+from kvcache.cache import CacheFullError, NotSupportedError, ShiftFunction
 from kvcache.causal.full import CausalCache
 from kvcache.reading import LowerBound
 
@@ -58,6 +58,15 @@ class SlidingWindowCache(CausalCache):
             if row.first < limit:
                 found.append((seq, limit))
         return found
+
+    def _full(self, tokens: int) -> CacheFullError:
+        if self._unlimited or tokens <= self._max_batch:
+            return super()._full(tokens)
+        table, limit = self._table, self._max_batch
+        remedy = (
+            f"feed at most max_batch={limit} tokens at a time, of all sequences, or init with a larger one"
+        )
+        return CacheFullError(tokens, table.unowned, table.held(), remedy=remedy)
 
     def can_resume(self, seq: int, position: int) -> bool:
         """Whether something is stored, and reaches from the window of ``position`` to right before it."""

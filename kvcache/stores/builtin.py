@@ -7,13 +7,13 @@ import os
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from kvcache.stores.digests import XXH3, load
 from kvcache.stores.errors import StoreError, StoreValueError
 from kvcache.stores.hookspecs import StoreSpec, hookimpl
 from kvcache.stores.memory import MemoryStore
 from kvcache.stores.options import read_truth
 from kvcache.stores.protocol import SnapshotStore
 from kvcache.stores.sizes import parse_bytes
-from kvcache.stores.streams import load_xxhash
 from ml import Availability
 
 __all__ = ["VALKEY_SCHEMES", "File", "Memory", "Mooncake", "Valkey", "path_of"]
@@ -91,9 +91,12 @@ def _open_mooncake(url: str | None = None, **options: Any) -> SnapshotStore:
 
 def _probe_file() -> Availability:
     try:
-        version = str(load_xxhash().VERSION)
+        version = str(load("FileStore", "disk", "xxhash").VERSION)
+        importlib.import_module("sqlite3")
     except StoreError as error:
         return Availability(False, str(error))
+    except ImportError as error:
+        return Availability(False, f"this Python was built without sqlite3 ({error})")
     if os.name != "posix":
         return Availability(False, "it needs POSIX file locks")
     return Availability(True, version=version)
@@ -105,13 +108,16 @@ def _open_file(
     path: str | os.PathLike[str] | None = None,
     budget: int | str | None = None,
     durable: bool | str = True,
+    digest: str = XXH3,
+    secret: str | None = None,
 ) -> SnapshotStore:
     from kvcache.stores.file import FileStore
 
     where = path_of(url) if url is not None else path
     if where is None or (url is not None and path is not None):
         raise StoreValueError(f"open_store: a file store has one path; the URL is {url!r}, path={path!r}")
-    return FileStore(where, parse_bytes(budget), durable=read_truth("open_store", "durable", durable))
+    wait = read_truth("open_store", "durable", durable)
+    return FileStore(where, parse_bytes(budget), durable=wait, digest=digest, secret=secret)
 
 
 def _open_memory(url: str | None = None, *, budget: int | str | None = None) -> SnapshotStore:

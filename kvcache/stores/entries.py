@@ -11,9 +11,9 @@ from stat import S_ISREG
 
 from kvcache.stores.buffers import check_size
 from kvcache.stores.folder import Folder
-from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, Manifest
+from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, Manifest, Naming
 from kvcache.stores.protocol import Stat
-from kvcache.stores.streams import digest_of, read_digested
+from kvcache.stores.streams import read_digested
 
 __all__ = ["BrokenEntryError", "Entries"]
 
@@ -29,12 +29,13 @@ class BrokenEntryError(Exception):
 
 
 class Entries:
-    """The entries of a folder."""
+    """The entries of a folder, of which other processes' user may have some to himself: those are misses."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, naming: Naming) -> None:
         self._folder = folder
-        self._refused: dict[str, int] = {}  # key -> inode of a manifest that could not be removed
-        self._seen: dict[str, tuple[tuple[int, int], int]] = {}  # key -> manifest's (inode, size), nbytes
+        self._naming = naming
+        self._refused: dict[str, int] = {}  # stem -> inode of a manifest that could not be removed
+        self._seen: dict[str, tuple[tuple[int, int], int]] = {}  # stem -> manifest's (inode, size), nbytes
 
     def stat(self, key: str) -> Stat | None:
         """None: not there. BrokenEntryError when manifest and data do not fit.
@@ -42,22 +43,23 @@ class Entries:
         A manifest that was parsed once, and fits the data's size, is not parsed again: one that somebody
         has changed in place is noticed by ``read``.
         """
+        stem = self._naming.stem(key)
         try:
-            status = self._folder.stat(key + MANIFEST)
+            status = self._folder.stat(stem + MANIFEST)
         except FileNotFoundError:
             return None
+        if self._refused.get(stem) == status.st_ino:
+            return None
         file = status.st_ino, status.st_size
-        remembered = self._seen.get(key)
-        if remembered is None or remembered[0] != file or self._data_size(key) != remembered[1]:
-            manifest = self._load(key)
+        remembered = self._seen.get(stem)
+        if remembered is None or remembered[0] != file or self._data_size(stem) != remembered[1]:
+            manifest = self._load(stem)
             if manifest is None:
                 return None
-            size = self._data_size(key)
+            size = self._data_size(stem)
             if size != manifest.nbytes:
                 raise BrokenEntryError(f"{size} bytes are there, {manifest.nbytes} were put")
-            remembered = self._remember(key, file, manifest.nbytes)
-        elif self._refused.get(key) == status.st_ino:
-            return None
+            remembered = self._remember(stem, file, manifest.nbytes)
         return Stat(remembered[1], status.st_mtime)
 
     def read(self, key: str, view: memoryview) -> bool:
@@ -65,29 +67,56 @@ class Entries:
         with self._opened(key) as found:
             if found is None:
                 return False
-            _read_data(*found, view)
+            fd, manifest = found
+            check_size("get_into", view, manifest.key, manifest.nbytes)
+            self._read(fd, manifest, view)
             return True
 
     def map(self, key: str) -> memoryview | None:
-        """The data as the system's page cache has it, its digest checked. None, or an error, as ``read``."""
+        """The data as the system's page cache has it, its digest checked. None, or an error, as ``read``.
+
+        Where the digest is keyed, a copy: what lies in the page cache may be written to after the check.
+        """
         with self._opened(key) as found:
-            return None if found is None else _mapped(*found)
+            if found is None:
+                return None
+            fd, manifest = found
+            if self._naming.keyed or not manifest.nbytes:
+                view = memoryview(bytearray(manifest.nbytes))
+                self._read(fd, manifest, view)
+                return view
+            view = _mapped(fd, manifest.nbytes)
+            digest = self._naming.start(key, manifest.nbytes)
+            digest.update(view)
+            _check_digest(manifest, len(view), digest.hexdigest())
+            return view
 
     def open(self, key: str) -> tuple[int, Manifest] | None:
         """The data file, to be closed, and its manifest. None, or an error, as ``read``."""
-        manifest = self._load(key)
+        stem = self._naming.stem(key)
+        manifest = self._load(stem)
         if manifest is None:
             return None
         try:
-            fd = self._folder.open_file(key + DATA)
+            fd = self._folder.open_file(stem + DATA)
+        except PermissionError:
+            return None
         except OSError as error:
             raise _broken(error) from error
         try:
-            _check_size(fd, manifest)
+            size = os.fstat(fd).st_size
+            if size != manifest.nbytes:
+                raise BrokenEntryError(f"{size} bytes are there, {manifest.nbytes} were put")
         except BaseException:
             os.close(fd)
             raise
         return fd, manifest
+
+    def refuse(self, key: str) -> None:
+        """Act as if this entry were not there, where it may not be removed, until it is another one."""
+        stem = self._naming.stem(key)
+        with contextlib.suppress(FileNotFoundError):
+            self._refused[stem] = self._folder.stat(stem + MANIFEST).st_ino
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, Manifest] | None]:
@@ -99,70 +128,49 @@ class Entries:
             if found is not None:
                 os.close(found[0])
 
-    def refuse(self, key: str) -> None:
-        """Act as if this entry were not there, where it may not be removed, until it is another one."""
-        try:
-            self._refused[key] = self._folder.stat(key + MANIFEST).st_ino
-        except FileNotFoundError:
-            return
+    def _read(self, fd: int, manifest: Manifest, view: memoryview) -> None:
+        digest = self._naming.start(manifest.key, manifest.nbytes)
+        count = read_digested(fd, view, digest)
+        _check_digest(manifest, count, digest.hexdigest())
 
-    def _load(self, key: str) -> Manifest | None:
+    def _load(self, stem: str) -> Manifest | None:
         try:
-            fd = self._folder.open_file(key + MANIFEST)
-        except FileNotFoundError:
+            if stem in self._refused and self._refused[stem] == self._folder.stat(stem + MANIFEST).st_ino:
+                return None
+            fd = self._folder.open_file(stem + MANIFEST)
+        except (FileNotFoundError, PermissionError):
             return None
         except OSError as error:
             raise _broken(error) from error
         try:
-            if key in self._refused and self._refused[key] == os.fstat(fd).st_ino:
-                return None
-            return Manifest.parse(os.read(fd, MAX_BYTES), key)
+            return Manifest.parse(os.read(fd, MAX_BYTES), stem)
         except ValueError as error:
             raise BrokenEntryError(str(error)) from error
         finally:
             os.close(fd)
 
-    def _data_size(self, key: str) -> int:
+    def _data_size(self, stem: str) -> int:
         try:
-            data = self._folder.stat(key + DATA)
+            data = self._folder.stat(stem + DATA)
         except FileNotFoundError as error:
             raise _broken(error) from error
         if not S_ISREG(data.st_mode):
             raise BrokenEntryError("its data are not a regular file")
         return data.st_size
 
-    def _remember(self, key: str, file: tuple[int, int], nbytes: int) -> tuple[tuple[int, int], int]:
+    def _remember(self, stem: str, file: tuple[int, int], nbytes: int) -> tuple[tuple[int, int], int]:
         if len(self._seen) >= REMEMBERED:
             self._seen.clear()
-        self._seen[key] = file, nbytes
+        self._seen[stem] = file, nbytes
         return file, nbytes
 
 
-def _check_size(fd: int, manifest: Manifest) -> None:
-    size = os.fstat(fd).st_size
-    if size != manifest.nbytes:
-        raise BrokenEntryError(f"{size} bytes are there, {manifest.nbytes} were put")
-
-
-def _check_digest(digest: str, manifest: Manifest) -> None:
-    if digest != manifest.digest:
-        raise BrokenEntryError(
-            f"the digest of {manifest.nbytes} bytes is {digest}, and was {manifest.digest}"
-        )
-
-
-def _read_data(fd: int, manifest: Manifest, view: memoryview) -> None:
-    size = manifest.nbytes
-    check_size("get_into", view, manifest.key, size)
-    count, digest = read_digested(fd, view)
-    if count != size or digest != manifest.digest:
+def _check_digest(manifest: Manifest, count: int, digest: str) -> None:
+    if count != manifest.nbytes or digest != manifest.digest:
         raise BrokenEntryError(f"the digest of {count} bytes is {digest}, and was {manifest.digest}")
 
 
-def _mapped(fd: int, manifest: Manifest) -> memoryview:
-    size = manifest.nbytes
-    if not size:
-        return memoryview(b"")
+def _mapped(fd: int, size: int) -> memoryview:
     mapping = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
     try:
         # Have all pages at hand: a device that fails says so here, and not by a signal later.
@@ -170,9 +178,7 @@ def _mapped(fd: int, manifest: Manifest) -> memoryview:
     except OSError as error:
         if error.errno != errno.EINVAL:  # before Linux 5.14 there is no such advice
             raise
-    view = memoryview(mapping)
-    _check_digest(digest_of(view), manifest)
-    return view
+    return memoryview(mapping)
 
 
 def _broken(error: OSError) -> BrokenEntryError:

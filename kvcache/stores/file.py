@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +19,17 @@ from typing import TypeVar
 from kvcache.closing import Closing
 from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable
 from kvcache.stores.calls import Calls
+from kvcache.stores.catalog import Catalog
+from kvcache.stores.digests import XXH3, Digests, check_digest
 from kvcache.stores.entries import BrokenEntryError, Entries
 from kvcache.stores.errors import SnapshotCorrupt, StoreFull, StoreReadOnly, StoreUnavailable
-from kvcache.stores.folder import Folder, Held, translated
-from kvcache.stores.ledger import Ledger
-from kvcache.stores.manifest import DATA, MANIFEST, Manifest
+from kvcache.stores.folder import Folder
+from kvcache.stores.lockfile import Held
+from kvcache.stores.manifest import DATA, MANIFEST, Naming
 from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key, check_keys
 from kvcache.stores.reading import FileReader
-from kvcache.stores.streams import load_xxhash, write_digested
+from kvcache.stores.streams import write_all, write_digested
+from kvcache.stores.system import is_read_only, translated
 
 __all__ = ["FileStore"]
 
@@ -36,7 +38,7 @@ T = TypeVar("T")
 
 
 class FileStore(Closing):
-    """Entries as files of the folder ``path``, which is made where it is not there.
+    """Entries as files of the folder ``path``, which is made where it is not there, for its user alone.
 
     ``budget``: bytes of entries (``Stat.nbytes``; a manifest of some 150 bytes each is not counted) that
     all processes together keep; the least recently used go first. None: no limit. While an entry is
@@ -44,27 +46,39 @@ class FileStore(Closing):
     the device; without, a crash of the machine (not of the process) may cost entries, which are then
     found corrupt and dropped.
 
-    A folder that may only be read is served as it is: ``put`` and ``delete`` raise StoreReadOnly.
-    After a fork, open it anew in the child. Needs the package ``xxhash`` and a POSIX system.
+    ``digest``: "xxh3_128" finds damage. Where others may write to the folder, "blake3" with a ``secret``
+    that they do not know: they can forge no entry. Stores that digest otherwise, or with another secret, do
+    not see one another's entries, and share the budget.
 
-    Raises StoreUnavailable: no permission, a folder that holds something else, no xxhash.
+    A folder that may only be read is served as it is: ``put`` and ``delete`` raise StoreReadOnly.
+    After a fork the child may go on with the store; fork while no other thread is in a call. Needs the
+    package ``xxhash`` or ``blake3``, and a POSIX system.
+
+    Raises StoreValueError for a budget, digest or secret that makes no sense; StoreUnavailable: no
+    permission, a folder that holds something else, a missing package.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], budget: int | None = None, *, durable: bool = True
+        self,
+        path: str | os.PathLike[str],
+        budget: int | None = None,
+        *,
+        durable: bool = True,
+        digest: str = XXH3,
+        secret: str | None = None,
     ) -> None:
         self.budget = check_budget(budget)
         self.durable = durable
         self.path = Path(path).absolute()
-        load_xxhash()
+        check_digest("FileStore", digest, secret)
+        self._naming = Naming(Digests("FileStore", "disk", digest, secret))
         self._calls = Calls()
         self._folder = Folder(self.path)
-        self._entries = Entries(self._folder)
-        self._ledger = Ledger(self._folder, self.budget)
-        self._clock = 0
+        self._entries = Entries(self._folder, self._naming)
+        self._catalog = Catalog(self._folder, self.budget)
         if self._folder.writable:
-            with translated("FileStore", self.path), self._changing():
-                self._ledger.make_room(0)
+            with translated("FileStore", self.path):
+                self._tidy()
 
     def put(self, key: str, parts: Sequence[Buffer]) -> bool:
         check_key(key)
@@ -76,8 +90,10 @@ class FileStore(Closing):
             if self.budget is not None and nbytes > self.budget:
                 raise StoreFull(f"put: {nbytes} bytes; the budget of {self.path} is {self.budget}")
             with self._temporaries() as (data, manifest):
-                digest = write_digested(data.fd, views)
-                write_digested(manifest.fd, [memoryview(Manifest(key, nbytes, digest).encoded())])
+                digest = self._naming.start(key, nbytes)
+                write_digested(data.fd, views, digest)
+                encoded = self._naming.manifest(key, nbytes, digest.hexdigest()).encoded()
+                write_all(manifest.fd, [memoryview(encoded)])
                 if self.durable:
                     os.fsync(data.fd)
                     os.fsync(manifest.fd)
@@ -94,7 +110,7 @@ class FileStore(Closing):
         with self._call("get_into"):
             found = self._attempt("get_into", key, lambda: self._entries.read(key, view))
             if found:
-                self._folder.touch(key + MANIFEST, self._now())
+                self._used([key])
             return found
 
     def view(self, key: str) -> memoryview | None:
@@ -103,13 +119,13 @@ class FileStore(Closing):
         For a reader that copies them on at once: what it saves is one copy. Verified as in ``get_into``,
         and a hit as there. The view is good after the entry is evicted, and may be written to without
         effect on the file. Whoever truncates the file meanwhile ends this process by a signal: nobody who
-        uses a FileStore does.
+        uses a FileStore does. With a ``secret`` it is a copy.
         """
         check_key(key)
         with self._call("view"):
             found = self._attempt("view", key, lambda: self._entries.map(key))
             if found is not None:
-                self._folder.touch(key + MANIFEST, self._now())
+                self._used([key])
             return found
 
     def reader(self, key: str) -> Reader | None:
@@ -123,37 +139,51 @@ class FileStore(Closing):
         if found is None:
             return None
         guard = functools.partial(translated, path=self.path)
-        return FileReader(*found, guard, lambda: self._folder.touch(key + MANIFEST, self._now()))
+        digest = self._naming.start(key, found[1].nbytes)
+        return FileReader(*found, digest, guard, lambda: self._used([key]))
 
     def prefix(self, keys: Sequence[str]) -> int:
         check_keys(keys)
         with self._call("prefix"):
             count = next((i for i, key in enumerate(keys) if self._stat(key) is None), len(keys))
-            for key in reversed(keys[:count]):
-                self._folder.touch(key + MANIFEST, self._now())
+            self._used(keys[:count])
             return count
 
     def delete(self, key: str) -> bool:
         check_key(key)
         with self._call("delete"):
             self._check_writable("delete")
-            with self._changing():
-                return self._ledger.remove(key)
+            stem = self._naming.stem(key)
+            with self._folder.locked() as held, self._catalog.changing(held, [stem]):
+                return self._catalog.remove(stem)
 
     def usage(self) -> Usage:
-        """What is there now, of all processes; the counts of events are those of this object."""
-        with self._call("usage"):
-            if not self._folder.writable:
-                return self._usage_read_only()
-            with self._folder.locked() as held:
-                self._ledger.refresh(held)
-                return self._usage()
+        """What is there now, of all processes; the counts of events are those of this object.
+
+        In a folder that may only be read: the entries of this store's digest.
+        """
+        with self._call("usage"), self._settled() as held:
+            if held is None:
+                entries, nbytes = self._counted()
+            else:
+                state = self._catalog.refresh(held)
+                entries, nbytes = state.entries, state.nbytes
+            catalog = self._catalog
+            return Usage(entries, nbytes, self.budget, catalog.evicted, catalog.dropped, catalog.swept)
 
     def close(self) -> None:
         if self._calls.close():
+            self._catalog.close()
             self._folder.close()
 
     # Reading.
+
+    def _used(self, keys: Sequence[str]) -> None:
+        """They become the most recently used, the first most of all."""
+        if not keys:
+            return
+        for key, time in zip(reversed(keys), self._folder.times(len(keys)), strict=True):
+            self._folder.touch(self._naming.stem(key) + MANIFEST, time)
 
     def _stat(self, key: str) -> Stat | None:
         try:
@@ -181,18 +211,25 @@ class FileStore(Closing):
                 raise SnapshotCorrupt(f"{op}: {key} in {self.path}: {error}; it was dropped") from error
 
     def _drop(self, key: str, held: Held | None) -> None:
-        if held is not None:
-            with self._ledger.changing(held):
-                self._ledger.remove(key)
-        else:
+        """Remove what does not hold, or go by it no more where nothing may be removed."""
+        stem = self._naming.stem(key)
+        try:
+            if held is not None:
+                with self._catalog.changing(held, [stem]):
+                    self._catalog.remove(stem)
+        except OSError as error:
+            if not is_read_only(error):
+                raise
+            held = None
+        if held is None:
             self._entries.refuse(key)
-        self._ledger.dropped += 1
+        self._catalog.dropped += 1
 
     # Writing.
 
     @contextlib.contextmanager
     def _temporaries(self) -> Iterator[tuple[_Temporary, _Temporary]]:
-        """Files for data and manifest; what has not been renamed at the end is removed."""
+        """Files for data and manifest; what has not been published at the end is removed."""
         found: list[_Temporary] = []
         try:
             with self._folder.locked():
@@ -201,33 +238,33 @@ class FileStore(Closing):
             yield found[0], found[1]
         finally:
             for temporary in found:
-                if not temporary.renamed:
-                    self._folder.unlink(temporary.name)
+                if not temporary.published:
+                    self._folder.discard(temporary.name)
                 os.close(temporary.fd)
 
     def _commit(self, key: str, nbytes: int, data: _Temporary, manifest: _Temporary) -> bool:
+        stem = self._naming.stem(key)
         with self._folder.locked() as held:
             try:
                 if self._entries.stat(key) is not None:
                     return False
             except BrokenEntryError:
                 self._drop(key, held)
-            with self._ledger.changing(held):
-                self._ledger.make_room(nbytes)
-                used = self._now()
+            with self._catalog.changing(held, [stem], room=nbytes):
+                (used,) = self._folder.times()
                 os.utime(manifest.fd, ns=(used, used))
                 try:
-                    self._rename(data, key + DATA)
-                    self._rename(manifest, key + MANIFEST)
+                    self._publish(data, stem + DATA)
+                    self._publish(manifest, stem + MANIFEST)
                 except BaseException:
-                    self._ledger.remove(key)
+                    self._catalog.remove(stem)
                     raise
-                self._ledger.add(key, nbytes, used)
-                return True
+                self._catalog.add(stem, nbytes, used)
+            return True
 
-    def _rename(self, temporary: _Temporary, name: str) -> None:
-        self._folder.rename(temporary.name, name)
-        temporary.renamed = True
+    def _publish(self, temporary: _Temporary, name: str) -> None:
+        self._folder.publish(temporary.name, name)
+        temporary.published = True
         if self.durable:
             self._folder.sync()
 
@@ -240,43 +277,43 @@ class FileStore(Closing):
                 raise StoreUnavailable(f"{op}: the folder {self.path} was deleted; open the store anew")
             yield
 
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        with self._folder.locked() as held, self._ledger.changing(held):
-            yield
+    def _tidy(self) -> None:
+        """Clear away what the dead have left, and evict what exceeds the budget, in turn with others."""
+        with self._folder.locked() as held:
+            self._catalog.refresh(held, opening=True)
+            self._catalog.sweep()
+        more = True
+        while more:
+            with self._folder.locked() as held:
+                more = self._catalog.trim(held)
 
     @contextlib.contextmanager
     def _settled(self) -> Iterator[Held | None]:
-        """The folder's lock, where this process may take it."""
-        if not self._folder.writable:
-            yield None
-            return
-        with self._folder.locked() as held:
+        """The folder's lock; None where this process may not take it, or not any more."""
+        with contextlib.ExitStack() as stack:
+            held = None
+            if self._folder.writable:
+                try:
+                    held = stack.enter_context(self._folder.locked())
+                except OSError as error:
+                    if not is_read_only(error):
+                        raise
             yield held
 
     def _check_writable(self, op: str) -> None:
         if not self._folder.writable:
             raise StoreReadOnly(f"{op}: the folder {self.path} may only be read")
 
-    def _now(self) -> int:
-        """Nanoseconds, no two alike in this object: they order what was used."""
-        self._clock = max(time.time_ns(), self._clock + 1)
-        return self._clock
-
-    def _usage(self) -> Usage:
-        ledger = self._ledger
-        counts = ledger.evicted, ledger.dropped, ledger.swept
-        return Usage(len(ledger), ledger.nbytes, self.budget, *counts)
-
-    def _usage_read_only(self) -> Usage:
-        names = [name for name, _ in self._folder.entries()]
-        keys = [name.removesuffix(MANIFEST) for name in names if name.endswith(MANIFEST)]
-        found = [stat for stat in map(self._stat, keys) if stat is not None]
-        return Usage(len(found), sum(stat.nbytes for stat in found), self.budget, 0, self._ledger.dropped)
+    def _counted(self) -> tuple[int, int]:
+        """How many entries there are, and their bytes, one by one."""
+        names = [name for name, _ in self._folder.entries() if name.endswith(MANIFEST)]
+        keys = [self._naming.key(name.removesuffix(MANIFEST)) for name in names]
+        found = [stat for key in keys if key is not None and (stat := self._stat(key)) is not None]
+        return len(found), sum(stat.nbytes for stat in found)
 
 
 @dataclass(slots=True)
 class _Temporary:
     name: str
     fd: int
-    renamed: bool = False
+    published: bool = False

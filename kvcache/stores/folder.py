@@ -1,88 +1,55 @@
-"""The folder of a FileStore: two open directories, a lock between processes, and a counter of changes.
+"""The folder of a FileStore: its open directories, and the files in them by name.
 
 ::
 
-    kvcache.lock     "kvcache.store/1\\n" and 8 bytes: how often the entries have changed
-    pages/           <key>.safetensors, <key>.json; <random>.tmp while being written
+    kvcache.lock     the lock between processes (see lockfile.py)
+    pages/           <stem>.safetensors and <stem>.json of each entry
+    writing/         <random>.tmp, entries being written
+    index/           what all processes know of the entries together (see index.py); may be deleted
 
 Names are always relative to an open directory and links are never followed, so that nothing placed in
-the folder leads out of it. Locks are ``flock``: the system lets go of them when a process dies.
+the folder leads out of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import os
 import secrets
 import stat
-import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
-from kvcache.stores.errors import StoreError, StoreFull, StoreReadOnly, StoreUnavailable
-from kvcache.stores.manifest import TEMPORARY
+from kvcache.stores.lockfile import LOCK, SAFE, STORE_FORMAT, Held, LockFile, fcntl
+from kvcache.stores.manifest import DATA, MANIFEST, TEMPORARY
+from kvcache.stores.protocol import is_key
+from kvcache.stores.system import is_read_only, translated
 
-fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
+__all__ = ["INDEX", "LOCK", "PAGES", "STORE_FORMAT", "WRITING", "Folder"]
 
-__all__ = ["STORE_FORMAT", "Folder", "Held", "translated"]
+PAGES, WRITING, INDEX = "pages", "writing", "index"
 
-STORE_FORMAT = b"kvcache.store/1\n"
-LOCK, PAGES = "kvcache.lock", "pages"
-
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
-_SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
-
-
-@contextlib.contextmanager
-def translated(op: str, path: Path) -> Iterator[None]:
-    """The system's errors as a store's: StoreFull, StoreReadOnly, or StoreUnavailable for all others."""
-    try:
-        yield
-    except OSError as error:
-        kind: type[StoreError] = StoreFull if error.errno in _NO_ROOM else StoreUnavailable
-        if error.errno == errno.EROFS:
-            kind = StoreReadOnly
-        raise kind(f"{op}: {path}: {error.strerror or error}") from error
-
-
-class Held:
-    """The folder's lock, held: the counter of changes may be read and raised."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    @property
-    def changes(self) -> int:
-        return int.from_bytes(os.pread(self._fd, 8, len(STORE_FORMAT)), "little")
-
-    def change(self) -> int:
-        """To be called before entries are changed, so that whoever dies on the way has said so."""
-        count = (self.changes + 1) % 2**64
-        os.pwrite(self._fd, count.to_bytes(8, "little"), len(STORE_FORMAT))
-        return count
 
 
 class Folder:
     """An open folder. ``writable`` is False where its files may be read and not changed."""
 
     def __init__(self, path: Path) -> None:
-        if fcntl is None:
-            raise StoreUnavailable("FileStore: this system has no POSIX file locks (fcntl)")
         self.path = path
-        self.writable = True
-        self._mutex = threading.Lock()
-        self._root = self._pages = -1
+        self._root = self._pages = self._writing = -1
         with translated("FileStore", path):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make(path, 0o700)
             try:
                 self._root = os.open(path, _DIRECTORY)
-                self._claim()
-                self._pages = self._open_pages()
+                self._lock = LockFile(self._root, path)
+                self.times, self.used_until = self._lock.times, self._lock.used_until
+                self._pages = self._open_folder(PAGES)
+                self.writable = self._lock.writable and os.access(PAGES, os.W_OK, dir_fd=self._root)
+                if self.writable:
+                    self._open_writing()
             except BaseException:
                 self.close()
                 raise
@@ -91,41 +58,28 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        root, pages = getattr(self, "_root", -1), getattr(self, "_pages", -1)
-        self._root = self._pages = -1
-        for fd in (root, pages):
+        fds = [getattr(self, name, -1) for name in ("_root", "_pages", "_writing")]
+        self._root = self._pages = self._writing = -1
+        for fd in fds:
             if fd >= 0:
                 os.close(fd)
+        if hasattr(self, "_lock"):
+            self._lock.close()
 
     @property
     def vanished(self) -> bool:
         """Whether the folder was deleted behind the open directory."""
         return os.fstat(self._pages).st_nlink == 0 or os.fstat(self._root).st_nlink == 0
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[Held]:
+    def locked(self) -> AbstractContextManager[Held]:
         """Keep all other processes and threads from changing entries. Not to be nested."""
-        with self._mutex:
-            # Opened anew each time: a lock belongs to the open file, which a fork would share.
-            fd = os.open(LOCK, os.O_RDWR | _SAFE, dir_fd=self._root)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                try:
-                    yield Held(fd)
-                finally:
-                    fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough while a forked child has it open
-            finally:
-                os.close(fd)
+        return self._lock.held()
 
-    # Files of the folder, by name.
+    # Files of entries, by name.
 
     def open_file(self, name: str) -> int:
         """To be read. OSError where it is not there, is a link, or is not a regular file."""
-        fd = os.open(name, os.O_RDONLY | _SAFE, dir_fd=self._pages)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise OSError(errno.ELOOP, "not a regular file", name)
-        return fd
+        return _open_regular(name, self._pages)
 
     def stat(self, name: str) -> os.stat_result:
         """Of the name itself, not of what a link points to."""
@@ -137,98 +91,161 @@ class Folder:
         with contextlib.suppress(OSError):
             os.utime(name, ns=times, dir_fd=self._pages, follow_symlinks=False)
 
-    def unlink(self, name: str) -> bool:
-        """False: it was not there. A link is removed, not what it points to."""
-        try:
-            os.unlink(name, dir_fd=self._pages)
-        except (FileNotFoundError, IsADirectoryError):
-            return False
-        return True
+    def remove(self, stem: str) -> bool:
+        """Remove an entry's files, the manifest first. False: there was no manifest."""
+        there = self._unlink(stem + MANIFEST)
+        self._unlink(stem + DATA)
+        return there
 
-    def rename(self, old: str, new: str) -> None:
-        os.rename(old, new, src_dir_fd=self._pages, dst_dir_fd=self._pages)
+    def publish(self, temporary: str, name: str) -> None:
+        """Make what was written a file of an entry."""
+        os.rename(temporary, name, src_dir_fd=self._writing, dst_dir_fd=self._pages)
 
     def sync(self) -> None:
-        """Wait until the names are on the device."""
+        """Wait until the names of entries are on the device."""
         os.fsync(self._pages)
 
     def entries(self) -> Iterator[tuple[str, os.stat_result]]:
         """Every name, and what it is (links not followed)."""
         with os.scandir(self._pages) as found:
             for item in found:
-                with contextlib.suppress(FileNotFoundError):
-                    yield item.name, item.stat(follow_symlinks=False)
+                try:
+                    status = item.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                yield item.name, status
+
+    @property
+    def changed(self) -> int:
+        """When the system last saw a name of an entry come or go, by its clock, in nanoseconds."""
+        return os.fstat(self._pages).st_mtime_ns
+
+    def _unlink(self, name: str) -> bool:
+        """False: it was not there. A link is removed, not what it points to; a folder is moved aside."""
+        try:
+            os.unlink(name, dir_fd=self._pages)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            if not self._is_folder(name):
+                raise
+            aside = f"{name}.{secrets.token_hex(4)}.foreign"
+            os.rename(name, aside, src_dir_fd=self._pages, dst_dir_fd=self._pages)
+        return True
+
+    def _is_folder(self, name: str) -> bool:
+        try:
+            return stat.S_ISDIR(self.stat(name).st_mode)
+        except FileNotFoundError:
+            return False
+
+    # Files being written.
 
     def create_temporary(self) -> tuple[str, int]:
         """A new file to write, locked: as long as it is open nobody sweeps it. Call it with the lock held."""
         name = f"{secrets.token_hex(16)}{TEMPORARY}"
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o666, dir_fd=self._pages)
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self._writing)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
         except BaseException:
             os.close(fd)
-            self.unlink(name)
+            self.discard(name)
             raise
         return name, fd
 
-    def sweep_temporary(self, name: str) -> bool:
-        """Remove a file that nobody is writing any more; False: somebody is."""
+    def discard(self, temporary: str) -> None:
+        """Remove a file that was not published."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=self._writing)
+
+    def sweep(self) -> int:
+        """Remove what writers that died have left; how many files. Call it with the lock held."""
+        names = os.listdir(self._writing)  # noqa: PTH208
+        return sum(self._sweep(name, self._writing) for name in names)
+
+    def sweep_page(self, name: str) -> bool:
+        """The same for a file that an earlier version of this package wrote among the entries."""
+        return self._sweep(name, self._pages)
+
+    def _sweep(self, name: str, where: int) -> bool:
+        stem, suffix = os.path.splitext(name)  # noqa: PTH122
+        if suffix != TEMPORARY or not is_key(stem):
+            return False
         try:
-            fd = self.open_file(name)
+            fd = _open_regular(name, where)
         except OSError:
-            return self.unlink(name)
+            return False
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return self.unlink(name)
-        except BlockingIOError:
+            os.unlink(name, dir_fd=where)
+        except BlockingIOError:  # somebody is writing it
             return False
         finally:
             os.close(fd)
+        return True
+
+    # The index.
+
+    def index_path(self, name: str) -> Path | None:
+        """Where the index may lie; None where its folder is not this user's alone, or has been moved.
+
+        Whoever opens it goes by this path, and follows links: nobody else may place any.
+        """
+        path = self.path / INDEX
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(INDEX, 0o700, dir_fd=self._root)
+            found = os.stat(INDEX, dir_fd=self._root, follow_symlinks=False)
+            same = os.path.samestat(found, path.lstat())
+        except OSError:
+            return None
+        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        return path / name if same and mine else None
+
+    def stat_index(self, name: str) -> os.stat_result:
+        return os.stat(f"{INDEX}/{name}", dir_fd=self._root, follow_symlinks=False)
 
     # Opening.
 
-    def _claim(self) -> None:
-        """Make an empty folder a store; refuse one that is in use for something else."""
+    def _open_folder(self, name: str) -> int:
+        if self._lock.writable:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self._root)
+                os.fsync(self._root)
+        return os.open(name, _DIRECTORY | SAFE, dir_fd=self._root)
+
+    def _open_writing(self) -> None:
         try:
-            fd = os.open(LOCK, os.O_RDWR | _SAFE, dir_fd=self._root)
-        except FileNotFoundError:
-            self._refuse_strangers()
-            fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | _SAFE, 0o666, dir_fd=self._root)
+            self._writing = self._open_folder(WRITING)
         except OSError as error:
-            if error.errno not in _READ_ONLY:
+            if not is_read_only(error):
                 raise
             self.writable = False
-            fd = os.open(LOCK, os.O_RDONLY | _SAFE, dir_fd=self._root)
-        try:
-            self._check_format(fd)
-        finally:
-            os.close(fd)
 
-    def _refuse_strangers(self) -> None:
-        names = [name for name in os.listdir(self._root) if name != LOCK]  # noqa: PTH208
-        if names and not os.access(LOCK, os.F_OK, dir_fd=self._root):
-            raise StoreUnavailable(
-                f"FileStore: {self.path} is no store and holds {sorted(names)[:3]}; give an empty folder"
-            )
 
-    def _check_format(self, fd: int) -> None:
-        if self.writable:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # until it is closed
-        found = os.pread(fd, len(STORE_FORMAT) + 8, 0)
-        if not found and self.writable:
-            os.pwrite(fd, STORE_FORMAT + bytes(8), 0)
-        elif not found.startswith(STORE_FORMAT):
-            raise StoreUnavailable(
-                f"FileStore: {self.path}/{LOCK} begins with {found[:16]!r}, not with {STORE_FORMAT!r}: "
-                "the folder is of another version or no store"
-            )
+def _open_regular(name: str, where: int) -> int:
+    fd = os.open(name, os.O_RDONLY | SAFE, dir_fd=where)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.ELOOP, "not a regular file", name)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
-    def _open_pages(self) -> int:
-        if self.writable:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(PAGES, dir_fd=self._root)
-                os.fsync(self._root)
-        pages = os.open(PAGES, _DIRECTORY | _SAFE, dir_fd=self._root)
-        if self.writable and not os.access(PAGES, os.W_OK, dir_fd=self._root):
-            self.writable = False
-        return pages
+
+def _make(path: Path, mode: int = 0o777) -> None:
+    """Make the folder and those above it that are not there, and have their names on the device."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        _make(path.parent)
+    # It may be there by now, made by another; or be a file, which is refused when it is opened.
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode)
+        with contextlib.suppress(PermissionError):  # a folder that one may write to and not list
+            parent = os.open(path.parent, _DIRECTORY)
+            try:
+                os.fsync(parent)
+            finally:
+                os.close(parent)

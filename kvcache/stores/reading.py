@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from kvcache.stores.buffers import WritableBuffer, as_writable
+from kvcache.stores.digests import Digest
 from kvcache.stores.errors import SnapshotCorrupt, StoreValueError
 from kvcache.stores.manifest import Manifest
-from kvcache.stores.streams import DigestedReader
+from kvcache.stores.streams import read_parts_digested
 
 __all__ = ["FileReader", "writable_bytes"]
 
@@ -17,21 +18,22 @@ __all__ = ["FileReader", "writable_bytes"]
 class FileReader:
     """See :class:`kvcache.stores.protocol.Reader`.
 
-    ``guard(op)`` makes the system's errors a store's; ``hit()`` is called for the last byte.
+    ``digest`` is one that has seen no data yet; ``guard(op)`` makes the system's errors a store's; ``hit()``
+    is called for the last byte.
     """
 
-    __slots__ = ("_fd", "_guard", "_hit", "_manifest", "_reader", "left")
+    __slots__ = ("_digest", "_fd", "_guard", "_hit", "_manifest", "left")
 
     def __init__(
         self,
         fd: int,
         manifest: Manifest,
+        digest: Digest,
         guard: Callable[[str], AbstractContextManager[None]],
         hit: Callable[[], None],
     ) -> None:
         self.left = manifest.nbytes
-        self._fd, self._manifest, self._guard, self._hit = fd, manifest, guard, hit
-        self._reader = DigestedReader(fd)
+        self._fd, self._manifest, self._digest, self._guard, self._hit = fd, manifest, digest, guard, hit
 
     def __del__(self) -> None:
         self.close()
@@ -39,7 +41,7 @@ class FileReader:
     def fill(self, buffers: Sequence[WritableBuffer]) -> None:
         views, wanted = writable_bytes(buffers, self.left)
         with self._guard("fill"):
-            whole = self._reader.fill(views)
+            whole = read_parts_digested(self._fd, views, self._digest)
         self.left -= wanted
         if not whole:
             nbytes, key = self._manifest.nbytes, self._manifest.key
@@ -54,7 +56,7 @@ class FileReader:
             os.close(fd)
 
     def _check(self) -> None:
-        digest, manifest = self._reader.hexdigest(), self._manifest
+        digest, manifest = self._digest.hexdigest(), self._manifest
         if digest != manifest.digest:
             raise SnapshotCorrupt(
                 f"fill: the digest of {manifest.key} is {digest}, and was {manifest.digest}"

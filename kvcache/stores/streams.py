@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from kvcache.stores.errors import StoreUnavailable
+from kvcache.stores.digests import Digest
 
-__all__ = ["DIGEST", "DigestedReader", "digest_of", "load_xxhash", "read_digested", "write_digested"]
+__all__ = ["read_digested", "read_parts_digested", "write_all", "write_digested"]
 
-DIGEST = "xxh3_128"
 BLOCK = 1 << 19
 """Bytes; half of a common second-level cache."""
 PIECES = 512
 """Buffers of one gathered write; systems allow 1024 and more."""
 
 
-def load_xxhash() -> Any:
-    """The module ``xxhash``. StoreUnavailable, naming the extra, where it is not installed."""
-    try:
-        return importlib.import_module("xxhash")
-    except ImportError as error:
-        raise StoreUnavailable(
-            f"FileStore: its digests need the package xxhash ({error}); pip install 'ml-kvcache[disk]'"
-        ) from error
-
-
-def write_digested(fd: int, parts: Sequence[memoryview]) -> str:
-    """Write the parts one after another from where the file stands; the digest of what was written."""
-    digest = load_xxhash().xxh3_128()
+def write_digested(fd: int, parts: Sequence[memoryview], digest: Digest) -> None:
+    """Write the parts one after another from where the file stands, and digest what is written."""
     for batch in _batches(parts):
         for piece in batch:
             digest.update(piece)
-        _write_all(fd, batch)
-    return str(digest.hexdigest())
+        write_all(fd, batch)
 
 
-def read_digested(fd: int, view: memoryview) -> tuple[int, str]:
-    """Fill ``view`` from where the file stands; the bytes read, fewer at the file's end, and their digest."""
-    digest = load_xxhash().xxh3_128()
+def read_digested(fd: int, view: memoryview, digest: Digest) -> int:
+    """Fill ``view`` from where the file stands; the bytes read, which are fewer at the file's end."""
     done = 0
     while done < len(view):
         block = view[done : done + BLOCK]
@@ -49,33 +33,17 @@ def read_digested(fd: int, view: memoryview) -> tuple[int, str]:
             break
         digest.update(block[:count])
         done += count
-    return done, str(digest.hexdigest())
+    return done
 
 
-class DigestedReader:
-    """Reads a file on from where it stands, and digests what it has read so far."""
-
-    __slots__ = ("_digest", "_fd")
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._digest = load_xxhash().xxh3_128()
-
-    def fill(self, views: Sequence[memoryview]) -> bool:
-        """Fill the views one after another; False where the file ended before."""
-        for batch in _batches(views):
-            if not _read_all(self._fd, batch):
-                return False
-            for piece in batch:
-                self._digest.update(piece)
-        return True
-
-    def hexdigest(self) -> str:
-        return str(self._digest.hexdigest())
-
-
-def digest_of(view: memoryview) -> str:
-    return str(load_xxhash().xxh3_128(view).hexdigest())
+def read_parts_digested(fd: int, views: Sequence[memoryview], digest: Digest) -> bool:
+    """Fill the views one after another from where the file stands; False where it ended before."""
+    for batch in _batches(views):
+        if not _read_all(fd, batch):
+            return False
+        for piece in batch:
+            digest.update(piece)
+    return True
 
 
 def _batches(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
@@ -113,7 +81,8 @@ def _behind(pieces: Sequence[memoryview], count: int) -> list[memoryview]:
     return rest
 
 
-def _write_all(fd: int, batch: list[memoryview]) -> None:
+def write_all(fd: int, batch: list[memoryview]) -> None:
+    """Write at most PIECES buffers."""
     while batch:
         count = os.writev(fd, batch)
         while batch and count >= len(batch[0]):

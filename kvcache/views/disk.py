@@ -17,10 +17,9 @@ import numpy as np
 
 from kvcache.shelf import span_of
 from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable
-from kvcache.stores.folder import LOCK, PAGES, STORE_FORMAT
-from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, TEMPORARY, Manifest
+from kvcache.stores.folder import LOCK, PAGES, STORE_FORMAT, WRITING
+from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, TEMPORARY, Manifest, unkeyed_digest
 from kvcache.stores.page import PAGE_DIGEST, Page, digest_of_page, unpack
-from kvcache.stores.streams import load_xxhash
 from kvcache.views.models import Picture
 from kvcache.views.summaries import Table, tabled
 from kvcache.views.words import Decode, age_text, bytes_text, counted, preview, printable
@@ -77,7 +76,10 @@ class PagePicture(Picture):
 
 @dataclass(frozen=True, slots=True)
 class EntryView:
-    """An entry of a store; ``problem`` says why it cannot be read, "" where it can."""
+    """An entry of a store; ``problem`` says why it cannot be read, "" where it can.
+
+    ``note`` says what was not looked at, "" where all was.
+    """
 
     key: str
     nbytes: int
@@ -87,6 +89,7 @@ class EntryView:
     end: int = 0
     kind: str = ""
     problem: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,9 @@ class StorePicture(Picture):
         writing = f", {counted(self.writing, 'temporary file')}" if self.writing else ""
         count = sum(bool(entry.problem) for entry in self.entries)
         broken = f", {count} broken" if count else ""
-        return f"{counted(self.total, 'entry')}, {bytes_text(self.nbytes)}{limit}{broken}{writing}"
+        unchecked = sum(bool(entry.note) for entry in self.entries)
+        note = f"; {_NOT_CHECKED}: {counted(unchecked, 'entry')}" if unchecked else ""
+        return f"{counted(self.total, 'entry')}, {bytes_text(self.nbytes)}{limit}{broken}{writing}{note}"
 
     def table(self) -> Table:
         rows = [
@@ -116,7 +121,7 @@ class StorePicture(Picture):
                 entry.kind or "-",
                 bytes_text(entry.nbytes),
                 age_text(entry.age),
-                entry.problem,
+                entry.problem or entry.note,
             )
             for entry in self.entries
         ]
@@ -129,6 +134,7 @@ class StorePicture(Picture):
 
 _BLOCK = 1 << 19
 """Bytes that are read and digested at a time."""
+_NOT_CHECKED = "digest not checked without the key"
 
 
 def is_store(path: Path) -> bool:
@@ -186,6 +192,9 @@ def _scan(pages: Path) -> tuple[dict[str, int], dict[str, float], int]:
                     sizes[stem] = status.st_size
                 else:
                     times[stem] = status.st_mtime
+    being_written = pages.with_name(WRITING)
+    if being_written.is_dir():  # an earlier version of FileStore writes among the pages
+        writing += sum(path.suffix == TEMPORARY for path in being_written.iterdir())
     return sizes, times, writing
 
 
@@ -194,27 +203,34 @@ def _entry(pages: Path, key: str, size: int | None, age: float) -> EntryView:
     if size is None:
         return EntryView(name, 0, age, problem="its data are missing")
     try:
-        _check_entry(pages / (key + DATA))
+        checked = _check_entry(pages / (key + DATA))
         page = _open_page(pages / (key + DATA))
         begin, end = span_of(page)
     except (OSError, ValueError, SnapshotCorrupt) as error:
         return EntryView(name, size, age, problem=printable(str(error)))
-    return EntryView(name, size, age, begin, end, printable(str(page.meta["snapshot"].get("kind", "?"))))
+    kind = printable(str(page.meta["snapshot"].get("kind", "?")))
+    return EntryView(name, size, age, begin, end, kind, note="" if checked else _NOT_CHECKED)
 
 
-def _check_entry(data: Path) -> None:
-    """Whether a data file is what its manifest says. Raises SnapshotCorrupt, ValueError or OSError."""
+def _check_entry(data: Path) -> bool:
+    """That a data file is what its manifest says; False where only who has the key can tell of its digest.
+
+    Raises SnapshotCorrupt, ValueError or OSError where it is not.
+    """
     with data.with_suffix(MANIFEST).open("rb") as file:
         manifest = Manifest.parse(file.read(MAX_BYTES), data.stem)
     size = data.stat().st_size
     if manifest.nbytes != size:
         raise SnapshotCorrupt(f"{manifest.nbytes} bytes were put, {size} are there")
-    digest, block = load_xxhash().xxh3_128(), memoryview(bytearray(_BLOCK))
+    digest, block = unkeyed_digest(data.stem, size), memoryview(bytearray(_BLOCK))
+    if digest is None:
+        return False
     with data.open("rb", buffering=0) as file:  # not mapped: a device that fails is an error, and no signal
         while count := file.readinto(block):
             digest.update(block[:count])
     if digest.hexdigest() != manifest.digest:
         raise SnapshotCorrupt("its digest is wrong")
+    return True
 
 
 # Pages.
@@ -265,10 +281,10 @@ def _checked_digest(path: Path, page: Page) -> str:
         return f"holds, sha256 {stored[:16]}…"
     if path.suffix == DATA and path.with_suffix(MANIFEST).is_file():
         try:
-            _check_entry(path)
+            checked = _check_entry(path)
         except ValueError as error:
             raise SnapshotCorrupt(f"inspect: {path}: damaged: {error}") from error
-        return "holds, that of its manifest"
+        return "holds, that of its manifest" if checked else "not checked without the key"
     return "none: nothing tells whether the file is whole"
 
 

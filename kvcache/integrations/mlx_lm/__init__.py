@@ -26,6 +26,7 @@ from kvcache.integrations.mlx_lm.pool import CachePool, SequencesTakenError
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache
 from kvcache.integrations.mlx_lm.rows import Rows
 from kvcache.integrations.mlx_lm.saving import adopt, load_prompt_cache
+from kvcache.integrations.mlx_lm.serving import guard
 
 __all__ = [
     "ArraysCache",
@@ -55,9 +56,11 @@ def install(model: Any, **options: Any) -> CachePool:
     """Let mlx-lm make the prompt caches of ``model`` in one pool, wherever it makes them itself.
 
     ``generate``, ``BatchGenerator`` and the server ask the model for its caches (``make_cache``); this
-    answers for it. Returns the pool; :func:`uninstall` takes it back.
+    answers for it. In the server, requests wait until the pool has room for them, and what its
+    ``LRUPromptCache`` keeps gives way. Returns the pool; :func:`uninstall` takes it back.
     """
     pool = CachePool(model, **options)
+    guard()
     model.make_cache = pool.make_prompt_cache
     return pool
 

@@ -14,11 +14,11 @@ from kvcache.integrations.mlx_lm.layers import Attention, mlx_caches
 from kvcache.integrations.mlx_lm.passes import Pass
 from kvcache.ragged import visible_mask
 
-__all__ = ["KVCache", "RotatingKVCache"]
+__all__ = ["Bystander", "KVCache", "RotatingKVCache"]
 
 
-class KVCache(Entry):
-    """K and V of a layer that attends to all of the past."""
+class _Attention(Entry):
+    """K and V of a layer."""
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Store (rows, kv_heads, tokens, dim) and give back all that the queries of this pass may see.
@@ -159,32 +159,51 @@ class KVCache(Entry):
         return self._storage.token_bytes(self.layer) * tokens
 
 
-class RotatingKVCache(KVCache):
+class KVCache(_Attention, mlx_caches.KVCache):  # type: ignore[misc]
+    """K and V of a layer that attends to all of the past."""
+
+
+class RotatingKVCache(_Attention, mlx_caches.RotatingKVCache):  # type: ignore[misc]
     """K and V of a layer with a sliding window."""
 
     keep: ClassVar[int] = 0
     """mlx-lm's first tokens that never leave; there are none here."""
 
     @property
-    def max_size(self) -> int:
-        """The window: a query sees itself and ``max_size - 1`` tokens before it."""
+    def _spec(self) -> Attention:
         spec = self._storage.layers[self.layer]
         assert isinstance(spec, Attention)
-        assert spec.window is not None
-        return spec.window
+        return spec
+
+    @property
+    def max_size(self) -> int:
+        """As mlx-lm's: the window, or less where the model's masks look further back (see ``Attention``)."""
+        size = self._spec.max_size or self._spec.window
+        assert size is not None
+        return size
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
+        """As KVCache's. NotSupportedError for a window that reaches back to what is not kept."""
+        window = self._spec.window
+        if window_size is not None and window is not None and window_size > window:
+            raise NotSupportedError(
+                f"make_mask: window_size={window_size} of layer {self.layer}, which keeps {window} tokens; "
+                f"make the pool with Attention(window={window_size}, max_size={self.max_size}) for it"
+            )
+        return super().make_mask(N, return_array, window_size)
 
     def size(self) -> int:
         return min(super().size(), self.max_size)
 
     def is_trimmable(self) -> bool:
         """Whether ``rollback`` was asked for, or nothing has left the window as yet."""
-        if self.rows.pool.rollback:
+        if self.rows.pool.rollback and not self.rows.kept:
             return True
         cache = self._storage.attention_of(self.layer)
         return all(held.seq is None or cache.can_resume(held.seq, 0) for held in self.rows.held)
 
     def _kept(self, x: Any) -> Any:
-        return x[..., -self.max_size :, :]
+        return x[..., -(self._spec.window or 0) :, :]
 
     @property
     def state(self) -> Any:
@@ -192,3 +211,37 @@ class RotatingKVCache(KVCache):
         keys, values = self._stored()
         size = 0 if keys is None else keys.shape[2]
         return keys, values, self._saved_offset(), 0, self.max_size, size
+
+
+class Bystander(KVCache):
+    """The entry of a layer that the model never reads or writes: it holds nothing.
+
+    It takes part in whatever the other entries were in since it was last asked for something.
+    """
+
+    @property
+    def _seen(self) -> int:
+        return self.rows.seen_by_a_bystander(self._own_seen)
+
+    @_seen.setter
+    def _seen(self, events: int) -> None:
+        self._own_seen = events
+
+    def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Raises OrderError: the pool has no room for this layer."""
+        raise OrderError(
+            f"update_and_fetch: layer {self.layer}, which the model left alone when the pool was made"
+        )
+
+    def _stored(self) -> tuple[Any, Any]:
+        return None, None
+
+    def _saved_offset(self) -> int | BatchState:
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+
+Bystander.__name__ = KVCache.__name__  # which save_prompt_cache writes

@@ -6,7 +6,8 @@ MLX is lazy, so that the pass builds a graph, is read for its shapes, and is thr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,8 @@ mlx_caches: Any = cache
 class Attention:
     """A layer with K and V.
 
-    ``window`` is mlx-lm's: a query sees itself and the ``window - 1`` tokens before it; None: all of the
-    past. Shapes that are None become known with the first K and V.
+    ``window``: a query sees itself and the ``window - 1`` tokens before it; None: all of the past. Shapes
+    that are None become known with the first K and V.
     """
 
     window: int | None = None
@@ -35,6 +36,10 @@ class Attention:
     value_dim: int | None = None
     dtype: Any = None
     """MLX's dtype of K and V as the model computes them."""
+    max_size: int | None = None
+    """That of mlx-lm's RotatingKVCache, where the model's masks look further back than it; else None."""
+    used: bool = True
+    """Whether the model reads and writes the entry that it wants for the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,8 @@ class Recurrent:
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
+    masked: bool = True
+    """Whether the model asks which columns of a pass are tokens, and which padding."""
 
 
 Layer = Attention | Recurrent
@@ -51,42 +58,105 @@ Layer = Attention | Recurrent
 def layers_of(model: Any) -> list[Layer]:
     """The layers of ``model``, in the order of its prompt cache.
 
-    Raises NotSupportedError for a layer that needs a kind of cache that there is none of here.
+    Raises NotSupportedError for a layer that needs a kind of cache that there is none of here, and for a
+    model that goes about its prompt cache in a way that ours cannot follow.
     """
+    for part in model.modules() if hasattr(model, "modules") else ():
+        if getattr(part, "pipeline_size", 1) > 1:
+            raise NotSupportedError(
+                f"make_prompt_cache: a pipeline over {part.pipeline_size} processes, whose model writes into "
+                "its last entry what it waits for; use mlx-lm's own cache"
+            )
     make = getattr(type(model), "make_cache", None)  # not the instance's: it may be ours already
     wanted = make(model) if make is not None else [mlx_caches.KVCache() for _ in model.layers]
-    model(mx.zeros((1, 1), mx.int32), cache=wanted)
-    return [_layer(i, entry) for i, entry in enumerate(wanted)]
+    for i, entry in enumerate(wanted):
+        _check_kind(i, entry)
+    with _watched(wanted) as calls:
+        model(mx.zeros((1, 1), mx.int32), cache=wanted)
+    return [_layer(i, entry, calls) for i, entry in enumerate(wanted)]
 
 
-def _layer(i: int, entry: Any) -> Layer:
+def _check_kind(i: int, entry: Any) -> None:
     kind = type(entry)
-    if kind is mlx_caches.KVCache:
-        return _attention(entry, None)
-    if kind is mlx_caches.RotatingKVCache and not entry.keep:
-        return _attention(entry, entry.max_size)
-    if kind is mlx_caches.ArraysCache and 1 <= len(entry.cache) <= 2:
-        return _recurrent(i, entry.cache)
-    detail = f" with keep={entry.keep}" if kind is mlx_caches.RotatingKVCache else ""
+    if kind is mlx_caches.KVCache or (kind is mlx_caches.RotatingKVCache and not entry.keep):
+        return
+    detail = ""
     if kind is mlx_caches.ArraysCache:
+        if 1 <= len(entry.cache) <= 2:
+            return
         detail = f" of {len(entry.cache)} states"
+    elif kind is mlx_caches.RotatingKVCache:
+        detail = f" with keep={entry.keep}"
+    elif kind is mlx_caches.CacheList:
+        detail = f" of {', '.join(type(inner).__name__ for inner in entry.caches)}"
     raise NotSupportedError(
         f"make_prompt_cache: layer {i} of the model wants mlx-lm's {kind.__name__}{detail}; there are "
         "KVCache, RotatingKVCache with keep=0, and ArraysCache of one or two states; use mlx-lm's own cache"
     )
 
 
-def _attention(entry: Any, window: int | None) -> Attention:
-    if entry.keys is None:  # the pass did not come by: it is never asked for, or later
-        return Attention(window)
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a model asked of one of its entries, by the method's name."""
+
+    entry: Any
+    name: str
+    window: int | None
+
+
+_WATCHED = ("make_mask", "update_and_fetch", "keys_and_values", "__getitem__", "__setitem__")
+
+
+@contextmanager
+def _watched(entries: Sequence[Any]) -> Iterator[list[_Call]]:
+    """The calls that are made to ``entries`` in the block, in order."""
+    calls: list[_Call] = []
+    kinds = [type(entry) for entry in entries]
+    for entry, kind in zip(entries, kinds, strict=True):
+        methods = {name: _noting(calls, kind, name) for name in _WATCHED if hasattr(kind, name)}
+        entry.__class__ = type(kind.__name__, (kind,), methods)
+    yield calls
+    for entry, kind in zip(entries, kinds, strict=True):
+        entry.__class__ = kind
+
+
+def _noting(calls: list[_Call], kind: Any, name: str) -> Callable[..., Any]:
+    method = getattr(kind, name)
+
+    def noted(entry: Any, *arguments: Any, **named: Any) -> Any:
+        calls.append(_Call(entry, name, named.get("window_size")))
+        return method(entry, *arguments, **named)
+
+    return noted
+
+
+def _layer(i: int, entry: Any, calls: Sequence[_Call]) -> Layer:
+    if type(entry) is mlx_caches.ArraysCache:
+        return _recurrent(i, entry.cache, calls)
+    if type(entry) is mlx_caches.KVCache:
+        return _attention(entry, None)
+    alike = [call.window or 0 for call in calls if getattr(call.entry, "max_size", None) == entry.max_size]
+    window = max(entry.max_size, *alike)
+    return _attention(entry, window, entry.max_size if window > entry.max_size else None)
+
+
+def _attention(entry: Any, window: int | None, max_size: int | None = None) -> Attention:
+    if entry.keys is None:
+        return Attention(window, max_size=max_size, used=False)
     heads, key_dim = entry.keys.shape[1], entry.keys.shape[3]
-    return Attention(window, heads, key_dim, entry.values.shape[3], entry.keys.dtype)
+    return Attention(window, heads, key_dim, entry.values.shape[3], entry.keys.dtype, max_size)
 
 
-def _recurrent(i: int, states: Sequence[Any]) -> Recurrent:
+def _recurrent(i: int, states: Sequence[Any], calls: Sequence[_Call]) -> Recurrent:
     if any(state is None for state in states):
         raise NotSupportedError(
             f"make_prompt_cache: layer {i} of the model sets only some of its {len(states)} states in a "
             "pass; use mlx-lm's own cache"
         )
-    return Recurrent(tuple(tuple(x.shape[1:]) for x in states), tuple(x.dtype for x in states))
+    if calls[0].name not in ("make_mask", "update_and_fetch"):
+        raise NotSupportedError(
+            f"make_prompt_cache: layer {i} of the model reads its states before any entry is asked for a "
+            "mask, which tells how many tokens a pass has; use mlx-lm's own cache"
+        )
+    masked = any(call.name == "make_mask" and type(call.entry) is mlx_caches.ArraysCache for call in calls)
+    return Recurrent(tuple(tuple(x.shape[1:]) for x in states), tuple(x.dtype for x in states), masked)

@@ -7,13 +7,16 @@ shares the cells (``copy_prefix``). A sequence that nobody holds any more is emp
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import ml
-from kvcache.cache import InvalidRangeError, KVCacheError, OrderError
-from kvcache.integrations.mlx_lm.attention import KVCache, RotatingKVCache
-from kvcache.integrations.mlx_lm.layers import Recurrent, layers_of
+from kvcache.cache import CacheFullError, InvalidRangeError, KVCacheError, OrderError
+from kvcache.integrations.mlx_lm.attention import Bystander, KVCache, RotatingKVCache
+from kvcache.integrations.mlx_lm.entries import Entry
+from kvcache.integrations.mlx_lm.layers import Layer, Recurrent, layers_of
 from kvcache.integrations.mlx_lm.passes import Pass
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache
 from kvcache.integrations.mlx_lm.rows import Rows
@@ -80,12 +83,20 @@ class CachePool:
         self.backend = ml.open_backend("mlx") if backend is None else backend
         self._owns_backend = backend is None
         self.storage = Storage(layers, self.backend.new_context(), rollback, checkpoints, checkpoint_interval)
+        self.tells_rows_apart = all(not isinstance(layer, Recurrent) or layer.masked for layer in layers)
+        """Whether rows may be fed together where some are padded, or begin while others go on."""
+        self.keepers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """mlx-lm's ``LRUPromptCache`` s that keep prompt caches of this pool."""
         self.current: Pass | None = None
         """The pass that was begun last."""
         self._free = list(range(max_sequences))[::-1]
         self._retired: list[int] = []
         largest = max_sequences * min(capacity, PREFILL) if max_batch is None else max_batch
         self.storage.init(self.backend, dtype, max_sequences, capacity, largest)
+        self.room = min((cache.cells for cache in self.storage.kept_whole), default=math.inf)
+        """How many tokens all prompt caches may hold together; infinity where only windows are kept."""
+        self.largest_pass = largest if self.storage.forgets else None
+        """How many tokens a pass may have, of all its rows; None: as many as there is room for."""
 
     @property
     def cache(self) -> Any:
@@ -105,15 +116,7 @@ class CachePool:
     def make_prompt_cache(self) -> list[Any]:
         """An empty prompt cache: an entry for each layer, as mlx-lm's ``make_prompt_cache`` gives them."""
         rows = Rows.empty(self)
-        kinds = [
-            ArraysCache
-            if isinstance(layer, Recurrent)
-            else KVCache
-            if layer.window is None
-            else RotatingKVCache
-            for layer in self.storage.layers
-        ]
-        return [kind(rows, i) for i, kind in enumerate(kinds)]
+        return [_kind(layer)(rows, i) for i, layer in enumerate(self.storage.layers)]
 
     def close(self) -> None:
         """Drop all tensors; prompt caches of this pool cannot be used any more."""
@@ -138,6 +141,19 @@ class CachePool:
         """Keep the first ``length`` tokens of a sequence."""
         self.current = None
         self.cache.remove(seq, length)
+
+    def relieve(self) -> bool:
+        """Let the oldest conversation go that an ``LRUPromptCache`` keeps; False where none is kept."""
+        keeper = next((keeper for keeper in self.keepers if len(keeper)), None)
+        if keeper is not None:
+            keeper.trim_to(n_sequences=len(keeper) - 1)
+            self.reclaim()
+        return keeper is not None
+
+    def make_way(self, held: Held) -> None:
+        """Let kept conversations go until ``held`` can be written, or a copy of it."""
+        while (held.claims > 1 or held.seq is None) and not self.free_sequences and self.relieve():
+            pass
 
     def _take(self) -> int:
         self.reclaim()
@@ -173,7 +189,14 @@ class CachePool:
     def begin(self, new: Pass) -> None:
         """Find cells for the tokens of ``new``, whose rows have their sequences."""
         self.current = None
-        self.cache.start_forward(self.storage.ctx, new.batch())
+        batch, limit = new.batch(), self.largest_pass
+        while True:
+            try:
+                self.cache.start_forward(self.storage.ctx, batch)
+                break
+            except CacheFullError:
+                if (limit is not None and len(batch) > limit) or not self.relieve():
+                    raise
         self.current = new
 
     def undo_unwritten(self) -> None:
@@ -190,3 +213,11 @@ class CachePool:
                 "update: another prompt cache of this pool was used in the middle of this one's pass; "
                 "a model runs through all its layers with one prompt cache"
             )
+
+
+def _kind(layer: Layer) -> type[Entry]:
+    if isinstance(layer, Recurrent):
+        return ArraysCache
+    if not layer.used:
+        return Bystander
+    return KVCache if layer.window is None else RotatingKVCache

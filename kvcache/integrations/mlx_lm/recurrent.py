@@ -9,14 +9,14 @@ import numpy as np
 
 from kvcache.cache import OrderError
 from kvcache.integrations.mlx_lm.entries import Entry
-from kvcache.integrations.mlx_lm.layers import Recurrent
+from kvcache.integrations.mlx_lm.layers import Recurrent, mlx_caches
 from kvcache.integrations.mlx_lm.passes import Pass
 from kvcache.integrations.mlx_lm.rows import Rows
 
 __all__ = ["ArraysCache"]
 
 
-class ArraysCache(Entry):
+class ArraysCache(Entry, mlx_caches.ArraysCache):  # type: ignore[misc]
     """The states of a recurrent layer."""
 
     left_padding = None
@@ -98,6 +98,10 @@ class ArraysCache(Entry):
     def is_trimmable(self) -> bool:
         """False, as mlx-lm's: a state is whole. See ``rewind`` for going back to one that was kept."""
         return False
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.rows.held)
 
     @property
     def cache(self) -> list[Any]:

@@ -34,6 +34,8 @@ class Rows:
         self.before = list(lengths)
         """The lengths before the last event."""
         self.batched = batched
+        self.kept = False
+        """Whether an ``LRUPromptCache`` keeps them, which trims copies by any length where it may trim."""
         self.events = 0
         self.last: Any = None
         """The last event: a Pass, or a tuple that tells what was done."""
@@ -84,6 +86,17 @@ class Rows:
         if seen == self.events - 1:
             return self.before
         raise OrderError(_LEFT_BEHIND)
+
+    def seen_by_a_bystander(self, seen: int) -> int:
+        """What an entry has seen that is in every pass by itself, and was last asked after ``seen`` events.
+
+        It misses at most the last event, which it is being asked for: a pass of which there are only masks as
+        yet, or what is done to all entries.
+        """
+        self._forget_undone()
+        last = self.last
+        missed = not last.written if isinstance(last, Pass) else last is not None and seen < self.events
+        return self.events - 1 if missed else self.events
 
     def padding_for(self, seen: int) -> list[int]:
         """The columns of left padding that an entry has before it that has seen so many events."""
@@ -152,6 +165,8 @@ class Rows:
             raise InvalidRangeError(
                 f"update: {tokens} columns of padding alone; a pass stores at least one token"
             )
+        if not self.pool.tells_rows_apart and 0 in self.lengths and any(self.lengths):
+            raise NotSupportedError(f"update: rows that begin beside rows that go on, which {_ALL_ALIKE}")
         one = Pass(tokens, list(self.lengths), begins, counts)
         self.pool.reclaim()
         for row, count in enumerate(counts):
@@ -177,6 +192,7 @@ class Rows:
     def _own(self, row: int) -> None:
         """A sequence that is no one else's."""
         held = self.held[row]
+        self.pool.make_way(held)
         if held.claims > 1:
             new = self.pool.fork(held, self.lengths[row])
             self._swap(row, new)
@@ -231,6 +247,8 @@ class Rows:
 
     def _cut_row(self, row: int, length: int) -> None:
         held = self.held[row]
+        if length:
+            self.pool.make_way(held)
         if not length:
             self._swap(row, self.pool.hold())
         elif held.claims > 1:
@@ -258,6 +276,8 @@ class Rows:
 
     def prepare(self, lengths: Sequence[int] | None, skip: Sequence[int] | None) -> None:
         """Announce padding: ``lengths`` tokens per row and then padding, or ``skip`` columns of it first."""
+        if not self.pool.tells_rows_apart and (lengths is not None or (skip is not None and any(skip))):
+            raise NotSupportedError(f"prepare: padding, which {_ALL_ALIKE}")
         for name, given in (("lengths", lengths), ("left_padding", skip)):
             if given is not None and len(given) != len(self.held):
                 if len(self.held) == 1 and not self.lengths[0]:
@@ -310,6 +330,10 @@ class Rows:
         return rows
 
 
+_ALL_ALIKE = (
+    "the recurrent layers of this model take for rows like the others, so that they would get other results "
+    "than each row alone; feed such rows one by one"
+)
 _LEFT_BEHIND = (
     "update: this entry did not take part in what the other entries of its prompt cache did (a pass that "
     "failed half way, or something done to some of the entries only); make a new prompt cache"

@@ -7,13 +7,15 @@ Saving needs nothing of its own: mlx-lm's ``save_prompt_cache`` writes our promp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
-from kvcache.integrations.mlx_lm.layers import Attention, mlx_caches
+from kvcache.causal import SlidingWindowCache
+from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, mlx_caches
 from kvcache.integrations.mlx_lm.passes import Pass
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import Rows
@@ -22,25 +24,35 @@ from kvcache.integrations.mlx_lm.storage import Storage
 __all__ = ["adopt", "load_prompt_cache"]
 
 
-def load_prompt_cache(file_name: str, pool: CachePool, return_metadata: bool = False) -> Any:
+def load_prompt_cache(
+    file_name: str, pool: CachePool, return_metadata: bool = False, tokens: int | None = None
+) -> Any:
     """What mlx-lm's ``save_prompt_cache`` wrote, of our caches or of its own, as a prompt cache of ``pool``.
 
-    With ``return_metadata`` a pair of it and the metadata. Raises as :func:`adopt`.
+    With ``return_metadata`` a pair of it and the metadata. ``tokens`` and errors as :func:`adopt`.
     """
     found, metadata = mlx_caches.load_prompt_cache(file_name, return_metadata=True)
-    prompt_cache = adopt(found, pool)
+    prompt_cache = adopt(found, pool, tokens)
     return (prompt_cache, metadata) if return_metadata else prompt_cache
 
 
-def adopt(prompt_cache: Sequence[Any], pool: CachePool) -> list[Any]:
+def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = None) -> list[Any]:
     """A prompt cache of ``pool`` with what a prompt cache of mlx-lm's own classes holds; copies the data.
 
-    Raises InvalidRangeError where the two are not of the same model, NotSupportedError for other classes
-    than those that :class:`CachePool` stands in for, CacheFullError and SequencesTakenError where it does
-    not fit. The pool is as it was then.
+    mlx-lm's recurrent entries do not tell how many tokens they have seen. Where all layers are recurrent,
+    ``tokens`` does; None counts them as one, so that ``offset`` and ``rewind`` are short by the rest.
+
+    Raises InvalidRangeError where the two are not of the same model or ``tokens`` is not what is held,
+    NotSupportedError for other classes than those that :class:`CachePool` stands in for, CacheFullError and
+    SequencesTakenError where it does not fit. The pool is as it was then.
     """
-    contents = [_contents(i, entry) for i, entry in enumerate(prompt_cache)]
-    length = _check(contents, prompt_cache, pool)
+    layers = pool.storage.layers
+    if len(prompt_cache) != len(layers):
+        raise InvalidRangeError(f"adopt: {len(prompt_cache)} entries for a model of {len(layers)} layers")
+    contents = [
+        _contents(i, entry, layer) for i, (entry, layer) in enumerate(zip(prompt_cache, layers, strict=True))
+    ]
+    length = _length(contents, layers, tokens)
     made = pool.make_prompt_cache()
     if not length:
         return made
@@ -56,63 +68,80 @@ def adopt(prompt_cache: Sequence[Any], pool: CachePool) -> list[Any]:
     return made
 
 
-def _contents(i: int, entry: Any) -> tuple[int | None, tuple[Any, ...]]:
-    """How many tokens an entry has seen (a recurrent one does not tell), and its arrays in order."""
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What an entry of mlx-lm's holds."""
+
+    arrays: tuple[Any, ...] = ()
+    """K and V in the order of positions, or states."""
+    tokens: int | None = None
+    """How many it has seen; None where it does not tell."""
+
+
+def _contents(i: int, entry: Any, layer: Layer) -> _Content:
     kind = type(entry)
-    if kind is mlx_caches.ArraysCache:
-        return None, tuple(entry.cache)
-    if kind not in (mlx_caches.KVCache, mlx_caches.RotatingKVCache):
+    recurrent = kind is mlx_caches.ArraysCache
+    if not recurrent and kind not in (mlx_caches.KVCache, mlx_caches.RotatingKVCache):
         raise NotSupportedError(
             f"adopt: entry {i} is {kind.__name__}; KVCache, RotatingKVCache and ArraysCache are taken over"
         )
-    if entry.keys is None:
-        return 0, ()
-    if kind is mlx_caches.KVCache:
-        return entry.offset, tuple(x[..., : entry.offset, :] for x in (entry.keys, entry.values))
+    size = getattr(entry, "max_size", None)
+    if recurrent is not isinstance(layer, Recurrent) or size != _max_size(layer):
+        raise InvalidRangeError(f"adopt: entry {i} is {kind.__name__}; the layer is {layer}")
+    if isinstance(layer, Attention) and not layer.used:
+        return _Content()
+    arrays = tuple(entry.cache) if recurrent else () if entry.keys is None else _in_order(i, entry)
+    filled = [x for x in arrays if x is not None]
+    if any(x.shape[0] != 1 for x in filled) or len(filled) not in (0, len(arrays)):
+        raise NotSupportedError(f"adopt: entry {i} is of several rows, or filled in part; one row is adopted")
+    return _Content(tuple(filled), None if recurrent else entry.offset if filled else 0)
+
+
+def _max_size(layer: Layer) -> int | None:
+    return None if isinstance(layer, Recurrent) else layer.max_size or layer.window
+
+
+def _in_order(i: int, entry: Any) -> tuple[Any, Any]:
+    if type(entry) is mlx_caches.KVCache:
+        return entry.keys[..., : entry.offset, :], entry.values[..., : entry.offset, :]
     size, at = entry.keys.shape[2], entry._idx
     if entry.keep and entry.offset > size:
         raise NotSupportedError(
             f"adopt: entry {i} keeps its first {entry.keep} tokens for good; there is no such cache"
         )
-    order = np.arange(min(at, size)) if at >= entry.offset else np.roll(np.arange(size), -at)
-    return entry.offset, tuple(x[..., mx.array(order), :] for x in (entry.keys, entry.values))
+    order = mx.array(np.arange(min(at, size)) if at >= entry.offset else np.roll(np.arange(size), -at))
+    return entry.keys[..., order, :], entry.values[..., order, :]
 
 
-def _check(contents: Sequence[tuple[int | None, tuple]], prompt_cache: Sequence[Any], pool: CachePool) -> int:
-    layers = pool.storage.layers
-    if len(contents) != len(layers):
-        raise InvalidRangeError(f"adopt: {len(contents)} entries for a model of {len(layers)} layers")
-    lengths = {length for length, _ in contents if length is not None}
-    if len(lengths) != 1:
+def _length(contents: Sequence[_Content], layers: Sequence[Layer], tokens: int | None) -> int:
+    told = {content.tokens for content in contents if content.tokens is not None}
+    pairs = zip(contents, layers, strict=True)
+    filled = {bool(content.arrays) for content, layer in pairs if isinstance(layer, Recurrent)}
+    length = max(told) if told else max(1, tokens or 1) if True in filled else 0
+    if len(told) > 1 or filled - {length > 0}:
+        states = f" and states that are {'' if True in filled else 'not '}set" if filled else ""
         raise InvalidRangeError(
-            f"adopt: entries of {sorted(lengths)} tokens; those of a prompt cache hold as many"
+            f"adopt: entries of {sorted(told)} tokens{states}; those of a prompt cache hold as many"
         )
-    for i, ((length, arrays), layer) in enumerate(zip(contents, layers, strict=True)):
-        window = getattr(prompt_cache[i], "max_size", None)
-        if (length is None) is isinstance(layer, Attention) or window != getattr(layer, "window", None):
-            raise InvalidRangeError(
-                f"adopt: entry {i} is {type(prompt_cache[i]).__name__}; the layer is {layer}"
-            )
-        if any(x is None or x.shape[0] != 1 for x in arrays) and lengths != {0}:
-            raise NotSupportedError(
-                f"adopt: entry {i} is of several rows, or not filled; one row is taken over"
-            )
-    return lengths.pop()
+    if tokens is not None and tokens != length:
+        raise InvalidRangeError(f"adopt: tokens={tokens} of a prompt cache that holds {length}")
+    return length
 
 
-def _fill(storage: Storage, cache: Any, seq: int, contents: Sequence[tuple], length: int) -> None:
+def _fill(storage: Storage, cache: Any, seq: int, contents: Sequence[_Content], length: int) -> None:
     """Store what belongs to one of the caches of the pool."""
-    own = [
-        i for i in range(len(contents)) if storage.attention[i] in (cache, getattr(cache, "attention", None))
-    ]
-    stored = contents[own[0]][1][0].shape[2] if own else length
-    stored = length if cache is storage.recurrent else stored
+    recurrent = cache is storage.recurrent
+    holder = cache.attention if recurrent else cache
+    own = [i for i, one in enumerate(storage.attention) if one is holder and contents[i].arrays]
+    stored = length if recurrent or not own else contents[own[0]].arrays[0].shape[2]
+    if isinstance(cache, SlidingWindowCache):
+        stored = min(stored, max(1, cache.memory))  # mlx-lm's hold more until the first token after a prompt
     first = length - stored
     cache.start_forward(storage.ctx, Batch(range(first, length), [seq] * stored))
     one = Pass(stored, [first], [0], [stored], [seq])
     for i in own:
-        storage.put(i, one, *contents[i][1])
-    if cache is storage.recurrent:
-        for i, layer in enumerate(storage.layers):
-            for k, state in enumerate(() if isinstance(layer, Attention) else contents[i][1]):
+        storage.put(i, one, *(x[..., -stored:, :] for x in contents[i].arrays))
+    for i, layer in enumerate(storage.layers):
+        if recurrent and isinstance(layer, Recurrent):
+            for k, state in enumerate(contents[i].arrays):
                 storage.set_state(i, k, one, state)

@@ -70,6 +70,17 @@ class Storage:
                     ctx.zeros((1, layer.kv_heads, layer.value_dim), like),
                 )
 
+    @property
+    def kept_whole(self) -> list[CausalCache]:
+        """The caches that keep every token."""
+        plain = [part.attention if isinstance(part, RecurrentCache) else part for part in self.parts]
+        return [part for part in plain if isinstance(part, CausalCache) and not _forgets(part)]
+
+    @property
+    def forgets(self) -> bool:
+        """Whether one of the caches has room for a window and for a pass."""
+        return any(_forgets(part) for part in self.parts)
+
     # K and V.
 
     def put(self, layer: int, one: Pass, keys: Any, values: Any) -> None:
@@ -164,6 +175,10 @@ class Storage:
         kept = self.recurrent.snapshot(seq, offset, offset).states
         found = kept.get((("conv", "recurrent")[i], layer))
         return None if found is None else found.native.astype(spec.dtypes[i])
+
+
+def _forgets(cache: Any) -> bool:
+    return isinstance(cache, SlidingWindowCache) and cache.reach is not None
 
 
 def _by_head(ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:

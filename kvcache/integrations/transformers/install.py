@@ -12,8 +12,9 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, S
 from transformers.generation.utils import GenerationMixin
 
 import ml
-from kvcache import NotSupportedError, OrderError
-from kvcache.integrations.transformers.cache import HFCache
+from kvcache import OrderError
+from kvcache.integrations.transformers.bridge import dtype_of
+from kvcache.integrations.transformers.cache import HFCache, cache_argument
 from kvcache.integrations.transformers.static import HFStaticCache
 
 __all__ = ["Installation", "install", "uninstall"]
@@ -43,17 +44,20 @@ class Installation:
             batch_size: int,
             max_cache_length: int,
         ) -> Any:
-            given = model_kwargs.get("past_key_values")
+            name = cache_argument(model)
+            given = model_kwargs.get(name)
             found = original(
                 model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
             if isinstance(given, HFCache):
-                given.reserve(max_cache_length)
+                if not given.rows.store.given_away:
+                    given.reserve(max_cache_length)
             elif given is None:
-                theirs = model_kwargs.get("past_key_values")
-                ours = _ours(model, theirs, max_cache_length, options)
+                ours = _ours(model, model_kwargs.get(name), max_cache_length, options)
                 if ours is not None:
-                    model_kwargs["past_key_values"] = ours
+                    model_kwargs[name] = ours
+                    if generation_config.is_assistant:
+                        ours.activate_past_recording()
             return found
 
         return prepare
@@ -112,11 +116,18 @@ def _ours(model: Any, theirs: Cache | None, length: int, options: dict[str, Any]
         return None
     capacity = max(length, options["capacity"])
     try:
+        dtype_of(model.dtype)
         if type(decoder) is DynamicCache:
             return HFCache(model.config, **{**options, "capacity": capacity, "grow": True})
         # As transformers does: not smaller than the last one, which code may be compiled for.
         capacity = max(capacity, getattr(model, "_previous_max_cache_length", 0))
         return HFStaticCache(model.config, capacity=capacity, backend=options["backend"])
-    except NotSupportedError as error:
-        _log.warning("%s keeps transformers' own cache: %s", type(model).__name__, error)
+    except ml.NotSupportedError as error:
+        _warn(type(model).__name__, str(error))
         return None
+
+
+@functools.cache
+def _warn(model: str, reason: str) -> None:
+    """Say once why a model keeps transformers' own cache."""
+    _log.warning("%s keeps transformers' own cache: %s", model, reason)

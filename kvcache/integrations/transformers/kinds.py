@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,18 +22,44 @@ from kvcache import (
     WrapperCache,
 )
 
-__all__ = ["Attending", "Family", "Kind", "Plan", "empty_layer", "layer_plan"]
+__all__ = ["Attending", "Family", "Kind", "Plan", "Trait", "empty_layer", "layer_plan"]
 
-FULL, SLIDING, CHUNKED, LINEAR, NONE = "full", "sliding", "chunked", "linear", "none"
+FULL, SLIDING, CHUNKED, CROSS, LINEAR, CONV, NONE = (
+    "full", "sliding", "chunked", "cross", "linear", "conv", "none",
+)  # fmt: skip
+STATES = (LINEAR, CONV)
 _TYPES = {
     "full_attention": FULL,
     "sliding_attention": SLIDING,
     "chunked_attention": CHUNKED,
     "linear_attention": LINEAR,
-    "conv": LINEAR,
+    "conv": CONV,
     "dummy": NONE,
 }
 
+
+class Trait(enum.Enum):
+    """What modules of some types do that a cache has to know of: the value says it.
+
+    Each was found, and is held, by ``python -m benchmarks.census transformers``.
+    """
+
+    STRANGER = "takes no cache of keys and values"
+    BY_ONE = "goes on rightly from a state by one token at a time only"
+    INSIDE = "keeps the states of its linear layers in its own modules"
+    UNEVEN = "gives other results where a prompt comes in parts"
+    OWN_MASK = "makes masks of its own, wrongly for keys of a fixed length"
+    CONTIGUOUS = "calls view() on the keys, which must lie in one piece for that"
+
+
+_TRAITS = {
+    Trait.STRANGER: "minimax openai-gpt reformer rwkv xlnet xlstm xlm",
+    Trait.BY_ONE: "falcon_mamba jamba mamba prophetnet recurrent_gemma",
+    Trait.INSIDE: "recurrent_gemma",
+    Trait.UNEVEN: "cpmant doge moshi",
+    Trait.OWN_MASK: "cpmant gpt_neo prophetnet",
+    Trait.CONTIGUOUS: "gpt_neox_japanese",
+}
 Attending = CausalCache
 """The caches whose layers have K and V."""
 
@@ -50,6 +77,16 @@ class Kind:
     name: str
     size: int = 0
 
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has K and V of the tokens before."""
+        return self.name in (FULL, SLIDING, CHUNKED)
+
+    @property
+    def grows(self) -> bool:
+        """Whether the layer has something of every token."""
+        return self.attends or self.name in STATES
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -60,33 +97,67 @@ class Plan:
     conv_shape: tuple[int, ...] = ()
     state_shape: tuple[int, ...] = ()
     """Of one sequence's states, where the config tells; else those that a layer brings first."""
+    grouped: bool = False
+    """Whether several heads of queries share one of keys and values, in PyTorch's own attention."""
+    model_type: str = ""
+    traits: frozenset[Trait] = frozenset()
+
+    def refuse(self, op: str, trait: Trait, remedy: str) -> None:
+        """Raise NotSupportedError for a model with this trait."""
+        if trait in self.traits:
+            raise NotSupportedError(f"{op}: {self.model_type} {trait.value}; {remedy}")
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The different kinds that keep something, in the order of their first layer."""
-        return tuple(dict.fromkeys(kind for kind in self.layers if kind.name != NONE))
+        """The different kinds of attention to the tokens before, in the order of their first layer."""
+        return tuple(dict.fromkeys(kind for kind in self.layers if kind.attends))
+
+    @property
+    def crossing(self) -> range | tuple[int, ...]:
+        """The layers that read an encoder's output: all where one stands beside, else those of images."""
+        found = tuple(i for i, kind in enumerate(self.layers) if kind.name == CROSS)
+        return found if found or not self.encoder else range(len(self.layers))
 
     @property
     def is_hybrid(self) -> bool:
-        return any(kind.name == LINEAR for kind in self.layers)
+        return any(kind.name in STATES for kind in self.layers)
 
 
 def layer_plan(config: Any) -> Plan:
     """The plan of a model's decoder. NotSupportedError for layers that none of our caches serves."""
     decoder = config.get_text_config(decoder=True)
-    types, arguments = get_layer_types_and_kwargs(decoder)
+    traits = frozenset(trait for trait, types in _TRAITS.items() if decoder.model_type in types.split())
+    Plan((), model_type=decoder.model_type, traits=traits).refuse(
+        "HFCache", Trait.STRANGER, "use it without one"
+    )
+    try:
+        types, arguments = get_layer_types_and_kwargs(decoder)
+    except AttributeError as error:
+        raise NotSupportedError(
+            f"HFCache: the config of {decoder.model_type} does not say which layers keep what ({error})"
+        ) from error
     layers = []
     # Decoding that leaves a model early says so in the count of layers alone, and the types are more.
     for i, (layer_type, options) in enumerate(zip(types, arguments, strict=False)):
-        name = _TYPES.get(layer_type)
-        if name is None or options.get("number_of_states", 1) != 1:
+        states = options.get("number_of_states", 1)
+        if layer_type not in _TYPES or states != 1:
+            several = f" with {states} states" if states != 1 else ""
             raise NotSupportedError(
-                f"HFCache: layer {i} of {decoder.model_type} is {layer_type!r} {options}; "
+                f"HFCache: layer {i} of {decoder.model_type} is {layer_type!r}{several}; "
                 f"supported are {', '.join(_TYPES)}, with one state each: use transformers' own cache"
             )
-        layers.append(Kind(name, options.get("sliding_window", 0)))
+        layers.append(Kind(_TYPES[layer_type], options.get("sliding_window", 0)))
     count = _decoder_layers(decoder, len(layers))
-    return Plan(tuple(layers[:count]), config.is_encoder_decoder, *_state_shapes(decoder))
+    layers = layers[:count] + layers[-1:] * (count - len(layers))
+    crossed = getattr(decoder, "cross_attention_layers", None) or ()
+    layers = [Kind(CROSS) if i in crossed else kind for i, kind in enumerate(layers)]
+    encoder = config.is_encoder_decoder or Kind(CROSS) in layers
+    # Models of more than text and those of others may not know what to do with a mask that is made before;
+    # transformers 5.19 cannot make those of chunks, and Moshi's own mask is not the one that its config says.
+    known = decoder is config and type(config).__module__.startswith("transformers.models.")
+    plain = known and Trait.UNEVEN not in traits and all(kind.name != CHUNKED for kind in layers)
+    grouped = plain and _is_grouped(decoder)
+    return Plan(tuple(layers), encoder, *_state_shapes(decoder), grouped, decoder.model_type, traits)
 
 
 def empty_layer() -> Any:
@@ -104,14 +175,18 @@ def _state_shapes(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (channels, config.linear_conv_kernel_dim), (heads, key_dim, value_dim)
 
 
+def _is_grouped(config: Any) -> bool:
+    heads = vars(config).get("num_attention_heads")
+    shared = vars(config).get("num_key_value_heads")
+    grouped = isinstance(heads, int) and isinstance(shared, int) and shared < heads
+    return grouped and config._attn_implementation == "sdpa"
+
+
 def _decoder_layers(config: Any, count: int) -> int:
-    """An encoder-decoder's ``num_hidden_layers`` counts the encoder's."""
-    if not config.is_encoder_decoder:
-        return count
-    for name in ("decoder_layers", "num_decoder_layers"):
-        if getattr(config, name, None):
-            return int(getattr(config, name))
-    return count
+    """How many layers a decoder has, whose config may count its encoder's in ``num_hidden_layers``."""
+    # get_text_config() moves some names to others: what getattr() finds then is the class's default.
+    told = vars(config)
+    return int(told.get("decoder_layers") or told.get("num_decoder_layers") or count)
 
 
 class Family:
@@ -129,8 +204,6 @@ class Family:
             self.recurrent = RecurrentCache(plan.conv_shape, plan.state_shape, shift, conv_dtype=activations)
             tops.append(self.recurrent)
         for kind in plan.kinds:
-            if kind.name == LINEAR:
-                continue
             if kind.name == FULL and self.recurrent is not None:
                 self.caches[kind] = self.recurrent.attention
                 continue

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from kvcache.integrations.transformers.kinds import Kind
+from kvcache import NotSupportedError
+from kvcache.integrations.transformers.kinds import CONV, Kind
 from kvcache.integrations.transformers.rows import Rows
 from kvcache.integrations.transformers.states import States
 
-__all__ = ["AttentionLayer", "CrossLayer", "LinearLayer"]
+__all__ = ["AttentionLayer", "CrossCache", "CrossLayer", "Crossing", "LinearLayer"]
 
 
-class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]
+class _Recorded:
+    """What speculative decoding asks of a layer: to take back whatever it drafts."""
+
+    rows: Rows
+
+    @property
+    def record_past(self) -> bool:
+        """Whether a crop takes back all that came since the crop before. It holds for all layers alike."""
+        return self.rows.settled is not None
+
+    @record_past.setter
+    def record_past(self, on: bool) -> None:
+        if on is not self.record_past:
+            self.rows.record(on)
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+
+class AttentionLayer(_Recorded, CacheLayerMixin):  # type: ignore[misc]
     """K and V of one layer, in the cache of its kind."""
 
     is_compileable = False
@@ -40,7 +61,6 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys that ``update`` will return, position of the first one)."""
-        self.rows.expected = query_length
         seen = self.rows.seen[self.layer]
         first = max(0, seen - self.kind.size + 1) if self.kind.size else 0
         return seen - first + query_length, first
@@ -79,7 +99,7 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_initialized(self) -> bool:
-        return self.keys is not None
+        return self.rows.has_encoded(self.layer)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: ``update`` allocates."""
@@ -114,17 +134,46 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]
         return None if found is None else found[1]
 
 
-class LinearLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+class CrossCache(Cache):  # type: ignore[misc]
+    """What all layers of cross attention read. Some models make another one, empty, by this class."""
+
+    def __init__(self, layers: Sequence[CrossLayer] = (), **options: Any) -> None:
+        Cache.__init__(self, layers=[*layers])
+
+
+class Crossing:
+    """An EncoderDecoderCache that stays with its own CrossCache where a model gives it an empty one."""
+
+    _cross: CrossCache
+
+    @property
+    def cross_attention_cache(self) -> CrossCache:
+        return self._cross
+
+    @cross_attention_cache.setter
+    def cross_attention_cache(self, cache: Any) -> None:
+        if not isinstance(cache, CrossCache):
+            raise NotSupportedError(
+                f"HFCache: a {type(cache).__name__} for cross attention, which lies in this cache too"
+            )
+        if len(cache) or not hasattr(self, "_cross"):
+            self._cross = cache
+
+
+class LinearLayer(_Recorded, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
     """The convolution and recurrent states of one layer, in the recurrent cache."""
 
     is_compileable = False
-    is_croppable = False
     supports_early_init = False
-    record_past = False
     number_of_states = 1
 
-    def __init__(self, states: States, layer: int) -> None:
-        self.states, self.layer = states, layer
+    def __init__(self, states: States, layer: int, kind: Kind) -> None:
+        self.states, self.layer, self.kind, self.rows = states, layer, kind, states.rows
+
+    @property
+    def is_croppable(self) -> bool:
+        """A recurrent state goes back to a checkpoint or not at all, which ``crop`` says."""
+        return self.kind.name == CONV
 
     @property
     def is_initialized(self) -> bool:
@@ -135,13 +184,17 @@ class LinearLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         return {0: self.states.started(self.layer)}
 
     @property
-    def conv_states(self) -> dict[int, torch.Tensor]:
-        """A view of the convolution states: what is written into it is stored."""
-        return {0: self.states.conv(self.layer)}
+    def conv_states(self) -> dict[int, torch.Tensor | None]:
+        """The convolution states (rows, channels, kernel) for the next tokens to go on from.
+
+        They may be written into instead of calling ``update_conv_state``: who asks brings a token.
+        """
+        return {0: self.states.fetch(self.layer, "conv")}
 
     @property
-    def recurrent_states(self) -> dict[int, torch.Tensor]:
-        return {0: self.states.recurrent(self.layer)}
+    def recurrent_states(self) -> dict[int, torch.Tensor | None]:
+        """The recurrent states (rows, heads, key_dim, value_dim), likewise."""
+        return {0: self.states.fetch(self.layer, "recurrent")}
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: buffers are allocated by the first state."""
@@ -160,6 +213,3 @@ class LinearLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         return self.states.update_recurrent(self.layer, recurrent_states)
-
-    def activate_past_recording(self) -> None:
-        """Nothing to do: a state goes back to a checkpoint or not at all, which ``crop`` says."""

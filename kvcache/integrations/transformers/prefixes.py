@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,7 +13,8 @@ import torch
 import ml
 from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.closing import Closing
-from kvcache.integrations.transformers.cache import HFCache
+from kvcache.integrations.transformers.cache import HFCache, cache_argument
+from kvcache.integrations.transformers.kinds import Trait, layer_plan
 from kvcache.prefix import PrefixCache, Session
 
 __all__ = ["HFPrefixCache", "HFSession"]
@@ -30,13 +33,19 @@ class HFSession:
 
         ``generate`` goes on from there. Snapshots are taken at the ends of the parts where they are due.
         """
-        last = len(self._session.tokens) - 1
-        for chunk in self._session.chunks(min(size, self._owner.longest_pass)):
-            chunk = chunk[: last - self.cache.get_seq_length()]
-            if chunk:
-                with torch.no_grad():
-                    ids = torch.tensor([chunk], device=self._owner.model.device)
-                    self._owner.model.base_model(input_ids=ids, past_key_values=self.cache, use_cache=True)
+        tokens, owner = self._session.tokens, self._owner
+        ids = torch.tensor([tokens[:-1]], device=owner.model.device)
+        for chunk in self._session.chunks(min(size, owner.longest_pass)):
+            begin = self.cache.get_seq_length()
+            end = min(begin + len(chunk), len(tokens) - 1)
+            step = 1 if begin and owner.by_one else max(1, end - begin)
+            for upto in range(begin + step, end + 1, step):
+                # A model knows itself what else it is given: positions, say, that begin at 2.
+                part = ids[:, :upto]
+                owner.model.generate(
+                    part, attention_mask=torch.ones_like(part), past_key_values=self.cache, use_cache=True,
+                    max_new_tokens=1, do_sample=False, num_beams=1,
+                )  # fmt: skip
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Tell what was generated, or is said next: later conversations may share it once it is evaluated."""
@@ -54,6 +63,27 @@ class HFSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(keep=error is None)
+
+
+@contextlib.contextmanager
+def _given_the_rest(model: Any, cache: HFCache) -> Iterator[None]:
+    """Give the model what the cache lacks: assisted decoding begins with all tokens, whatever is there."""
+    prepare = model.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)  # generate() looks at its parameters
+    def prepare_rest(
+        input_ids: torch.Tensor, next_sequence_length: int | None = None, **options: Any
+    ) -> dict[str, Any]:
+        if next_sequence_length is None:
+            next_sequence_length = input_ids.shape[1] - cache.get_seq_length()
+        prepared: dict[str, Any] = prepare(input_ids, next_sequence_length=next_sequence_length, **options)
+        return prepared
+
+    model.prepare_inputs_for_generation = prepare_rest
+    try:
+        yield
+    finally:
+        del model.prepare_inputs_for_generation
 
 
 class HFPrefixCache(Closing):
@@ -78,6 +108,14 @@ class HFPrefixCache(Closing):
             raise NotSupportedError(
                 "HFPrefixCache: what a decoder's prefix means depends on its encoder's input; decoders only"
             )
+        if cache_argument(model) != "past_key_values":
+            raise NotSupportedError(
+                f"HFPrefixCache: {type(model).__name__}.generate() begins anew whatever states it is given"
+            )
+        plan = layer_plan(model.config)
+        for trait in (Trait.INSIDE, Trait.UNEVEN):
+            plan.refuse("HFPrefixCache", trait, "prefixes cannot be shared")
+        self.by_one = Trait.BY_ONE in plan.traits
         self.model = model
         self.cache = HFCache(
             model.config, backend=backend, max_sequences=max_sequences, capacity=capacity, dtype=dtype,
@@ -101,12 +139,13 @@ class HFPrefixCache(Closing):
         count = input_ids.shape[1]
         with self.begin(input_ids[0].tolist()) as session:
             session.prefill(prefill_size)
-            out = self.model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                past_key_values=session.cache,
-                **options,
-            )
+            with _given_the_rest(self.model, session.cache):
+                out = self.model.generate(
+                    input_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    past_key_values=session.cache,
+                    **options,
+                )
             sequences = out if isinstance(out, torch.Tensor) else out.sequences
             session.extend(sequences[0, count:].tolist())
         return out

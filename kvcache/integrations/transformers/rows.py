@@ -28,11 +28,15 @@ from kvcache import (
     OrderError,
 )
 from kvcache.dense import DenseReading, read_encoded
-from kvcache.integrations.transformers.kinds import Attending, Kind
+from kvcache.integrations.transformers.kinds import SLIDING, Attending, Kind, Trait
 from kvcache.integrations.transformers.saving import HFSnapshot
 from kvcache.integrations.transformers.store import Store
+from kvcache.states import Checkpoint
 
 __all__ = ["Pass", "Rows", "untraced"]
+
+PREFILL = 16
+"""Tokens of a prefill, of which windows keep the end alone, that drafting may take back."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -52,22 +56,30 @@ class Pass:
     """How many of the new tokens a kind keeps, where a window keeps not all of them."""
     readings: dict[Kind, DenseReading] = field(default_factory=dict)
     """What each kind's layers read: the past alone where not all that is new is kept."""
+    aside: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """What layers of those kinds saw before the pass, and while passes are recorded what is new: K and V
+    that ``cut`` can come back to."""
+    states: dict[tuple[int, str], bool] = field(default_factory=dict)
+    """Layers and which of their states have had their share; True: fetched, and not given yet."""
+    encoded: dict[int, tuple[torch.Tensor, torch.Tensor] | None] | None = None
+    """Where the pass brings an encoder's output: what layers that have not got it yet had before."""
 
 
 class Rows:
     """As many sequences as the batch has rows, all of one length, growing in step."""
 
-    def __init__(self, store: Store, layers: int) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
         self.sequences: list[int] = []
         self.length = 0
         """Tokens of every row, those of the pass under way included."""
-        self.seen = [0] * layers
+        self.seen = [0] * len(store.plan.layers)
         """How many of them each layer has had."""
-        self.expected: int | None = None
-        """Tokens of the pass that a mask was made for and that has not begun."""
-        self.like: torch.Tensor | None = None
-        """An empty tensor with the dtype and on the device of the model's keys."""
+        self.settled: int | None = None
+        """While passes are recorded, where a crop may go back to, however small windows are."""
+        self.inputs: dict[int, torch.Tensor] = {}
+        """Of layers with nothing but a convolution, what it was given since then (rows, channels, tokens),
+        behind the state of then."""
         self._pass: Pass | None = None
 
     # One pass.
@@ -97,24 +109,45 @@ class Rows:
         """The pass under way, which ``layer`` has not reached yet."""
         self.store.check_current(self._pass)
         if self._pass is None or self.seen[layer] != self._pass.begin:
-            raise self._unfinished(f"layer {layer} has had {self.seen[layer]} tokens of {self.length}")
+            what = f"layer {layer} has had {self.seen[layer]} tokens of {self.length}"
+            raise self._unfinished(what, self.seen[layer])
         return self._pass
 
-    def _unfinished(self, what: str) -> KVCacheError:
-        complete = min((seen for seen in self.seen if seen), default=0)
+    @property
+    def under_way(self) -> Pass | None:
+        """The last pass, unless the rows or those of a fork have changed since it began."""
+        return self._pass if self.store.current is self._pass else None
+
+    def lengthen(self, layer: int, tokens: int, batch: int, like: torch.Tensor) -> None:
+        """The pass that ``layer`` alone has begun, as one of one token, is of ``tokens``."""
+        begun = self.under_way
+        assert begun is not None
+        if begun.tokens != tokens and self.seen.count(self.length) == 1:
+            for cache in reversed(self.store.family.tops):
+                cache.undo_forward()
+            self._pass, self.length = None, begun.begin
+        self.seen[layer] = begun.begin
+        self.enter(layer, tokens, batch, like)
+
+    def _unfinished(self, what: str, complete: int) -> KVCacheError:
+        """``complete`` is how many tokens all layers have had."""
+        kept = self._reach(complete)
         return OrderError(
-            f"HFCache: {what}; the forward pass before did not reach all layers. Call "
-            + (f"crop({complete - self.length})" if complete else "reset()")
-            + " to take it back"
+            f"HFCache: {what}; the forward pass before did not reach all layers. "
+            + (f"Call crop({kept - self.length}) to take it back" if kept else "Call reset() and begin again")
+            + (f": {self._why()}" if kept < complete else "")
         )
 
     def _begin(self, tokens: int, batch: int, like: torch.Tensor | None) -> Pass:
-        behind = [i for i, seen in enumerate(self.seen) if seen not in (0, self.length)]
+        behind = {i: seen for i, seen in enumerate(self.seen) if seen not in (0, self.length)}
         if behind:
-            raise self._unfinished(f"layers {behind} are behind")
+            raise self._unfinished(f"layers {[*behind]} are behind", min(behind.values()))
         store = self.store
+        if tokens > 1 and self.length:
+            store.plan.refuse("HFCache", Trait.BY_ONE, f"give it these {tokens} one by one")
         if like is not None:
             store.bind(batch, like)
+        self._make_windows_keep(tokens)
         fresh = not self.sequences
         if fresh:
             self.sequences = store.take(batch)
@@ -132,8 +165,22 @@ class Rows:
             raise
         self._pass = store.current = current
         self.length += tokens
-        self.expected = None
         return current
+
+    def _make_windows_keep(self, tokens: int) -> None:
+        """While passes are recorded, let windows keep what a crop after ``tokens`` more may come back to."""
+        last = self.under_way
+        if self.settled is None or self.length <= self.settled:
+            return
+        if last is not None and last.stored:  # a prefill of which windows have the end alone
+            self.settled = max(self.settled, self.length - PREFILL)
+        aside = self._aside(self.length)
+        if self.store.look_back(self.length + tokens - self.settled):
+            assert last is not None or not aside
+            for kind in aside:
+                for seq in self.sequences:
+                    self.store.family.caches[kind].remove(seq, 0)
+                self._refill(last, kind, self.length)
 
     def _start_growing(self, tokens: int) -> Pass:
         """As :meth:`_start`; with ``grow`` in buffers of twice the size, where it does not fit."""
@@ -206,15 +253,16 @@ class Rows:
         if kept is not None:
             keys, values = key, value
             if reading is not None:  # copied before its cells are given to what is new
-                past = self._read(reading, layer, key, value)
+                past = [x.clone() for x in self._read(reading, layer, key, value)]
                 keys, values = torch.cat((past[0], key), 2), torch.cat((past[1], value), 2)
+                current.aside[layer] = past[0], past[1]
+            if self.settled is not None:
+                current.aside[layer] = keys, values
             self._put(cache, layer, key[:, :, -kept:], value[:, :, -kept:])
             self.reached(layer)
             return keys, values
         self._put(cache, layer, key, value)
         self.reached(layer)
-        if self.like is None:
-            self.like = torch.empty(0, dtype=key.dtype, device=key.device)
         if reading is None:
             reading = current.readings[kind] = self._reading(kind, current.begin)
         return self._read(reading, layer, key, value)
@@ -223,6 +271,8 @@ class Rows:
         self, cache: Attending | EncoderCache, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         ctx, bridge = self.store.ctx, self.store.bridge
+        if not key.dtype is value.dtype is self.store.like.dtype:
+            self.store.check_dtype(layer, key, value)
         cache.set_layer(layer)
         cache.put(ctx, bridge.to_backend(ctx, _tokens(key)), bridge.to_backend(ctx, _tokens(value)))
 
@@ -231,32 +281,59 @@ class Rows:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         store = self.store
         keys, values = reading.read(store.ctx, layer)
-        return store.bridge.to_torch(keys, key), store.bridge.to_torch(values, value)
+        found = store.bridge.to_torch(keys, key), store.bridge.to_torch(values, value)
+        return (
+            (found[0].contiguous(), found[1].contiguous()) if Trait.CONTIGUOUS in store.plan.traits else found
+        )
 
     @untraced
     def peek(self, layer: int, kind: Kind) -> tuple[torch.Tensor, torch.Tensor] | None:
         """K and V of a layer that the next token may see; None where there are none."""
-        if self.like is None or not self.seen[layer]:
+        if not self.seen[layer]:
             return None
-        return self._read(self._reading(kind, self.length), layer, self.like, self.like)
+        return self._read(self._reading(kind, self.length), layer, self.store.like, self.store.like)
 
     # Cross attention.
 
     @untraced
     def put_encoded(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store K and V (rows, heads, length, dim) of the encoder's output, in the pass under way."""
-        store = self.store
-        store.check_current(self._pass)
+        """Store K and V (rows, heads, length, dim) of the encoder's output, in the pass under way.
+
+        They follow those that earlier passes brought, as another image does.
+        """
+        store, current = self.store, self._pass
+        store.check_current(current)
+        assert current is not None
+        if current.encoded is None:
+            current.encoded = {i: self.encoded(i) for i in store.plan.crossing}
+        before = current.encoded.pop(layer, None)
+        if before is not None:
+            key, value = torch.cat((before[0], key), 2), torch.cat((before[1], value), 2)
         self._put(store.family.cross, layer, key, value)
+
+    @property
+    def _waiting(self) -> dict[int, tuple[torch.Tensor, torch.Tensor] | None]:
+        """What layers had before the pass under way, in which others have got an encoder's output already."""
+        current = self.under_way
+        return {} if current is None or current.encoded is None else current.encoded
+
+    def has_encoded(self, layer: int) -> bool:
+        """Whether every row has the encoder's output in a layer."""
+        waiting = self._waiting
+        if layer in waiting:
+            return waiting[layer] is not None
+        return bool(self.sequences) and all(map(self.store.family.cross.encoder_cached, self.sequences))
 
     @untraced
     def encoded(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """K and V (rows, heads, length, dim) of the encoder's output; None before they are stored."""
-        store = self.store
-        if self.like is None or not all(store.family.cross.encoder_cached(seq) for seq in self.sequences):
+        if not self.has_encoded(layer):
             return None
+        if layer in self._waiting:
+            return self._waiting[layer]
+        store = self.store
         keys, values = read_encoded(store.ctx, store.family.cross, layer, self.sequences)
-        return store.bridge.to_torch(keys, self.like), store.bridge.to_torch(values, self.like)
+        return store.bridge.to_torch(keys, self.store.like), store.bridge.to_torch(values, self.store.like)
 
     # Sequences.
 
@@ -283,13 +360,15 @@ class Rows:
             else:
                 rows.append(seq)
         self.sequences, self._pass = rows, None
+        self._settle()
 
     def fork(self) -> Rows:
         """Rows with the same content, to be continued on their own; cells are shared."""
         store = self.store
+        store.plan.refuse("fork", Trait.INSIDE, "generate without forks, or use another cache from the start")
         self.check_complete("fork")
-        copy = Rows(store, len(self.seen))
-        copy.length, copy.seen, copy.like = self.length, [*self.seen], self.like
+        copy = Rows(store)
+        copy.length, copy.seen = self.length, [*self.seen]
         copy.sequences = store.take(len(self.sequences)) if self.sequences else []
         for source, target in zip(self.sequences, copy.sequences, strict=True):
             store.share(source, target, self.length)
@@ -297,18 +376,25 @@ class Rows:
 
     def adopt(self, seq: int, length: int) -> Rows:
         """One row: a sequence that holds ``length`` tokens already."""
-        one = Rows(self.store, len(self.seen))
-        one.sequences, one.length, one.like = [seq], length, self.like
-        one.seen = [length] * len(self.seen)
+        one = Rows(self.store)
+        one.sequences, one.length = [seq], length
+        one.seen = self._all_at(length)
         return one
+
+    def _all_at(self, length: int) -> list[int]:
+        """What each layer has had where all have had ``length`` tokens: of some, no layer keeps anything."""
+        return [length if kind.grows else 0 for kind in self.store.plan.layers]
 
     def snapshot(self) -> HFSnapshot:
         """What all rows hold now."""
+        self.store.plan.refuse("snapshot", Trait.INSIDE, "what a cache holds is not the whole state")
         self.check_complete("snapshot")
-        if self.like is None:
+        if not self.sequences:
             raise OrderError("snapshot: the cache is empty; a forward pass comes first")
-        family = self.store.family
-        return HFSnapshot(self.length, tuple(family.all.snapshot(seq) for seq in self.sequences), self.like)
+        store = self.store
+        return HFSnapshot(
+            self.length, tuple(store.family.all.snapshot(seq) for seq in self.sequences), store.like
+        )
 
     def restore(self, snapshot: HFSnapshot) -> None:
         """Become what the snapshot is of. What is raised leaves the rows as they were."""
@@ -329,43 +415,124 @@ class Rows:
         self.sequences = self.store.take(len(snapshot.rows))
         for seq, row in zip(self.sequences, snapshot.rows, strict=True):
             self.store.put_back(self.store.family, seq, row)
-        self.like, self.length = snapshot.like, snapshot.length
-        self.seen = [snapshot.length] * len(self.seen)
+        self.length = snapshot.length
+        self.seen = self._all_at(snapshot.length)
+        self._settle()
         self.store.current = None
 
     def check_complete(self, op: str) -> None:
-        if any(seen not in (0, self.length) for seen in self.seen):
-            raise self._unfinished(f"{op}: layers are behind")
+        behind = [seen for seen in self.seen if seen not in (0, self.length)]
+        if behind:
+            raise self._unfinished(f"{op}: layers are behind", min(behind))
 
-    def cut(self, length: int) -> None:
-        """Keep positions ``[0, length)``. NotSupportedError where the next token would miss something."""
+    def cut(self, length: int, marks: Sequence[Checkpoint] = ()) -> None:
+        """Keep positions ``[0, length)``. NotSupportedError where the next token would miss something.
+
+        ``marks`` are the rows' recurrent states of ``length``, where these are known.
+        """
         if not 0 <= length <= self.length:
             raise InvalidRangeError(f"crop: to {length} of {self.length} tokens")
         if length == self.length:
+            self.check_complete("crop")
+            self._settle()
             return
-        if length and any(0 < seen < length for seen in self.seen):
-            raise self._unfinished(f"crop: layers have had {sorted(set(self.seen))} tokens, not {length}")
-        family = self.store.family
-        for seq in self.sequences if length else ():
-            if not family.all.can_resume(seq, length):
-                raise NotSupportedError(
-                    f"crop: to {length} of {self.length} tokens: {self._why(seq, length)}"
-                )
-        self.store.remove(self.sequences, length)
+        complete = min((seen for seen in self.seen if seen), default=0)
+        if length:
+            self.store.plan.refuse("crop", Trait.INSIDE, "call reset() and begin again")
+        if complete < length:
+            raise self._unfinished(f"crop: to {length} of {self.length} tokens", complete)
+        if self._reach(length, bool(marks)) < length:
+            raise NotSupportedError(f"crop: to {length} of {self.length} tokens: {self._why()}")
+        family, aside, last = self.store.family, self._aside(length), self.under_way
+        changes = []
+        for i, seq in enumerate(self.sequences):
+            for cache in family.tops:
+                if marks and cache is family.recurrent:
+                    changes.append(family.recurrent.prepare_return(seq, marks[i]))
+                else:
+                    changes.append(cache.prepare_remove(seq, 0 if cache in aside.values() else length, None))
+        for change in changes:
+            change()
+        for kind in aside:
+            self._refill(last, kind, length)
+        self.store.current = None
         self._now(length)
 
-    def _why(self, seq: int, length: int) -> str:
+    def _reach(self, length: int, marked: bool = False) -> int:
+        """The last position up to ``length`` that all rows can go back to."""
         family = self.store.family
-        if family.recurrent is not None and not family.recurrent.can_resume(seq, length):
-            held = [*family.recurrent.checkpoints(seq), family.recurrent.offset(seq)]
-            return f"recurrent states can go back to {held} and 0 only (call checkpoint() to add one)"
-        lookback = self.store.options.lookback
-        return (
-            f"sliding windows have forgotten what is seen from there; HFCache(lookback={lookback}) keeps more"
-        )
+        while length:
+            aside = self._aside(length)
+            others = [
+                c for c in family.tops if c not in aside.values() and not (marked and c is family.recurrent)
+            ]
+            found = min(
+                (c.resume_point(seq, length) for c in others for seq in self.sequences), default=length
+            )
+            if found == length:
+                break
+            length, marked = found, False
+        return length
+
+    def _aside(self, length: int) -> dict[Kind, Attending]:
+        """Kinds that the pass under way keeps not all of; their tokens before ``length`` it has set aside."""
+        current = self.under_way
+        if current is None or not length or length < current.begin:
+            return {}
+        if length > current.begin and self.settled is None:
+            return {}
+        return {kind: self.store.family.caches[kind] for kind in current.stored}
+
+    def _refill(self, current: Pass | None, kind: Kind, length: int) -> None:
+        """Put what a pass has set aside back into windows, which are empty."""
+        store = self.store
+        assert current is not None
+        cache, reading = store.family.caches[kind], current.readings.get(kind)
+        begin = current.begin if reading is None else reading.begin
+        kept = min(store.family.kept(kind) or length, length - begin)
+        cache.start_forward(store.ctx, self._batch(length - self.length, kept))
+        for layer, other in enumerate(store.plan.layers):
+            if other != kind or not (layer in current.aside or self.seen[layer]):
+                continue
+            if layer in current.aside:
+                keys, values = current.aside[layer]
+            else:  # the pass never came to it, and nothing was written
+                assert reading is not None
+                keys, values = (
+                    x.clone() for x in self._read(reading, layer, self.store.like, self.store.like)
+                )
+            part = slice(length - begin - kept, length - begin)
+            self._put(cache, layer, keys[:, :, part], values[:, :, part])
+
+    def _settle(self) -> None:
+        """Tokens that are here will not be taken back."""
+        self.inputs.clear()
+        if self.settled is not None:
+            self.settled = self.length
+            if self._pass is not None:
+                self._pass.aside.clear()
+
+    def record(self, on: bool = True) -> None:
+        """From now on a crop takes back all tokens since the crop before, whatever windows keep."""
+        self.settled = self.length if on else None
+        self.inputs.clear()
+
+    def _why(self) -> str:
+        family, told = self.store.family, []
+        if family.recurrent is not None:
+            points = [
+                {*family.recurrent.checkpoints(seq), family.recurrent.offset(seq)} for seq in self.sequences
+            ]
+            held = sorted(set.intersection(*points))
+            told.append(f"recurrent states can go back to {held} and 0 only (call checkpoint() to add one)")
+        if any(kind.name == SLIDING for kind in family.caches):
+            option = f"HFCache(lookback={self.store.options.lookback})"
+            told.append(f"sliding windows have forgotten what is seen from there; {option} keeps more")
+        return ", and ".join(told)
 
     def remove(self, begin: int, end: int) -> None:
         """Forget positions ``[begin, end)`` of every row; later ones move down."""
+        self.store.plan.refuse("remove", Trait.INSIDE, "they would go on with what was removed")
         self.check_complete("remove")
         if not 0 <= begin <= end <= self.length:
             raise InvalidRangeError(f"remove: [{begin}, {end}) of {self.length} tokens")
@@ -385,7 +552,8 @@ class Rows:
     def _now(self, length: int) -> None:
         self.length = length
         self.seen = [min(seen, length) for seen in self.seen]
-        self._pass, self.expected = None, None
+        self._pass = None
+        self._settle()
 
 
 def _tokens(x: torch.Tensor) -> torch.Tensor:

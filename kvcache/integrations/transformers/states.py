@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 import ml
 from kvcache import NotSupportedError, OrderError, RecurrentCache
-from kvcache.integrations.transformers.rows import Rows, untraced
+from kvcache.integrations.transformers.kinds import CONV
+from kvcache.integrations.transformers.rows import Pass, Rows, untraced
+from kvcache.states import Checkpoint
 
 __all__ = ["States"]
 
@@ -16,30 +16,13 @@ __all__ = ["States"]
 class States:
     """Convolution and recurrent states of the rows' linear layers.
 
-    A decoding step fetches a convolution state and writes into it without saying how many tokens it
-    brings. The mask made before says so: a pass begins when a state is fetched after a mask was made.
+    A layer fetches its states first. Of one token it may then write into them and say no more; of several
+    it always gives a convolution its inputs, which tell how many. What is fetched first in a pass
+    therefore begins one of one token, and such inputs make it longer.
     """
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
-        self._started: set[int] = set()
-        self._fetched: set[int] = set()
-        """Layers that joined the pass under way by fetching their state."""
-        self._due: set[int] = set()
-        """Layers that joined it and have not given their recurrent state yet."""
-        self._device: torch.device | None = None
-
-    def copy(self, rows: Rows) -> States:
-        """The same for rows that are a copy."""
-        other = States(rows)
-        other._started, other._device = {*self._started}, self._device
-        return other
-
-    def begin_anew(self, layers: Iterable[int]) -> None:
-        """These layers have states, others none: after the rows were restored or emptied."""
-        self._started = {*layers}
-        self._fetched.clear()
-        self._due.clear()
 
     @property
     def _cache(self) -> RecurrentCache:
@@ -50,80 +33,111 @@ class States:
     @untraced
     def started(self, layer: int) -> bool:
         """Whether the layer has states."""
-        return layer in self._started and self.rows.length > 0
+        return self.rows.seen[layer] > 0
 
     @untraced
-    def conv(self, layer: int) -> torch.Tensor:
-        """The convolution states (rows, channels, kernel), as a view."""
-        self._fetch(layer)
-        return self._alias(self._cache.conv_state(self.rows.store.ctx, layer))
-
-    @untraced
-    def recurrent(self, layer: int) -> torch.Tensor:
-        """The recurrent states (rows, heads, key_dim, value_dim), as a view."""
-        self._fetch(layer)
-        return self._alias(self._cache.recurrent_state(self.rows.store.ctx, layer))
-
-    def _fetch(self, layer: int) -> None:
+    def fetch(self, layer: int, which: str) -> torch.Tensor | None:
+        """The "conv" states (rows, channels, kernel) or "recurrent" ones (rows, heads, key_dim, value_dim): a
+        view that may be written, of the pass under way or of the next one. None where there are none yet."""
         rows = self.rows
+        if not self.started(layer):
+            return None
+        current = rows.under_way
         if rows.seen[layer] != rows.length:
-            tokens = rows.current(layer).tokens
-        elif rows.expected is not None:
-            tokens = rows.expected
-        else:
-            return
-        rows.enter(layer, tokens, len(rows.sequences))
+            current = rows.current(layer)
+        elif current is None or (layer, which) in current.states:
+            current = rows.enter(layer, 1, len(rows.sequences))
         rows.reached(layer)  # what is fetched may be written from now on
-        self._fetched.add(layer)
-        self._due.add(layer)
+        current.states[layer, which] = True
+        if which == "conv":
+            return self._alias(self._cache.conv_state(rows.store.ctx, layer))
+        return (
+            self._alias(self._cache.recurrent_state(rows.store.ctx, layer))
+            if self._cache.state_shape
+            else None
+        )
 
     def _alias(self, state: ml.Tensor) -> torch.Tensor:
-        found = self.rows.store.bridge.alias(state)
-        if self._device is not None and found.device != self._device:
+        store = self.rows.store
+        found = store.bridge.alias(state)
+        if found.device != store.like.device:
             raise NotSupportedError(
-                f"HFCache: recurrent states on {found.device} of a model on {self._device}, which writes "
-                "them in place; open the backend on the model's device"
+                f"HFCache: recurrent states on {found.device} of a model on {store.like.device}, which "
+                "writes them in place; open the backend on the model's device"
             )
         return found
 
     @untraced
     def update_conv(self, layer: int, inputs: torch.Tensor, kernel: int | None) -> torch.Tensor:
         """Take inputs (rows, channels, tokens); returns them behind those before, padded to a kernel."""
-        tokens = inputs.shape[-1]
-        if layer in self._fetched:
-            self._fetched.discard(layer)
+        rows, tokens, started = self.rows, inputs.shape[-1], self.started(layer)
+        begun = rows.under_way
+        if begun is not None and self._has_fetched(layer, begun):
+            if begun.tokens != tokens:
+                rows.lengthen(layer, tokens, inputs.shape[0], inputs)
         else:
-            self.rows.enter(layer, tokens, inputs.shape[0], inputs)
-        self._device = inputs.device
-        cache, store = self._cache, self.rows.store
+            rows.enter(layer, tokens, inputs.shape[0], inputs)
+        cache, store = self._cache, rows.store
         if not cache.conv_shape:
             cache.conv_shape = (inputs.shape[1], kernel or tokens)
         size = cache.conv_shape[-1]
-        if self.started(layer):
+        if started:
             state = self._alias(cache.conv_state(store.ctx, layer))
             full = torch.cat((state.to(inputs.dtype), inputs), -1)
         else:
             full = torch.nn.functional.pad(inputs, (max(0, size - tokens), 0))
+        if store.plan.layers[layer].name == CONV and rows.settled is not None:
+            before = rows.inputs.get(layer, full[..., : full.shape[-1] - tokens])
+            rows.inputs[layer] = torch.cat((before, inputs), -1)
         cache.set_conv_state(store.ctx, layer, store.bridge.to_backend(store.ctx, full[..., -size:]))
-        self.rows.reached(layer)
-        self._due.add(layer)
-        self._started.add(layer)
+        rows.reached(layer)
+        assert rows.under_way is not None
+        rows.under_way.states[layer, "conv"] = False
         return full
+
+    def _has_fetched(self, layer: int, begun: Pass) -> bool:
+        """Whether ``layer`` has fetched states for what it gives now: no later one has had its turn."""
+        fetched = begun.states.get((layer, "conv")) or begun.states.get((layer, "recurrent"))
+        return bool(fetched) and self.rows.length not in self.rows.seen[layer + 1 :]
 
     @untraced
     def update_recurrent(self, layer: int, states: torch.Tensor) -> torch.Tensor:
         rows, cache, store = self.rows, self._cache, self.rows.store
-        if layer not in self._due:
-            for seq in rows.sequences:  # its convolution state may have been written already
-                cache.mark_lost(seq)
+        current = rows.under_way
+        if (
+            current is None
+            or rows.seen[layer] != rows.length
+            or current.states.get((layer, "recurrent")) is False
+        ):
             raise OrderError(
-                f"HFCache: layer {layer} brings a recurrent state, and no mask has told of how many tokens; "
-                "give the model a 2-D attention mask or none. The states are lost: call reset()"
+                f"HFCache: layer {layer} brings a recurrent state before it has fetched one or given its "
+                "convolution inputs, which tell of how many tokens it is"
             )
-        self._due.discard(layer)
-        self._fetched.discard(layer)
         if not cache.state_shape:
             cache.state_shape = tuple(states.shape[1:])
         cache.set_recurrent_state(store.ctx, layer, store.bridge.to_backend(store.ctx, states))
-        self._started.add(layer)
+        current.states[layer, "recurrent"] = False
         return states
+
+    def crop(self, length: int) -> None:
+        """Keep the first ``length`` tokens of the rows; see ``Rows.cut``."""
+        self.rows.cut(length, self._marks(length))
+
+    def _marks(self, length: int) -> list[Checkpoint]:
+        """The rows' states of ``length``, from the inputs that were recorded; [] where these do not tell."""
+        rows = self.rows
+        convolving = [i for i, kind in enumerate(rows.store.plan.layers) if kind.name == CONV]
+        if not 0 < length < rows.length or rows.inputs.keys() != {*convolving} or not convolving:
+            return []
+        cache, bridge, ctx = self._cache, rows.store.bridge, rows.store.ctx
+        size = cache.conv_shape[-1]
+        if cache.state_shape or length < (rows.settled or 0):
+            return []
+        found: list[dict[tuple[str, int], ml.Tensor]] = [{} for _ in rows.sequences]
+        for layer, past in rows.inputs.items():
+            gone = rows.seen[layer] - length
+            state = past[..., : past.shape[-1] - gone][..., -size:]
+            state = torch.nn.functional.pad(state, (size - state.shape[-1], 0))
+            for row, states in enumerate(found):
+                states["conv", layer] = bridge.to_backend(ctx, state[row : row + 1].contiguous())
+        return [cache.mark_of(length, states) for states in found]

@@ -21,8 +21,8 @@ from transformers.utils import is_torchdynamo_compiling
 import ml
 from kvcache import Batch, CacheFullError, InvalidRangeError, NotSupportedError
 from kvcache.dense import DenseReading
-from kvcache.integrations.transformers.kinds import LINEAR, NONE, Kind, empty_layer, layer_plan
-from kvcache.integrations.transformers.layers import CrossLayer
+from kvcache.integrations.transformers.kinds import CROSS, STATES, Kind, Trait, empty_layer, layer_plan
+from kvcache.integrations.transformers.layers import CrossCache, Crossing, CrossLayer
 from kvcache.integrations.transformers.rows import Pass, Rows
 from kvcache.integrations.transformers.store import Options, Store
 
@@ -56,9 +56,10 @@ class HFStaticCache(Cache):  # type: ignore[misc]
         when the first keys come, for ``max_sequences`` rows (None: those of the first batch).
         """
         plan = layer_plan(config)
+        plan.refuse("HFStaticCache", Trait.OWN_MASK, "use HFCache")
         # Windows keep all: a view of the whole has no holes.
         store = Store(plan, Options(backend, None, max_sequences, capacity, capacity, None))
-        self._attach(StaticRows(store, len(plan.layers)))
+        self._attach(StaticRows(store))
 
     def _attach(self, rows: StaticRows) -> None:
         self.rows = rows
@@ -90,15 +91,15 @@ class HFStaticCache(Cache):  # type: ignore[misc]
         return int(getattr(store.family.all, "nbytes", 0)) if store.bound else 0
 
 
-class HFStaticEncoderDecoderCache(HFStaticCache, EncoderDecoderCache):  # type: ignore[misc]
+class HFStaticEncoderDecoderCache(Crossing, HFStaticCache, EncoderDecoderCache):  # type: ignore[misc]
     """HFStaticCache for encoder-decoders: ``HFStaticCache(config)`` makes it where the config says so."""
 
     def _attach(self, rows: StaticRows) -> None:
         self.rows = rows
         decoder = HFStaticCache.__new__(HFStaticCache)
         decoder._attach(rows)
-        cross = [StaticCrossLayer(rows, i) for i in range(len(rows.store.plan.layers))]
-        EncoderDecoderCache.__init__(self, decoder, Cache(layers=cross))
+        cross = CrossCache([StaticCrossLayer(rows, i) for i in rows.store.plan.crossing])
+        EncoderDecoderCache.__init__(self, decoder, cross)
 
     def reset(self) -> None:
         """Forget all tokens, and the encoder's output."""
@@ -113,9 +114,11 @@ def _layers(cache: Any) -> list[Any]:
 
 
 def _layer(rows: StaticRows, i: int, kind: Kind) -> Any:
-    if kind.name == NONE:
-        return empty_layer()
-    return StaticLinearLayer(rows, i) if kind.name == LINEAR else StaticAttentionLayer(rows, i, kind)
+    if kind.name == CROSS:
+        return StaticCrossLayer(rows, i)
+    if kind.name in STATES:
+        return StaticLinearLayer(rows, i)
+    return StaticAttentionLayer(rows, i, kind) if kind.attends else empty_layer()
 
 
 class StaticRows(Rows):
@@ -196,6 +199,8 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         if key_states.device.type == "cpu" and not is_torchdynamo_compiling():
             self._check(key_states.shape[2])
         found: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
+        if Trait.CONTIGUOUS in self.rows.store.plan.traits:
+            return found[0].contiguous(), found[1].contiguous()
         return found
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -240,7 +245,6 @@ class StaticCrossLayer(CrossLayer):
         rows = self.rows
         assert isinstance(rows, StaticRows)
         rows.claim(key_states.shape[0], key_states)
-        rows.like = torch.empty(0, dtype=key_states.dtype, device=key_states.device)
         rows.put_encoded(self.layer, key_states, value_states)
         found = rows.encoded(self.layer)
         assert found is not None

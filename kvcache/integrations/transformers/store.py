@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ml
-from kvcache import InvalidRangeError, InvalidSequenceError, KVCacheError, ShiftFunction
+from kvcache import InvalidRangeError, InvalidSequenceError, KVCacheError, NotSupportedError, ShiftFunction
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
 from kvcache.integrations.transformers.kinds import Family, Plan
 from kvcache.integrations.transformers.saving import prepare_states
@@ -48,6 +48,8 @@ class Store:
     backend: ml.Backend
     ctx: ml.Context
     bridge: Bridge
+    like: torch.Tensor
+    """Empty, with the dtype and on the device of the model's keys."""
     activations: ml.DType
     dtype: ml.DType
     max_sequences: int
@@ -58,13 +60,15 @@ class Store:
         self.current: Pass | None = None
         """The pass under way: the caches know of one at a time."""
         self._free: list[int] = []
-        self._given_away = False
+        self.given_away = False
+        """Whether someone else owns the sequences: see ``give_away``."""
 
     def bind(self, batch: int, like: torch.Tensor) -> None:
         """Make the caches, for a first batch of ``batch`` sequences with activations as ``like``."""
         if self.bound:
             return
         options = self.options
+        self.like = torch.empty(0, dtype=like.dtype, device=like.device)
         self.activations = dtype_of(like.dtype)
         self.dtype = options.dtype or self.activations
         if options.backend is None:
@@ -75,15 +79,24 @@ class Store:
         self.ctx = backend.new_context()
         self.bridge = bridge_to(backend, self.ctx)
         self.max_sequences = options.max_sequences or batch
-        self.family = self._new_family(options.capacity)
+        self.family = self._new_family(options)
         self._free = list(range(self.max_sequences))
         self.bound = True
 
-    def _new_family(self, capacity: int) -> Family:
-        options = self.options
+    def _new_family(self, options: Options) -> Family:
         family = Family(self.plan, options.lookback, options.shift, self.activations)
-        family.init(self.backend, self.dtype, self.max_sequences, capacity)
+        family.init(self.backend, self.dtype, self.max_sequences, options.capacity)
         return family
+
+    def check_dtype(self, layer: int, *brought: torch.Tensor) -> None:
+        """Refuse what would be rounded to the first keys' dtype; one that the caller asked for is his."""
+        for tensor in brought if self.options.dtype is None else ():
+            found = dtype_of(tensor.dtype)
+            if found is not self.dtype and self.dtype is not ml.DType.F32:
+                raise ml.DTypeError(
+                    f"HFCache: layer {layer} brings {found.name}; keys and values are stored as "
+                    f"{self.dtype.name}, as the first came; pass dtype=torch.float32 to keep all as they are"
+                )
 
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens per sequence: all that is held moves into new buffers, once.
@@ -92,14 +105,30 @@ class Store:
         """
         if capacity <= self.options.capacity:
             return
+        self._rebuild(replace(self.options, capacity=capacity))
+
+    def look_back(self, tokens: int) -> bool:
+        """Let windows keep ``tokens`` besides what they show, if they keep fewer: all moves, as above."""
+        lookback = self.options.lookback
+        if tokens > lookback and any(self.family.kept(kind) is not None for kind in self.family.caches):
+            self._rebuild(replace(self.options, lookback=max(tokens, 2 * lookback)))
+            return True
+        return False
+
+    def _rebuild(self, options: Options) -> None:
+        if self.given_away:
+            raise NotSupportedError(
+                f"HFCache: capacity={options.capacity} and lookback={options.lookback} are needed; those of "
+                f"an HFPrefixCache stay {self.options.capacity} and {self.options.lookback}"
+            )
         if self.bound:
             taken = [seq for seq in range(self.max_sequences) if seq not in self._free]
             held = {seq: self.family.all.snapshot(seq) for seq in taken}
-            family = self._new_family(capacity)
+            family = self._new_family(options)
             for seq, snapshot in held.items():
                 self.put_back(family, seq, snapshot)
             self.family, self.current = family, None
-        self.options = replace(self.options, capacity=capacity)
+        self.options = options
 
     def put_back(self, family: Family, seq: int, snapshot: Snapshot) -> None:
         """Restore a sequence; InvalidRangeError where the snapshot is of another kind of cache."""
@@ -123,12 +152,12 @@ class Store:
         freed = list(sequences)
         for seq in freed:
             self.family.all.remove(seq, 0)
-        if not self._given_away:
+        if not self.given_away:
             self._free = sorted({*self._free, *freed})
 
     def give_away(self) -> None:
         """Leave it to someone else which sequences are in use: none can be taken here any more."""
-        self._free, self._given_away = [], True
+        self._free, self.given_away = [], True
 
     def share(self, source: int, target: int, length: int) -> None:
         """Let ``target`` hold what ``source`` does, without copying."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from kvcache.stores.digests import XXH3, check_digest
 from kvcache.stores.errors import StoreValueError
 from kvcache.stores.options import check_options, read_prefix
 from kvcache.stores.sizes import parse_bytes
@@ -49,9 +50,14 @@ class Settings:
     """The engine's metadata server; by default hosts ask one another."""
     timeout: float = 5.0
     """Seconds that the master or a host may take to answer, or to make progress."""
+    digest: str = XXH3
+    """"xxh3_128", or "blake3" where others may write to the pool, with a secret."""
+    secret: str | None = field(default=None, repr=False)
+    """Keys the blake3 digest; the same on all hosts."""
 
     def __post_init__(self) -> None:
         read_prefix("mooncake", self.prefix)
+        check_digest("mooncake", self.digest, self.secret)
         for name, least in (("staging", _SMALLEST_STAGING), ("lanes", 1), ("replicas", 1)):
             if getattr(self, name) < least:
                 raise StoreValueError(f"mooncake: {name}={getattr(self, name)}; it is at least {least}")

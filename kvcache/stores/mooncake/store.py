@@ -15,17 +15,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable, check_size
+from kvcache.stores.digests import XXH3, Digests
 from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable
 from kvcache.stores.mooncake.client import Client
 from kvcache.stores.mooncake.connecting import connect, knock, replicated
-from kvcache.stores.mooncake.frame import HEADER
+from kvcache.stores.mooncake.frame import HEADER, Digest
 from kvcache.stores.mooncake.outage import Outage
 from kvcache.stores.mooncake.settings import Settings
 from kvcache.stores.mooncake.staging import Staging
 from kvcache.stores.mooncake.transfer import Entry
 from kvcache.stores.protocol import Stat, check_key
 from kvcache.stores.remote import RemoteStore
-from kvcache.stores.streams import load_xxhash
 
 __all__ = ["MooncakeStore"]
 
@@ -48,8 +48,8 @@ class MooncakeStore(RemoteStore):
     """
 
     def __init__(self, url: str | None = None, *, client: Any = None, **options: Any) -> None:
-        load_xxhash()
-        self._settings = Settings.of(url, options)
+        self._settings = settings = Settings.of(url, options)
+        self._digests = Digests("MooncakeStore", "mooncake", settings.digest, settings.secret)
         super().__init__(self._settings)
         self._given = client
         self._outage = Outage()
@@ -67,7 +67,8 @@ class MooncakeStore(RemoteStore):
         with self._call("put") as (client, staging), client.putting(self._name(key), HEADER + nbytes) as new:
             if new:
                 with staging.lent() as room:
-                    Entry(client, self._name(key), key, nbytes, room, staging.covers).send(views)
+                    digest = Digest(self._digests, key, nbytes)
+                    Entry(client, self._name(key), digest, room, staging.covers).send(views)
             return new
 
     def stat(self, keys: Sequence[str]) -> list[Stat | None]:
@@ -91,7 +92,8 @@ class MooncakeStore(RemoteStore):
                     continue
                 check_size("get_into", view, key, size - HEADER)
                 with staging.lent() as room:
-                    sound = Entry(client, name, key, len(view), room, staging.covers).receive(view)
+                    digest = Digest(self._digests, key, len(view))
+                    sound = Entry(client, name, digest, room, staging.covers).receive(view)
                 if sound is not False:
                     return sound is True
             self._drop(client, name)
@@ -164,7 +166,8 @@ class MooncakeStore(RemoteStore):
             return self._link
 
     def _name(self, key: str) -> str:
-        return f"{self._settings.prefix}:{key}"
+        family = "" if self._digests.name == XXH3 else f"{self._digests.family}:"
+        return f"{self._settings.prefix}:{family}{key}"
 
     def _drop(self, client: Client, name: str) -> None:
         client.remove(name)

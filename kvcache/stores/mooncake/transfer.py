@@ -14,7 +14,7 @@ __all__ = ["Entry"]
 
 
 class Entry:
-    """The entry of ``key``, ``nbytes`` long, known to the pool as ``name``.
+    """An entry that is known to the pool as ``name``; ``digest`` has seen none of its bytes yet.
 
     ``room`` is a registered buffer, U8, of more than HEADER bytes; ``covers`` tells which memory is
     registered besides.
@@ -24,13 +24,12 @@ class Entry:
         self,
         client: Client,
         name: str,
-        key: str,
-        nbytes: int,
+        digest: Digest,
         room: np.ndarray,
         covers: Callable[[memoryview], bool],
     ) -> None:
         self._client, self._name, self._room, self._covers = client, name, room, covers
-        self._digest = Digest(key, nbytes)
+        self._digest = digest
         self._at = HEADER
         """Up to where the entry is written."""
         self._filled = HEADER

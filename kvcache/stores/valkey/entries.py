@@ -11,29 +11,38 @@ they are gone. Nothing is removed that another has put meanwhile: removing compa
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+from valkey.exceptions import ResponseError
 
 from kvcache.stores.protocol import Stat
 from kvcache.stores.valkey.link import Command, Wire, unless_error
-from kvcache.stores.valkey.manifest import Broken, RemoteManifest, understood
-from kvcache.stores.valkey.replies import SHORT
-from kvcache.stores.valkey.transfer import Reading
+from kvcache.stores.valkey.manifest import MAX_BYTES, Broken, RemoteManifest, understood
+from kvcache.stores.valkey.replies import array, integer, names, status_or_nothing, value
+from kvcache.stores.valkey.transfer import Reading, is_another_type
 
 __all__ = ["SLACK", "Entries", "Found"]
 
 SLACK: Final = 10_000
 """Milliseconds that chunks outlive their manifest by."""
+_SEEN: Final = MAX_BYTES + 1
+"""Bytes of a value that are looked at: one more than a manifest may have."""
 _REMOVE: Final = (
-    f"if redis.call('GETRANGE', KEYS[1], 0, {SHORT - 1}) == ARGV[1] "
+    f"if redis.call('GETRANGE', KEYS[1], 0, {_SEEN - 1}) == ARGV[1] "
     "then return redis.call('UNLINK', KEYS[1]) end return 0"
 )
 """A manifest, if it is still this one; of a value that is too long for one, its beginning is compared."""
 _BATCH: Final = 512
-"""Keys that are asked for, or entries that are refreshed, at a time."""
+"""Keys or chunks that are asked for, or entries that are refreshed, at a time."""
+_ALL: Final = 1 << 63
+_FIRST: Final = 16
+"""Chunks of an entry that are asked for at once: 64 MiB."""
+_MANIFEST: Final = value(_SEEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +64,10 @@ class Entries:
     def name(self, key: str) -> bytes:
         return f"{self._space}:m:{key}".encode("ascii")
 
-    def chunks(self, manifest: RemoteManifest) -> list[bytes]:
+    def chunks(self, manifest: RemoteManifest, start: int = 0, stop: int = _ALL) -> Iterator[bytes]:
+        """Of those of numbers ``[start, stop)``."""
         stem = f"{self._space}:c:{manifest.writer}:".encode("ascii")
-        return [b"%b%d" % (stem, i) for i in range(len(manifest.sizes))]
+        return (b"%b%d" % (stem, i) for i in range(start, min(stop, manifest.count)))
 
     # Looking.
 
@@ -69,61 +79,85 @@ class Entries:
         return found
 
     def _look(self, wire: Wire, keys: Sequence[str]) -> list[Found | Broken | None]:
-        (raws,) = wire.ask(("MGET", *(self.name(key) for key in keys)))
+        raws = self.manifests(wire, keys)
         parsed = [None if raw is None else understood(raw, key) for raw, key in zip(raws, keys, strict=True)]
         questions: list[Command] = []
         for key, entry in zip(keys, parsed, strict=True):
             if isinstance(entry, RemoteManifest):
-                questions += [("PTTL", self.name(key)), ("EXISTS", *self.chunks(entry), self.name(key))]
-        answers = iter(wire.ask(*questions))
-        return [
-            self._judged(raw, entry, next(answers), next(answers))
-            if isinstance(entry, RemoteManifest)
-            else entry
-            for raw, entry in zip(raws, parsed, strict=True)
-        ]
+                questions.append(Command(["PTTL", self.name(key)], integer))
+                questions += self._lengths(entry, 0, _FIRST)
+        answers = iter(wire.answers(*questions))
+        found: list[Found | Broken | None] = []
+        for raw, entry in zip(raws, parsed, strict=True):
+            if isinstance(entry, RemoteManifest):
+                assert raw is not None
+                left, *lengths = itertools.islice(answers, 1 + min(entry.count, _FIRST))
+                found.append(self._judged(wire, raw, entry, left, lengths))
+            else:
+                found.append(entry)
+        return found
 
-    def _judged(self, raw: bytes, manifest: RemoteManifest, left: int, there: int) -> Found | Broken:
-        count = len(manifest.sizes)
-        if there <= count:
-            return Broken(raw, manifest, f"{there - 1} of its {count} chunks are there")
+    def _judged(
+        self, wire: Wire, raw: bytes, manifest: RemoteManifest, left: Any, lengths: list[Any]
+    ) -> Found | Broken | None:
+        """What a manifest makes with the server's answers: the time it has left, lengths of its first chunks.
+
+        Further ones are asked for when those are right: a manifest claims what it likes, and costs no more
+        than what is stored.
+        """
+        sizes, asked = manifest.sizes, 0
+        while lengths:
+            for length, size in zip(lengths, sizes, strict=False):
+                if length != size:
+                    return _broken(raw, manifest, length)
+            asked += len(lengths)
+            lengths = wire.answers(*self._lengths(manifest, asked, asked + _BATCH))
+        unless_error([left])
+        if left == -2:  # it went meanwhile
+            return None
         now = time.time()
         used = now if left < 0 else min(now, now - (self.ttl - left) / 1000)
         return Found(raw, manifest, Stat(manifest.nbytes, used))
 
-    def manifest(self, wire: Wire, key: str) -> bytes | None:
-        ((raw,),) = wire.ask(("MGET", self.name(key)))
-        return raw if raw is None else bytes(raw)
+    def _lengths(self, manifest: RemoteManifest, start: int, stop: int) -> list[Command]:
+        return [Command(["STRLEN", chunk], integer) for chunk in self.chunks(manifest, start, stop)]
+
+    def manifests(self, wire: Wire, keys: Sequence[str]) -> list[bytes | None]:
+        words = ["MGET", *(self.name(key) for key in keys)]
+        raws: list[bytes | None] = wire.ask(Command(words, array(*[_MANIFEST] * len(keys))))[0]
+        return raws
 
     # Writing.
 
     def publish(self, wire: Wire, manifest: RemoteManifest) -> tuple[bool, int]:
         """Make the entry exist, unless another one does; and how many of its chunks are still there."""
-        name, chunks = self.name(manifest.key), self.chunks(manifest)
-        results = wire.transaction(
-            ("SET", name, manifest.encoded(), "NX", "PX", self.ttl),
-            *(("PEXPIRE", chunk, self.ttl + SLACK) for chunk in chunks),
+        name = self.name(manifest.key)
+        made, *kept = wire.transaction(
+            Command(["SET", name, manifest.encoded(), "NX", "PX", self.ttl], status_or_nothing),
+            *(_expiring(chunk, self.ttl + SLACK) for chunk in self.chunks(manifest)),
         )
-        return results[0] is not None, sum(results[1:])
+        return made is not None, sum(kept)
 
     def discard(self, wire: Wire, manifest: RemoteManifest) -> None:
-        """Remove the chunks of an entry that was never published."""
-        if manifest.nbytes:
-            wire.ask(("UNLINK", *self.chunks(manifest)))
+        """Remove the chunks of an entry that is not published, up to where there are none."""
+        for start in range(0, manifest.count, _BATCH):
+            (removed,) = wire.ask(Command(["UNLINK", *self.chunks(manifest, start, start + _BATCH)], integer))
+            if not removed:
+                return
 
     def remove(self, wire: Wire, key: str, raw: bytes, manifest: RemoteManifest | None) -> bool:
         """Remove an entry if it is still this one."""
-        (removed,) = wire.ask(("EVAL", _REMOVE, 1, self.name(key), raw))
+        (removed,) = wire.ask(Command(["EVAL", _REMOVE, 1, self.name(key), raw], integer))
         if removed and manifest is not None:
             self.discard(wire, manifest)
         return bool(removed)
 
     def take(self, wire: Wire, key: str) -> bytes | None:
-        """Remove a manifest, whichever it is; its chunks are then the caller's to remove."""
-        (raw,) = wire.ask(("GETDEL", self.name(key)))
-        return None if raw is None else bytes(raw)
+        """Remove a manifest; what it was, None where there was none."""
+        taken: bytes | None = wire.ask(Command(["GETDEL", self.name(key)], _MANIFEST))[0]
+        return taken
 
-    # Using.
+    # Reading.
 
     def read(
         self, wire: Wire, manifest: RemoteManifest, view: memoryview, update: Callable[[memoryview], object]
@@ -132,13 +166,13 @@ class Entries:
 
         Returns the manifest that is there now, and "", MISSING or WRONG for the chunks.
         """
-        name, chunks = self.name(manifest.key), self.chunks(manifest)
-        commands: list[Command] = [("MGET", name), *self._refreshing(manifest)]
-        reading = Reading(wire, chunks, manifest.sizes, view, update)
+        now = Command(["MGET", self.name(manifest.key)], array(_MANIFEST))
+        commands = [now, *self._refreshing(manifest)]
+        reading = Reading(wire, self.chunks(manifest), manifest.sizes, view, update)
         wire.send(*commands)
         reading.begin()
-        ((now,), *_) = unless_error([wire.reply() for _ in commands])
-        return now, reading.finish()
+        ((found,), *_) = unless_error([wire.reply(command.reply) for command in commands])
+        return found, reading.finish()
 
     def refresh(self, wire: Wire, manifests: Sequence[RemoteManifest]) -> None:
         """Start the time to live anew, of the last entry last."""
@@ -152,21 +186,35 @@ class Entries:
         Not as a transaction, which a server without room refuses as it does a write.
         """
         for chunk in self.chunks(manifest):
-            yield ("PEXPIRE", chunk, self.ttl + SLACK)
-        yield ("PEXPIRE", self.name(manifest.key), self.ttl)
+            yield _expiring(chunk, self.ttl + SLACK)
+        yield _expiring(self.name(manifest.key), self.ttl)
 
     def scan(self, wire: Wire) -> Iterator[str]:
         """The keys of all manifests, some perhaps twice; those that come or go meanwhile, or not."""
         stem = self.name("")
         cursor = b"0"
         while True:
-            ((cursor, names),) = wire.ask(("SCAN", cursor, "MATCH", stem + b"*", "COUNT", 1000))
-            yield from (name[len(stem) :].decode("ascii", "replace") for name in names)
+            words = ["SCAN", cursor, "MATCH", stem + b"*", "COUNT", 1000]
+            ((cursor, found),) = wire.ask(Command(words, array(value(20), names)))
+            yield from (name[len(stem) :].decode("ascii", "replace") for name in found)
             if cursor == b"0":
                 return
 
     def maxmemory(self, wire: Wire) -> int | None:
         """Bytes that the server may use in all, as it says; None: no limit, or it does not say."""
-        (text,) = wire.ask(("INFO", "memory"))
-        found = re.search(rb"^maxmemory:(\d+)", text, re.MULTILINE)
+        (text,) = wire.ask(Command(["INFO", "memory"], value(1 << 16)))
+        found = re.search(rb"^maxmemory:(\d{1,18})\b", text or b"", re.MULTILINE)
         return int(found[1]) or None if found else None
+
+
+def _expiring(name: bytes, milliseconds: int) -> Command:
+    return Command(["PEXPIRE", name, milliseconds], integer)
+
+
+def _broken(raw: bytes, manifest: RemoteManifest, length: object) -> Broken:
+    """An entry with a chunk that is another, or gone: what the server said of its length."""
+    if isinstance(length, ResponseError) and not is_another_type(length):
+        raise length
+    if length == 0:
+        return Broken(raw, manifest, "a chunk is not there", evicted=True)
+    return Broken(raw, manifest, f"a chunk is another: {length}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +21,8 @@ MAX_BYTES: Final = 4096
 _HEX = re.compile(r"[0-9a-f]{32,64}")
 _FIELDS = {"format", "key", "nbytes", "chunk", "writer", "digest"}
 _LARGEST = 1 << 40
-_CHUNKS = 1 << 20
+_SMALLEST = 1 << 16
+"""Bytes of a chunk; so that an entry of many chunks has as many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,14 @@ class RemoteManifest:
     digest: str
 
     @property
-    def sizes(self) -> list[int]:
+    def count(self) -> int:
+        """Of its chunks."""
+        return -(-self.nbytes // self.chunk)
+
+    @property
+    def sizes(self) -> Iterator[int]:
         """Bytes of each chunk, in order."""
-        full, rest = divmod(self.nbytes, self.chunk)
-        return [self.chunk] * full + ([rest] if rest else [])
+        return (min(self.chunk, self.nbytes - at) for at in range(0, self.nbytes, self.chunk))
 
     def encoded(self) -> bytes:
         fields = {
@@ -61,10 +67,10 @@ class RemoteManifest:
         if fields["format"] != ENTRY_FORMAT or fields["key"] != key:
             raise ValueError(f"its manifest is of {fields['key']!r} in the format {fields['format']!r}")
         nbytes, chunk = fields["nbytes"], fields["chunk"]
-        if type(nbytes) is not int or type(chunk) is not int or not 0 <= nbytes <= _LARGEST or chunk < 1:
+        if type(nbytes) is not int or type(chunk) is not int or not 0 <= nbytes <= _LARGEST:
             raise ValueError("its manifest has no sizes")
-        if nbytes // chunk >= _CHUNKS:
-            raise ValueError(f"its manifest has {nbytes} bytes in chunks of {chunk}")
+        if chunk < _SMALLEST:
+            raise ValueError(f"its manifest has chunks of {chunk} bytes")
         for name in ("writer", "digest"):
             if not isinstance(fields[name], str) or not _HEX.fullmatch(fields[name]):
                 raise ValueError(f"its manifest has no {name}")
@@ -78,6 +84,8 @@ class Broken:
     raw: bytes
     manifest: RemoteManifest | None
     reason: str
+    evicted: bool = False
+    """A chunk is not there: the server has made room."""
 
 
 def understood(raw: bytes, key: str) -> RemoteManifest | Broken:

@@ -1,7 +1,8 @@
-"""Replies of the server, read so that large values go straight into the caller's buffer.
+"""Replies of the server: each is read as what was asked for, within its size and time, or is no reply.
 
-It is what the client calls a parser, for RESP2 (https://valkey.io/topics/protocol/). The client's own
-parsers build a ``bytes`` of every value, whose memory is fresh each time, and copy it once or twice.
+It is what the client calls a parser, for RESP2 (https://valkey.io/topics/protocol/). The client's own parsers
+take whatever comes, of any kind and size; and they build a ``bytes`` of every value, whose memory is
+fresh each time, and copy it once or twice, where here large values go straight into the caller's buffer.
 """
 
 from __future__ import annotations
@@ -13,36 +14,45 @@ from typing import Any, Final
 from valkey.exceptions import ConnectionError as LostError
 from valkey.exceptions import InvalidResponse, OutOfMemoryError, ResponseError
 
-__all__ = ["BLOCK", "SHORT", "Replies", "Target"]
+from kvcache.stores.valkey.deadline import Deadline
+
+__all__ = [
+    "BLOCK",
+    "Replies",
+    "Shape",
+    "array",
+    "integer",
+    "into",
+    "names",
+    "status",
+    "status_or_nothing",
+    "value",
+]
 
 BLOCK: Final = 1 << 19
 """Bytes that are digested at a time, while the processor's cache holds them."""
-SHORT: Final = 1 << 16
-"""Bytes of the longest value that is returned; of a longer one only so much: nobody asks for such."""
-_LARGEST = 1 << 29
+_LINE: Final = 1 << 16
+"""Bytes of the longest line."""
+_LARGEST: Final = 1 << 29
 """Bytes: no server holds a longer value."""
-_DEEPEST = 4
+_ERROR: Final = 500
+"""Bytes of a server's error that are shown."""
+_NAMES, _NAME = 1 << 16, 1 << 12
+"""Names in one reply, and bytes of each that are kept: ours are shorter."""
 _CRLF = b"\r\n"
 
-
-class Target:
-    """Where the next value goes: into ``view``, each block passed to ``update`` when it is there."""
-
-    __slots__ = ("update", "view")
-
-    def __init__(self, view: memoryview, update: Callable[[memoryview], object]) -> None:
-        self.view, self.update = view, update
+Shape = Callable[["Replies"], Any]
+"""Reads one reply of a kind; any reply may be the server's error instead, which is returned as well."""
 
 
 class Replies:
     """Reads one connection's replies. The client makes one for each connection, and drives it."""
 
-    def __init__(self, socket_read_size: int = SHORT) -> None:
-        self.target: Target | None = None
-        """For one bulk reply, which is then the value's length: filled where that is the target's own."""
+    def __init__(self, socket_read_size: int = _LINE) -> None:
+        self.deadline: Deadline | None = None
+        """Of the call that this connection is used for."""
         self._sock: Any = None
-        self._timeout: float | None = None
-        self._bytes = bytearray(max(socket_read_size, SHORT))
+        self._bytes = bytearray(max(socket_read_size, _LINE))
         self._buffer = memoryview(self._bytes)
         self._begin = self._end = 0
 
@@ -50,12 +60,10 @@ class Replies:
 
     def on_connect(self, connection: Any, **kwargs: Any) -> None:
         self._sock = connection._sock
-        self._timeout = connection.socket_timeout
         self._begin = self._end = 0
-        self.target = None
 
     def on_disconnect(self) -> None:
-        self._sock = self.target = None
+        self._sock = None
         self._begin = self._end = 0
 
     def can_read(self, timeout: float) -> bool:
@@ -66,57 +74,52 @@ class Replies:
             raise LostError("the connection is closed")
         self._sock.settimeout(timeout)
         try:
-            self._more()
+            self._receive_more()
             return True
         except (TimeoutError, BlockingIOError, ssl.SSLWantReadError):
             return False
-        finally:
-            self._sock.settimeout(self._timeout)
 
     def read_response(self, disable_decoding: bool = False, push_request: bool = False) -> Any:
-        """The next reply; the server's errors are returned, not raised."""
+        """The reply to what the client sends by itself, to sign in: a status."""
+        return self.read(status)
+
+    # What the store reads.
+
+    def read(self, shape: Shape) -> Any:
+        """The next reply; the server's errors are returned, not raised. InvalidResponse for anything else."""
         if self._sock is None:
             raise LostError("the connection is closed")
-        try:
-            return self._reply(0)
-        finally:
-            self.target = None
+        return shape(self)
 
-    # RESP2.
-
-    def _reply(self, depth: int) -> Any:
+    def head(self, *kinds: bytes) -> tuple[bytes, Any]:
+        """The first line of a reply of one of these kinds: its kind, and its text or number."""
         line = self._line()
-        kind, rest = line[:1], line[1:]
+        kind = line[:1]
+        if kind not in kinds:
+            if kind == b"-":
+                return kind, _error(line[1:])
+            wanted = " or ".join(map(repr, kinds))
+            raise InvalidResponse(f"a reply begins with {line[:16]!r}, and not with {wanted}")
         if kind == b"+":
-            return rest
-        if kind == b"-":
-            return _error(rest)
-        if kind == b":":
-            return _number(rest)
-        if kind == b"$":
-            return self._bulk(_number(rest))
-        if kind == b"*" and depth < _DEEPEST:
-            count = _number(rest)
-            return None if count < 0 else [self._reply(depth + 1) for _ in range(count)]
-        raise InvalidResponse(f"a reply that begins with {line[:16]!r}")
+            return kind, line[1:]
+        number = _number(line[1:])
+        if number < -1 and kind != b":":
+            raise InvalidResponse(f"a length of {number}")
+        return kind, number
 
-    def _bulk(self, length: int) -> Any:
-        target = self.target
-        if length < 0:
-            return None
+    def bulk(
+        self, length: int, view: memoryview, update: Callable[[memoryview], object] | None = None
+    ) -> None:
+        """The bytes of a value of this length: ``view`` is filled from its start, the rest is read past."""
         if length > _LARGEST:
             raise InvalidResponse(f"a value of {length} bytes")
-        if target is not None and length == len(target.view):
-            self._fill(target.view, target.update)
-            found: Any = length
-        else:
-            kept = bytearray(0 if target is not None else min(length, SHORT))
-            self._fill(memoryview(kept), None)
-            self._skip(length - len(kept))
-            found = length if target is not None else bytes(kept)
-        if self._take(2) != _CRLF:
+        self._fill(view, update)
+        self._skip(length - len(view))
+        while self._end - self._begin < 2:
+            self._more()
+        self._begin += 2
+        if self._bytes[self._begin - 2 : self._begin] != _CRLF:
             raise InvalidResponse("a value without an end")
-        return found
 
     def _fill(self, view: memoryview, update: Callable[[memoryview], object] | None) -> None:
         done = min(len(view), self._end - self._begin)
@@ -137,18 +140,14 @@ class Replies:
             self._begin += step
             count -= step
 
-    def _take(self, count: int) -> bytes:
-        while self._end - self._begin < count:
-            self._more()
-        self._begin += count
-        return bytes(self._buffer[self._begin - count : self._begin])
-
     def _line(self) -> bytes:
         looked = 0
         while True:
             found = self._bytes.find(_CRLF, self._begin + looked, self._end)
             if found >= 0:
-                return self._take(found + 2 - self._begin)[:-2]
+                line = bytes(self._buffer[self._begin : found])
+                self._begin = found + 2
+                return line
             looked = max(0, self._end - self._begin - 1)
             self._more()
 
@@ -156,6 +155,10 @@ class Replies:
 
     def _more(self) -> None:
         """Read what there is behind what is buffered."""
+        self._wait()
+        self._receive_more()
+
+    def _receive_more(self) -> None:
         if self._begin == self._end:
             self._begin = self._end = 0
         elif self._end == len(self._buffer):
@@ -164,17 +167,107 @@ class Replies:
                 raise InvalidResponse(f"a line of more than {len(kept)} bytes")
             self._buffer[: len(kept)] = kept
             self._begin, self._end = 0, len(kept)
-        self._end += self._receive(self._buffer[self._end :])
+        self._end += self._received(self._buffer[self._end :])
 
     def _receive(self, view: memoryview) -> int:
+        self._wait()
+        return self._received(view)
+
+    def _wait(self) -> None:
+        if self.deadline is not None:
+            self._sock.settimeout(self.deadline.left())
+
+    def _received(self, view: memoryview) -> int:
         count: int = self._sock.recv_into(view)
         if not count:
             raise LostError("the server closed the connection")
         return count
 
 
+# Shapes of replies.
+
+
+def status(replies: Replies) -> Any:
+    return replies.head(b"+")[1]
+
+
+def status_or_nothing(replies: Replies) -> Any:
+    kind, found = replies.head(b"+", b"$")
+    if kind == b"$" and found != -1:
+        raise InvalidResponse(f"a value of {found} bytes in place of a status")
+    return None if kind == b"$" else found
+
+
+def integer(replies: Replies) -> Any:
+    return replies.head(b":")[1]
+
+
+def value(most: int) -> Shape:
+    """A value, or its first ``most`` bytes; None: there is none."""
+
+    def read(replies: Replies) -> Any:
+        kind, length = replies.head(b"$")
+        if kind == b"-":
+            return length
+        if length < 0:
+            return None
+        kept = bytearray(min(length, most))
+        replies.bulk(length, memoryview(kept))
+        return bytes(kept)
+
+    return read
+
+
+def into(view: memoryview, most: int, update: Callable[[memoryview], object]) -> Shape:
+    """The length of a value, of which ``most`` bytes were asked for; None: there is none.
+
+    One as long as the view is there then, each block passed to ``update``; another leaves it as it was.
+    """
+
+    def read(replies: Replies) -> Any:
+        kind, length = replies.head(b"$")
+        if kind == b"-":
+            return length
+        if length > most:
+            raise InvalidResponse(f"a value of {length} bytes, and {most} were asked for")
+        if length == len(view):
+            replies.bulk(length, view, update)
+        elif length >= 0:
+            replies.bulk(length, view[:0])
+        return None if length < 0 else length
+
+    return read
+
+
+def array(*shapes: Shape) -> Shape:
+    """A list of exactly these."""
+
+    def read(replies: Replies) -> Any:
+        kind, count = replies.head(b"*")
+        if kind == b"-":
+            return count
+        if count != len(shapes):
+            raise InvalidResponse(f"a list of {count}, and not of {len(shapes)}")
+        return [shape(replies) for shape in shapes]
+
+    return read
+
+
+def names(replies: Replies) -> Any:
+    """A list of names."""
+    kind, count = replies.head(b"*")
+    if kind == b"-":
+        return count
+    if not 0 <= count <= _NAMES:
+        raise InvalidResponse(f"a list of {count} names")
+    return [_name(replies) for _ in range(count)]
+
+
+_name = value(_NAME)
+
+
 def _error(text: bytes) -> ResponseError:
-    message = text.decode("utf-8", "replace")
+    message = text[:_ERROR].decode("utf-8", "replace")
     return (OutOfMemoryError if message.startswith("OOM ") else ResponseError)(message)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from kvcache.stores.digests import XXH3, check_digest
 from kvcache.stores.errors import StoreUnavailable, StoreValueError
 from kvcache.stores.hidden import without_secrets
 from kvcache.stores.options import check_options, read_prefix, read_truth
@@ -38,7 +39,7 @@ class Settings:
     ttl: float = 7 * 86400.0
     username: str | None = None
     password: str | None = field(default=None, repr=False)
-    digest: str = "xxh3_128"
+    digest: str = XXH3
     secret: str | None = field(default=None, repr=False)
     connections: int = 8
     connect_timeout: float = 2.0
@@ -75,8 +76,7 @@ class Settings:
         return f"{'valkeys' if self.tls else 'valkey'}://{host}:{self.port}/{self.db}"
 
     def _check(self) -> None:
-        if self.secret is not None and self.digest != "blake3":
-            raise StoreValueError(f"ValkeyStore: a secret is for digest='blake3', not {self.digest!r}")
+        check_digest("ValkeyStore", self.digest, self.secret)
         if self.username is not None and self.password is None:
             raise StoreValueError("ValkeyStore: a username without a password")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -161,12 +161,6 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _digest(name: str, value: Any) -> str:
-    if value not in ("xxh3_128", "blake3"):
-        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is 'xxh3_128' or 'blake3'")
-    return str(value)
-
-
 def _truth(name: str, value: Any) -> bool:
     return read_truth("ValkeyStore", name, value)
 
@@ -192,7 +186,7 @@ _READ = {
     "username": ("username", _text),
     "password": ("password", _hidden),
     "password_file": ("password", _from_file),
-    "digest": ("digest", _digest),
+    "digest": ("digest", _text),
     "secret": ("secret", _hidden),
     "connections": ("connections", _connections),
     "connect_timeout": ("connect_timeout", _seconds),

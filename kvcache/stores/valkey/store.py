@@ -15,16 +15,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from valkey.exceptions import ResponseError
+from valkey.exceptions import InvalidResponse, ResponseError
 
 from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable, check_size
+from kvcache.stores.digests import Digests
 from kvcache.stores.errors import SnapshotCorrupt, StoreFull
 from kvcache.stores.protocol import Stat, Usage, check_key, check_keys, is_key
 from kvcache.stores.remote import RemoteStore
-from kvcache.stores.valkey.digests import Digests
 from kvcache.stores.valkey.entries import SLACK, Entries, Found
-from kvcache.stores.valkey.link import Link, Wire
-from kvcache.stores.valkey.manifest import CHUNK, Broken, RemoteManifest, understood
+from kvcache.stores.valkey.link import Command, Link, Wire
+from kvcache.stores.valkey.manifest import CHUNK, ENTRY_FORMAT, MAX_BYTES, Broken, RemoteManifest, understood
+from kvcache.stores.valkey.replies import status
 from kvcache.stores.valkey.settings import Settings
 from kvcache.stores.valkey.transfer import LANES, MISSING, WRONG, send_chunks
 
@@ -36,6 +37,8 @@ _TRIES: Final = 3
 """How often a get follows a key whose entry is being replaced."""
 _REMEMBERED: Final = 4096
 """Manifests."""
+_COUNTED: Final = 1 << 20
+"""Entries that ``usage`` counts at most: a server that names more never comes to its end."""
 
 
 class ValkeyStore(RemoteStore):
@@ -58,7 +61,7 @@ class ValkeyStore(RemoteStore):
     def __init__(self, url: str = "valkey://localhost:6379/0", **options: Any) -> None:
         settings = Settings.of(url, options)
         super().__init__(settings)
-        self._digests = Digests(settings)
+        self._digests = Digests("ValkeyStore", "valkey", settings.digest, settings.secret)
         self._link = Link(settings)
         self._entries = Entries(f"{settings.prefix}:{self._digests.family}", round(settings.ttl * 1000))
         self._lock = threading.Lock()
@@ -68,7 +71,7 @@ class ValkeyStore(RemoteStore):
     def put(self, key: str, parts: Sequence[Buffer]) -> bool:
         check_key(key)
         views, nbytes = as_parts(parts)
-        with self._wire("put") as wire:
+        with self._wire("put", nbytes) as wire:
             if self._look(wire, [key])[0] is not None:
                 return False
             manifest = RemoteManifest(key, nbytes, CHUNK, secrets.token_hex(16), "")
@@ -80,24 +83,25 @@ class ValkeyStore(RemoteStore):
                 raise
             if not published:
                 self._entries.discard(wire, manifest)
-            elif there < len(manifest.sizes):
+            elif there < manifest.count:
                 self._entries.remove(wire, key, manifest.encoded(), manifest)
                 raise StoreFull(_no_room(self.url, manifest, there))
             return published
 
     def stat(self, keys: Sequence[str]) -> list[Stat | None]:
         check_keys(keys)
-        with self._wire("stat") as wire:
+        with self._wire("stat", MAX_BYTES * len(keys)) as wire:
             return [None if found is None else found.stat for found in self._look(wire, keys)]
 
     def get_into(self, key: str, buffer: WritableBuffer) -> bool:
         check_key(key)
         view = as_writable(buffer, "get_into")
-        with self._wire("get_into") as wire:
-            raw = self._recall(key, len(view)) or self._entries.manifest(wire, key)
-            for _ in range(_TRIES):
+        with self._wire("get_into", len(view)) as wire:
+            raw = self._recall(key, len(view)) or self._entries.manifests(wire, [key])[0]
+            for again in range(_TRIES):
                 if raw is None:
                     return False
+                wire.deadline.allow(len(view) if again else 0)
                 now = self._read(wire, key, raw, view)
                 if now == raw:
                     return True
@@ -106,7 +110,7 @@ class ValkeyStore(RemoteStore):
 
     def prefix(self, keys: Sequence[str]) -> int:
         check_keys(keys)
-        with self._wire("prefix") as wire:
+        with self._wire("prefix", 2 * MAX_BYTES * len(keys)) as wire:
             leading = list(itertools.takewhile(lambda found: found is not None, self._look(wire, keys)))
             self._entries.refresh(wire, [found.manifest for found in reversed(leading) if found is not None])
             return len(leading)
@@ -127,7 +131,8 @@ class ValkeyStore(RemoteStore):
         ``evicted`` entries of which the server had let go of a chunk, and ``dropped`` ones.
         """
         with self._wire("usage") as wire:
-            keys = sorted({key for key in self._entries.scan(wire) if is_key(key)})
+            keys = sorted(self._scanned(wire))
+            wire.deadline.allow(MAX_BYTES * len(keys))
             sizes = [found.stat.nbytes for found in self._look(wire, keys) if found is not None]
             budget = self._entries.maxmemory(wire)
             return Usage(len(sizes), sum(sizes), budget, self._evicted, self._dropped)
@@ -135,7 +140,7 @@ class ValkeyStore(RemoteStore):
     def ping(self) -> None:
         """Ask whether the server is there and lets us in; StoreUnavailable says what is wrong."""
         with self._wire("ping") as wire:
-            wire.ask(("PING",))
+            wire.ask(Command(["PING"], status))
 
     def _let_go(self) -> None:
         self._link.close()
@@ -143,9 +148,17 @@ class ValkeyStore(RemoteStore):
     # One call.
 
     @contextlib.contextmanager
-    def _wire(self, op: str) -> Iterator[Wire]:
-        with self._calls.running(op), self._link.wire(op) as wire:
+    def _wire(self, op: str, nbytes: int = 0) -> Iterator[Wire]:
+        with self._calls.running(op), self._link.wire(op, nbytes) as wire:
             yield wire
+
+    def _scanned(self, wire: Wire) -> set[str]:
+        keys: set[str] = set()
+        for key in filter(is_key, self._entries.scan(wire)):
+            keys.add(key)
+            if len(keys) > _COUNTED:
+                raise InvalidResponse(f"more than {_COUNTED} entries")
+        return keys
 
     def _look(self, wire: Wire, keys: Sequence[str]) -> list[Found | None]:
         """What is whole of these; what is not is removed."""
@@ -161,10 +174,10 @@ class ValkeyStore(RemoteStore):
 
     def _send(self, wire: Wire, manifest: RemoteManifest, views: Sequence[memoryview]) -> RemoteManifest:
         """Send the chunks, which expire if nobody publishes them; the manifest with their digest."""
-        digest = self._digests.start(manifest.key, manifest.nbytes)
+        digest = self._digests.start(ENTRY_FORMAT, manifest.key, manifest.nbytes)
         ttl = min(_UNFINISHED, self._entries.ttl + SLACK)
-        names, sizes = self._entries.chunks(manifest), manifest.sizes
-        with self._link.more("put", min(LANES, len(names)) - 1) as wires:
+        names, sizes = list(self._entries.chunks(manifest)), list(manifest.sizes)
+        with self._link.more(min(LANES, len(names)) - 1, wire.deadline) as wires:
             send_chunks([wire, *wires], names, sizes, views, digest.update, ttl)
         return dataclasses.replace(manifest, digest=digest.hexdigest())
 
@@ -174,12 +187,12 @@ class ValkeyStore(RemoteStore):
         if isinstance(manifest, Broken):
             raise self._corrupt(wire, key, manifest)
         check_size("get_into", view, key, manifest.nbytes)
-        digest = self._digests.start(key, manifest.nbytes)
+        digest = self._digests.start(ENTRY_FORMAT, key, manifest.nbytes)
         now, result = self._entries.read(wire, manifest, view, digest.update)
         if now != raw:
             return now
         if result == MISSING:
-            self._remove(wire, key, Broken(raw, manifest, "a chunk is not there"))
+            self._remove(wire, key, Broken(raw, manifest, "a chunk is not there", evicted=True))
             return None
         if result == WRONG:
             raise self._corrupt(wire, key, Broken(raw, manifest, "a chunk has another size"))
@@ -196,10 +209,10 @@ class ValkeyStore(RemoteStore):
     def _remove(self, wire: Wire, key: str, found: Broken) -> None:
         self._entries.remove(wire, key, found.raw, found.manifest)
         with self._lock:
-            if found.manifest is None:
-                self._dropped += 1
-            else:
+            if found.evicted:
                 self._evicted += 1
+            else:
+                self._dropped += 1
 
     # Manifests that were seen lately: a get that follows a look spares a round trip.
 
@@ -217,7 +230,7 @@ class ValkeyStore(RemoteStore):
 
 def _no_room(url: str, manifest: RemoteManifest, there: int) -> str:
     return (
-        f"put: {url} kept {there} of the {len(manifest.sizes)} chunks of {manifest.key} "
+        f"put: {url} kept {there} of the {manifest.count} chunks of {manifest.key} "
         f"({manifest.nbytes} bytes): it evicts them for its maxmemory, was emptied, or the put took more "
         f"than {_UNFINISHED // 60_000} minutes"
     )

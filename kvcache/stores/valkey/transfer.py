@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
+
+from valkey.exceptions import ResponseError
 
 from kvcache.stores.valkey.link import Command, Wire
 from kvcache.stores.valkey.manifest import CHUNK
-from kvcache.stores.valkey.replies import BLOCK, Target
+from kvcache.stores.valkey.replies import BLOCK, into, status
 
-__all__ = ["LANES", "MISSING", "WRONG", "Reading", "blocks", "send_chunks"]
+__all__ = ["LANES", "MISSING", "WRONG", "Reading", "blocks", "is_another_type", "send_chunks"]
 
 MISSING, WRONG = "missing", "wrong"
 LANES: Final = 3
@@ -76,7 +78,7 @@ def send_chunks(
         if i == begun:
             break
         if i >= ahead:
-            refused = _refusal(wires[answered % lanes].reply()) or refused
+            refused = _refusal(wires[answered % lanes].reply(status)) or refused
             answered += 1
         end = _end(ttl)
         if refused is None and begun < len(names):
@@ -84,7 +86,7 @@ def send_chunks(
             begun += 1
         wires[i % lanes].stream(itertools.chain(_value(source, size, update), [end]))
     for i in range(answered, begun):
-        refused = _refusal(wires[i % lanes].reply()) or refused
+        refused = _refusal(wires[i % lanes].reply(status)) or refused
     if refused is not None:
         raise refused
 
@@ -115,11 +117,11 @@ class Reading:
     """The chunks of one entry on their way into ``view``: ``begin``, later ``finish``."""
 
     def __init__(
-        self, wire: Wire, names: Sequence[bytes], sizes: Sequence[int], view: memoryview, update: Update
+        self, wire: Wire, names: Iterable[bytes], sizes: Iterable[int], view: memoryview, update: Update
     ) -> None:
-        self._wire, self._update = wire, update
-        self._pieces = deque(_pieces(names, sizes, view))
-        self._asked: deque[tuple[Command, memoryview]] = deque()
+        self._wire = wire
+        self._pieces = _pieces(names, sizes, view, update)
+        self._asked: deque[tuple[Command, int]] = deque()
 
     def begin(self) -> None:
         """Ask for the first pieces."""
@@ -128,35 +130,46 @@ class Reading:
     def finish(self) -> str:
         """Read them all: "", MISSING where a chunk is not there, WRONG where one is another.
 
-        Stops asking at the first piece that is not as it should be; what was asked for is read.
+        Stops asking at the first piece that is not as it should be; what was asked for is read. Raises the
+        server's error, unless it says that a chunk is another.
         """
-        result = ""
+        result, error = "", None
         while self._asked:
-            _, target = self._asked.popleft()
-            length = self._wire.reply(Target(target, self._update))
-            if length == len(target):
+            command, wanted = self._asked.popleft()
+            length = self._wire.reply(command.reply)
+            if length == wanted:
                 if not result:
                     self._ask(1)
             elif not result:
                 result = MISSING if length == 0 or length is None else WRONG
+                if isinstance(length, ResponseError) and not is_another_type(length):
+                    error = length
+        if error is not None:
+            raise error
         return result
 
     def _ask(self, count: int) -> None:
-        count = min(count, len(self._pieces))
-        wanted = [self._pieces.popleft() for _ in range(count)]
+        wanted = list(itertools.islice(self._pieces, count))
         if wanted:
             self._wire.send(*(command for command, _ in wanted))
             self._asked += wanted
 
 
+def is_another_type(error: ResponseError) -> bool:
+    """Whether the server says that a name holds no string; any other error says nothing of what it holds."""
+    return str(error).startswith("WRONGTYPE")
+
+
 def _pieces(
-    names: Sequence[bytes], sizes: Sequence[int], view: memoryview
-) -> Iterator[tuple[Command, memoryview]]:
-    """What to ask for, and where it goes. A chunk's last piece asks for a byte more: there is none."""
+    names: Iterable[bytes], sizes: Iterable[int], view: memoryview, update: Update
+) -> Iterator[tuple[Command, int]]:
+    """What to ask for, and its bytes. A chunk's last piece asks for a byte more: there is none."""
     at = 0
     for name, size in zip(names, sizes, strict=True):
         for start in range(0, size, _PIECE):
             stop = min(start + _PIECE, size)
             last = stop if stop == size else stop - 1
-            yield ("GETRANGE", name, start, last), view[at + start : at + stop]
+            target = view[at + start : at + stop]
+            reply = into(target, last - start + 1, update)
+            yield Command(["GETRANGE", name, start, last], reply), len(target)
         at += size

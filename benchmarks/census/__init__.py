@@ -1,0 +1,1 @@
+"""What works, type by type: whole libraries of models with our caches."""

@@ -1,0 +1,273 @@
+"""mlx-lm's loops on a pool of fixed size, as they run in ``mlx_lm.server``.
+
+mlx-lm's own caches grow. A pool does not, and what it raised in the middle of a batch would end all of the
+batch's rows, and with them the thread in which the server generates. For a model with a pool (``install``)
+
+* requests wait until there is room for them and for all that they may yet add;
+* what an ``LRUPromptCache`` keeps gives way, the oldest first, where there is none (``CachePool.relieve``);
+* the server refuses a prompt that can never fit, and ends an answer where the room ends ("length").
+
+What fails nevertheless, as when somebody else holds the pool's sequences, fails the requests of its batch and
+not the server. Models without a pool go as they do without this module. It knows mlx-lm 0.32 from within.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import LRUPromptCache
+
+from kvcache.cache import InvalidRangeError
+from kvcache.integrations.mlx_lm.pool import CachePool, SequencesTakenError
+from kvcache.integrations.mlx_lm.rows import Rows
+
+__all__ = ["guard"]
+
+log = logging.getLogger(__name__)
+_incoming = threading.local()
+"""Of the thread in which a server generates. ``queue``: where it answers the request that it took last."""
+_queues: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+"""Of a BatchGenerator of a server, by request: where its answer goes."""
+
+
+@functools.cache
+def guard() -> None:
+    """Put this module around mlx-lm's loops, once."""
+    loops = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
+    server = importlib.import_module("mlx_lm.server")
+    for kind, name, around in (
+        (LRUPromptCache, "insert_cache", _insert_cache),
+        (LRUPromptCache, "fetch_nearest_cache", _fetch_nearest_cache),
+        (loops.BatchGenerator, "insert_segments", _insert_segments),
+        (loops.BatchGenerator, "_next", _next),
+        (server.ResponseGenerator, "_is_batchable", _is_batchable),
+        (server.ResponseGenerator, "_next_request", _next_request),
+        (server.ResponseGenerator, "_tokenize", _tokenize),
+        (server.ResponseGenerator, "_serve_single", _serve_single),
+    ):
+        setattr(kind, name, functools.partialmethod(around, getattr(kind, name)))
+
+
+def _serving() -> bool:
+    """Whether this is the thread in which a server generates."""
+    return hasattr(_incoming, "serving")
+
+
+def _pool_of(model: Any) -> CachePool | None:
+    pool = getattr(getattr(model, "make_cache", None), "__self__", None)
+    return pool if isinstance(pool, CachePool) else None
+
+
+def _rows(prompt_cache: Sequence[Any] | None) -> list[Rows]:
+    found = [getattr(entry, "rows", None) for entry in prompt_cache or ()]
+    return [rows for rows in found if isinstance(rows, Rows)]
+
+
+# LRUPromptCache.
+
+
+def _insert_cache(
+    lru: LRUPromptCache,
+    original: Callable[..., None],
+    model: Any,
+    tokens: Any,
+    prompt_cache: Any,
+    **more: Any,
+) -> None:
+    found = _rows(prompt_cache)
+    for rows in found:
+        rows.kept = True
+        rows.pool.keepers.add(lru)
+    if found and _serving():
+        # The server is done with the list, and has names for it that live on and would hold the sequence.
+        prompt_cache, given = list(prompt_cache), prompt_cache
+        given.clear()
+    if prompt_cache:
+        original(lru, model, tokens, prompt_cache, **more)
+
+
+def _fetch_nearest_cache(lru: LRUPromptCache, original: Callable[..., Any], model: Any, tokens: Any) -> Any:
+    try:
+        return original(lru, model, tokens)
+    except SequencesTakenError:  # a copy of the beginning of a longer one
+        return None, tokens
+
+
+# ResponseGenerator.
+
+
+def _is_batchable(responder: Any, original: Callable[..., bool], *arguments: Any) -> bool:
+    pool = _pool_of(responder.model_provider.model)
+    return original(responder, *arguments) and (pool is None or pool.tells_rows_apart)
+
+
+def _next_request(responder: Any, original: Callable[..., Any], *arguments: Any) -> Any:
+    found = original(responder, *arguments)
+    if found is not None:
+        _incoming.queue = found[0]
+    return found
+
+
+def _tokenize(responder: Any, original: Callable[..., Any], tokenizer: Any, request: Any, asked: Any) -> Any:
+    """Refuses a prompt that can never fit; the answer ends where the room ends."""
+    _incoming.serving = True
+    found = original(responder, tokenizer, request, asked)
+    pool = _pool_of(responder.model_provider.model)
+    if pool is not None:
+        room = pool.room - len(found[0])
+        if room <= 0:
+            raise InvalidRangeError(
+                f"a prompt of {len(found[0])} tokens; the pool of its model has room for {pool.room}, the "
+                "answer included: shorten it, or install with a larger capacity or max_sequences"
+            )
+        if room < asked.max_tokens:
+            log.warning(
+                "an answer of up to %d tokens ends after %d, where the pool's room ends",
+                asked.max_tokens,
+                room,
+            )
+            asked.max_tokens = int(room)
+    return found
+
+
+def _serve_single(
+    responder: Any, original: Callable[..., None], request: tuple[Any, ...], *more: Any
+) -> None:
+    options, pool = responder.cli_args, _pool_of(responder.model_provider.model)
+    step = options.prefill_step_size
+    if pool is not None:
+        request = _Answers(request[0]), *request[1:]
+        options.prefill_step_size = max(1, min(step, pool.largest_pass or step))
+    try:
+        original(responder, request, *more)
+    finally:
+        options.prefill_step_size = step
+
+
+class _Answers:
+    """A request's queue; errors go without their frames, which hold the prompt cache."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+
+    def put(self, item: Any) -> None:
+        self._queue.put(RuntimeError(str(item)) if isinstance(item, Exception) else item)
+
+
+# BatchGenerator.
+
+
+def _insert_segments(
+    generator: Any,
+    original: Callable[..., list[int]],
+    segments: Sequence[Any],
+    max_tokens: Any = None,
+    caches: Any = None,
+    all_tokens: Any = None,
+    *more: Any,
+    **options: Any,
+) -> list[int]:
+    pool, count = _pool_of(generator.model), len(segments)
+    if pool is None or not _serving():
+        return original(generator, segments, max_tokens, caches, all_tokens, *more, **options)
+    given = zip(segments, caches or [None] * count, all_tokens or [[]] * count, strict=True)
+    fitted = [_fitted(pool, generator, *one) for one in given]
+    segments, caches, all_tokens = (list(column) for column in zip(*fitted, strict=True))
+    uids = original(generator, segments, max_tokens, caches, all_tokens, *more, **options)
+    # The request that made the server load a model with a pool was taken before this module saw it.
+    queue = getattr(_incoming, "queue", None)
+    _queues.setdefault(generator, {}).update(dict.fromkeys(uids, queue))
+    return uids
+
+
+def _fitted(
+    pool: CachePool, generator: Any, segments: list[list[int]], cache: Any, tokens: list[int]
+) -> tuple[list[list[int]], Any, list[int]]:
+    """A request that is computed anew where it would wait with a sequence that others need.
+
+    So is one that has nothing left to compute.
+    """
+    others = sum(_holds(sequence[3]) for sequence in generator._unprocessed_sequences)
+    others += len(generator._prompt_batch) + len(generator._generation_batch)
+    crowded = others > 0 and others >= pool.max_sequences - 1
+    if cache is not None and (crowded or not any(segments)):
+        first, *rest = segments or [[]]
+        return [[*tokens, *first], *rest], None, []
+    return segments, cache, tokens
+
+
+def _holds(prompt_cache: Any) -> bool:
+    return any(held.seq is not None for rows in _rows(prompt_cache)[:1] for held in rows.held)
+
+
+def _next(generator: Any, original: Callable[[Any], Any]) -> Any:
+    pool = _pool_of(generator.model)
+    if pool is None or generator not in _queues:
+        return original(generator)
+    waiting, step = generator._unprocessed_sequences, generator.prefill_step_size
+    uids = [*generator._prompt_batch.uids, *generator._generation_batch.uids]
+    uids += [sequence[0] for sequence in waiting]
+    _queues[generator] = {uid: queue for uid, queue in _queues[generator].items() if uid in uids}
+    count = _admitted(pool, generator)
+    later = [waiting.pop() for _ in range(len(waiting) - count)]  # moved: a copy would hold prompt caches
+    if pool.largest_pass is not None:
+        rows = len(generator._prompt_batch) + count
+        generator.prefill_step_size = max(1, min(step, pool.largest_pass // max(1, rows)))
+    try:
+        return original(generator)
+    except Exception as error:
+        return [], _fail(generator, uids[: len(uids) - len(later)], error)
+    finally:
+        generator.prefill_step_size = step
+        generator._unprocessed_sequences.extend(reversed(later))
+
+
+def _admitted(pool: CachePool, generator: Any) -> int:
+    """How many of the requests that wait there is room for now, with what those before them may yet add."""
+    prompts, answers = generator._prompt_batch, generator._generation_batch
+    held = [
+        len(tokens) + sum(map(len, rest[0])) + most
+        for tokens, rest, most in zip(
+            prompts.tokens, generator._currently_processing, prompts.max_tokens, strict=True
+        )
+    ]
+    counts = zip(answers.tokens, answers.max_tokens, answers._num_tokens, strict=True)
+    held += [len(tokens) + most - done for tokens, most, done in counts]
+    waiting, most_rows = (
+        generator._unprocessed_sequences,
+        min(pool.max_sequences, pool.largest_pass or math.inf),
+    )
+    with_sequence = sum(_holds(sequence[3]) for sequence in waiting)
+    for i, (_, segments, most, cache, tokens, *_) in enumerate(waiting):
+        own = _holds(cache)
+        held.append(len(tokens) + sum(map(len, segments)) + most)
+        full = len(held) + with_sequence - own > most_rows or sum(held) > pool.room
+        if full and len(held) > 1:
+            return i
+        with_sequence -= own
+    return len(waiting)
+
+
+def _fail(generator: Any, uids: Collection[int], error: Exception) -> list[Any]:
+    """End these requests, whose batch is in no state to go on; what the server takes for their answers."""
+    log.error("%d requests of a batch fail: %s", len(uids), error)
+    batches = type(generator._prompt_batch), type(generator._generation_batch)
+    generator._prompt_batch = batches[0].empty(
+        generator.model, generator.sampler, generator.prefill_step_size
+    )
+    generator._generation_batch = batches[1].empty(generator.model, generator.sampler)
+    generator._currently_processing, generator._unprocessed_sequences = [], deque()
+    for uid in _queues[generator].keys() & {*uids}:
+        if (queue := _queues[generator].pop(uid)) is not None:
+            _Answers(queue).put(error)
+    nothing = mx.zeros(64)
+    return [batches[1].Response(uid, 0, nothing, "error", [], []) for uid in uids]

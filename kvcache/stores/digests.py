@@ -1,0 +1,82 @@
+"""Digests of entries: xxh3_128 against accidents, keyed blake3 against who may write where they lie."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from kvcache.stores.errors import StoreUnavailable, StoreValueError
+
+__all__ = ["BLAKE3", "XXH3", "Digest", "Digests", "check_digest", "is_family", "load"]
+
+XXH3: Final = "xxh3_128"
+BLAKE3: Final = "blake3"
+_CONTEXT = "ml-kvcache 2026-11 digests of entries in a remote store"
+_FAMILY = re.compile(r"blake3(-[0-9a-f]{16})?")
+
+
+class Digest(Protocol):
+    """What both packages give."""
+
+    def update(self, data: Any, /) -> Any: ...
+    def digest(self) -> bytes: ...
+    def hexdigest(self) -> str: ...
+
+
+class Digests:
+    """Digests as one store makes them: ``name`` is XXH3 or BLAKE3, which takes a ``secret`` as its key.
+
+    ``family`` is part of the names of entries: stores that digest otherwise, or with another secret, do not
+    see one another's entries, and so never take them for damage. Raises StoreUnavailable where the package is
+    missing; the message says that ``owner`` needs it and which ``extra`` brings it.
+    """
+
+    def __init__(self, owner: str, extra: str, name: str = XXH3, secret: str | None = None) -> None:
+        self.name = name
+        self.keyed = secret is not None
+        self._new: Callable[[], Digest]
+        if name == XXH3:
+            self._new, self.family = load(owner, extra, "xxhash").xxh3_128, "xxh3"
+            return
+        blake3 = load(owner, extra, "blake3").blake3
+        if secret is None:
+            self._new, self.family = blake3, BLAKE3
+        else:
+            key = blake3(secret.encode("utf-8"), derive_key_context=_CONTEXT).digest()
+            self._new = lambda: blake3(key=key)
+            self.family = f"{BLAKE3}-{blake3(b'family', key=key).hexdigest()[:16]}"
+
+    def start(self, *of: object) -> Digest:
+        """A digest that knows whose it is, by a line for each of ``of``: data of one key are no other's."""
+        digest = self._new()
+        digest.update("".join(f"{word}\n" for word in of).encode("ascii"))
+        return digest
+
+
+def check_digest(owner: str, name: object, secret: object) -> None:
+    """StoreValueError for a digest that does not exist or takes no secret; no secret is shown."""
+    if name not in (XXH3, BLAKE3):
+        raise StoreValueError(f"{owner}: digest={name!r}; it is {XXH3!r} or {BLAKE3!r}")
+    if secret is None:
+        return
+    if not isinstance(secret, str) or not secret:
+        raise StoreValueError(f"{owner}: the secret is text, and not empty")
+    if name != BLAKE3:
+        raise StoreValueError(f"{owner}: a secret is for digest={BLAKE3!r}, not {name!r}")
+
+
+def is_family(text: str) -> bool:
+    """Whether this is the family of a digest other than XXH3."""
+    return _FAMILY.fullmatch(text) is not None
+
+
+def load(owner: str, extra: str, package: str) -> Any:
+    """The package that makes digests. StoreUnavailable, naming the extra, where it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise StoreUnavailable(
+            f"{owner}: its digests need the package {package} ({error}); pip install 'ml-kvcache[{extra}]'"
+        ) from error

@@ -1,0 +1,323 @@
+"""What types of models ask of HFCache beyond the common: each was wrong, or broke a generate() that works."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("torch")
+
+import torch
+import transformers
+
+import ml
+from benchmarks.census import transformers as census
+from kvcache import NotSupportedError, OrderError
+from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache, install
+
+from . import hf_models as hf
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def feed(made: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = made(input_ids=ids, past_key_values=cache, use_cache=cache is not None).logits
+    return logits
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("way", ["HFCache", "HFStaticCache", "install"])
+def test_a_decoder_deeper_than_the_default_of_its_class(way: str) -> None:
+    made = hf.model("whisper", decoder_layers=6, encoder_layers=1)
+    batch = hf.inputs("whisper", 2)
+    expected = hf.generate(made, batch)
+    if way == "install":
+        with install():
+            found = hf.generate(made, batch)
+    else:
+        cache = HFCache(made.config) if way == "HFCache" else HFStaticCache(made.config, capacity=32)
+        found = hf.generate(made, batch, cache)
+    assert found.distance(expected) < 1e-4
+
+
+def test_a_decoder_alone_of_an_encoder_decoders_config_has_the_decoders_layers() -> None:
+    """transformers' own cache counts the encoder's, and has too few."""
+    config = transformers.BartConfig(
+        vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=3, decoder_attention_heads=4,
+        decoder_ffn_dim=48, eos_token_id=None, forced_eos_token_id=None, pad_token_id=0, init_std=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    made = transformers.BartForCausalLM(config).eval()
+    cache, ids = HFCache(made.config, capacity=32), hf.tokens(2)
+    close(torch.cat((feed(made, cache, ids[:, :9]), feed(made, cache, ids[:, 9:])), 1), feed(made, None, ids))
+
+
+class TestHybrids:
+    def test_reset_and_generate_again(self) -> None:
+        types = ("linear_attention", "linear_attention", "full_attention")
+        made = hf.model("qwen3-next", num_hidden_layers=3, layer_types=types)
+        expected = hf.generate(made, hf.inputs("qwen3-next", 2))
+        cache = HFCache(made.config, capacity=64)
+        for _ in range(2):
+            assert hf.generate(made, hf.inputs("qwen3-next", 2), cache).distance(expected) == 0.0
+            cache.reset()
+
+    def test_a_four_dimensional_mask_needs_no_count_of_tokens(self) -> None:
+        made, ids = hf.model("qwen3-next"), hf.tokens(2)
+        cache, own = HFCache(made.config, capacity=64), transformers.DynamicCache(config=made.config)
+        for part in (slice(0, 9), slice(9, 10), slice(10, 13)):
+            count = part.stop - part.start
+            mask = torch.ones(count, part.stop, dtype=torch.bool).tril(part.start).expand(2, 1, -1, -1)
+            with torch.no_grad():
+                found, expected = (
+                    made(input_ids=ids[:, part], attention_mask=mask, past_key_values=one).logits
+                    for one in (cache, own)
+                )
+            close(found, expected)
+
+    @pytest.mark.parametrize("tokens", [1, 3])
+    def test_after_an_exception_the_advice_works(self, tokens: int) -> None:
+        made, ids = hf.model("qwen3-next"), hf.tokens(2, 20)
+        cache = HFCache(made.config, capacity=64)
+        feed(made, cache, ids[:, :6])
+        cache.checkpoint()
+        feed(made, cache, ids[:, 6:10])
+        interrupt(made, cache, ids[:, 10 : 10 + tokens])
+        with pytest.raises(OrderError, match=r"Call crop\(-\d+\).*go back to \[6,"):
+            feed(made, cache, ids[:, 10:11])
+        cache.crop(6)
+        close(feed(made, cache, ids[:, 6:]), feed(made, None, ids)[:, 6:])
+
+
+def interrupt(made: Any, cache: Any, ids: torch.Tensor) -> None:
+    """A pass that fails before the last layer's attention."""
+    hook = made.model.layers[-1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("hook")))
+    with pytest.raises(KeyError, match="hook"):
+        feed(made, cache, ids)
+    hook.remove()
+
+
+class TestAfterAnException:
+    def test_a_failed_first_pass_is_taken_back_by_reset(self) -> None:
+        made, ids = hf.model("gemma3"), hf.tokens(2, 20)
+        cache = HFCache(made.config, capacity=32)
+        interrupt(made, cache, ids[:, :10])
+        with pytest.raises(OrderError, match=r"Call reset\(\)"):
+            feed(made, cache, ids[:, 10:11])
+        cache.reset()
+        close(feed(made, cache, ids), feed(made, None, ids))
+
+    @pytest.mark.parametrize("tokens", [1, 3, 12])
+    def test_small_windows_come_back_too(self, tokens: int) -> None:
+        """A pass of more tokens than they keep has taken the cells of those that they kept."""
+        made, ids = hf.model("gemma3", layer_types=("sliding_attention",) * 2), hf.tokens(2, 30)
+        cache = HFCache(made.config, capacity=64, lookback=0)
+        feed(made, cache, ids[:, :10])
+        interrupt(made, cache, ids[:, 10 : 10 + tokens])
+        for go_on in (lambda: feed(made, cache, ids[:, 10:11]), lambda: cache.crop(0)):
+            with pytest.raises(OrderError, match=rf"Call crop\(-{tokens}\) to take it back"):
+                go_on()
+        cache.crop(-tokens)
+        close(feed(made, cache, ids[:, 10:]), feed(made, None, ids)[:, 10:])
+
+
+class TestSpeculation:
+    @pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+    @pytest.mark.parametrize("drafted", [3, 12, 30])
+    def test_drafts_longer_than_the_lookback(self, name: str, drafted: int) -> None:
+        made = hf.model(name)
+        assistant = copy.deepcopy(made)
+        assistant.generation_config.num_assistant_tokens = drafted
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(1)
+            for parameter in assistant.parameters():
+                parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+        batch = hf.inputs(name, 1)
+        expected = hf.generate(made, batch)
+        with install(lookback=0):
+            cache = HFCache(made.config, capacity=128, lookback=0)
+            found = hf.generate(made, batch, cache, assistant_model=assistant)
+        assert found.distance(expected) < 1e-4
+
+    @pytest.mark.filterwarnings("ignore")  # transformers', of leaving early
+    @pytest.mark.parametrize("label", ["lfm2", "lfm2_moe", "lfm3"])
+    def test_convolutions_leave_early(self, label: str) -> None:
+        case = census.Case(label)
+        batch, layers = case.batch(1), case.config.num_hidden_layers
+        expected = case.generate(batch, use_cache=False)
+        for cache in (case.ours(), None):
+            with install(lookback=0):
+                found = case.generate(batch, cache, assistant_early_exit=2)
+            case.config.num_hidden_layers = layers  # which leaving early changes for good
+            assert found.agrees(expected)
+
+    def test_passes_that_are_not_taken_back_cost_windows_no_room(self) -> None:
+        made = hf.model("gemma3", layer_types=("sliding_attention",) * 2)
+        cache = HFCache(made.config, capacity=128, lookback=2)
+        cache.activate_past_recording()
+        for _ in range(6):
+            feed(made, cache, hf.tokens(1, 12))
+            cache.crop(0)
+        assert cache.nbytes == 2 * 2 * (2 * (hf.WINDOW - 1 + 2)) * 2 * 16 * 4
+
+    def test_many_steps_before_a_crop(self) -> None:
+        made, ids, other = hf.model("gemma3"), hf.tokens(1, 60), hf.tokens(1, 5, seed=3)
+        cache = HFCache(made.config, capacity=128, lookback=2)
+        feed(made, cache, ids[:, :20])
+        cache.activate_past_recording()
+        for i in range(20, 55):
+            feed(made, cache, ids[:, i : i + 1])
+        cache.crop(-35)
+        close(feed(made, cache, other), feed(made, None, torch.cat((ids[:, :20], other), 1))[:, 20:])
+
+    @pytest.mark.parametrize(("interrupted", "gone"), [(False, 1), (False, 6), (True, 1), (True, 5)])
+    def test_convolutions_go_back_by_their_inputs(self, interrupted: bool, gone: int) -> None:
+        case = census.Case("lfm3")
+        cache, ids, other = case.ours(), census.tokens(2, 12), census.tokens(2, 5, seed=3)
+        case.feed(cache, ids[:, :2])
+        cache.activate_past_recording()
+        case.feed(cache, ids[:, 2:6])
+        case.feed(cache, ids[:, 6:7])
+        if interrupted:
+            interrupt(case.model, cache, ids[:, 7:])
+            cache.crop(-5)
+        case.feed(cache, ids[:, 7:])
+        cache.crop(-gone)
+        expected = case.feed(None, torch.cat((ids[:, : 12 - gone], other), 1))
+        close(case.feed(cache, other), expected[:, 12 - gone :])
+
+    def test_convolutions_go_back_with_the_rows_that_are_left(self) -> None:
+        case = census.Case("lfm3")
+        cache, ids, other = case.ours(), census.tokens(2, 12), census.tokens(2, 5, seed=3)
+        cache.activate_past_recording()
+        case.feed(cache, ids[:, :8])
+        cache.reorder_cache(torch.tensor([1, 0]))
+        case.feed(cache, ids[[1, 0], 8:])
+        cache.crop(-3)
+        expected = case.feed(None, torch.cat((ids[[1, 0], :9], other), 1))
+        close(case.feed(cache, other), expected[:, 9:])
+
+
+class TestDtypes:
+    def test_what_would_be_rounded_is_refused(self) -> None:
+        config = hf.model("llama").config
+        keys = torch.randn(1, 2, 3, 16)
+        cache = HFCache(config, capacity=8)
+        with pytest.raises(ml.DTypeError, match=r"layer 0 brings F32.*BF16.*dtype=torch.float32"):
+            cache.update(keys.bfloat16(), keys, 0)
+        wide = HFCache(config, capacity=8, dtype=torch.float32)
+        found = wide.update(keys.bfloat16(), keys, 0)
+        assert torch.equal(found[0], keys.bfloat16())
+        assert torch.equal(found[1], keys)
+
+    def test_install_leaves_models_of_float64_their_own_cache(self) -> None:
+        made = hf.model("llama", seed=4).double()
+        try:
+            batch = hf.inputs("llama", 2)
+            expected = hf.generate(made, batch)
+            with install():
+                assert hf.generate(made, batch).distance(expected) == 0.0
+        finally:
+            made.float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_steps_of_grouped_heads_come_to_the_kernel_that_a_static_cache_has(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a mask transformers leaves grouped heads to PyTorch, which is many times slower on a CPU."""
+    made, attend = hf.model("llama", "sdpa", seed=5), torch.nn.functional.scaled_dot_product_attention
+    calls: list[tuple[Any, ...]] = []
+
+    def recorded(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        masked = kwargs.get("attn_mask") is not None
+        calls.append((query.shape[1:3], key.shape[1], masked, kwargs.get("enable_gqa", False)))
+        return attend(query, key, *args, **kwargs)
+
+    made.to(dtype)
+    found = []
+    try:
+        for cache in (HFCache(made.config, capacity=32), HFStaticCache(made.config, capacity=32)):
+            feed(made, cache, hf.tokens(1, 9))
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+                feed(made, cache, hf.tokens(1, 1))
+            found.append([*calls])
+            calls.clear()
+    finally:
+        made.float()
+    assert found[0] == found[1]
+    assert len(found[0]) == 2
+    assert {call[1:] for call in found[0]} == {(2, True, False)}
+
+
+class TestRefusals:
+    def test_a_model_that_keeps_its_own_cache_is_told_of_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        case = census.Case("axk2")
+        with install(), caplog.at_level(logging.WARNING, logger="kvcache.transformers"):
+            for _ in range(2):
+                case.generate(case.batch(1))
+        assert len(caplog.records) == 1
+
+    @pytest.mark.parametrize(
+        ("label", "told"),
+        [
+            ("deepseek_v4", "'heavily_compressed_attention'"),
+            ("axk2", "'indexed_attention'"),
+            ("falcon_h1", "'hybrid'"),
+            ("blt", "does not say which layers"),
+            ("rwkv", "takes no cache of keys and values"),
+            ("openai-gpt", "takes no cache of keys and values"),
+        ],
+    )
+    def test_types_that_are_not_served_are_refused_in_a_sentence(self, label: str, told: str) -> None:
+        config = census.Case(label).config
+        for make in (HFCache, lambda config: HFStaticCache(config, capacity=8)):
+            with pytest.raises(NotSupportedError, match=told) as caught:
+                make(config)
+            assert len(str(caught.value)) < 250
+
+    def test_states_in_modules_are_not_forked_or_saved(self) -> None:
+        case = census.Case("recurrent_gemma")
+        cache = case.ours(max_sequences=4)
+        case.feed(cache, census.tokens(2, 6))
+        for change in (cache.fork, cache.snapshot, lambda: copy.deepcopy(cache), lambda: cache.crop(-1)):
+            with pytest.raises(NotSupportedError, match="in its own modules"):
+                change()
+        with pytest.raises(NotSupportedError, match="in its own modules"):
+            HFPrefixCache(case.model)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers 5.19's own
+def test_an_image_comes_with_one_turn_and_another_with_the_next() -> None:
+    """Mllama: cross attention of another length, in the decoder's own cache."""
+    case = census.Case("mllama with image")
+    batch = case.batch(2)
+    for cache in (case.ours(), HFStaticCache(case.config, capacity=64)):
+        assert case.generate(batch, cache, disable_compile=True).agrees(case.generate(batch))
+    ours, own = case.ours(), case.theirs()
+    for seed in (0, 1):
+        turn = case.batch(2, seed=seed)
+        turn["cross_attention_mask"] = torch.ones(2, 2 * census.PROMPT, seed + 1, 2, dtype=torch.long)
+        turn["attention_mask"] = torch.ones(2, (seed + 1) * census.PROMPT, dtype=torch.long)
+        with torch.no_grad():
+            found, expected = (case.model(**turn, past_key_values=cache).logits for cache in (ours, own))
+        close(found, expected)

@@ -1,0 +1,424 @@
+"""FileStore's index: it spares reading the folder, can be made anew from it, and orders by sequence."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.stores import FileStore, catalog, index, lockfile
+from kvcache.stores.folder import Folder
+from kvcache.testing.stores import UNIT, content, fill, present, read
+
+from .file_store_rig import both, names, posix, where
+
+__all__ = ["where"]
+
+pytestmark = posix
+
+
+def index_of(where: Path) -> Path:
+    return where / "index" / "entries.sqlite"
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A folder for each time that all names of one were read."""
+    found: list[Path] = []
+    original = Folder.entries
+
+    def entries(self: Folder) -> Iterator[tuple[str, os.stat_result]]:
+        found.append(self.path)
+        return original(self)
+
+    monkeypatch.setattr(Folder, "entries", entries)
+    return found
+
+
+def usual(where: Path) -> None:
+    """What has to hold of a folder with a, b, c and d, of which b was used last."""
+    with FileStore(where, 4 * UNIT) as store:
+        assert (store.usage().entries, store.usage().nbytes) == (4, 4 * UNIT)
+        fill(store, "ef")
+        assert present(store, "abcdef") == "bdef"
+        assert store.usage().nbytes == 4 * UNIT
+        assert [read(store, key) for key in "bdef"] == [content(key) for key in "bdef"]
+    assert names(where) == both(*"bdef")
+
+
+@pytest.fixture
+def filled(where: Path) -> Path:
+    with FileStore(where, 4 * UNIT) as store:
+        fill(store, "abcd")
+        assert read(store, "b") == content("b")
+    return where
+
+
+# What it spares.
+
+
+def test_the_folder_is_read_once_whoever_puts_evicts_deletes_and_opens(
+    where: Path, scans: list[Path]
+) -> None:
+    with FileStore(where, 3 * UNIT) as one, FileStore(where, 3 * UNIT) as other:
+        for i in range(6):
+            fill(one, [f"one{i}"])
+            fill(other, [f"other{i}"])
+            assert one.usage().nbytes == other.usage().nbytes
+        other.delete("other5")
+        assert one.usage().entries == 2
+    with FileStore(where) as again:
+        assert again.usage().entries == 2
+    assert scans == [where]
+
+
+def test_a_process_that_died_in_a_put_costs_a_look_at_what_it_announced(
+    where: Path, scans: list[Path]
+) -> None:
+    with FileStore(where) as store:
+        fill(store, "ab")
+        with store._folder.locked() as held:
+            held.announce(["a", "c"])
+        (where / "pages" / "a.json").unlink()
+        assert store.usage().entries == 1
+        assert names(where) == both("b")
+        with store._folder.locked() as held:
+            held.announce([])
+            held.announce(["b"])
+        assert len(scans) == 1
+        assert store.usage().entries == 1
+        assert len(scans) == 2, "of the change before the last one nobody knows what it was of"
+
+
+def test_what_was_used_since_is_looked_at_once(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    original = catalog.Catalog._last_used
+    with FileStore(where, 40 * UNIT) as store:
+        keys = [f"k{i}" for i in range(40)]
+        fill(store, keys)
+        store.prefix(keys[:30])
+
+        def last_used(self: catalog.Catalog, stem: str) -> int:
+            looked.append(stem)
+            return original(self, stem)
+
+        monkeypatch.setattr(catalog.Catalog, "_last_used", last_used)
+        fill(store, ["x"])
+        assert looked == keys[:31]
+        fill(store, ["y"])
+        assert looked == keys[:32]
+        assert [found is None for found in store.stat(keys)] == [False] * 30 + [True] * 2 + [False] * 8
+
+
+def test_an_eviction_looks_at_so_many_that_were_used_and_no_more(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more than that it takes the least recently used among those it has seen."""
+    monkeypatch.setattr(catalog, "LOOKED", 8)
+    with FileStore(where, 40 * UNIT) as store:
+        keys = [f"k{i}" for i in range(40)]
+        fill(store, keys)
+        store.prefix(list(reversed(keys[1:])))
+        store.prefix(keys[:1])
+        fill(store, ["x"])
+        assert [key for key, found in zip(keys, store.stat(keys), strict=True) if found is None] == ["k1"]
+
+
+# Whatever became of it.
+
+
+def killed_in_a_transaction(where: Path) -> None:
+    """Half of the index is written, and its journal lies beside it."""
+    code = (
+        "import os, signal, sqlite3, sys; db = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "db.execute('PRAGMA cache_size = 1'); db.execute('PRAGMA synchronous = OFF')\n"
+        "db.execute('PRAGMA journal_mode = TRUNCATE'); db.execute('BEGIN')\n"
+        "db.execute('DELETE FROM entries')\n"
+        "db.executemany('INSERT INTO entries VALUES (?, 7, 7, 7)', ((f'x{i}',) for i in range(5000)))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    before = index_of(where).read_bytes()
+    done = subprocess.run([sys.executable, "-c", code, str(index_of(where))], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert index_of(where).read_bytes() != before
+    assert Path(f"{index_of(where)}-journal").stat().st_size > 0
+
+
+def changed(sql: str, *values: object) -> Callable[[Path], None]:
+    def change(where: Path) -> None:
+        db = sqlite3.connect(index_of(where))
+        db.execute(sql, values)
+        db.commit()
+        db.close()
+
+    return change
+
+
+def replaced(data: bytes) -> Callable[[Path], object]:
+    return lambda where: index_of(where).write_bytes(data)
+
+
+def in_place_of_it(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def change(where: Path) -> None:
+        index_of(where).unlink()
+        make(index_of(where))
+
+    return change
+
+
+def folder_of_it(change: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda where: change(where / "index")
+
+
+STATES: dict[str, Callable[[Path], object]] = {
+    "as it was left": lambda where: None,
+    "deleted": lambda where: index_of(where).unlink(),
+    "deleted with its folder": folder_of_it(shutil.rmtree),
+    "empty": replaced(b""),
+    "no database": replaced(b"nonsense" * 1000),
+    "cut short": lambda where: os.truncate(index_of(where), 4096),
+    "with a name in its schema that is no text": lambda where: index_of(where).write_bytes(
+        index_of(where).read_bytes().replace(b"by_use", b"by_\xc5se")
+    ),
+    "of an older version": changed("PRAGMA user_version = 0"),
+    "of a newer version": changed("PRAGMA user_version = 2"),
+    "of another schema": changed("CREATE TABLE more (x)"),
+    "a write-ahead log not checkpointed": changed("PRAGMA journal_mode = WAL"),
+    "without a state": changed("DELETE FROM state"),
+    "with a state of nonsense": changed("UPDATE state SET record = ?", "x"),
+    "with another count": changed("UPDATE state SET record = replace(record, ' 4 ', ' 3 ')"),
+    "with another size": changed("UPDATE entries SET nbytes = 1 WHERE stem = 'a'"),
+    "with a name that leads out": changed("UPDATE entries SET stem = '../../out' WHERE stem = 'a'"),
+    "with a name that is no text": changed("UPDATE entries SET stem = x'ff' WHERE stem = 'a'"),
+    "killed in a transaction": killed_in_a_transaction,
+    "a folder": in_place_of_it(lambda path: (path / "inside").mkdir(parents=True)),
+    "a pipe": in_place_of_it(os.mkfifo),
+    "in a folder that others may enter": folder_of_it(lambda folder: folder.chmod(0o755)),
+    "in a folder that may not be written": folder_of_it(lambda folder: folder.chmod(0o500)),
+    "with a file in place of its folder": folder_of_it(
+        lambda folder: (shutil.rmtree(folder), folder.touch())
+    ),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_in_whatever_state_the_index_is_found_entries_and_order_are_the_same(
+    filled: Path, state: str
+) -> None:
+    STATES[state](filled)
+    usual(filled)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_in_whatever_state_the_index_is_left_under_an_open_store_it_goes_on(where: Path, state: str) -> None:
+    with FileStore(where, 4 * UNIT) as store, FileStore(where, 4 * UNIT) as other:
+        fill(store, "abcd")
+        assert read(other, "b") == content("b")
+        STATES[state](where)
+        fill(store, "ef")
+        assert present(store, "abcdef") == "bdef"
+        fill(other, "g")
+        assert present(store, "abcdefg") == "befg"
+        assert store.usage().nbytes == other.usage().nbytes == 4 * UNIT
+    assert names(where) == both(*"befg")
+
+
+def test_a_flipped_bit_of_the_index_changes_nothing_that_is_served_or_kept(where: Path) -> None:
+    """Of every byte one bit, with a store that is open and one that opens."""
+    with FileStore(where, 4 * UNIT) as store:
+        fill(store, "abcd")
+    whole = {path: path.read_bytes() for path in where.rglob("*") if path.is_file()}
+    data, rng = whole[index_of(where)], random.Random(0)
+    for at in rng.sample(range(len(data)), 250):
+        shutil.rmtree(where)
+        for path, saved in whole.items():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.write_bytes(saved)
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << rng.randrange(8)
+        index_of(where).write_bytes(flipped)
+        with FileStore(where, 4 * UNIT) as store:
+            fill(store, "ef")
+            kept = present(store, "abcdef")
+            assert kept[-2:] == "ef"
+            assert len(kept) == 4
+            assert store.usage().nbytes == 4 * UNIT
+            assert [read(store, key) for key in kept] == [content(key) for key in kept], at
+
+
+def test_an_entry_that_the_index_does_not_find_is_noticed_when_it_goes(filled: Path) -> None:
+    """As a damaged page may have it, which SQLite does not always notice."""
+    changed("DELETE FROM entries WHERE stem = 'a'")(filled)
+    with FileStore(filled) as store:
+        assert store.delete("a")
+        assert (store.usage().entries, store.usage().nbytes) == (3, 3 * UNIT)
+
+
+def test_an_index_that_links_elsewhere_is_not_followed(filled: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    shutil.copy(index_of(filled), outside)
+    before = outside.read_bytes()
+    index_of(filled).unlink()
+    index_of(filled).symlink_to(outside)
+    usual(filled)
+    assert outside.read_bytes() == before
+    assert not index_of(filled).is_symlink()
+
+
+def test_after_a_restart_of_the_machine_the_folder_is_read_once(
+    where: Path, scans: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not written to the device may be lost, of the files and of the index."""
+    monkeypatch.setattr(Folder, "changed", 0)
+    with FileStore(where) as store:
+        fill(store, "abcd")
+    for path in (where / "pages").glob("a.*"):
+        path.unlink()
+    for boot, entries, read_so_far in (("this", 4, 1), ("another", 3, 2), ("another", 3, 2)):
+        if boot == "another":
+            for module in (catalog, index):
+                monkeypatch.setattr(module, "boot_id", lambda: "another")
+        with FileStore(where) as store:
+            assert store.usage().entries == entries
+        assert len(scans) == read_so_far
+
+
+@pytest.mark.parametrize("at", range(40))
+def test_a_database_that_fails_at_any_statement_costs_no_entry(
+    where: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 0
+
+    class Failing(sqlite3.Connection):
+        def execute(self, *args: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == at:
+                raise sqlite3.OperationalError("disk I/O error")
+            return super().execute(*args)
+
+        def executemany(self, *args: Any) -> Any:
+            self.execute("SELECT 1")
+            return super().executemany(*args)
+
+    connect = sqlite3.connect
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda *args, **options: connect(*args, factory=Failing, **options)
+    )
+    with FileStore(where, 3 * UNIT) as store:
+        fill(store, "abcd")
+        assert present(store, "abcd") == "bcd"
+        assert store.usage().nbytes == 3 * UNIT
+    with FileStore(where, 3 * UNIT) as store:
+        assert store.usage().nbytes == 3 * UNIT
+    assert names(where) == both(*"bcd")
+
+
+# Folders of earlier versions of this package.
+
+
+def earlier(where: Path, keys: str) -> None:
+    """As version 0.1.0 left it: a shorter lock file, and no index."""
+    with FileStore(where) as store:
+        fill(store, keys)
+    shutil.rmtree(where / "index")
+    shutil.rmtree(where / "writing")
+    os.truncate(where / "kvcache.lock", 24)
+
+
+def test_a_folder_of_an_earlier_version_opens_with_its_entries(where: Path) -> None:
+    earlier(where, "abcd")
+    later = time.time_ns() + 10**12
+    os.utime(where / "pages" / "b.json", ns=(later, later))
+    usual(where)
+
+
+def test_changes_by_a_process_of_an_earlier_version_are_noticed(where: Path) -> None:
+    """It counts its changes, and says nothing of what they are of."""
+    with FileStore(where) as store:
+        fill(store, "ab")
+        with open(where / "kvcache.lock", "r+b") as lock:
+            lock.seek(16)
+            count = int.from_bytes(lock.read(8), "little")
+            lock.seek(16)
+            lock.write((count + 1).to_bytes(8, "little"))
+        for suffix in ("json", "safetensors"):
+            (where / "pages" / f"a.{suffix}").unlink()
+        assert store.usage().entries == 1
+
+
+# The order of use.
+
+
+def test_a_clock_that_was_set_back_does_not_make_new_entries_the_oldest(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FileStore(where, 4 * UNIT) as store:
+        fill(store, "abcd")
+    now = time.time_ns()
+    monkeypatch.setattr(lockfile.time, "time_ns", lambda: now - 86_400 * 10**9)
+    with FileStore(where, 4 * UNIT) as store:
+        fill(store, "ef")
+        assert present(store, "abcdef") == "cdef"
+        assert read(store, "c") == content("c")
+        fill(store, "gh")
+        assert present(store, "abcdefgh") == "cfgh"
+    shutil.rmtree(where / "index")
+    with FileStore(where, 4 * UNIT) as store:
+        fill(store, "i")
+        assert present(store, "cfghi") == "cghi"
+
+
+def test_hosts_whose_clocks_differ_use_one_folder_in_one_order(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offset, real = 0, time.time_ns
+    monkeypatch.setattr(lockfile.time, "time_ns", lambda: real() + offset)
+    with FileStore(where, 4 * UNIT) as ahead, FileStore(where, 4 * UNIT) as behind:
+        for key in "abcdefgh":
+            offset = 0 if key in "bdfh" else 3600 * 10**9
+            fill(behind if key in "bdfh" else ahead, key)
+        assert present(ahead, "abcdefgh") == "efgh"
+        offset = 0
+        assert read(behind, "e") == content("e")
+        fill(behind, "i")
+        assert present(ahead, "efghi") == "eghi"
+
+
+def test_times_of_use_go_on_where_the_lock_file_says_nonsense(where: Path) -> None:
+    with FileStore(where, 2 * UNIT) as store:
+        fill(store, "ab")
+        with open(where / "kvcache.lock", "r+b") as lock:
+            lock.seek(24)
+            lock.write(b"\xff" * 8)
+        fill(store, "c")
+        assert present(store, "abc") == "bc"
+
+
+# Processes.
+
+
+def test_a_forked_child_goes_on_with_the_store(where: Path) -> None:
+    with FileStore(where) as store:
+        fill(store, "ab")
+        pid = os.fork()
+        if not pid:
+            try:
+                fill(store, [f"child{i}" for i in range(3)])
+                os._exit(0 if read(store, "a") == content("a") else 1)
+            except BaseException:
+                os._exit(2)
+        fill(store, [f"parent{i}" for i in range(3)])
+        assert os.waitpid(pid, 0)[1] == 0
+        usage = store.usage()
+        assert (usage.entries, usage.nbytes) == (8, 8 * UNIT)
