@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvcache.bench_timing import Foreign
+from kvcache.bench.timing import Foreign
 
 __all__ = ["PARTS", "main"]
 

@@ -10,7 +10,7 @@ from benchmarks import cases
 from benchmarks.cases import EACH, SEQUENCES
 from benchmarks.record import Row, rows_of
 from benchmarks.shapes import DIM, DTYPES, GROUPS, HEADS
-from kvcache.bench_timing import Contender, interleave
+from kvcache.bench.timing import Contender, interleave
 from kvcache.integrations import bench_torch
 
 __all__ = ["run"]

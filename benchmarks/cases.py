@@ -11,7 +11,7 @@ import numpy as np
 import ml
 from benchmarks.shapes import DIM, DTYPES, HEADS, LENGTHS, WINDOW
 from kvcache import Batch, CausalCache
-from kvcache.bench_timing import Contender, Trial, interleave, joined
+from kvcache.bench.timing import Contender, Trial, interleave, joined
 
 __all__ = ["DRAWS", "EACH", "SEQUENCES", "Attended", "PutGet", "attention", "drawn", "filled", "put_get"]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvcache.bench_timing import machine
+from kvcache.bench.timing import machine
 from kvcache.stores import FileStore
 from kvcache.stores.manifest import DATA, MANIFEST, Manifest
 

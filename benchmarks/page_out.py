@@ -17,7 +17,7 @@ import numpy as np
 
 import ml
 from kvcache import Batch, CausalCache, HostTier, PrefixCache, RecurrentCache
-from kvcache.bench_timing import Contender, Trial, interleave, machine
+from kvcache.bench.timing import Contender, Trial, interleave, machine
 from ml import DType
 
 __all__ = ["main"]
@@ -51,9 +51,9 @@ class Leaving:
 
     def page_out(self) -> None:
         """As when cells or budget run out: nothing is waited for that need not be."""
-        shelf = self.prefix.shelf
-        while (node := shelf.device.first()) is not None:
-            shelf.page_out(node)
+        tree = self.prefix.tree
+        while (node := tree.device.first()) is not None:
+            tree.page_out(node)
 
     def wait(self) -> None:
         self.page_out()

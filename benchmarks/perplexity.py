@@ -17,7 +17,7 @@ from rich.console import Console
 
 import ml
 from kvcache import Batch, CausalCache
-from kvcache.bench_timing import machine
+from kvcache.bench.timing import machine
 from kvcache.runner import Llama, Tokenizer, bundled_model, load_model
 from ml import DType
 

@@ -16,13 +16,14 @@ from safetensors.numpy import save_file
 
 import kvcache
 import ml
-from kvcache import Batch, HostTier, PrefixCache, arriving, to_page
-from kvcache.arriving import restore_page
-from kvcache.bench_timing import Contender, Trial, interleave, machine
+from kvcache import Batch, HostTier, PrefixCache, serialize
+from kvcache.bench.timing import Contender, Trial, interleave, machine
+from kvcache.offload import direct_load as arriving
+from kvcache.offload.direct_load import restore_page
+from kvcache.prefix.prefix_tree import TreeEntry
+from kvcache.runner.checkpoints.weights import expected_shapes
 from kvcache.runner.config import load_config
 from kvcache.runner.loading import load_model
-from kvcache.runner.weights import expected_shapes
-from kvcache.shelf import Held
 from kvcache.stores import FileStore
 
 __all__ = ["main"]
@@ -169,7 +170,7 @@ def _filled(backend: ml.Backend, dtype: ml.DType, count: int) -> kvcache.CausalC
 def from_host(backend: ml.Backend, dtype: ml.DType, count: int, rounds: int) -> Trial:
     """A sequence of ``count`` tokens from host memory, beside a copy of the same bytes."""
     cache = _filled(backend, dtype, count)
-    page = to_page(backend, cache.snapshot(0))
+    page = serialize(backend, cache.snapshot(0))
     arrays = [array for name, array in page.arrays.items() if name != "positions"]
     copies = [np.ones_like(array) for array in arrays]
 
@@ -218,7 +219,7 @@ def from_disk(backend: ml.Backend, dtype: ml.DType, count: int, rounds: int, chu
         theirs = [ctx.zeros((buffer.size,), ml.DType.U8) for buffer in buffers]
 
         def read_there() -> None:
-            if isinstance(backend, ml.SupportsOverwrite):
+            if isinstance(backend, ml.SupportsHostWrite):
                 _read(paths, [backend.overwrite(ctx, tensor) for tensor in theirs])
 
         def restore() -> None:
@@ -248,7 +249,7 @@ def _read(paths: Sequence[Path], buffers: Sequence[np.ndarray | None]) -> None:
 
 
 def finding(nodes: int, length: int, rounds: int) -> Trial:
-    """``begin`` with a prompt of ``length`` tokens whose path has 1,000 of the trie's ``nodes``."""
+    """``begin`` with a prompt of ``length`` tokens whose path has 1,000 of the radix tree's ``nodes``."""
     backend = ml.open_backend("numpy")
     cache = kvcache.CausalCache()
     cache.init(backend, ml.DType.F16, 2, length + 1, 512)
@@ -257,20 +258,20 @@ def finding(nodes: int, length: int, rounds: int) -> Trial:
     prompt = random.integers(0, 32_000, length)
     with backend.new_context() as ctx:
         cache.start_forward(ctx, Batch(range(length - 1), [0] * (length - 1)))
-    shelf, step, path = prefix.shelf, (length - 1) // 1000, []
-    node = shelf.trie.root
+    tree, step, path = prefix.tree, (length - 1) // 1000, []
+    node = tree.radix_tree.root
     for i in range(1000):
         end = length - 1 if i == 999 else (i + 1) * step
-        node = shelf.trie.add(node, prompt[i * step : end])
+        node = tree.radix_tree.add(node, prompt[i * step : end])
         path.append(node)
-        _hold(shelf, node, cache.snapshot(0, i * step, end))
+        _hold(tree, node, cache.snapshot(0, i * step, end))
     empty = cache.snapshot(0, 0, 0)
     count = 1000
     while count < nodes:
         parent = path[int(random.integers(1000))]
         tokens = random.integers(40_000, 10_000_000, 8)
         if int(tokens[0]) not in parent.children:
-            _hold(shelf, shelf.trie.add(parent, tokens), empty)
+            _hold(tree, tree.radix_tree.add(parent, tokens), empty)
             count += 1
     cache.remove(0, 0)
     listed = prompt.tolist()
@@ -292,9 +293,9 @@ def finding(nodes: int, length: int, rounds: int) -> Trial:
     )
 
 
-def _hold(shelf, node, snapshot) -> None:
-    node.data = Held(node.begin, snapshot=snapshot)
-    shelf.device.add(node, snapshot.nbytes)
+def _hold(tree, node, snapshot) -> None:
+    node.data = TreeEntry(node.begin, snapshot=snapshot)
+    tree.device.add(node, snapshot.nbytes)
 
 
 # The command.

@@ -17,8 +17,8 @@ import ml
 from benchmarks.scale_simulation import Host, ideal
 from benchmarks.scale_traffic import Request, Traffic, requests
 from kvcache import Batch, PrefixCache
-from kvcache.bench_timing import machine
-from kvcache.shelf import Held, SnapshotCache
+from kvcache.bench.timing import machine
+from kvcache.prefix.prefix_tree import SnapshotCache, TreeEntry
 
 __all__ = ["found_by_blocks", "found_in_cells", "main", "seconds_of_a_prompt"]
 
@@ -77,10 +77,12 @@ def seconds_of_a_prompt(conversations: int, tokens: int, rounds: int) -> tuple[l
         with PrefixCache(cache) as prefix:
             _evaluate(cache, 0, conversations * SHORT)
             for i in range(conversations):
-                node = prefix.shelf.trie.add(prefix.shelf.trie.root, np.arange(i, i + SHORT) * conversations)
+                node = prefix.tree.radix_tree.add(
+                    prefix.tree.radix_tree.root, np.arange(i, i + SHORT) * conversations
+                )
                 snapshot = cache.snapshot(0, i * SHORT, (i + 1) * SHORT)
-                node.data = Held(0, snapshot)
-                prefix.shelf.device.add(node, snapshot.nbytes)
+                node.data = TreeEntry(0, snapshot)
+                prefix.tree.device.add(node, snapshot.nbytes)
             cache.remove(0, 0)
             free = [_seconds(prefix, tokens, keep=False) for _ in range(rounds)]
             _seconds(prefix, tokens, keep=True)

@@ -12,8 +12,8 @@ import ml
 from benchmarks.cases import PutGet, drawn, put_get
 from benchmarks.record import Row, rows_of
 from benchmarks.shapes import DIM, DTYPES, HEADS
-from kvcache.bench import Decoding
-from kvcache.bench_timing import Contender, interleave
+from kvcache.bench.decoding import Decoding
+from kvcache.bench.timing import Contender, interleave
 from kvcache.integrations import bench_mlx
 from kvcache.integrations.bench_mlx import LAYERS
 

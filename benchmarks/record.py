@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvcache.bench_timing import Trial
+from kvcache.bench.timing import Trial
 
 __all__ = ["Row", "Target", "rows_of"]
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.remote_library import read_by_library
 from benchmarks.transfer import MIB, SOCKET, Plain, floors, heading, options, page, plain_socket, show
-from kvcache.bench_timing import Contender
+from kvcache.bench.timing import Contender
 from kvcache.stores import ValkeyStore
 from kvcache.testing.servers import ValkeyServer
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.transfer import MIB, SOCKET, Plain, floors, heading, options, page, plain_socket, show
-from kvcache.bench_timing import Contender
+from kvcache.bench.timing import Contender
 from kvcache.stores import MooncakeStore
 from kvcache.testing.mooncake_pool import MooncakePool
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plots
-from kvcache.bench_timing import machine
+from kvcache.bench.timing import machine
 
 __all__ = ["load", "verdict", "write"]
 

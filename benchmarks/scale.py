@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.scale_simulation import POLICIES, Fleet, by_budget, serve
 from benchmarks.scale_traffic import Traffic
-from kvcache.bench_timing import machine
+from kvcache.bench.timing import machine
 
 __all__ = ["main", "simulate"]
 

@@ -1,4 +1,4 @@
-"""What one step costs on this machine: of the trie, of keys, of stores. docs/scaling.md starts from these."""
+"""What one step costs on this machine: of the radix tree, of keys, of stores. docs/scaling.md starts from these."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import numpy as np
 import ml
 from benchmarks.scale_simulation import Host
 from benchmarks.transfer import MIB, page, plain_socket, timed
-from kvcache.bench_timing import Contender
+from kvcache.bench.timing import Contender
+from kvcache.prefix.radix_tree import RadixTree
 from kvcache.stores import FileStore, Keys, MemoryStore, SnapshotStore
-from kvcache.trie import Trie
 
 __all__ = ["measure"]
 
@@ -78,21 +78,24 @@ def _kept(count: int, size: int) -> int:
 
 
 def _match(rounds: int) -> dict[str, float]:
-    """Seconds of a walk through the trie, for each node on the way and each token of its edge."""
+    """Seconds of a walk through the radix tree, for each node on the way and each token of its edge."""
     random = np.random.default_rng(0)
     depth = 16
     costs = []
     for size in (_SHORT, _LONG):
-        trie: Trie[None] = Trie()
-        node = trie.root
+        radix_tree: RadixTree[None] = RadixTree()
+        node = radix_tree.root
         for _ in range(depth):
             for sibling in range(64):
                 edge = random.integers(0, 50_000, size)
                 edge[0] = sibling
-                child = trie.add(node, edge)
+                child = radix_tree.add(node, edge)
             node = child
         tokens = node.prefix()
-        costs.append(_median(lambda trie=trie, tokens=tokens: trie.match(tokens), 10 * rounds) / depth)
+        costs.append(
+            _median(lambda radix_tree=radix_tree, tokens=tokens: radix_tree.match(tokens), 10 * rounds)
+            / depth
+        )
     node_cost, token_cost = _line(*costs)
     return {"node": node_cost, "token": token_cost}
 

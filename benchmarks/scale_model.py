@@ -124,16 +124,21 @@ def demands(load: Load, shape: Shape, design: Design, constants: Constants, stor
     kept, room = load.conversations * load.length * token, load.hosts * (load.memory + design.disk)
     walk = load.turns * constants["match"]["node"] + load.context * constants["match"]["token"]
     begin, key = constants["begin"]["found"], (load.context + load.new) * constants["key"]["token"]
-    trie = load.turns * constants["memory"]["node"] + load.length * constants["memory"]["token"]
+    radix_tree = load.turns * constants["memory"]["node"] + load.length * constants["memory"]["token"]
     return [
         Demand("the fabric", (reads + writes) / GB, load.fabric / GB, "GB/s"),
         Demand("servers of the shared tier", servers, load.hosts, "processes"),
         Demand("their directory", load.rate * speed["prefix"], 100, "connections"),
         Demand("room for K and V", kept / 1e12, room / 1e12, "TB"),
-        Demand("a host: its trie", load.conversations / load.hosts * trie / GB, load.memory / GB, "GB"),
+        Demand(
+            "a host: its radix tree",
+            load.conversations / load.hosts * radix_tree / GB,
+            load.memory / GB,
+            "GB",
+        ),
         Demand("a host: walks through it", each * walk, 1, "cores"),
         Demand("a host: begin and close", each * begin, 1, "cores"),
         Demand("a host: keys", each * key, 1, "cores"),
-        Demand("one trie for all hosts", load.conversations * trie / GB, load.memory / GB, "GB"),
+        Demand("one radix tree for all hosts", load.conversations * radix_tree / GB, load.memory / GB, "GB"),
         Demand("walks through that", load.rate * walk, 1, "cores"),
     ]

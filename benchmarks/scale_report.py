@@ -16,7 +16,7 @@ Results = Mapping[str, Any]
 STORE = "Mooncake", "Valkey", "file"
 """Whose speed the fleet's tables count with: the first that was measured."""
 _SHARED = -2
-"""The last two demands are of something that the fleet need not have: one trie for all hosts."""
+"""The last two demands are of something that the fleet need not have: one radix tree for all hosts."""
 _MARK = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -50,7 +50,7 @@ def _constants(results: Results) -> str:
     found = results["constants"]
     rows = [
         [
-            "a node of the trie: its edge, snapshot, places in the ledger",
+            "a node of the radix tree: its edge, snapshot, places in the ledger",
             f"{found['memory']['node']:,.0f} bytes",
         ],
         ["each token of its edge", f"{found['memory']['token']:.1f} bytes"],

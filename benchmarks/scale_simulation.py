@@ -1,4 +1,4 @@
-"""Traffic through the real PrefixCache, its trie, ledgers and stores, with tiny tensors: what is found again.
+"""Traffic through the real PrefixCache, its radix tree, ledgers and stores, with tiny tensors: what is found again.
 
 Nothing of the cache is modelled: one layer of two numbers per token stands for K and V, and is written for
 every token that was not found. Policies other than the shipped one replace the order in which the ledger
@@ -19,9 +19,9 @@ import kvcache
 import ml
 from benchmarks.scale_traffic import Request, Traffic, requests, system_prompts
 from kvcache import Batch, PrefixCache
-from kvcache.shelf import Held
+from kvcache.prefix.prefix_tree import TreeEntry
+from kvcache.prefix.radix_tree import Node
 from kvcache.stores import MemoryStore
-from kvcache.trie import Node
 
 __all__ = ["POLICIES", "Fleet", "Host", "Outcome", "by_budget", "ideal", "run", "serve"]
 
@@ -30,14 +30,14 @@ BYTES = 16
 _LONGEST = 4096
 """Tokens of a prompt and its answer."""
 
-Priority = Callable[[Node[Held]], Any]
+Priority = Callable[[Node[TreeEntry]], Any]
 
 
-def _fifo(node: Node[Held]) -> Any:
+def _fifo(node: Node[TreeEntry]) -> Any:
     return (False, 0.0) if node.data is None else (node.data.pins > 0, node.data.since)
 
 
-def _shallowest(node: Node[Held]) -> Any:
+def _shallowest(node: Node[TreeEntry]) -> Any:
     return (False, 0, 0) if node.data is None else (node.data.pins > 0, node.data.used, node.end)
 
 
@@ -93,7 +93,7 @@ class Host:
         )
 
     def rank_by(self, priority: Priority) -> None:
-        self.prefix.shelf.device._priority = priority
+        self.prefix.tree.device._priority = priority
 
     def serve(self, prompt: np.ndarray, answer: np.ndarray) -> int:
         """Tokens of the prompt that were found."""
@@ -142,7 +142,7 @@ def run(traffic: Traffic, stream: Sequence[Request], policy: str, budget: int | 
             found.requests += 1
             found.tokens += request.prompt.size
             found.hits += host.serve(request.prompt, request.answer)
-        found.entries = len(host.prefix.shelf.device)
+        found.entries = len(host.prefix.tree.device)
     return found
 
 

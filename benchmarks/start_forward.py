@@ -11,7 +11,7 @@ import numpy as np
 import ml
 from benchmarks.record import Row
 from kvcache import Batch, CausalCache
-from kvcache.bench_timing import Round
+from kvcache.bench.timing import Round
 
 __all__ = ["GO", "run"]
 

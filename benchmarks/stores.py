@@ -13,8 +13,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from kvcache.bench_timing import Contender, Sample, Trial, machine
-from kvcache.stores import FileStore, Keys, MemoryStore, Page, pack
+from kvcache.bench.timing import Contender, Sample, Trial, machine
+from kvcache.stores import FileStore, Keys, MemoryStore, SerializedSnapshot, pack
 
 __all__ = ["main"]
 
@@ -32,7 +32,7 @@ def page(nbytes: int) -> list[memoryview]:
     arrays = {
         f"{name}.{i}": (halves + i).view(ml_dtypes.bfloat16) for i in range(LAYERS) for name in ("k", "v")
     }
-    return pack(Page({"layers": LAYERS}, arrays))
+    return pack(SerializedSnapshot({"layers": LAYERS}, arrays))
 
 
 def reading(folder: Path, parts: Sequence[memoryview]) -> dict[str, Contender]:

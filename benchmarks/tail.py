@@ -11,7 +11,7 @@ import ml
 from benchmarks.record import Row
 from benchmarks.shapes import DIM, DTYPES, HEADS
 from kvcache import Batch, CausalCache
-from kvcache.bench_timing import Round
+from kvcache.bench.timing import Round
 from kvcache.integrations import bench_torch
 
 __all__ = ["run"]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from kvcache.bench_timing import Contender, Trial, machine
+from kvcache.bench.timing import Contender, Trial, machine
 from kvcache.stores import SnapshotStore
 
 __all__ = [

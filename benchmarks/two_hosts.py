@@ -28,10 +28,10 @@ from benchmarks.whole_model import RANDOM
 from benchmarks.wire import link_speed
 from examples.two_hosts.network import Network, unavailable
 from examples.two_hosts.processes import Process, end_in_order, store_server
-from kvcache.bench_timing import Foreign, machine
+from kvcache.bench.timing import Foreign, machine
 from kvcache.runner import bundled_model
+from kvcache.runner.checkpoints.weights import expected_shapes
 from kvcache.runner.config import load_config
-from kvcache.runner.weights import expected_shapes
 
 __all__ = ["main"]
 

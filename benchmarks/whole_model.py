@@ -13,7 +13,7 @@ import torch
 import ml
 from benchmarks.record import Row
 from kvcache import Batch
-from kvcache.bench_timing import Contender, interleave
+from kvcache.bench.timing import Contender, interleave
 from kvcache.integrations import bench_torch
 from kvcache.runner import Llama
 from kvcache.runner.config import parse_config

@@ -13,7 +13,7 @@ from typing import Any
 
 import ml
 from kvcache import Batch, CausalCache, ChunkedCache, HostTier, SlidingWindowCache
-from kvcache.prefix import PrefixCache
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import MemoryStore
 from kvcache.views import Occupancy, Picture, look_at_mask
 

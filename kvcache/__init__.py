@@ -32,20 +32,27 @@ if TYPE_CHECKING:
         SequenceLostError,
         ShiftFunction,
     )
-    from kvcache.causal import CausalCache, ChunkedCache, SlidingWindowCache
-    from kvcache.encoder import EncoderCache
-    from kvcache.paging import from_page, to_page
-    from kvcache.prefix import PrefixCache, PrefixStats, Session, SessionLimitError, SessionReplacedError
-    from kvcache.recurrent import RecurrentCache
-    from kvcache.snapshots import (
+    from kvcache.caches.causal import CausalCache
+    from kvcache.caches.encoder import EncoderCache
+    from kvcache.caches.recurrent import RecurrentCache
+    from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
+    from kvcache.caches.wrapper import WrapperCache
+    from kvcache.offload.tiers import HostTier
+    from kvcache.prefix.prefix_cache import (
+        PrefixCache,
+        PrefixStats,
+        Session,
+        SessionLimitError,
+        SessionReplacedError,
+    )
+    from kvcache.snapshots.serialize import deserialize, serialize
+    from kvcache.snapshots.snapshot import (
         AttentionSnapshot,
         EncoderSnapshot,
         RecurrentSnapshot,
         Snapshot,
         WrapperSnapshot,
     )
-    from kvcache.tiers import HostTier
-    from kvcache.wrapper import WrapperCache
 
 __all__ = [
     "AttentionSnapshot",
@@ -78,8 +85,8 @@ __all__ = [
     "Snapshot",
     "WrapperCache",
     "WrapperSnapshot",
-    "from_page",
-    "to_page",
+    "deserialize",
+    "serialize",
 ]
 
 _ELSEWHERE = {
@@ -100,8 +107,8 @@ _ELSEWHERE = {
     "Snapshot": "snapshots",
     "WrapperCache": "wrapper",
     "WrapperSnapshot": "snapshots",
-    "from_page": "paging",
-    "to_page": "paging",
+    "deserialize": "paging",
+    "serialize": "paging",
 }
 """The modules of the names that are not in kvcache.cache."""
 

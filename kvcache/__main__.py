@@ -1,6 +1,6 @@
 """``python -m kvcache`` is the ``kvcache`` command."""
 
-from kvcache.cli import main
+from kvcache.command.main import main
 
 if __name__ == "__main__":
     main()

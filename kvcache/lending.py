@@ -10,7 +10,7 @@ from types import TracebackType
 
 import numpy as np
 
-from kvcache.stores.page import Page
+from kvcache.stores.page import SerializedSnapshot
 
 __all__ = ["Lender", "Loan"]
 
@@ -53,7 +53,7 @@ class Loan:
     def __init__(self, lender: Lender) -> None:
         self._lender = lender
         self._buffer: np.ndarray | None = None
-        self.page: Page | None = None
+        self.page: SerializedSnapshot | None = None
 
     def memory(self, nbytes: int) -> np.ndarray:
         """Memory of exactly ``nbytes`` bytes for the page, in place of what the loan had."""
@@ -67,7 +67,7 @@ class Loan:
         if buffer is not None:
             self._lender.put_back(buffer)
 
-    def __enter__(self) -> Page | None:
+    def __enter__(self) -> SerializedSnapshot | None:
         return self.page
 
     def __exit__(

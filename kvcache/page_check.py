@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 
 import ml
-from kvcache.quantized import BLOCK
+from kvcache.storage.quantized import BLOCK
 from kvcache.stores.errors import SnapshotCorrupt
-from kvcache.stores.page import Page
+from kvcache.stores.page import SerializedSnapshot
 
 __all__ = ["StoredArray", "check_meta", "check_page"]
 
@@ -38,7 +38,7 @@ class StoredArray(Protocol):
     def dtype(self) -> np.dtype[Any]: ...
 
 
-def check_page(op: str, page: Page, complete: bool = False) -> tuple[int, int]:
+def check_page(op: str, page: SerializedSnapshot, complete: bool = False) -> tuple[int, int]:
     """[begin, end) of a page's snapshot; raises SnapshotCorrupt unless it is the page of one.
 
     ``complete``, as a conversation's pages are: attention layers have something of every position, and

@@ -44,12 +44,12 @@ __all__ = [
     "KVStore",
     "Layout",
     "SupportsAttention",
-    "SupportsBorrow",
     "SupportsCacheConfig",
     "SupportsDistributed",
+    "SupportsHostWrite",
     "SupportsKVStore",
-    "SupportsOverwrite",
     "SupportsRope",
+    "SupportsZeroCopyRead",
 ]
 
 
@@ -86,7 +86,7 @@ class CacheConfig:
     ``permuted_v``: ``get`` gives values as (kv_heads, head_dim, history).
     ``elide_mask``: the mask may be None or :data:`CAUSAL` where that says the same.
     ``fixed_shapes``: a pass of n tokens has the same tensors each time, over all cells, for CUDA graphs
-    and compilers of graphs (see kvcache.fixed); nothing is elided then.
+    and compilers of graphs (see kvcache.attention.fixed_shapes); nothing is elided then.
     """
 
     cache_padding: int = 1
@@ -139,7 +139,7 @@ class KVStore(Protocol):
 
 
 @runtime_checkable
-class SupportsBorrow(Protocol):
+class SupportsZeroCopyRead(Protocol):
     """A backend in host memory, which can read NumPy arrays where they lie."""
 
     def borrow(self, ctx: Context, array: np.ndarray) -> Tensor:
@@ -150,7 +150,7 @@ class SupportsBorrow(Protocol):
 
 
 @runtime_checkable
-class SupportsOverwrite(Protocol):
+class SupportsHostWrite(Protocol):
     """A backend in host memory, whose tensors others can write where they lie."""
 
     def overwrite(self, ctx: Context, tensor: Tensor) -> np.ndarray | None:

@@ -35,7 +35,7 @@ def held(*args, **options):
 
 setattr(owner, name, held)
 sys.argv = ["kvcache", *arguments]
-from kvcache.cli import main
+from kvcache.command.main import main
 main()
 """
 """Runs the command, and waits where a function is called for the nth time."""

@@ -202,8 +202,8 @@ def save_tokenizer(folder: Path) -> None:
 def save_weights(folder: Path, config: dict[str, Any], replaced: dict[str, np.ndarray]) -> None:
     from safetensors.numpy import save_file
 
+    from kvcache.runner.checkpoints.weights import expected_shapes
     from kvcache.runner.config import parse_config
-    from kvcache.runner.weights import expected_shapes
 
     random = np.random.default_rng(7)
     tensors = {

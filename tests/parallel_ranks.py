@@ -21,7 +21,7 @@ import pytest
 import ml
 from kvcache.cache import Batch
 from kvcache.runner import Engine, EngineOptions, Generator, GeneratorOptions, Settings, load_model
-from kvcache.runner.identity import model_identity
+from kvcache.runner.fingerprint import model_identity
 from kvcache.runner.parallel import join, of_all
 from kvcache.runner.ranks import LOST, job_of_rank
 from kvcache.runner.saved import ConversationError, adopt, capture, read, write

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import ml
-from kvcache import bench
-from kvcache.bench_timing import (
+from kvcache.bench import decoding as bench
+from kvcache.bench.timing import (
     Contender,
     Foreign,
     Round,

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 import ml
-from kvcache import branches, state_table
-from kvcache.causal import CausalCache
-from kvcache.recurrent import RecurrentCache
+from kvcache.caches import branches
+from kvcache.caches.causal import CausalCache
+from kvcache.caches.recurrent import RecurrentCache
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.requests import Settings
 from kvcache.runner.speculative import SpeculativeGenerator
-from kvcache.state_table import StateTable
+from kvcache.storage import state_table
+from kvcache.storage.state_table import StateTable
 from kvcache.testing.branching import BRANCHING, branch_trace
 
 from .test_speculative import Oracle, plain, speculate

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 
 import ml
-from kvcache import encoder, recurrent, state_table, states
-from kvcache.capturing import AttentionSnapshots
-from kvcache.cells import CellTable
-from kvcache.encoder import EncoderCache
-from kvcache.plain import Buffer
-from kvcache.quantized import QuantizedBuffer
-from kvcache.recurrent import RecurrentCache
-from kvcache.state_table import StateTable
+from kvcache.caches import encoder, recurrent
+from kvcache.caches.encoder import EncoderCache
+from kvcache.caches.recurrent import RecurrentCache
+from kvcache.caches.wrapper import SupportsPrepare, WrapperCache
+from kvcache.snapshots.attention import AttentionSnapshots
+from kvcache.storage import state_slots as states
+from kvcache.storage import state_table
+from kvcache.storage.buffer import Buffer
+from kvcache.storage.cell_table import CellTable
+from kvcache.storage.quantized import QuantizedBuffer
+from kvcache.storage.state_table import StateTable
 from kvcache.testing.family import run_family
 from kvcache.testing.traces import run_trace
-from kvcache.wrapper import Preparable, WrapperCache
 from ml import DType
 
 from .suite_bugs import SLIPS
@@ -245,17 +247,17 @@ def an_output_that_outlives_its_token(patch: Patch) -> None:
 
 @bug("wrapper")
 def starts_that_are_not_taken_back(patch: Patch) -> None:
-    patch.setattr("kvcache.causal.CausalCache.undo_forward", lambda self, resume=None: None)
+    patch.setattr("kvcache.caches.causal.CausalCache.undo_forward", lambda self, resume=None: None)
 
 
 @bug("wrapper")
 def a_refused_start_that_ends_the_pass_before(patch: Patch) -> None:
-    patch.setattr("kvcache.causal.CausalCache.pass_under_way", lambda self: None)
+    patch.setattr("kvcache.caches.causal.CausalCache.pass_under_way", lambda self: None)
 
 
 @bug("recurrent")
 def states_that_stay_where_a_refused_start_moved_them(patch: Patch) -> None:
-    patch.setattr("kvcache.state_table.StateTable._move", lambda self, *args: None)
+    patch.setattr("kvcache.storage.state_table.StateTable._move", lambda self, *args: None)
 
 
 @bug("wrapper")
@@ -264,7 +266,7 @@ def a_removal_from_the_first_cache_only(patch: Patch) -> None:
 
     def prepare(self: WrapperCache, *args: Any) -> Any:
         first = self._order[0]
-        return first.prepare_remove(*args) if isinstance(first, Preparable) else original(self, *args)
+        return first.prepare_remove(*args) if isinstance(first, SupportsPrepare) else original(self, *args)
 
     patch.setattr(WrapperCache, "prepare_remove", prepare)
 

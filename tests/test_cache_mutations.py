@@ -14,13 +14,18 @@ import pytest
 
 import ml
 from kvcache import cache as errors
-from kvcache import forward, moving, plain, reading
-from kvcache.buffers import LayerBuffers
-from kvcache.causal import CausalCache, ChunkedCache, SlidingWindowCache, full
-from kvcache.cells import CellTable
-from kvcache.forward import Forward
-from kvcache.reading import Reading
-from kvcache.state_table import StateTable
+from kvcache.attention import forward_pass as forward
+from kvcache.attention import read_plan as reading
+from kvcache.attention.forward_pass import ForwardPass
+from kvcache.attention.read_plan import ReadPlan
+from kvcache.caches import causal as full
+from kvcache.caches.causal import CausalCache
+from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
+from kvcache.storage import buffer as plain
+from kvcache.storage import relocation as moving
+from kvcache.storage.cell_table import CellTable
+from kvcache.storage.layer_buffers import LayerBuffers
+from kvcache.storage.state_table import StateTable
 from kvcache.testing import CacheTests
 
 from .suite_bugs import Bugs, Patch, check_noticed
@@ -60,52 +65,52 @@ def a_token_that_does_not_see_itself(patch: Patch) -> None:
 
 @bug("Mask")
 def another_sequence_visible(patch: Patch) -> None:
-    original = Reading.mask
+    original = ReadPlan.mask
 
-    def mask(self: Reading, tokens: int, *args: Any) -> np.ndarray:
+    def mask(self: ReadPlan, tokens: int, *args: Any) -> np.ndarray:
         found = original(self, tokens, *args)
         found[:tokens, (found[:tokens] == 0).any(axis=0)] = 0
         return found if len(self.groups) > 1 else original(self, tokens, *args)
 
-    patch.setattr(Reading, "mask", mask)
+    patch.setattr(ReadPlan, "mask", mask)
 
 
 @bug("Mask")
 def a_column_of_padding_visible(patch: Patch) -> None:
-    original = Reading.mask
+    original = ReadPlan.mask
 
-    def mask(self: Reading, tokens: int, *args: Any) -> np.ndarray:
+    def mask(self: ReadPlan, tokens: int, *args: Any) -> np.ndarray:
         found = original(self, tokens, *args)
         if self.length > sum(len(row) for row in self.rows):
             found[:tokens, np.flatnonzero((found == -np.inf).all(axis=0))] = 0
         return found
 
-    patch.setattr(Reading, "mask", mask)
+    patch.setattr(ReadPlan, "mask", mask)
 
 
 @bug("Mask")
 def a_row_of_padding_visible(patch: Patch) -> None:
-    original = Reading.mask
+    original = ReadPlan.mask
 
-    def mask(self: Reading, tokens: int, *args: Any) -> np.ndarray:
+    def mask(self: ReadPlan, tokens: int, *args: Any) -> np.ndarray:
         found = original(self, tokens, *args)
         found[tokens:] = 0
         return found
 
-    patch.setattr(Reading, "mask", mask)
+    patch.setattr(ReadPlan, "mask", mask)
 
 
 @bug("Mask")
 def a_stale_mask_after_set_causal(patch: Patch) -> None:
-    patch.setattr(Forward, "lift", lambda self, indices: setattr(self, "lifted", indices))
+    patch.setattr(ForwardPass, "lift", lambda self, indices: setattr(self, "lifted", indices))
 
 
 @bug("Mask")
 def an_except_list_that_outlives_its_pass(patch: Patch) -> None:
     lifted: list[frozenset[int]] = []
-    original, start = Forward.lift, CausalCache.start_forward
+    original, start = ForwardPass.lift, CausalCache.start_forward
 
-    def lift(self: Forward, indices: frozenset[int]) -> None:
+    def lift(self: ForwardPass, indices: frozenset[int]) -> None:
         lifted[:] = [indices]
         original(self, indices)
 
@@ -114,19 +119,19 @@ def an_except_list_that_outlives_its_pass(patch: Patch) -> None:
         if lifted and self._pass is not None:
             original(self._pass, lifted[0])
 
-    patch.setattr(Forward, "lift", lift)
+    patch.setattr(ForwardPass, "lift", lift)
     patch.setattr(CausalCache, "start_forward", start_forward)
 
 
 @bug("Mask")
 def a_mask_elided_for_an_unordered_batch(patch: Patch) -> None:
-    original = Reading.elided
+    original = ReadPlan.elided
 
-    def elided(self: Reading, *args: Any) -> Any:
+    def elided(self: ReadPlan, *args: Any) -> Any:
         found = original(self, *args)
         return ml.CAUSAL if found is False and len(self.groups) == 1 else found
 
-    patch.setattr(Reading, "elided", elided)
+    patch.setattr(ReadPlan, "elided", elided)
 
 
 # Where data lies.
@@ -143,14 +148,14 @@ def values_read_in_the_wrong_layout(patch: Patch) -> None:
 
 @bug("Storing")
 def scattered_cells_written_in_ascending_order(patch: Patch) -> None:
-    original = Forward.targets
+    original = ForwardPass.targets
 
-    def targets(self: Forward, ctx: ml.Context) -> int | ml.Tensor:
+    def targets(self: ForwardPass, ctx: ml.Context) -> int | ml.Tensor:
         if not isinstance(self.cells, int):
             self.cells = np.sort(self.cells)
         return original(self, ctx)
 
-    patch.setattr(Forward, "targets", targets)
+    patch.setattr(ForwardPass, "targets", targets)
 
 
 @bug("Storing")
@@ -349,7 +354,7 @@ def a_resume_beyond_the_end(patch: Patch) -> None:
 
 @bug("Batch")
 def a_stored_pair_taken_again(patch: Patch) -> None:
-    patch.setattr("kvcache.cells.Row.holds_any", lambda self, positions: False)
+    patch.setattr("kvcache.storage.cell_table.Row.holds_any", lambda self, positions: False)
 
 
 @bug("Fault")
@@ -365,29 +370,29 @@ def everything_marked_lost(patch: Patch) -> None:
 
 @bug("Attending")
 def attention_merged_without_its_mask(patch: Patch) -> None:
-    original = forward.Forward.shared
-    patch.setattr(forward.Forward, "shared", lambda self, ctx: (original(self, ctx)[0], None))
+    original = forward.ForwardPass.shared
+    patch.setattr(forward.ForwardPass, "shared", lambda self, ctx: (original(self, ctx)[0], None))
 
 
 @bug("Attending")
 def rows_of_an_unordered_batch_mixed_up(patch: Patch) -> None:
-    original = Reading.own_mask
-    patch.setattr(Reading, "own_mask", lambda self, *args: original(self, *args)[::-1])
+    original = ReadPlan.own_mask
+    patch.setattr(ReadPlan, "own_mask", lambda self, *args: original(self, *args)[::-1])
 
 
 @bug("Attending")
 def a_history_that_is_not_padded(patch: Patch) -> None:
-    patch.setattr(forward, "plan_own", lambda table, group, padding: reading.plan_reading(table, [group]))
+    patch.setattr(forward, "plan_own", lambda table, group, padding: reading.plan_read(table, [group]))
 
 
 @bug("Attending")
 def a_neighbour_in_the_columns_of_padding(patch: Patch) -> None:
-    patch.setattr(forward, "plan_own", lambda table, group, pad: reading.plan_reading(table, [group], pad))
+    patch.setattr(forward, "plan_own", lambda table, group, pad: reading.plan_read(table, [group], pad))
 
 
 @bug("Attending")
 def columns_of_padding_as_they_were_left(patch: Patch) -> None:
-    patch.setattr(Forward, "_blank", lambda *args: None)
+    patch.setattr(ForwardPass, "_blank", lambda *args: None)
 
 
 @bug("Attending")
@@ -402,12 +407,12 @@ def cells_that_are_blank_for_ever(patch: Patch) -> None:
     patch.setattr(CellTable, "_release", release)
 
 
-@bug("Reading")
+@bug("ReadPlan")
 def a_layer_read_that_was_not_put(patch: Patch) -> None:
     patch.setattr(LayerBuffers, "stamp", property(lambda self: 1 << 62, lambda self, stamp: None))
 
 
-@bug("Reading")
+@bug("ReadPlan")
 def queries_that_evict(patch: Patch) -> None:
     original = CausalCache.start_forward
 
@@ -419,7 +424,7 @@ def queries_that_evict(patch: Patch) -> None:
     patch.setattr(CausalCache, "start_forward", start_forward)
 
 
-@bug("Reading")
+@bug("ReadPlan")
 def states_that_a_reader_writes_into(patch: Patch) -> None:
     def read(self: StateTable, ctx: Any, key: Any, sequences: Any, *args: Any) -> ml.Tensor:
         seq = next(iter(sequences))

@@ -18,7 +18,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-import kvcache.cli
+import kvcache.command.main
 import kvcache.runner.saved
 import ml
 from kvcache.command.chat import Chat
@@ -198,7 +198,7 @@ def test_names_are_one_word(talk: Conversations, name: str) -> None:
 
 def chat(*lines: str, arguments: tuple[object, ...] = ()) -> Any:
     line = ["chat", "--max-tokens", "8", *map(str, arguments)]
-    result = CliRunner().invoke(kvcache.cli.app, line, input="".join(f"{text}\n" for text in lines))
+    result = CliRunner().invoke(kvcache.command.main.app, line, input="".join(f"{text}\n" for text in lines))
     assert result.exit_code == 0, result.stderr
     assert result.stderr == ""
     return result.stdout
@@ -220,7 +220,7 @@ def test_conversations_share_and_stats_tell_it() -> None:
 
 def test_the_answers_are_those_of_generate() -> None:
     result = CliRunner().invoke(
-        kvcache.cli.app, ["generate", "--prompt", "And God said unto", "--max-tokens", "8"]
+        kvcache.command.main.app, ["generate", "--prompt", "And God said unto", "--max-tokens", "8"]
     )
     expected = result.stdout.split("\n\ntokens reused")[0]
     assert "And God said unto" + chat("And God said unto") == expected + "\n"
@@ -425,7 +425,7 @@ def test_a_second_ctrl_c_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> No
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Engine, "step", interrupted)
-    result = CliRunner().invoke(kvcache.cli.app, ["chat"], input="And God\n")
+    result = CliRunner().invoke(kvcache.command.main.app, ["chat"], input="And God\n")
     assert (result.exit_code, result.stderr) == (130, "kvcache: interrupted\n")
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-import kvcache.cli
+import kvcache.command.main
 from kvcache.command.chat_replies import aligned
 from kvcache.runner.saved import read
 
@@ -21,7 +21,7 @@ NOAH = "And God said unto Noah,"
 
 
 def run(*arguments: object, text: str = "") -> Any:
-    return CliRunner().invoke(kvcache.cli.app, [str(argument) for argument in arguments], input=text)
+    return CliRunner().invoke(kvcache.command.main.app, [str(argument) for argument in arguments], input=text)
 
 
 def chat(*lines: str, arguments: tuple[object, ...] = ()) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ def test_an_output_that_lacks_letters_gets_them_escaped(tmp_path: Path) -> None:
     arguments = ["generate", "--prompt-file", str(path), "--max-tokens", "1", "--json"]
     found = {}
     for encoding in ("ascii", "utf-8"):
-        result = CliRunner(charset=encoding).invoke(kvcache.cli.app, arguments)
+        result = CliRunner(charset=encoding).invoke(kvcache.command.main.app, arguments)
         assert result.exit_code == 0, result.output
         found[encoding] = json.loads(result.stdout_bytes.decode(encoding))["outputs"][0]["prompt"]
         assert ("\\u201c" in result.stdout) == (encoding == "ascii")

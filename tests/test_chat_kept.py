@@ -63,7 +63,7 @@ def chat(
 @contextlib.contextmanager
 def chatting(store: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that has answered NOAH, whose pages are written, and two tokens of the next answer."""
-    turn = "kvcache.causal:CausalCache.start_forward:15"
+    turn = "kvcache.caches.causal:CausalCache.start_forward:15"
     arguments = ["chat", "--max-tokens", 12, "--store", store]
     with held(turn, tmp_path, *arguments, text=f"{NOAH}\nand he went\n") as process:
         for _ in range(600):

@@ -24,16 +24,16 @@ pytest.importorskip("rich")
 from rich.console import Console
 from typer.testing import CliRunner
 
-import kvcache.cli
 import kvcache.command.app
+import kvcache.command.main
 import ml
+from kvcache.command.backends import Surveyed, listing, plain, survey
 from kvcache.command.progress import Bars
 from kvcache.command.screen import LiveScreen, Totals
 from kvcache.runner.errors import ModelError
 from kvcache.runner.generate import Generator
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.requests import Finished, Prefilled, Started, Statistics, Token
-from kvcache.survey import Surveyed, listing, plain, survey
 
 Make = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def run(*arguments: object, env: dict[str, str] | None = None) -> Any:
     """Exit code, stdout and stderr of a command line, in this process."""
-    return CliRunner().invoke(kvcache.cli.app, [str(argument) for argument in arguments], env=env)
+    return CliRunner().invoke(kvcache.command.main.app, [str(argument) for argument in arguments], env=env)
 
 
 def command(*arguments: object, **options: Any) -> subprocess.Popen[str]:
@@ -381,7 +381,7 @@ def test_without_a_standard_output_it_runs(make_model: Make) -> None:
 def test_as_a_module_and_without_a_framework(make_model: Make) -> None:
     """The whole command on NumPy imports no other framework."""
     code = (
-        "import sys; from kvcache.cli import main\n"
+        "import sys; from kvcache.command.main import main\n"
         f"sys.argv[1:] = ['generate', '--model', {str(make_model())!r}, '--prompt', 'x']\n"
         "try: main()\n"
         "except SystemExit as e: assert not e.code, e.code\n"
@@ -397,7 +397,7 @@ def test_as_a_module_and_without_a_framework(make_model: Make) -> None:
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
-    code = f"import sys; sys.modules[{missing!r}] = None\nfrom kvcache.cli import main\nmain()"
+    code = f"import sys; sys.modules[{missing!r}] = None\nfrom kvcache.command.main import main\nmain()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 1
     assert (
@@ -408,7 +408,7 @@ def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
 
 def test_cli_has_no_other_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = kvcache.cli.nonsense
+        _ = kvcache.command.main.nonsense
 
 
 def test_backends_lists_them_all() -> None:
@@ -424,7 +424,7 @@ def test_backends_lists_them_all() -> None:
     assert "devices       cpu" in block
     assert "GiB free of" in block
     assert "dtypes        F32 F16 BF16 I8 U8 I32 I64 BOOL" in block
-    assert "capabilities  SupportsBorrow SupportsOverwrite\n" in block
+    assert "capabilities  SupportsZeroCopyRead SupportsHostWrite\n" in block
     assert all(line == line.rstrip() for line in result.stdout.splitlines())
 
 
@@ -446,7 +446,7 @@ def test_backends_as_json() -> None:
     (memory,) = rows["numpy"]["memory"]
     assert (memory["device"], memory["allocated"]) == ("cpu", 0)
     assert 0 < memory["free"] <= memory["total"]
-    assert rows["numpy"]["capabilities"] == ["SupportsBorrow", "SupportsOverwrite"]
+    assert rows["numpy"]["capabilities"] == ["SupportsZeroCopyRead", "SupportsHostWrite"]
     assert rows["numpy"]["absent"] == []
 
 
@@ -458,7 +458,7 @@ def test_backends_tell_their_capabilities(name: str) -> None:
     with ml.open_backend(name) as backend:
         kinds = [getattr(ml, kind) for kind in ml.__all__ if kind.startswith("Supports")]
         expected = sorted(kind.__name__ for kind in kinds if isinstance(backend, kind))
-    assert "SupportsOverwrite" in expected
+    assert "SupportsHostWrite" in expected
     assert sorted(rows[name]["capabilities"]) == expected
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("typer")
 from rich.console import Console
 from typer.testing import CliRunner
 
-import kvcache.cli
+import kvcache.command.main
 from kvcache.command import conformance
 from kvcache.command.conformance import Suite, counted, record
 from ml.testing.results import Result, Run, Selection, load, run_suites
@@ -32,7 +32,7 @@ FEW = "rms_norm or (casts and I8-F16) or any_walk"
 
 def run(*arguments: object) -> Any:
     line = ["conformance", *map(str, arguments)]
-    return CliRunner().invoke(kvcache.cli.app, line, env={"PYTEST_ADDOPTS": ""})
+    return CliRunner().invoke(kvcache.command.main.app, line, env={"PYTEST_ADDOPTS": ""})
 
 
 def test_it_runs_the_suite_and_counts_by_area(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

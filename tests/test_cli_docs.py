@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import kvcache.cli
+import kvcache.command.main
 
 from .console_blocks import Command, Shell, alike, commands, matches
 
@@ -42,7 +42,7 @@ def prepare(shell: Shell) -> None:
 def test_every_command_has_a_section_with_a_run_of_it() -> None:
     typer = pytest.importorskip("typer")
     run = "\n".join(command.text for command in COMMANDS)
-    for name in typer.main.get_command(kvcache.cli.app).commands:
+    for name in typer.main.get_command(kvcache.command.main.app).commands:
         assert f"`{name}" in PAGE.split("## generate")[0] or f"`{name}`" in PAGE
         assert f"kvcache {name}" in run
 

@@ -18,19 +18,19 @@ pytest.importorskip("typer")
 import typer
 from typer.testing import CliRunner
 
-import kvcache.cli
+import kvcache.command.main
 import ml
 from kvcache.command import completing
 from kvcache.command.usage import ORDER
 from kvcache.stores import open_store
 
 ROOT = Path(__file__).resolve().parents[1]
-GROUP: Any = typer.main.get_command(kvcache.cli.app)
+GROUP: Any = typer.main.get_command(kvcache.command.main.app)
 NAMES = sorted(GROUP.commands)
 
 
 def run(*arguments: object, **options: Any) -> Any:
-    return CliRunner().invoke(kvcache.cli.app, [str(argument) for argument in arguments], **options)
+    return CliRunner().invoke(kvcache.command.main.app, [str(argument) for argument in arguments], **options)
 
 
 # Help.
@@ -151,7 +151,7 @@ def completed(line: str) -> list[str]:
     """What bash is told for the last word of a line."""
     words = line.split(" ")
     env = {"_KVCACHE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    result = CliRunner().invoke(kvcache.cli.app, [], prog_name="kvcache", env=env)
+    result = CliRunner().invoke(kvcache.command.main.app, [], prog_name="kvcache", env=env)
     assert result.exit_code == 0
     return sorted(result.stdout.split())
 

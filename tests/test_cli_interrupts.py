@@ -29,9 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "And God said unto Noah,"
 
 OPENING = "ml:open_backend:1"
-LOADING = "kvcache.runner.loader:Loader.take:5"
-PREFILL = "kvcache.causal:CausalCache.start_forward:1"
-DECODE = "kvcache.causal:CausalCache.start_forward:3"
+LOADING = "kvcache.runner.models.loader:Loader.take:5"
+PREFILL = "kvcache.caches.causal:CausalCache.start_forward:1"
+DECODE = "kvcache.caches.causal:CausalCache.start_forward:3"
 READING = "kvcache.runner.saved:digest_of_page:1"
 RESTORE = "kvcache.runner.saved:from_page:1"
 WRITING = "os:fsync:1"
@@ -71,7 +71,7 @@ def test_a_batch_shows_what_there_is_of_its_answers(
     prompts = ["In the beginning", "And God said unto"]
     words = [word for prompt in prompts for word in ("--prompt", prompt)]
     arguments = ["generate", *words, "--stop", ",", "--max-tokens", 20, *options]
-    with held("kvcache.causal:CausalCache.start_forward:5", tmp_path, *arguments) as process:
+    with held("kvcache.caches.causal:CausalCache.start_forward:5", tmp_path, *arguments) as process:
         process.send_signal(number)
         out, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + number, errors
@@ -95,7 +95,7 @@ def test_a_batch_shows_what_there_is_of_its_answers(
 STARTING = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits it ignored
-from kvcache.cli import main
+from kvcache.command.main import main
 
 class Interrupting:
     left = int(sys.argv[1])
@@ -136,7 +136,7 @@ def test_the_end_of_the_process_ends_with_a_short_message_behind_the_whole_resul
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
         "import sys; sys.argv = ['kvcache', '--version']\n"
-        "from kvcache.cli import main; main()\n"
+        "from kvcache.command.main import main; main()\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60
@@ -186,7 +186,7 @@ def test_load_leaves_the_file_and_writes_none(moment: str, tmp_path: Path, saved
     ("moment", "arguments"),
     [
         ("typer.core:TyperGroup.make_context:1", ["generate", "--prompt", PROMPT]),
-        ("kvcache.bench:interleave:1", ["bench", "--quick"]),
+        ("kvcache.bench.decoding:interleave:1", ["bench", "--quick"]),
         ("ml.plugins:Registry.infos:1", ["backends", "--json"]),
     ],
     ids=["parsing", "bench", "backends"],

@@ -14,14 +14,14 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-import kvcache.cli
+import kvcache.command.main
 from kvcache.command.prompts import gathered, text_or_stdin
 from kvcache.runner.errors import RequestError
 
 
 def run(*arguments: object, text: str | bytes = "") -> Any:
     line = [str(argument) for argument in arguments]
-    return CliRunner().invoke(kvcache.cli.app, line, input=text)
+    return CliRunner().invoke(kvcache.command.main.app, line, input=text)
 
 
 def prompts(*arguments: object, text: str = "") -> list[str]:

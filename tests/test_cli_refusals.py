@@ -16,14 +16,14 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-import kvcache.cli
+import kvcache.command.main
 
 ROOT = Path(__file__).resolve().parents[1]
 SAVE = ["save", "--prompt", "And God said", "--out"]
 
 
 def run(*arguments: object, text: str = "") -> Any:
-    return CliRunner().invoke(kvcache.cli.app, [str(argument) for argument in arguments], input=text)
+    return CliRunner().invoke(kvcache.command.main.app, [str(argument) for argument in arguments], input=text)
 
 
 @pytest.mark.parametrize(

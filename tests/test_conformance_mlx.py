@@ -24,7 +24,7 @@ class TestMlxAsLargeBoxes(AliasingTests, CopyTests, OrderTests, RowTests):
 
     @pytest.fixture(autouse=True)
     def _no_thresholds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("backends.mlx.box.WAIT_BYTES", 0)
+        monkeypatch.setattr("backends.mlx.storage.WAIT_BYTES", 0)
         monkeypatch.setattr("backends.mlx.tensor.WAIT_BYTES", 0)
         monkeypatch.setattr("backends.mlx.tensor.RUNS_LIMIT", 0)
         monkeypatch.setattr("backends.mlx.backend.PENDING_RESULTS", 3)

@@ -18,18 +18,18 @@ import pytest
 
 import ml
 from kvcache import Batch, HostTier
-from kvcache.paging import from_page, to_page
 from kvcache.runner.config import load_config
+from kvcache.runner.device_map import open_on_devices, parse_devices
 from kvcache.runner.engine import Engine, EngineOptions
-from kvcache.runner.families import FAMILIES, family_of
 from kvcache.runner.generate import Generator, GeneratorOptions
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.memory import available_bytes
-from kvcache.runner.placing import open_on_devices, parse_devices
+from kvcache.runner.models.families import FAMILIES, family_of
 from kvcache.runner.requests import Settings
 from kvcache.runner.saved import adopt, capture
 from kvcache.runner.tokenizer import Tokenizer
-from kvcache.snapshots import EncoderSnapshot
+from kvcache.snapshots.serialize import deserialize, serialize
+from kvcache.snapshots.snapshot import EncoderSnapshot
 from kvcache.stores import MemoryStore
 
 from . import cupy_double
@@ -146,7 +146,7 @@ def test_an_encoders_output_lies_with_the_layer_that_reads_it() -> None:
                     cache.start_forward(ctx, batch)
                     said.append(model.forward(ctx, batch, cache).to_numpy())
             taken = cache.snapshot(0)
-            snapshots: list[Any] = [taken, from_page(backend, to_page(backend, taken))]
+            snapshots: list[Any] = [taken, deserialize(backend, serialize(backend, taken))]
             for snapshot in snapshots:
                 (encoded,) = (part for part in snapshot.parts if isinstance(part, EncoderSnapshot))
                 found = [devices_of(pair) for _, pair in sorted(encoded.layers.items())]
@@ -214,7 +214,7 @@ def test_snapshots_restores_pages_and_shifts_keep_each_layer_on_its_device(make_
         step(model, cache, [0], [6])
         cache.defrag()
         first, second = cache.split(taken, 5)
-        parts: list[Any] = [taken, first, second, from_page(backend, to_page(backend, taken))]
+        parts: list[Any] = [taken, first, second, deserialize(backend, serialize(backend, taken))]
         for part in parts:
             part.detach()
             layers = sorted(part.read().items())
@@ -365,9 +365,9 @@ def run(*arguments: object) -> Any:
     pytest.importorskip("typer")
     from typer.testing import CliRunner
 
-    import kvcache.cli
+    import kvcache.command.main
 
-    return CliRunner().invoke(kvcache.cli.app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(kvcache.command.main.app, [str(argument) for argument in arguments])
 
 
 def test_generate_takes_devices_and_prints_the_same() -> None:

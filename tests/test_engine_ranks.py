@@ -16,7 +16,7 @@ import pytest
 
 import ml
 from kvcache.cache import CacheFullError
-from kvcache.prefix import PrefixCache
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.runner import Engine, EngineOptions, Settings, load_model
 from kvcache.stores import FileStore
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvcache.eviction import Ledger
+from kvcache.offload.eviction import LRUQueue
 
 
 @dataclass(eq=False)
@@ -23,8 +23,8 @@ def priority(entry: Entry) -> tuple[bool, int, int]:
     return entry.pins > 0, entry.used, -entry.depth
 
 
-def ledger(budget: int | None = None) -> Ledger[Entry]:
-    return Ledger(budget, priority)
+def ledger(budget: int | None = None) -> LRUQueue[Entry]:
+    return LRUQueue(budget, priority)
 
 
 def test_the_least_recently_used_the_deepest_of_equals_pinned_ones_last() -> None:

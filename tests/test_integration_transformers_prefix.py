@@ -14,7 +14,7 @@ import torch
 
 from kvcache import InvalidRangeError, InvalidSequenceError, NotSupportedError
 from kvcache.integrations.transformers import HFPrefixCache
-from kvcache.prefix import SessionLimitError
+from kvcache.prefix.prefix_cache import SessionLimitError
 from kvcache.stores import MemoryStore
 
 from . import hf_models as hf

@@ -29,8 +29,8 @@ def test_importing_it_imports_nothing_else() -> None:
 
 def test_a_cache_brings_neither_stores_nor_the_prefix_cache() -> None:
     found = imported_by("from kvcache import CausalCache")
-    assert "kvcache.causal" in found
-    assert not {name for name in found if name.startswith(("kvcache.stores", "kvcache.prefix"))}
+    assert "kvcache.caches.causal" in found
+    assert not {name for name in found if name.startswith(("kvcache.stores", "kvcache.prefix.prefix_cache"))}
 
 
 def test_what_type_checkers_are_told_is_what_there_is() -> None:
@@ -59,8 +59,8 @@ def test_every_name_is_listed_and_found_once() -> None:
 
 
 def test_modules_are_attributes_without_being_imported_first() -> None:
-    code = "import kvcache; assert kvcache.causal.CausalCache is kvcache.CausalCache; kvcache.branches.fork"
-    assert {"kvcache.causal", "kvcache.branches"} <= imported_by(code)
+    code = "import kvcache; assert kvcache.caches.causal.CausalCache is kvcache.CausalCache; kvcache.caches.branches.fork"
+    assert {"kvcache.caches.causal", "kvcache.caches.branches"} <= imported_by(code)
 
 
 @pytest.mark.parametrize("name", ["nonsense", "_private", "__wrapped__"])

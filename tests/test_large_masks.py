@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import Batch, CausalCache, ChunkedCache, SlidingWindowCache, masks
+from kvcache import Batch, CausalCache, ChunkedCache, SlidingWindowCache
+from kvcache.attention import masks
 
 KINDS: dict[str, Callable[[], Any]] = {
     "causal": CausalCache,

@@ -107,7 +107,7 @@ def test_a_suite_that_is_hidden_is_a_usage_error_that_names_what_hides_it(
 
 @pytest.mark.parametrize("which", ["ml, a package", "ml, a module"])
 @pytest.mark.parametrize(
-    "code", ["from kvcache import CausalCache", "import kvcache.causal", "import ml, kvcache"]
+    "code", ["from kvcache import CausalCache", "import kvcache.caches.causal", "import ml, kvcache"]
 )
 def test_kvcache_says_which_ml_hides_ours(project: Project, which: str, code: str) -> None:
     folder = project(which)

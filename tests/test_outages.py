@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import ml
-from kvcache.outages import FIRST, LONGEST, READING, WRITING, Outages
+from kvcache.offload.outages import FIRST, LONGEST, READING, WRITING, Outages
 from kvcache.stores import MemoryStore, StoreFull, StoreReadOnly, StoreUnavailable
 from kvcache.testing.conversing import ConversationSetup, Rig
 from kvcache.testing.prefix_traces import FlakyStore
@@ -154,8 +154,8 @@ def test_a_prefix_cache_leaves_a_store_alone_that_is_out_of_reach(
 ) -> None:
     store = FlakyStore()
     r = Rig(ConversationSetup("causal"), backend, tiers=[store])
-    assert r.prefix.shelf.store is not None
-    r.prefix.shelf.store.outages = Outages(clock)
+    assert r.prefix.tree.store is not None
+    r.prefix.tree.store.outages = Outages(clock)
     r.keep(LONG)
     r.prefix.evict()
     r.prefix.flush()
@@ -183,8 +183,8 @@ def test_a_prefix_cache_outlives_its_server_and_uses_it_again_when_it_is_back(
     pytest.importorskip("valkey", reason="the package valkey is not installed")
     with ValkeyServer() as server:
         r = Rig(ConversationSetup(cache), backend, tiers=[server.url])
-        assert r.prefix.shelf.store is not None
-        r.prefix.shelf.store.outages = Outages(clock)
+        assert r.prefix.tree.store is not None
+        r.prefix.tree.store.outages = Outages(clock)
 
         def turn(tokens: list[int]) -> int:
             """How many of the tokens were there; what is kept afterwards is in the store alone."""

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.page_check import check_page
-from kvcache.paging import from_page, to_page
-from kvcache.stores import MemoryStore, Page, SnapshotCorrupt, get_page, pack, put_page, unpack
+from kvcache.snapshots.serialize import deserialize, serialize
+from kvcache.stores import MemoryStore, SerializedSnapshot, SnapshotCorrupt, get_page, pack, put_page, unpack
 from kvcache.testing.conversing import CACHES, ConversationSetup, Rig
 from kvcache.testing.prefix_case import PlainStore
 from ml import DType
@@ -46,14 +46,14 @@ def rig(backend: ml.Backend, cache: str, dtype: DType, *tiers: Any) -> Rig:
 
 
 @functools.cache
-def stored(backend: ml.Backend, cache: str, dtype: DType = DType.F32) -> dict[str, Page]:
+def stored(backend: ml.Backend, cache: str, dtype: DType = DType.F32) -> dict[str, SerializedSnapshot]:
     """The pages of a conversation by their keys, in memory of their own."""
     store = MemoryStore()
     with rig(backend, cache, dtype, store).prefix as prefix:
         owner = rig(backend, cache, dtype, store)
         owner.keep(TOKENS)
         owner.prefix.close()
-        chain = prefix.shelf.keys.chain(TOKENS)
+        chain = prefix.tree.keys.chain(TOKENS)
         pages = {key: get_page(store, key) for key in (chain.at(i) for i in range(1, len(TOKENS) + 1))}
     return {key: page for key, page in pages.items() if page is not None}
 
@@ -66,7 +66,7 @@ def places(meta: Any, at: Place = ()) -> Iterator[Place]:
         yield from places(value, (*at, key))
 
 
-def changed(page: Page, where: Place, *value: Any) -> Page:
+def changed(page: SerializedSnapshot, where: Place, *value: Any) -> SerializedSnapshot:
     """With another value in one place of its meta; none: without what is there."""
     meta = inside = copy.deepcopy(dict(page.meta))
     for key in where[:-1]:
@@ -75,16 +75,16 @@ def changed(page: Page, where: Place, *value: Any) -> Page:
         inside[where[-1]] = value[0]
     else:
         del inside[where[-1]]
-    return Page(meta, page.arrays)
+    return SerializedSnapshot(meta, page.arrays)
 
 
-def with_array(page: Page, name: str, array: np.ndarray | None) -> Page:
+def with_array(page: SerializedSnapshot, name: str, array: np.ndarray | None) -> SerializedSnapshot:
     """With another array of that name; None: without it."""
     others = {other: kept for other, kept in page.arrays.items() if other != name}
-    return Page(page.meta, others if array is None else {**others, name: array})
+    return SerializedSnapshot(page.meta, others if array is None else {**others, name: array})
 
 
-def forgeries(page: Page) -> Iterator[Page]:
+def forgeries(page: SerializedSnapshot) -> Iterator[SerializedSnapshot]:
     for where in places(dict(page.meta)):
         yield changed(page, where)
         yield from (changed(page, where, value) for value in STRANGE)
@@ -159,7 +159,7 @@ def test_a_page_with_a_gap_is_no_conversations(backend: ml.Backend) -> None:
         name: np.ascontiguousarray(array.take([0, *range(2, count)], axis=array.shape.index(count)))
         for name, array in page.arrays.items()
     }
-    gap = Page(page.meta, arrays)
+    gap = SerializedSnapshot(page.meta, arrays)
     check_page("test", gap)
     with pytest.raises(SnapshotCorrupt, match=f"test: .* {count - 1} positions of"):
         check_page("test", gap, complete=True)
@@ -175,9 +175,9 @@ def test_what_is_checked_is_a_snapshot_that_the_cache_takes_or_refuses(
         judge(backend, cache, dtype, other)
 
 
-def judge(backend: ml.Backend, cache: str, dtype: DType, page: Page) -> None:
+def judge(backend: ml.Backend, cache: str, dtype: DType, page: SerializedSnapshot) -> None:
     try:
-        snapshot = from_page(backend, page)
+        snapshot = deserialize(backend, page)
     except SnapshotCorrupt:
         return
     assert check_page("test", page) == (snapshot.begin, snapshot.end)
@@ -240,8 +240,8 @@ def test_any_bytes_are_a_snapshots_or_corrupt(backend: ml.Backend, data: st.Data
     ids=repr,
 )
 def test_what_is_no_page_of_a_snapshot_says_so(backend: ml.Backend, meta: Any) -> None:
-    with pytest.raises(SnapshotCorrupt, match="from_page: not the page of a snapshot"):
-        from_page(backend, Page(meta))
+    with pytest.raises(SnapshotCorrupt, match="deserialize: not the page of a snapshot"):
+        deserialize(backend, SerializedSnapshot(meta))
 
 
 def test_a_page_nested_without_end_is_corrupt(backend: ml.Backend) -> None:
@@ -249,7 +249,7 @@ def test_a_page_nested_without_end_is_corrupt(backend: ml.Backend) -> None:
     for _ in range(5000):
         meta = {"kind": "wrapper", "begin": 0, "end": 0, "parts": [meta]}
     with pytest.raises(SnapshotCorrupt):
-        from_page(backend, Page({"snapshot": meta}))
+        deserialize(backend, SerializedSnapshot({"snapshot": meta}))
 
 
 @every_cache
@@ -260,4 +260,4 @@ def test_what_a_cache_makes_is_sound(backend: ml.Backend, cache: str, dtype: DTy
     r = rig(backend, cache, dtype)
     chat = r.chat(TOKENS)
     for end in (0, len(TOKENS)):
-        assert check_page("test", to_page(backend, r.cache.snapshot(chat.seq, 0, end))) == (0, end)
+        assert check_page("test", serialize(backend, r.cache.snapshot(chat.seq, 0, end))) == (0, end)

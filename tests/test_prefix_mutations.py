@@ -13,25 +13,31 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import cutting, paging, prefix, shelf, tiers, transit, trie
-from kvcache.causal import CausalCache
-from kvcache.encoder import EncoderCache
-from kvcache.eviction import Ledger
-from kvcache.finding import Finder
+from kvcache import prefix
+from kvcache.caches.causal import CausalCache
+from kvcache.caches.encoder import EncoderCache
 from kvcache.lending import Lender
-from kvcache.prefix import PrefixCache, Session
-from kvcache.scheduling import REPLACED, Schedule
-from kvcache.shelf import Held, Shelf
-from kvcache.snapshots import AttentionSnapshot
+from kvcache.offload import tiers
+from kvcache.offload import worker as worker
+from kvcache.offload.eviction import LRUQueue
+from kvcache.offload.tiers import StoreTier
+from kvcache.offload.worker import OffloadJob, OffloadWorker
+from kvcache.prefix import prefix_tree as tree
+from kvcache.prefix import radix_tree as radix_tree
+from kvcache.prefix.matcher import PrefixMatcher
+from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
+from kvcache.prefix.radix_tree import Alphabet
+from kvcache.snapshots import cut as cutting
+from kvcache.snapshots import serialize as paging
+from kvcache.snapshots.schedule import REPLACED, SnapshotSchedule
+from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.stores.entries import Entries
 from kvcache.stores.keys import Chain, Keys
 from kvcache.testing.conversing import ConversationSetup, Rig
 from kvcache.testing.prefix import PrefixTests
 from kvcache.testing.prefix_traces import random_ops, random_prefix_setup, run_ops
 from kvcache.testing.prefix_transit import Way
-from kvcache.tiers import StoreTier
-from kvcache.transit import Transfer, Transit
-from kvcache.trie import Alphabet
 from ml import DType
 
 Patch = pytest.MonkeyPatch
@@ -64,12 +70,12 @@ def bug(test: str = "", *arguments: Any) -> Callable[[Callable[[Patch], None]], 
 
 @bug()
 def a_prefix_restored_whole_whatever_is_asked(patch: Patch) -> None:
-    original = Shelf.restore
+    original = PrefixTree.restore
 
-    def restore(self: Shelf, seq: int, node: Any, target: int) -> str | None:
+    def restore(self: PrefixTree, seq: int, node: Any, target: int) -> str | None:
         return original(self, seq, node, node.end)
 
-    patch.setattr(Shelf, "restore", restore)
+    patch.setattr(PrefixTree, "restore", restore)
 
 
 @bug()
@@ -84,12 +90,12 @@ def a_failed_pass_kept(patch: Patch) -> None:
 
 @bug()
 def two_prefixes_one_token_too_alike(patch: Patch) -> None:
-    original = trie.common_length
+    original = radix_tree.common_length
 
     def common_length(one: np.ndarray, other: np.ndarray) -> int:
         return min(original(one, other) + 1, one.size, other.size)
 
-    patch.setattr(trie, "common_length", common_length)
+    patch.setattr(radix_tree, "common_length", common_length)
 
 
 @bug()
@@ -163,12 +169,16 @@ def a_buffer_given_to_another_page_while_it_is_read(patch: Patch) -> None:
 
 @bug("test_what_waits_to_be_written_is_there_already", "causal")
 def a_page_written_in_part_that_stands_for_the_whole(patch: Patch) -> None:
-    patch.setattr(Held, "host", property(lambda self: self.page or (self.parcel and self.parcel.pages[0][1])))
+    patch.setattr(
+        TreeEntry,
+        "host",
+        property(lambda self: self.page or (self.store_write and self.store_write.pages[0][1])),
+    )
 
 
 @bug("test_a_conversation_is_not_evaluated_twice", "wrapper")
 def snapshots_of_whole_content_without_what_they_follow(patch: Patch) -> None:
-    patch.setattr(shelf, "_chain", lambda nodes: tuple(n for n in nodes if n.data and n.data.present)[-1:])
+    patch.setattr(tree, "_chain", lambda nodes: tuple(n for n in nodes if n.data and n.data.present)[-1:])
 
 
 @bug()
@@ -184,10 +194,10 @@ def a_session_closed_that_leaves_its_tokens(patch: Patch) -> None:
 
 @bug()
 def what_left_a_tier_still_counted(patch: Patch) -> None:
-    def discard(self: Ledger[Any], entry: Any) -> None:
+    def discard(self: LRUQueue[Any], entry: Any) -> None:
         self._sizes.pop(id(entry), None)
 
-    patch.setattr(Ledger, "discard", discard)
+    patch.setattr(LRUQueue, "discard", discard)
 
 
 @bug()
@@ -206,48 +216,48 @@ def a_page_whose_axes_are_put_back_in_another_order(patch: Patch) -> None:
 
 @bug("test_one_token_is_always_left")
 def no_token_left_to_evaluate(patch: Patch) -> None:
-    original = Finder.best
-    patch.setattr(Finder, "best", lambda self, ids, limit: original(self, ids, limit + 1))
+    original = PrefixMatcher.best
+    patch.setattr(PrefixMatcher, "best", lambda self, ids, limit: original(self, ids, limit + 1))
 
 
 @bug("test_what_was_removed_behind_its_back_is_not_trusted", "causal")
 def what_was_removed_still_trusted(patch: Patch) -> None:
-    patch.setattr(Schedule, "lowest_cut", lambda self, seq: None)
+    patch.setattr(SnapshotSchedule, "lowest_cut", lambda self, seq: None)
 
 
 @bug("test_the_least_recently_used_goes_first_and_a_hit_refreshes")
 def a_hit_that_refreshes_nothing(patch: Patch) -> None:
-    original = Finder.fill
+    original = PrefixMatcher.fill
 
-    def fill(self: Finder, *args: Any) -> int:
+    def fill(self: PrefixMatcher, *args: Any) -> int:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Shelf, "touch", lambda self, ids: None)
+            inner.setattr(PrefixTree, "touch", lambda self, ids: None)
             return original(self, *args)
 
-    patch.setattr(Finder, "fill", fill)
+    patch.setattr(PrefixMatcher, "fill", fill)
 
 
 @bug("test_of_one_conversation_the_deepest_goes_first")
 def the_beginning_evicted_first(patch: Patch) -> None:
-    original = shelf._priority
+    original = tree._priority
 
     def priority(node: Any) -> Any:
         pinned, used, depth = original(node)
         return pinned, used, -depth
 
-    patch.setattr(shelf, "_priority", priority)
+    patch.setattr(tree, "_priority", priority)
 
 
 @bug("test_what_is_pinned_goes_last")
 def pins_that_hold_nothing(patch: Patch) -> None:
-    original = shelf._priority
-    patch.setattr(shelf, "_priority", lambda node: (False, *original(node)[1:]))
+    original = tree._priority
+    patch.setattr(tree, "_priority", lambda node: (False, *original(node)[1:]))
 
 
 @bug("test_budgets_are_kept_to_the_byte")
 def a_budget_one_byte_too_large(patch: Patch) -> None:
     patch.setattr(
-        Ledger,
+        LRUQueue,
         "excess",
         property(lambda self: 0 if self.budget is None else max(0, self.nbytes - self.budget - 1)),
     )
@@ -255,65 +265,65 @@ def a_budget_one_byte_too_large(patch: Patch) -> None:
 
 @bug("test_what_a_refused_prompt_has_brought_back_is_within_the_budget")
 def a_budget_that_a_refused_call_forgets(patch: Patch) -> None:
-    patch.setattr(Shelf, "within_budgets", lambda self: contextlib.nullcontext())
+    patch.setattr(PrefixTree, "within_budgets", lambda self: contextlib.nullcontext())
 
 
 @bug("test_the_end_of_an_edge_goes_first", "causal")
 def an_edge_that_is_evicted_whole(patch: Patch) -> None:
-    patch.setattr(Shelf, "_end_of", lambda self, node, tokens: node)
+    patch.setattr(PrefixTree, "_end_of", lambda self, node, tokens: node)
 
 
 @bug("test_what_an_open_session_uses_goes_later_than_all_that_is_not_in_use")
 def what_is_in_use_evicted_first(patch: Patch) -> None:
-    patch.setattr(shelf, "_frees", shelf._holds_cells)
+    patch.setattr(tree, "_frees", tree._holds_cells)
 
 
 @bug("test_the_end_of_an_edge_is_no_newer_for_a_prompt_that_parted_before_it")
 def an_end_as_new_as_its_beginning(patch: Patch) -> None:
-    original = Shelf._use
-    patch.setattr(Shelf, "_use", lambda self, last, whole=True: original(self, last))
+    original = PrefixTree._use
+    patch.setattr(PrefixTree, "_use", lambda self, last, whole=True: original(self, last))
 
 
 @bug("test_what_an_eviction_costs_does_not_grow_with_what_is_kept")
 def every_snapshot_looked_at_for_each_eviction(patch: Patch) -> None:
-    def next_freeing(self: Shelf) -> Any:
-        found = [node for node in self.device if shelf._frees(node)]
-        return min(found, key=shelf._priority, default=None)
+    def next_freeing(self: PrefixTree) -> Any:
+        found = [node for node in self.device if tree._frees(node)]
+        return min(found, key=tree._priority, default=None)
 
-    patch.setattr(Shelf, "_next_freeing", next_freeing)
+    patch.setattr(PrefixTree, "_next_freeing", next_freeing)
 
 
 @bug("test_what_was_copied_out_of_the_cache_goes_in_its_turn")
 def what_takes_no_cells_kept_for_ever(patch: Patch) -> None:
-    patch.setattr(shelf, "_holds_cells", lambda node: True)
+    patch.setattr(tree, "_holds_cells", lambda node: True)
 
 
 @bug("test_a_parted_edges_pages_take_the_memory_that_they_count")
 def halves_that_keep_the_whole(patch: Patch) -> None:
-    original = paging.to_page
+    original = paging.serialize
 
-    def to_page(backend: Any, snapshot: Any) -> Any:
+    def serialize(backend: Any, snapshot: Any) -> Any:
         page = original(backend, snapshot)
         positions = page.arrays["positions"]
         return replace(page, arrays={**page.arrays, "positions": np.tile(positions, 2)[: positions.size]})
 
-    patch.setattr(transit, "to_page", to_page)
+    patch.setattr(worker, "serialize", serialize)
 
 
 @bug("test_an_edge_that_cannot_be_parted_stays_as_it_is")
 def an_edge_parted_before_its_snapshot(patch: Patch) -> None:
-    original = Shelf._split
+    original = PrefixTree._split
 
-    def split(self: Shelf, node: Any, at: int) -> Any:
-        self.trie.split(node, at)
+    def split(self: PrefixTree, node: Any, at: int) -> Any:
+        self.radix_tree.split(node, at)
         return original(self, node, at + 1)
 
-    patch.setattr(Shelf, "_split", split)
+    patch.setattr(PrefixTree, "_split", split)
 
 
 @bug("test_each_tier_gives_back_what_it_was_given", "causal")
 def what_is_evicted_dropped(patch: Patch) -> None:
-    patch.setattr(Shelf, "_send", lambda self, transit, node, held: None)
+    patch.setattr(PrefixTree, "_send", lambda self, worker, node, held: None)
 
 
 @bug("test_each_tier_gives_back_what_it_was_given", "wrapper")
@@ -371,15 +381,15 @@ def cells_held_after_all_is_forgotten(patch: Patch) -> None:
 
 @bug("test_flush_writes_all_and_what_is_written_is_not_written_again")
 def what_is_stored_written_again(patch: Patch) -> None:
-    original = Shelf.settle
+    original = PrefixTree.settle
 
-    def settle(self: Shelf) -> None:
+    def settle(self: PrefixTree) -> None:
         original(self)
-        for node in self.trie:
+        for node in self.radix_tree:
             if node.data is not None:
                 node.data.stored = False
 
-    patch.setattr(Shelf, "settle", settle)
+    patch.setattr(PrefixTree, "settle", settle)
 
 
 # What is done behind a session's back, and going back.
@@ -387,7 +397,7 @@ def what_is_stored_written_again(patch: Patch) -> None:
 
 @bug("test_a_session_whose_sequence_was_replaced_says_so", "causal")
 def a_sequence_that_is_replaced_in_silence(patch: Patch) -> None:
-    patch.setattr(Schedule, "replace", Schedule.drop)
+    patch.setattr(SnapshotSchedule, "replace", SnapshotSchedule.drop)
 
 
 @bug("test_nothing_is_kept_of_a_sequence_that_was_replaced", "recurrent")
@@ -431,56 +441,58 @@ def an_encoders_output_that_stays_behind(patch: Patch) -> None:
 
 @bug("test_cells_are_free_while_their_content_is_under_way", "recurrent")
 def content_under_way_that_still_lies_in_the_cache(patch: Patch) -> None:
-    original = Transit.send
+    original = OffloadWorker.send
 
-    def send(self: Transit, snapshot: Any, owner: object) -> Transfer:
+    def send(self: OffloadWorker, snapshot: Any, owner: object) -> OffloadJob:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(type(snapshot), "detach", lambda self: None)
             return original(self, snapshot, owner)
 
-    patch.setattr(Transit, "send", send)
+    patch.setattr(OffloadWorker, "send", send)
 
 
 @bug("test_a_device_with_streams_has_made_its_copies_before_another_thread_reads_them", "wrapper")
 def a_copy_that_may_not_be_made_yet(patch: Patch) -> None:
-    patch.setattr(transit, "wait_for", lambda backend, snapshot: None)
+    patch.setattr(worker, "wait_for", lambda backend, snapshot: None)
 
 
 @bug("test_what_is_under_way_is_bounded", 1000)
 def a_way_without_end(patch: Patch) -> None:
-    original = Transit.__init__
-    patch.setattr(Transit, "__init__", lambda self, backend, limit: original(self, backend, 1 << 40))
+    original = OffloadWorker.__init__
+    patch.setattr(OffloadWorker, "__init__", lambda self, backend, limit: original(self, backend, 1 << 40))
 
 
 @bug("test_what_is_under_way_is_there_already", "wrapper")
 def content_under_way_that_nobody_finds(patch: Patch) -> None:
-    patch.setattr(Held, "present", property(lambda self: self.snapshot is not None or self.host is not None))
+    patch.setattr(
+        TreeEntry, "present", property(lambda self: self.snapshot is not None or self.host is not None)
+    )
 
 
 @bug("test_what_the_device_does_not_give_is_counted_and_computed_again", "causal")
 def a_failure_that_nobody_counts(patch: Patch) -> None:
-    original = Transit.finished
+    original = OffloadWorker.finished
 
-    def finished(self: Transit) -> Iterator[Transfer]:
+    def finished(self: OffloadWorker) -> Iterator[OffloadJob]:
         return (transfer for transfer in original(self) if transfer.error is None)
 
-    patch.setattr(Transit, "finished", finished)
+    patch.setattr(OffloadWorker, "finished", finished)
 
 
 @bug("test_close_waits_for_what_is_under_way", "causal")
 def a_close_that_does_not_wait(patch: Patch) -> None:
-    patch.setattr(Transit, "drain", lambda self: None)
+    patch.setattr(OffloadWorker, "drain", lambda self: None)
 
 
 @bug("test_the_caller_copies_nothing_to_host_memory_unless_told_to")
 def a_caller_who_copies(patch: Patch) -> None:
-    def send(self: Transit, snapshot: Any, owner: object) -> Transfer:
-        transfer = Transfer(snapshot, owner)
-        transfer.page = paging.to_page(self._backend, snapshot)
+    def send(self: OffloadWorker, snapshot: Any, owner: object) -> OffloadJob:
+        transfer = OffloadJob(snapshot, owner)
+        transfer.page = paging.serialize(self._backend, snapshot)
         self._finished.append(transfer)
         return transfer
 
-    patch.setattr(Transit, "send", send)
+    patch.setattr(OffloadWorker, "send", send)
 
 
 @bug("", {"store": "memory", "budget": 0, "host": 0, "cache": "causal"})
@@ -491,7 +503,7 @@ def a_page_whose_halves_change_places(patch: Patch) -> None:
         first, second = original(page, at, own)
         return second, first
 
-    patch.setattr(shelf, "cut_page", cut_page)
+    patch.setattr(tree, "cut_page", cut_page)
 
 
 # The tests.

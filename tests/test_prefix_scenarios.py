@@ -15,11 +15,11 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch, CausalCache
-from kvcache.prefix import PrefixCache
+from kvcache.offload.tiers import HostTier
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import FileStore, MemoryStore
 from kvcache.testing.conversing import CACHES, DIVISIBLE, Chat, ConversationSetup, Rig
 from kvcache.testing.protocol import Plan, only_protocol
-from kvcache.tiers import HostTier
 
 SYSTEM = list(range(1000, 1020))
 """A system prompt of twenty tokens."""
@@ -67,8 +67,8 @@ def test_who_dies_loses_what_was_computed_since_it_last_wrote_through(
         kept = r.prefix.nbytes["device"]
         assert not r.prefix.write_through()
         assert r.prefix.nbytes["device"] == kept, "nothing is evicted for it"
-    assert r.prefix.shelf.store is not None
-    r.prefix.shelf.store.flush()
+    assert r.prefix.tree.store is not None
+    r.prefix.tree.store.flush()
     written = len(history)
     turn(r, history, rnd)
     other = Rig(ConversationSetup(cache, capacity=120), backend, tiers=[store])

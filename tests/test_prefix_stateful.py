@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ml
-from kvcache.prefix import PrefixCache, PrefixStats
+from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats
 from kvcache.testing.conversing import CACHES, DIVISIBLE
 from kvcache.testing.prefix_traces import NAMES, prefix_failure, random_ops, random_prefix_setup, run_ops
 from ml import DType

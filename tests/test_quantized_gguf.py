@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache.quantized import dequantize, quantize
+from kvcache.storage.quantized import dequantize, quantize
 from kvcache.testing.quantized import bound
 from ml import DType
 

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 import ml
 from kvcache import CacheFullError, ClosedError, HostTier, Session
-from kvcache.runner.active import Part
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Request
 from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
+from kvcache.runner.fingerprint import files_digest, model_identity
 from kvcache.runner.generate import Generator, GeneratorOptions
-from kvcache.runner.identity import files_digest, model_identity
 from kvcache.runner.loading import load_model
+from kvcache.runner.request_state import RequestState
 from kvcache.runner.requests import Finished, Prefilled, Settings, Started, Token
-from kvcache.runner.runs import Run
 from kvcache.runner.sampling import Sampler
+from kvcache.runner.scheduler import Part
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores import MemoryStore
 
@@ -376,7 +376,7 @@ def test_where_the_cache_is_full_the_last_request_makes_room_and_loses_nothing(m
 def test_a_single_request_that_does_not_fit_ends_and_says_so(small: Any) -> None:
     """Beside a session that is no request of the engine: 26 of the 32 cells are its own."""
     with engine_of(small, max_sequences=2, capacity=16, context=32) as engine:
-        foreign = Request(Run(-1, list(range(3, 29)), Settings(), Sampler()))
+        foreign = Request(RequestState(-1, list(range(3, 29)), Settings(), Sampler()))
         foreign.session = engine.prefix.begin(foreign.tokens)
         engine.forward([Part(foreign, 26)])
         engine.submit([1, 2, 3], Settings(20, ignore_eos=True))

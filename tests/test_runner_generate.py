@@ -21,8 +21,8 @@ from kvcache.runner.errors import CapacityError, ModelError, RequestError, Runne
 from kvcache.runner.generate import Generator, GeneratorOptions
 from kvcache.runner.loading import load_model
 from kvcache.runner.memory import cache_bytes, check_memory, human_bytes
+from kvcache.runner.request_state import StopStrings, common_prefix
 from kvcache.runner.requests import Finished, Prefilled, Settings, Started, Token
-from kvcache.runner.runs import StopStrings, common_prefix
 from kvcache.runner.tokenizer import Tokenizer
 
 Make = Callable[..., Path]

@@ -17,13 +17,13 @@ import pytest
 
 import kvcache
 import ml
+from kvcache.runner.checkpoints.weights import open_weights
 from kvcache.runner.config import load_config
 from kvcache.runner.errors import ModelError, RequestError
-from kvcache.runner.families import FAMILIES, family_of
 from kvcache.runner.generate import Generator, GeneratorOptions
 from kvcache.runner.loading import load_model
+from kvcache.runner.models.families import FAMILIES, family_of
 from kvcache.runner.requests import Settings
-from kvcache.runner.weights import open_weights
 from ml import DType
 
 from .model_passes import TwoDevices, close, prompt, run

@@ -14,7 +14,7 @@ import kvcache
 import ml
 from kvcache.runner.config import ModelConfig, parse_config
 from kvcache.runner.errors import ModelError, RequestError
-from kvcache.runner.llama import Llama
+from kvcache.runner.models.llama import Llama
 from ml import DType
 
 from . import model_passes

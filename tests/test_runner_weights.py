@@ -14,15 +14,15 @@ from safetensors.numpy import load_file, save_file
 
 import kvcache
 import ml
+from kvcache.runner.checkpoints.gguf_vocab import merges_from_scores
+from kvcache.runner.checkpoints.gguf_weights import half_split_rows
+from kvcache.runner.checkpoints.weights import check_weights, expected_shapes, open_weights, parameter_count
 from kvcache.runner.config import load_config
 from kvcache.runner.errors import ModelError
 from kvcache.runner.generate import Generator
-from kvcache.runner.gguf_vocab import merges_from_scores
-from kvcache.runner.gguf_weights import half_split_rows
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.requests import Settings
 from kvcache.runner.tokenizer import Tokenizer
-from kvcache.runner.weights import check_weights, expected_shapes, open_weights, parameter_count
 
 gguf = pytest.importorskip("gguf")
 Make = Callable[..., Path]

@@ -12,8 +12,8 @@ import pytest
 import kvcache
 import ml
 from kvcache.runner.errors import ModelError, RequestError
-from kvcache.runner.families import FAMILIES
-from kvcache.runner.whisper import Whisper, make_cache
+from kvcache.runner.models.families import FAMILIES
+from kvcache.runner.models.whisper import Whisper, make_cache
 from ml import DType
 
 from . import model_passes

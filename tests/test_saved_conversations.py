@@ -16,7 +16,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-import kvcache.cli
+import kvcache.command.main
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.runner.engine import Engine, EngineOptions
@@ -272,7 +272,7 @@ def test_another_model_or_cache_is_refused(make_model: Make, numpy_backend: ml.B
 
 
 def run(*arguments: object, **options: Any) -> Any:
-    return CliRunner().invoke(kvcache.cli.app, [str(argument) for argument in arguments], **options)
+    return CliRunner().invoke(kvcache.command.main.app, [str(argument) for argument in arguments], **options)
 
 
 @functools.cache

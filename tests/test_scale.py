@@ -190,11 +190,11 @@ def test_demands_are_what_one_computes_by_hand() -> None:
             "servers of the shared tier": reads / 2e6 + writes / 1e6,
             "their directory": 50.0,
             "room for K and V": 1000 * 200 * 8 / 1e12,
-            "a host: its trie": 100 * (4 * 100 + 200 * 10) / 1e9,
+            "a host: its radix tree": 100 * (4 * 100 + 200 * 10) / 1e9,
             "a host: walks through it": 10 * (4 * 1e-3 + 100 * 1e-6),
             "a host: begin and close": 10 * 2e-3,
             "a host: keys": 10 * 150 * 1e-6,
-            "one trie for all hosts": 1000 * (4 * 100 + 200 * 10) / 1e9,
+            "one radix tree for all hosts": 1000 * (4 * 100 + 200 * 10) / 1e9,
             "walks through that": 100 * (4 * 1e-3 + 100 * 1e-6),
         }
     )

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.capturing import AttentionSnapshots
-from kvcache.causal import CausalCache, SlidingWindowCache
-from kvcache.cells import CellTable, Pin
-from kvcache.encoder import EncoderCache
-from kvcache.recurrent import RecurrentCache
-from kvcache.scheduling import Schedule
-from kvcache.snapshots import InCache
-from kvcache.wrapper import WrapperCache
+from kvcache.caches.causal import CausalCache
+from kvcache.caches.encoder import EncoderCache
+from kvcache.caches.recurrent import RecurrentCache
+from kvcache.caches.windows import SlidingWindowCache
+from kvcache.caches.wrapper import WrapperCache
+from kvcache.snapshots.attention import AttentionSnapshots
+from kvcache.snapshots.schedule import SnapshotSchedule
+from kvcache.snapshots.snapshot import InCache
+from kvcache.storage.cell_table import CellTable, Pin
 
 from .suite_bugs import Bugs, Patch, check_noticed
 
@@ -113,8 +114,8 @@ def bytes_of_the_whole_buffer(patch: Patch) -> None:
 
 @bug("ScheduledSnapshot")
 def a_snapshot_taken_one_token_late(patch: Patch) -> None:
-    original = Schedule.due
-    patch.setattr(Schedule, "due", lambda self, seq, offset: original(self, seq, offset - 1))
+    original = SnapshotSchedule.due
+    patch.setattr(SnapshotSchedule, "due", lambda self, seq, offset: original(self, seq, offset - 1))
 
 
 @bug("ScheduledSnapshot")
@@ -131,7 +132,7 @@ def a_scheduled_snapshot_of_where_the_batch_ends(patch: Patch) -> None:
 
 @bug("ScheduledSnapshot")
 def snapshots_of_a_pass_that_was_taken_back(patch: Patch) -> None:
-    patch.setattr(Schedule, "cut", lambda self, seq, position: None)
+    patch.setattr(SnapshotSchedule, "cut", lambda self, seq, position: None)
 
 
 @bug("ScheduledSnapshot")
@@ -146,9 +147,11 @@ def layers_that_are_put_after_the_start_missing(patch: Patch) -> None:
 
 @bug("ScheduledSnapshot")
 def each_from_the_beginning(patch: Patch) -> None:
-    original = Schedule.due
+    original = SnapshotSchedule.due
     patch.setattr(
-        Schedule, "due", lambda self, seq, offset: ((0, end) for _, end in original(self, seq, offset))
+        SnapshotSchedule,
+        "due",
+        lambda self, seq, offset: ((0, end) for _, end in original(self, seq, offset)),
     )
 
 
@@ -159,22 +162,24 @@ def a_state_of_where_a_batch_ended_for_one_inside_it(patch: Patch) -> None:
             self._schedule.taken(seq, self.snapshot(seq, begin))
 
     patch.setattr(RecurrentCache, "_capture", capture)
-    patch.setattr(Schedule, "_over", lambda self, seq, position: self._due.pop(seq, None))
+    patch.setattr(SnapshotSchedule, "_over", lambda self, seq, position: self._due.pop(seq, None))
 
 
 @bug("ScheduledState")
 def a_skip_that_is_not_said(patch: Patch) -> None:
-    patch.setattr(Schedule, "skipped", lambda self, seq: [])
+    patch.setattr(SnapshotSchedule, "skipped", lambda self, seq: [])
 
 
 @bug("ScheduledState")
 def a_skip_that_is_said_for_ever(patch: Patch) -> None:
-    patch.setattr(Schedule, "skipped", lambda self, seq: self._skipped.get(seq, []))
+    patch.setattr(SnapshotSchedule, "skipped", lambda self, seq: self._skipped.get(seq, []))
 
 
 @bug("ScheduledState")
 def a_next_position_that_is_reached_already(patch: Patch) -> None:
-    patch.setattr(Schedule, "next", lambda self, seq, offset: min(self._due.get(seq, ()), default=None))
+    patch.setattr(
+        SnapshotSchedule, "next", lambda self, seq, offset: min(self._due.get(seq, ()), default=None)
+    )
 
 
 @bug("EncoderSnapshot")

@@ -17,7 +17,7 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import branches
+from kvcache.caches import branches
 from kvcache.runner.drafts import Draft, ModelDraft, prompt_lookup
 from kvcache.runner.errors import RequestError
 from kvcache.runner.generate import Generator, GeneratorOptions

@@ -16,7 +16,7 @@ import xxhash
 from kvcache.stores import (
     FileStore,
     MemoryStore,
-    Page,
+    SerializedSnapshot,
     StoreValueError,
     pack,
     unpack,
@@ -45,7 +45,7 @@ def test_an_entry_is_its_bytes_and_a_manifest(store: FileStore, where: Path) -> 
 
 
 def test_a_page_on_disk_is_opened_by_safetensors(store: FileStore, where: Path) -> None:
-    page = Page({"x": 1}, {"k": np.arange(6, dtype=np.float32)})
+    page = SerializedSnapshot({"x": 1}, {"k": np.arange(6, dtype=np.float32)})
     store.put("a", pack(page))
     with safetensors.safe_open(where / "pages" / "a.safetensors", framework="numpy") as file:
         assert file.get_tensor("k").tolist() == [0, 1, 2, 3, 4, 5]

@@ -15,7 +15,7 @@ import pytest
 
 import kvcache
 import ml
-from kvcache.prefix import PrefixCache
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import (
     SnapshotCorrupt,
     SnapshotStore,

@@ -16,27 +16,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ml
-from kvcache.stores import PAGE_FORMAT, MemoryStore, Page, SnapshotCorrupt, get_page, pack, put_page, unpack
+from kvcache.stores import (
+    PAGE_FORMAT,
+    MemoryStore,
+    SerializedSnapshot,
+    SnapshotCorrupt,
+    get_page,
+    pack,
+    put_page,
+    unpack,
+)
 from ml.dtypes import STORAGE_DTYPES
 
 DTYPES = [dtype.numpy for dtype in STORAGE_DTYPES]
 META = {"kind": "attention", "begin": 0, "end": 7, "layers": [0, 1], "é": None}
 
 
-def sample() -> Page:
+def sample() -> SerializedSnapshot:
     random = np.random.default_rng(3)
     arrays = {
         f"layer.{i}.{dtype}": random.integers(0, 2, size=(2, 3, i)).astype(dtype)
         for i, dtype in enumerate(DTYPES)
     }
-    return Page(META, {**arrays, "position": np.array(7, np.int64), "größe": np.ones(3, np.float32)})
+    return SerializedSnapshot(
+        META, {**arrays, "position": np.array(7, np.int64), "größe": np.ones(3, np.float32)}
+    )
 
 
-def packed(page: Page) -> bytes:
+def packed(page: SerializedSnapshot) -> bytes:
     return b"".join(pack(page))
 
 
-def same(one: Page, other: Page) -> None:
+def same(one: SerializedSnapshot, other: SerializedSnapshot) -> None:
     assert one.meta == other.meta
     assert list(one.arrays) == list(other.arrays)
     for name, array in one.arrays.items():
@@ -52,7 +63,7 @@ def test_a_page_comes_back_bit_by_bit() -> None:
 
 
 def test_an_empty_page_comes_back() -> None:
-    same(Page(), unpack(packed(Page())))
+    same(SerializedSnapshot(), unpack(packed(SerializedSnapshot())))
 
 
 def test_pack_copies_no_array() -> None:
@@ -100,7 +111,7 @@ def test_safetensors_reads_what_pack_writes() -> None:
 def test_safetensors_for_numpy_loads_what_pack_writes() -> None:
     """It knows no bfloat16; the one for torch does."""
     arrays = {name: array for name, array in sample().arrays.items() if array.dtype != ml.DType.BF16.numpy}
-    found = safetensors.numpy.load(packed(Page(META, arrays)))
+    found = safetensors.numpy.load(packed(SerializedSnapshot(META, arrays)))
     assert {name: array.tolist() for name, array in found.items()} == {
         name: array.tolist() for name, array in arrays.items()
     }
@@ -134,7 +145,12 @@ def test_unpack_reads_a_page_that_safetensors_wrote() -> None:
 
 
 def test_nbytes_counts_the_arrays() -> None:
-    assert Page({}, {"a": np.zeros((2, 3), np.float32), "b": np.zeros(5, ml_dtypes.bfloat16)}).nbytes == 34
+    assert (
+        SerializedSnapshot(
+            {}, {"a": np.zeros((2, 3), np.float32), "b": np.zeros(5, ml_dtypes.bfloat16)}
+        ).nbytes
+        == 34
+    )
 
 
 # What a page is not made of.
@@ -142,31 +158,31 @@ def test_nbytes_counts_the_arrays() -> None:
 
 def test_an_array_that_is_not_contiguous_is_refused() -> None:
     with pytest.raises(ml.ShapeError, match="ascontiguousarray"):
-        Page({}, {"a": np.zeros((4, 4), np.float32)[:, 1:]})
+        SerializedSnapshot({}, {"a": np.zeros((4, 4), np.float32)[:, 1:]})
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.uint16, np.complex64, ">f4", object])
 def test_a_dtype_that_tensors_do_not_have_is_refused(dtype: Any) -> None:
     with pytest.raises(ml.DTypeError):
-        Page({}, {"a": np.zeros(2, dtype)})
+        SerializedSnapshot({}, {"a": np.zeros(2, dtype)})
 
 
 def test_the_name_of_the_metadata_is_refused() -> None:
     with pytest.raises(ValueError, match="__metadata__"):
-        Page({}, {"__metadata__": np.zeros(2, np.float32)})
+        SerializedSnapshot({}, {"__metadata__": np.zeros(2, np.float32)})
 
 
 @pytest.mark.parametrize("meta", [{"a": float("nan")}, {"a": {1: 2}}, {"a": object()}, {"a": "\ud800"}])
 def test_meta_that_json_cannot_say_is_refused(meta: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="JSON-able"):
-        pack(Page(meta))
+        pack(SerializedSnapshot(meta))
 
 
 def test_meta_within_itself_is_refused() -> None:
     meta: dict[str, Any] = {}
     meta["self"] = meta
     with pytest.raises(ValueError, match="JSON-able"):
-        pack(Page(meta))
+        pack(SerializedSnapshot(meta))
 
 
 # What is no page.
@@ -270,10 +286,10 @@ def test_the_hostile_headers_are_one_step_from_a_page() -> None:
 
 def test_how_deep_a_meta_may_be_is_the_same_in_both_directions() -> None:
     meta = json.loads(nested(99))
-    page = unpack(packed(Page(meta)))
+    page = unpack(packed(SerializedSnapshot(meta)))
     assert page.meta == meta
     with pytest.raises(ValueError, match="nested 101 deep; 100 is the limit"):
-        pack(Page({"a": meta}))
+        pack(SerializedSnapshot({"a": meta}))
 
 
 def test_every_truncation_is_corrupt() -> None:
@@ -336,7 +352,7 @@ def test_any_bytes_give_a_page_or_are_corrupt(data: bytes) -> None:
 def test_a_page_goes_through_a_store_and_is_aligned() -> None:
     store = MemoryStore()
     assert put_page(store, "a", sample()) is True
-    assert put_page(store, "a", Page()) is False
+    assert put_page(store, "a", SerializedSnapshot()) is False
     found = get_page(store, "a")
     assert found is not None
     same(sample(), found)
@@ -364,7 +380,7 @@ def test_a_page_that_vanishes_or_is_replaced_between_two_calls_is_a_miss(
     def get_into(key: str, buffer: Any) -> bool:
         store.delete(key)
         if replaced:
-            put_page(store, key, Page())
+            put_page(store, key, SerializedSnapshot())
         return original(key, buffer)
 
     monkeypatch.setattr(store, "get_into", get_into)

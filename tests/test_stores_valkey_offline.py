@@ -13,7 +13,7 @@ pytest.importorskip("valkey", reason="the package valkey is not installed: pip i
 
 from kvcache.stores import StoreUnavailable, StoreValueError, ValkeyStore, open_store
 from kvcache.stores.digests import Digests
-from kvcache.stores.hidden import without_secrets
+from kvcache.stores.redaction import without_secrets
 from kvcache.stores.valkey.manifest import CHUNK, Broken, RemoteManifest, understood
 from kvcache.stores.valkey.replies import BLOCK
 from kvcache.stores.valkey.settings import Settings

@@ -39,7 +39,7 @@ def test_inspect_draws_what_was_said(chat: Chat, capsys: pytest.CaptureFixture[s
     chat.take("hello")
     chat.take("/inspect")
     shown = capsys.readouterr().out
-    assert "prefix trie  1 node" in shown
+    assert "prefix tree  1 node" in shown
     assert "└─ hello" in shown
     assert "CausalCache" in shown
     assert "\x1b" not in shown

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import CausalCache, EncoderCache, RecurrentCache, SlidingWindowCache, WrapperCache, to_page
-from kvcache.prefix import PrefixCache
-from kvcache.stores import Page, SnapshotCorrupt, StoreUnavailable, pack
+from kvcache import CausalCache, EncoderCache, RecurrentCache, SlidingWindowCache, WrapperCache, serialize
+from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.stores import SerializedSnapshot, SnapshotCorrupt, StoreUnavailable, pack
 from kvcache.views.disk import PagePart, look_at_page, look_at_store
 
 from .views_rig import bound, store, talk
@@ -26,7 +26,7 @@ pytest.importorskip("xxhash")
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
-import kvcache.cli
+import kvcache.command.main
 from kvcache.stores.file import FileStore
 
 CELL = 32
@@ -56,7 +56,7 @@ def listing(path: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def write(path: Path, page: Page) -> Path:
+def write(path: Path, page: SerializedSnapshot) -> Path:
     path.write_bytes(b"".join(pack(page)))
     return path
 
@@ -180,9 +180,9 @@ def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
 def test_a_page_shows_layers_dtype_and_bytes(tmp_path: Path, numpy_backend: ml.Backend) -> None:
     cache = bound(CausalCache(), numpy_backend)
     store(cache, numpy_backend, 0, range(6))
-    page = to_page(numpy_backend, cache.snapshot(0, 2, 6))
+    page = serialize(numpy_backend, cache.snapshot(0, 2, 6))
     meta = {**page.meta, "tokens": [5, 6, 7], "model": {"name": "tiny\x1b[0m"}}
-    picture = look_at_page(write(tmp_path / "page.kv", Page(meta, page.arrays)))
+    picture = look_at_page(write(tmp_path / "page.kv", SerializedSnapshot(meta, page.arrays)))
     assert (picture.begin, picture.end, picture.tokens) == (2, 6, 3)
     assert picture.parts == (PagePart("attention", 4, 1, "F32", 4 * CELL),)
     assert picture.nbytes == (tmp_path / "page.kv").stat().st_size
@@ -197,7 +197,7 @@ def test_a_page_shows_layers_dtype_and_bytes(tmp_path: Path, numpy_backend: ml.B
 def test_a_page_of_every_kind_of_cache(tmp_path: Path, numpy_backend: ml.Backend) -> None:
     wrapper = bound(WrapperCache(SlidingWindowCache(2), CausalCache(), EncoderCache()), numpy_backend)
     store(wrapper, numpy_backend, 0, range(5))
-    picture = look_at_page(write(tmp_path / "a", to_page(numpy_backend, wrapper.snapshot(0))))
+    picture = look_at_page(write(tmp_path / "a", serialize(numpy_backend, wrapper.snapshot(0))))
     assert [(part.kind, part.tokens) for part in picture.parts] == [
         ("window", 3), ("attention", 5), ("encoder", 0),
     ]  # fmt: skip
@@ -206,7 +206,7 @@ def test_a_page_of_every_kind_of_cache(tmp_path: Path, numpy_backend: ml.Backend
     with numpy_backend.new_context() as ctx:
         hybrid.conv_state(ctx, 1)
         hybrid.recurrent_state(ctx, 1)
-    picture = look_at_page(write(tmp_path / "b", to_page(numpy_backend, hybrid.snapshot(0))))
+    picture = look_at_page(write(tmp_path / "b", serialize(numpy_backend, hybrid.snapshot(0))))
     assert picture.parts == (
         PagePart("attention", 3, 1, "F32", 3 * CELL), PagePart("recurrent state", 3, 1, "float32", 16),
     )  # fmt: skip
@@ -234,14 +234,14 @@ SPAN = {"begin": 0, "end": 1}
 )
 def test_a_page_of_no_snapshot_is_refused(tmp_path: Path, meta: dict[str, Any]) -> None:
     with pytest.raises(SnapshotCorrupt):
-        look_at_page(write(tmp_path / "page", Page(meta, {"x": np.zeros(3, np.float32)})))
+        look_at_page(write(tmp_path / "page", SerializedSnapshot(meta, {"x": np.zeros(3, np.float32)})))
 
 
 # The command.
 
 
 def run(*arguments: object) -> Any:
-    return CliRunner().invoke(kvcache.cli.app, ["inspect", *map(str, arguments)])
+    return CliRunner().invoke(kvcache.command.main.app, ["inspect", *map(str, arguments)])
 
 
 def test_inspect_a_store(folder: Path) -> None:
@@ -259,7 +259,7 @@ def test_inspect_a_run_draws_trie_and_cells(make_model: Make, tmp_path: Path) ->
     arguments = ("--model", model, "--prompt", "abcdef", "--prompt", "abcxyz", "--prompt", "abcq")
     result = run(*arguments, "--max-tokens", 3, "--html", page)
     assert result.exit_code == 0, result.stderr
-    assert "prefix trie  3 nodes, 8 of 19 prompt tokens reused (42 %)" in result.stdout
+    assert "prefix tree  3 nodes, 8 of 19 prompt tokens reused (42 %)" in result.stdout
     assert "├─ def" in result.stdout
     assert "open sessions" in result.stdout
     assert "CausalCache" in result.stdout
@@ -280,7 +280,7 @@ def test_inspect_one_prompt_and_one_token(make_model: Make) -> None:
 def test_inspect_a_saved_conversation(make_model: Make, tmp_path: Path) -> None:
     model, out = make_model(), tmp_path / "talk.kv"
     saved = CliRunner().invoke(
-        kvcache.cli.app, ["save", "--model", str(model), "--prompt", "hello", "--out", str(out)]
+        kvcache.command.main.app, ["save", "--model", str(model), "--prompt", "hello", "--out", str(out)]
     )
     assert saved.exit_code == 0, saved.stderr
     result = run(out, "--model", model)
@@ -356,4 +356,4 @@ def test_on_a_terminal_it_is_drawn_in_colours(make_model: Make, monkeypatch: pyt
         inspection.show(picture, console)
     text = console.export_text(styles=True)
     assert "\x1b[" in text
-    assert "prefix trie" in text
+    assert "prefix tree" in text

@@ -14,7 +14,7 @@ import pytest
 
 import ml
 from kvcache import CausalCache, EncoderCache, HostTier, InvalidRangeError, WrapperCache
-from kvcache.prefix import PrefixCache
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.views import look_at_mask
 from kvcache.views.canvas import fitted
 from kvcache.views.colors import sequence_color, sgr

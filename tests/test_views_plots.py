@@ -12,7 +12,7 @@ import pytest
 
 import ml
 from kvcache import CausalCache, EncoderCache, HostTier, InvalidRangeError, NotSupportedError
-from kvcache.prefix import PrefixCache
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.views import Occupancy, look_at_mask, plots
 from kvcache.views.colors import FREE, SHARED, sequence_color
 

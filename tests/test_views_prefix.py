@@ -1,4 +1,4 @@
-"""Pictures of a PrefixCache: the trie, its tiers and sessions, and no order of use that changes."""
+"""Pictures of a PrefixCache: the radix tree, its tiers and sessions, and no order of use that changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import ml
 from kvcache import CausalCache, ClosedError, HostTier, InvalidRangeError, SlidingWindowCache
-from kvcache.prefix import PrefixCache
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import MemoryStore
 from kvcache.views.models import NodeView, PrefixPicture
 
@@ -63,7 +63,7 @@ def test_two_conversations_that_begin_alike(prefix: PrefixCache, numpy_backend: 
 def test_what_was_paged_out_lies_in_host_memory(prefix: PrefixCache, numpy_backend: ml.Backend) -> None:
     talk(prefix, numpy_backend, [1, 2, 3]).close()
     talk(prefix, numpy_backend, [5, 6]).close()
-    (node,) = [node for node in prefix.shelf.trie if node.end == 2]
+    (node,) = [node for node in prefix.tree.radix_tree if node.end == 2]
     node.data.snapshot.detach()  # type: ignore[union-attr]
     assert by_text(prefix.render())["5 6"].tiers == ("device",)
     prefix.evict()
@@ -102,18 +102,18 @@ def test_pins_order_of_use_and_what_leaves_first(prefix: PrefixCache, numpy_back
 def test_looking_is_no_use_and_copies_nothing(prefix: PrefixCache, numpy_backend: ml.Backend) -> None:
     for tokens in ([1, 2, 3], [1, 2, 4], [5, 6]):
         talk(prefix, numpy_backend, tokens).close()
-    prefix.shelf.page_out(next(node for node in prefix.shelf.trie if node.end == 2))
+    prefix.tree.page_out(next(node for node in prefix.tree.radix_tree if node.end == 2))
     session = talk(prefix, numpy_backend, [1, 2, 3, 9])
-    shelf = prefix.shelf
+    tree = prefix.tree
 
     def state() -> Any:
         held = [
             (id(node), id(node.data), node.data and (node.data.used, node.data.tier, node.data.pins))
-            for node in shelf.trie
+            for node in tree.radix_tree
         ]
-        ledgers = [(len(ledger._heap), ledger.nbytes, len(ledger)) for ledger in (shelf.device, shelf.host)]  # type: ignore[union-attr]
+        ledgers = [(len(ledger._heap), ledger.nbytes, len(ledger)) for ledger in (tree.device, tree.host)]  # type: ignore[union-attr]
         table = prefix.cache._table  # type: ignore[attr-defined]
-        more = (session._tokens.tolist(), list(session._more), shelf._clock, dict(shelf.alphabet._codes))
+        more = (session._tokens.tolist(), list(session._more), tree._clock, dict(tree.alphabet._codes))
         return held, ledgers, table.references.tolist(), len(table.pins), more, prefix.stats
 
     session.extend([7, b"picture"])
@@ -139,7 +139,7 @@ def test_evictions_go_the_same_way_with_and_without_looking(numpy_backend: ml.Ba
                     prefix.render().json()
                 session.close()
                 nbytes = {**prefix.nbytes, "leaving": None}  # how far a thread has got is no matter of ours
-                seen.append((session.cached, nbytes, prefix.shelf.evicted, len(prefix.shelf.trie)))
+                seen.append((session.cached, nbytes, prefix.tree.evicted, len(prefix.tree.radix_tree)))
         return seen
 
     assert run(look=True) == run(look=False)
@@ -151,8 +151,8 @@ def test_a_node_without_content_is_as_recent_as_what_it_leads_to(numpy_backend: 
         talk(prefix, numpy_backend, [1, 2, 3, 4, 5, 6]).close()
         talk(prefix, numpy_backend, [1, 2, 3, 7, 8, 9]).close()
         talk(prefix, numpy_backend, [5, 5, 5]).close()
-        (upper,) = [node for node in prefix.shelf.trie if node.end == 3 and node.children]
-        prefix.shelf.drop(upper)
+        (upper,) = [node for node in prefix.tree.radix_tree if node.end == 3 and node.children]
+        prefix.tree.drop(upper)
         talk(prefix, numpy_backend, [1, 2, 3, 7, 8, 9, 9]).close(keep=False)
         whole, cut = prefix.render(), prefix.render(nodes=2)
     views = by_text(whole)
@@ -167,7 +167,7 @@ def test_a_large_trie_is_cut_to_what_was_used_last(numpy_backend: ml.Backend) ->
         for first in range(20):
             for second in range(3):
                 talk(prefix, numpy_backend, [first, 100 + second, 7]).close()
-        assert len(prefix.shelf.trie) == 80
+        assert len(prefix.tree.radix_tree) == 80
         picture = prefix.render(nodes=10)
         assert len(picture.nodes) == 10
         shown = {node.text for node in picture.nodes if node.depth == 0}
@@ -199,7 +199,7 @@ def test_ages_are_seconds_since_a_node_was_made(
     prefix: PrefixCache, numpy_backend: ml.Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk(prefix, numpy_backend, [1, 2]).close()
-    (node,) = prefix.shelf.trie
+    (node,) = prefix.tree.radix_tree
     assert node.data is not None
     later = node.data.since + 7200.5
     monkeypatch.setattr("kvcache.views.prefixes.time.monotonic", lambda: later)

@@ -90,7 +90,7 @@ def test_words_give_way_and_figures_do_not() -> None:
 
 
 def test_a_title_has_its_sentence_beside_it_where_there_is_room(picture: PrefixPicture) -> None:
-    assert picture.text(120).startswith("prefix trie  ")
+    assert picture.text(120).startswith("prefix tree  ")
     first, second, *_ = draw(picture, 30)
-    assert [text for text, _ in first] == ["prefix trie"]
+    assert [text for text, _ in first] == ["prefix tree"]
     assert second[0][0].startswith("  ")

@@ -7,7 +7,7 @@ from typing import Any
 
 import ml
 from kvcache import Batch
-from kvcache.prefix import PrefixCache, Session
+from kvcache.prefix.prefix_cache import PrefixCache, Session
 
 
 def bound(cache: Any, backend: ml.Backend, sequences: int = 3, capacity: int = 16, batch: int = 16) -> Any:

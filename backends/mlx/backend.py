@@ -16,9 +16,9 @@ import numpy as np
 
 from backends.mlx import fused
 from backends.mlx.arrays import BITS, MLX_DTYPES, from_host, from_mlx_dtype, scalar, schedule, to_host
-from backends.mlx.box import SIZE_LIMIT, WAIT_BYTES, Box
 from backends.mlx.distributed import MlxGroup, join
 from backends.mlx.errors import MLX_ERRORS, device_errors
+from backends.mlx.storage import SIZE_LIMIT, WAIT_BYTES, Box
 from backends.mlx.store import MlxKVStore
 from backends.mlx.tensor import MlxTensor
 from backends.placement import only_device
@@ -182,7 +182,7 @@ class MlxBackend(BaseBackend):
         return MlxKVStore.over(self, key, value)
 
     def overwrite(self, ctx: Any, tensor: MlxTensor) -> np.ndarray | None:
-        """See :class:`ml.SupportsOverwrite`. None on a GPU."""
+        """See :class:`ml.SupportsHostWrite`. None on a GPU."""
         ctx.check("overwrite", tensor)
         if self.devices[0].kind != "cpu" or overlaps_itself(tensor.shape, tensor.strides):
             return None

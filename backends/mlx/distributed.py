@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from backends.mlx.errors import MLX_ERRORS
-from backends.mlx.meeting import JOINING, interrupted, meet
+from backends.mlx.rendezvous import JOINING, interrupted, meet
 from backends.mlx.tensor import MlxTensor
 from ml.base import BaseGroup, SoloGroup
 from ml.base.group import check_timeout

@@ -6,8 +6,8 @@ import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from backends.mlx.box import Box
 from backends.mlx.errors import MLX_ERRORS
+from backends.mlx.storage import Box
 from backends.mlx.tensor import MlxTensor
 from ml.protocols import Tensor
 from ml.strided import Shape, contiguous_strides

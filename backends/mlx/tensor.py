@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from backends.mlx.arrays import MLX_DTYPES, from_host, scalar
-from backends.mlx.box import WAIT_BYTES, Box
 from backends.mlx.errors import translated
 from backends.mlx.regions import element_offsets, region_of, row_region_of, runs_of
+from backends.mlx.storage import WAIT_BYTES, Box
 from ml.base import StridedTensor
 from ml.dtypes import DType
 from ml.strided import Shape, contiguous_strides

@@ -52,11 +52,11 @@ class NumpyBackend(BaseBackend):
         return NumpyContext(self, max_graph_nodes)
 
     def borrow(self, ctx: NumpyContext, array: np.ndarray) -> BaseTensor:
-        """See :class:`ml.SupportsBorrow`."""
+        """See :class:`ml.SupportsZeroCopyRead`."""
         return ctx.from_native(array)
 
     def overwrite(self, ctx: NumpyContext, tensor: NumpyTensor) -> np.ndarray | None:
-        """See :class:`ml.SupportsOverwrite`."""
+        """See :class:`ml.SupportsHostWrite`."""
         ctx.check("overwrite", tensor)
         native = tensor.native
         return (

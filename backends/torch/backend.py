@@ -72,7 +72,7 @@ class TorchBackend(PlacedBackend):
         return self.group
 
     def borrow(self, ctx: TorchContext, array: np.ndarray) -> BaseTensor:
-        """See :class:`ml.SupportsBorrow`. In place on the CPU; read-only arrays are copied."""
+        """See :class:`ml.SupportsZeroCopyRead`. In place on the CPU; read-only arrays are copied."""
         ctx.check("borrow")
         dtype = DType.from_numpy(array.dtype)
         if ctx.torch_device.type != "cpu" or not array.flags.writeable or not array.flags.c_contiguous:
@@ -81,7 +81,7 @@ class TorchBackend(PlacedBackend):
         return ctx.from_native(torch.from_numpy(host).view(TO_TORCH[dtype]))
 
     def overwrite(self, ctx: TorchContext, tensor: TorchTensor) -> np.ndarray | None:
-        """See :class:`ml.SupportsOverwrite`. None on a GPU, and for a tensor that records gradients."""
+        """See :class:`ml.SupportsHostWrite`. None on a GPU, and for a tensor that records gradients."""
         ctx.check("overwrite", tensor)
         native = tensor.native
         if not native.is_cpu or native.requires_grad or overlaps_itself(tensor.shape, tensor.strides):

@@ -17,11 +17,12 @@ import typer
 from rich.console import Console
 
 import ml
-from kvcache.cli import INTERRUPTED
 from kvcache.command.answers import tell_full
+from kvcache.command.backends import listing, plain, record, survey
 from kvcache.command.completing import mend_zsh
 from kvcache.command.grouped import ungrouped
 from kvcache.command.json_output import print_json
+from kvcache.command.main import INTERRUPTED
 from kvcache.command.options import (
     BackendName,
     Debug,
@@ -40,16 +41,15 @@ from kvcache.command.progress import draws
 from kvcache.command.prompts import gathered
 from kvcache.command.screen import Screen, screen_for
 from kvcache.command.usage import CommandGroup, one_line
+from kvcache.runner.checkpoints.weights import parameter_count
 from kvcache.runner.config import load_config
 from kvcache.runner.errors import RequestError
-from kvcache.runner.families import family_of
 from kvcache.runner.generate import Generator, GeneratorOptions, encode_prompt
 from kvcache.runner.loading import load_model
 from kvcache.runner.memory import check_memory
+from kvcache.runner.models.families import family_of
 from kvcache.runner.requests import Finished, Settings
 from kvcache.runner.tokenizer import Tokenizer
-from kvcache.runner.weights import parameter_count
-from kvcache.survey import listing, plain, record, survey
 
 __all__ = ["app", "continue_prompts", "reported"]
 
@@ -123,7 +123,7 @@ def bench(
     Example: kvcache bench --backend torch --quick
     """
     with reported(debug):
-        from kvcache.bench import measure, shown
+        from kvcache.bench.decoding import measure, shown
 
         with ml.open_backend(backend, **device_options(device)) as opened:
             rows = measure(opened, dtype.dtype, quick)

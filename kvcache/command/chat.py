@@ -35,6 +35,7 @@ from kvcache.command.options import Debug, Dtypes, MaxTokens, Place, Sampling
 from kvcache.command.progress import Bars, bars_until_done, draws
 from kvcache.command.saved import saved_line
 from kvcache.command.usage import one_line
+from kvcache.offload.tiers import HostTier
 from kvcache.runner.config import load_config
 from kvcache.runner.conversations import ConversationFullError, Conversations, Turn
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Tier
@@ -45,15 +46,14 @@ from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Settings, Token
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
-from kvcache.stores.hidden import without_secrets
-from kvcache.tiers import HostTier
+from kvcache.stores.redaction import without_secrets
 from kvcache.views.models import Picture
 from kvcache.views.terminal import Beneath
 
 __all__ = ["Chat", "chat"]
 
 LIVE_NODES = 8
-"""Nodes of the trie that are drawn below an answer."""
+"""Nodes of the radix tree that are drawn below an answer."""
 MORE_ROOM = "/undo takes its last turn back, /switch NAME begins another"
 SEQUENCES = 2
 """One answers at a time: the other's share of the cache keeps what others have said."""
@@ -342,7 +342,9 @@ _COMMANDS = {
     "show": _Command("/show", "print all of this conversation", Chat.show),
     "save": _Command("/save FILE", "write it to a file, for /load or kvcache load", Chat.save),
     "load": _Command("/load FILE [NAME]", "go to a conversation from a file", Chat.load),
-    "inspect": _Command("/inspect [FILE]", "draw trie and cells, or write a page of them", Chat.inspect),
+    "inspect": _Command(
+        "/inspect [FILE]", "draw radix tree and cells, or write a page of them", Chat.inspect
+    ),
     "live": _Command("/live", "draw them below answers while they come; again: stop it", Chat.live),
     "stats": _Command("/stats", "conversations, and what was computed and reused", Chat.stats),
     "help": _Command("/help", "this list", Chat.help),

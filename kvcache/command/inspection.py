@@ -18,11 +18,12 @@ from kvcache.command.completing import stores_and_conversations
 from kvcache.command.json_output import print_json
 from kvcache.command.options import BackendName, Debug, Device, Json, ModelPath, Quiet, device_options
 from kvcache.command.progress import Bars, bars_until_done, draws
+from kvcache.offload.tiers import HostTier
 from kvcache.runner.config import load_config
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.errors import RunnerError
+from kvcache.runner.fingerprint import files_digest
 from kvcache.runner.generate import encode_prompt
-from kvcache.runner.identity import files_digest
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Event, Settings
@@ -30,7 +31,6 @@ from kvcache.runner.saved import write_whole
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
 from kvcache.stores.sizes import parse_bytes
-from kvcache.tiers import HostTier
 from kvcache.views.disk import is_store, look_at_page, look_at_store, page_meta
 from kvcache.views.models import Picture
 from kvcache.views.terminal import Watched
@@ -72,7 +72,7 @@ def inspect(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Draw what is kept: the entries of a store, a saved conversation, or trie and cells of a run.
+    """Draw what is kept: the entries of a store, a saved conversation, or radix tree and cells of a run.
 
     A store is only read: nothing in it is swept, evicted or marked as used.
 

@@ -14,8 +14,8 @@ import typer
 import ml
 from kvcache.command.completing import backend_names
 from kvcache.runner.config import ModelConfig
+from kvcache.runner.device_map import open_on_devices, parse_devices
 from kvcache.runner.loading import bundled_model
-from kvcache.runner.placing import open_on_devices, parse_devices
 from kvcache.runner.requests import Settings
 
 __all__ = [

@@ -26,8 +26,8 @@ from kvcache.command.options import device_options
 from kvcache.command.screen import Screen, screen_for
 from kvcache.command.usage import one_line
 from kvcache.runner.config import ModelConfig
-from kvcache.runner.families import family_of
 from kvcache.runner.generate import GeneratorOptions
+from kvcache.runner.models.families import family_of
 from kvcache.runner.parallel import device_of_rank, join, of_all
 from kvcache.runner.rank_limits import Limits
 from kvcache.runner.ranks import RanksError, exit_code, job_of_rank, run_ranks

@@ -21,8 +21,8 @@ from kvcache.command.prompts import text_or_stdin
 from kvcache.command.screen import Screen, screen_for
 from kvcache.runner.config import ModelConfig, load_config
 from kvcache.runner.engine import Engine, EngineOptions, Failed
+from kvcache.runner.fingerprint import identity_of
 from kvcache.runner.generate import check_prompt, encode_prompt
-from kvcache.runner.identity import identity_of
 from kvcache.runner.loading import load_model
 from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Finished, Settings

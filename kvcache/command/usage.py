@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvcache.cli import INTERRUPTED
+from kvcache.command.main import INTERRUPTED
 
 __all__ = ["CommandGroup", "one_line"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvcache.bench import ROOM
-from kvcache.bench_timing import Contender
+from kvcache.bench.decoding import ROOM
+from kvcache.bench.timing import Contender
 
 __all__ = ["EAGER", "FLOORS", "LAYERS", "Slices", "floors", "peers"]
 

@@ -10,15 +10,16 @@
 [0, 3]
 """
 
+from kvcache.runner.checkpoints.weights import WeightSource, check_weights, expected_shapes, open_weights
 from kvcache.runner.config import SUPPORTED_ARCHITECTURES, ModelConfig, load_config, parse_config
 from kvcache.runner.conversations import Conversation, ConversationFullError, Conversations
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Request
 from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
 from kvcache.runner.generate import Generator, GeneratorOptions, LanguageModel, Prompt
 from kvcache.runner.kept import KeptConversations
-from kvcache.runner.llama import Llama
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.memory import cache_bytes, check_memory
+from kvcache.runner.models.llama import Llama
 from kvcache.runner.requests import (
     Event,
     Finished,
@@ -32,7 +33,6 @@ from kvcache.runner.requests import (
 from kvcache.runner.sampling import Sampler
 from kvcache.runner.saved import ConversationError, SavedConversation
 from kvcache.runner.tokenizer import StreamDecoder, Tokenizer
-from kvcache.runner.weights import WeightSource, check_weights, expected_shapes, open_weights
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",

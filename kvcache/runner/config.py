@@ -22,7 +22,7 @@ __all__ = [
     "refuse_quantized",
 ]
 
-# The Llama family, which ModelConfig alone describes; kvcache.runner.families knows the others.
+# The Llama family, which ModelConfig alone describes; kvcache.runner.models.families knows the others.
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _BY_MODEL_TYPE = {"llama": 0, "mistral": 1, "qwen2": 2, "qwen3": 3}
 
@@ -100,8 +100,8 @@ def load_config(path: str | Path) -> ModelConfig:
     """The config of a model folder or .gguf file. Raises ModelError with one clear line."""
     found = existing_model_path(path)
     if found.is_file():
-        from kvcache.runner.gguf_config import config_from_gguf
-        from kvcache.runner.gguf_file import open_gguf
+        from kvcache.runner.checkpoints.gguf_config import config_from_gguf
+        from kvcache.runner.checkpoints.gguf_file import open_gguf
 
         return config_from_gguf(open_gguf(found))
     raw = _read_json(found / "config.json")
@@ -136,7 +136,7 @@ def parse_config(
 def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     architecture = _architecture(raw)
     if architecture not in SUPPORTED_ARCHITECTURES:
-        from kvcache.runner.families import FAMILIES
+        from kvcache.runner.models.families import FAMILIES
 
         config: ModelConfig = FAMILIES[architecture].parse(raw, generation)
         return config
@@ -176,7 +176,7 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or []
     if not names and raw.get("model_type") in _BY_MODEL_TYPE:
         return SUPPORTED_ARCHITECTURES[_BY_MODEL_TYPE[raw["model_type"]]]
-    from kvcache.runner.families import FAMILIES
+    from kvcache.runner.models.families import FAMILIES
 
     if not names:
         names = [name for name, family in FAMILIES.items() if family.model_type == raw.get("model_type")]

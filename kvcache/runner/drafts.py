@@ -11,12 +11,12 @@ from typing import Protocol
 import numpy as np
 
 import ml
-from kvcache import branches
 from kvcache.cache import Batch, Cache
-from kvcache.closing import Closing
+from kvcache.caches import branches
 from kvcache.runner.errors import RequestError
 from kvcache.runner.generate import LanguageModel, cache_for
-from kvcache.runner.runs import common_prefix
+from kvcache.runner.request_state import common_prefix
+from kvcache.stores.closing import Closing
 
 __all__ = ["Draft", "ModelDraft", "prompt_lookup"]
 

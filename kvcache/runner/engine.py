@@ -26,20 +26,20 @@ import numpy as np
 
 import ml
 from kvcache.cache import Batch, CacheFullError, ClosedError, SequenceLostError
-from kvcache.closing import Closing
-from kvcache.prefix import PrefixCache, Session
-from kvcache.runner.active import Failed, Part, Request, batch_of, chunks, plan_sharing, worth_waiting
-from kvcache.runner.agreeing import Agreement
+from kvcache.offload.tiers import HostTier
+from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.runner.consensus import Agreement
 from kvcache.runner.errors import RequestError
+from kvcache.runner.fingerprint import model_identity
 from kvcache.runner.generate import GeneratorOptions, LanguageModel, Prompt, cache_for, encode_prompt
-from kvcache.runner.identity import model_identity
 from kvcache.runner.memory import cache_bytes, check_memory
+from kvcache.runner.request_state import RequestState, has_token
 from kvcache.runner.requests import Event, Finished, Prefilled, Settings, Statistics
-from kvcache.runner.runs import Run, has_token
 from kvcache.runner.sampling import Sampler
+from kvcache.runner.scheduler import Failed, Part, Request, batch_of, chunks, plan_sharing, worth_waiting
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores import SnapshotStore
-from kvcache.tiers import HostTier
+from kvcache.stores.closing import Closing
 
 log = logging.getLogger("kvcache")
 
@@ -172,7 +172,7 @@ class Engine(Closing):
         settings = settings or Settings()
         tokens = self.encode(prompt)
         sampler = Sampler(settings.temperature, settings.top_k, settings.top_p, settings.seed)
-        run = Run(self._submitted, tokens, settings, sampler.fork(0))
+        run = RequestState(self._submitted, tokens, settings, sampler.fork(0))
         if self.tokenizer is not None:
             run.decoder = self.tokenizer.stream(tokens)
         self._submitted += 1

@@ -19,15 +19,15 @@ import numpy as np
 
 import ml
 from kvcache.cache import Batch, Cache
-from kvcache.causal import CausalCache
-from kvcache.closing import Closing
+from kvcache.caches.causal import CausalCache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError, RunnerError, TextTooLongError
 from kvcache.runner.memory import cache_bytes, check_memory
+from kvcache.runner.request_state import RequestState, Slot, common_prefix, has_token
 from kvcache.runner.requests import Event, Finished, Prefilled, Settings, Statistics
-from kvcache.runner.runs import Run, Slot, common_prefix, has_token
 from kvcache.runner.sampling import Sampler
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.stores.closing import Closing
 
 __all__ = [
     "Generator",
@@ -44,7 +44,7 @@ Prompt = str | Sequence[int]
 
 
 class LanguageModel(Protocol):
-    """What the loop needs of a model; ``kvcache.runner.llama.Llama`` is one."""
+    """What the loop needs of a model; ``kvcache.runner.models.llama.Llama`` is one."""
 
     @property
     def backend(self) -> ml.Backend: ...
@@ -114,7 +114,7 @@ class Generator(Closing):
         self._largest = self._largest_batch()
         self.cache.init(model.backend, *sizes, self._largest)
         self._slots = [Slot(seq) for seq in range(options.max_sequences)]
-        self._queue: list[Run] = []
+        self._queue: list[RequestState] = []
         self._clock = 0
         self._busy = False
         self._closed = False
@@ -157,7 +157,10 @@ class Generator(Closing):
             raise RunnerError("generate: another generate is not done; draw it to its end or close it")
         settings = settings or Settings()
         sampler = Sampler(settings.temperature, settings.top_k, settings.top_p, settings.seed)
-        runs = [Run(i, self.encode(prompt), settings, sampler.fork(i)) for i, prompt in enumerate(prompts)]
+        runs = [
+            RequestState(i, self.encode(prompt), settings, sampler.fork(i))
+            for i, prompt in enumerate(prompts)
+        ]
         for run in runs if self.tokenizer is not None else ():
             run.decoder = self.tokenizer.stream(run.tokens) if self.tokenizer else None
         return self._generate(runs)
@@ -174,7 +177,7 @@ class Generator(Closing):
 
     # The loop.
 
-    def _generate(self, runs: list[Run]) -> Events[Event, None, None]:
+    def _generate(self, runs: list[RequestState]) -> Events[Event, None, None]:
         if self._busy:
             raise RunnerError("generate: another generate is not done; draw it to its end or close it")
         self._busy = True
@@ -198,7 +201,7 @@ class Generator(Closing):
 
     def _admit(self) -> Iterator[Event]:
         """Give waiting requests the sequences that are free, with what is stored of their prompts."""
-        waiting: list[Run] = []
+        waiting: list[RequestState] = []
         queue, self._queue = self._queue, waiting
         for i, run in enumerate(queue):
             free = [slot for slot in self._slots if slot.run is None]
@@ -213,7 +216,7 @@ class Generator(Closing):
             slot = min(free, key=lambda slot: (len(slot.left) > 0, slot.used))
             yield self._start(run, slot, donor, shared)
 
-    def _start(self, run: Run, slot: Slot, donor: Slot | None, shared: int) -> Event:
+    def _start(self, run: RequestState, slot: Slot, donor: Slot | None, shared: int) -> Event:
         if donor is slot:
             self.cache.remove(slot.seq, shared)
         elif donor is not None:
@@ -224,7 +227,7 @@ class Generator(Closing):
         self.statistics.reused_tokens += shared
         return run.start(shared)
 
-    def _donor(self, run: Run) -> tuple[Slot | None, int]:
+    def _donor(self, run: RequestState) -> tuple[Slot | None, int]:
         """The sequence with the longest common prefix, and its length: at least one token is computed."""
         best: Slot | None = None
         longest = 0
@@ -253,7 +256,7 @@ class Generator(Closing):
             if token is not None:
                 yield from self._accept(slot, run, token)
 
-    def _chunk(self, prefill: Sequence[tuple[Slot, Run]]) -> list[tuple[Slot, Run, int]]:
+    def _chunk(self, prefill: Sequence[tuple[Slot, RequestState]]) -> list[tuple[Slot, RequestState, int]]:
         """How many prompt tokens of which requests go into this step, first come first served."""
         parts, budget = [], self.options.prefill_chunk
         for slot, run in sorted(prefill, key=lambda pair: pair[0].used):
@@ -263,7 +266,7 @@ class Generator(Closing):
                 budget -= count
         return parts
 
-    def _forward(self, parts: Sequence[tuple[Slot, Run, int]]) -> np.ndarray:
+    def _forward(self, parts: Sequence[tuple[Slot, RequestState, int]]) -> np.ndarray:
         """Logits of the runs that have none of their prompt left; then those tokens count as stored.
 
         A pass that fails takes its tokens out of the cache again.
@@ -281,14 +284,14 @@ class Generator(Closing):
             run.stored += count
         return logits
 
-    def _accept(self, slot: Slot, run: Run, token: int) -> Iterator[Event]:
+    def _accept(self, slot: Slot, run: RequestState, token: int) -> Iterator[Event]:
         events = run.advance(token, self.model.config.eos_ids, self.limit)
         self.statistics.generated_tokens += has_token(events[0])
         if isinstance(events[-1], Finished):
             slot.leave()
         yield from events
 
-    def _count(self, parts: Sequence[tuple[Slot, Run, int]], prefill: bool, seconds: float) -> None:
+    def _count(self, parts: Sequence[tuple[Slot, RequestState, int]], prefill: bool, seconds: float) -> None:
         statistics, tokens = self.statistics, sum(count for _, _, count in parts)
         if prefill:
             statistics.computed_tokens += tokens
@@ -349,7 +352,7 @@ def _check_length(count: int, config: ModelConfig, capacity: int, least: str = "
         )
 
 
-def _batch(parts: Sequence[tuple[Slot, Run, int]]) -> Batch:
+def _batch(parts: Sequence[tuple[Slot, RequestState, int]]) -> Batch:
     positions: list[int] = []
     sequences: list[int] = []
     inputs: list[int] = []

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import ml
+from kvcache.runner.checkpoints.weights import check_weights, open_weights, parameter_count
 from kvcache.runner.config import load_config
 from kvcache.runner.errors import ModelError
-from kvcache.runner.families import family_of
 from kvcache.runner.generate import LanguageModel
-from kvcache.runner.loader import Weights
 from kvcache.runner.memory import check_memory
-from kvcache.runner.weights import check_weights, open_weights, parameter_count
+from kvcache.runner.models.families import family_of
+from kvcache.runner.models.loader import Weights
 
 __all__ = ["bundled_model", "load_model"]
 

@@ -25,7 +25,7 @@ import ml
 from kvcache.cache import Batch, CacheFullError
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
-from kvcache.runner.loader import Weights
+from kvcache.runner.models.loader import Weights
 
 __all__ = [
     "FAILED",
@@ -108,7 +108,7 @@ class Share:
     def check_step(self, ctx: ml.Context, batch: Batch) -> None:
         """Raise GroupError unless all ranks are about to compute the same pass.
 
-        Where another has no room for it (``kvcache.runner.agreeing``), raise CacheFullError as that one does.
+        Where another has no room for it (``kvcache.runner.consensus``), raise CacheFullError as that one does.
         """
         found = of_all(ctx, self.group, _digest(batch))
         if min(found) < 0:

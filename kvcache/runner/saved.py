@@ -19,14 +19,14 @@ import numpy as np
 
 import ml
 from kvcache.cache import InvalidRangeError
-from kvcache.paging import from_page, to_page
-from kvcache.runner.active import Request, chunks
 from kvcache.runner.engine import Engine
 from kvcache.runner.errors import RunnerError
+from kvcache.runner.request_state import RequestState
 from kvcache.runner.requests import Settings
-from kvcache.runner.runs import Run
 from kvcache.runner.sampling import Sampler
-from kvcache.stores import Page, SnapshotCorrupt, pack, unpack
+from kvcache.runner.scheduler import Request, chunks
+from kvcache.snapshots.serialize import deserialize, serialize
+from kvcache.stores import SerializedSnapshot, SnapshotCorrupt, pack, unpack
 from kvcache.stores.page import PAGE_DIGEST, digest_of_page
 
 __all__ = ["ConversationError", "SavedConversation", "adopt", "capture", "read", "write", "write_whole"]
@@ -52,7 +52,7 @@ class SavedConversation:
     evaluated: int
     model: Mapping[str, Any]
     cache: Mapping[str, Any]
-    page: Page
+    page: SerializedSnapshot
 
     @property
     def dtype(self) -> ml.DType:
@@ -76,11 +76,11 @@ def capture(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
         raise ConversationError("save: a conversation of one token; there is nothing to keep of it")
     asked = [*tokens[:evaluated], 0]  # one token more: a session always leaves one to evaluate
     with engine.ranks.begin(engine.prefix, asked) as session:
-        request = Request(Run(-1, asked[:-1], Settings(), Sampler()))
+        request = Request(RequestState(-1, asked[:-1], Settings(), Sampler()))
         request.session, request.run.stored = session, session.cached
         while request.run.stored < evaluated:
             engine.forward(list(chunks([request], engine.options.prefill_chunk, engine.prefix)))
-        page = to_page(engine.model.backend, engine.cache.snapshot(session.seq, 0, evaluated))
+        page = serialize(engine.model.backend, engine.cache.snapshot(session.seq, 0, evaluated))
     return SavedConversation(tuple(tokens), evaluated, engine.identity, engine.cache.settings(), page)
 
 
@@ -103,7 +103,7 @@ def adopt(engine: Engine, saved: SavedConversation) -> None:
     if dict(saved.cache) != settings:
         raise ConversationError(f"the conversation is of a cache {dict(saved.cache)}; this one is {settings}")
     try:
-        snapshot = from_page(engine.model.backend, saved.page)
+        snapshot = deserialize(engine.model.backend, saved.page)
         adopted = engine.prefix.adopt(saved.tokens[: saved.evaluated], snapshot)
     except (SnapshotCorrupt, InvalidRangeError) as error:
         raise ConversationError(f"the conversation does not go with the model's cache: {error}") from error
@@ -133,8 +133,8 @@ def write(path: str | os.PathLike[str], saved: SavedConversation) -> int:
         "cache": dict(saved.cache),
         "snapshot": saved.page.meta["snapshot"],
     }
-    meta[PAGE_DIGEST] = digest_of_page(Page(meta, saved.page.arrays))
-    parts = pack(Page(meta, saved.page.arrays))
+    meta[PAGE_DIGEST] = digest_of_page(SerializedSnapshot(meta, saved.page.arrays))
+    parts = pack(SerializedSnapshot(meta, saved.page.arrays))
     target = check_target(path)
     try:
         write_whole(target, parts)
@@ -164,7 +164,7 @@ def read(
         raise ConversationError(f"{source}: damaged: its digest does not hold; save the conversation anew")
     if not _is_whole(meta):
         raise ConversationError(f"{source}: a saved conversation whose fields make no sense")
-    content = Page({"snapshot": meta["snapshot"]}, page.arrays)
+    content = SerializedSnapshot({"snapshot": meta["snapshot"]}, page.arrays)
     return SavedConversation(tuple(meta["tokens"]), meta["evaluated"], meta["model"], meta["cache"], content)
 
 

@@ -2,7 +2,7 @@
 
 After Leviathan et al. (2023), and the token trees of SpecInfer (Miao et al., 2024). A pass evaluates the
 last token and the drafted ones; each of its logits is sampled as plain decoding would, and the draft is
-right as long as it says the same. What it got wrong is taken back with ``kvcache.branches``::
+right as long as it says the same. What it got wrong is taken back with ``kvcache.caches.branches``::
 
     text  ... t | d1 d2 d3 d4        sampled: d1 d2 x            d1, d2 and x are the next tokens;
                                                                  d3 and d4 leave the cache
@@ -28,13 +28,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import ml
-from kvcache import branches
 from kvcache.cache import Batch, Cache
+from kvcache.caches import branches
 from kvcache.runner.drafts import Draft
 from kvcache.runner.errors import RequestError
 from kvcache.runner.generate import Generator, GeneratorOptions, LanguageModel
+from kvcache.runner.request_state import RequestState, Slot, has_token
 from kvcache.runner.requests import Event, Finished
-from kvcache.runner.runs import Run, Slot, has_token
 from kvcache.runner.tokenizer import Tokenizer
 
 __all__ = ["Speculation", "SpeculativeGenerator", "SpeculativeOptions"]
@@ -91,7 +91,7 @@ class _Attempt:
     """What one text has in a pass: its tokens that are not stored yet, and drafts of what follows."""
 
     slot: Slot
-    run: Run
+    run: RequestState
     tried: list[_Branch]
     mark: branches.Mark | None = None
     start: int = field(init=False)
@@ -143,7 +143,7 @@ class SpeculativeGenerator(Generator):
         first = self.options.max_sequences + seq * width
         return range(first, first + width)
 
-    def _generate(self, runs: list[Run]) -> Events[Event, None, None]:
+    def _generate(self, runs: list[RequestState]) -> Events[Event, None, None]:
         self.speculation = Speculation()
         yield from super()._generate(runs)
 
@@ -166,7 +166,7 @@ class SpeculativeGenerator(Generator):
 
     # Before the pass.
 
-    def _attempt(self, slot: Slot, run: Run) -> _Attempt:
+    def _attempt(self, slot: Slot, run: RequestState) -> _Attempt:
         drafts = self._drafts(slot, run)
         if len(drafts) > 1:
             spares = self._spares(slot.seq)[: len(drafts)]
@@ -175,7 +175,7 @@ class SpeculativeGenerator(Generator):
         mark = branches.mark(self.cache, slot.seq) if drafts else None
         return _Attempt(slot, run, [_Branch(slot.seq, drafts[0] if drafts else [])], mark)
 
-    def _drafts(self, slot: Slot, run: Run) -> list[list[int]]:
+    def _drafts(self, slot: Slot, run: RequestState) -> list[list[int]]:
         """Distinct drafts that are not empty; none while accepted tokens are to be evaluated again."""
         if len(run.tokens) - run.stored > 1:
             return []

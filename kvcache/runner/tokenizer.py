@@ -43,8 +43,8 @@ class Tokenizer:
         if file.is_file():
             return cls._from_folder(folder, file)
         if path.suffix == ".gguf":
-            from kvcache.runner.gguf_file import open_gguf
-            from kvcache.runner.gguf_vocab import tokenizer_from_gguf
+            from kvcache.runner.checkpoints.gguf_file import open_gguf
+            from kvcache.runner.checkpoints.gguf_vocab import tokenizer_from_gguf
 
             backend, prefix = tokenizer_from_gguf(open_gguf(path))
             return cls(backend, prefix)

@@ -22,11 +22,11 @@ from kvcache.stores.errors import (
 from kvcache.stores.hookspecs import StoreSpec, hookimpl
 from kvcache.stores.keys import Chain, Keys
 from kvcache.stores.memory import MemoryStore
-from kvcache.stores.page import PAGE_FORMAT, Page, pack, unpack
-from kvcache.stores.paging import get_page, put_page
+from kvcache.stores.page import PAGE_FORMAT, SerializedSnapshot, pack, unpack
 from kvcache.stores.plugins import open_store
 from kvcache.stores.protocol import SnapshotStore, Stat, Usage, check_budget, check_key
 from kvcache.stores.sizes import parse_bytes
+from kvcache.stores.snapshots import get_page, put_page
 
 if TYPE_CHECKING:
     from kvcache.stores.file import FileStore
@@ -41,7 +41,7 @@ __all__ = [
     "Keys",
     "MemoryStore",
     "MooncakeStore",
-    "Page",
+    "SerializedSnapshot",
     "SnapshotCorrupt",
     "SnapshotStore",
     "Stat",

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from kvcache.closing import Closing
 from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable
-from kvcache.stores.calls import Calls
 from kvcache.stores.catalog import Catalog
+from kvcache.stores.closing import Closing
 from kvcache.stores.digests import XXH3, Digests, check_digest
 from kvcache.stores.entries import BrokenEntryError, Entries
 from kvcache.stores.errors import SnapshotCorrupt, StoreFull, StoreReadOnly, StoreUnavailable
 from kvcache.stores.folder import Folder
+from kvcache.stores.in_flight import Calls
 from kvcache.stores.lockfile import Held
 from kvcache.stores.manifest import DATA, MANIFEST, Naming
 from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key, check_keys

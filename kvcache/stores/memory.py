@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.closing import Closing
 from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable, check_size
+from kvcache.stores.closing import Closing
 from kvcache.stores.errors import StoreClosedError, StoreFull
 from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key, check_keys
 from kvcache.stores.reading import writable_bytes

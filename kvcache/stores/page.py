@@ -34,8 +34,8 @@ __all__ = [
     "PAGE_DIGEST",
     "PAGE_FORMAT",
     "Outline",
-    "Page",
     "Place",
+    "SerializedSnapshot",
     "digest_of_page",
     "pack",
     "read_outline",
@@ -59,7 +59,7 @@ _DTYPES = {dtype.name: dtype.numpy for dtype in STORAGE_DTYPES}
 
 
 @dataclass(frozen=True, eq=False)
-class Page:
+class SerializedSnapshot:
     """A snapshot in host memory: named arrays, and JSON-able ``meta`` that says what they are.
 
     Arrays are C-contiguous, of the dtypes of :class:`ml.DType` (bfloat16 is ``ml_dtypes.bfloat16``);
@@ -75,11 +75,11 @@ class Page:
     def __post_init__(self) -> None:
         for name, array in self.arrays.items():
             if name == _METADATA:
-                raise ValueError(f"Page: the name {name!r} is the format's own")
+                raise ValueError(f"SerializedSnapshot: the name {name!r} is the format's own")
             DType.from_numpy(array.dtype)
             if not array.flags.c_contiguous:
                 raise ShapeError(
-                    f"Page: {name!r} {array.shape} with strides {array.strides} is not C-contiguous; "
+                    f"SerializedSnapshot: {name!r} {array.shape} with strides {array.strides} is not C-contiguous; "
                     "pass numpy.ascontiguousarray of it"
                 )
 
@@ -89,7 +89,7 @@ class Page:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-def pack(page: Page) -> list[memoryview]:
+def pack(page: SerializedSnapshot) -> list[memoryview]:
     """The page's bytes, in order: a header, then views of the arrays; no array is copied.
 
     Raises ValueError where ``meta`` is not JSON-able or a name is not Unicode text.
@@ -114,7 +114,7 @@ def pack(page: Page) -> list[memoryview]:
     return [header, *(as_bytes(array) for _, array in ordered if array.nbytes)]
 
 
-def unpack(buffer: Buffer) -> Page:
+def unpack(buffer: Buffer) -> SerializedSnapshot:
     """The page whose bytes these are; its arrays are views of ``buffer`` (read-only where it is).
 
     Raises SnapshotCorrupt for anything but a well-formed page. Flipped bits in the arrays' data are
@@ -127,10 +127,10 @@ def unpack(buffer: Buffer) -> Page:
         arrays = {name: _array(name, place, data[8 + length :]) for name, place in outline.places.items()}
     except (ValueError, OverflowError) as error:
         raise SnapshotCorrupt(f"unpack: {len(data)} bytes are no page: {error}") from error
-    return Page(outline.meta, arrays)
+    return SerializedSnapshot(outline.meta, arrays)
 
 
-def digest_of_page(page: Page) -> str:
+def digest_of_page(page: SerializedSnapshot) -> str:
     """sha256 (hex) of a page's meta, but for ``PAGE_DIGEST``, and each array's name, dtype, shape, bytes."""
     meta = {name: value for name, value in page.meta.items() if name != PAGE_DIGEST}
     digest = hashlib.sha256(strict_json.encode(meta, canonical=True).encode())

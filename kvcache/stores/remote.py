@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 from typing import Protocol
 
-from kvcache.closing import Closing
-from kvcache.stores.calls import Calls
+from kvcache.stores.closing import Closing
+from kvcache.stores.in_flight import Calls
 
 __all__ = ["Address", "RemoteStore"]
 

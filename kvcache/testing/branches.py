@@ -10,7 +10,8 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import Batch, branches
+from kvcache import Batch
+from kvcache.caches import branches
 from kvcache.testing.branching import BRANCHING, BranchRig, StatePart, branch_trace
 from kvcache.testing.encoder import EncoderRig
 from kvcache.testing.harness import CacheCase

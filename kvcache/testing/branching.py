@@ -17,7 +17,8 @@ import numpy as np
 
 import kvcache
 import ml
-from kvcache import Batch, branches
+from kvcache import Batch
+from kvcache.caches import branches
 from kvcache.testing import values
 from kvcache.testing.model import Model, Setup
 from kvcache.testing.rig import look, outcome

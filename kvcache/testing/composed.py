@@ -12,7 +12,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.snapshots import WrapperSnapshot
+from kvcache.snapshots.snapshot import WrapperSnapshot
 from kvcache.testing import values
 from kvcache.testing.encoder import EncoderRig, Output
 from kvcache.testing.failing import every_failure, every_way_to_fail

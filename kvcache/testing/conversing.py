@@ -22,8 +22,8 @@ import numpy as np
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.outages import Outages
-from kvcache.prefix import PrefixCache, Session
+from kvcache.offload.outages import Outages
+from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.testing.rig import mask_of
 from ml import DType
 
@@ -216,8 +216,8 @@ class Rig:
         self.parts = CACHES[setup.cache][1]
         stored = {"identity": {"model": "digests"}} if tiers else {}
         self.prefix = PrefixCache(self.cache, budget, tiers, **{**stored, **setup.options, **options})
-        if self.prefix.shelf.store is not None:  # a store that failed is asked again in the next call
-            self.prefix.shelf.store.outages = Outages(itertools.count(0, 1000).__next__)
+        if self.prefix.tree.store is not None:  # a store that failed is asked again in the next call
+            self.prefix.tree.store.outages = Outages(itertools.count(0, 1000).__next__)
         self.evaluated = 0
         """Tokens that were computed since the start."""
 
@@ -274,9 +274,9 @@ class Rig:
 
     def crash(self, lose: bool) -> None:
         """Let go of all without ``close``. ``lose``: what waits to be written is lost."""
-        transit, tier = self.prefix.shelf.transit, self.prefix.shelf.store
-        if transit is not None:
-            transit.drain()
+        worker, tier = self.prefix.tree.worker, self.prefix.tree.store
+        if worker is not None:
+            worker.drain()
         if tier is not None:
             while lose and not tier._queue.empty():
                 tier._queue.get()
@@ -284,17 +284,17 @@ class Rig:
 
     def check_books(self) -> None:
         """Every tier counts what it holds, to the byte, within its budget; statistics add up."""
-        shelf, stats = self.prefix.shelf, self.prefix.stats
-        nodes = list(shelf.trie)
+        tree, stats = self.prefix.tree, self.prefix.stats
+        nodes = list(tree.radix_tree)
         pages = [n.data.page.nbytes for n in nodes if n.data and n.data.page]
         coming = [
             n.data.leaving.page_bytes
             for n in nodes
-            if n.data and n.data.leaving and shelf.host is not None and n in shelf.host
+            if n.data and n.data.leaving and tree.host is not None and n in tree.host
         ]
         for ledger, sizes in (
-            (shelf.device, [n.data.snapshot.nbytes for n in nodes if n.data and n.data.snapshot]),
-            (shelf.host, [*pages, *coming]),
+            (tree.device, [n.data.snapshot.nbytes for n in nodes if n.data and n.data.snapshot]),
+            (tree.host, [*pages, *coming]),
         ):
             if ledger is not None:
                 assert ledger.nbytes == sum(sizes)

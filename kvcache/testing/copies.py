@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml
-from kvcache.snapshots import AttentionSnapshot, tensors_of
+from kvcache.snapshots.snapshot import AttentionSnapshot, tensors_of
 from kvcache.testing.model import Copy, Setup
 from kvcache.testing.rig import Rig
 

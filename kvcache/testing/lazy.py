@@ -11,7 +11,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.snapshots import AttentionSnapshot, tensors_of
+from kvcache.snapshots.snapshot import AttentionSnapshot, tensors_of
 from kvcache.testing import values
 from kvcache.testing.failing import every_failure, every_way_to_fail
 from kvcache.testing.harness import CacheCase

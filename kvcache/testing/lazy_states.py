@@ -11,7 +11,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.snapshots import RecurrentSnapshot
+from kvcache.snapshots.snapshot import RecurrentSnapshot
 from kvcache.testing.failing import every_failure, every_way_to_fail
 from kvcache.testing.harness import CacheCase
 from kvcache.testing.protocol import InjectedError, Plan, only_protocol

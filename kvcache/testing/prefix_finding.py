@@ -9,7 +9,8 @@ import pytest
 
 import kvcache
 import ml
-from kvcache.prefix import PrefixCache
+from kvcache.offload.tiers import HostTier
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import MemoryStore
 from kvcache.testing.conversing import DIVISIBLE, ConversationSetup, Rig
 from kvcache.testing.prefix_case import (
@@ -22,7 +23,6 @@ from kvcache.testing.prefix_case import (
 )
 from kvcache.testing.prefix_traces import FlakyStore
 from kvcache.testing.protocol import Plan, only_protocol
-from kvcache.tiers import HostTier
 from ml import DType
 
 __all__ = ["PrefixFindingTests"]

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.snapshots import AttentionSnapshot
+from kvcache.offload.tiers import HostTier
+from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.stores import MemoryStore
 from kvcache.testing.conversing import DIVISIBLE, ConversationSetup
 from kvcache.testing.prefix_case import LONG, PrefixCase, Talk
-from kvcache.tiers import HostTier
 
 __all__ = ["PrefixPressureTests"]
 
@@ -116,7 +116,7 @@ class PrefixPressureTests(PrefixCase):
         r = talk(max_sequences=1, capacity=32, max_batch=64, tiers=[HostTier()])
         for first in (100, 200, 300):
             r.keep(line(first, 8))
-        for node in r.prefix.shelf.trie:
+        for node in r.prefix.tree.radix_tree:
             if node.data is not None and node.data.snapshot is not None and int(node.tokens[0]) < 300:
                 node.data.snapshot.detach()
         r.keep(line(400, r.cache.cells - 2))
@@ -133,7 +133,7 @@ class PrefixPressureTests(PrefixCase):
                 r.prefix.evict()
             r.keep([*LONG[:7], 90])
             r.prefix.evict()
-            pages = [node.data.page for node in r.prefix.shelf.trie if node.data is not None]
+            pages = [node.data.page for node in r.prefix.tree.radix_tree if node.data is not None]
             assert len(pages) == 3
             for page in pages:
                 assert page is not None
@@ -146,12 +146,12 @@ class PrefixPressureTests(PrefixCase):
         r = talk()
         chat = r.chat([*LONG[:7], 90])
         r.keep(LONG)
-        (node,) = r.prefix.shelf.trie
+        (node,) = r.prefix.tree.radix_tree
         assert node.data is not None
         snapshot: Any = node.data.snapshot
         snapshot.source.pin.lost = True
         chat.close()
-        assert [*r.prefix.shelf.trie] == [node]
+        assert [*r.prefix.tree.radix_tree] == [node]
         r.check_books()
         assert r.keep([*LONG, 1]) == 0
         r.check_books()

@@ -9,7 +9,8 @@ import pytest
 
 import kvcache
 import ml
-from kvcache.prefix import PrefixCache, SessionReplacedError
+from kvcache.offload.tiers import HostTier
+from kvcache.prefix.prefix_cache import PrefixCache, SessionReplacedError
 from kvcache.stores import MemoryStore
 from kvcache.testing.conversing import STATEFUL
 from kvcache.testing.prefix_case import (
@@ -21,7 +22,6 @@ from kvcache.testing.prefix_case import (
 )
 from kvcache.testing.prefix_traces import FlakyStore
 from kvcache.testing.protocol import InjectedError
-from kvcache.tiers import HostTier
 from ml import DType
 
 __all__ = ["PrefixSessionTests"]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import kvcache
-from kvcache.prefix import SessionLimitError
+from kvcache.offload.tiers import HostTier
+from kvcache.prefix.prefix_cache import SessionLimitError
 from kvcache.stores import MemoryStore, SnapshotCorrupt, StoreFull, StoreUnavailable
 from kvcache.testing.conversing import DIVISIBLE, ConversationSetup, Rig
 from kvcache.testing.prefix_case import (
@@ -24,7 +25,6 @@ from kvcache.testing.prefix_case import (
     every_cache,
 )
 from kvcache.testing.prefix_traces import FlakyStore
-from kvcache.tiers import HostTier
 
 __all__ = ["PrefixTierTests"]
 
@@ -284,7 +284,7 @@ class PrefixTierTests(PrefixCase):
         r = talk(tiers=[store])
         r.keep(LONG)
         r.prefix.close()
-        chain = r.prefix.shelf.keys.chain(LONG)
+        chain = r.prefix.tree.keys.chain(LONG)
         assert store.delete(chain.at(12))
         other = talk(tiers=[store])
         assert other.keep([*LONG, 1]) == 8

@@ -18,10 +18,10 @@ from typing import Any
 
 import ml
 from kvcache.cache import CacheFullError
-from kvcache.prefix import SessionLimitError
+from kvcache.offload.tiers import HostTier
+from kvcache.prefix.prefix_cache import SessionLimitError
 from kvcache.stores import FileStore, MemoryStore, SnapshotCorrupt, StoreFull, StoreUnavailable
 from kvcache.testing.conversing import CACHES, DIVISIBLE, Chat, ConversationSetup, Rig, shared
-from kvcache.tiers import HostTier
 from ml import DType
 
 __all__ = ["FlakyStore", "PrefixSetup", "prefix_failure", "random_ops", "random_prefix_setup", "run_ops"]
@@ -155,7 +155,7 @@ class Trace:
             self.setup.talk, self.backend, self.setup.budget, tiers,
             identity={"model": "digests"}, backlog=self.setup.backlog, in_flight=self.setup.in_flight,
         )  # fmt: skip
-        self.rig.prefix.shelf.grain = self.setup.grain
+        self.rig.prefix.tree.grain = self.setup.grain
         self.live: list[Chat] = []
 
     def run(self, op: Op) -> None:
@@ -327,8 +327,8 @@ class Trace:
         """Bytes flipped, files cut or gone."""
         rnd = random.Random(seed)
         self.reliable = False
-        if self.rig.prefix.shelf.store is not None:
-            self.rig.prefix.shelf.store.flush()
+        if self.rig.prefix.tree.store is not None:
+            self.rig.prefix.tree.store.flush()
         if self.memory is not None:
             for key in sorted(self.memory._entries or {}):
                 if rnd.random() < 0.3:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 import ml
+from kvcache.offload.tiers import HostTier
+from kvcache.offload.worker import OffloadWorker
 from kvcache.stores import MemoryStore
 from kvcache.testing.conversing import ConversationSetup, Rig
 from kvcache.testing.prefix_case import LONG, PrefixCase, Talk, every_cache
 from kvcache.testing.protocol import InjectedError, Plan, only_protocol
-from kvcache.tiers import HostTier
-from kvcache.transit import Transit
 
 __all__ = ["PrefixTransitTests"]
 
-THREAD = "kvcache-transit"
+THREAD = "kvcache-offload worker"
 
 
 class Way(Plan):
@@ -201,8 +201,8 @@ class PrefixTransitTests(PrefixCase):
         r.prefix.close()
         r.check_empty()
         assert r.prefix.failed == {"host": 0, "store": 0}
-        assert r.prefix.shelf.transit is not None
-        assert r.prefix.shelf.transit._thread is None
+        assert r.prefix.tree.worker is not None
+        assert r.prefix.tree.worker._thread is None
         other = Rig(ConversationSetup(cache), backend, tiers=[store])
         assert other.keep([*LONG, 1]) == 20
         other.prefix.close()
@@ -220,12 +220,12 @@ class PrefixTransitTests(PrefixCase):
 
     def test_a_snapshot_is_had_at_any_time_of_its_way(self, backend: ml.Backend, way: Way) -> None:
         cache = ConversationSetup().make(backend)
-        transit = Transit(only_protocol(backend, way), 1 << 20)
+        worker = OffloadWorker(only_protocol(backend, way), 1 << 20)
         way.gate.clear()
-        transfer = transit.send(cache.snapshot(0), None)
+        transfer = worker.send(cache.snapshot(0), None)
         assert transfer.content() is transfer.snapshot
         way.gate.set()
-        transit.drain()
-        assert transit.waiting == transfer.nbytes == 0
+        worker.drain()
+        assert worker.waiting == transfer.nbytes == 0
         assert transfer.content() is transfer.page
-        assert [*transit.finished()] == [transfer]
+        assert [*worker.finished()] == [transfer]

@@ -9,7 +9,8 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import Batch, branches
+from kvcache import Batch
+from kvcache.caches import branches
 from kvcache.testing import values
 from kvcache.testing.encoder import EncoderRig
 from kvcache.testing.harness import CacheCase, MakeRig, attends, every_arrangement, every_kind

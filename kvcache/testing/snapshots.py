@@ -12,7 +12,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.snapshots import AttentionSnapshot
+from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.testing import values
 from kvcache.testing.failing import every_failure, every_way_to_fail
 from kvcache.testing.harness import CacheCase, every_arrangement

@@ -17,7 +17,7 @@ import numpy as np
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.snapshots import RecurrentSnapshot
+from kvcache.snapshots.snapshot import RecurrentSnapshot
 from kvcache.testing import values
 from kvcache.testing.rig import look, outcome
 from ml import DType

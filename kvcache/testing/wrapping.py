@@ -11,7 +11,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.snapshots import WrapperSnapshot
+from kvcache.snapshots.snapshot import WrapperSnapshot
 from kvcache.testing import values
 from kvcache.testing.model import Copy, Held, Model, Setup
 from kvcache.testing.rig import Rig, outcome

@@ -1,4 +1,4 @@
-"""Seeing caches: who holds which cell, what the prefix trie keeps, who sees what, how full it was.
+"""Seeing caches: who holds which cell, what the prefix tree keeps, who sees what, how full it was.
 
 ::
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.causal import CausalCache, ChunkedCache, SlidingWindowCache
-from kvcache.cells import CellTable, Pin, Row
-from kvcache.encoder import EncoderCache
-from kvcache.reading import LowerBound
-from kvcache.recurrent import RecurrentCache
+from kvcache.attention.read_plan import LowerBound
+from kvcache.caches.causal import CausalCache
+from kvcache.caches.encoder import EncoderCache
+from kvcache.caches.recurrent import RecurrentCache
+from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
+from kvcache.caches.wrapper import WrapperCache
+from kvcache.storage.cell_table import CellTable, Pin, Row
 from kvcache.views.models import (
     CachePicture,
     CellMap,
@@ -25,7 +27,6 @@ from kvcache.views.models import (
     StatesView,
     StateView,
 )
-from kvcache.wrapper import WrapperCache
 
 __all__ = ["look", "map_of"]
 

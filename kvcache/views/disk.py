@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.shelf import span_of
+from kvcache.prefix.prefix_tree import span_of
 from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable
 from kvcache.stores.folder import LOCK, PAGES, STORE_FORMAT, WRITING
 from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, TEMPORARY, Manifest, unkeyed_digest
-from kvcache.stores.page import PAGE_DIGEST, Page, digest_of_page, unpack
+from kvcache.stores.page import PAGE_DIGEST, SerializedSnapshot, digest_of_page, unpack
 from kvcache.views.models import Picture
 from kvcache.views.summaries import Table, tabled
 from kvcache.views.words import Decode, age_text, bytes_text, counted, preview, printable
@@ -49,7 +49,7 @@ class PagePart:
 
 @dataclass(frozen=True)
 class PagePicture(Picture):
-    """A snapshot in a file, in the layout of ``kvcache.stores.Page``."""
+    """A snapshot in a file, in the layout of ``kvcache.stores.SerializedSnapshot``."""
 
     name: str
     nbytes: int
@@ -273,7 +273,7 @@ def look_at_page(path: str | Path, decode: Decode | None = None) -> PagePicture:
 _DRAWN = {"snapshot", "tokens", PAGE_DIGEST}
 
 
-def _checked_digest(path: Path, page: Page) -> str:
+def _checked_digest(path: Path, page: SerializedSnapshot) -> str:
     """What there is to say of a page's digest, which holds; SnapshotCorrupt where it does not."""
     if (stored := page.meta.get(PAGE_DIGEST)) is not None:
         if stored != digest_of_page(page):
@@ -296,7 +296,7 @@ def page_meta(path: str | Path) -> Mapping[str, Any]:
         raise StoreUnavailable(f"inspect: {path}: {error.strerror or error}") from error
 
 
-def _open_page(path: Path) -> Page:
+def _open_page(path: Path) -> SerializedSnapshot:
     """The page of a file, mapped: what nobody looks at is not read."""
     if not path.stat().st_size:
         raise SnapshotCorrupt(f"inspect: {path}: an empty file")
@@ -306,7 +306,7 @@ def _open_page(path: Path) -> Page:
         raise SnapshotCorrupt(f"inspect: {path}: damaged, or no saved conversation ({error})") from error
 
 
-def _tokens(page: Page) -> list[int | bytes] | None:
+def _tokens(page: SerializedSnapshot) -> list[int | bytes] | None:
     """Token ids that were saved with the snapshot: a list in its meta, or an array."""
     found = page.meta.get("tokens", page.arrays.get("tokens"))
     if isinstance(found, np.ndarray):
@@ -321,8 +321,8 @@ def _short(value: Any, width: int = 60) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _parts(meta: Mapping[str, Any], page: Page, at: str = "") -> Iterator[PagePart]:
-    """As kvcache.paging has written them."""
+def _parts(meta: Mapping[str, Any], page: SerializedSnapshot, at: str = "") -> Iterator[PagePart]:
+    """As kvcache.snapshots.serialize has written them."""
     kind = meta["kind"]
     if kind == "wrapper":
         for i, part in enumerate(meta["parts"]):

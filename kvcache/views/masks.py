@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.attention.read_plan import plan_read
 from kvcache.cache import NotSupportedError, OrderError
-from kvcache.causal import CausalCache
-from kvcache.reading import plan_reading
-from kvcache.recurrent import RecurrentCache
+from kvcache.caches.causal import CausalCache
+from kvcache.caches.recurrent import RecurrentCache
+from kvcache.caches.wrapper import WrapperCache
 from kvcache.views.models import MaskPicture
-from kvcache.wrapper import WrapperCache
 
 __all__ = ["look_at_mask"]
 
@@ -26,7 +26,7 @@ def look_at_mask(cache: Any) -> MaskPicture:
     forward = cache._started("render")
     if forward.reserve:
         raise OrderError("render: the pass under way reserves memory and stores nothing; it has no mask yet")
-    reading = plan_reading(forward.table, forward.groups, forward.config.cache_padding)
+    reading = plan_read(forward.table, forward.groups, forward.config.cache_padding)
     mask = reading.mask(forward.tokens, forward.lower, forward.lifted, 1)
     queries: list[tuple[int, int]] = [(0, 0)] * forward.tokens
     for group in forward.groups:

@@ -242,7 +242,7 @@ class CachePicture(Picture):
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node of the trie: the edge ``[begin, end)``, and what is kept of it."""
+    """A node of the radix tree: the edge ``[begin, end)``, and what is kept of it."""
 
     parent: int | None
     """Index of its parent in ``PrefixPicture.nodes``; None below the root."""
@@ -300,11 +300,11 @@ class TierView:
 
 @dataclass(frozen=True)
 class PrefixPicture(Picture):
-    """A PrefixCache: its trie (the most recently used nodes, parents before children), tiers and sessions."""
+    """A PrefixCache: its radix tree (the most recently used nodes, parents before children), tiers and sessions."""
 
     nodes: tuple[NodeView, ...]
     total: int
-    """Nodes of the trie, those that are left out too."""
+    """Nodes of the radix tree, those that are left out too."""
     hidden: int
     """Nodes left out whose parent is the root, and those below them."""
     tiers: tuple[TierView, ...]

@@ -42,7 +42,7 @@ class Occupancy:
     """
 
     def __init__(self, cache: Any, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._prefix = cache if hasattr(cache, "shelf") else None
+        self._prefix = cache if hasattr(cache, "tree") else None
         self._cache = cache if self._prefix is None else self._prefix.cache
         self._clock = clock
         self._began: float | None = None

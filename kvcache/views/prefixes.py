@@ -1,4 +1,4 @@
-"""Looking at a PrefixCache: its trie, tiers and sessions. No order of use changes, nothing is copied out."""
+"""Looking at a PrefixCache: its radix tree, tiers and sessions. No order of use changes, nothing is copied out."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import time
 from typing import TYPE_CHECKING
 
 from kvcache.cache import InvalidRangeError
-from kvcache.shelf import Held, Shelf
-from kvcache.trie import Node
+from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
+from kvcache.prefix.radix_tree import Node
 from kvcache.views.caches import look
 from kvcache.views.models import NodeView, PrefixPicture, SessionView, TierView
 from kvcache.views.words import HEAD, Decode, preview, printable
 
 if TYPE_CHECKING:
-    from kvcache.prefix import PrefixCache, Session
+    from kvcache.prefix.prefix_cache import PrefixCache, Session
 
 __all__ = ["look_at_prefix"]
 
-HeldNode = Node[Held]
+HeldNode = Node[TreeEntry]
 
 
 def look_at_prefix(prefix: PrefixCache, decode: Decode | None = None, nodes: int = 200) -> PrefixPicture:
-    """A picture of a PrefixCache with at most ``nodes`` nodes of its trie, the last used first of all.
+    """A picture of a PrefixCache with at most ``nodes`` nodes of its radix tree, the last used first of all.
 
     ``decode`` (``Tokenizer.decode``, say) gives the text of token ids; None shows the ids. Raises
     ClosedError when the PrefixCache is closed, InvalidRangeError for nodes < 0.
@@ -32,17 +32,17 @@ def look_at_prefix(prefix: PrefixCache, decode: Decode | None = None, nodes: int
     prefix._check("render")
     if nodes < 0:
         raise InvalidRangeError(f"render: nodes={nodes}; it is >= 0")
-    shelf = prefix.shelf
-    chosen, sizes, uses = _choose(shelf.trie.root, nodes)
+    tree = prefix.tree
+    chosen, sizes, uses = _choose(tree.radix_tree.root, nodes)
     return PrefixPicture(
-        nodes=tuple(_Look(shelf, chosen, sizes, uses, decode).views()),
-        total=sizes[id(shelf.trie.root)] - 1,
-        hidden=_hidden(shelf.trie.root, chosen, sizes),
+        nodes=tuple(_Look(tree, chosen, sizes, uses, decode).views()),
+        total=sizes[id(tree.radix_tree.root)] - 1,
+        hidden=_hidden(tree.radix_tree.root, chosen, sizes),
         tiers=tuple(_tiers(prefix)),
         sessions=tuple(_session(prefix, session, decode) for session in prefix.sessions),
         tokens=prefix.stats.tokens,
         reused=prefix.stats.reused,
-        evicted=shelf.evicted,
+        evicted=tree.evicted,
         cache=look(prefix.cache),
     )
 
@@ -82,21 +82,21 @@ class _Look:
 
     def __init__(
         self,
-        shelf: Shelf,
+        tree: PrefixTree,
         chosen: set[int],
         sizes: dict[int, int],
         uses: list[int],
         decode: Decode | None,
     ) -> None:
-        self.shelf, self.chosen, self.sizes, self.uses, self.decode = shelf, chosen, sizes, uses, decode
+        self.tree, self.chosen, self.sizes, self.uses, self.decode = tree, chosen, sizes, uses, decode
         self.now = time.monotonic()
-        # What ``shelf.device.first()`` gives, without tidying the ledger's queue.
-        self.first = min(shelf.device, key=shelf.device._priority, default=None)
+        # What ``tree.device.first()`` gives, without tidying the ledger's queue.
+        self.first = min(tree.device, key=tree.device._priority, default=None)
 
     def views(self) -> list[NodeView]:
         """Parents before children, siblings in the order in which they were made."""
         found: list[NodeView] = []
-        waiting: list[tuple[HeldNode, int | None, int]] = [(self.shelf.trie.root, None, -1)]
+        waiting: list[tuple[HeldNode, int | None, int]] = [(self.tree.radix_tree.root, None, -1)]
         while waiting:
             node, parent, depth = waiting.pop()
             index = None
@@ -109,7 +109,7 @@ class _Look:
 
     def _view(self, node: HeldNode, parent: int | None, depth: int) -> NodeView:
         hidden = _hidden(node, self.chosen, self.sizes)
-        text = preview(self.shelf.alphabet.decode(node.tokens[:HEAD]), self.decode)
+        text = preview(self.tree.alphabet.decode(node.tokens[:HEAD]), self.decode)
         held = node.data
         if held is None:
             return NodeView(parent, depth, node.begin, node.end, text, (), 0, hidden=hidden)
@@ -121,7 +121,7 @@ class _Look:
         )
 
 
-def _tiers_of(held: Held) -> tuple[str, ...]:
+def _tiers_of(held: TreeEntry) -> tuple[str, ...]:
     found = []
     if held.snapshot is not None:
         found.append("cache" if held.snapshot.in_cache else "device")
@@ -129,14 +129,14 @@ def _tiers_of(held: Held) -> tuple[str, ...]:
         found.append("device")
     if held.page is not None:
         found.append("host")
-    if held.parcel is not None:
+    if held.store_write is not None:
         found.append("writing")
     if held.stored:
         found.append("store")
     return tuple(found)
 
 
-def _bytes_of(held: Held) -> int:
+def _bytes_of(held: TreeEntry) -> int:
     if held.snapshot is not None:
         return held.snapshot.nbytes
     if held.leaving is not None:
@@ -145,13 +145,13 @@ def _bytes_of(held: Held) -> int:
 
 
 def _tiers(prefix: PrefixCache) -> list[TierView]:
-    shelf = prefix.shelf
-    found = [TierView("device", shelf.device.nbytes, shelf.device.budget, len(shelf.device))]
-    if shelf.host is not None:
-        found.append(TierView("host", shelf.host.nbytes, shelf.host.budget, len(shelf.host)))
-    if shelf.store is not None:
-        found.append(TierView("writing", shelf.store.waiting, shelf.store.backlog, None))
-        for store in shelf.store.stores:
+    tree = prefix.tree
+    found = [TierView("device", tree.device.nbytes, tree.device.budget, len(tree.device))]
+    if tree.host is not None:
+        found.append(TierView("host", tree.host.nbytes, tree.host.budget, len(tree.host)))
+    if tree.store is not None:
+        found.append(TierView("writing", tree.store.waiting, tree.store.backlog, None))
+        for store in tree.store.stores:
             where = getattr(store, "path", "")
             note = printable(f"{type(store).__name__} {where}".strip())
             found.append(TierView("store", None, getattr(store, "budget", None), None, note))

@@ -1,4 +1,4 @@
-"""Pictures as SVG: the map of cells, the trie over positions, masks, tiers."""
+"""Pictures as SVG: the map of cells, the radix tree over positions, masks, tiers."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _cell_legend(cells: CellMap) -> Iterator[tuple[str, str]]:
     yield _EMPTY, "free"
 
 
-# The trie.
+# The radix tree.
 
 _TREE = 430.0
 _ROW = 32.0
@@ -199,7 +199,7 @@ _DEEPEST = 14
 
 def draw_trie(canvas: Canvas, picture: PrefixPicture) -> None:
     """A row for each node: how its edge begins, and where it lies among positions."""
-    canvas.title("Prefix trie", prefix_line(picture))
+    canvas.title("Prefix tree", prefix_line(picture))
     for tier in picture.tiers:
         _tier(canvas, tier)
     end = max((node.end for node in picture.nodes), default=0)

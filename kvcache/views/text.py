@@ -149,7 +149,7 @@ def _legend(cells: CellMap, size: int) -> str:
 
 
 def _prefix(picture: PrefixPicture, width: int) -> Iterator[Line]:
-    yield from _titled("prefix trie", prefix_line(picture), width)
+    yield from _titled("prefix tree", prefix_line(picture), width)
     for tier in picture.tiers:
         yield [("  ", ""), (tier_text(tier), f"tier:{tier.name}")]
     yield from _tree(picture, width)

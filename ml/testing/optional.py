@@ -14,10 +14,10 @@ from ml.capabilities import (
     CAUSAL,
     Features,
     SupportsAttention,
-    SupportsBorrow,
     SupportsCacheConfig,
-    SupportsOverwrite,
+    SupportsHostWrite,
     SupportsRope,
+    SupportsZeroCopyRead,
 )
 from ml.dtypes import DType
 from ml.nn import (
@@ -225,8 +225,8 @@ class CapabilityTests(BackendCase):
     def test_a_borrowed_array_reads_as_it_is(
         self, backend: Backend, ctx: Context, declared: Features, dtype: DType
     ) -> None:
-        if not isinstance(backend, SupportsBorrow):
-            pytest.skip("no SupportsBorrow: arrays are copied")
+        if not isinstance(backend, SupportsZeroCopyRead):
+            pytest.skip("no SupportsZeroCopyRead: arrays are copied")
         array = _any_bits(declared, dtype, (2, 3, 4))
         for given in (array, array[:, ::2], _read_only(array), array[:0]):
             tensor = backend.borrow(ctx, given)
@@ -240,8 +240,8 @@ class CapabilityTests(BackendCase):
     def test_what_is_written_over_a_tensor_from_outside_is_what_it_holds(
         self, backend: Backend, ctx: Context, declared: Features, dtype: DType
     ) -> None:
-        if not isinstance(backend, SupportsOverwrite):
-            pytest.skip("no SupportsOverwrite: arrays are copied")
+        if not isinstance(backend, SupportsHostWrite):
+            pytest.skip("no SupportsHostWrite: arrays are copied")
         host = _any_bits(declared, dtype, (2, 4, 6))
         whole = ctx.from_numpy(np.zeros((2, 4, 6), dtype.numpy))
         # Others that may share the memory, pending or not: they stay what they were.
@@ -269,8 +269,8 @@ class CapabilityTests(BackendCase):
         assert whole.to_numpy().tobytes() == host.tobytes()
 
     def test_what_shows_an_element_twice_is_not_written_over(self, backend: Backend, ctx: Context) -> None:
-        if not isinstance(backend, SupportsOverwrite):
-            pytest.skip("no SupportsOverwrite: arrays are copied")
+        if not isinstance(backend, SupportsHostWrite):
+            pytest.skip("no SupportsHostWrite: arrays are copied")
         tensor = ctx.zeros((1, 4), DType.F32)
         assert backend.overwrite(ctx, tensor.view(ctx, 0, (3, 4), (0, 1))) is None
         empty = backend.overwrite(ctx, tensor.slice(ctx, 1, 2, 2))

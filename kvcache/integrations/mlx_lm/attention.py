@@ -8,11 +8,11 @@ import mlx.core as mx
 import numpy as np
 
 import ml
+from kvcache.attention.ragged_batch import visible_mask
 from kvcache.cache import NotSupportedError, OrderError
 from kvcache.integrations.mlx_lm.entries import BatchState, Entry
 from kvcache.integrations.mlx_lm.layers import Attention, mlx_caches
 from kvcache.integrations.mlx_lm.passes import Pass
-from kvcache.ragged import visible_mask
 
 __all__ = ["Bystander", "KVCache", "RotatingKVCache"]
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
-from kvcache.causal import SlidingWindowCache
+from kvcache.caches.windows import SlidingWindowCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, mlx_caches
 from kvcache.integrations.mlx_lm.passes import Pass
 from kvcache.integrations.mlx_lm.pool import CachePool

@@ -8,13 +8,14 @@ from typing import Any
 import mlx.core as mx
 
 import ml
+from kvcache.attention.ragged_batch import RaggedBatch
 from kvcache.cache import Batch, Cache, NotSupportedError
-from kvcache.causal import CausalCache, SlidingWindowCache
+from kvcache.caches.causal import CausalCache
+from kvcache.caches.recurrent import RecurrentCache
+from kvcache.caches.windows import SlidingWindowCache
+from kvcache.caches.wrapper import WrapperCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent
 from kvcache.integrations.mlx_lm.passes import Pass
-from kvcache.ragged import RaggedReading
-from kvcache.recurrent import RecurrentCache
-from kvcache.wrapper import WrapperCache
 
 __all__ = ["Storage"]
 
@@ -103,10 +104,10 @@ class Storage:
         keys, values = (x.permute(ctx, 0, 2, 1, 3).native for x in found)
         return keys, values
 
-    def reading(self, cache: CausalCache, one: Pass) -> RaggedReading:
-        found: RaggedReading | None = one.readings.get(id(cache))
+    def reading(self, cache: CausalCache, one: Pass) -> RaggedBatch:
+        found: RaggedBatch | None = one.readings.get(id(cache))
         if found is None:
-            found = one.readings[id(cache)] = RaggedReading(cache, one.sequences)
+            found = one.readings[id(cache)] = RaggedBatch(cache, one.sequences)
         return found
 
     def attention_of(self, layer: int) -> CausalCache:
@@ -117,7 +118,7 @@ class Storage:
 
     def stored(self, layer: int, sequences: Sequence[int | None]) -> tuple[Any, Any]:
         """K and V of a layer outside of a pass, (rows, kv_heads, tokens, dim), in the order of positions."""
-        found = RaggedReading(self.attention_of(layer), sequences).read(self.ctx, layer)
+        found = RaggedBatch(self.attention_of(layer), sequences).read(self.ctx, layer)
         keys, values = (x.permute(self.ctx, 0, 2, 1, 3).native for x in found)
         return keys, values
 

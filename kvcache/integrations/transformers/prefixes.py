@@ -12,10 +12,10 @@ import torch
 
 import ml
 from kvcache import InvalidRangeError, NotSupportedError
-from kvcache.closing import Closing
 from kvcache.integrations.transformers.cache import HFCache, cache_argument
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
-from kvcache.prefix import PrefixCache, Session
+from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.stores.closing import Closing
 
 __all__ = ["HFPrefixCache", "HFSession"]
 
@@ -87,7 +87,7 @@ def _given_the_rest(model: Any, cache: HFCache) -> Iterator[None]:
 
 
 class HFPrefixCache(Closing):
-    """A ``kvcache.prefix.PrefixCache`` for a decoder of transformers, sliding and hybrid ones included.
+    """A ``kvcache.prefix.prefix_cache.PrefixCache`` for a decoder of transformers, sliding and hybrid ones included.
 
     Every conversation is a batch of one row, without padding; as many as ``max_sequences`` may be open.
     """

@@ -27,11 +27,11 @@ from kvcache import (
     NotSupportedError,
     OrderError,
 )
-from kvcache.dense import DenseReading, read_encoded
+from kvcache.attention.dense_batch import DenseBatch, read_encoded
 from kvcache.integrations.transformers.kinds import SLIDING, Attending, Kind, Trait
 from kvcache.integrations.transformers.saving import HFSnapshot
 from kvcache.integrations.transformers.store import Store
-from kvcache.states import Checkpoint
+from kvcache.storage.state_slots import Checkpoint
 
 __all__ = ["Pass", "Rows", "untraced"]
 
@@ -54,7 +54,7 @@ class Pass:
     tokens: int
     stored: dict[Kind, int] = field(default_factory=dict)
     """How many of the new tokens a kind keeps, where a window keeps not all of them."""
-    readings: dict[Kind, DenseReading] = field(default_factory=dict)
+    readings: dict[Kind, DenseBatch] = field(default_factory=dict)
     """What each kind's layers read: the past alone where not all that is new is kept."""
     aside: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """What layers of those kinds saw before the pass, and while passes are recorded what is new: K and V
@@ -234,10 +234,10 @@ class Rows:
             return Batch(positions, np.full(kept, self.sequences[0]))  # type: ignore[arg-type]
         return Batch(np.tile(positions, count), np.repeat(self.sequences, kept))  # type: ignore[arg-type]
 
-    def _reading(self, kind: Kind, begin: int) -> DenseReading:
+    def _reading(self, kind: Kind, begin: int) -> DenseBatch:
         """What tokens from ``begin`` on see."""
         first = max(0, begin - kind.size + 1) if kind.size else 0
-        return DenseReading(self.store.family.caches[kind], self.sequences, first)
+        return DenseBatch(self.store.family.caches[kind], self.sequences, first)
 
     # Attention layers.
 
@@ -277,7 +277,7 @@ class Rows:
         cache.put(ctx, bridge.to_backend(ctx, _tokens(key)), bridge.to_backend(ctx, _tokens(value)))
 
     def _read(
-        self, reading: DenseReading, layer: int, key: torch.Tensor, value: torch.Tensor
+        self, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         store = self.store
         keys, values = reading.read(store.ctx, layer)

@@ -12,9 +12,9 @@ import ml
 from kvcache import RecurrentSnapshot
 from kvcache.integrations.transformers.bridge import dtype_of, torch_dtype
 from kvcache.integrations.transformers.kinds import Family
-from kvcache.paging import from_page, to_page
-from kvcache.snapshots import Snapshot, WrapperSnapshot
-from kvcache.stores import Page, SnapshotCorrupt, SnapshotStore, pack, unpack
+from kvcache.snapshots.serialize import deserialize, serialize
+from kvcache.snapshots.snapshot import Snapshot, WrapperSnapshot
+from kvcache.stores import SerializedSnapshot, SnapshotCorrupt, SnapshotStore, pack, unpack
 
 __all__ = ["HFSnapshot", "like_of", "load", "prepare_states", "read_entry", "save"]
 
@@ -23,7 +23,7 @@ __all__ = ["HFSnapshot", "like_of", "load", "prepare_states", "read_entry", "sav
 class HFSnapshot:
     """The rows of an HFCache at ``length`` tokens. ``rows`` are snapshots of our caches, one per row.
 
-    Attention is not copied while the cache has room for it: see ``kvcache.snapshots``.
+    Attention is not copied while the cache has room for it: see ``kvcache.snapshots.snapshot``.
     """
 
     length: int
@@ -55,14 +55,14 @@ def save(store: SnapshotStore, key: str, backend: ml.Backend, snapshot: HFSnapsh
     arrays: dict[str, Any] = {}
     metas: list[Mapping[str, Any]] = []
     for i, row in enumerate(snapshot.rows):
-        page = to_page(backend, row)
+        page = serialize(backend, row)
         arrays.update({f"{i}:{name}": array for name, array in page.arrays.items()})
         metas.append(dict(page.meta))
     meta = {"length": snapshot.length, "activations": dtype_of(snapshot.like.dtype).name, "rows": metas}
-    return store.put(key, pack(Page(meta, arrays)))
+    return store.put(key, pack(SerializedSnapshot(meta, arrays)))
 
 
-def read_entry(store: SnapshotStore, key: str) -> Page | None:
+def read_entry(store: SnapshotStore, key: str) -> SerializedSnapshot | None:
     """The page of an entry; None where there is none."""
     (stat,) = store.stat([key])
     if stat is None:
@@ -71,7 +71,7 @@ def read_entry(store: SnapshotStore, key: str) -> Page | None:
     return unpack(data) if store.get_into(key, data) else None
 
 
-def like_of(page: Page, device: torch.device) -> torch.Tensor:
+def like_of(page: SerializedSnapshot, device: torch.device) -> torch.Tensor:
     """An empty tensor with the dtype of the model's keys. SnapshotCorrupt for another page."""
     try:
         return torch.empty(0, dtype=torch_dtype(ml.DType[page.meta["activations"]]), device=device)
@@ -79,14 +79,14 @@ def like_of(page: Page, device: torch.device) -> torch.Tensor:
         raise SnapshotCorrupt(f"HFCache.load: not what HFCache.save stored ({error!r})") from error
 
 
-def load(page: Page, backend: ml.Backend, device: torch.device) -> HFSnapshot:
+def load(page: SerializedSnapshot, backend: ml.Backend, device: torch.device) -> HFSnapshot:
     """The snapshot that :func:`save` stored. SnapshotCorrupt for another page."""
     like = like_of(page, device)
     try:
         rows = []
         for i, meta in enumerate(page.meta["rows"]):
             own = {name.split(":", 1)[1]: a for name, a in page.arrays.items() if name.startswith(f"{i}:")}
-            rows.append(from_page(backend, Page(meta, own)))
+            rows.append(deserialize(backend, SerializedSnapshot(meta, own)))
         return HFSnapshot(int(page.meta["length"]), tuple(rows), like)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise SnapshotCorrupt(f"HFCache.load: not what HFCache.save stored ({error!r})") from error

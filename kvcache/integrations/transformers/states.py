@@ -8,7 +8,7 @@ import ml
 from kvcache import NotSupportedError, OrderError, RecurrentCache
 from kvcache.integrations.transformers.kinds import CONV
 from kvcache.integrations.transformers.rows import Pass, Rows, untraced
-from kvcache.states import Checkpoint
+from kvcache.storage.state_slots import Checkpoint
 
 __all__ = ["States"]
 

@@ -20,7 +20,7 @@ from transformers.utils import is_torchdynamo_compiling
 
 import ml
 from kvcache import Batch, CacheFullError, InvalidRangeError, NotSupportedError
-from kvcache.dense import DenseReading
+from kvcache.attention.dense_batch import DenseBatch
 from kvcache.integrations.transformers.kinds import CROSS, STATES, Kind, Trait, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import CrossCache, Crossing, CrossLayer
 from kvcache.integrations.transformers.rows import Pass, Rows
@@ -162,7 +162,7 @@ class StaticRows(Rows):
         # A pass that only reserves allocates, and stores nothing.
         cache.start_forward(store.ctx, Batch([0] * len(self.sequences), self.sequences), reserve=True)
         self._put(cache, layer, _one_token(key), _one_token(value))
-        reading = DenseReading(cache, self.sequences)
+        reading = DenseBatch(cache, self.sequences)
         if not reading.is_view:
             raise NotSupportedError(
                 "HFStaticCache: the rows do not lie at even distances, which fixed shapes need"

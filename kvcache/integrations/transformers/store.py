@@ -14,7 +14,7 @@ from kvcache import InvalidRangeError, InvalidSequenceError, KVCacheError, NotSu
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
 from kvcache.integrations.transformers.kinds import Family, Plan
 from kvcache.integrations.transformers.saving import prepare_states
-from kvcache.snapshots import Snapshot
+from kvcache.snapshots.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from kvcache.integrations.transformers.rows import Pass

@@ -13,8 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 from kvcache.stores.digests import XXH3, check_digest
 from kvcache.stores.errors import StoreUnavailable, StoreValueError
-from kvcache.stores.hidden import without_secrets
 from kvcache.stores.options import check_options, read_prefix, read_truth
+from kvcache.stores.redaction import without_secrets
 
 __all__ = ["SCHEMES", "Settings"]
 

@@ -1,0 +1,150 @@
+"""Checking a batch and sorting it by sequence."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, InvalidSequenceError
+
+__all__ = ["SequenceTokens", "check_modes", "check_sequence", "check_whole", "split_batch"]
+
+_LIMIT = 2**31 - 1
+"""Positions are I32 on the device."""
+
+
+@dataclass(slots=True)
+class SequenceTokens:
+    """The tokens of one sequence in a batch, in ascending positions."""
+
+    seq: int
+    positions: np.ndarray
+    rows: slice | np.ndarray
+    """Which tokens of the batch these are: a slice where they lie side by side in order."""
+
+    @property
+    def lowest(self) -> int:
+        return int(self.positions[0])
+
+    def __len__(self) -> int:
+        return self.positions.size
+
+    def spread(self, chosen: int | np.ndarray) -> np.ndarray:
+        """Cells given in ascending positions (a run's first, or each) as an array."""
+        return np.arange(chosen, chosen + len(self)) if isinstance(chosen, int) else chosen
+
+    def is_run(self) -> bool:
+        """Whether the positions count up by one."""
+        return int(self.positions[-1]) - int(self.positions[0]) == self.positions.size - 1
+
+
+def check_sequence(op: str, seq: object, max_sequences: int) -> None:
+    if not isinstance(seq, (int, np.integer)) or not 0 <= seq < max_sequences:
+        raise InvalidSequenceError(f"{op}: sequence {seq!r}; sequences are 0 to {max_sequences - 1}")
+
+
+def check_whole(op: str, name: str, value: object, least: int = 0) -> None:
+    """Refuse what is no whole number of at least ``least``."""
+    if not isinstance(value, (int, np.integer)) or value < least:
+        raise InvalidRangeError(f"{op}: {name}={value!r}; it is a whole number >= {least}")
+
+
+def check_modes(reserve: bool, read_only: bool) -> None:
+    if reserve and read_only:
+        raise InvalidBatchError(
+            "start_forward: reserve=True and read_only=True; a pass shows shapes at their largest, or reads "
+            "what is stored"
+        )
+
+
+def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
+    """The batch's groups in ascending order of sequence.
+
+    Raises InvalidBatchError for an empty batch, lengths that differ, a position that is negative, no
+    integer or beyond I32, a pair given twice, or a sequence outside ``[0, max_sequences)``.
+    """
+    count = len(batch.positions)
+    if count != len(batch.sequences):
+        raise InvalidBatchError(
+            f"start_forward: {count} positions and {len(batch.sequences)} sequences; a token has one of each"
+        )
+    if count == 0:
+        raise InvalidBatchError("start_forward: an empty batch; it holds at least one token")
+    positions = _integers("positions", batch.positions)
+    sequences = _integers("sequences", batch.sequences)
+    if count > 1:
+        low, high = int(sequences.min()), int(sequences.max())
+    else:
+        low = high = int(sequences[0])
+    check_sequence("start_forward", low, max_sequences)
+    check_sequence("start_forward", high, max_sequences)
+    if low == high:
+        return [_one_sequence(low, positions)]
+    return _one_each(positions, sequences) or _several(positions, sequences)
+
+
+def _integers(name: str, values: object) -> np.ndarray:
+    found = np.asarray(values)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise InvalidBatchError(f"start_forward: {name} are {found.dtype} {found.shape}; they are integers")
+    return found.astype(np.int64, copy=False)
+
+
+def _one_sequence(seq: int, positions: np.ndarray) -> SequenceTokens:
+    rows: slice | np.ndarray = slice(0, positions.size)
+    if positions.size > 1 and not (positions[1:] > positions[:-1]).all():
+        rows = np.argsort(positions, kind="stable")
+        positions = positions[rows]
+    group = SequenceTokens(seq, positions, rows)
+    _check_positions(group)
+    return group
+
+
+def _one_each(positions: np.ndarray, sequences: np.ndarray) -> list[SequenceTokens] | None:
+    """The groups of a batch that decodes: one token of each sequence. None where it is another."""
+    order = sequences.argsort()
+    ascending = sequences[order]
+    if (ascending[1:] == ascending[:-1]).any() or positions.min() < 0 or positions.max() > _LIMIT:
+        return None
+    return [
+        SequenceTokens(seq, positions[i : i + 1], slice(i, i + 1))
+        for seq, i in zip(ascending.tolist(), order.tolist(), strict=True)
+    ]
+
+
+def _several(positions: np.ndarray, sequences: np.ndarray) -> list[SequenceTokens]:
+    order = np.lexsort((positions, sequences))
+    sorted_sequences = sequences[order]
+    cuts = np.flatnonzero(sorted_sequences[1:] != sorted_sequences[:-1]) + 1
+    edges = [0, *cuts.tolist(), order.size]
+    groups = []
+    for start, stop in itertools.pairwise(edges):
+        rows = order[start:stop]
+        side_by_side = stop - start == 1 or bool((rows[1:] - rows[:-1] == 1).all())
+        first = int(rows[0])
+        group = SequenceTokens(
+            int(sorted_sequences[start]),
+            positions[rows],
+            slice(first, first + stop - start) if side_by_side else rows,
+        )
+        _check_positions(group)
+        groups.append(group)
+    return groups
+
+
+def _check_positions(group: SequenceTokens) -> None:
+    positions = group.positions
+    if positions[0] < 0:
+        raise InvalidBatchError(f"start_forward: position {positions[0]} of sequence {group.seq}; it is >= 0")
+    if positions[-1] > _LIMIT:
+        raise InvalidBatchError(
+            f"start_forward: position {positions[-1]} of sequence {group.seq}; at most {_LIMIT}"
+        )
+    if positions.size > 1:
+        twice = np.flatnonzero(positions[1:] == positions[:-1])
+        if twice.size:
+            raise InvalidBatchError(
+                f"start_forward: position {positions[twice[0]]} of sequence {group.seq} is given twice"
+            )

@@ -1,0 +1,145 @@
+"""Several sequences read as one tensor, for models that keep the rows of a batch at one length.
+
+``get`` and ``attend`` give each sequence its own cells. A runtime that pads its batch wants
+(sequences, heads, tokens, dim) instead. Where the sequences lie at even distances in the buffers, as
+they do when they grow in step, that is one strided view; else the cells are gathered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+import ml
+from kvcache.attention.batch import check_sequence
+from kvcache.cache import InvalidRangeError, OrderError, SequenceLostError
+from kvcache.caches.causal import CausalCache
+from kvcache.caches.encoder import EncoderCache
+from kvcache.storage.buffer import Buffer
+from kvcache.storage.cell_table import Row
+from kvcache.storage.quantized import QuantizedBuffer, dequantize
+
+__all__ = ["DenseBatch", "read_encoded"]
+
+
+class DenseBatch:
+    """Positions ``[begin, end)`` of ``sequences``, as they lie now, for reading any layer.
+
+    All of the sequences hold every position of that range and none above it. The reading is good until
+    the next change of one of the sequences; tensors that it gave alias the cache where
+    ``is_view``, and are gathered copies else.
+
+    Raises InvalidRangeError where the sequences do not end together or lack a position.
+    """
+
+    def __init__(self, cache: CausalCache, sequences: Sequence[int], begin: int = 0) -> None:
+        cache._bound("DenseBatch")
+        if not sequences:
+            raise InvalidRangeError("DenseBatch: no sequences; it reads at least one")
+        for seq in sequences:
+            check_sequence("DenseBatch", seq, cache._max_sequences)
+        self._cache = cache
+        self._table = cache._table
+        rows = [self._table.rows[seq] for seq in sequences]
+        self.sequences = len(rows)
+        self.begin, self.end = begin, rows[0].last + 1
+        self.tokens = self.end - begin
+        cells = [_cells(seq, row, begin, self.end) for seq, row in zip(sequences, rows, strict=True)]
+        self._first = self._step = 0
+        self._cells: np.ndarray | None = None
+        self._index: ml.Tensor | None = None
+        if not self._lies_evenly(rows, cells):
+            self._cells = np.concatenate(cells)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether reading copies nothing: one strided view of the buffers (of plain storage)."""
+        return self._cells is None
+
+    def _lies_evenly(self, rows: Sequence[Row], cells: Sequence[np.ndarray]) -> bool:
+        """Whether the cells are runs at even distances; notes where."""
+        if not self.tokens:
+            return True
+        for row, own in zip(rows, cells, strict=True):
+            if not row.contiguous and (
+                own[-1] - own[0] != own.size - 1 or not bool((own[1:] - own[:-1] == 1).all())
+            ):
+                return False
+        starts = [int(own[0]) for own in cells]
+        self._first = starts[0]
+        self._step = starts[1] - starts[0] if len(starts) > 1 else 0
+        return self._step >= 0 and all(
+            later - earlier == self._step for earlier, later in itertools.pairwise(starts)
+        )
+
+    def read(self, ctx: ml.Context, layer: int) -> tuple[ml.Tensor, ml.Tensor]:
+        """K (sequences, kv_heads, tokens, head_dim) and V (sequences, kv_heads, tokens, v_dim) of a layer.
+
+        Quantized storage is read back as the dtype of what was put. A strided view is read-only where
+        sequences share cells.
+        """
+        try:
+            buffers = self._cache._buffers[layer]
+        except KeyError:
+            raise OrderError(f"DenseBatch: layer {layer} stores nothing yet; put comes first") from None
+        return self._tensor(ctx, buffers.key), self._tensor(ctx, buffers.value)
+
+    def _tensor(self, ctx: ml.Context, buffer: Buffer | QuantizedBuffer) -> ml.Tensor:
+        if isinstance(buffer, QuantizedBuffer):
+            codes, scales = self._stored(ctx, buffer.codes), self._stored(ctx, buffer.scales)
+            return dequantize(ctx, codes, scales, buffer.dtype).cast(ctx, buffer.activations)
+        return self._stored(ctx, buffer)
+
+    def _stored(self, ctx: ml.Context, buffer: Buffer) -> ml.Tensor:
+        cell, head, dim = buffer.strides
+        shape = (self.sequences, buffer.heads, self.tokens, buffer.dim)
+        if self._cells is None:
+            return buffer.tensor.view(ctx, self._first * cell, shape, (self._step * cell, head, cell, dim))
+        if self._index is None:
+            self._index = ctx.from_numpy(self._cells, ml.DType.I32)
+        found = buffer.gather(ctx, self._index)
+        cell, head, dim = found.strides
+        return found.view(ctx, 0, shape, (self.tokens * cell, head, cell, dim))
+
+
+def _cells(seq: int, row: Row, begin: int, end: int) -> np.ndarray:
+    """The cells of positions ``[begin, end)``, all of which the row holds."""
+    if row.lost:
+        raise SequenceLostError(f"DenseBatch: the data of sequence {seq} is lost; compute it again")
+    start = row.index(begin)
+    count = len(row) - start
+    if row.last + 1 != end or count != end - begin or (count and int(row.positions[start]) != begin):
+        raise InvalidRangeError(
+            f"DenseBatch: [{begin}, {end}) of sequence {seq}, which holds {count} positions from there to "
+            f"{row.last}; sequences that are read together end together and have no gaps"
+        )
+    return row.cells[start:]
+
+
+def read_encoded(
+    ctx: ml.Context, cache: EncoderCache, layer: int, sequences: Sequence[int]
+) -> tuple[ml.Tensor, ml.Tensor]:
+    """K (sequences, kv_heads, length, head_dim) and V of what an encoder gave for several sequences.
+
+    A view for one sequence, else a copy. OrderError where one has none, InvalidRangeError where the
+    outputs differ in length.
+    """
+    entries = {seq: cache._entries[seq] for seq in sequences if cache.encoder_cached(seq)}
+    missing = [seq for seq in sequences if seq not in entries or layer not in entries[seq].layers]
+    if missing:
+        raise OrderError(f"read_encoded: sequences {missing} have no encoder output in layer {layer}")
+    pairs = [entries[seq].layers[layer] for seq in sequences]
+    lengths = {key.shape[0] for key, _ in pairs}
+    if len(lengths) != 1:
+        raise InvalidRangeError(f"read_encoded: encoder outputs of {sorted(lengths)} positions in one read")
+    return _stacked(ctx, [key for key, _ in pairs]), _stacked(ctx, [value for _, value in pairs])
+
+
+def _stacked(ctx: ml.Context, parts: Sequence[ml.Tensor]) -> ml.Tensor:
+    """(length, heads, dim) each, as (parts, heads, length, dim)."""
+    whole = parts[0].reshape(ctx, 1, *parts[0].shape)
+    for part in parts[1:]:
+        whole = whole.concat(ctx, part.reshape(ctx, 1, *part.shape), 0)
+    return whole.permute(ctx, 0, 2, 1, 3)

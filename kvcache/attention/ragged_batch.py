@@ -1,0 +1,142 @@
+"""Sequences of different lengths read as one tensor, for runtimes whose attention has a batch axis.
+
+``get`` gives one history for the whole batch and a mask that hides strangers; such a runtime wants
+(sequences, history, heads, dim), every sequence in order of positions from column 0 on, and the
+shorter ones followed by columns that nobody sees::
+
+    sequence 0   0 1 2 3 4        columns 0 to 4
+    sequence 1   0 1 2 . .        a query at 2 sees columns [0, 3)
+    sequence 2   . 3 4 5 6        a window of 3 that holds 3 to 6: a query at 6 sees columns [0, 4)
+
+Where the sequences lie at even distances in the buffers, as they do when they grow from their homes,
+that is one strided view; else the cells are gathered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+import ml
+from kvcache.attention.batch import check_sequence
+from kvcache.attention.read_plan import LowerBound
+from kvcache.cache import InvalidRangeError, Mask, OrderError, SequenceLostError
+from kvcache.caches.causal import CausalCache
+from kvcache.storage.buffer import Buffer
+from kvcache.storage.cell_table import Row
+
+__all__ = ["RaggedBatch", "visible_mask"]
+
+
+class RaggedBatch:
+    """What ``sequences`` hold now, for reading any layer; None stands for one that holds nothing.
+
+    Good until the next change of one of the sequences. ``length`` is that of the longest, at least 1.
+    """
+
+    def __init__(self, cache: CausalCache, sequences: Sequence[int | None]) -> None:
+        cache._bound("RaggedBatch")
+        if not sequences:
+            raise InvalidRangeError("RaggedBatch: no sequences; it reads at least one")
+        for seq in sequences:
+            if seq is None:
+                continue
+            check_sequence("RaggedBatch", seq, cache._max_sequences)
+            if cache._table.rows[seq].lost:
+                raise SequenceLostError(
+                    f"RaggedBatch: the data of sequence {seq} is lost; call remove({seq}, 0) and compute it"
+                )
+        self._cache = cache
+        self._rows = [Row() if seq is None else cache._table.rows[seq] for seq in sequences]
+        self.sequences = len(self._rows)
+        self.length = max(1, *(len(row) for row in self._rows)) if self._rows else 1
+        self._start, self._step = self._even_distances()
+        self._cells: ml.Tensor | None = None
+
+    @property
+    def is_view(self) -> bool:
+        """Whether reading plain storage copies nothing."""
+        return self._step > 0
+
+    def _even_distances(self) -> tuple[int, int]:
+        """The first cell and the distance of rows that are runs so arranged; (0, 0): they are not."""
+        if not all(len(row) and row.contiguous for row in self._rows):
+            return 0, 0
+        starts = [int(row.cells[0]) for row in self._rows]
+        steps = {later - earlier for earlier, later in itertools.pairwise(starts)} or {self.length}
+        step = steps.pop()
+        if steps or step <= 0 or starts[-1] + self.length > self._cache._table.cells:
+            return 0, 0
+        return starts[0], step
+
+    def visible(self, positions: np.ndarray, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """For queries at ``positions`` (sequences, tokens) the half-open range of columns that each sees.
+
+        The cache's own window or chunk holds; ``window`` narrows it to that many tokens before the query.
+        """
+        lower = _narrowed(self._cache._lower(), window)
+        stop = np.empty_like(positions)
+        first = np.zeros_like(positions)
+        for i, row in enumerate(self._rows):
+            stored = row.positions
+            stop[i] = np.searchsorted(stored, positions[i], side="right")
+            if lower is not None:
+                first[i] = np.searchsorted(stored, lower(positions[i]))
+        return first, stop
+
+    def read(self, ctx: ml.Context, layer: int) -> tuple[ml.Tensor, ml.Tensor]:
+        """K (sequences, length, kv_heads, head_dim) and V likewise; what lies past an end is unspecified."""
+        try:
+            buffers = self._cache._buffers[layer]
+        except KeyError:
+            raise OrderError(f"RaggedBatch: layer {layer} stores nothing yet; put comes first") from None
+        key, value = buffers.key, buffers.value
+        if self._step and isinstance(key, Buffer) and isinstance(value, Buffer):
+            return self._view(ctx, key), self._view(ctx, value)
+        if self._cells is None:
+            self._cells = ctx.from_numpy(self._gathered(), ml.DType.I32)
+        found = buffers.read(ctx, self._cells, self.sequences * self.length)
+        return self._folded(ctx, found[0]), self._folded(ctx, found[1])
+
+    def _view(self, ctx: ml.Context, buffer: Buffer) -> ml.Tensor:
+        cell, head, dim = buffer.strides
+        shape = (self.sequences, self.length, buffer.heads, buffer.dim)
+        return buffer.tensor.view(ctx, self._start * cell, shape, (self._step * cell, cell, head, dim))
+
+    def _gathered(self) -> np.ndarray:
+        """The cells of all columns; where a row has ended, some cell."""
+        cells = np.zeros((self.sequences, self.length), dtype=np.int64)
+        for own, row in zip(cells, self._rows, strict=True):
+            own[: len(row)] = row.cells
+        return cells.reshape(-1)
+
+    def _folded(self, ctx: ml.Context, found: ml.Tensor) -> ml.Tensor:
+        cell, head, dim = found.strides
+        shape = (self.sequences, self.length, *found.shape[1:])
+        return found.view(ctx, 0, shape, (self.length * cell, cell, head, dim))
+
+
+def visible_mask(cache: CausalCache, ctx: ml.Context, window: int | None = None) -> Mask | np.ndarray:
+    """What the tokens of the pass under way see of the rows of ``get``; it may be asked before ``put``.
+
+    None where all see all, ``ml.CAUSAL`` where that says it, else BOOL (tokens, history) on the host.
+    ``window`` narrows what is seen to that many tokens before each query.
+    """
+    forward = cache._started("visible_mask")
+    reading, _ = forward.shared(ctx)
+    lower = _narrowed(forward.lower, window)
+    elided = reading.elided(lower, forward.lifted)
+    if not isinstance(elided, bool):
+        return elided
+    seen: np.ndarray = reading.mask(forward.tokens, lower, forward.lifted, 1) == 0
+    return seen
+
+
+def _narrowed(lower: LowerBound | None, window: int | None) -> LowerBound | None:
+    if window is None:
+        return lower
+    if lower is None:
+        return lambda positions: positions - window
+    return lambda positions: np.maximum(lower(positions), positions - window)

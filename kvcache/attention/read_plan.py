@@ -1,0 +1,207 @@
+"""Which cells a pass reads, in which order, and the mask over them.
+
+Cells that lie close together are read as one view, strangers among them masked; cells that lie far
+apart are gathered, so that reading costs what is used and not what lies between.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+import ml
+from kvcache.attention.batch import SequenceTokens
+from kvcache.attention.device_copies import DeviceCopies, device_copies, near
+from kvcache.cache import Mask
+from kvcache.storage.cell_table import CellTable, Row
+
+__all__ = ["HIDDEN", "LowerBound", "ReadPlan", "plan_own", "plan_read", "sees_all", "sightless", "visible"]
+
+LowerBound = Callable[[np.ndarray], np.ndarray]
+"""Lowest position that a query at each of these positions may see."""
+
+_SPARSE = 2
+"""A view may span this many times the cells it is read for; beyond that, gathering is cheaper."""
+_SLACK = 64
+HIDDEN = np.float32(-np.inf)
+
+
+@dataclass(slots=True)
+class ReadPlan:
+    """What some groups of a batch read.
+
+    ``start`` is the first cell of the view, or ``index`` the cells gathered; ``length`` counts the
+    history with its padding; ``columns[i]`` says in which columns the entries of group i's row lie:
+    the first of a run, or one per entry.
+    """
+
+    groups: list[SequenceTokens]
+    rows: list[Row]
+    length: int
+    columns: list[int | np.ndarray]
+    start: int = 0
+    index: np.ndarray | None = None
+    _tensor: ml.Tensor | DeviceCopies | None = None
+
+    def cells(self, ctx: ml.Context) -> int | ml.Tensor:
+        """The first cell of the view, or the gathered cells as an I32 tensor, made once."""
+        if self.index is None:
+            return self.start
+        if self._tensor is None:
+            self._tensor = device_copies(ctx, ctx.from_numpy(self.index, ml.DType.I32))
+        return near(ctx, self._tensor)
+
+    def elided(self, lower: LowerBound | None, lifted: frozenset[int]) -> Mask | bool:
+        """None or CAUSAL where that says all there is to say of one group; else False."""
+        if len(self.groups) != 1 or self.length != len(self.rows[0]):
+            return False
+        group, row = self.groups[0], self.rows[0]
+        if sees_all(group, row, lower):
+            return None
+        first, stop = visible(group, row, lower, lifted)
+        if int(first.max()) > 0:
+            return False
+        size = len(row)
+        if int(stop.min()) == size:
+            return None
+        in_order = isinstance(group.rows, slice) and (self.index is not None or row.contiguous)
+        if in_order and np.array_equal(stop, np.arange(size - len(group) + 1, size + 1)):
+            return ml.CAUSAL
+        return False
+
+    def mask(
+        self, tokens: int, lower: LowerBound | None, lifted: frozenset[int], row_padding: int
+    ) -> np.ndarray:
+        """The additive mask (tokens rounded up to ``row_padding``, length): 0 seen, -inf not."""
+        mask = np.full((-(-tokens // row_padding) * row_padding, self.length), HIDDEN, dtype=np.float32)
+        for group, row, columns in zip(self.groups, self.rows, self.columns, strict=True):
+            if isinstance(columns, int) and isinstance(group.rows, slice):
+                own = mask[group.rows, columns : columns + len(row)]
+                if sees_all(group, row, lower):
+                    own[...] = 0
+                else:
+                    _unmask(own, *visible(group, row, lower, lifted))
+                continue
+            first, stop = visible(group, row, lower, lifted)
+            block = np.full((len(group), len(row)), HIDDEN, dtype=np.float32)
+            _unmask(block, first, stop)
+            where = np.arange(columns, columns + len(row)) if isinstance(columns, int) else columns
+            mask[np.arange(tokens)[group.rows][:, None], where] = block
+        return mask
+
+    def own_mask(self, lower: LowerBound | None, lifted: frozenset[int], row_padding: int) -> np.ndarray:
+        """As ``mask``, of the one group alone: a row for each of its tokens in ascending positions."""
+        group, row, columns = self.groups[0], self.rows[0], self.columns[0]
+        count = len(group)
+        mask = np.full((-(-count // row_padding) * row_padding, self.length), HIDDEN, dtype=np.float32)
+        first, stop = visible(group, row, lower, lifted)
+        if isinstance(columns, int):
+            _unmask(mask[:count, columns : columns + len(row)], first, stop)
+            return mask
+        block = np.full((count, len(row)), HIDDEN, dtype=np.float32)
+        _unmask(block, first, stop)
+        mask[:count, columns] = block
+        return mask
+
+
+def plan_read(table: CellTable, groups: Iterable[SequenceTokens], padding: int = 1) -> ReadPlan:
+    """How to read the rows of ``groups`` together; the length is a multiple of ``padding``."""
+    groups = list(groups)
+    rows = [table.rows[group.seq] for group in groups]
+    if padding == 1 and len(rows) == 1 and rows[0].contiguous:
+        return ReadPlan(groups, rows, len(rows[0]), [0], rows[0].span()[0])
+    spans = [row.span() for row in rows]
+    start = min(low for low, _ in spans) // padding * padding
+    stop = -(-max(high for _, high in spans) // padding) * padding
+    used = sum(len(row) for row in rows)
+    if stop - start <= _SPARSE * used + max(_SLACK, 2 * padding):
+        columns = [spans[i][0] - start if row.contiguous else row.cells - start for i, row in enumerate(rows)]
+        return ReadPlan(groups, rows, stop - start, columns, start)
+    return _gathered(table, groups, rows, padding)
+
+
+def plan_own(table: CellTable, group: SequenceTokens, padding: int) -> ReadPlan:
+    """How to read one row alone, in a length that is a multiple of ``padding``.
+
+    With padding, what lies in the view besides are free cells: where another owns one of them, the row is
+    gathered.
+    """
+    if padding == 1:
+        return plan_read(table, [group])
+    row = table.rows[group.seq]
+    low, high = row.span()
+    length = -(-(high - low) // padding) * padding
+    start = min(low, table.cells - length)
+    stop = start + length
+    if row.contiguous:
+        alone = not (table.references[start:low].any() or table.references[high:stop].any())
+    else:
+        dense = length <= _SPARSE * len(row) + max(_SLACK, 2 * padding)
+        alone = dense and np.count_nonzero(table.references[start:stop]) == len(row)
+    if not alone:
+        return _gathered(table, [group], [row], padding)
+    return ReadPlan([group], [row], length, [low - start if row.contiguous else row.cells - start], start)
+
+
+def _gathered(table: CellTable, groups: list[SequenceTokens], rows: list[Row], padding: int) -> ReadPlan:
+    """Row by row, each in the order of its positions; cells that several share once, in their own order."""
+    index = np.concatenate([row.cells for row in rows])
+    columns: list[int | np.ndarray]
+    if len(rows) > 1 and bool((table.references[index] > 1).any()):
+        used = np.zeros(table.cells, dtype=bool)
+        used[index] = True
+        index = np.flatnonzero(used)
+        columns = [np.searchsorted(index, row.cells) for row in rows]
+    else:
+        columns = list(itertools.accumulate((len(row) for row in rows[:-1]), initial=0))
+    missing = -index.size % padding
+    if missing:
+        index = np.concatenate((index, np.repeat(index[:1], missing)))
+    return ReadPlan(groups, rows, index.size, columns, index=index)
+
+
+def sees_all(group: SequenceTokens, row: Row, lower: LowerBound | None) -> bool:
+    """Whether the group is one token behind all others of its sequence, and no bound holds."""
+    return lower is None and len(group) == 1 and group.lowest == row.last
+
+
+def visible(
+    group: SequenceTokens, row: Row, lower: LowerBound | None, lifted: frozenset[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each query the half-open range of its row's entries that it sees."""
+    stored = row.positions
+    if len(group) == 1 and group.lowest == row.last:
+        stop = np.array([stored.size])
+    else:
+        stop = np.searchsorted(stored, group.positions, side="right")
+        if lifted:
+            indices = np.arange(group.rows.stop)[group.rows] if isinstance(group.rows, slice) else group.rows
+            stop[np.isin(indices, list(lifted))] = stored.size
+    if lower is None:
+        return np.zeros_like(stop), stop
+    return np.searchsorted(stored, lower(group.positions)), stop
+
+
+def sightless(group: SequenceTokens, row: Row, lower: LowerBound | None) -> int | None:
+    """The position of a query that would see nothing of what its row stores; None: all see something."""
+    first, stop = visible(group, row, lower, frozenset())
+    found = np.flatnonzero(first >= stop)
+    return int(group.positions[found[0]]) if found.size else None
+
+
+def _unmask(block: np.ndarray, first: np.ndarray, stop: np.ndarray) -> None:
+    """Zero ``[first[i], stop[i])`` of each row; what all rows see in one stroke, the rims by value."""
+    if len(first) == 1:
+        block[0, first[0] : stop[0]] = 0
+        return
+    low, inner, outer, high = int(first.min()), int(first.max()), int(stop.min()), int(stop.max())
+    if inner >= outer:
+        columns = np.arange(low, high)
+        block[:, low:high][(columns >= first[:, None]) & (columns < stop[:, None])] = 0
+        return
+    block[:, inner:outer] = 0
+    block[:, low:inner][np.arange(low, inner) >= first[:, None]] = 0
+    block[:, outer:high][np.arange(outer, high) < stop[:, None]] = 0

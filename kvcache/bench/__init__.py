@@ -1,0 +1,1 @@
+"""What ``kvcache bench`` measures, and how."""

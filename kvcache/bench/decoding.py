@@ -1,0 +1,223 @@
+"""What ``kvcache bench`` measures: decoding through a cache, on the backend and machine of whoever runs it.
+
+The floors (writes and views by hand) and the caches of other runtimes are frameworks' own code: they live
+in kvcache/integrations/bench_*.py and are loaded by the backend's name, where there is one and its
+framework is installed. Without it, our own times stand alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ml
+from kvcache.bench.timing import Contender, interleave
+from kvcache.cache import Batch
+from kvcache.caches.causal import CausalCache
+from kvcache.caches.windows import SlidingWindowCache
+
+__all__ = ["DIM", "HEADS", "LAYERS", "ROOM", "Decoding", "Measured", "measure", "shown"]
+
+HEADS, DIM = 8, 128
+LAYERS = 4
+"""The first one prepares a step, the others are timed together."""
+ROOM = 2048
+"""Cells beyond the history, for steps that append."""
+_LENGTHS = (128, 1024, 8192, 32768)
+_NAMES = {ml.DType.F32: "float32", ml.DType.F16: "float16", ml.DType.BF16: "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Microseconds of one contender: median, 10th and 90th percentile, and the ratio to the floor."""
+
+    measurement: str
+    contender: str
+    median: float
+    low: float
+    high: float
+    ratio: float | None
+    rounds: int
+    dropped: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def shown(row: Measured) -> str:
+    """One line: microseconds per layer, and times the floor."""
+    times = f"{row.median:12,.1f} us [{row.low:,.1f}, {row.high:,.1f}]"
+    ratio = "" if row.ratio is None else f"  {row.ratio:,.2f} x floor"
+    return f"{row.measurement:32} {row.contender:40} {times:40}{ratio}".rstrip()
+
+
+class Decoding:
+    """One sequence after ``history`` tokens; a step puts ``new`` tokens into every layer and gets them all.
+
+    ``start_forward`` and the first layer are the preparation: what a pass works out once is timed apart.
+    ``grow``: steps append; else each one's tokens are removed again. ``window``: positions that a query
+    sees, itself included; 0: all. ``capacity`` 0: the history, and room for the steps of a trial.
+    """
+
+    def __init__(
+        self,
+        backend: ml.Backend,
+        history: int,
+        new: int,
+        dtype: ml.DType,
+        grow: bool = True,
+        window: int = 0,
+        capacity: int = 0,
+        layers: int = LAYERS,
+    ) -> None:
+        self.backend, self.new, self.grow, self.at = backend, new, grow, history
+        self.layers = layers
+        self.ctx = backend.new_context()
+        capacity = capacity or history + (ROOM if grow else new)
+        self.cache = SlidingWindowCache(window - 1) if window else CausalCache()
+        self.cache.init(backend, dtype, 1, capacity, max(new, min(history, 512)))
+        # Head-major, as models hand it over after their rotation.
+        self.token = self.ctx.full((HEADS, new, DIM), 1, dtype).permute(self.ctx, 1, 0, 2)
+        self._fill(history, dtype)
+
+    def _fill(self, history: int, dtype: ml.DType) -> None:
+        """In chunks, as a prompt is."""
+        prompt = self.ctx.full((512, HEADS, DIM), 0.5, dtype)
+        for begin in range(0, history, 512):
+            count = min(512, history - begin)
+            part = prompt.slice(self.ctx, 0, 0, count)
+            self.cache.start_forward(self.ctx, Batch(range(begin, begin + count), [0] * count))
+            for layer in range(self.layers):
+                self.cache.set_layer(layer)
+                self.cache.put(self.ctx, part, part)
+            self.ctx.compute()
+
+    def start(self) -> None:
+        self.cache.start_forward(self.ctx, Batch(range(self.at, self.at + self.new), [0] * self.new))
+
+    def prepare(self) -> None:
+        self.start()
+        self.layer(0)
+
+    def step(self) -> Any:
+        """Native K and V of all layers but the first."""
+        found = []
+        for i in range(1, self.layers):
+            key, value = self.layer(i)
+            found.append((key.native, value.native))
+        return found
+
+    def layer(self, i: int) -> tuple[ml.Tensor, ml.Tensor]:
+        cache, ctx, token = self.cache, self.ctx, self.token
+        cache.set_layer(i)
+        cache.put(ctx, token, token)
+        key, value, _ = cache.get(ctx)
+        return key, value
+
+    def finish(self) -> None:
+        if self.grow:
+            self.at += self.new
+        else:
+            self.cache.remove(0, self.at)
+
+    def contender(self) -> Contender:
+        return Contender(self.step, self.prepare, self.finish)
+
+
+class _Evaluated(Decoding):
+    """A step of all layers up to a row in host memory: for backends that work lazily or on a device."""
+
+    def prepare(self) -> None:
+        self.start()
+
+    def step(self) -> Any:
+        views = [self.layer(i) for i in range(self.layers)]
+        self.ctx.compute()
+        last = views[-1][0]
+        return last.slice(self.ctx, 0, last.shape[0] - 1, last.shape[0]).to_numpy()
+
+
+def measure(
+    backend: ml.Backend,
+    dtype: ml.DType,
+    quick: bool = False,
+    lengths: Sequence[int] = (),
+    prompted: int = 8192,
+    peers: bool = True,
+) -> Iterator[Measured]:
+    """Put and get after each of ``lengths``, of a chunk of 512 after ``prompted``, and start_forward.
+
+    ``peers``: beside the caches of other runtimes, where they are installed.
+
+    Takes the buffers of four layers at a time: 64 KiB per token of history for each contender, in F32.
+    """
+    hand = _by_hand(backend)
+    for history in lengths or (_LENGTHS[:3:2] if quick else _LENGTHS):
+        yield from _steps(backend, hand, dtype, history, 1, quick, peers)
+    yield from _steps(backend, hand, dtype, prompted, 512, quick, peers)
+    for history in (1024, 32768):
+        yield _start_forward(backend, dtype, history)
+
+
+def _by_hand(backend: ml.Backend) -> Any:
+    """The module of floors and peers for this backend; None on other devices than the CPU, or without one."""
+    name = f"kvcache.integrations.bench_{backend.name}"
+    if backend.devices[0].kind != "cpu" or importlib.util.find_spec(name) is None:
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _steps(
+    backend: ml.Backend, hand: Any, dtype: ml.DType, history: int, new: int, quick: bool, compare: bool
+) -> Iterator[Measured]:
+    grow, name = new == 1, f"put + get of {new} after {history}"
+    eager = hand is not None and hand.EAGER
+    layers = LAYERS if hand is None else hand.LAYERS
+    ours = (Decoding if eager else _Evaluated)(backend, history, new, dtype, grow, layers=layers)
+    contenders: dict[str, Contender] = {"ours": ours.contender()}
+    peers: dict[str, Contender] = {}
+    floors: tuple[str, ...] = ("ours",)
+    if hand is not None and dtype in _NAMES:
+        shape = (history, new, HEADS, DIM, _NAMES[dtype], grow)
+        floors = hand.FLOORS
+        contenders = {**hand.floors(*shape), **contenders}
+        peers = hand.peers(*shape) if compare else {}
+    rounds = 40 if quick else 200
+    trial = interleave(contenders, rounds, floors=floors, seconds=10, own_threads=eager)
+    layers -= eager
+    for key, sample in trial.samples().items():
+        times = (sample.median / layers, sample.low / layers, sample.high / layers)
+        kept = len(trial.times[key])
+        yield Measured(name, key, *times, sample.ratio if hand else None, kept, trial.dropped)
+    for key, peer in peers.items():
+        beside = {trial.floor: contenders[trial.floor], key: peer}
+        apart = interleave(beside, rounds // 4, warmup=2, seconds=1, own_threads=eager)
+        sample = apart.sample(key)
+        times = (sample.median / layers, sample.low / layers, sample.high / layers)
+        yield Measured(name, key, *times, sample.ratio, len(apart.times[key]), apart.dropped)
+
+
+def _start_forward(backend: ml.Backend, dtype: ml.DType, history: int) -> Measured:
+    """``start_forward`` alone, of one token after ``history``; without a ``put`` nothing is allocated."""
+    cache = CausalCache()
+    rounds = 200
+    cache.init(backend, dtype, 1, history + rounds, history)
+    times = []
+    with backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch(range(history), [0] * history))
+        for i in range(rounds):
+            batch = Batch([history + i], [0])
+            began = time.perf_counter()
+            cache.start_forward(ctx, batch)
+            times.append((time.perf_counter() - began) * 1e6)
+    cuts = statistics.quantiles(times, n=10)
+    name = f"start_forward of 1 after {history}"
+    return Measured(name, "ours", statistics.median(times), cuts[0], cuts[-1], None, len(times), 0)

@@ -1,0 +1,1 @@
+"""The caches: causal, windows, encoder, recurrent, wrapper, and branches of their sequences."""

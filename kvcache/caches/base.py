@@ -1,0 +1,143 @@
+"""What caches with tensors of their own have in common: a backend, a configuration, the order of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import ml
+from kvcache.attention.batch import check_sequence, check_whole
+from kvcache.cache import ClosedError, InvalidRangeError, OrderError
+from kvcache.snapshots.snapshot import check_kind
+
+if TYPE_CHECKING:
+    from kvcache.views.models import CachePicture
+
+__all__ = ["BoundCache", "Guarded"]
+
+P = TypeVar("P")
+
+
+class Guarded(Generic[P]):
+    """Refuses calls that come before ``init``, after ``close``, or outside a pass; ``P`` is the pass."""
+
+    _max_sequences: int
+    _pass: P | None
+
+    def _bound(self, op: str) -> ml.Backend:
+        """The backend; OrderError before ``init``, ClosedError after ``close``."""
+        raise NotImplementedError
+
+    def _started(self, op: str) -> P:
+        """The pass under way; OrderError where there is none."""
+        self._bound(op)
+        if self._pass is None:
+            raise OrderError(f"{op}: no pass is under way; call start_forward first")
+        return self._pass
+
+    def _check_copy(self, src_seq: int, dst_seq: int, length: int) -> None:
+        """Refuse sequences that are none or the same, and a length that means nothing."""
+        self._bound("copy_prefix")
+        check_sequence("copy_prefix", src_seq, self._max_sequences)
+        check_sequence("copy_prefix", dst_seq, self._max_sequences)
+        check_whole("copy_prefix", "length", length)
+        if src_seq == dst_seq:
+            raise InvalidRangeError(f"copy_prefix: sequence {src_seq} to itself; remove(seq, length) cuts it")
+
+    def _check_remove(self, seq: int, begin: int, end: int | None) -> ml.Backend:
+        """The backend; refuses a sequence that is none, and a range that means nothing."""
+        backend = self._bound("remove")
+        check_sequence("remove", seq, self._max_sequences)
+        check_whole("remove", "begin", begin)
+        check_whole("remove", "end", begin if end is None else end)
+        if end is not None and end < begin:
+            raise InvalidRangeError(f"remove: [{begin}, {end}); it needs 0 <= begin <= end")
+        return backend
+
+    def _check_restore(self, seq: int, snapshot: object, kind: type) -> ml.Backend:
+        """The backend; refuses a sequence that is none, and a snapshot of another kind of cache."""
+        backend = self._bound("restore")
+        check_sequence("restore", seq, self._max_sequences)
+        check_kind("restore", self, snapshot, kind)
+        return backend
+
+    @property
+    def backend(self) -> ml.Backend:
+        return self._bound("backend")
+
+    @property
+    def max_sequences(self) -> int:
+        self._bound("max_sequences")
+        return self._max_sequences
+
+    def render(self) -> CachePicture:
+        """A picture of what the cache holds: ``print`` it, or ``save`` it as .html, .svg or .json.
+
+        Plain data that the next pass leaves as it is; taking it changes nothing and copies no tensor.
+        """
+        from kvcache.views.caches import look
+
+        return look(self)
+
+
+class BoundCache(Guarded[P]):
+    """A cache that knows its backend itself, with the configuration and the layer that calls are about."""
+
+    _dtype: ml.DType
+
+    def __init__(self) -> None:
+        # Of the instance from the start, not of the class: Python reads those faster.
+        self._backend: ml.Backend | None = None
+        self._config: ml.CacheConfig | None = None
+        self._closed = False
+        self._layer = 0
+        self._pass = None
+
+    def _check_init(self, dtype: object, **sizes: int) -> None:
+        """Refuse to bind twice, a dtype that K and V cannot have, and sizes below 1."""
+        if self._backend is not None:
+            raise OrderError("init: the cache is already bound to a backend; close it first")
+        if not (isinstance(dtype, ml.DType) and (dtype.is_float or dtype.is_quantized)):
+            names = ", ".join(known.name for known in ml.DType if known.is_float or known.is_quantized)
+            raise ml.DTypeError(f"init: dtype={dtype!r}; a cache stores an ml.DType of {names}")
+        for name, value in sizes.items():
+            check_whole("init", name, value, least=1)
+
+    def _bound(self, op: str) -> ml.Backend:
+        if self._backend is None:
+            if self._closed:
+                raise ClosedError(f"{op}: the cache is closed; init binds it anew")
+            raise OrderError(f"{op}: the cache is bound to no backend; call init first")
+        return self._backend
+
+    def set_config(self, config: ml.CacheConfig) -> None:
+        """Arrange tensors by ``config`` instead of what the backend asks for.
+
+        Before ``init``, or after it while nothing has been stored; OrderError later.
+        """
+        self.prepare_set_config(config)()
+
+    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
+        """Check all that ``set_config`` may refuse; the callable returned then does it."""
+        raise NotImplementedError
+
+    @property
+    def config(self) -> ml.CacheConfig:
+        """What holds: the one set, else the backend's own, else the defaults."""
+        if self._config is not None:
+            return self._config
+        backend = self._bound("config")
+        if isinstance(backend, ml.SupportsCacheConfig):
+            return backend.cache_config()
+        return ml.CacheConfig()
+
+    def set_layer(self, layer: int) -> None:
+        """The layer that the next ``put``, ``get`` and ``attend`` are about."""
+        if layer < 0:
+            raise InvalidRangeError(f"set_layer: {layer}; layers count from 0")
+        self._layer = layer
+
+    def settings(self) -> dict[str, object]:
+        """What decides the content of a snapshot, JSON-able: two caches that agree in it may share them."""
+        self._bound("settings")
+        return {"kind": type(self).__name__, "dtype": self._dtype.name}

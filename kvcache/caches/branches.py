@@ -1,0 +1,280 @@
+"""Branches of a sequence: fork it, keep one branch, drop the others, take tokens back.
+
+A branch is a sequence like any other, which shares what came before it: nothing is copied until it is
+continued. What speculation and tree search do::
+
+    fork(cache, 0, [1, 2, 3])               # three branches where sequence 0 stands
+    ...                                     # evaluate tokens of 1, 2 and 3, in one pass
+    rollback(cache, 2, position)            # of branch 2 only the tokens before ``position`` are right
+    keep(cache, 2, 0, losers=[1, 3])        # sequence 0 is what branch 2 was; 1, 2 and 3 are empty
+
+Each call does all or nothing, in all caches that a WrapperCache wraps. It is exact or it is refused:
+from where a sequence is left, it goes on as one that never had the tokens that are gone, and holds the
+cells, checkpoints and slots that such a one holds. What can be exact depends on the cache::
+
+    causal, chunked   any position
+    sliding window    ``memory - window`` tokens back (see window_memory), or what one pass has just added
+    recurrent         to a checkpoint, or to the ``mark`` that was taken before
+    encoder           any position
+
+The pass under way ends, views that ``get`` gave go stale, and a sequence that becomes a branch or the
+kept one loses its scheduled snapshots: as with ``copy_prefix`` and ``remove``, which do the work.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from kvcache.attention.batch import check_whole
+from kvcache.cache import Cache, InvalidRangeError, NotSupportedError
+from kvcache.caches.windows import SlidingWindowCache
+from kvcache.caches.wrapper import SupportsPrepare, WrapperCache
+from kvcache.storage.state_slots import Checkpoint
+
+__all__ = [
+    "Mark", "check_reach", "drop", "fork", "keep", "mark", "offset", "resume_point", "rollback",
+    "window_memory",
+]  # fmt: skip
+
+Commit = Callable[[], None]
+_ALL = sys.maxsize
+"""A length beyond the end of any sequence."""
+
+
+@runtime_checkable
+class _Returns(Protocol):
+    """A cache that goes back to a copy of its state; RecurrentCache is one."""
+
+    def mark(self, seq: int) -> Checkpoint: ...
+    def prepare_return(self, seq: int, mark: Checkpoint) -> Commit: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where sequence ``seq`` stood, and what it takes to come back: a copy of each recurrent state.
+
+    Good while the sequence begins with the ``position`` tokens that it had. ``states`` has an entry for
+    each cache of a wrapper, None for one that needs no copy.
+    """
+
+    seq: int
+    position: int
+    states: tuple[Checkpoint | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies, which ``cache.nbytes`` does not count."""
+        return sum(t.nbytes for state in self.states if state for t in state.tensors.values())
+
+
+def fork(cache: Cache, seq: int, into: Sequence[int], position: int | None = None) -> None:
+    """Make every sequence of ``into`` a branch of ``seq`` at ``position``; None: where it stands.
+
+    What they held is emptied; ``seq`` stays as it is. They share its cells, and no data is copied.
+
+    Raises NotSupportedError where a branch could not go on exactly at ``position``,
+    InvalidRangeError for a position past the end, for ``seq`` among ``into`` or one named twice.
+    """
+    if seq in into or len(set(into)) < len(into):
+        raise InvalidRangeError(f"fork: sequence {seq} into {list(into)}; they are distinct, and others")
+    end = _end("fork", cache, seq) if position is None else position
+    check_whole("fork", "position", end)
+    commits = [_prepare(cache, "copy_prefix", seq, branch, end) for branch in into]
+    if position is not None or end != _ALL:
+        _check_exact("fork", cache, seq, end)
+    _commit(commits)
+
+
+def keep(cache: Cache, winner: int, seq: int, losers: Iterable[int] = ()) -> None:
+    """Let ``seq`` hold what ``winner`` holds, and empty ``winner`` and ``losers``.
+
+    ``losers`` may name ``seq`` and ``winner`` too: all branches there were, say. Where ``winner`` is
+    ``seq`` itself, the others are emptied. No data is copied.
+    """
+    cache.can_resume(seq, 0)  # refuses an unknown sequence
+    commits = []
+    if winner != seq:
+        commits.append(_prepare(cache, "copy_prefix", winner, seq, _ALL))
+        _check_exact("keep", cache, winner, offset(cache, winner))
+    others = dict.fromkeys((winner, *losers))
+    commits += [_prepare(cache, "remove", other, 0) for other in others if other != seq]
+    _commit(commits)
+
+
+def drop(cache: Cache, branches: Iterable[int]) -> None:
+    """Empty all of ``branches``; the sequences that share their cells keep them."""
+    _commit([_prepare(cache, "remove", branch, 0) for branch in dict.fromkeys(branches)])
+
+
+def mark(cache: Cache, seq: int) -> Mark:
+    """Remember where a sequence stands, before tokens that may have to go again.
+
+    Costs a copy of the state in a recurrent cache, and nothing in others. The caller holds it: it is
+    no checkpoint, and is gone when it is let go.
+    """
+    parts = _parts(cache)
+    position = _end("mark", cache, seq)
+    _prepare(cache, "remove", seq, position)  # refuses a sequence that a device failure took
+    _check_exact("mark", cache, seq, position)
+    return Mark(seq, position, tuple(p.mark(seq) if isinstance(p, _Returns) else None for p in parts))
+
+
+def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> None:
+    """Take back the tokens of ``seq`` from ``position`` on, so that it goes on exactly there.
+
+    A recurrent cache can where a checkpoint is, or ``to``, a mark of this sequence at ``position``;
+    ``resume_point`` says up to where it can. NotSupportedError where it cannot be exact,
+    InvalidRangeError for a position past the end; nothing is touched then.
+    """
+    _check_mark("rollback", cache, seq, to)
+    check_whole("rollback", "position", position)
+    marked = to if to is not None and to.position == position else None
+    if marked is None:
+        commits = [_prepare(cache, "remove", seq, position)]
+    else:  # what may yet refuse goes first
+        parts = sorted(enumerate(_parts(cache)), key=lambda pair: isinstance(pair[1], SupportsPrepare))
+        commits = [_return(part, marked, i) for i, part in parts]
+    _check_exact("rollback", cache, seq, position, marked)
+    _commit(commits)
+
+
+def resume_point(cache: Cache, seq: int, position: int, to: Mark | None = None) -> int:
+    """The last position up to ``position`` that ``rollback`` with ``to`` can go to; 0: to nothing."""
+    _check_mark("resume_point", cache, seq, to)
+    parts = _parts(cache)
+    while position > 0:
+        lower = min(_reached(part, seq, position, to, i) for i, part in enumerate(parts))
+        if lower == position:
+            break
+        position = lower
+    return max(0, position)
+
+
+def offset(cache: Cache, seq: int) -> int:
+    """Where the next token of a sequence belongs, by the caches that know; 0 where none does."""
+    return max((part.offset(seq) for part in _parts(cache) if hasattr(part, "offset")), default=0)
+
+
+def window_memory(window: int, tokens: int) -> int:
+    """The ``memory`` that a SlidingWindowCache needs so that its last ``tokens`` tokens can be taken back.
+
+    Whatever passes came between: those tokens one by one, or other sequences'. Tokens that one pass
+    added can go again before the next pass with no more than ``memory=window``. A window of 0 needs the
+    memory of one of 1: a token has to be left to say where the sequence is.
+    """
+    if window < 0 or tokens < 0:
+        raise InvalidRangeError(f"window_memory: window={window}, tokens={tokens}; both are >= 0")
+    return max(window, 1) + tokens
+
+
+def check_reach(cache: Cache, tokens: int) -> None:
+    """Refuse, before anything is stored, a cache of which ``tokens`` tokens could not be taken back.
+
+    NotSupportedError, which says the memory that a window needs. ``init`` has been called.
+    """
+    for part in _parts(cache):
+        reach = part.reach if isinstance(part, SlidingWindowCache) else None
+        if reach is not None and reach < tokens:
+            raise NotSupportedError(
+                f"check_reach: {_name(part)} can take back {reach} tokens, and {tokens} are asked for; "
+                f"make it with memory={window_memory(part.window, tokens)} or more (window_memory)"
+            )
+
+
+# Parts.
+
+
+def _parts(cache: Any) -> list[Any]:
+    """The caches that hold something: those that a wrapper wraps, or the cache itself."""
+    if isinstance(cache, WrapperCache):
+        return [part for wrapped in cache.caches for part in _parts(wrapped)]
+    return [cache]
+
+
+def _end(op: str, cache: Cache, seq: int) -> int:
+    """Where a sequence stands, or beyond any end where no cache tells."""
+    cache.can_resume(seq, 0)  # refuses an unknown sequence
+    if any(hasattr(part, "offset") for part in _parts(cache)):
+        return offset(cache, seq)
+    if op == "fork":
+        return _ALL
+    raise NotSupportedError(f"{op}: {_name(cache)} does not tell its offset")
+
+
+def _reached(part: Any, seq: int, position: int, to: Mark | None, i: int) -> int:
+    """The last position up to ``position`` from which one cache can go on exactly."""
+    if hasattr(part, "resume_point"):
+        found = int(part.resume_point(seq, position))
+    else:
+        found = position if part.can_resume(seq, position) else 0
+    if isinstance(part, SlidingWindowCache) and not part.window and not part.can_resume(seq, found - 1):
+        return 0  # a window of nothing: no token would be left to say where the sequence is
+    if to is not None and to.states[i] is not None and to.position <= position:
+        return max(found, to.position)
+    return found
+
+
+def _check_exact(op: str, cache: Cache, seq: int, position: int, to: Mark | None = None) -> None:
+    if position == 0:
+        cache.can_resume(seq, 0)  # refuses an unknown sequence
+        return
+    known = [part.offset(seq) for part in _parts(cache) if hasattr(part, "offset")]
+    if known and position > max(known):
+        raise InvalidRangeError(f"{op}: position {position} of sequence {seq}, which is at {max(known)}")
+    for i, part in enumerate(_parts(cache)):
+        reached = _reached(part, seq, position, to, i)
+        if reached != position:
+            raise NotSupportedError(
+                f"{op}: sequence {seq} cannot go on exactly at {position}, as {_name(part)} can at {reached} "
+                f"and not between; {_remedy(part)}"
+            )
+
+
+def _remedy(part: Any) -> str:
+    if isinstance(part, SlidingWindowCache):
+        return "keep more of the past with memory= (window_memory says how much)"
+    if isinstance(part, _Returns):
+        return "take a mark (or a checkpoint) there before going on, or evaluate the tokens between again"
+    return "remove the sequence and evaluate it again"
+
+
+def _name(part: Any) -> str:
+    if isinstance(part, SlidingWindowCache):
+        return f"{type(part).__name__}(window={part.window}, memory={part.memory})"
+    return type(part).__name__
+
+
+def _check_mark(op: str, cache: Cache, seq: int, to: Mark | None) -> None:
+    if to is not None and (to.seq != seq or len(to.states) != len(_parts(cache))):
+        raise InvalidRangeError(
+            f"{op}: a mark of sequence {to.seq} in {len(to.states)} caches, for sequence {seq} in "
+            f"{len(_parts(cache))}"
+        )
+
+
+# Doing all or nothing.
+
+
+def _prepare(cache: Cache, op: str, *arguments: int) -> Commit:
+    """Ask first where the cache can be asked; another one is asked when it is done."""
+    if isinstance(cache, SupportsPrepare):
+        commit: Commit = getattr(cache, f"prepare_{op}")(*arguments)
+        return commit
+    return functools.partial(getattr(cache, op), *arguments)
+
+
+def _return(part: Any, to: Mark, i: int) -> Commit:
+    state = to.states[i]
+    if state is None:
+        return _prepare(part, "remove", to.seq, to.position)
+    commit: Commit = part.prepare_return(to.seq, state)
+    return commit
+
+
+def _commit(commits: Iterable[Commit]) -> None:
+    for commit in commits:
+        commit()

@@ -1,0 +1,453 @@
+"""The causal cache, and what windows and chunks (windows.py) change of it.
+
+A query at position p of sequence s attends to the stored tokens of
+s with position <= p; a window w adds position >= p - w, a chunk c adds position >= p - p % c::
+
+    position       0 1 2 3 4 5 6 7        what the query at 6 sees
+    causal         x x x x x x x .
+    window 2       . . . . x x x .        itself and the 2 before it
+    chunk 4        . . . . x x x .        from the start of its chunk of 4
+
+Cell metadata lives in cells.py, the tensors in buffers.py, what a pass reads in reading.py; what is done to
+sequences between passes in sequences.py, snapshots of them in capturing.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
+
+import ml
+from kvcache.attention import attend as attending
+from kvcache.attention.batch import SequenceTokens, check_modes, check_sequence, split_batch
+from kvcache.attention.fixed_shapes import FixedPass, GraphTensors
+from kvcache.attention.forward_pass import ForwardPass
+from kvcache.attention.placement import place
+from kvcache.attention.read_plan import LowerBound, sightless
+from kvcache.cache import (
+    Batch,
+    CacheFullError,
+    InvalidBatchError,
+    InvalidRangeError,
+    Mask,
+    NotSupportedError,
+    OrderError,
+    ShiftFunction,
+)
+from kvcache.caches.sequences import AttentionSequences, drop_middle, lost_error
+from kvcache.snapshots.schedule import SnapshotSchedule
+from kvcache.storage.cell_table import CellTable, Row, SavedRow
+from kvcache.storage.layer_buffers import LayerBuffers
+from ml import nn
+
+__all__ = ["CausalCache", "drop_middle"]
+
+
+class CausalCache(AttentionSequences):
+    """Keeps every token; a query sees all of its own sequence up to itself.
+
+    ``shift`` re-encodes stored keys for new positions; without it, tokens cannot be removed from the
+    middle of a sequence.
+    """
+
+    def __init__(self, shift: ShiftFunction | None = None) -> None:
+        super().__init__()
+        self._shift = shift
+        self._fixed: dict[int, FixedPass] = {}
+        self._undo: dict[int, SavedRow] = {}
+
+    # Setting up and closing.
+
+    def init(
+        self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
+    ) -> None:
+        """Bind to ``backend``: ``max_sequences`` of up to ``capacity`` tokens each, stored as ``dtype``.
+
+        Nothing is allocated before the first ``put``. ``max_batch`` is the largest batch expected.
+        """
+        self._check_init(dtype, max_sequences=max_sequences, capacity=capacity, max_batch=max_batch)
+        self._dtype = dtype
+        self._max_sequences, self._capacity, self._max_batch = max_sequences, capacity, max_batch
+        self._backend = backend
+        try:
+            self._make_table()
+        except BaseException:
+            self._backend = None
+            raise
+        self._closed = False
+
+    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
+        """Check all that ``set_config`` may refuse; the callable returned then does it."""
+        if self._buffers or self._pass is not None or (self._backend and any(self._table.occupied())):
+            raise OrderError("set_config: tokens are stored already; configure before the first batch")
+
+        def commit() -> None:
+            self._config = config
+            if self._backend is not None:
+                self._make_table()
+
+        return commit
+
+    def close(self) -> None:
+        """Drop all tensors and metadata. ``init`` may bind the cache anew.
+
+        Snapshots that still lie in the cache are copied out first.
+        """
+        self._detach_all()
+        self._schedule = SnapshotSchedule()
+        self._buffers = {}  # a new one: a snapshot may know the old
+        self._fixed = {}
+        self._changed()
+        self._backend = None
+        self._layer = 0
+        self._closed = True
+
+    def _make_table(self) -> None:
+        self._active = self.config
+        self._fixed = {}
+        padding = self._active.cache_padding
+        cells = -(-self._cells() // padding) * padding
+        self._table = CellTable(cells, self._max_sequences, tracks_blank=padding > 1)
+
+    # What windows and chunks change.
+
+    def _cells(self) -> int:
+        """How many cells the cache has, before rounding up to ``cache_padding``."""
+        return self._max_sequences * self._capacity
+
+    def _lower(self) -> LowerBound | None:
+        """The lowest position that queries see, by their own position; None: from 0."""
+        return None
+
+    def _evictions(self, groups: Iterable[SequenceTokens]) -> list[tuple[int, int]]:
+        """(sequence, position): what lies below goes before the batch is placed."""
+        return []
+
+    def can_resume(self, seq: int, position: int) -> bool:
+        """Whether all that a token at ``position`` attends to is still stored: always, without a window."""
+        self._bound("can_resume")
+        check_sequence("can_resume", seq, self._max_sequences)
+        return not self._table.rows[seq].lost
+
+    def resume_point(self, seq: int, position: int) -> int:
+        """The last position up to ``position`` from which the sequence can go on exactly; 0: from nothing."""
+        reached = min(position, self.offset(seq))
+        return reached if reached > 0 and self.can_resume(seq, reached) else 0
+
+    # One pass.
+
+    def start_forward(
+        self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
+    ) -> None:
+        """Find a cell for every token of ``batch``; the previous pass ends.
+
+        With ``reserve`` nothing is stored: ``get`` spans the whole capacity. With ``read_only`` the batch is
+        queries: each sees of what is stored what a token at its position would see, no cell is taken,
+        nothing is evicted, and ``put`` raises OrderError. Snapshots that are scheduled stay due, and
+        ``undo_forward`` only ends the pass.
+
+        Raises InvalidBatchError for a batch that cannot be stored (``read_only``: for a query that would see
+        nothing), CacheFullError for one that does not fit, SequenceLostError for a sequence that a device
+        failure took. All of them leave the cache, evictions included, as it was.
+        """
+        self._bound("start_forward")
+        groups = split_batch(batch, self._max_sequences)
+        table, layers, before, count = self._table, self._buffers, self._pass, len(batch)
+        config, lower = self._active, self._lower()
+        if reserve:
+            check_modes(reserve, read_only)
+            self._changed()
+            self._pass = ForwardPass(
+                table, config, lower, count, groups, None, layers, reserve=True, stamp=-1
+            )
+            return
+        for group in groups:
+            row = table.rows[group.seq]
+            if row.lost:
+                raise lost_error("start_forward", group.seq)
+            if read_only:
+                _check_sees(group, row, lower)
+            elif len(row) and row.holds_any(group.positions):
+                raise InvalidBatchError(
+                    f"start_forward: sequence {group.seq} holds one of positions {group.positions[0]} to "
+                    f"{group.positions[-1]} already; remove them first"
+                )
+        if read_only:
+            self._undo, stamp = {}, 0 if before is None else before.stamp
+            forward = ForwardPass(table, config, lower, count, groups, None, layers, stamp=stamp)
+        else:
+            self._make_room(count, groups)
+            cells = place(table, groups, count)
+            kept = None if before is None else before.kept
+            forward = ForwardPass(table, config, lower, count, groups, cells, layers, kept=kept)
+        if config.fixed_shapes:
+            forward = self._fix(ctx, forward)
+        self._pass = forward
+        if self._schedule and not read_only:
+            for group in groups:
+                self._capture(group.seq)
+
+    def _fix(self, ctx: ml.Context, forward: ForwardPass) -> ForwardPass:
+        """The pass on the tensors of its batch size, which are brought to it; else all is as it was."""
+        try:
+            tokens = forward.tokens
+            found = self._fixed.get(tokens)
+            if found is None:
+                padding = self._active.mask_batch_padding
+                rows, dtype = -(-tokens // padding) * padding, self._active.mask_dtype
+                found = FixedPass(ctx, tokens, rows, self._table.cells, dtype)
+            fixed = replace(forward, fixed=found)
+            fixed.fill(ctx)
+            self._fixed[tokens] = found
+        except BaseException:
+            saved, self._undo = self._undo, {}
+            self._restore(saved)
+            raise
+        return fixed
+
+    def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
+        """What a captured or compiled graph of this pass's batch size works on, for one layer.
+
+        Aliases of the cache, the same ones in every pass of as many tokens: capture once, then call
+        ``start_forward`` before each replay, which stands for the ``put`` of the layer. Raises
+        NotSupportedError without ``fixed_shapes``, OrderError before the first ``put`` of the layer (a
+        reserve pass will do), outside a pass, or in one that only reads.
+        """
+        forward = self._started("graph_tensors")
+        if forward.read_only:
+            raise OrderError(
+                "graph_tensors: the pass under way only reads, and a graph writes; get has the same key, "
+                "value and mask"
+            )
+        if forward.fixed is None:
+            raise NotSupportedError(
+                "graph_tensors: this pass has no fixed shapes; set_config with fixed_shapes=True, and start "
+                "a pass without reserve"
+            )
+        if layer not in self._buffers:
+            raise OrderError(f"graph_tensors: layer {layer} stores nothing yet; put comes first")
+        forward.fill(ctx)
+        self._buffers[layer].stamp = forward.stamp
+        key, value = self._buffers[layer].read_as_configured(ctx, 0, self._table.cells)
+        return GraphTensors(key, value, forward.fixed.slots, forward.fixed.mask)
+
+    def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:
+        """Evict what windows no longer see, so that ``tokens`` cells are free; everything or nothing."""
+        table = self._table
+        evictions = self._evictions(groups)
+        saved = {seq: table.save_row(seq) for seq, _ in evictions}
+        for group in groups:
+            saved[group.seq] = table.save_row(group.seq)
+        for seq, position in evictions:
+            table.drop(seq, 0, table.rows[seq].index(position))
+        try:
+            if tokens > table.free:
+                self._reclaim(tokens)
+                if tokens > table.free:
+                    raise self._full(tokens)
+        except BaseException:
+            self._restore(saved)
+            raise
+        self._undo = saved
+
+    def _full(self, tokens: int) -> CacheFullError:
+        return CacheFullError(tokens, self._table.unowned, self._table.held())
+
+    def pass_under_way(self) -> object:
+        """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
+        return self._pass
+
+    def undo_forward(self, resume: object = None) -> None:
+        """Take back the last ``start_forward``, evictions included, as if it had not been called.
+
+        For caches that start together: where one refuses, the others go back. Only right after
+        ``start_forward``; once another sequence operation has followed there is nothing to undo.
+        The pass ends, or goes on with ``resume``: what ``pass_under_way`` gave before that start.
+        """
+        self._bound("undo_forward")
+        saved, self._undo = self._undo, {}
+        self._restore(saved)
+        for seq in saved:
+            self._schedule.cut(seq, self._table.rows[seq].last + 1)
+        self._pass = resume if isinstance(resume, ForwardPass) else None
+
+    def _restore(self, saved: dict[int, SavedRow]) -> None:
+        for seq, row in saved.items():
+            self._table.restore_row(seq, row)
+
+    def _changed(self) -> None:
+        """Sequences changed: the pass under way ends, and cannot be undone any more."""
+        self._pass = None
+        self._undo = {}
+
+    def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
+        """Let the batch's tokens at the indices ``except_`` see what comes after them too.
+
+        For tokens of an image, which see one another. Holds until the next ``start_forward`` or
+        ``set_causal``; a window or chunk still bounds what lies before.
+        """
+        forward = self._started("set_causal")
+        indices = frozenset(int(index) for index in except_)
+        if any(not 0 <= index < forward.tokens for index in indices):
+            raise InvalidRangeError(
+                f"set_causal: except_={sorted(indices)}; indices of the batch are 0 to {forward.tokens - 1}"
+            )
+        forward.lift(indices)
+        forward.fill(ctx)
+
+    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
+        """Store K (tokens, kv_heads, head_dim) and V (tokens, kv_heads, v_dim) of the current layer.
+
+        In the order of the batch, converted to the cache's dtype. The first one fixes the layer's
+        shapes and allocates its buffers. Raises InvalidRangeError for other shapes, OrderError in a pass
+        that only reads.
+        """
+        forward = self._pass or self._started("put")
+        buffers = self._buffers.get(self._layer)
+        if (
+            buffers is not None
+            and forward.run >= 0
+            and (store := buffers.store) is not None
+            and store.write(ctx, forward.run, forward.tokens, key, value)
+        ):
+            buffers.stamp = forward.stamp
+            return
+        if forward.cells is None and forward.read_only:
+            raise OrderError("put: the pass under way only reads; start_forward without read_only to store")
+        key_shape, value_shape = key.shape, value.shape
+        if (
+            len(key_shape) != 3
+            or len(value_shape) != 3
+            or key_shape[0] != forward.tokens
+            or key_shape[:2] != value_shape[:2]
+        ):
+            raise InvalidRangeError(
+                f"put: key {key_shape} and value {value_shape} for a batch of {forward.tokens}; "
+                "they are (tokens, kv_heads, head_dim) and (tokens, kv_heads, v_dim)"
+            )
+        fresh = buffers is None
+        if buffers is None:
+            buffers = self._allocate(ctx, self._layer, key_shape, value_shape, key.dtype)
+        buffers.check(self._layer, key_shape, value_shape)
+        if forward.reserve and fresh:
+            buffers.touch(ctx.layer(self._layer))
+        elif not forward.reserve:
+            buffers.write(ctx, forward.targets(ctx), key, value)
+            buffers.stamp = forward.stamp
+        self._buffers[self._layer] = buffers  # last: a failed write fixes no shapes
+
+    def _allocate(
+        self,
+        ctx: ml.Context,
+        layer: int,
+        key: tuple[int, ...],
+        value: tuple[int, ...],
+        activations: ml.DType,
+    ) -> LayerBuffers:
+        place, cells = ctx.layer(layer), self._table.cells
+        return LayerBuffers(
+            place, self._dtype, self._active, cells, (key[1], key[2]), (value[1], value[2]), activations
+        )
+
+    def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
+        """K (history, kv_heads, head_dim), V likewise, and the mask (tokens, history) of this layer.
+
+        V is (kv_heads, head_dim, history) when the config says ``permuted_v``. Views of the cache
+        where the cells lie close together, else gathered copies.
+
+        OrderError for a layer that was not put in this pass: a layer that shares another's K and V is read
+        by ``set_layer`` of that one.
+        """
+        forward = self._pass or self._started("get")
+        buffers = self._buffers.get(self._layer)
+        if buffers is None or buffers.stamp != forward.stamp:
+            buffers = self._readable("get", forward)
+            if forward.reserve:
+                key, value = buffers.read_as_configured(ctx, 0, self._table.cells)
+                return key, value, self._reserve_mask(ctx, forward)
+        reading, mask = forward.shared(ctx)
+        if reading.index is None and (store := buffers.store) is not None:
+            found = store.read(ctx, reading.start, reading.length)
+            if found is not None:
+                return found[0], found[1], mask
+        return (*buffers.read_as_configured(ctx, reading.cells(ctx), reading.length), mask)
+
+    def attend(
+        self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
+    ) -> ml.Tensor:
+        """Attention of query (tokens, heads, head_dim) -> (tokens, heads, v_dim).
+
+        Each sequence reads its own cells, so that n sequences cost n and not n * n. OrderError as ``get``.
+        """
+        forward = self._pass or self._started("attend")
+        buffers = self._readable("attend", forward)
+        if query.shape[0] != forward.tokens:
+            raise InvalidRangeError(f"attend: query {query.shape} for a batch of {forward.tokens} tokens")
+        if forward.reserve:
+            key, value = buffers.read(ctx, 0, self._table.cells)
+            return nn.attention(ctx, query, key, value, self._reserve_mask(ctx, forward), scale, sinks)
+        return attending.attend(ctx, forward, buffers, query, scale, sinks)
+
+    def _readable(self, op: str, forward: ForwardPass) -> LayerBuffers:
+        """The layer's K and V; OrderError where it lacks the tokens of the pass."""
+        buffers = self._buffers.get(self._layer)
+        if buffers is None:
+            raise OrderError(f"{op}: layer {self._layer} stores nothing yet; put comes first")
+        if buffers.stamp >= forward.stamp:
+            return buffers
+        if forward.read_only:
+            raise OrderError(
+                f"{op}: layer {self._layer} was not put in the last pass that stored tokens, and lacks them; "
+                "remove them, or evaluate them in all layers"
+            )
+        raise OrderError(
+            f"{op}: layer {self._layer} was not put in this pass, and lacks its tokens; put them, set_layer "
+            "to the layer whose K and V it shares, or start_forward(..., read_only=True) to read the past"
+        )
+
+    def _reserve_mask(self, ctx: ml.Context, forward: ForwardPass) -> ml.Tensor:
+        rows = -(-forward.tokens // self._active.mask_batch_padding) * self._active.mask_batch_padding
+        return ctx.input().zeros((rows, self._table.cells), self._active.mask_dtype)
+
+    # Looking in.
+
+    @property
+    def cells(self) -> int:
+        """How many cells the cache has."""
+        self._bound("cells")
+        return self._table.cells
+
+    @property
+    def free_cells(self) -> int:
+        """Cells that no sequence holds; snapshots that lie in some make room when it is needed."""
+        self._bound("free_cells")
+        return self._table.unowned
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers that are allocated."""
+        return sum(buffers.nbytes for buffers in self._buffers.values())
+
+    def held(self) -> dict[int, int]:
+        """How many cells each sequence holds, shared ones counted for each."""
+        self._bound("held")
+        return self._table.held()
+
+    def positions(self, seq: int) -> np.ndarray:
+        """The stored positions of a sequence, ascending (a copy)."""
+        self._bound("positions")
+        check_sequence("positions", seq, self._max_sequences)
+        return self._table.rows[seq].positions.copy()
+
+
+def _check_sees(group: SequenceTokens, row: Row, lower: LowerBound | None) -> None:
+    """Refuse a query that would attend to nothing."""
+    position = sightless(group, row, lower)
+    if position is not None:
+        holds = f"holds positions {row.first} to {row.last}" if len(row) else "is empty"
+        raise InvalidBatchError(
+            f"start_forward: a query at position {position} of sequence {group.seq} sees nothing that is "
+            f"stored; the sequence {holds}"
+        )

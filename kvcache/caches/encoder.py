@@ -1,0 +1,417 @@
+"""The cache of cross attention: K and V of an encoder's output, which have no positions.
+
+After Ollama's kvcache/encoder.go, which holds one sequence; this one holds several. What is put
+belongs to sequences of the batch and stays until the token it came with is removed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+import ml
+from kvcache.attention.batch import SequenceTokens, check_modes, check_sequence, check_whole, split_batch
+from kvcache.attention.device_copies import DeviceCopies, device_copies, near
+from kvcache.cache import Batch, InvalidRangeError, Mask, OrderError
+from kvcache.caches.base import BoundCache
+from kvcache.snapshots.snapshot import EncoderSnapshot, carried_out, check_following, check_inside
+from ml import nn
+
+__all__ = ["EncoderCache"]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What a sequence's encoder gave: per layer K and V (length, kv_heads, dim), never written again."""
+
+    position: int
+    length: int
+    layers: dict[int, tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One forward pass: the batch, who receives what is put, and what was stored before it."""
+
+    groups: list[SequenceTokens]
+    receivers: list[tuple[int, int]]
+    tokens: int
+    reserve: bool
+    previous: dict[int, _Entry]
+    first: bool
+    """It is the first of the cache: taken back, the cache may be configured again."""
+    items: dict[int, int]
+    """Sequence -> position of the item that it brings: what an earlier one gave is not to be read for it."""
+    read_only: bool
+    mask: Mask | DeviceCopies | bool = False
+    shown: dict[tuple[int, int], tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
+    """What was put while reserving."""
+
+
+class EncoderCache(BoundCache[_Pass]):
+    """K and V of each sequence's encoder output, stored once and read by every later token.
+
+    ``put`` after ``start_forward`` stores for the sequences of the batch that bring an item in
+    ``batch.multimodal`` (pairs of batch index and item), or for all of the batch's sequences where it
+    lists none. ``get`` gives what the batch's sequences hold, one after another, with a mask that lets
+    every token see its own sequence's part alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self._layer = 0
+        self._pass = None
+        self._used = False
+
+    def init(
+        self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
+    ) -> None:
+        """Bind to ``backend``. ``capacity`` does not bound an encoder's output, which has its own length."""
+        self._check_init(dtype, max_sequences=max_sequences, capacity=capacity)
+        # An encoder's output is read whole at every step: block formats would unpack it each time.
+        self._dtype = ml.DType.F16 if dtype.is_quantized else dtype
+        self._max_sequences = max_sequences
+        self._backend = backend
+        self._closed = False
+
+    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
+        """Check all that ``set_config`` may refuse; the callable returned then does it."""
+        if self._used:
+            raise OrderError("set_config: batches were started already; configure before the first")
+
+        def commit() -> None:
+            self._config = config
+
+        return commit
+
+    def close(self) -> None:
+        self._reset()
+        self._backend = None
+        self._closed = True
+
+    # One pass.
+
+    def start_forward(
+        self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
+    ) -> None:
+        """Take note of the batch's sequences, and of which of them bring an item for the encoder.
+
+        With ``read_only`` its items are not looked at, and ``put`` raises OrderError.
+        """
+        self._bound("start_forward")
+        check_modes(reserve, read_only)
+        groups = split_batch(batch, self._max_sequences)
+        receivers, first = _receivers(batch), not self._used
+        items = {} if reserve or read_only or not batch.multimodal else dict(receivers)
+        previous = dict(self._entries)
+        self._pass = _Pass(groups, receivers, len(batch), reserve, previous, first, items, read_only)
+        self._used = True
+
+    def pass_under_way(self) -> object:
+        """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
+        return self._pass
+
+    def undo_forward(self, resume: object = None) -> None:
+        """Forget the pass, and what was put in it; go on with ``resume``, the one before."""
+        self._bound("undo_forward")
+        if self._pass is not None:
+            self._entries = self._pass.previous
+            self._used = not self._pass.first
+        self._pass = resume if isinstance(resume, _Pass) else None
+
+    def encoder_cached(self, seq: int | None = None) -> bool:
+        """Whether an encoder's output is stored: for ``seq``, or for all sequences of the batch."""
+        self._bound("encoder_cached")
+        if seq is not None:
+            check_sequence("encoder_cached", seq, self._max_sequences)
+            return seq in self._entries
+        return all(group.seq in self._entries for group in self._started("encoder_cached").groups)
+
+    def put(
+        self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor, lengths: Sequence[int] | None = None
+    ) -> None:
+        """Store K (total, kv_heads, head_dim) and V of the encoder's output for this layer.
+
+        ``lengths`` says how many rows belong to each receiving sequence, in the order in which they
+        appear in the batch; None divides them equally. The rows are copied. OrderError in a pass that
+        only reads.
+        """
+        current = self._started("put")
+        if current.read_only:
+            raise OrderError("put: the pass under way only reads; start_forward without read_only to store")
+        if len(key.shape) != 3 or len(value.shape) != 3 or key.shape[:2] != value.shape[:2]:
+            raise InvalidRangeError(
+                f"put: key {key.shape} and value {value.shape}; they are (total, kv_heads, head_dim) and "
+                "(total, kv_heads, v_dim)"
+            )
+        sizes = _lengths(len(current.receivers), key.shape[0], lengths)
+        if not current.reserve:
+            self._check_lengths(current, sizes)
+        parts = _split(ctx.layer(self._layer), key, value, sizes, self._dtype)
+        ctx.forward(*(tensor for pair in parts for tensor in pair))
+        if current.reserve:
+            for (seq, _), tensors in zip(current.receivers, parts, strict=True):
+                current.shown[seq, self._layer] = tensors
+            return
+        for (seq, position), size, tensors in zip(current.receivers, sizes, parts, strict=True):
+            self._store(current, seq, position, size, tensors)
+        current.mask = False
+
+    def _check_lengths(self, current: _Pass, sizes: Sequence[int]) -> None:
+        """Refuse a layer that is longer or shorter than those put before it in this pass."""
+        for (seq, _), size in zip(current.receivers, sizes, strict=True):
+            entry = self._fresh(current, seq)
+            others = () if entry is None else entry.layers.keys() - {self._layer}
+            if entry is not None and others and entry.length != size:
+                raise InvalidRangeError(
+                    f"put: {size} rows for sequence {seq} in layer {self._layer}, and {entry.length} in "
+                    f"layers {sorted(others)}; one encoder output has one length"
+                )
+
+    def _fresh(self, current: _Pass, seq: int) -> _Entry | None:
+        """The entry that began in this pass."""
+        entry = self._entries.get(seq)
+        return None if entry is current.previous.get(seq) else entry
+
+    def _store(
+        self, current: _Pass, seq: int, position: int, size: int, tensors: tuple[ml.Tensor, ml.Tensor]
+    ) -> None:
+        """Add a layer to the entry that began in this pass, or begin it."""
+        entry = self._fresh(current, seq)
+        if entry is None or entry.length != size:
+            entry = self._entries[seq] = _Entry(position, size)
+        entry.layers[self._layer] = tensors
+
+    def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
+        """K (history, kv_heads, head_dim), V likewise, and a mask; None where all rows see all.
+
+        With ``permuted_v`` V is (kv_heads, v_dim, history). The mask is None for one sequence whatever
+        ``elide_mask`` says, as there is nothing to hide. OrderError for a sequence that has no output in
+        this layer, or one of an earlier item than it brings in this pass.
+        """
+        current = self._started("get")
+        held = [self._held(current, group.seq) for group in current.groups]
+        key, value = held[0]
+        for other_key, other_value in held[1:]:
+            key, value = key.concat(ctx, other_key, 0), value.concat(ctx, other_value, 0)
+        if self.config.permuted_v:
+            value = value.permute(ctx, 1, 2, 0)
+        return key, value, self._batch_mask(ctx, current, [part.shape[0] for part, _ in held])
+
+    def attend(
+        self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
+    ) -> ml.Tensor:
+        """Attention of query (tokens, heads, head_dim) over its own sequence's encoder output."""
+        current = self._started("attend")
+        groups = current.groups
+        if query.shape[0] != current.tokens:
+            raise InvalidRangeError(f"attend: query {query.shape} for a batch of {current.tokens} tokens")
+        if len(groups) == 1:
+            return nn.attention(ctx, query, *self._held(current, groups[0].seq), None, scale, sinks)
+        dim = self._held(current, groups[0].seq)[1].shape[2]
+        result = ctx.empty((*query.shape[:2], dim), query.dtype)
+        for group in groups:
+            rows = np.arange(current.tokens)[group.rows]
+            held = self._held(current, group.seq)
+            out = nn.attention(ctx, query.rows(ctx, rows), *held, None, scale, sinks)
+            result.set_rows(ctx, out, rows)
+        return result
+
+    def _held(self, current: _Pass, seq: int) -> tuple[ml.Tensor, ml.Tensor]:
+        if (seq, self._layer) in current.shown:
+            return current.shown[seq, self._layer]
+        entry = self._entries.get(seq)
+        if entry is None or self._layer not in entry.layers:
+            raise OrderError(
+                f"get: sequence {seq} has no encoder output in layer {self._layer}; put comes first"
+            )
+        if current.items.get(seq, entry.position) != entry.position:
+            raise OrderError(
+                f"get: sequence {seq} brings an item at position {current.items[seq]}, and layer "
+                f"{self._layer} has the encoder output of {entry.position}; put comes first"
+            )
+        return entry.layers[self._layer]
+
+    def _batch_mask(self, ctx: ml.Context, current: _Pass, sizes: list[int]) -> Mask:
+        if len(current.groups) == 1:
+            return None
+        if isinstance(current.mask, bool):
+            padding = self.config.mask_batch_padding
+            host = np.full((-(-current.tokens // padding) * padding, sum(sizes)), -np.inf, dtype=np.float32)
+            start = 0
+            for group, size in zip(current.groups, sizes, strict=True):
+                host[np.arange(current.tokens)[group.rows], start : start + size] = 0
+                start += size
+            here = ctx.input()
+            current.mask = device_copies(here, here.from_numpy(host, self.config.mask_dtype))
+        return near(ctx, current.mask)
+
+    # Sequences.
+
+    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
+        """Let ``dst_seq`` share the encoder output of ``src_seq`` if it came before ``length``."""
+        self.prepare_copy_prefix(src_seq, dst_seq, length)()
+
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
+        self._check_copy(src_seq, dst_seq, length)
+
+        def commit() -> None:
+            self._pass = None
+            entry = self._entries.get(src_seq)
+            self._entries.pop(dst_seq, None)
+            if entry is not None and entry.position < length:
+                self._entries[dst_seq] = entry
+
+        return commit
+
+    def can_resume(self, seq: int, position: int) -> bool:
+        self._bound("can_resume")
+        check_sequence("can_resume", seq, self._max_sequences)
+        return True
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        """Drop a sequence's encoder output where the token it came with lies in ``[begin, end)``."""
+        self.prepare_remove(seq, begin, end)()
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
+        self._check_remove(seq, begin, end)
+
+        def commit() -> None:
+            self._pass = None
+            entry = self._entries.get(seq)
+            if entry is None or entry.position < begin:
+                return
+            if end is None or entry.position < end:
+                del self._entries[seq]
+            else:  # another sequence may share the entry, and stays where it is
+                moved = _Entry(entry.position - (end - begin), entry.length, entry.layers)
+                self._entries[seq] = moved
+
+        return commit
+
+    def resume_point(self, seq: int, position: int) -> int:
+        """``position``: an encoder's output serves every later token."""
+        self.can_resume(seq, position)
+        return position
+
+    # Snapshots.
+
+    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> EncoderSnapshot:
+        """The output that came with a token of ``[begin, end)``; None: with any. It is shared, not copied."""
+        self._bound("snapshot")
+        check_sequence("snapshot", seq, self._max_sequences)
+        entry = self._entries.get(seq)
+        check_whole("snapshot", "begin", begin)
+        if end is None:
+            end = begin if entry is None else max(begin, entry.position + 1)
+        check_whole("snapshot", "end", end)
+        if end < begin:
+            raise InvalidRangeError(f"snapshot: [{begin}, {end}); it needs 0 <= begin <= end")
+        if entry is None or not begin <= entry.position < end:
+            return EncoderSnapshot(begin, end, None, 0, {})
+        return EncoderSnapshot(begin, end, entry.position, entry.length, dict(entry.layers))
+
+    def restore(self, seq: int, snapshot: EncoderSnapshot, target: int | None = None) -> bool:
+        """Give the sequence the snapshot's output; False where ``target`` lies outside the snapshot."""
+        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
+
+    def prepare_restore_snapshot(
+        self, seq: int, snapshot: EncoderSnapshot, target: int | None = None
+    ) -> Callable[[], None] | None:
+        """Check all that ``restore`` may refuse; None where it would give False."""
+        self._check_restore(seq, snapshot, EncoderSnapshot)
+        end = snapshot.end if target is None else target
+        if not snapshot.begin <= end <= snapshot.end:
+            return None
+        dtypes = {tensor.dtype for pair in snapshot.layers.values() for tensor in pair}
+        if dtypes - {self._dtype}:
+            raise InvalidRangeError(
+                f"restore: a snapshot of {', '.join(sorted(dtype.name for dtype in dtypes))}; this cache "
+                f"stores {self._dtype.name}"
+            )
+
+        def commit() -> None:
+            self._pass = None
+            held = self._entries.get(seq)
+            if held is not None and held.position >= snapshot.begin:
+                del self._entries[seq]
+            if snapshot.position is not None and snapshot.position < end:
+                self._entries[seq] = _Entry(snapshot.position, snapshot.length, dict(snapshot.layers))
+
+        return commit
+
+    def merge(self, parent: EncoderSnapshot | None, child: EncoderSnapshot) -> EncoderSnapshot:
+        """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; the later output stays."""
+        if parent is None:
+            return child
+        check_following(parent, child)
+        last = parent if child.position is None else child
+        return replace(last, begin=parent.begin, end=child.end)
+
+    def join(self, parts: Sequence[EncoderSnapshot]) -> EncoderSnapshot:
+        """``merge`` of one or more, in order."""
+        return functools.reduce(self.merge, parts)
+
+    def split(self, snapshot: EncoderSnapshot, at: int) -> tuple[EncoderSnapshot | None, EncoderSnapshot]:
+        """Cut ``[a, c)`` into ``[a, at)`` and ``[at, c)``; the output goes with its token."""
+        check_inside(snapshot, at)
+        if at == snapshot.begin:
+            return None, snapshot
+        empty = EncoderSnapshot(snapshot.begin, snapshot.end, None, 0, {})
+        first = snapshot.position is not None and snapshot.position < at
+        return (
+            replace(snapshot if first else empty, end=at),
+            replace(empty if first else snapshot, begin=at),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is stored; what sequences share counts once."""
+        tensors = {
+            id(t): t.nbytes for e in self._entries.values() for pair in e.layers.values() for t in pair
+        }
+        return sum(tensors.values())
+
+
+def _lengths(count: int, total: int, lengths: Sequence[int] | None) -> list[int]:
+    """How many of ``total`` rows each of ``count`` sequences gets."""
+    if lengths is None:
+        if total % count:
+            raise InvalidRangeError(f"put: {total} rows for {count} sequences; say lengths=")
+        return [total // count] * count
+    sizes = [int(size) for size in lengths]
+    if len(sizes) != count or sum(sizes) != total or min(sizes) < 0:
+        raise InvalidRangeError(f"put: lengths={sizes} for {total} rows of {count} sequences")
+    return sizes
+
+
+def _receivers(batch: Batch) -> list[tuple[int, int]]:
+    """(sequence, position of its item) in order of appearance; the last item of a sequence counts."""
+    found: dict[int, int] = {}
+    indices = [int(index) for index, *_ in batch.multimodal] or range(len(batch))
+    for index in indices:
+        if not 0 <= index < len(batch):
+            raise InvalidRangeError(f"start_forward: multimodal index {index} of a batch of {len(batch)}")
+        seq, position = int(batch.sequences[index]), int(batch.positions[index])
+        if batch.multimodal or seq not in found:
+            found[seq] = position
+    return list(found.items())
+
+
+def _split(
+    ctx: ml.Context, key: ml.Tensor, value: ml.Tensor, sizes: Sequence[int], dtype: ml.DType
+) -> list[tuple[ml.Tensor, ml.Tensor]]:
+    """Copies of the rows of each sequence."""
+    parts, start = [], 0
+    for size in sizes:
+        k, v = (x.slice(ctx, 0, start, start + size).cast(ctx, dtype) for x in (key, value))
+        parts.append((k, v))
+        start += size
+    return parts

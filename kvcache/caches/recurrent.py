@@ -1,0 +1,387 @@
+"""The cache of hybrid models: recurrent states beside an attention cache.
+
+After Ollama's kvcache/recurrent.go and its checkpoints, and the single-sequence recurrent cache of its
+MLX runner. Layers with a linear or state-space recurrence keep, per sequence, a convolution state and
+a recurrent (delta, SSM) state of fixed size; layers with attention use ``put``, ``get`` and ``attend``.
+
+A state is whole: it is that of one position and cannot be cut. Going back therefore means going to a
+checkpoint, and computing again from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+import ml
+from kvcache.attention.batch import SequenceTokens, check_sequence, check_whole, split_batch
+from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, Mask, OrderError, ShiftFunction
+from kvcache.caches.causal import CausalCache
+from kvcache.caches.sequences import drop_middle
+from kvcache.snapshots.recurrent import StateSnapshots
+from kvcache.snapshots.schedule import SnapshotSchedule
+from kvcache.storage.state_slots import Checkpoint, HeldStates, StatePass
+from kvcache.storage.state_table import StateTable, shifted, state_lost
+
+__all__ = ["RecurrentCache"]
+
+
+class RecurrentCache(StateSnapshots):
+    """Per-sequence states, checkpoints of them, and a causal cache for the attention layers.
+
+    ``conv_shape`` and ``state_shape`` are one sequence's: (channels, kernel - 1) and (heads, key_dim,
+    value_dim), say. The recurrent state is always F32; the convolution state has ``conv_dtype``, the
+    dtype of the model's activations (None: what ``init`` is given, F32 for block formats).
+
+    A checkpoint is taken when a pass begins and ``checkpoint_interval`` tokens have gone by since the
+    last one; the latest ``checkpoints`` of each sequence are kept, ``checkpoint(seq)`` takes one now.
+
+    **Going back.** ``remove(seq, position)`` goes to ``position`` when the state or a checkpoint is
+    there, else to the nearest checkpoint before it, else to 0: ``offset(seq)`` says where, and the next
+    batch has to begin there. After a failed pass, ``remove(seq, position)`` with the batch's first
+    position does the same.
+    """
+
+    def __init__(
+        self,
+        conv_shape: tuple[int, ...],
+        state_shape: tuple[int, ...],
+        shift: ShiftFunction | None = None,
+        checkpoints: int = 24,
+        checkpoint_interval: int = 256,
+        conv_dtype: ml.DType | None = None,
+    ) -> None:
+        check_whole("RecurrentCache", "checkpoints", checkpoints)
+        check_whole("RecurrentCache", "checkpoint_interval", checkpoint_interval, least=1)
+        self.conv_shape, self.state_shape = tuple(conv_shape), tuple(state_shape)
+        for name, shape in (("conv_shape", self.conv_shape), ("state_shape", self.state_shape)):
+            for size in shape:
+                check_whole("RecurrentCache", f"{name} {shape}: size", size, least=1)
+        self.attention = CausalCache(shift)
+        """The cache of the attention layers."""
+        self._checkpoints, self._interval = checkpoints, checkpoint_interval
+        self._conv_dtype = conv_dtype
+        self._forget()
+
+    def _forget(self) -> None:
+        self._states = StateTable(0)
+        self._pass = None
+        self._schedule = SnapshotSchedule()
+
+    # Setting up and closing.
+
+    def init(
+        self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
+    ) -> None:
+        """Bind to ``backend``: a slot per sequence in every recurrent layer, allocated when first used."""
+        self.attention.init(backend, dtype, max_sequences, capacity, max_batch)
+        self._max_sequences = max_sequences
+        self._states = StateTable(max_sequences, backend, self._checkpoints, self._interval)
+        self._conv = self._conv_dtype or (ml.DType.F32 if dtype.is_quantized else dtype)
+
+    def set_config(self, config: ml.CacheConfig) -> None:
+        self.attention.set_config(config)
+
+    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
+        """As CausalCache.prepare_set_config."""
+        return self.attention.prepare_set_config(config)
+
+    def close(self) -> None:
+        """As CausalCache.close: what snapshots hold of the states is copied out first."""
+        self.attention.close()
+        self._states.buffers.release_all()
+        self._forget()
+
+    # One pass.
+
+    def start_forward(
+        self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
+    ) -> None:
+        """Give the batch's sequences states of their own, side by side; the previous pass ends.
+
+        The tokens of each sequence come in ascending positions and begin at ``offset(seq)``: a
+        recurrence cannot skip a token. InvalidBatchError otherwise, and as CausalCache.
+
+        With ``read_only`` positions are free, as in CausalCache; the states, which have seen ``offset(seq)``
+        tokens whatever the positions, are given as copies, and setting them raises OrderError.
+        """
+        self._bound("start_forward")
+        groups = split_batch(batch, self._max_sequences)
+        stores = not reserve and not read_only
+        if self._schedule and stores:
+            for group in groups:
+                self._capture(group.seq)
+        order = tuple(dict.fromkeys(int(seq) for seq in batch.sequences))
+        if not reserve:
+            for group in groups:
+                self._check_group(group, read_only)
+        under_way, lost = self.attention.pass_under_way(), self._states.lost()
+        self.attention.start_forward(ctx, batch, reserve, read_only=read_only)
+        if not stores:
+            self._pass = StatePass(order, 0, reserve=reserve, read_only=read_only)
+            return
+        try:
+            self._pass = self._states.start(order, groups)
+        except BaseException:
+            if self._states.lost() != lost:
+                self._pass = under_way = None  # states of the pass under way may be among the lost
+            self.attention.undo_forward(under_way)
+            raise
+
+    def _check_group(self, group: SequenceTokens, read_only: bool) -> None:
+        row = self._states.rows[group.seq]
+        if row.lost:
+            raise state_lost("start_forward", group.seq)
+        if read_only:
+            return
+        in_order = isinstance(group.rows, slice) or bool((np.diff(group.rows) > 0).all())
+        if not in_order or not group.is_run() or group.lowest != row.offset:
+            raise InvalidBatchError(
+                f"start_forward: positions {group.positions.tolist()} of sequence {group.seq}, whose "
+                f"recurrent state has seen {row.offset} tokens; they come in order and begin there"
+            )
+
+    def pass_under_way(self) -> object:
+        """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
+        return None if self._pass is None else (self._pass, self.attention.pass_under_way())
+
+    def undo_forward(self, resume: object = None) -> None:
+        """Take back the last ``start_forward``, provided that no state was set since.
+
+        States that it moved go back to where they were, so that the pass ``resume`` goes on with its
+        views. A device that fails in this leaves the sequences that it moved lost.
+        """
+        self._bound("undo_forward")
+        current = self._pass
+        own, attention = resume if isinstance(resume, tuple) else (None, None)
+        self.attention.undo_forward(attention)
+        self._pass = None
+        if current is not None:
+            self._states.take_back(current)
+        self._pass = own
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The sequences of the pass, in the order of the states' first axis."""
+        return self._started("sequences").sequences
+
+    def conv_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
+        """The convolution states (sequences, *conv_shape) of the pass, zero for new sequences.
+
+        A view: it may be updated in place (``copy`` or ``set_rows`` into it), or given back changed
+        through ``set_conv_state``. In a pass that only reads, a copy.
+        """
+        return self._state(ctx, "conv", layer, self.conv_shape, self._conv)
+
+    def set_conv_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
+        """Store new convolution states (sequences, *conv_shape), converted to their dtype."""
+        self._set(ctx, "set_conv_state", self.conv_state(ctx, layer), t)
+
+    def recurrent_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
+        """The recurrent states (sequences, *state_shape) of the pass, F32; a view, as ``conv_state``."""
+        return self._state(ctx, "recurrent", layer, self.state_shape, ml.DType.F32)
+
+    def set_recurrent_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
+        """Store new recurrent states (sequences, *state_shape)."""
+        self._set(ctx, "set_recurrent_state", self.recurrent_state(ctx, layer), t)
+
+    def _state(
+        self, ctx: ml.Context, kind: str, layer: int, shape: tuple[int, ...], dtype: ml.DType
+    ) -> ml.Tensor:
+        current = self._started(f"{kind}_state")
+        if layer < 0:
+            raise InvalidRangeError(f"{kind}_state: layer {layer}; layers count from 0")
+        buffers = self._states.buffers
+        buffer = buffers.ensure(ctx, kind, layer, shape, dtype)
+        if current.reserve:  # allocated and touched, but what sequences hold is not at hand
+            return ctx.layer(layer).zeros((len(current.sequences), *shape), dtype)
+        if current.read_only:
+            return self._states.read(ctx.layer(layer), (kind, layer), current.sequences, shape, dtype)
+        buffers.copy_out(range(current.start, current.start + len(current.sequences)))
+        return buffer.slice(ctx, 0, current.start, current.start + len(current.sequences))
+
+    def _set(self, ctx: ml.Context, op: str, state: ml.Tensor, t: ml.Tensor) -> None:
+        if self._started(op).read_only:
+            raise OrderError(f"{op}: the pass under way only reads; start_forward without read_only to store")
+        if t.shape != state.shape:
+            raise InvalidRangeError(f"{op}: {t.shape}; the states of this pass are {state.shape}")
+        ctx.forward(t.copy(ctx, state))
+
+    # The attention layers.
+
+    def set_layer(self, layer: int) -> None:
+        self.attention.set_layer(layer)
+
+    def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
+        self.attention.set_causal(ctx, except_=except_)
+
+    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
+        self.attention.put(ctx, key, value)
+
+    def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
+        return self.attention.get(ctx)
+
+    def attend(
+        self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
+    ) -> ml.Tensor:
+        return self.attention.attend(ctx, query, scale, sinks)
+
+    # Sequences.
+
+    def checkpoint(self, seq: int) -> None:
+        """Keep a copy of the state as it is now, when a pass has set the states of all layers."""
+        taken = self.mark(seq, "checkpoint")
+        if taken.offset:
+            self._states.keep(self._states.rows[seq], taken)
+
+    def mark(self, seq: int, op: str = "mark") -> Checkpoint:
+        """A copy of the state as it is now, for ``prepare_return``; the caller's alone.
+
+        It is none of ``checkpoints(seq)``, so that it takes the place of none.
+        """
+        self._bound(op)
+        check_sequence(op, seq, self._max_sequences)
+        row = self._states.rows[seq]
+        if row.lost:
+            raise state_lost(op, seq)
+        taken = self._states.point(row)
+        taken.state.detach()
+        return taken
+
+    def mark_of(self, position: int, states: Mapping[tuple[str, int], ml.Tensor]) -> Checkpoint:
+        """A mark for ``prepare_return`` of states that the caller knows: those after ``position`` tokens.
+
+        ``states`` has, by ("conv" or "recurrent", layer), a tensor (1, *shape) for every layer with such a
+        state, in the dtype that it is stored in. They are the cache's from then on.
+        """
+        self._bound("mark_of")
+        check_whole("mark_of", "position", position, least=1)
+        return Checkpoint(position, HeldStates(dict(states)))
+
+    def prepare_return(self, seq: int, mark: Checkpoint) -> Callable[[], None]:
+        """Check all that going back to ``mark`` may refuse; the callable returned then does it.
+
+        It is one that ``mark(seq)`` gave, of tokens that the sequence still begins with.
+        """
+        offset = self.offset(seq)
+        if mark.offset > offset:
+            raise InvalidRangeError(
+                f"prepare_return: a mark at {mark.offset} of sequence {seq}, which is at {offset}"
+            )
+        cut = self.attention.prepare_remove(seq, mark.offset, None)
+
+        def commit() -> None:
+            self._pass = None
+            cut()
+            self._states.resume(seq, mark, mark.offset)
+            self._schedule.cut(seq, mark.offset)
+
+        return commit
+
+    def prepare_restore(self, seq: int, position: int) -> int | None:
+        """Where ``remove(seq, position)`` would go: at or before ``position``; None: back to nothing."""
+        self._bound("prepare_restore")
+        check_sequence("prepare_restore", seq, self._max_sequences)
+        if not self.attention.can_resume(seq, 0):  # a device failure took its keys
+            return None
+        return self._states.row_before(self._states.rows[seq], position).offset or None
+
+    def can_resume(self, seq: int, position: int) -> bool:
+        """Whether the state of exactly ``position`` is there, or that of the beginning is meant."""
+        if position == 0:
+            return self.attention.can_resume(seq, 0)
+        return self.prepare_restore(seq, position) == position
+
+    def resume_point(self, seq: int, position: int) -> int:
+        """The last position up to ``position`` whose state is there; 0: from nothing."""
+        return self.prepare_restore(seq, position) or 0
+
+    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
+        """Let ``dst_seq`` share ``[0, length)``; no data moves until one of the two is continued.
+
+        Where ``src_seq`` has gone past ``length``, ``dst_seq`` begins at its nearest checkpoint before
+        that: see ``offset``.
+        """
+        self.prepare_copy_prefix(src_seq, dst_seq, length)()
+
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
+        self._check_copy(src_seq, dst_seq, length)
+        source = self._states.rows[src_seq]
+        if source.lost:
+            raise state_lost("copy_prefix", src_seq)
+        row = self._states.row_before(source, length)
+        share = self.attention.prepare_copy_prefix(src_seq, dst_seq, row.offset)
+
+        def commit() -> None:
+            self._pass = None
+            share()
+            self._states.rows[dst_seq] = row
+            self._schedule.replace(dst_seq)
+
+        return commit
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        """Forget ``[begin, end)``.
+
+        To the end (None): goes back as the class says. From the middle: later tokens move down as in
+        CausalCache, checkpoints with them, and the state stays what it is, having seen what was removed
+        (as a context shift wants it). Checkpoints that have seen some of the range and nothing after
+        it are dropped: none of them is the state of a position that is left.
+        """
+        self.prepare_remove(seq, begin, end)()
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
+        self._check_remove(seq, begin, end)
+        row = self._states.rows[seq]
+        if end is None or end >= row.offset:
+            if row.lost and begin > 0 and row.nearest(begin) is None:
+                raise state_lost("remove", seq)
+            row = self._states.row_before(row, begin)
+            cut = self.attention.prepare_remove(seq, row.offset, None)
+        elif row.lost:
+            raise state_lost("remove", seq)
+        else:
+            cut = self.attention.prepare_remove(seq, begin, end)
+            row = shifted(row, begin, end)
+
+        def commit() -> None:
+            self._pass = None
+            cut()
+            self._states.rows[seq] = row
+            self._schedule.cut(seq, min(begin, row.offset))
+
+        return commit
+
+    def defrag(self) -> None:
+        """As CausalCache.defrag; every sequence's states have a slot of their own already."""
+        self.attention.defrag()
+
+    def shift_context(self, seq: int, keep: int) -> int:
+        """As CausalCache.shift_context; the recurrent state stays what it is."""
+        return drop_middle(self, seq, keep, self.offset(seq))
+
+    def mark_lost(self, seq: int) -> None:
+        """As CausalCache.mark_lost."""
+        self.attention.mark_lost(seq)
+
+    def settings(self) -> dict[str, object]:
+        """As CausalCache.settings."""
+        states = {"conv": [*self.conv_shape, self._conv.name], "state": [*self.state_shape]}
+        return {"kind": type(self).__name__, "attention": self.attention.settings(), **states}
+
+    @property
+    def on_pressure(self) -> Callable[[int], bool | None] | None:
+        """As CausalCache.on_pressure."""
+        return self.attention.on_pressure
+
+    @on_pressure.setter
+    def on_pressure(self, call: Callable[[int], bool | None] | None) -> None:
+        self.attention.on_pressure = call
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states' buffers, of checkpoints that are copies, and of the attention layers."""
+        points = (point for row in self._states.rows for point in row.checkpoints)
+        shared = {id(tensor): tensor.nbytes for point in points for tensor in point.state.copied.values()}
+        return self._states.buffers.nbytes + sum(shared.values()) + self.attention.nbytes

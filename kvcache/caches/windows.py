@@ -1,0 +1,117 @@
+"""Causal caches that see part of the past: a sliding window of it, or the current chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvcache.attention.batch import SequenceTokens, check_whole
+from kvcache.attention.read_plan import LowerBound
+from kvcache.cache import CacheFullError, NotSupportedError, ShiftFunction
+from kvcache.caches.causal import CausalCache
+
+__all__ = ["ChunkedCache", "SlidingWindowCache"]
+
+
+class SlidingWindowCache(CausalCache):
+    """A query sees itself and the ``window`` tokens before it; ``memory`` of them stay stored.
+
+    Hugging Face's ``sliding_window`` W is a window of W - 1 here. ``memory`` (at least ``window``,
+    its default) is how far back a sequence can be resumed. Tokens that have left it are evicted by
+    ``start_forward``: for sequences in the batch those below (lowest position) - memory, for others
+    those below (last position + 1) - memory.
+    """
+
+    _whole = True
+
+    def __init__(self, window: int, memory: int | None = None, shift: ShiftFunction | None = None) -> None:
+        super().__init__(shift)
+        check_whole("SlidingWindowCache", "window", window)
+        check_whole("SlidingWindowCache", "memory", window if memory is None else memory, least=window)
+        self.window = window
+        self.memory = window if memory is None else memory
+        self._unlimited = False
+        self._kept = self.memory
+
+    def _cells(self) -> int:
+        """``max_sequences * memory + max_batch``, or all tokens where the memory reaches that far."""
+        # With several sequences a stop token that the next turn does not repeat must not cost a resume.
+        several = self._max_sequences > 1
+        self._kept = max(self.memory, self.window + 1) if several else self.memory
+        self._unlimited = self._kept >= self._capacity
+        if self._unlimited:
+            return self._max_sequences * self._capacity
+        return self._max_sequences * self._kept + self._max_batch
+
+    def _lower(self) -> LowerBound:
+        window = self.window
+        return lambda positions: positions - window
+
+    def _evictions(self, groups: Iterable[SequenceTokens]) -> list[tuple[int, int]]:
+        if self._unlimited:
+            return []
+        lowest = {group.seq: group.lowest for group in groups}
+        found = []
+        for seq, row in self._table.occupied():
+            limit = lowest.get(seq, row.last + 1) - self._kept
+            if row.first < limit:
+                found.append((seq, limit))
+        return found
+
+    def _full(self, tokens: int) -> CacheFullError:
+        if self._unlimited or tokens <= self._max_batch:
+            return super()._full(tokens)
+        table, limit = self._table, self._max_batch
+        remedy = (
+            f"feed at most max_batch={limit} tokens at a time, of all sequences, or init with a larger one"
+        )
+        return CacheFullError(tokens, table.unowned, table.held(), remedy=remedy)
+
+    def can_resume(self, seq: int, position: int) -> bool:
+        """Whether something is stored, and reaches from the window of ``position`` to right before it."""
+        return super().can_resume(seq, position) and self._reaches(self._table.rows[seq].positions, position)
+
+    @property
+    def reach(self) -> int | None:
+        """How many of a sequence's last tokens can go, whatever passes came between; None: any number."""
+        self._bound("reach")
+        return None if self._unlimited else max(0, self._kept - max(self.window, 1))
+
+    def settings(self) -> dict[str, object]:
+        return {**super().settings(), "window": self.window}
+
+    def _window_of(self, end: int) -> int:
+        return max(0, end - self._kept)
+
+    def _reaches(self, stored: np.ndarray, position: int) -> bool:
+        if not stored.size:
+            return False
+        return max(0, position - self.window) >= int(stored[0]) and position <= int(stored[-1]) + 1
+
+    def _check_shift(self, seq: int, stop: int, distance: int, start: int) -> None:
+        super()._check_shift(seq, stop, distance, start)
+        row = self._table.rows[seq]
+        first = row.first if start else int(row.positions[stop]) - distance
+        resume = row.last - distance + 1
+        if max(0, resume - self.window) < first:
+            raise NotSupportedError(
+                f"remove: sequence {seq} would hold positions from {first} and could not resume at {resume} "
+                f"with a window of {self.window}; compute it anew, or keep more with memory="
+            )
+
+
+class ChunkedCache(CausalCache):
+    """A query sees its own chunk of ``chunk`` positions, up to itself. Nothing is evicted."""
+
+    def __init__(self, chunk: int, shift: ShiftFunction | None = None) -> None:
+        super().__init__(shift)
+        check_whole("ChunkedCache", "chunk", chunk, least=1)
+        self.chunk = chunk
+
+    def settings(self) -> dict[str, object]:
+        return {**super().settings(), "chunk": self.chunk}
+
+    def _lower(self) -> LowerBound:
+        chunk = self.chunk
+        return lambda positions: positions - positions % chunk

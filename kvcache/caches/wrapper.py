@@ -1,0 +1,427 @@
+"""Several caches behind one interface, for models whose layers need different ones.
+
+After Ollama's kvcache/wrapper.go. A model with sliding and full attention wraps one cache of each and
+says before each layer which it is::
+
+    cache = WrapperCache(SlidingWindowCache(window), CausalCache())
+    cache.set_layer_type(0 if layer_is_sliding else 1)
+    cache.set_layer(layer)
+
+What is asked of the sequences is asked of all caches, and done in all or in none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import ml
+from kvcache.cache import Batch, Cache, InvalidRangeError, KVCacheError, Mask, NotSupportedError
+from kvcache.caches.sequences import drop_middle
+from kvcache.snapshots.snapshot import WrapperSnapshot, carried_out, check_following, check_inside, check_kind
+
+if TYPE_CHECKING:
+    from kvcache.views.models import CachePicture
+
+__all__ = ["SupportsPrepare", "WrapperCache"]
+
+
+@runtime_checkable
+class SupportsPrepare(Protocol):
+    """A cache whose changes can be checked before they are made, and whose start can be taken back.
+
+    ``undo_forward(resume)`` also puts back the pass that was under way before the start:
+    what ``pass_under_way`` gave then.
+
+    All caches of this package are; another cache is wrapped on its own word: it is asked last, and
+    what it refuses then has touched nothing.
+    """
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]: ...
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]: ...
+    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]: ...
+    def pass_under_way(self) -> object: ...
+    def undo_forward(self, resume: object = None) -> None: ...
+
+
+class WrapperCache:
+    """Delegates layers to one of ``caches`` by type, and sequences to all of them."""
+
+    def __init__(self, *caches: Cache) -> None:
+        if not caches:
+            raise InvalidRangeError("WrapperCache: no cache given; it wraps at least one")
+        self.caches = caches
+        self._type = 0
+        others = [cache for cache in caches if not isinstance(cache, SupportsPrepare)]
+        if len(others) > 1:
+            raise InvalidRangeError(
+                f"WrapperCache: {len(others)} caches cannot take back what they started "
+                f"({', '.join(type(cache).__name__ for cache in others)}); at most one may lack "
+                "what kvcache.caches.wrapper.SupportsPrepare lists"
+            )
+        # The one that cannot take anything back goes last: if it refuses, the others go back.
+        self._order = sorted(caches, key=lambda cache: not isinstance(cache, SupportsPrepare))
+        self._preparable: list[SupportsPrepare | None] = [
+            cache if isinstance(cache, SupportsPrepare) else None for cache in self._order
+        ]
+
+    @property
+    def current(self) -> Cache:
+        """The cache of the current layer type."""
+        return self.caches[self._type]
+
+    def set_layer_type(self, i: int) -> None:
+        """Which of the wrapped caches the next layers use, by its place in the constructor."""
+        if not 0 <= i < len(self.caches):
+            raise InvalidRangeError(f"set_layer_type: {i}; types are 0 to {len(self.caches) - 1}")
+        self._type = i
+
+    def init(
+        self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
+    ) -> None:
+        done: list[Cache] = []
+        try:
+            for cache in self.caches:
+                cache.init(backend, dtype, max_sequences, capacity, max_batch)
+                done.append(cache)
+        except BaseException:
+            for cache in done:
+                cache.close()
+            raise
+
+    def set_config(self, config: ml.CacheConfig) -> None:
+        """Configure all caches, or none: each is asked before the first is touched."""
+        self.prepare_set_config(config)()
+
+    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
+        commits = [cache.prepare_set_config(config) for cache in self._preparable if cache is not None]
+        others = [cache for cache in self._order if not isinstance(cache, SupportsPrepare)]
+
+        def commit() -> None:
+            for cache in others:
+                cache.set_config(config)
+            for change in commits:
+                change()
+
+        return commit
+
+    def close(self) -> None:
+        for cache in self.caches:
+            cache.close()
+
+    def start_forward(
+        self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
+    ) -> None:
+        """Start all, or none: where one refuses, those that had started go back to the pass before."""
+        options = {"read_only": True} if read_only else {}  # a cache of someone else's may not know it
+        started: list[tuple[SupportsPrepare | None, object]] = []
+        try:
+            for cache, preparable in zip(self._order, self._preparable, strict=True):
+                under_way = None if preparable is None else preparable.pass_under_way()
+                if read_only and "read_only" not in inspect.signature(cache.start_forward).parameters:
+                    raise NotSupportedError(f"start_forward: {type(cache).__name__} has no read_only")
+                cache.start_forward(ctx, batch, reserve, **options)
+                started.append((preparable, under_way))
+        except BaseException:
+            for preparable, under_way in reversed(started):
+                assert preparable is not None  # the one that is not comes last
+                preparable.undo_forward(under_way)
+            raise
+        self._type = 0
+
+    def pass_under_way(self) -> object:
+        """The passes of all caches, for ``undo_forward``, and the layer type."""
+        return [None if cache is None else cache.pass_under_way() for cache in self._preparable], self._type
+
+    def undo_forward(self, resume: object = None) -> None:
+        """Take back the last ``start_forward`` of all; KVCacheError where one of them cannot."""
+        _check_preparable("undo_forward", self._order)
+        passes, layer_type = resume if isinstance(resume, tuple) else ([None] * len(self._order), 0)
+        for preparable, under_way in zip(reversed(self._preparable), reversed(passes), strict=True):
+            assert preparable is not None
+            preparable.undo_forward(under_way)
+        self._type = layer_type
+
+    def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
+        """As CausalCache.set_causal, on every wrapped cache that has it."""
+        indices = tuple(except_)
+        for cache in self.caches:
+            if hasattr(cache, "set_causal"):
+                cache.set_causal(ctx, except_=indices)
+
+    def set_layer(self, layer: int) -> None:
+        for cache in self.caches:
+            cache.set_layer(layer)
+
+    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
+        self.current.put(ctx, key, value)
+
+    def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
+        return self.current.get(ctx)
+
+    def attend(
+        self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
+    ) -> ml.Tensor:
+        return self.current.attend(ctx, query, scale, sinks)
+
+    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
+        """Share the prefix in all caches, or in none."""
+        self.prepare_copy_prefix(src_seq, dst_seq, length)()
+
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
+        return self._prepare("copy_prefix", src_seq, dst_seq, length)
+
+    def can_resume(self, seq: int, position: int) -> bool:
+        """Whether every one of the caches can."""
+        return all(cache.can_resume(seq, position) for cache in self.caches)
+
+    def resume_point(self, seq: int, position: int) -> int:
+        """The last position up to ``position`` from which all caches can go on exactly; 0: from nothing."""
+        keepers = self._keepers("resume_point")
+        while position > 0:
+            lower = min(cache.resume_point(seq, position) for cache in keepers)
+            if lower == position:
+                break
+            position = lower
+        return position
+
+    @property
+    def backend(self) -> ml.Backend:
+        found: ml.Backend = self._keepers("backend")[0].backend
+        return found
+
+    @property
+    def max_sequences(self) -> int:
+        return min(int(cache.max_sequences) for cache in self._keepers("max_sequences"))
+
+    def settings(self) -> dict[str, object]:
+        """As CausalCache.settings."""
+        caches = [cache.settings() for cache in self._keepers("settings")]
+        return {"kind": type(self).__name__, "caches": caches}
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        """Remove from all caches, or from none: each is asked before the first is touched."""
+        self.prepare_remove(seq, begin, end)()
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
+        return self._prepare("remove", seq, begin, end)
+
+    def defrag(self) -> None:
+        """As CausalCache.defrag, on every wrapped cache that has it."""
+        for cache in self.caches:
+            if hasattr(cache, "defrag"):
+                cache.defrag()
+
+    def shift_context(self, seq: int, keep: int) -> int:
+        """As CausalCache.shift_context, the same range in all caches."""
+        return drop_middle(self, seq, keep, self.offset(seq))
+
+    def offset(self, seq: int) -> int:
+        """Where the next token of a sequence belongs, by the wrapped caches that know."""
+        return max((cache.offset(seq) for cache in self.caches if hasattr(cache, "offset")), default=0)
+
+    # Snapshots.
+
+    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> WrapperSnapshot:
+        """A snapshot of every wrapped cache over ``[begin, end)``; None: to the sequence's end."""
+        end = self.offset(seq) if end is None else end
+        return WrapperSnapshot(
+            begin, end, tuple(cache.snapshot(seq, begin, end) for cache in self._keepers("snapshot"))
+        )
+
+    def restore(self, seq: int, snapshot: WrapperSnapshot, target: int | None = None) -> bool:
+        """Restore all caches, or none: each is asked before the first is touched."""
+        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
+
+    def prepare_restore_snapshot(
+        self, seq: int, snapshot: WrapperSnapshot, target: int | None = None
+    ) -> Callable[[], None] | None:
+        """Check all that ``restore`` may refuse; None where it would give False."""
+        keepers = self._keepers("restore")
+        check_kind("restore", self, snapshot, WrapperSnapshot)
+        if len(snapshot.parts) != len(keepers):
+            raise InvalidRangeError(
+                f"restore: a snapshot of {len(snapshot.parts)} caches into a wrapper of {len(keepers)}"
+            )
+        end = snapshot.end if target is None else target
+        commits = []
+        for cache, part in zip(keepers, snapshot.parts, strict=True):
+            commit = cache.prepare_restore_snapshot(seq, part, end)
+            if commit is None:
+                return None
+            commits.append(commit)
+
+        def restore_all() -> None:
+            for i, commit in enumerate(commits):
+                try:
+                    commit()
+                except BaseException:
+                    if i:  # some have changed already, and cannot change back
+                        self.mark_lost(seq)
+                    raise
+
+        return restore_all
+
+    def merge(self, parent: WrapperSnapshot | None, child: WrapperSnapshot) -> WrapperSnapshot:
+        """Join ``[a, b)`` and ``[b, c)`` in all caches; a cache whose content is whole keeps the child's."""
+        if parent is None:
+            return child
+        check_following(parent, child)
+        triples = zip(self._keepers("merge"), parent.parts, child.parts, strict=True)
+        parts = tuple(cache.merge(one, other) for cache, one, other in triples)
+        return WrapperSnapshot(parent.begin, child.end, parts)
+
+    def join(self, parts: Sequence[WrapperSnapshot]) -> WrapperSnapshot:
+        """``merge`` of one or more, in order."""
+        columns = zip(*(part.parts for part in parts), strict=True)
+        inner = (cache.join(column) for cache, column in zip(self._keepers("join"), columns, strict=True))
+        return WrapperSnapshot(parts[0].begin, parts[-1].end, tuple(inner))
+
+    def split(self, snapshot: WrapperSnapshot, at: int) -> tuple[WrapperSnapshot | None, WrapperSnapshot]:
+        """Cut at a position; (None, snapshot) where the content of one of the caches is whole."""
+        check_inside(snapshot, at)
+        if at == snapshot.begin or not snapshot.divisible:
+            return None, snapshot
+        pairs = [
+            cache.split(part, at) for cache, part in zip(self._keepers("split"), snapshot.parts, strict=True)
+        ]
+        return (
+            WrapperSnapshot(snapshot.begin, at, tuple(first for first, _ in pairs)),
+            WrapperSnapshot(at, snapshot.end, tuple(second for _, second in pairs)),
+        )
+
+    def schedule_snapshots(self, seq: int, positions: Sequence[int]) -> None:
+        """As CausalCache.schedule_snapshots; a batch has to end where ``next_snapshot`` says."""
+        offset, wanted = self.offset(seq), sorted({int(position) for position in positions})
+        if wanted and wanted[0] <= offset:
+            raise InvalidRangeError(
+                f"schedule_snapshots: position {wanted[0]} of sequence {seq}, which is at {offset} already; "
+                "snapshot takes it now"
+            )
+        for cache in self._keepers("schedule_snapshots"):
+            if hasattr(cache, "schedule_snapshots"):
+                cache.schedule_snapshots(seq, wanted)
+
+    def cancel_snapshots(self, seq: int) -> None:
+        """As CausalCache.cancel_snapshots."""
+        for cache in self.caches:
+            if hasattr(cache, "cancel_snapshots"):
+                cache.cancel_snapshots(seq)
+
+    def rolled_back(self, seq: int) -> int | None:
+        """As CausalCache.rolled_back: the lowest of all wrapped caches."""
+        found = [cache.rolled_back(seq) for cache in self.caches if hasattr(cache, "rolled_back")]
+        return min((position for position in found if position is not None), default=None)
+
+    def next_snapshot(self, seq: int) -> int | None:
+        """The next position at which a batch of this sequence should end; None: anywhere."""
+        asked = (cache.next_snapshot(seq) for cache in self.caches if hasattr(cache, "next_snapshot"))
+        return min((position for position in asked if position is not None), default=None)
+
+    def take_snapshots(self, seq: int, upto: int | None = None) -> list[WrapperSnapshot]:
+        """The scheduled snapshots that all wrapped caches have taken since the last call, by position.
+
+        What one of them took where another could not is joined to its next one. Those up to ``upto``.
+        """
+        found = [snapshot for snapshot in self.snapshots_taken(seq) if upto is None or snapshot.end <= upto]
+        for cache in self.caches if found else ():
+            if hasattr(cache, "take_snapshots"):
+                cache.take_snapshots(seq, found[-1].end)
+        return found
+
+    def skipped_snapshots(self, seq: int) -> list[int]:
+        """As CausalCache.skipped_snapshots: the positions that one of the wrapped caches did not take."""
+        asked = (c.skipped_snapshots(seq) for c in self.caches if hasattr(c, "skipped_snapshots"))
+        return sorted({position for positions in asked for position in positions})
+
+    def snapshots_taken(self, seq: int) -> list[WrapperSnapshot]:
+        """What ``take_snapshots`` would hand over, and still has then."""
+        keepers = self._keepers("take_snapshots")
+        taken = {i: c.snapshots_taken(seq) for i, c in enumerate(keepers) if hasattr(c, "snapshots_taken")}
+        if not taken:
+            return []
+        common = set.intersection(*({part.end for part in parts} for parts in taken.values()))
+        columns = {i: _joined_at(keepers[i], parts, common) for i, parts in taken.items()}
+        found = []
+        for row, end in enumerate(sorted(common)):
+            begin = max(column[row].begin for column in columns.values())
+            parts = tuple(
+                columns[i][row] if i in columns else cache.snapshot(seq, begin, end)
+                for i, cache in enumerate(keepers)
+            )
+            found.append(WrapperSnapshot(begin, end, parts))
+        return found
+
+    def _keepers(self, op: str) -> list[Any]:
+        """The wrapped caches, all of which have to know snapshots."""
+        for cache in self.caches:
+            if not hasattr(cache, "prepare_restore_snapshot"):
+                raise NotSupportedError(f"{op}: {type(cache).__name__} takes no snapshots")
+        return list(self.caches)
+
+    @property
+    def on_pressure(self) -> Callable[[int], bool | None] | None:
+        """As CausalCache.on_pressure, of all wrapped caches."""
+        found = (getattr(cache, "on_pressure", None) for cache in self.caches)
+        return next((call for call in found if call is not None), None)
+
+    @on_pressure.setter
+    def on_pressure(self, call: Callable[[int], bool | None] | None) -> None:
+        for cache in self.caches:
+            if hasattr(cache, "on_pressure"):
+                cache.on_pressure = call
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches that tell."""
+        return sum(getattr(cache, "nbytes", 0) for cache in self.caches)
+
+    def render(self) -> CachePicture:
+        """As CausalCache.render."""
+        from kvcache.views.caches import look
+
+        return look(self)
+
+    def mark_lost(self, seq: int) -> None:
+        """Mark a sequence lost in all caches that can: some have changed it where others failed to."""
+        for cache in self.caches:
+            if hasattr(cache, "mark_lost"):
+                cache.mark_lost(seq)
+
+    def _prepare(self, op: str, *arguments: Any) -> Callable[[], None]:
+        """Ask all caches; the callable returned changes them, the one that may yet refuse first."""
+        commits = [
+            getattr(c, f"prepare_{op}")(*arguments) for c in self._order if isinstance(c, SupportsPrepare)
+        ]
+        others = [getattr(c, op) for c in self._order if not isinstance(c, SupportsPrepare)]
+
+        def commit() -> None:
+            for change in others:
+                change(*arguments)
+            for i, change in enumerate(commits):
+                try:
+                    change()
+                except BaseException:
+                    if i or others:  # some have changed already, and cannot change back
+                        self.mark_lost(arguments[0] if op == "remove" else arguments[1])
+                    raise
+
+        return commit
+
+
+def _joined_at(cache: Any, parts: Sequence[Any], ends: Collection[int]) -> list[Any]:
+    """``parts``, which follow one another, joined so that there is one for each of ``ends``."""
+    found, carried = [], None
+    for part in parts:
+        carried = part if carried is None else cache.merge(carried, part)
+        if part.end in ends:
+            found.append(carried)
+            carried = None
+    return found
+
+
+def _check_preparable(op: str, caches: Iterable[Cache]) -> None:
+    for cache in caches:
+        if not isinstance(cache, SupportsPrepare):
+            raise KVCacheError(f"{op}: {type(cache).__name__} cannot take back what it started")

@@ -1,0 +1,1 @@
+"""The way from the device to host memory and stores, and back."""

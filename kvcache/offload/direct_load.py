@@ -1,0 +1,458 @@
+"""Pages put straight into a cache's memory, from a store or from host memory.
+
+::
+
+    hold free cells  ->  fill their memory, verified  ->  a snapshot in the cache, to be restored
+         |                        |
+         nothing is taken from    what turns out to be damaged is zeroed,
+         a sequence or snapshot   and its cells are free again
+
+Pages that follow one another go in one step: their headers first, then their bytes, then one restore.
+Whatever does not fit this way (a window, a recurrent state, scattered cells, memory that the host cannot
+write) goes the other one: ``deserialize`` and ``restore``, which also say what is wrong with a page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, pairwise, takewhile
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+import ml
+from kvcache.offload.tiers import StoreTier
+from kvcache.page_check import check_meta
+from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
+from kvcache.snapshots.serialize import deserialize
+from kvcache.snapshots.snapshot import Snapshot, WrapperSnapshot
+from kvcache.stores.errors import SnapshotCorrupt, StoreError
+from kvcache.stores.keys import Chain
+from kvcache.stores.page import SerializedSnapshot, read_outline
+from kvcache.stores.protocol import Reader
+
+__all__ = ["page_in", "restore_page"]
+
+GROUP = 32
+"""Pages that are put into a cache in one step, each with a file open."""
+READERS = 2
+"""Pages that are read at a time: one processor alone does not use up the memory's bandwidth, or a disk's."""
+RUN = 4096
+"""Bytes; what lies in shorter runs than this is read in one piece, and copied from there."""
+
+log = logging.getLogger("kvcache")
+
+
+def page_in(
+    cache: Any,
+    seq: int,
+    store: StoreTier,
+    chain: Chain,
+    reached: int,
+    ends: Sequence[int],
+    told: Callable[[int], None] | None = None,
+) -> int:
+    """Put pages of a store straight behind the first ``reached`` positions; how far that went.
+
+    ``ends`` are where pages end that follow one another, the last one of each chunk: conversations that part
+    inside one leave several pages of it, of which each tells of the one before. What cannot be had in
+    this way ends it: whoever goes on there in the ordinary way finds out what is wrong. ``told``, which is
+    called by this thread and raises nothing, hears now and then how far it is.
+    """
+    with contextlib.ExitStack() as stack:
+        found: list[_StoredPage] = []
+        for end in ends:
+            before = found[-1].end if found else reached
+            more = _back_to(store, chain, before, end, GROUP - len(found), stack)
+            if not more:
+                break
+            found += more
+        while found:
+            count = _land_some(cache, seq, found, told)
+            if not count:
+                break
+            reached, found = found[count - 1].end, found[count:]
+    return reached
+
+
+def restore_page(cache: Any, seq: int, page: SerializedSnapshot, target: int | None = None) -> bool:
+    """``cache.restore`` of a page, which was checked; what is whole as far as it goes, whatever ``target``.
+
+    Raises what ``restore`` raises.
+    """
+    snapshot: Snapshot | None = None
+    if target in (None, page.meta["snapshot"]["end"]):
+        approach = _Approach.find(cache, seq, [_HeldPage(page)])
+        snapshot = None if approach is None else approach.take(approach.fill())
+    if snapshot is None:
+        snapshot = deserialize(cache.backend, page)
+    return bool(cache.restore(seq, snapshot, target if snapshot.divisible else None))
+
+
+# Pages whose arrays are still to be had.
+
+
+_Tracks = Mapping[str, tuple["_Track", int, int]]
+"""By an array's name the memory that it goes to, and the cells [begin, end) there."""
+
+
+class _Source(Protocol):
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """Of its snapshot."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Its arrays, as they lie in the page."""
+
+    def positions(self, name: str) -> np.ndarray: ...
+    def fill(self, tracks: _Tracks) -> None:
+        """Write each array but positions to where it goes; verified when this returns."""
+
+
+class _HeldPage:
+    """A page in host memory."""
+
+    def __init__(self, page: SerializedSnapshot) -> None:
+        self._arrays = page.arrays
+        self.meta = page.meta["snapshot"]
+        self.tensors = {name: StoredTensor(array.shape, array.dtype) for name, array in page.arrays.items()}
+
+    def positions(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def fill(self, tracks: _Tracks) -> None:
+        for name, (track, begin, end) in tracks.items():
+            np.copyto(track.part(begin, end), bits_of(self._arrays[name]))
+
+
+class _StoredPage:
+    """A page that is about to be read. The positions, which lie in front of the rest, are there."""
+
+    def __init__(self, reader: Reader) -> None:
+        """Raises SnapshotCorrupt and others for no page, and what the reader raises."""
+        self._reader = reader
+        outline = read_outline(reader)
+        places = sorted(outline.places.items(), key=lambda item: item[1][2:])
+        self.tensors = {name: StoredTensor(place.shape, place.dtype) for name, place in places}
+        first = takewhile(lambda item: item[1].dtype == np.int64, self.tensors.items())
+        self._positions = {name: np.empty(shape, np.int64) for name, (shape, _) in first}
+        reader.fill([*self._positions.values()])
+        self.begin, self.end = check_meta("page-in", outline.meta, self.tensors, self.positions, True)
+        self.meta = outline.meta["snapshot"]
+
+    def positions(self, name: str) -> np.ndarray:
+        return self._positions[name]
+
+    def fill(self, tracks: _Tracks) -> None:
+        runs: list[memoryview] = []
+        apart: list[tuple[np.ndarray, np.ndarray]] = []
+        for name in self.tensors:
+            if name in self._positions:
+                continue
+            track, begin, end = tracks[name]
+            if track.has_runs(begin, end):
+                runs += track.runs(begin, end)
+            else:
+                place = track.part(begin, end)
+                apart.append((place, np.empty(place.shape, place.dtype)))
+                runs.append(apart[-1][1].reshape(-1).view(np.uint8).data)
+        self._reader.fill(runs)
+        if self._reader.left:
+            raise SnapshotCorrupt(f"page-in: {self._reader.left} bytes behind the page's arrays")
+        for place, array in apart:
+            np.copyto(place, array)
+
+
+def _back_to(
+    store: StoreTier, chain: Chain, reached: int, end: int, limit: int, stack: contextlib.ExitStack
+) -> list[_StoredPage]:
+    """The pages of ``[reached, end)``, in order; none where they are more than ``limit`` or one lacks."""
+    found: list[_StoredPage] = []
+    while end > reached and len(found) < limit:
+        page = next(_pages(store, chain.at(end), end, stack), None)
+        if page is None:
+            return []
+        found.append(page)
+        end = page.begin
+    return found[::-1] if end == reached else []
+
+
+def _pages(store: StoreTier, key: str, end: int, stack: contextlib.ExitStack) -> Iterator[_StoredPage]:
+    for reader in store.readers(key):
+        stack.callback(reader.close)
+        try:
+            page = _StoredPage(reader)
+        except Exception as error:
+            _note(error)
+            continue
+        if page.begin < page.end == end:
+            yield page
+
+
+def _land_some(cache: Any, seq: int, pages: Sequence[_StoredPage], told: Callable[[int], None] | None) -> int:
+    """Put the pages into the cache, or the first where their cells do not lie in a run; how many."""
+    alike = _alike(pages)
+    for count in sorted({1, alike}, reverse=True):
+        approach = _Approach.find(cache, seq, pages[:count])
+        if approach is not None:
+            filled = approach.fill(told)
+            snapshot = approach.take(filled)
+            return filled if snapshot is not None and cache.restore(seq, snapshot) else 0
+    return 0
+
+
+def _note(error: Exception) -> None:
+    """What fails here is found again, and dealt with, by whoever reads the page in the ordinary way."""
+    if isinstance(error, StoreError):
+        log.info("page-in: %s", error)
+    else:
+        log.warning("page-in: %r; the page is read another way", error, exc_info=error)
+
+
+def _alike(pages: Sequence[_StoredPage]) -> int:
+    """How many of the pages, from the first on, are of the same caches, layers, shapes and dtypes."""
+    names, kind = pages[0].tensors.keys(), _kind(pages[0].meta)
+    same = takewhile(lambda page: page.tensors.keys() == names and _kind(page.meta) == kind, pages)
+    return sum(1 for _ in same)
+
+
+def _kind(meta: Mapping[str, Any]) -> Any:
+    """A page's description without its span."""
+    return {
+        name: [*map(_kind, value)] if name == "parts" else value
+        for name, value in meta.items()
+        if name not in ("begin", "end")
+    }
+
+
+# Where they go.
+
+
+class _Track:
+    """The memory of one tensor of a cache's layer in a run of cells, with its axes as they lie in pages."""
+
+    __slots__ = ("_axis", "_bits", "_rows", "_step")
+
+    def __init__(self, place: np.ndarray, axes: Sequence[int]) -> None:
+        """``place`` is (cells, heads, ...)."""
+        self._axis = axes.index(0)
+        self._bits = bits_of(place).transpose(axes)
+        self._step = self._bits.itemsize * math.prod(self._bits.shape[self._axis + 1 :])
+        self._rows: list[memoryview] = []
+
+    def has_runs(self, begin: int, end: int) -> bool:
+        """Whether these cells lie in few enough runs."""
+        size = self._bits.itemsize
+        for axis in reversed(range(self._axis, self._bits.ndim)):
+            if self._bits.strides[axis] != size and self._bits.shape[axis] != 1:
+                return False
+            size *= self._bits.shape[axis]
+        return size > 0 and (not self._axis or (end - begin) * self._step >= RUN)
+
+    def runs(self, begin: int, end: int) -> list[memoryview]:
+        """The memory of these cells, in the order in which a page has their elements."""
+        if not self._rows:
+            outer = self._bits.shape[: self._axis]
+            rows = self._bits.reshape(*outer, -1).view(np.uint8)
+            self._rows = [rows[where].data for where in np.ndindex(*outer)]
+        first, last = begin * self._step, end * self._step
+        return [row[first:last] for row in self._rows]
+
+    def part(self, begin: int, end: int) -> np.ndarray:
+        """These cells, as unsigned integers."""
+        return self._bits[(slice(None),) * self._axis + (slice(begin, end),)]
+
+
+@dataclass(slots=True)
+class _Approach:
+    """Free cells for pages that follow one another, in all caches of a wrapper."""
+
+    seq: int
+    pages: Sequence[_Source]
+    reservations: list[CellReservation] = field(default_factory=list)
+    cuts: list[list[int]] = field(default_factory=list)
+    """For each reservation where in it each page begins, and the last one ends."""
+    tracks: list[dict[str, _Track]] = field(default_factory=list)
+    """For each reservation, by the names in the pages."""
+    _named: list[Callable[[CellReservation], dict[str, _Track] | None]] = field(default_factory=list)
+    _finish: Callable[[int], Snapshot] | None = None
+
+    @classmethod
+    def find(cls, cache: object, seq: int, pages: Sequence[_Source]) -> _Approach | None:
+        """None, and nothing held, where the pages cannot go this way. They are of one kind (``_alike``)."""
+        made = cls(seq, pages)
+        try:
+            if made._prepare(cache):
+                return made
+        except ValueError:  # they differ: whoever goes the ordinary way finds out what is wrong
+            pass
+        except BaseException:
+            made.discard()
+            raise
+        made.discard()
+        return None
+
+    def fill(self, told: Callable[[int], None] | None = None) -> int:
+        """Have the arrays written; how many pages, from the first on, hold what was put."""
+        jobs: list[Callable[[], None]] = [
+            partial(page.fill, self._tracks_of(i)) for i, page in enumerate(self.pages)
+        ]
+        if told is not None:
+            jobs = [_telling(job, told, page.meta["end"]) for job, page in zip(jobs, self.pages, strict=True)]
+        try:
+            return _run_together(jobs)
+        except BaseException:
+            self.discard()
+            raise
+
+    def _tracks_of(self, i: int) -> _Tracks:
+        return {
+            name: (track, cuts[i], cuts[i + 1])
+            for named, cuts in zip(self.tracks, self.cuts, strict=True)
+            for name, track in named.items()
+        }
+
+    def take(self, count: int) -> Snapshot | None:
+        """The first ``count`` pages as a snapshot in the cache; None for none."""
+        self.tracks.clear()
+        if not count or self._finish is None:
+            self.discard()
+            return None
+        return self._finish(count)
+
+    def discard(self) -> None:
+        self.tracks.clear()
+        while self.reservations:
+            self.reservations.pop().discard()
+
+    def _prepare(self, cache: object) -> bool:
+        self._finish = self._visit(cache, [page.meta for page in self.pages], "")
+        if self._finish is None:
+            return False
+        for reservation, name in zip(self.reservations, self._named, strict=True):  # when all cells are held
+            named = name(reservation)
+            if named is None:
+                return False
+            self.tracks.append(named)
+        return True
+
+    def _visit(
+        self, cache: object, metas: Sequence[Mapping[str, Any]], at: str
+    ) -> Callable[[int], Snapshot] | None:
+        """Hold cells for what ``metas`` describe, a page each; what makes the snapshot of the first few."""
+        first, spans = metas[0], [(meta["begin"], meta["end"]) for meta in metas]
+        if any(one[1] != other[0] for one, other in pairwise(spans)):
+            return None
+        if first["kind"] == "attention" and hasattr(cache, "land"):
+            return self._attention(cast("_LandingCache", cache), first, spans, at)
+        caches = getattr(cache, "caches", ())
+        if first["kind"] != "wrapper" or {len(meta["parts"]) for meta in metas} != {len(caches)}:
+            return None
+        finish = []
+        for i, inner in enumerate(caches):
+            found = self._visit(inner, [meta["parts"][i] for meta in metas], f"{at}{i}/")
+            if found is None:
+                return None
+            finish.append(found)
+        begin = spans[0][0]
+        return lambda count: WrapperSnapshot(begin, spans[count - 1][1], tuple(one(count) for one in finish))
+
+    def _attention(
+        self, cache: _LandingCache, meta: Mapping[str, Any], spans: Sequence[tuple[int, int]], at: str
+    ) -> Callable[[int], Snapshot] | None:
+        positions = [page.positions(f"{at}positions") for page in self.pages]
+        cuts = [0, *accumulate(held.size for held in positions)]
+        layers = {
+            i: tuple(self._stored(name, axes, cuts) for name, axes in parts) for i, _, parts in meta["layers"]
+        }
+        dtype, whole = ml.DType[meta["dtype"]], meta["whole"]
+        incoming = IncomingSnapshot(
+            spans[0][0], spans[-1][1], np.concatenate(positions), dtype, whole, layers
+        )
+        reservation = cache.land(self.seq, incoming)
+        if reservation is None:
+            return None
+        self.reservations.append(reservation)
+        self.cuts.append(cuts)
+        self._named.append(lambda reservation: _named(reservation, meta["layers"]))
+        return lambda count: reservation.keep(cuts[count], spans[count - 1][1])
+
+    def _stored(self, name: str, axes: Sequence[int], cuts: Sequence[int]) -> StoredTensor:
+        """A tensor of all pages together, its axes in the cache's order; ValueError where they differ."""
+        tensor = self.pages[0].tensors[name]
+        along = axes.index(0)
+        for page, (begin, end) in zip(self.pages, pairwise(cuts), strict=True):
+            shape = (*tensor.shape[:along], end - begin, *tensor.shape[along + 1 :])
+            if page.tensors[name] != (shape, tensor.dtype):
+                raise ValueError(f"{name}: {page.tensors[name]} for {shape} {tensor.dtype}")
+        shape = tuple(tensor.shape[axes.index(i)] for i in range(len(axes)))
+        return StoredTensor((cuts[-1], *shape[1:]), tensor.dtype)
+
+
+def _run_together(jobs: Sequence[Callable[[], None]]) -> int:
+    """Run the jobs, as many at a time as there are READERS; how many, from the first on, did not fail."""
+    threads = min(READERS, len(jobs), _cores())
+    failed: list[int] = [len(jobs)]
+
+    def run(first: int) -> None:
+        for i in range(first, len(jobs), threads):
+            try:
+                jobs[i]()
+            except Exception as error:
+                _note(error)
+                failed.append(i)
+                return
+
+    if threads < 2:
+        run(0)
+    else:
+        with ThreadPoolExecutor(threads - 1, thread_name_prefix="kvcache-page-in") as pool:
+            others = [pool.submit(run, first) for first in range(1, threads)]
+            run(0)
+        for other in others:
+            other.result()
+    return min(failed)
+
+
+def _telling(job: Callable[[], None], told: Callable[[int], None], reached: int) -> Callable[[], None]:
+    """The job, and then word of it where the thread that asks for it is the one that does it."""
+    asking = threading.get_ident()
+
+    def run() -> None:
+        job()
+        if threading.get_ident() == asking:
+            told(reached)
+
+    return run
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _LandingCache(Protocol):
+    """A cache with cells, as all attention caches are."""
+
+    def land(self, seq: int, incoming: IncomingSnapshot) -> CellReservation | None: ...
+
+
+def _named(reservation: CellReservation, layers: Sequence[Any]) -> dict[str, _Track] | None:
+    """A reservation's memory by the names that pages have for it."""
+    places = reservation.open()
+    if places is None:
+        return None
+    return {
+        name: _Track(place, axes)
+        for i, _, parts in layers
+        for (name, axes), place in zip(parts, places[i], strict=True)
+    }

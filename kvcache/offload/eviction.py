@@ -1,0 +1,85 @@
+"""What goes first when a tier is full: the least recently used, the deepest of equals, pinned ones last."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Generator, Iterator
+from typing import Generic, TypeVar
+
+__all__ = ["LRUQueue"]
+
+N = TypeVar("N")
+Priority = tuple[bool, int, int]
+"""(pinned, time of last use, minus depth): the smallest goes first."""
+
+
+class LRUQueue(Generic[N]):
+    """What one tier holds, counted in bytes, against its budget (None: no limit).
+
+    ``priority`` tells an entry's order. It may change at any time, with a ``touch`` after it.
+    """
+
+    def __init__(self, budget: int | None, priority: Callable[[N], Priority]) -> None:
+        self.budget = budget
+        self.nbytes = 0
+        self._priority = priority
+        self._sizes: dict[int, tuple[N, int]] = {}
+        self._heap: list[tuple[Priority, int, N]] = []
+        self._count = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, entry: N) -> bool:
+        return id(entry) in self._sizes
+
+    def __iter__(self) -> Iterator[N]:
+        return (entry for entry, _ in [*self._sizes.values()])
+
+    def add(self, entry: N, nbytes: int) -> None:
+        """Count an entry, or count it anew with another size."""
+        self.discard(entry)
+        self._sizes[id(entry)] = entry, nbytes
+        self.nbytes += nbytes
+        self.touch(entry)
+
+    def discard(self, entry: N) -> None:
+        _, nbytes = self._sizes.pop(id(entry), (entry, 0))
+        self.nbytes -= nbytes
+
+    def touch(self, entry: N) -> None:
+        """Order an entry by its present priority."""
+        if id(entry) in self._sizes:
+            heapq.heappush(self._heap, (self._priority(entry), next(self._count), entry))
+            if len(self._heap) > 64 + 4 * len(self._sizes):
+                self._heap = [(self._priority(e), next(self._count), e) for e in self]
+                heapq.heapify(self._heap)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether an entry of this size has room when all others have gone."""
+        return self.budget is None or nbytes <= self.budget
+
+    @property
+    def excess(self) -> int:
+        """Bytes over the budget."""
+        return 0 if self.budget is None else max(0, self.nbytes - self.budget)
+
+    def first(self) -> N | None:
+        """The entry that goes first; it stays counted."""
+        return next(self.in_order(), None)
+
+    def in_order(self) -> Generator[N, None, None]:
+        """The entries, as they go one after another; nothing is to change before this is closed."""
+        passed: dict[int, tuple[Priority, int, N]] = {}
+        try:
+            while self._heap:
+                priority, _, entry = item = self._heap[0]
+                known = id(entry) in self._sizes and id(entry) not in passed
+                if known and priority == self._priority(entry):
+                    yield entry
+                    passed[id(entry)] = item
+                heapq.heappop(self._heap)
+        finally:
+            for item in passed.values():
+                heapq.heappush(self._heap, item)

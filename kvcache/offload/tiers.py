@@ -1,0 +1,286 @@
+"""Where snapshots go when they leave the device: host memory, then stores, written in the background."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvcache.cache import InvalidRangeError
+from kvcache.lending import Lender, Loan
+from kvcache.offload.outages import READING, WRITING, Outages
+from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreFull, StoreUnavailable
+from kvcache.stores.keys import Chain
+from kvcache.stores.page import SerializedSnapshot, pack, unpack
+from kvcache.stores.protocol import Reader, ReadingStore, SnapshotStore
+
+__all__ = ["HostTier", "StoreTier", "StoreWrite"]
+
+log = logging.getLogger("kvcache")
+
+
+@dataclass(frozen=True, slots=True)
+class HostTier:
+    """Host memory for snapshots that the device has no room for; ``budget`` in bytes, None for no limit."""
+
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.budget < 0:
+            raise InvalidRangeError(f"HostTier: budget={self.budget}; it is bytes >= 0, or None for no limit")
+
+
+@dataclass(eq=False, slots=True)
+class StoreWrite:
+    """Pages on their way to the stores: (key, page) each."""
+
+    pages: Sequence[tuple[str, SerializedSnapshot]]
+    page: SerializedSnapshot
+    """What they were cut from."""
+    owner: object = None
+    failed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.page.nbytes
+
+
+class StoreTier:
+    """One or more stores: read in order, written to all of them by a thread.
+
+    At most ``backlog`` bytes wait to be written; ``submit`` then waits its turn, so that pages never pile
+    up in memory. A store that fails costs a warning and a later recomputation, no more; one that is out
+    of reach is not asked for a while (:class:`kvcache.offload.outages.Outages`).
+    """
+
+    def __init__(self, stores: Sequence[SnapshotStore], backlog: int) -> None:
+        self.stores = tuple(stores)
+        self.backlog = backlog
+        self.waiting = 0
+        """Bytes that are not written yet."""
+        self.written = 0
+        """Pages written since the start."""
+        self.failed = 0
+        """Parcels of which a page was written nowhere."""
+        self.outages = Outages()
+        self._finished: deque[StoreWrite] = deque()
+        self._lender = Lender()
+        self._queue: queue.SimpleQueue[StoreWrite | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    # Writing.
+
+    def submit(self, store_write: StoreWrite) -> None:
+        """Have a store write written; waits while the backlog is full (one store write always fits)."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="kvcache-page-out", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self.has_room(store_write.nbytes))
+            self.waiting += store_write.nbytes
+        self._queue.put(store_write)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a store write of ``nbytes`` can be submitted without a wait."""
+        return not self.waiting or self.waiting + nbytes <= self.backlog
+
+    def finished(self) -> Iterator[StoreWrite]:
+        """Parcels that were written, or failed, since the last call."""
+        while self._finished:
+            yield self._finished.popleft()
+
+    def flush(self) -> None:
+        """Wait until all that was submitted is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.waiting)
+
+    def close(self) -> None:
+        """Write what is left, and end the thread. The stores stay open: they are the caller's."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while (store_write := self._queue.get()) is not None:
+            try:
+                for key, page in store_write.pages:
+                    store_write.failed |= not self._write(key, page)
+            except Exception:
+                store_write.failed = True
+                log.exception("page-out: a store write of %d bytes was not written", store_write.nbytes)
+            self.failed += store_write.failed
+            self._finished.append(store_write)
+            with self._changed:
+                self.waiting -= store_write.nbytes
+                self._changed.notify_all()
+
+    def _write(self, key: str, page: SerializedSnapshot) -> bool:
+        """Whether at least one store has it now."""
+        kept = False
+        for store in self._reachable(WRITING):
+            try:
+                if store.stat([key])[0] is None:
+                    store.put(key, pack(page))
+                    self.outages.took(store, page.nbytes)
+                    self.written += 1
+                kept = True
+                self.outages.worked(store, WRITING)
+            except StoreFull as error:
+                self.outages.full(store, page.nbytes, error)
+            except Exception as error:
+                self._failed(store, WRITING, error, "the snapshot will be computed again")
+        return kept
+
+    # Reading.
+
+    def longest(self, chain: Chain, floor: int, limit: int, divisible: bool) -> int:
+        """The longest prefix in (floor, limit] whose end is stored, or ``floor``.
+
+        Content that is ``divisible`` is stored up to every multiple of the chain's chunk, so that a
+        run of these is looked for first; what is whole ends anywhere.
+        """
+        best = floor
+        for store in self._reachable(READING):
+            try:
+                best = max(best, _longest(store, chain, best, limit, divisible))
+                self.outages.worked(store, READING)
+            except Exception as error:
+                self._failed(store, READING, error, "the prefix is computed instead")
+        return best
+
+    def pages(self, keys: Sequence[str]) -> Generator[SerializedSnapshot | None, None, None]:
+        """Pages by their keys, in order, each good until the next one is asked for.
+
+        Where a store can show its bytes in place they are not copied here; else the next page is read by
+        a thread while one is put to use.
+        """
+        if len(keys) < 2 or all(hasattr(store, "view") for store in self.stores):
+            for key in keys:
+                with self.page(key) as page:
+                    yield page
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="kvcache-page-in") as pool:
+            waiting = deque([pool.submit(self.read, keys[0])])
+            for following in (*keys[1:], None):
+                loan = waiting.popleft().result()
+                if following is not None:
+                    waiting.append(pool.submit(self.read, following))
+                with loan as page:
+                    yield page
+
+    @property
+    def reads_straight(self) -> bool:
+        """Whether every store hands out an entry's bytes to where they belong."""
+        return all(isinstance(store, ReadingStore) for store in self.stores)
+
+    def readers(self, key: str) -> Iterator[Reader]:
+        """An entry's bytes, of each store that has them and hands them out so; ``read`` says what fails."""
+        for store in self.stores:
+            try:
+                found = store.reader(key) if isinstance(store, ReadingStore) else None
+            except StoreError:
+                continue
+            except Exception as error:
+                _warn("page-in", error, "the page is read another way")
+                continue
+            if found is not None:
+                yield found
+
+    def page(self, key: str) -> Loan:
+        """As ``read``, in place where a store shows its bytes."""
+        return self._read(key, in_place=True)
+
+    def read(self, key: str) -> Loan:
+        """A page by its key, in lent memory; none where no store has it whole. A corrupt one is dropped."""
+        return self._read(key, in_place=False)
+
+    def _read(self, key: str, in_place: bool) -> Loan:
+        loan = Loan(self._lender)
+        for store in self._reachable(READING):
+            try:
+                shown = in_place and hasattr(store, "view")
+                found = _view(store, key) if shown else self._copy(store, key, loan)
+                if found is not None:
+                    loan.page = unpack(found)
+                    return loan
+            except SnapshotCorrupt as error:
+                _warn("page-in", error, "it is dropped and computed again")
+                _drop(store, key)
+            except Exception as error:
+                self._failed(store, READING, error, "the prefix is computed instead")
+        loan.give_back()
+        return loan
+
+    def _reachable(self, way: str) -> Iterator[SnapshotStore]:
+        """The stores, without those that were out of reach a moment ago."""
+        return (store for store in self.stores if self.outages.asks(store, way))
+
+    def _failed(self, store: SnapshotStore, way: str, error: Exception, follows: str) -> None:
+        if isinstance(error, StoreUnavailable):
+            self.outages.failed(store, way, error)
+        else:
+            _warn("page-in" if way == READING else "page-out", error, follows)
+
+    @staticmethod
+    def _copy(store: SnapshotStore, key: str, loan: Loan) -> np.ndarray | None:
+        (stat,) = store.stat([key])
+        if stat is None:
+            return None
+        memory = loan.memory(stat.nbytes)
+        return memory if store.get_into(key, memory) else None
+
+    def drop(self, key: str) -> None:
+        """Forget an entry in all stores."""
+        for store in self.stores:
+            _drop(store, key)
+
+
+_PROBES = 256
+"""Keys that are asked for at a time."""
+
+
+def _view(store: Any, key: str) -> memoryview | None:
+    found: memoryview | None = store.view(key)
+    return found
+
+
+def _drop(store: SnapshotStore, key: str) -> None:
+    try:
+        store.delete(key)
+    except Exception as error:
+        _warn("page-in", error, "it will be found again")
+
+
+def _warn(what: str, error: Exception, follows: str) -> None:
+    """A store is somebody else's code: with its own errors comes a traceback."""
+    log.warning("%s: %s; %s", what, error, follows, exc_info=not isinstance(error, StoreError))
+
+
+def _longest(store: SnapshotStore, chain: Chain, floor: int, limit: int, divisible: bool) -> int:
+    size = chain.chunk
+    if not divisible:
+        return _last_stored(store, chain, floor, limit)
+    first = floor // size
+    whole = (first + store.prefix(chain.aligned[first : limit // size])) * size
+    found = max(floor, whole)
+    return _last_stored(store, chain, found, max(found, min(limit, whole + size - 1)))
+
+
+def _last_stored(store: SnapshotStore, chain: Chain, floor: int, limit: int) -> int:
+    """The last position in (floor, limit] whose key is stored, or ``floor``."""
+    for stop in range(limit, floor, -_PROBES):
+        positions = range(stop, max(floor, stop - _PROBES), -1)
+        found = store.stat([chain.at(position) for position in positions])
+        for position, stat in zip(positions, found, strict=True):
+            if stat is not None:
+                return position
+    return floor

@@ -1,0 +1,1 @@
+"""Sessions over a radix tree of snapshots."""

@@ -1,0 +1,156 @@
+"""The longest prefix of some tokens that can be had, and a sequence made to hold it.
+
+It comes from another session, from the cache's own snapshots, from host memory, and the rest from stores
+(kvcache.prefix.store_lookup). Where one of them fails, what it was to give is dropped, and the search begins again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry, span_of
+from kvcache.prefix.radix_tree import Node, common_length
+from kvcache.prefix.session import Session
+from kvcache.prefix.snapshot_points import pieces_of
+from kvcache.prefix.store_lookup import StoreLookup
+
+__all__ = ["PrefixMatcher", "Source"]
+
+
+@dataclass(slots=True)
+class Source:
+    """A prefix that can be had: from a session, or along nodes of the radix tree."""
+
+    length: int = 0
+    session: Session | None = None
+    nodes: tuple[Node[TreeEntry], ...] = ()
+    held: bool = False
+    """The sequence has it already."""
+
+
+class PrefixMatcher:
+    """Finds prefixes in ``sessions`` (by sequence), a tree and its stores, and restores them."""
+
+    def __init__(self, tree: PrefixTree, sessions: Mapping[int, Session], lookup: StoreLookup) -> None:
+        self._cache, self._tree, self._sessions, self._lookup = tree.cache, tree, sessions, lookup
+        self.origins: Counter[str] = Counter()
+        """How many tokens of the last ``fill`` came from where: "live", a tier, "store"."""
+        self.on_restore: Callable[[int, int], None] | None = None
+
+    def fill(self, seq: int, ids: np.ndarray) -> int:
+        """Make the sequence hold the longest prefix of ``ids`` that can be had; returns its length."""
+        limit = reach = int(ids.size) - 1
+        while True:
+            self.origins.clear()
+            source = self.best(ids, limit)
+            self._tree.touch(ids[: source.length])
+            stored = self._lookup.longest(ids, source.length, reach)
+            while stored > source.length:
+                reached = self._from_store(seq, ids, source, stored)
+                if reached is None:
+                    reach = stored - 1  # what cannot be had was dropped, or the store fails: look below it
+                    break
+                reached = self._go_on(seq, ids[:limit], reached)
+                progress = reached > source.length
+                source = Source(reached, held=True)
+                stored = self._lookup.longest(ids, reached, reach) if progress else reached
+            else:
+                if self.from_source(seq, ids, source):
+                    return source.length
+
+    def best(self, ids: np.ndarray, limit: int) -> Source:
+        """The longest prefix of ``ids[:limit]`` that a session or the radix tree has; stores are not asked."""
+        best = Source()
+        for session in self._sessions.values():
+            shared = min(common_length(session.computed(), ids), limit)
+            if shared > best.length:
+                length = self._cache.resume_point(session.seq, shared)
+                if length > best.length:
+                    best = Source(length, session)
+        length, nodes = self._tree.along(ids[:limit])
+        return Source(length, nodes=nodes) if length > best.length else best
+
+    def from_source(self, seq: int, ids: np.ndarray, source: Source) -> bool:
+        """Whether the sequence holds the prefix now; a node that fails is dropped, and nothing is held."""
+        if source.held:
+            return True
+        if source.session is not None:
+            self._cache.copy_prefix(source.session.seq, seq, source.length)
+            self.origins["live"] += source.length
+            if not self._tree.divisible:  # later snapshots build on this position
+                self._tree.insert(seq, ids[: source.length], [self._cache.snapshot(seq, 0, source.length)])
+            return True
+        self._cache.remove(seq, 0)
+        shared = self._tree.share(seq, source.nodes, source.length)
+        at = min(source.nodes[shared - 1].end, source.length) if shared else 0
+        self.origins["device"] += at
+        for node in source.nodes[shared:]:
+            target = min(node.end, source.length)
+            tier = self._tree.restore(seq, node, target)
+            if tier is None:
+                self._cache.remove(seq, 0)
+                self._tree.drop(node)
+                return False
+            self.origins[tier] += target - at
+            at = target
+            if tier == "host":
+                self._tell(source.length, at)
+        return True
+
+    def _go_on(self, seq: int, ids: np.ndarray, reached: int) -> int:
+        """Restore what follows the first ``reached`` tokens from nodes that what stores had leads to."""
+        length, nodes = self._tree.beyond(ids, reached)
+        for node in nodes:
+            target = min(node.end, length)
+            tier = self._tree.restore(seq, node, target)
+            if tier is None:
+                self._tree.drop(node)
+                break
+            self.origins[tier] += target - reached
+            reached = target
+        return reached
+
+    def _from_store(self, seq: int, ids: np.ndarray, source: Source, stored: int) -> int | None:
+        """Restore what ``source`` has, and then pages of ``[0, stored)``; the length that is held now.
+
+        None, and nothing is held, where what is needed cannot be had.
+        """
+        if self._tree.divisible:
+            return self._page_by_page(seq, ids[:stored], source)
+        with contextlib.ExitStack() as lent:
+            pages = self._lookup.read_back(ids[:stored], source.length, lent)
+            if not pages:
+                return None
+            first, _ = span_of(pages[0])
+            if first and not self.from_source(seq, ids, source):
+                return None
+            for page in pages:
+                if not self._lookup.restore(seq, page):
+                    self._cache.remove(seq, 0)
+                    self._lookup.drop(ids, span_of(page)[1])
+                    return None
+                self._tell(stored, span_of(page)[1])
+        if not first:
+            self.origins.clear()
+        self.origins["store"] += stored - sum(self.origins.values())
+        self._tree.insert(seq, ids[:stored], pieces_of(self._tree, seq, ids[:stored], first), stored=True)
+        return stored
+
+    def _page_by_page(self, seq: int, ids: np.ndarray, source: Source) -> int | None:
+        """Restore what ``source`` has, and then pages, each when it is read; None where the source fails."""
+        if not self.from_source(seq, ids, source):
+            return None
+        reached = self._lookup.fetch(seq, ids, source.length, partial(self._tell, int(ids.size)))
+        self.origins["store"] += reached - source.length
+        self._tree.insert(seq, ids[:reached], (), stored=True)
+        return reached
+
+    def _tell(self, total: int, reached: int) -> None:
+        if self.on_restore is not None:
+            self.on_restore(reached, total)

@@ -1,0 +1,47 @@
+"""Which PrefixCache uses a cache: one at a time, as it uses all of its sequences."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvcache.cache import InvalidRangeError
+
+if TYPE_CHECKING:
+    from kvcache.prefix.prefix_cache import PrefixCache
+
+__all__ = ["check_unowned", "disown", "own"]
+
+_OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[PrefixCache]] = weakref.WeakKeyDictionary()
+"""By cache, those that a wrapper wraps included. One that is gone without ``close`` owns nothing."""
+
+
+def check_unowned(cache: Any) -> None:
+    """Two that use the same sequences would empty each other's sessions: refuse the second."""
+    for part in _parts(cache):
+        ref = _OWNERS.get(part)
+        owner = None if ref is None else ref()
+        if owner is not None:
+            raise InvalidRangeError(
+                f"PrefixCache: another PrefixCache, with {len(owner.sessions)} open sessions, uses this "
+                f"{type(part).__name__} and all its sequences; close that one first, or begin sessions there"
+            )
+
+
+def own(cache: Any, owner: PrefixCache) -> None:
+    """``owner`` uses the cache, and all that it wraps."""
+    for part in _parts(cache):
+        _OWNERS[part] = weakref.ref(owner)
+
+
+def disown(cache: Any) -> None:
+    for part in _parts(cache):
+        _OWNERS.pop(part, None)
+
+
+def _parts(cache: Any) -> Iterator[Any]:
+    """A cache, and all that it wraps."""
+    yield cache
+    for part in getattr(cache, "caches", ()):
+        yield from _parts(part)

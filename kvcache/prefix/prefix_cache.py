@@ -1,0 +1,414 @@
+"""Conversations that never recompute what they share.
+
+After the prefix cache of Ollama's x/mlxrunner and RadixAttention (SGLang). What a session computed stays
+behind as snapshots in a radix tree over tokens (kvcache.prefix.radix_tree): first in the cache itself, without a copy, then
+in host memory, then in stores (kvcache.offload.tiers). A new session starts from the longest prefix that any of
+them has, or that another session holds right now::
+
+    with prefix.begin(tokens) as session:
+        for chunk in session.chunks(512):          # session.remaining, cut where snapshots are due
+            evaluate(session.seq, chunk)
+        while (token := sample()) is not None:
+            session.extend([token])
+            evaluate(session.seq, [token])
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcache.cache import CacheFullError, ClosedError, InvalidRangeError, SequenceLostError
+from kvcache.offload.tiers import HostTier, StoreTier
+from kvcache.offload.worker import OffloadWorker
+from kvcache.prefix.matcher import PrefixMatcher, Source
+from kvcache.prefix.ownership import check_unowned, disown, own
+from kvcache.prefix.prefix_tree import PrefixTree, SnapshotCache
+from kvcache.prefix.session import PrefixStats, Session, SessionLimitError, SessionReplacedError, Tokens
+from kvcache.prefix.snapshot_points import pieces_of, positions_due
+from kvcache.prefix.store_lookup import StoreLookup
+from kvcache.snapshots.layer_shapes import Layers
+from kvcache.snapshots.snapshot import Snapshot
+from kvcache.stores import Keys, SnapshotStore, open_store
+from kvcache.stores.closing import Closing
+
+if TYPE_CHECKING:
+    from kvcache.views.models import PrefixPicture
+    from kvcache.views.words import Decode
+
+__all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError"]
+
+log = logging.getLogger("kvcache")
+
+
+class PrefixCache(Closing):
+    """Sessions over one cache, which share their prefixes by a radix tree of snapshots.
+
+    ``budget`` bounds the bytes of snapshots on the device (None: what the cache's cells have room for);
+    ``tiers`` are a HostTier and stores, from the nearest on: an open store, what ``open_store`` takes, or
+    the Path of a folder. Whatever is evicted goes to the next tier, the least recently used first.
+
+    ``identity`` says what computed K and V: model, weights, rope settings, tensor-parallel rank. A
+    store, which others may use too, needs it. ``salt`` keeps apart what must not be shared. ``chunk`` is
+    how many tokens a stored key covers; ``interval``, how far apart snapshots of content that is whole
+    (windows, recurrent states) are taken in a prompt; ``backlog`` bounds the bytes that wait to be
+    written to the stores; ``in_flight``, those on their way from the device to host memory, which a thread
+    copies (0: the caller does).
+
+    ``layers`` tells what the model stores, {layer: ((heads, dim) of K, (heads, dim) of V)} over all
+    attention layers: a page from a store that has others is corrupt. None: those of the cache, which one
+    that has not been used yet learns from the first page that it is given.
+
+    The PrefixCache uses all sequences of the cache. Not thread-safe; stores are written by a thread.
+    """
+
+    def __init__(
+        self,
+        cache: SnapshotCache,
+        budget: int | None = None,
+        tiers: Sequence[HostTier | SnapshotStore | str | PathLike[str]] = (),
+        *,
+        identity: Mapping[str, Any] | None = None,
+        salt: str = "",
+        chunk: int = 512,
+        interval: int = 512,
+        backlog: int = 256 << 20,
+        in_flight: int = 256 << 20,
+        layers: Layers | None = None,
+    ) -> None:
+        least = {"interval": (interval, 1), "backlog": (backlog, 0), "in_flight": (in_flight, 0)}
+        for name, (value, lowest) in {**least, "budget": (budget or 0, 0)}.items():
+            if value < lowest:
+                raise InvalidRangeError(f"PrefixCache: {name}={value}; it is >= {lowest}")
+        if not identity and not all(isinstance(tier, HostTier) for tier in tiers):
+            raise InvalidRangeError(
+                "PrefixCache: a store keeps snapshots for others and for later; identity= has to say which "
+                "model and weights they are of"
+            )
+        keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": cache.settings()}, chunk)
+        if not hasattr(cache, "offset"):
+            raise InvalidRangeError(
+                f"PrefixCache: {type(cache).__name__} knows no positions; wrap it with the cache of the "
+                "model's own tokens (WrapperCache)"
+            )
+        check_unowned(cache)
+        host, stores, self._opened = _sorted_tiers(tiers)
+        self.cache = cache
+        self.stats = PrefixStats()
+        self.interval = interval
+        worker = OffloadWorker(cache.backend, in_flight) if in_flight and tiers else None
+        store = StoreTier(stores, backlog) if stores else None
+        self.tree = PrefixTree(cache, budget, host, store, keys, worker)
+        self.alphabet = self.tree.alphabet
+        self._sessions: dict[int, Session] = {}
+        self._free = list(range(cache.max_sequences))
+        self._matcher = PrefixMatcher(self.tree, self._sessions, StoreLookup(self.tree, layers or {}))
+        self._closed = False
+        cache.on_pressure = self.tree.relieve
+        own(cache, self)
+
+    # Sessions.
+
+    def begin(self, tokens: Tokens) -> Session:
+        """Start a conversation with the prompt ``tokens``, from the longest prefix that is there.
+
+        At least one token is left to evaluate. Raises SessionLimitError when all sequences are in use,
+        CacheFullError where the prefix does not fit beside the open sessions, InvalidRangeError for no
+        tokens; no session has begun then.
+        """
+        self._check("begin")
+        ids = self.alphabet.encode(tokens)
+        if not ids.size:
+            raise InvalidRangeError("begin: no tokens; a prompt has at least one")
+        if not self._free:
+            raise SessionLimitError(
+                f"begin: {len(self._sessions)} sessions are open, one per sequence; close one first"
+            )
+        self.tree.settle()
+        seq = min(self._free)  # which depends on nothing but the ones that are in use
+        with self.tree.within_budgets():
+            try:
+                cached = self._matcher.fill(seq, ids)
+                self._schedule(seq, ids, cached)
+                self._rolled_back(seq)
+            except BaseException:
+                self.cache.cancel_snapshots(seq)
+                self.cache.remove(seq, 0)
+                raise
+        self._free.remove(seq)
+        session = self._sessions[seq] = Session(self, seq, ids, cached)
+        self.stats.add(int(ids.size), self._matcher.origins)
+        return session
+
+    def adopt(self, tokens: Tokens, snapshot: Snapshot) -> bool:
+        """Keep a snapshot of all of ``tokens`` that came from elsewhere, as if a session had computed it.
+
+        It is restored into a free sequence for a moment. False, and nothing kept, where it is not whole;
+        raises SessionLimitError without a free sequence, and what ``restore`` of the cache raises.
+        """
+        self._check("adopt")
+        ids = self.alphabet.encode(tokens)
+        if not self._free:
+            raise SessionLimitError(f"adopt: {len(self._sessions)} sessions are open; close one first")
+        self.tree.settle()
+        seq = self._free[0]
+        with self.tree.within_budgets():
+            try:
+                if snapshot.end != ids.size or not self.cache.restore(seq, snapshot):
+                    return False
+                self.tree.insert(seq, ids, [] if self.tree.divisible else [self.cache.snapshot(seq)])
+            finally:
+                self.cache.remove(seq, 0)
+        return True
+
+    def next_snapshot(self, seq: int) -> int | None:
+        """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
+        found = getattr(self.cache, "next_snapshot", None)
+        return None if found is None else found(seq)
+
+    def longest(self, tokens: Tokens) -> int:
+        """How many of the tokens ``begin`` would find now, without a look into the stores."""
+        self._check("longest")
+        ids = self.alphabet.encode(tokens)
+        return self._matcher.best(ids, int(ids.size) - 1).length if ids.size else 0
+
+    def pin(self, tokens: Tokens) -> int:
+        """Evict what is kept of this prefix last; returns how many of the tokens that is."""
+        self._check("pin")
+        return self.tree.pin(self.alphabet.encode(tokens), 1)
+
+    def unpin(self, tokens: Tokens) -> int:
+        """Take one ``pin`` back."""
+        self._check("unpin")
+        return self.tree.pin(self.alphabet.encode(tokens), -1)
+
+    def evict(self, nbytes: int | None = None) -> int:
+        """Page out the device's least recently used snapshots, ``nbytes`` of them or all; how many.
+
+        They are in host memory when this returns, and may still be on their way to stores.
+        """
+        self._check("evict")
+        count = self.tree.evict(nbytes)
+        self.tree.settle()
+        return count
+
+    def clear(self) -> None:
+        """Forget all that is kept, in the cache and in host memory. Open sessions and stores stay."""
+        self._check("clear")
+        self.tree.clear()
+
+    def flush(self) -> None:
+        """Wait until nothing is under way; with stores, write all that is kept, and wait for that too."""
+        self._check("flush")
+        self.tree.flush()
+
+    def write_through(self, nbytes: int | None = None) -> bool:
+        """Have the stores' thread write what is kept and is in no store yet; True: some of it is left.
+
+        Nothing is evicted for it, and nobody waits for the stores. With ``nbytes`` it is about so much at
+        a time, and no more than ``backlog`` has room for: call it again, between two passes say. A
+        process that is killed then loses what it computed since. What open sessions hold is not among it.
+        """
+        self._check("write_through")
+        self.tree.settle()
+        return self.tree.write_through(nbytes)
+
+    def close(self, flush: bool = True) -> None:
+        """Close open sessions, write what is kept to the stores (``flush``), and let go of the cache."""
+        if self._closed:
+            return
+        for session in list(self._sessions.values()):
+            session.close()
+        if flush:
+            self.tree.flush()
+        self.tree.clear()
+        if self.tree.store is not None:
+            self.tree.store.close()
+        for store in self._opened:
+            store.close()
+        self.cache.on_pressure = None
+        disown(self.cache)
+        self._closed = True
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """Those that are open."""
+        return tuple(self._sessions.values())
+
+    @property
+    def on_restore(self) -> Callable[[int, int], None] | None:
+        """Called while a prefix comes back from host memory or stores: how many tokens of how many are there.
+
+        By the thread that restores it, for a bar, say; it raises nothing, and leaves the PrefixCache alone.
+        """
+        return self._matcher.on_restore
+
+    @on_restore.setter
+    def on_restore(self, told: Callable[[int, int], None] | None) -> None:
+        self._matcher.on_restore = told
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of snapshots per tier: "device", "host" where there is one, "writing" to stores.
+
+        "leaving" are those on their way to "host", where they are counted already, or to the stores: the
+        device has copies of them until they are there.
+        """
+        found = {"device": self.tree.device.nbytes}
+        if self.tree.worker is not None:
+            found["leaving"] = self.tree.worker.waiting
+        if self.tree.host is not None:
+            found["host"] = self.tree.host.nbytes
+        if self.tree.store is not None:
+            found["writing"] = self.tree.store.waiting
+        return found
+
+    @property
+    def failed(self) -> dict[str, int]:
+        """Snapshots that the device did not give to "host" memory, and that no "store" took; logged each.
+
+        They are computed again when they are asked for.
+        """
+        return {
+            "host": self.tree.failed,
+            "store": 0 if self.tree.store is None else self.tree.store.failed,
+        }
+
+    def render(self, decode: Decode | None = None, nodes: int = 200) -> PrefixPicture:
+        """A picture of radix tree, tiers, sessions and cache: ``print`` it, or ``save`` it as .html.
+
+        ``decode`` gives the text of token ids (None: the ids are shown); of a larger radix tree the ``nodes``
+        that were used last are drawn. Taking it is no use: the order in which things are evicted stays.
+        """
+        from kvcache.views.prefixes import look_at_prefix
+
+        return look_at_prefix(self, decode, nodes)
+
+    # Keeping what a session computed.
+
+    def _schedule(self, seq: int, ids: np.ndarray, cached: int) -> None:
+        """Snapshots of whole content: where prompts part, at intervals, before the last token."""
+        if self.tree.divisible:
+            return
+        others = (other.encoded() for other in self._sessions.values())
+        positions = positions_due(self.tree, ids, cached, self.interval, others)
+        if positions:
+            self.cache.schedule_snapshots(seq, positions)
+
+    def _keep(self, session: Session) -> None:
+        seq, ids = session.seq, session.computed()
+        if self.tree.divisible:
+            return
+        self._note_skipped(seq)
+        pieces = [part for part in self.cache.take_snapshots(seq) if part.end <= ids.size]
+        if pieces:
+            session.kept = pieces[-1].end
+            with self.tree.within_budgets():
+                self.tree.insert(seq, ids[: pieces[-1].end], pieces)
+
+    def _note_skipped(self, seq: int) -> None:
+        """Count what could not be taken, and say so the first time."""
+        skipped = self.cache.skipped_snapshots(seq)
+        if skipped and not self.stats.skipped:
+            log.warning(
+                "a batch of sequence %d ran past %s, where snapshots were due: a recurrent state is there at "
+                "the end of a batch only. Prompts that part at these positions go on from earlier ones; end "
+                "batches where session.chunks() and prefix.next_snapshot() say. prefix.stats.skipped counts "
+                "all such snapshots",
+                seq,
+                skipped,
+            )
+        self.stats.skipped += len(skipped)
+
+    def _end(self, session: Session, keep: bool, upto: int | None) -> None:
+        seq = session.seq
+        with self.tree.within_budgets():
+            try:
+                if keep:
+                    self._note_skipped(seq)
+                    ids = session.computed()[:upto]
+                    self.tree.insert(seq, ids, pieces_of(self.tree, seq, ids, session.kept))
+            except SequenceLostError:
+                pass  # there is nothing to keep
+            finally:
+                self.cache.cancel_snapshots(seq)
+                self.cache.remove(seq, 0)
+                del self._sessions[seq]
+                self._free.append(seq)
+        self.tree.settle()
+
+    def _rewind(self, session: Session, ids: np.ndarray, trusted: int) -> int:
+        """Make the sequence hold ``ids``, or what it can go on from; returns where.
+
+        Up to ``trusted`` it holds them. A snapshot that reaches further than the cache itself is restored.
+        """
+        seq = session.seq
+        point = self.cache.resume_point(seq, min(trusted, self.cache.offset(seq)))
+        if not self.tree.divisible and point < ids.size:
+            self._keep(session)
+            length, nodes = self.tree.along(ids)
+            if length > point:
+                reached = self._restore_nearest(seq, ids, Source(length, nodes=nodes))
+                session.kept = reached
+                self._rolled_back(seq)
+                return reached
+        self.cache.remove(seq, point)
+        self._rolled_back(seq)
+        return point
+
+    def _restore_nearest(self, seq: int, ids: np.ndarray, source: Source) -> int:
+        """Restore along nodes; where one fails, along those that are left. Returns how far that went."""
+        self.cache.cancel_snapshots(seq)
+        with self.tree.within_budgets():
+            try:
+                while not self._matcher.from_source(seq, ids, source):
+                    length, nodes = self.tree.along(ids)
+                    source = Source(length, nodes=nodes)
+            except CacheFullError:  # others hold the cells: there is nothing left to go on from
+                self.cache.remove(seq, 0)
+                source = Source()
+            self.tree.touch(ids[: source.length])
+            self._schedule(seq, ids, source.length)
+        return source.length
+
+    def _rolled_back(self, seq: int) -> int | None:
+        """The lowest position that was taken out of the cache since the last call."""
+        found = getattr(self.cache, "rolled_back", None)
+        return None if found is None else found(seq)
+
+    def _check(self, op: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{op}: the PrefixCache is closed")
+
+
+def _sorted_tiers(
+    tiers: Sequence[HostTier | SnapshotStore | str | PathLike[str]],
+) -> tuple[HostTier | None, list[SnapshotStore], list[SnapshotStore]]:
+    """The host tier, the stores in order, and those of them that were opened here."""
+    hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
+    if len(hosts) > 1 or (hosts and tiers[0] is not hosts[0]):
+        raise InvalidRangeError("PrefixCache: tiers are one HostTier at most, and then stores")
+    stores: list[SnapshotStore] = []
+    opened: list[SnapshotStore] = []
+    for tier in tiers[len(hosts) :]:
+        if not isinstance(tier, (str, PathLike, SnapshotStore)):
+            raise InvalidRangeError(f"PrefixCache: {tier!r} is no tier; a HostTier, a store, or its URL")
+    try:
+        for tier in tiers[len(hosts) :]:
+            if isinstance(tier, SnapshotStore):
+                stores.append(tier)
+            elif isinstance(tier, PathLike):
+                opened.append(open_store("file", path=fspath(tier)))
+                stores.append(opened[-1])
+            elif isinstance(tier, str):
+                opened.append(open_store(tier))
+                stores.append(opened[-1])
+    except BaseException:
+        for store in opened:
+            store.close()
+        raise
+    return (hosts[0] if hosts else None), stores, opened

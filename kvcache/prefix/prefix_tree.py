@@ -1,0 +1,645 @@
+"""Snapshots on a radix tree, in tiers: what is kept of conversations, where it lies, and what goes first.
+
+A node of the radix tree (kvcache.prefix.radix_tree) may hold the snapshot of its edge on the device, mostly still in the
+cache's own cells, or its page in host memory. What is evicted goes from the device to host memory, from
+there to the stores, and is found in them by key. Content that is divisible is parted with its edge; what
+is whole (a window, a recurrent state) belongs to the end of its edge, and an edge that is parted above it
+has nothing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+import ml
+from kvcache.cache import Cache, SequenceLostError
+from kvcache.offload.direct_load import restore_page
+from kvcache.offload.eviction import LRUQueue, Priority
+from kvcache.offload.tiers import HostTier, StoreTier, StoreWrite
+from kvcache.offload.worker import OffloadJob, OffloadWorker
+from kvcache.prefix.radix_tree import Alphabet, Node, RadixTree
+from kvcache.snapshots.cut import cut_page
+from kvcache.snapshots.serialize import serialize
+from kvcache.snapshots.snapshot import Snapshot
+from kvcache.stores import Chain, Keys, SerializedSnapshot
+from kvcache.stores.errors import SnapshotCorrupt
+
+__all__ = ["PrefixTree", "SnapshotCache", "TreeEntry", "span_of"]
+
+
+BLOCK = 16
+"""Tokens: no fewer are evicted at a time of an edge that has more."""
+
+
+class SnapshotCache(Cache, Protocol):
+    """A cache that a PrefixCache can use: all caches of this package are."""
+
+    on_pressure: Any
+
+    @property
+    def backend(self) -> ml.Backend: ...
+    @property
+    def max_sequences(self) -> int: ...
+    def settings(self) -> dict[str, object]: ...
+    def offset(self, seq: int) -> int: ...
+    def resume_point(self, seq: int, position: int) -> int: ...
+    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> Any: ...
+    def restore(self, seq: int, snapshot: Any, target: int | None = None) -> bool: ...
+    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]: ...
+    def join(self, parts: Sequence[Any]) -> Any: ...
+    def schedule_snapshots(self, seq: int, positions: list[int]) -> None: ...
+    def take_snapshots(self, seq: int) -> list[Any]: ...
+    def skipped_snapshots(self, seq: int) -> list[int]: ...
+    def cancel_snapshots(self, seq: int) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class TreeEntry:
+    """What is kept at a node of the radix tree: its snapshot on the device, its page in host memory, or both."""
+
+    begin: int
+    """Where the snapshot begins: with the node's edge, or before it where content is whole."""
+    snapshot: Snapshot | None = None
+    page: SerializedSnapshot | None = None
+    leaving: OffloadJob | None = None
+    """Its content on the way from the device to host memory."""
+    store_write: StoreWrite | None = None
+    """Its pages on their way to the stores."""
+    stored: bool = False
+    pins: int = 0
+    used: int = 0
+    """The time of its last use, on the tree's clock."""
+    end_used: int = 0
+    """That of the end of its edge: later prompts may have parted from it before."""
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def present(self) -> bool:
+        return self.snapshot is not None or self.host is not None or self.leaving is not None
+
+    @property
+    def host(self) -> SerializedSnapshot | None:
+        """Its page, also while it is being written."""
+        return self.page or (self.store_write.page if self.store_write is not None else None)
+
+    @property
+    def tier(self) -> str:
+        """ "cache" (in its cells), "device" (copied out), "leaving" it, "host", "writing", or "none"."""
+        if self.snapshot is not None:
+            return "cache" if self.snapshot.in_cache else "device"
+        if self.page is not None:
+            return "host"
+        if self.leaving is not None:
+            return "leaving"
+        return "none" if self.store_write is None else "writing"
+
+
+class PrefixTree:
+    """The radix tree of snapshots over one cache, with a budget for each tier."""
+
+    def __init__(
+        self,
+        cache: SnapshotCache,
+        budget: int | None,
+        host: HostTier | None,
+        store: StoreTier | None,
+        keys: Keys,
+        worker: OffloadWorker | None = None,
+    ) -> None:
+        """``offload worker``: what leaves the device goes that way; None: it is copied by who pages it out."""
+        self.cache, self.store, self.keys, self.worker = cache, store, keys, worker
+        self.radix_tree: RadixTree[TreeEntry] = RadixTree()
+        self.alphabet = Alphabet()
+        self.device: LRUQueue[Node[TreeEntry]] = LRUQueue(budget, _priority)
+        self.host: LRUQueue[Node[TreeEntry]] | None = (
+            None if host is None else LRUQueue(host.budget, _priority)
+        )
+        self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
+        self.evicted = 0
+        """Snapshots that went from everywhere."""
+        self.failed = 0
+        """Of these, those that the device did not give to host memory."""
+        self.grain = BLOCK if host is None and store is None else -(-BLOCK // keys.chunk) * keys.chunk
+        """Edges are parted at multiples of so many tokens when their end is evicted."""
+        self._clock = 0
+
+    # Finding.
+
+    def along(self, ids: np.ndarray) -> tuple[int, tuple[Node[TreeEntry], ...]]:
+        """The longest prefix of ``ids`` that is kept, and the nodes to restore it from, in order."""
+        match = self.radix_tree.match(ids)
+        if not self.divisible:
+            chain = _chain([node for node in match.nodes if node.end <= match.length])
+            return (chain[-1].end if chain else 0), chain
+        usable: list[Node[TreeEntry]] = []
+        for node in match.nodes:
+            if node.data is None or not node.data.present:
+                break
+            usable.append(node)
+        return (min(match.length, usable[-1].end) if usable else 0), tuple(usable)
+
+    def beyond(self, ids: np.ndarray, reached: int) -> tuple[int, tuple[Node[TreeEntry], ...]]:
+        """As ``along``, where a sequence has the first ``reached`` tokens of ``ids`` already."""
+        match = self.radix_tree.match(ids)
+        nodes = [node for node in match.nodes if node.end > reached < match.length]
+        if not self.divisible:
+            return match.length, _chain([node for node in nodes if node.end <= match.length], reached)
+        return match.length, tuple(itertools.takewhile(_is_present, nodes))
+
+    def share(self, seq: int, nodes: Sequence[Node[TreeEntry]], length: int) -> int:
+        """Let an empty sequence share the first nodes in one step, as far as they lie in the cache.
+
+        Returns how many they are; 0 where one alone would do as well.
+        """
+        if not self.divisible:
+            return 0
+        held = [node.data for node in nodes if node.data is not None]
+        parts = [part.snapshot for part in itertools.takewhile(_in_cache, held)]
+        if len(parts) < 2:
+            return 0
+        try:
+            target = min(nodes[len(parts) - 1].end, length)
+            return len(parts) if self.cache.restore(seq, self.cache.join(parts), target) else 0
+        except SequenceLostError:
+            return 0
+
+    def restore(self, seq: int, node: Node[TreeEntry], target: int) -> str | None:
+        """Put a node's content into a sequence; the tier it came from, or None where it cannot be had."""
+        held = node.data
+        if held is None or not held.present:
+            return None
+        source = _content(held)
+        tier = "host" if isinstance(source, SerializedSnapshot) else "device"
+        try:
+            if isinstance(source, SerializedSnapshot):
+                restored = restore_page(self.cache, seq, source, target)
+            else:
+                restored = self.cache.restore(seq, source, target if source.divisible else None)
+            if not restored:
+                return None
+        except (SnapshotCorrupt, SequenceLostError):
+            return None
+        if held.snapshot is None and target == node.end and node.data is held:
+            # It lies in the cache now: kept from there, the next one shares it.
+            self._keep_on_device(node, self.cache.snapshot(seq, held.begin, node.end))
+        return tier
+
+    # Keeping.
+
+    def insert(self, seq: int, ids: np.ndarray, pieces: Sequence[Snapshot], stored: bool = False) -> None:
+        """Keep what a sequence holds of ``ids``; ``stored``: the stores have it too.
+
+        What is divisible is taken from the sequence as far as the radix tree has nothing of it; of what is
+        whole there are ``pieces``, each with its own end.
+        """
+        if self.divisible:
+            if self.radix_tree.match(ids).length < ids.size:
+                self._node_at(ids)
+            self._refill(seq, ids, stored)
+        for piece in () if self.divisible else pieces:
+            node = self._node_at(ids[: piece.end])
+            if node.parent is None or (node.data is not None and node.data.snapshot is not None):
+                continue
+            if node.data is None:
+                node.data = TreeEntry(piece.begin, stored=stored)
+            if node.data.begin == piece.begin:
+                self._keep_on_device(node, piece)
+        self.touch(ids)
+
+    def _refill(self, seq: int, ids: np.ndarray, stored: bool) -> None:
+        """Give the nodes on the way that lost their content what the sequence has of it."""
+        for node in self.radix_tree.match(ids).nodes:
+            if node.end <= ids.size and (node.data is None or not node.data.present):
+                node.data = TreeEntry(node.begin, stored=stored)
+                self._keep_on_device(node, self.cache.snapshot(seq, node.begin, node.end))
+
+    def _node_at(self, ids: np.ndarray) -> Node[TreeEntry]:
+        """The node that ends exactly with ``ids``: found, parted from an edge, or added."""
+        match = self.radix_tree.match(ids)
+        if match.inside and self._is_leaving(match.nodes[-1]):
+            match = self.radix_tree.match(ids)
+        node = match.nodes[-1] if match.nodes else self.radix_tree.root
+        if match.inside:
+            node = self._split(node, match.length)
+        if match.length < ids.size:
+            node = self.radix_tree.add(node, ids[match.length :])
+        return node
+
+    def _is_leaving(self, node: Node[TreeEntry]) -> bool:
+        """Whether a node was under way; it has arrived now, and the radix tree may have changed."""
+        if node.data is None or (node.data.store_write is None and node.data.leaving is None):
+            return False
+        self.drain()
+        return True
+
+    def _split(self, node: Node[TreeEntry], at: int) -> Node[TreeEntry]:
+        """Part an edge; content that is divisible is parted with it."""
+        held = node.data
+        if held is None or not self.divisible:
+            return self.radix_tree.split(node, at)
+        snapshots = None if held.snapshot is None else self.cache.split(held.snapshot, at)
+        pages = None if held.page is None else cut_page(held.page, at, own=True)
+        upper = self.radix_tree.split(node, at)
+        stored = held.stored and at % self.keys.chunk == 0
+        upper.data = TreeEntry(held.begin, stored=stored, pins=held.pins, since=held.since)
+        upper.data.used = upper.data.end_used = held.used
+        held.begin, held.used = at, held.end_used
+        if snapshots is not None:
+            self._off_device(node)
+            self._keep_on_device(upper, snapshots[0])
+            self._keep_on_device(node, snapshots[1])
+        if pages is not None:
+            self._keep_on_host(upper, pages[0])
+            self._keep_on_host(node, pages[1])
+        return upper
+
+    def _keep_on_device(self, node: Node[TreeEntry], snapshot: Snapshot) -> None:
+        assert node.data is not None
+        node.data.snapshot = snapshot
+        self.device.add(node, snapshot.nbytes)
+
+    def _off_device(self, node: Node[TreeEntry]) -> None:
+        """Let go of the cells now, whoever else refers to the snapshot."""
+        self.device.discard(node)
+        if node.data is not None and node.data.snapshot is not None:
+            node.data.snapshot.drop()
+            node.data.snapshot = None
+
+    def _keep_on_host(self, node: Node[TreeEntry], page: SerializedSnapshot) -> None:
+        assert node.data is not None
+        assert self.host is not None
+        node.data.page = page
+        self.host.add(node, page.nbytes)
+
+    def touch(self, ids: np.ndarray) -> None:
+        """A prefix was used: it goes later than all others."""
+        self._clock += 1
+        match = self.radix_tree.match(ids)
+        if match.nodes:
+            self._use(match.nodes[-1], whole=not match.inside)
+
+    def pin(self, ids: np.ndarray, change: int) -> int:
+        """Pin (1) or unpin (-1) what is kept of a prefix; returns how many tokens that is."""
+        match = self.radix_tree.match(ids)
+        for node in match.nodes:
+            if node.data is not None:
+                node.data.pins = max(0, node.data.pins + change)
+                self._reorder(node)
+        return match.length
+
+    def _use(self, last: Node[TreeEntry], whole: bool = True) -> None:
+        """Note that a node, or the beginning of its edge, and those that lead to it are used now.
+
+        What leads to a node that was used now was, too.
+        """
+        node: Node[TreeEntry] | None = last
+        while node is not None and (node.data is None or node.data.used < self._clock):
+            if node.data is not None:
+                node.data.used = self._clock
+                if whole:
+                    node.data.end_used = self._clock
+                self._reorder(node)
+            node, whole = node.parent, True
+
+    def _reorder(self, node: Node[TreeEntry]) -> None:
+        self.device.touch(node)
+        if self.host is not None:
+            self.host.touch(node)
+
+    # Evicting.
+
+    @contextlib.contextmanager
+    def within_budgets(self) -> Iterator[None]:
+        """Whatever becomes of the block, every tier is within its budget after it."""
+        try:
+            yield
+        finally:
+            self.enforce()
+
+    def enforce(self) -> None:
+        """Bring every tier within its budget."""
+        while (excess := self.device.excess) and (node := self.device.first()) is not None:
+            self.page_out(self._end_of(node, _tokens(node, excess)))
+        self._shrink_host()
+
+    def evict(self, nbytes: int | None = None) -> int:
+        """Page out the device's least recently used snapshots, ``nbytes`` of them or all; how many."""
+        goal = 0 if nbytes is None else max(0, self.device.nbytes - nbytes)
+        count = 0
+        while (self.device.nbytes > goal or nbytes is None) and (node := self.device.first()) is not None:
+            self.page_out(node if not goal else self._end_of(node, _tokens(node, self.device.nbytes - goal)))
+            count += 1
+        if self.worker is not None:
+            self.worker.drain()
+        return count
+
+    def relieve(self, missing: int) -> bool:
+        """The cache needs cells: page out what was least recently used of all that would free some."""
+        self._clock += 1
+        while (node := self._next_freeing()) is not None:
+            end = self._end_of(node, missing)
+            frees = _frees(end)
+            self.page_out(end)
+            if frees:
+                return True
+        with contextlib.closing(self.device.in_order()) as nodes:
+            shared = next(filter(_holds_cells, nodes), None)
+        if shared is not None:  # with other snapshots: all of them have to go
+            self.page_out(shared)
+        return shared is not None
+
+    def _next_freeing(self) -> Node[TreeEntry] | None:
+        """The least recently used snapshot that alone holds a cell.
+
+        Those before it that hold none alone are in use, by open sessions: they go later than all that are
+        not. Those that were copied out of the cache go now: they are memory beside it, and as old.
+        """
+        passed: list[Node[TreeEntry]] = []
+        found: Node[TreeEntry] | None = None
+        with contextlib.closing(self.device.in_order()) as nodes:
+            for node in nodes:
+                if _frees(node):
+                    found = node
+                    break
+                passed.append(node)
+        for node in passed:
+            if _holds_cells(node):
+                self._use(node)
+            else:
+                self.page_out(node)
+        return found
+
+    def _end_of(self, node: Node[TreeEntry], tokens: int) -> Node[TreeEntry]:
+        """The last ``tokens`` of an edge, and up to ``grain`` more; all of it where that is no less work."""
+        held = node.data
+        assert held is not None
+        at = node.end - tokens
+        at -= at % self.grain
+        kept_below = held.host is not None or held.leaving is not None
+        if self.divisible and node.begin < at and not kept_below and _holds_cells(node):
+            with contextlib.suppress(SequenceLostError):  # a device failure took it, and all of it goes
+                self._split(node, at)
+        return node
+
+    def page_out(self, node: Node[TreeEntry]) -> None:
+        """Move a snapshot from the device to the next tier, or drop it where there is none."""
+        held = node.data
+        assert held is not None
+        if held.host is None and held.leaving is None and self._is_wanted(held):
+            if self.worker is not None:
+                self._send(self.worker, node, held)
+            elif (page := self._copied_out(held)) is not None:
+                if self.host is not None and self.host.fits(page.nbytes):
+                    self._keep_on_host(node, page)
+                else:
+                    self._write(node, page)
+        self._off_device(node)
+        self._prune(node)
+        self._land()
+        self._shrink_host()
+
+    def _is_wanted(self, held: TreeEntry) -> bool:
+        """Whether there is a place below the device for what a node holds."""
+        if self.store is not None and not held.stored:
+            return True
+        return self.host is not None and held.snapshot is not None and self.host.fits(held.snapshot.nbytes)
+
+    def _send(self, worker: OffloadWorker, node: Node[TreeEntry], held: TreeEntry) -> None:
+        assert held.snapshot is not None
+        with contextlib.suppress(SequenceLostError):  # a device failure took what it names
+            held.leaving = worker.send(held.snapshot, node)
+            if self.host is not None and self.host.fits(held.leaving.page_bytes):
+                # Counted at once: what goes first then depends on no thread.
+                self.host.add(node, held.leaving.page_bytes)
+
+    def _write(self, node: Node[TreeEntry], page: SerializedSnapshot) -> None:
+        """Have a page written that host memory has no place for, unless the stores have it."""
+        assert node.data is not None
+        if self.store is not None and not node.data.stored and node.data.store_write is None:
+            self._submit(node, page)
+
+    def _land(self) -> None:
+        """Take note of what has left the device by now."""
+        for transfer in () if self.worker is None else self.worker.finished():
+            node = transfer.owner
+            assert isinstance(node, Node)
+            self.failed += transfer.error is not None
+            held: TreeEntry | None = node.data
+            if held is None or held.leaving is not transfer:
+                continue  # forgotten meanwhile
+            held.leaving = None
+            if transfer.page is not None:
+                if self.host is not None and node in self.host:
+                    held.page = transfer.page
+                else:
+                    self._write(node, transfer.page)
+            elif self.host is not None:
+                self.host.discard(node)
+            self._prune(node)
+
+    def _shrink_host(self) -> None:
+        while self.host is not None and self.host.excess and (other := self.host.first()) is not None:
+            self._leave_host(other)
+
+    def _copied_out(self, held: TreeEntry) -> SerializedSnapshot | None:
+        """The page of a snapshot; None where a device failure took what it names."""
+        try:
+            return None if held.snapshot is None else serialize(self.cache.backend, held.snapshot)
+        except SequenceLostError:
+            return None
+
+    def _leave_host(self, node: Node[TreeEntry]) -> None:
+        held = node.data
+        assert held is not None
+        assert self.host is not None
+        if held.page is not None:
+            self._write(node, held.page)
+        elif self.store is None or held.stored:
+            held.leaving = None  # it goes on its way, and nobody waits for it
+        self.host.discard(node)
+        held.page = None
+        self._prune(node)
+
+    def drop(self, node: Node[TreeEntry]) -> None:
+        """Forget what is kept at a node."""
+        self._off_device(node)
+        if self.host is not None:
+            self.host.discard(node)
+        if node.data is not None:
+            self.evicted += 1
+            node.data = None
+        self._prune(node)
+
+    def _prune(self, node: Node[TreeEntry] | None) -> None:
+        """Take out nodes that hold nothing and lead nowhere."""
+        while node is not None and node.parent is not None:
+            if node.data is not None:
+                if node.data.present:
+                    return
+                self.evicted += not node.data.stored
+                node.data = None
+            if len(node.children) == 1 and not self.divisible:
+                self.radix_tree.join(node)
+                return
+            if node.children:
+                return
+            parent = node.parent
+            self.radix_tree.remove(node)
+            node = parent
+
+    def clear(self) -> None:
+        """Forget all that is kept on the device and in host memory; what is being written is written."""
+        self.drain()
+        for node in list(self.radix_tree):
+            self._off_device(node)
+            if self.host is not None:
+                self.host.discard(node)
+            node.data = None
+        self.radix_tree = RadixTree()
+
+    # Stores.
+
+    def flush(self) -> None:
+        """Write all that is kept to the stores, and wait until it is there; with no store, nothing."""
+        self.drain()
+        self.write_through()
+        self.drain()
+
+    def write_through(self, limit: int | None = None) -> bool:
+        """Hand what the stores lack to the thread that writes to them; True: some of it is left.
+
+        With a ``limit`` that is about so many bytes at a time, and nobody waits for the stores. What is
+        handed over stays where it is.
+        """
+        done = 0
+        for node in list(self.radix_tree) if self.store is not None else ():
+            held = node.data
+            if held is None or held.stored or held.store_write is not None:
+                continue
+            if limit is not None and (done >= limit or not self._has_room(held)):
+                return True
+            page = held.page or self._copied_out(held)
+            if page is not None:
+                done += page.nbytes
+                self._submit(node, page)
+        return False
+
+    def _has_room(self, held: TreeEntry) -> bool:
+        """Whether a node's content can be handed to the stores' thread without a wait."""
+        source = held.page or held.snapshot
+        return source is None or self.store is None or self.store.has_room(source.nbytes)
+
+    def drain(self) -> None:
+        """Wait until nothing is under way, from the device or to the stores."""
+        if self.worker is not None:
+            self.worker.drain()
+            self.settle()
+        if self.store is not None:
+            self.store.flush()
+            self.settle()
+
+    def settle(self) -> None:
+        """Take note of what has left the device, and of what the stores have by now."""
+        self._land()
+        self._shrink_host()
+        for store_write in () if self.store is None else self.store.finished():
+            node = store_write.owner
+            assert isinstance(node, Node)
+            held: TreeEntry | None = node.data
+            if held is not None and held.store_write is store_write:
+                held.stored, held.store_write = not store_write.failed, None
+                self._prune(node)
+
+    def _submit(self, node: Node[TreeEntry], page: SerializedSnapshot) -> None:
+        """Have a node's content written: cut at multiples of the chunk where it is divisible."""
+        assert self.store is not None
+        assert node.data is not None
+        chain = self.keys.chain(self.alphabet.named(node.prefix()))
+        pages = [(chain.at(end), part) for end, part in self._cut(page, chain)]
+        node.data.store_write = StoreWrite(pages, page, node)
+        self.store.submit(node.data.store_write)
+
+    def _cut(self, page: SerializedSnapshot, chain: Chain) -> Iterator[tuple[int, SerializedSnapshot]]:
+        """(end, page) of the parts of a page; an empty end of one has no part of its own."""
+        begin, end = span_of(page)
+        cuts = range(begin - begin % chain.chunk + chain.chunk, end, chain.chunk)
+        if not self.divisible or not cuts:
+            yield end, page
+            return
+        for at in cuts:
+            first, page = cut_page(page, at)
+            yield at, first
+        yield end, page
+
+
+def span_of(page: SerializedSnapshot) -> tuple[int, int]:
+    """[begin, end) of a page's snapshot; raises SnapshotCorrupt where it has none."""
+    meta = page.meta.get("snapshot")
+    begin, end = (meta.get("begin"), meta.get("end")) if isinstance(meta, Mapping) else (None, None)
+    if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
+        raise SnapshotCorrupt(f"page: a snapshot of [{begin}, {end})")
+    return begin, end
+
+
+def _priority(node: Node[TreeEntry]) -> Priority:
+    held = node.data
+    return (False, 0, 0) if held is None else (held.pins > 0, held.used, -node.end)
+
+
+def _content(held: TreeEntry) -> Snapshot | SerializedSnapshot:
+    """Where a node's content is to be had soonest."""
+    if held.snapshot is not None:
+        return held.snapshot
+    if held.leaving is not None:
+        return held.leaving.content()
+    assert held.host is not None
+    return held.host
+
+
+def _in_cache(held: TreeEntry) -> bool:
+    return held.snapshot is not None and held.snapshot.in_cache
+
+
+def _holds_cells(node: Node[TreeEntry]) -> bool:
+    return node.data is not None and node.data.snapshot is not None and node.data.snapshot.holds_cells
+
+
+def _frees(node: Node[TreeEntry]) -> bool:
+    return node.data is not None and node.data.snapshot is not None and node.data.snapshot.frees_cells
+
+
+def _tokens(node: Node[TreeEntry], nbytes: int) -> int:
+    """How many tokens of a node's snapshot take so many bytes, or more."""
+    size = 0 if node.data is None or node.data.snapshot is None else node.data.snapshot.nbytes
+    return -(-nbytes * (node.end - node.begin) // max(1, size))
+
+
+def _is_present(node: Node[TreeEntry]) -> bool:
+    return node.data is not None and node.data.present
+
+
+def _chain(nodes: Sequence[Node[TreeEntry]], start: int = 0) -> tuple[Node[TreeEntry], ...]:
+    """Of the nodes of a path those whose snapshots follow one another from ``start``, as far as any do."""
+    reached: list[tuple[Node[TreeEntry], int]] = []  # with the place of the one before it, -1 for none
+    for node in nodes:
+        if node.data is None or not node.data.present:
+            continue
+        before = bisect.bisect_left(reached, node.data.begin, key=lambda entry: entry[0].end)
+        if node.data.begin <= start:
+            reached.append((node, -1))
+        elif before < len(reached):
+            reached.append((node, before))
+    found: list[Node[TreeEntry]] = []
+    at = len(reached) - 1
+    while at >= 0:
+        node, at = reached[at]
+        found.append(node)
+    return tuple(found[::-1])

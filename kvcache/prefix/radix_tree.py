@@ -1,0 +1,208 @@
+"""A compressed radix tree over token ids: which conversations begin alike, and where they part.
+
+After the prefix trees of RadixAttention (SGLang) and of Ollama's x/mlxrunner. An edge holds a run of
+tokens, so that a walk costs one comparison of arrays per node and not one step per token::
+
+    root -- "You are a helpful assistant. " --+-- "Tell me of Noah."
+                                              +-- "Tell me of Moses." -- " And then?"
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from kvcache.cache import InvalidRangeError
+
+__all__ = ["Alphabet", "Match", "Node", "RadixTree", "common_length"]
+
+Tokens = np.ndarray
+"""int64, one entry per position."""
+D = TypeVar("D")
+
+
+class Alphabet:
+    """Tokens as int64: ids stay themselves, other items (bytes of an image's digest) get negative numbers."""
+
+    def __init__(self) -> None:
+        self._codes: dict[bytes, int] = {}
+        self._items: list[bytes] = []
+
+    def encode(self, tokens: Sequence[int | bytes] | np.ndarray) -> Tokens:
+        """Raises InvalidRangeError for what is no sequence, and what is neither bytes nor an id >= 0."""
+        if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
+            found = tokens.astype(np.int64, copy=True).reshape(-1)
+        elif isinstance(tokens, (str, bytes, bytearray)) or not hasattr(tokens, "__len__"):
+            raise InvalidRangeError(f"tokens: {tokens!r:.60}; give a sequence, of ids and of items of bytes")
+        elif set(map(type, tokens)) <= {int}:
+            try:
+                found = np.array(tokens, dtype=np.int64)
+            except OverflowError as error:
+                raise InvalidRangeError("tokens: an id of 2**63 or more; ids are below that") from error
+        else:
+            return np.array([self._code(token) for token in tokens], dtype=np.int64)
+        if found.size and int(found.min()) < 0:
+            raise InvalidRangeError(f"tokens: {int(found.min())}; ids are >= 0, other items are bytes")
+        return found
+
+    def decode(self, tokens: Tokens) -> list[int | bytes]:
+        """What ``encode`` was given."""
+        if not self._items or not tokens.size or int(tokens.min()) >= 0:
+            found: list[int | bytes] = tokens.tolist()
+            return found
+        return [token if token >= 0 else self._items[-1 - token] for token in tokens.tolist()]
+
+    def named(self, tokens: Tokens) -> Tokens | list[int | bytes]:
+        """What names these tokens to others: ``decode`` of them, or they themselves where all are ids."""
+        if not self._items or not tokens.size or int(tokens.min()) >= 0:
+            return tokens
+        return self.decode(tokens)
+
+    def _code(self, token: int | bytes) -> int:
+        if isinstance(token, (bytes, bytearray)):
+            item = bytes(token)
+            if item not in self._codes:
+                self._codes[item] = -1 - len(self._items)
+                self._items.append(item)
+            return self._codes[item]
+        try:
+            value = operator.index(token)
+        except TypeError as error:
+            raise InvalidRangeError(f"tokens: {token!r:.60}; ids are integers, other items bytes") from error
+        if not 0 <= value < 2**63:
+            raise InvalidRangeError(f"tokens: {value}; ids are >= 0 and below 2**63, other items are bytes")
+        return value
+
+
+class Node(Generic[D]):
+    """An edge and the point it leads to: ``tokens`` from the parent's ``end`` up to this ``end``."""
+
+    __slots__ = ("children", "data", "end", "parent", "tokens")
+
+    def __init__(self, parent: Node[D] | None, tokens: Tokens, data: D | None = None) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.end: int = (parent.end if parent is not None else 0) + int(tokens.size)
+        self.children: dict[int, Node[D]] = {}
+        self.data = data
+
+    @property
+    def begin(self) -> int:
+        return self.end - int(self.tokens.size)
+
+    def path(self) -> list[Node[D]]:
+        """From below the root down to here."""
+        found: list[Node[D]] = []
+        node: Node[D] | None = self
+        while node is not None and node.parent is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    def prefix(self) -> Tokens:
+        """All tokens from the root to here."""
+        parts = [node.tokens for node in self.path()]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+    def descendants(self) -> Iterator[Node[D]]:
+        """All nodes below, parents before children."""
+        waiting = [*self.children.values()]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.children.values())
+
+
+class Match(Generic[D]):
+    """How far a run of tokens goes into the radix tree.
+
+    ``nodes`` are those on the way, the last one possibly left in its middle; ``length`` tokens agree.
+    """
+
+    __slots__ = ("length", "nodes")
+
+    def __init__(self, nodes: list[Node[D]], length: int) -> None:
+        self.nodes, self.length = nodes, length
+
+    @property
+    def inside(self) -> bool:
+        """Whether the walk ended in the middle of the last node's edge."""
+        return bool(self.nodes) and self.length < self.nodes[-1].end
+
+
+class RadixTree(Generic[D]):
+    """Nodes by their tokens. ``data`` is the owner's; the radix tree never looks at it."""
+
+    def __init__(self) -> None:
+        self.root: Node[D] = Node(None, np.zeros(0, dtype=np.int64))
+
+    def __iter__(self) -> Iterator[Node[D]]:
+        return self.root.descendants()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def match(self, tokens: Tokens) -> Match[D]:
+        """The longest prefix of ``tokens`` that the radix tree has."""
+        nodes: list[Node[D]] = []
+        node, length = self.root, 0
+        while length < tokens.size:
+            child = node.children.get(int(tokens[length]))
+            if child is None:
+                break
+            agreed = common_length(child.tokens, tokens[length : length + child.tokens.size])
+            nodes.append(child)
+            length += agreed
+            if agreed < child.tokens.size:
+                break
+            node = child
+        return Match(nodes, length)
+
+    def add(self, parent: Node[D], tokens: Tokens, data: D | None = None) -> Node[D]:
+        """A new child of ``parent``; its first token differs from those of the others."""
+        if not tokens.size or int(tokens[0]) in parent.children:
+            raise ValueError(f"add: an edge of {tokens.size} tokens that begins as another one does")
+        child = Node(parent, tokens.copy(), data)
+        parent.children[int(tokens[0])] = child
+        return child
+
+    def split(self, node: Node[D], at: int) -> Node[D]:
+        """Part an edge at position ``at``, strictly inside it; the new upper node has no data yet."""
+        cut = at - node.begin
+        if node.parent is None or not 0 < cut < node.tokens.size:
+            raise ValueError(f"split: at {at}; the edge is [{node.begin}, {node.end})")
+        upper = Node(node.parent, node.tokens[:cut].copy())
+        node.parent.children[int(upper.tokens[0])] = upper
+        node.tokens = node.tokens[cut:].copy()
+        node.parent = upper
+        upper.children[int(node.tokens[0])] = node
+        return upper
+
+    def remove(self, node: Node[D]) -> None:
+        """Take out a node and all below it."""
+        if node.parent is None:
+            raise ValueError("remove: the root stays")
+        del node.parent.children[int(node.tokens[0])]
+        node.parent = None
+
+    def join(self, node: Node[D]) -> Node[D]:
+        """Join a node with its only child, which takes the place of both; returns the child."""
+        (child,) = node.children.values()
+        if node.parent is None:
+            raise ValueError("join: the root stays")
+        child.tokens = np.concatenate((node.tokens, child.tokens))
+        child.parent = node.parent
+        node.parent.children[int(child.tokens[0])] = child
+        node.parent = None
+        return child
+
+
+def common_length(one: Tokens, other: Tokens) -> int:
+    """How many tokens agree from the first on."""
+    size = min(one.size, other.size)
+    differ = one[:size] != other[:size]
+    at = int(differ.argmax()) if size else 0
+    return at if size and differ[at] else size

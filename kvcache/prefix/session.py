@@ -1,0 +1,208 @@
+"""One conversation in a cache: its tokens, what is evaluated of them, and what is sure of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError
+from kvcache.snapshots.schedule import REPLACED
+
+if TYPE_CHECKING:
+    from kvcache.prefix.prefix_cache import PrefixCache
+
+__all__ = ["PrefixStats", "Session", "SessionLimitError", "SessionReplacedError", "Tokens"]
+
+Tokens = Sequence[int | bytes] | np.ndarray
+
+
+class SessionLimitError(KVCacheError):
+    """As many sessions are open as the cache has sequences."""
+
+
+class SessionReplacedError(KVCacheError):
+    """``copy_prefix`` replaced what the sequence of an open session held, behind the session's back."""
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """What was asked for and where it came from, in tokens, since the start."""
+
+    sessions: int = 0
+    tokens: int = 0
+    """Tokens of all prompts."""
+    live: int = 0
+    """Shared with a session that was open."""
+    device: int = 0
+    host: int = 0
+    store: int = 0
+    skipped: int = 0
+    """Snapshots that were due inside a batch of a model with recurrent layers, and could not be taken."""
+
+    @property
+    def reused(self) -> int:
+        return self.live + self.device + self.host + self.store
+
+    def add(self, tokens: int, origins: Mapping[str, int]) -> None:
+        """Count a session of ``tokens``, of which so many came from each of ``origins``."""
+        self.sessions += 1
+        self.tokens += tokens
+        for origin, count in origins.items():
+            setattr(self, origin, getattr(self, origin) + count)
+
+
+class Session:
+    """One conversation in the cache: ``seq`` is its sequence, ``cached`` of its tokens are there already.
+
+    Evaluate ``remaining`` (all but the first ``cached`` tokens of the prompt), then every token that
+    ``extend`` adds, in order. ``close`` leaves what was evaluated to later sessions.
+
+    To take tokens back, call ``rewind``: then ``remaining`` says what is to be evaluated again, and
+    ``extend`` goes on from there. Tokens whose K and V are taken out of the cache behind the session's
+    back (``cache.remove(session.seq, n)``) are no longer trusted: nothing from ``n`` on is kept or shared,
+    unless ``extend`` has not been called for them yet (drafts that were tried and refused). Where
+    ``cache.copy_prefix`` replaced the sequence, every call but ``rewind`` and ``close`` raises
+    SessionReplacedError, and nothing is kept of it.
+    """
+
+    def __init__(self, owner: PrefixCache, seq: int, tokens: np.ndarray, cached: int) -> None:
+        self._owner = owner
+        self.seq = seq
+        self.cached = cached
+        self._tokens = tokens
+        self._more: list[int | bytes] = []
+        self._prompt = int(tokens.size)
+        self.kept = cached
+        """Up to here others have it too: what was shared at first, and what ``keep`` left."""
+        self._sure = cached
+        self._certain: int | None = None
+        self._replaced = False
+        self.closed = False
+
+    @property
+    def tokens(self) -> list[int | bytes]:
+        """The prompt, and all that was added."""
+        return [*self._owner.alphabet.decode(self._tokens), *self._more]
+
+    @property
+    def remaining(self) -> list[int | bytes]:
+        """The prompt's tokens that are still to be evaluated: those from position ``cached`` on."""
+        return self._owner.alphabet.decode(self._tokens[self.cached : self._prompt])
+
+    def chunks(self, size: int) -> Iterator[list[int | bytes]]:
+        """``remaining`` in parts of at most ``size``, which end where a snapshot is due.
+
+        Only a model with recurrent layers needs the parts to end there; without it, positions in the
+        middle are resumed from an earlier one.
+        """
+        if size < 1:
+            raise InvalidRangeError(f"chunks: size={size}; it is >= 1")
+        at = self.cached
+        while at < self._prompt:
+            self._check("chunks")
+            self._evaluated()
+            stop = min(at + size, self._prompt)
+            due = self._owner.next_snapshot(self.seq)
+            if due is not None and at < due < stop:
+                stop = due
+            yield self._owner.alphabet.decode(self._tokens[at:stop])
+            at = stop
+
+    def extend(self, tokens: Tokens) -> None:
+        """Add tokens behind the prompt: those that were generated, or a further turn."""
+        self._check("extend")
+        alphabet = self._owner.alphabet
+        more = alphabet.decode(alphabet.encode(tokens))
+        self._evaluated()
+        self._more += more
+
+    def rewind(self, length: int) -> int:
+        """Forget the tokens from ``length`` on, and what the cache holds of them; returns ``cached``.
+
+        ``cached`` is ``length`` then, or less where that is not evaluated or the cache cannot go on from
+        there (a window or a recurrent state is that of one position): then it is the nearest position that
+        the cache or a snapshot of this conversation has, and ``remaining`` has the tokens up to ``length``
+        that are to be evaluated again. InvalidRangeError for a length that the session lacks.
+        """
+        self._check_open("rewind")
+        tokens = self.encoded()
+        if not 0 <= length <= tokens.size:
+            raise InvalidRangeError(f"rewind: to {length}; the session has {tokens.size} tokens")
+        trusted = min(length, int(self.computed().size))
+        self.cached = self._owner._rewind(self, tokens[:length], trusted)
+        self._tokens, self._prompt, self._certain = tokens[:length], length, None
+        self._sure, self.kept, self._replaced = self.cached, min(self.kept, self.cached), False
+        return self.cached
+
+    def keep(self) -> None:
+        """Let others start from the snapshots that were taken so far; the session goes on.
+
+        Divisible content needs none: other sessions share it with this one as it is.
+        """
+        self._check("keep")
+        self._owner._keep(self)
+
+    def close(self, keep: bool = True) -> None:
+        """End the session. What the cache holds of it is kept for others, unless ``keep`` is False.
+
+        Tokens that were added and not evaluated are forgotten. A second close does nothing. Left by an
+        exception, as a context manager, it keeps what was evaluated before the last ``extend`` or part
+        of ``chunks``: a pass that failed in its middle has left places without K and V.
+        """
+        self._close(keep)
+
+    def _close(self, keep: bool, upto: int | None = None) -> None:
+        if not self.closed:
+            self.closed = True
+            self._owner._end(self, keep, upto)
+
+    def _evaluated(self) -> None:
+        """The caller goes on: what it evaluated is whole."""
+        self._sure = self._owner.cache.offset(self.seq)
+
+    def _notice(self) -> None:
+        """Take note of what was removed from the cache since the last time."""
+        low = self._owner._rolled_back(self.seq)
+        self._replaced = self._replaced or low == REPLACED
+        if low is not None and low < self._tokens.size + len(self._more):
+            self._certain = max(0, low if self._certain is None else min(low, self._certain))
+
+    def _check(self, op: str) -> None:
+        self._check_open(op)
+        self._notice()
+        if self._replaced:
+            raise SessionReplacedError(
+                f"{op}: copy_prefix replaced what sequence {self.seq} of this session held, and the session "
+                "no longer knows its tokens; rewind(n) and evaluate remaining again, or close it. To share "
+                "tokens of another session, begin one with them"
+            )
+
+    def _check_open(self, op: str) -> None:
+        if self.closed:
+            raise ClosedError(f"{op}: the session is closed")
+
+    def computed(self) -> np.ndarray:
+        """The tokens that the cache holds K and V of, as far as that is certain."""
+        self._notice()
+        tokens = self.encoded()
+        size = min(int(tokens.size), self._owner.cache.offset(self.seq))
+        return tokens[: size if self._certain is None else min(size, self._certain)]
+
+    def encoded(self) -> np.ndarray:
+        """All tokens, as the radix tree has them."""
+        if self._more:
+            more = self._owner.alphabet.encode(self._more)
+            self._tokens, self._more = np.concatenate((self._tokens, more)), []
+        return self._tokens
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(True, None if kind is None else self._sure)

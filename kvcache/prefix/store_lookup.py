@@ -1,0 +1,160 @@
+"""Pages of a prefix that stores have, put into a sequence of the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvcache.cache import InvalidRangeError
+from kvcache.offload.direct_load import page_in, restore_page
+from kvcache.offload.tiers import StoreTier
+from kvcache.page_check import check_page
+from kvcache.prefix.prefix_tree import PrefixTree, span_of
+from kvcache.snapshots.layer_shapes import Layers, check_layers, layers_of_cache
+from kvcache.stores import Chain, SerializedSnapshot
+from kvcache.stores.errors import SnapshotCorrupt
+
+__all__ = ["StoreLookup"]
+
+log = logging.getLogger("kvcache")
+
+Told = Callable[[int], None]
+"""Hears how many tokens of a prefix the sequence has by now."""
+
+
+class StoreLookup:
+    """Reads pages from the stores of a tree. What is not what its key says is dropped there, and not used.
+
+    ``layers`` are those that pages have to have; {}: those of the cache.
+    """
+
+    def __init__(self, tree: PrefixTree, layers: Layers) -> None:
+        self._cache, self._tree, self._layers = tree.cache, tree, layers
+
+    def longest(self, ids: np.ndarray, length: int, limit: int) -> int:
+        """How many tokens of ``ids[:limit]`` the stores say they have; ``length`` where it is no more."""
+        if self._tree.store is None or length >= limit:
+            return length
+        return self._tree.store.longest(self._chain(ids[:limit]), length, limit, self._tree.divisible)
+
+    def fetch(self, seq: int, ids: np.ndarray, reached: int, told: Told | None = None) -> int:
+        """Put pages behind the first ``reached`` tokens, which the sequence has; returns how far that went.
+
+        In order, each when it is read, as far as they follow one another. For content that is divisible.
+        ``told``, which raises nothing, hears now and then how far it is.
+        """
+        size = self._tree.keys.chunk
+        chain = self._chain(ids)
+        ends = (*range(reached - reached % size + size, int(ids.size), size), int(ids.size))
+        go_on = self._straight if self._store.reads_straight else self._ahead
+        return go_on(seq, ids, chain, reached, ends, told or _unheard)
+
+    def read_back(self, ids: np.ndarray, floor: int, lent: contextlib.ExitStack) -> list[SerializedSnapshot]:
+        """Pages that follow one another to the end of ``ids``, from ``floor`` or before; [] if one lacks.
+
+        They are good until ``lent`` is closed.
+        """
+        chain = self._chain(ids)
+        pages: list[SerializedSnapshot] = []
+        at = int(ids.size)
+        while at > floor or not pages:
+            page = self._checked(ids, lent.enter_context(self._store.read(chain.at(at))), at)
+            if page is None:
+                return []
+            pages.append(page)
+            at, _ = span_of(page)
+        return pages[::-1]
+
+    def restore(self, seq: int, page: SerializedSnapshot) -> bool:
+        """Whether a page, which was checked, was put into the sequence; not one of another cache."""
+        try:
+            check_layers(page, self._layers or layers_of_cache(self._cache))
+            return restore_page(self._cache, seq, page)
+        except (SnapshotCorrupt, InvalidRangeError) as error:
+            log.warning("page-in: %s; the page is dropped and computed again", error)
+            return False
+
+    def drop(self, ids: np.ndarray, end: int) -> None:
+        """Take the page of the first ``end`` tokens out of the stores: it is not what its key says."""
+        self._store.drop(self._chain(ids[:end]).at(end))
+
+    def _straight(
+        self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int], told: Told
+    ) -> int:
+        """Have pages read to where they will lie, the others from where the store has them."""
+        stuck = 0
+        while ends:
+            before = reached
+            if stuck < 2:  # the first may begin before what is held already; a cache that cannot never can
+                reached = page_in(self._cache, seq, self._store, chain, reached, ends, told)
+                stuck = stuck + 1 if reached == before else 0
+                ends = [end for end in ends if end > reached]
+            if ends:
+                with self._store.page(chain.at(ends[0])) as found:
+                    if not self._next(seq, ids, found, reached, ends[0]):
+                        break
+                reached, ends = ends[0], ends[1:]
+                told(reached)
+        return reached
+
+    def _ahead(
+        self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int], told: Told
+    ) -> int:
+        """Restore each page while the next one is read."""
+        with contextlib.closing(self._store.pages([chain.at(end) for end in ends])) as pages:
+            for end in ends:
+                if not self._next(seq, ids, next(pages), reached, end):
+                    break
+                reached = end
+                told(reached)
+        return reached
+
+    def _next(
+        self, seq: int, ids: np.ndarray, found: SerializedSnapshot | None, reached: int, end: int
+    ) -> bool:
+        """Whether a page, which ends at ``end``, was put behind the first ``reached`` tokens."""
+        page = self._checked(ids, found, end)
+        if page is None:
+            return False
+        begin, _ = span_of(page)
+        with contextlib.ExitStack() as lent:
+            before = self.read_back(ids[:begin], reached, lent) if begin > reached else []
+            if begin > reached and not before:  # conversations part there, and what ends there is gone
+                return False
+            for part in (*before, page):
+                if not self.restore(seq, part):
+                    self.drop(ids, span_of(part)[1])
+                    self._cache.remove(seq, reached)
+                    return False
+        return True
+
+    def _checked(
+        self, ids: np.ndarray, page: SerializedSnapshot | None, end: int
+    ) -> SerializedSnapshot | None:
+        """A stored page if it is one of a snapshot that ends at ``end``; another under its key is dropped."""
+        if page is None:
+            return None
+        try:
+            begin, last = check_page("page-in", page, complete=True)
+            if begin < last == end:
+                return page
+            raise SnapshotCorrupt(f"page-in: a page of [{begin}, {last}) under the key of {end} tokens")
+        except SnapshotCorrupt as error:
+            log.warning("%s; the page is dropped and computed again", error)
+        self.drop(ids, end)
+        return None
+
+    @property
+    def _store(self) -> StoreTier:
+        assert self._tree.store is not None
+        return self._tree.store
+
+    def _chain(self, ids: np.ndarray) -> Chain:
+        return self._tree.keys.chain(self._tree.alphabet.named(ids))
+
+
+def _unheard(reached: int) -> None:
+    pass

@@ -1,0 +1,1 @@
+"""Weights and configurations of checkpoints: safetensors, GGUF."""

@@ -1,0 +1,262 @@
+"""A model's tensors, read one at a time from safetensors or GGUF files, under Hugging Face's names."""
+
+from __future__ import annotations
+
+import abc
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from kvcache.runner.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from kvcache.runner.errors import ModelError
+
+__all__ = [
+    "SafetensorsSource",
+    "WeightSource",
+    "check_weights",
+    "expected_shapes",
+    "open_weights",
+    "parameter_count",
+]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class WeightSource(Mapping[str, np.ndarray]):
+    """Tensors by Hugging Face name; each ``[]`` reads one and keeps nothing.
+
+    BF16 comes as ``ml_dtypes.bfloat16``. Arrays alias the mapped file; a write stays in this process.
+    """
+
+    @abc.abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading the data. ModelError where there is no such tensor."""
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they are stored."""
+
+    @property
+    @abc.abstractmethod
+    def origin(self) -> Path:
+        """The folder or file that this was opened from."""
+
+    def _missing(self, name: str) -> ModelError:
+        return ModelError(f"{self.origin}: no tensor {name!r}; the file is incomplete or of another model")
+
+
+class _File:
+    """One safetensors file, mapped: its header checked by the ``safetensors`` package, its data as it lies.
+
+    (That package's own NumPy reader does not know BF16 in all its versions.)
+    """
+
+    def __init__(self, path: Path) -> None:
+        _check_safetensors(path)
+        self._data = np.memmap(path, np.uint8, mode="c")  # private pages: nobody's write reaches the file
+        size = int.from_bytes(self._data[:8].tobytes(), "little")
+        header = json.loads(self._data[8 : 8 + size].tobytes())
+        self.tensors: dict[str, dict[str, Any]] = {k: v for k, v in header.items() if k != "__metadata__"}
+        self._begin = 8 + size
+
+    def nbytes(self, name: str) -> int:
+        begin, end = self.tensors[name]["data_offsets"]
+        return int(end - begin)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name]["shape"])
+
+    def dtype(self, name: str) -> str:
+        return str(self.tensors[name]["dtype"])
+
+    def array(self, name: str) -> np.ndarray:
+        begin, end = self.tensors[name]["data_offsets"]
+        flat = self._data[self._begin + begin : self._begin + end]
+        array: np.ndarray = np.asarray(flat).view(_DTYPES[self.dtype(name)])
+        return array.reshape(self.shape(name))
+
+
+class SafetensorsSource(WeightSource):
+    """One ``model.safetensors``, or the shards of its index; headers are read and checked at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._where: dict[str, _File] = {}
+        index = folder / INDEX
+        if (folder / SINGLE).is_file():
+            self._add(folder / SINGLE, None)
+        elif index.is_file():
+            for shard, names in _shards(index).items():
+                self._add(folder / shard, names)
+        else:
+            raise ModelError(f"{folder}: no {SINGLE} and no {INDEX}{_other_formats(folder)}")
+
+    def _add(self, path: Path, names: list[str] | None) -> None:
+        """Open one file for ``names`` (None: for all that it holds)."""
+        file = _File(path)
+        for name in file.tensors if names is None else names:
+            if name not in file.tensors:
+                raise ModelError(f"{path}: no tensor {name!r}, which {INDEX} says is there")
+            self._where[name] = file
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        file = self._file(name)
+        if file.dtype(name) not in _DTYPES:
+            raise ModelError(
+                f"{self._folder}: {name} is {file.dtype(name)}; weights are read as {', '.join(_DTYPES)}: "
+                "take an unquantised copy of the model, or a GGUF file"
+            )
+        return file.array(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file(name).shape(name)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes(name) for name, file in self._where.items())
+
+    @property
+    def origin(self) -> Path:
+        return self._folder
+
+    def _file(self, name: str) -> _File:
+        try:
+            return self._where[name]
+        except KeyError:
+            raise self._missing(name) from None
+
+
+def open_weights(path: str | Path) -> WeightSource:
+    """The weights of a model folder or a .gguf file; no tensor data is read yet.
+
+    Raises ModelError for a missing folder or file, no weights in it, or a truncated or corrupt file.
+    """
+    from kvcache.runner.checkpoints.gguf_file import open_gguf
+    from kvcache.runner.checkpoints.gguf_weights import GGUFSource
+    from kvcache.runner.config import existing_model_path
+
+    found = existing_model_path(path)
+    return GGUFSource(open_gguf(found)) if found.is_file() else SafetensorsSource(found)
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every tensor that a model of this config reads."""
+    if config.architecture not in SUPPORTED_ARCHITECTURES:
+        from kvcache.runner.models.families import family_of
+
+        return dict(family_of(config).shapes(config))
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    linear = {
+        "self_attn.q_proj": (queries, hidden, config.attention_bias),
+        "self_attn.k_proj": (keys, hidden, config.attention_bias),
+        "self_attn.v_proj": (keys, hidden, config.attention_bias),
+        "self_attn.o_proj": (hidden, queries, config.output_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    for name, (rows, columns, bias) in linear.items():
+        layer[f"{name}.weight"] = (rows, columns)
+        if bias:
+            layer[f"{name}.bias"] = (rows,)
+    if config.qk_norm:
+        layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (config.head_dim,)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for i in range(config.layers):
+        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """How many numbers a model of this config holds; a tied embedding counts once."""
+    return sum(int(np.prod(shape, dtype=np.int64)) for shape in expected_shapes(config).values())
+
+
+def check_weights(config: ModelConfig, source: WeightSource) -> None:
+    """Refuse, before anything is put on a device, tensors that are missing or of the wrong shape."""
+    expected = expected_shapes(config)
+    missing = [name for name in expected if name not in source]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(
+            f"{source.origin}: no tensor {missing[0]!r}{more}, which the config asks for; "
+            "the download is incomplete or the config is of another model"
+        )
+    for name, shape in expected.items():
+        if source.shape(name) != shape:
+            raise ModelError(
+                f"{source.origin}: {name} has shape {source.shape(name)}; the config says {shape}"
+            )
+
+
+def _check_safetensors(path: Path) -> None:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ModelError("reading safetensors needs: pip install 'ml-kvcache[cli]'") from error
+    if not path.is_file():
+        raise ModelError(f"{path}: no such file, though {INDEX} names it; download it again")
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path}: truncated or not a safetensors file ({error}); download it again"
+        ) from error
+
+
+def _shards(index: Path) -> dict[str, list[str]]:
+    """The tensors of each shard file, from ``model.safetensors.index.json``."""
+    shards: dict[str, list[str]] = {}
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        for name, shard in weight_map.items():
+            if Path(shard).name != shard:
+                raise ModelError(f"{index}: the shard {shard!r} is not a file name in the model's folder")
+            shards.setdefault(shard, []).append(name)
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: no valid index with a 'weight_map' ({error})") from error
+    return shards
+
+
+def _other_formats(folder: Path) -> str:
+    found = sorted(
+        path.name for pattern in ("*.gguf", "*.bin", "*.pth", "*.npz") for path in folder.glob(pattern)
+    )
+    if not found:
+        return "; is it a model folder in the Hugging Face format?"
+    if found[0].endswith(".gguf"):
+        return f"; it holds {found[0]}: name that file as the model"
+    return (
+        f"; it holds {found[0]}, which is not read: convert it with save_pretrained(safe_serialization=True)"
+    )

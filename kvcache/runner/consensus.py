@@ -1,0 +1,114 @@
+"""Ranks that share a model and keep what they computed: agreeing on what all of them can do.
+
+What a rank has kept may differ from what another has: a store lost a page, a budget was used up a moment
+earlier, a thread was not done. So ranks agree where that decides what is computed next: whether a request
+waits for another, how much of a prompt is reused, and whether there is room for a pass. Every rank asks in
+the same order, since all else is the same on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml
+from kvcache.cache import CacheFullError
+from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.runner.parallel import FAILED, NO_ROOM, Share, full_elsewhere, of_all
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """Of the ranks of ``model``; where it is on one alone, all is as it is there, and nobody is asked."""
+
+    def __init__(self, model: Any) -> None:
+        share: Share | None = getattr(model, "share", None)
+        self._group = share.group if share is not None and share.group.size > 1 else None
+        self._backend: ml.Backend = model.backend
+
+    @property
+    def alone(self) -> bool:
+        return self._group is None
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """Of each value, the least that any rank has."""
+        columns = zip(*self._gathered(values), strict=True)
+        return [min(column) for column in columns]
+
+    def begin(self, prefix: PrefixCache, tokens: Sequence[int]) -> Session:
+        """A session that begins at the same position on all ranks: what one of them lacks, none reuses.
+
+        Raises what ``prefix.begin`` raised here; where that was elsewhere, CacheFullError or GroupError. No
+        session has begun on any rank then.
+        """
+        if self.alone:
+            return prefix.begin(tokens)
+        session: Session | None = None
+        error: Exception | None = None
+        try:
+            try:
+                session = prefix.begin(tokens)
+            except Exception as found:
+                error = found
+            while True:
+                cached = [row[0] for row in self._gathered([_outcome(session, error)])]
+                if min(cached) < 0:
+                    raise error or self._elsewhere(cached)
+                if min(cached) == max(cached):
+                    assert session is not None
+                    return session
+                error = error or _shorten(session, tokens, min(cached))
+        except BaseException:
+            if session is not None:
+                session.close(keep=False)
+            raise
+
+    def refuse(self, ctx: ml.Context, error: Exception) -> None:
+        """Tell the others, who are about to check the pass, that it is not computed here.
+
+        Raises GroupError where it fails for another reason on another rank.
+        """
+        if self._group is None:
+            return
+        own = NO_ROOM if isinstance(error, CacheFullError) else FAILED
+        if min(of_all(ctx, self._group, own)) < own:
+            raise ml.GroupError(
+                "forward: another rank failed before this pass; look for its own error"
+            ) from error
+
+    def _gathered(self, values: Sequence[int]) -> list[list[int]]:
+        """The values of each rank, which all have as many of them."""
+        if self._group is None or not values:
+            return [list(values)]
+        with self._backend.new_context() as ctx:
+            own = ctx.from_numpy(list(values), ml.DType.I64).reshape(ctx, 1, len(values))
+            found: list[list[int]] = self._group.all_gather(ctx, own).to_numpy().tolist()
+        return found
+
+    @staticmethod
+    def _elsewhere(cached: Sequence[int]) -> Exception:
+        rank = cached.index(min(cached))
+        if cached[rank] == NO_ROOM:
+            return full_elsewhere("begin", rank, len(cached))
+        return ml.GroupError(
+            f"begin: rank {rank} of {len(cached)} could not begin the conversation; look for its own error"
+        )
+
+
+def _outcome(session: Session | None, error: Exception | None) -> int:
+    if error is not None or session is None:
+        return NO_ROOM if isinstance(error, CacheFullError) else FAILED
+    return session.cached
+
+
+def _shorten(session: Session | None, tokens: Sequence[int], length: int) -> Exception | None:
+    """Let a session go on from ``length`` at most; the error where that is not possible."""
+    assert session is not None
+    if session.cached > length:
+        try:
+            session.rewind(length)
+            session.extend(tokens[length:])
+        except Exception as error:
+            return error
+    return None

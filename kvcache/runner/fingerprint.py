@@ -1,0 +1,69 @@
+"""Which model computed keys and values: what snapshots that outlive the process are named by."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml
+from kvcache.runner.checkpoints.weights import INDEX, SINGLE
+from kvcache.runner.errors import ModelError
+from kvcache.runner.parallel import Share
+
+__all__ = ["files_digest", "identity_of", "model_identity"]
+
+
+def model_identity(model: Any) -> dict[str, str]:
+    """JSON-able: a digest of the files that ``model`` was loaded from, and the dtype it computes in.
+
+    Two models agree in it exactly where config.json says the same and the weight files are equal byte
+    for byte; where they lie and which backend runs them does not matter. Of a model that is split over
+    ranks, the rank and their number are in it too: each has keys and values of its own heads. Reads all
+    weights once.
+
+    Raises ModelError for a model that was not loaded from files: name it yourself then.
+    """
+    origin = getattr(model, "origin", None)
+    if origin is None:
+        raise ModelError(
+            f"{type(model).__name__} was not loaded from files, so that nothing tells it from others; "
+            "pass identity="
+        )
+    return identity_of(origin, model.dtype, getattr(model, "share", None))
+
+
+def identity_of(path: Path, dtype: ml.DType, share: Share | None = None) -> dict[str, str]:
+    """``model_identity`` of what ``load_model(path, ..., dtype)`` gives: a model, or a ``share`` of it."""
+    found = {"files": files_digest(path), "dtype": dtype.name}
+    return found if share is None else {**found, "tensor_parallel": share.name}
+
+
+def files_digest(path: Path) -> str:
+    """sha256 (hex) of a model folder's config.json and weight files, or of a .gguf file."""
+    total = hashlib.sha256()
+    for part in _parts(path):
+        total.update(hashlib.sha256(part).digest() if isinstance(part, bytes) else _file_digest(part))
+    return total.hexdigest()
+
+
+def _parts(path: Path) -> Iterator[bytes | Path]:
+    """What the digest is over, in order; the config without the blanks and the order of its JSON."""
+    if path.is_file():
+        yield path
+        return
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    yield json.dumps(config, sort_keys=True).encode()
+    if (path / SINGLE).is_file():
+        yield path / SINGLE
+        return
+    shards = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    for name in sorted(set(shards.values())):
+        yield path / name
+
+
+def _file_digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()

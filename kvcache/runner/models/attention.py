@@ -1,0 +1,103 @@
+"""Self-attention through a cache, with the parts that families switch on or off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import ml
+from kvcache.cache import Cache
+from kvcache.runner.config import ModelConfig
+from kvcache.runner.models.loader import Linear, Loader
+from ml import nn
+
+__all__ = ["Attention", "load_attention", "merge_heads", "qk_norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Grouped-query attention; queries, keys and values are one product.
+
+    ``qkv``: hidden_size -> (heads + 2 kv_heads) * head_dim, and with ``gated`` another heads * head_dim
+    whose sigmoid the result is multiplied by (Qwen3-Next). ``qk_norm`` (heads + kv_heads, head_dim):
+    weights of an RMS norm per head before the rotation; ``plain_norm``: one without weights after it
+    (Llama 4). ``sinks`` (heads,): a logit per head that takes part in the softmax (gpt-oss).
+    """
+
+    qkv: Linear
+    output: Linear
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    eps: float = 1e-6
+    qk_norm: ml.Tensor | None = None
+    plain_norm: bool = False
+    gated: bool = False
+    sinks: ml.Tensor | None = None
+
+    def __call__(
+        self,
+        ctx: ml.Context,
+        x: ml.Tensor,
+        cache: Cache,
+        rotation: nn.Rotation | None = None,
+        temperature: ml.Tensor | None = None,
+    ) -> ml.Tensor:
+        """x (tokens, hidden_size) -> the same; ``temperature`` (tokens, 1, 1) multiplies the queries."""
+        tokens, heads, rotated = x.shape[0], self.heads, self.heads + self.kv_heads
+        joined = self.qkv(ctx, x)
+        joined = joined.reshape(ctx, tokens, joined.shape[1] // self.head_dim, self.head_dim)
+        qk = joined.slice(ctx, 1, 0, rotated)
+        if self.qk_norm is not None:
+            qk = qk.rms_norm(ctx, None, self.eps).mul(ctx, self.qk_norm)
+        if rotation is not None:
+            qk = rotation.apply(ctx, qk)
+        if self.plain_norm:
+            qk = qk.rms_norm(ctx, None, self.eps)
+        query, key = qk.slice(ctx, 1, 0, heads), qk.slice(ctx, 1, heads, rotated)
+        if temperature is not None:
+            query = query.mul(ctx, temperature)
+        values = rotated + self.kv_heads
+        cache.put(ctx, key, joined.slice(ctx, 1, rotated, values))
+        attended = cache.attend(ctx, query, self.scale, self.sinks)
+        if self.gated:
+            gate = joined.slice(ctx, 1, values, values + heads)
+            attended = attended.mul(ctx, gate.sigmoid(ctx))
+        return self.output(ctx, merge_heads(ctx, attended))
+
+
+def merge_heads(ctx: ml.Context, attended: ml.Tensor) -> ml.Tensor:
+    """(tokens, heads, head_dim) -> (tokens, heads * head_dim)."""
+    tokens, heads, head_dim = attended.shape
+    try:
+        return attended.reshape(ctx, tokens, heads * head_dim)
+    except ml.ShapeError:  # kernels that work head by head return a permuted view
+        return attended.contiguous(ctx).reshape(ctx, tokens, heads * head_dim)
+
+
+def load_attention(
+    load: Loader, ctx: ml.Context, prefix: str, config: ModelConfig, **options: Any
+) -> Attention:
+    """Of the tensors below ``prefix``; ``options`` are fields of Attention."""
+    if "qkv" not in options:
+        options["qkv"] = load.linear(ctx, *(f"{prefix}.{name}_proj" for name in "qkv"))
+    fields = {
+        "output": load.summed(ctx, f"{prefix}.o_proj"),
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "scale": config.head_dim**-0.5,
+        "eps": config.rms_norm_eps,
+    }
+    return Attention(**(fields | options))
+
+
+def qk_norm(
+    load: Loader, ctx: ml.Context, prefix: str, config: ModelConfig, offset: float = 0.0
+) -> ml.Tensor:
+    """(heads + kv_heads, head_dim): the queries' weight for each head, then the keys'."""
+    query, key = (load.take(f"{prefix}.{name}_norm.weight").astype(np.float32) for name in "qk")
+    return load.put(ctx, np.stack([query] * config.heads + [key] * config.kv_heads) + np.float32(offset))

@@ -1,0 +1,200 @@
+"""What decoders share: embedding, layers one after another, norm and head.
+
+A layer is two parts, so that the last layer need not compute rows that nobody reads::
+
+    mix    reads other tokens, by way of the cache: attention, a recurrence
+    feed   works on every token alone: an MLP, a mixture of experts
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import numpy as np
+
+import ml
+from kvcache.cache import Batch, Cache
+from kvcache.runner.config import ModelConfig
+from kvcache.runner.errors import RequestError
+from kvcache.runner.models.loader import Linear, Loader, Progress, Shapes, Weights
+from kvcache.runner.parallel import Share
+from ml import nn
+
+__all__ = ["CausalModel", "Decoder", "Layer", "Step", "token_ids"]
+
+C = TypeVar("C", bound=ModelConfig)
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward pass as its layers see it.
+
+    ``rotations`` are made once, for the layer types of a model; ``tensors`` and, on the host, ``plans``
+    are whatever else a family computes once for all layers.
+    """
+
+    batch: Batch
+    cache: Any
+    rotations: dict[str, nn.Rotation] = field(default_factory=dict)
+    tensors: dict[str, ml.Tensor] = field(default_factory=dict)
+    plans: dict[str, Any] = field(default_factory=dict)
+
+    def to(self, ctx: ml.Context) -> Self:
+        """The same step with its tensors on the device of ``ctx``."""
+        return dataclasses.replace(
+            self,
+            rotations={name: rotation.to(ctx) for name, rotation in self.rotations.items()},
+            tensors={name: tensor.cast(ctx, tensor.dtype) for name, tensor in self.tensors.items()},
+        )
+
+
+class Layer(Protocol):
+    def mix(self, ctx: ml.Context, hidden: ml.Tensor, step: Step) -> ml.Tensor:
+        """hidden (tokens, hidden_size) -> the same, the residual added."""
+
+    def feed(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        """hidden (tokens, hidden_size) -> the same, the residual added; tokens may be fewer."""
+
+
+class Decoder:
+    """The forward pass; families load the weights and say what their layers are.
+
+    ``dtype`` is what weights and activations are held in (logits are F32). Layer i lies on the device
+    of ``ctx.layer(i)``, embeddings and head on that of ``ctx.input()``.
+    """
+
+    cache_type: type
+    """What ``make_cache`` returns."""
+    backend: ml.Backend
+    dtype: ml.DType
+    _layers: Sequence[Layer]
+
+    # What families say.
+
+    def make_cache(self) -> Cache:
+        """A cache for this model's layers, still to be bound by ``init``."""
+        raise NotImplementedError
+
+    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+        """What the layers of this pass share."""
+        raise NotImplementedError
+
+    def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
+        """(tokens, hidden_size) of the batch's inputs."""
+        raise NotImplementedError
+
+    def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        """hidden (rows, hidden_size) -> (rows, vocab_size)."""
+        raise NotImplementedError
+
+    # One pass.
+
+    def forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
+        """Logits F32 (len(batch.outputs), vocab_size) of the rows in ``batch.outputs``; None: of all.
+
+        ``batch.inputs`` are token ids, one per position. The caller has called
+        ``cache.start_forward(ctx, batch)``: that is where a batch that does not fit is refused.
+        """
+        if not isinstance(cache, self.cache_type):
+            raise RequestError(
+                f"forward: {type(self).__name__} runs on a {self.cache_type.__name__}, not a "
+                f"{type(cache).__name__}; its make_cache() makes one"
+            )
+        outputs = batch.outputs
+        if outputs is not None and list(outputs) == list(range(len(batch))):
+            outputs = None
+        here, last = ctx.input(), len(self._layers) - 1
+        hidden = self._embed(here, batch)
+        step = self._begin(here, batch, cache)
+        for i, layer in enumerate(self._layers):
+            there = ctx.layer(i)
+            if len(self.backend.devices) > 1 and there is not here:
+                hidden, step = hidden.cast(there, self.dtype), step.to(there)
+            here = there
+            cache.set_layer(i)
+            hidden = layer.mix(here, hidden, step)
+            if i == last and outputs is not None:
+                hidden = hidden.rows(here, outputs)
+            hidden = layer.feed(here, hidden)
+        here = ctx.input()
+        if len(self.backend.devices) > 1:
+            hidden = hidden.cast(here, self.dtype)
+        logits = self._logits(here, hidden)
+        return logits if self.dtype is ml.DType.F32 else logits.cast(here, ml.DType.F32)
+
+
+class CausalModel(Decoder, Generic[C]):
+    """A decoder whose tensors are called as Llama's: embedding, layers, an RMS norm and a head.
+
+    ``progress(done, total)`` counts tensors as they are loaded. ``share``: this is one rank's part of a
+    model, with a config and weights that are cut to it (kvcache.runner.parallel).
+
+    Raises ModelError for a tensor missing or of the wrong shape.
+    """
+
+    norm_offset = 0.0
+    """1 where norms are stored around zero."""
+
+    def __init__(
+        self,
+        backend: ml.Backend,
+        config: C,
+        weights: Weights,
+        dtype: ml.DType = ml.DType.F32,
+        progress: Progress | None = None,
+        share: Share | None = None,
+    ) -> None:
+        self.backend = backend
+        self.share = share
+        self.config = config
+        self.dtype = dtype
+        self.origin: Path | None = getattr(weights, "origin", None)
+        load = Loader(weights, self.shapes(config), dtype, progress, share.group if share else None)
+        with backend.new_context() as ctx:
+            here = ctx.input()
+            self._embedding = load.tensor(here, "model.embed_tokens.weight")
+            self._layers = [self._layer(load, ctx.layer(i), i) for i in range(config.layers)]
+            self._norm = load.norm(here, "model.norm", self.norm_offset)
+            self._head = Linear(self._load_head(load, here).permute(here, 1, 0))
+
+    @staticmethod
+    def shapes(config: Any) -> Shapes:
+        """The name and shape of every tensor of a model of this config."""
+        raise NotImplementedError
+
+    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
+        raise NotImplementedError
+
+    def _load_head(self, load: Loader, ctx: ml.Context) -> ml.Tensor:
+        """(vocab_size, hidden_size), or the rows of this rank; a tied one is a view of the embedding."""
+        rows = self.share.vocab if self.share else range(self.config.vocab_size)
+        if self.config.tie_embeddings:
+            return self._embedding.slice(ctx, 0, rows.start, rows.stop) if self.share else self._embedding
+        return load.put(ctx, load.take("lm_head.weight")[rows.start : rows.stop])
+
+    def forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
+        if self.share is not None:
+            self.share.check_step(ctx, batch)
+        return super().forward(ctx, batch, cache)
+
+    def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
+        return nn.embedding(ctx, self._embedding, token_ids(batch))
+
+    def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        logits = self._head(ctx, hidden.rms_norm(ctx, self._norm, self.config.rms_norm_eps))
+        return self.share.all_logits(ctx, logits, self.config.vocab_size) if self.share else logits
+
+
+def token_ids(batch: Batch) -> ml.Indices:
+    """The batch's inputs. Raises RequestError unless there is one token id per position."""
+    if batch.inputs is None:
+        raise RequestError("forward: the batch has no inputs; they are the token ids")
+    tokens: ml.Indices = batch.inputs
+    count = len(tokens) if isinstance(tokens, (Sequence, np.ndarray)) else tokens.shape[0]
+    if count != len(batch):
+        raise RequestError(f"forward: {count} inputs for {len(batch)} positions; there is one token each")
+    return tokens

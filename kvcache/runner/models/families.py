@@ -1,0 +1,131 @@
+"""Which models the runner knows: by the name in config.json's ``architectures``.
+
+>>> from kvcache.runner.models.families import FAMILIES
+>>> sorted(name for name, family in FAMILIES.items() if not family.causal)
+['WhisperForConditionalGeneration']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml
+from kvcache.cache import Cache
+from kvcache.caches.causal import CausalCache
+from kvcache.runner.checkpoints.weights import expected_shapes
+from kvcache.runner.config import SUPPORTED_ARCHITECTURES, ModelConfig, parse_config
+from kvcache.runner.errors import ModelError
+from kvcache.runner.models import gemma3, gpt_oss, llama4, qwen3_next, whisper
+from kvcache.runner.models.llama import Llama
+from kvcache.runner.models.loader import Shapes
+from kvcache.runner.parallel import Share, check_ranks, share_of
+from ml import nn
+
+__all__ = ["FAMILIES", "Family", "family_of"]
+
+Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a kind of model is read and run.
+
+    ``parse(raw, generation)``: config.json and generation_config.json to a config. ``model(backend,
+    config, weights, dtype, progress)``: the weights and their forward pass. ``make_cache(config, dtype,
+    **options)``: an unbound cache, with the dtype of the model's activations; options are the family's
+    own (``memory``, ``checkpoints``). ``shapes(config)``: every tensor it reads. ``model_type``: as
+    config.json has it where it names no architecture. ``causal``: a decoder alone, which ``Generator``
+    and ``kvcache generate`` can run. ``divisible``: its layers can be split over ranks by heads, and
+    ``model`` takes ``share=``.
+    """
+
+    parse: Callable[[Raw, Raw], Any]
+    model: Callable[..., Any]
+    make_cache: Callable[..., Cache]
+    shapes: Callable[[Any], Shapes]
+    model_type: str | None = None
+    causal: bool = True
+    divisible: bool = False
+
+    def check_ranks(self, config: Any, size: int) -> None:
+        """Raise ModelError for a family that is not split, or not over so many ranks."""
+        if not self.divisible:
+            known = ", ".join(name for name, family in FAMILIES.items() if family.divisible)
+            raise ModelError(
+                f"tensor parallelism: {config.architecture} is not split over ranks; {known} are: "
+                "run it on one rank"
+            )
+        check_ranks(config, size)
+
+    def share(self, config: Any, group: ml.Group) -> Share:
+        """What one rank computes. Raises what ``check_ranks`` does."""
+        self.check_ranks(config, group.size)
+        return share_of(config, group)
+
+
+def family_of(config: Any) -> Family:
+    """The family of a config, whatever made it. Raises ModelError for an unknown architecture."""
+    try:
+        return FAMILIES[config.architecture]
+    except KeyError:
+        raise ModelError(
+            f"unsupported architecture {config.architecture}; supported are {', '.join(FAMILIES)}"
+        ) from None
+
+
+def _llama_cache(config: ModelConfig, dtype: ml.DType | None = None) -> CausalCache:
+    return CausalCache(nn.rope_shift(config.rope))
+
+
+_LLAMA = Family(parse_config, Llama, _llama_cache, expected_shapes, divisible=True)
+
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(SUPPORTED_ARCHITECTURES, _LLAMA),
+    "Gemma3ForCausalLM": Family(
+        gemma3.parse,
+        gemma3.Gemma3,
+        gemma3.make_cache,
+        gemma3.shapes,
+        "gemma3_text",
+        divisible=True,
+    ),
+    "GptOssForCausalLM": Family(
+        gpt_oss.parse,
+        gpt_oss.GptOss,
+        gpt_oss.make_cache,
+        gpt_oss.shapes,
+        "gpt_oss",
+    ),
+    "Llama4ForCausalLM": Family(
+        llama4.parse,
+        llama4.Llama4,
+        llama4.make_cache,
+        llama4.shapes,
+        "llama4_text",
+    ),
+    "Qwen3NextForCausalLM": Family(
+        qwen3_next.parse,
+        qwen3_next.Qwen3Next,
+        qwen3_next.make_cache,
+        qwen3_next.shapes,
+        "qwen3_next",
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        qwen3_next.parse_dense,
+        qwen3_next.Qwen3Next,
+        qwen3_next.make_cache,
+        qwen3_next.shapes,
+        "qwen3_5_text",
+    ),
+    "WhisperForConditionalGeneration": Family(
+        whisper.parse,
+        whisper.Whisper,
+        whisper.make_cache,
+        whisper.shapes,
+        "whisper",
+        causal=False,
+    ),
+}
+"""Every architecture that is known."""

@@ -1,0 +1,97 @@
+"""Gated MLPs, and mixtures of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+import ml
+from kvcache.runner.models.loader import Linear, Loader
+from ml import nn
+
+__all__ = ["Activation", "Experts", "GatedMLP", "geglu", "load_mlp", "mlp_shapes", "swiglu"]
+
+Activation = Callable[[ml.Context, ml.Tensor, ml.Tensor], ml.Tensor]
+"""(ctx, gate, up) -> the gated product."""
+
+swiglu: Activation = nn.swiglu
+
+
+def geglu(ctx: ml.Context, gate: ml.Tensor, up: ml.Tensor) -> ml.Tensor:
+    """``gelu(gate) * up`` with the tanh approximation (Shazeer, 2020)."""
+    return gate.gelu(ctx, "tanh").mul(ctx, up)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """``down(activation(gate(x), up(x)))``; gate and up are one product, gate first."""
+
+    gate_up: Linear
+    down: Linear
+    activation: Activation = swiglu
+
+    def __call__(self, ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
+        both = self.gate_up(ctx, x)
+        inner = both.shape[1] // 2
+        gate, up = both.slice(ctx, 1, 0, inner), both.slice(ctx, 1, inner, 2 * inner)
+        return self.down(ctx, self.activation(ctx, gate, up))
+
+
+def load_mlp(load: Loader, ctx: ml.Context, prefix: str, activation: Activation = swiglu) -> GatedMLP:
+    """Of the tensors below ``prefix``."""
+    gate_up = load.linear(ctx, f"{prefix}.gate_proj", f"{prefix}.up_proj")
+    return GatedMLP(gate_up, load.summed(ctx, f"{prefix}.down_proj"), activation)
+
+
+def mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    """The tensors that ``load_mlp`` reads."""
+    return {
+        f"{prefix}.gate_proj.weight": (inner, hidden),
+        f"{prefix}.up_proj.weight": (inner, hidden),
+        f"{prefix}.down_proj.weight": (hidden, inner),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts (Shazeer et al., 2017): every token goes through k of ``experts``.
+
+    The pairs (token, expert) are sorted by expert on the host, so that each expert runs once, over its
+    own tokens alone, and only experts that were chosen run. That reads the choice back from the
+    device: one synchronisation per layer.
+    """
+
+    experts: Sequence[GatedMLP]
+
+    def __call__(
+        self,
+        ctx: ml.Context,
+        x: ml.Tensor,
+        weights: ml.Tensor,
+        chosen: ml.Tensor,
+        weigh_input: bool = False,
+    ) -> ml.Tensor:
+        """x (tokens, hidden), weights (tokens, k), chosen I32 (tokens, k) -> (tokens, hidden).
+
+        The weights multiply what comes out of the experts, or what goes in (``weigh_input``).
+        """
+        tokens, k = chosen.shape
+        pairs = chosen.to_numpy().reshape(-1)
+        order = np.argsort(pairs, kind="stable")
+        counts = np.bincount(pairs, minlength=len(self.experts))
+        inputs = x.rows(ctx, order // k)
+        if weigh_input:
+            inputs = inputs.mul(ctx, weights.reshape(ctx, tokens * k, 1).rows(ctx, order))
+        result = ctx.empty(inputs.shape, x.dtype)
+        start = 0
+        for expert, count in zip(self.experts, counts.tolist(), strict=True):
+            if count:
+                out = expert(ctx, inputs.slice(ctx, 0, start, start + count))
+                out.copy(ctx, result.slice(ctx, 0, start, start + count))
+                start += count
+        result = result.rows(ctx, np.argsort(order)).reshape(ctx, tokens, k, x.shape[1])
+        if not weigh_input:
+            result = result.mul(ctx, weights.reshape(ctx, tokens, k, 1))
+        return result.sum(ctx, 1)

@@ -1,0 +1,171 @@
+"""Gemma 3, text only, written once on ml.nn: sliding and full layers in turns.
+
+Gemma Team, "Gemma 3 Technical Report", 2025 (arXiv 2503.19786); transformers' modeling_gemma3.py::
+
+    hidden += norm(attend(norm(hidden)))     queries and keys normalised per head, then rotated
+    hidden += norm(mlp(norm(hidden)))        gelu(gate) * up
+
+Norms are stored around zero: their weight is 1 + w. Sliding layers turn with a rotary base of their
+own, and unscaled. Embeddings are multiplied by sqrt(hidden_size), a number of the weights' dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import ml
+from kvcache.cache import Batch, Cache
+from kvcache.caches.wrapper import WrapperCache
+from kvcache.runner.models.attention import Attention, load_attention, qk_norm
+from kvcache.runner.models.decoder import CausalModel, Layer, Step
+from kvcache.runner.models.feedforward import GatedMLP, geglu, load_mlp, mlp_shapes
+from kvcache.runner.models.layer_types import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    Shape,
+    SlidingConfig,
+    attention_shapes,
+    common_fields,
+    layer_types,
+    model_shapes,
+    parse_rope,
+    refuse,
+    sliding_cache,
+)
+from kvcache.runner.models.loader import Loader
+from ml import nn
+
+__all__ = ["Gemma3", "Gemma3Config", "make_cache", "parse", "shapes"]
+
+_DEFAULTS = {
+    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma3Config(SlidingConfig):
+    """``rope`` is that of the full layers."""
+
+    local_rope: nn.RopeSpec
+    query_scalar: float
+    logit_softcap: float | None
+
+
+def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3Config:
+    refuse(
+        raw,
+        {
+            "hidden_activation": ["gelu_pytorch_tanh"],
+            "attn_logit_softcapping": [None],
+            "use_bidirectional_attention": [False, None],
+        },
+    )
+    raw = {**_DEFAULTS, **raw}
+    fields = common_fields(raw, generation, "Gemma3ForCausalLM")
+    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    types = SLIDING_ATTENTION, FULL_ATTENTION
+    kinds = layer_types(raw, types, lambda i: types[(i + 1) % pattern == 0])
+    local = {"rope_theta": raw.get("rope_local_base_freq", 10_000.0)}
+    local = (raw.get("rope_parameters") or {}).get(SLIDING_ATTENTION) or local
+    cap = raw.get("final_logit_softcapping")
+    head_dim = fields["head_dim"]
+    return Gemma3Config(
+        **(fields | {"layer_types": kinds}),
+        rope=parse_rope(raw, head_dim, 1_000_000.0, FULL_ATTENTION),
+        kinds=kinds,
+        window=int(fields["sliding_window"] or fields["max_positions"]),
+        local_rope=parse_rope({**raw, "rope_parameters": local}, head_dim, 10_000.0),
+        query_scalar=float(raw.get("query_pre_attn_scalar", 256)),
+        logit_softcap=None if cap is None else float(cap),
+    )
+
+
+def shapes(config: Gemma3Config) -> dict[str, Shape]:
+    """The name and shape of every tensor."""
+    layer = attention_shapes(config, qk_norm=True)
+    layer |= {f"{name}.weight": (config.hidden_size,) for name in _NORMS}
+    layer |= mlp_shapes("mlp", config.hidden_size, config.intermediate_size)
+    return model_shapes(config, lambda _: layer)
+
+
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+def make_cache(
+    config: Gemma3Config, dtype: ml.DType | None = None, memory: int | None = None
+) -> WrapperCache:
+    """For the two types of layers; ``memory`` as SlidingWindowCache has it, any ``dtype`` alike."""
+    return sliding_cache(config.window, config.local_rope, config.rope, memory)
+
+
+class Gemma3(CausalModel[Gemma3Config]):
+    """The weights of a model and its forward pass."""
+
+    cache_type = WrapperCache
+    norm_offset = 1.0
+    shapes = staticmethod(shapes)
+
+    def make_cache(self) -> WrapperCache:
+        return make_cache(self.config)
+
+    def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
+        scale = float(np.asarray(math.sqrt(self.config.hidden_size), self.dtype.numpy))
+        return super()._embed(ctx, batch).scale(ctx, scale)
+
+    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+        ropes = {SLIDING_ATTENTION: self.config.local_rope, FULL_ATTENTION: self.config.rope}
+        rotations = {kind: nn.Rotation(ctx, batch.positions, rope) for kind, rope in ropes.items()}
+        return Step(batch, cache, rotations)
+
+    def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        logits, cap = super()._logits(ctx, hidden), self.config.logit_softcap
+        return logits if cap is None else logits.scale(ctx, 1 / cap).tanh(ctx).scale(ctx, cap)
+
+    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
+        config, prefix = self.config, f"model.layers.{i}"
+        one, two, three, four = (load.norm(ctx, f"{prefix}.{name}", 1.0) for name in _NORMS)
+        attention = load_attention(
+            load,
+            ctx,
+            f"{prefix}.self_attn",
+            config,
+            scale=config.query_scalar**-0.5,
+            qk_norm=qk_norm(load, ctx, f"{prefix}.self_attn", config, 1.0),
+        )
+        mlp = load_mlp(load, ctx, f"{prefix}.mlp", geglu)
+        kind, cache_kind = config.kinds[i], config.cache_kind(i)
+        return _Layer(kind, cache_kind, config.rms_norm_eps, (one, two, three, four), attention, mlp)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    kind: str
+    cache_kind: int
+    eps: float
+    norms: tuple[ml.Tensor, ml.Tensor, ml.Tensor, ml.Tensor]
+    attention: Attention
+    mlp: GatedMLP
+
+    def mix(self, ctx: ml.Context, hidden: ml.Tensor, step: Step) -> ml.Tensor:
+        step.cache.set_layer_type(self.cache_kind)
+        before, after = self.norms[:2]
+        normed = hidden.rms_norm(ctx, before, self.eps)
+        attended = self.attention(ctx, normed, step.cache, step.rotations[self.kind])
+        return hidden.add(ctx, attended.rms_norm(ctx, after, self.eps))
+
+    def feed(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        before, after = self.norms[2:]
+        result = self.mlp(ctx, hidden.rms_norm(ctx, before, self.eps))
+        return hidden.add(ctx, result.rms_norm(ctx, after, self.eps))

@@ -1,0 +1,162 @@
+"""gpt-oss, written once on ml.nn: sliding and full layers by turns, attention sinks, experts.
+
+OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (arXiv 2508.10925); transformers'
+modeling_gpt_oss.py. Unquantised weights only. Each head has a logit that takes part in the softmax and
+is dropped; biases are everywhere; an expert's gate and up are stored by turns and clamped::
+
+    (min(up, limit) + 1) * gate * sigmoid(alpha * gate)    gate <= limit, -limit <= up <= limit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import ml
+from kvcache.cache import Batch, Cache
+from kvcache.caches.wrapper import WrapperCache
+from kvcache.runner.models.attention import Attention, load_attention
+from kvcache.runner.models.decoder import CausalModel, Layer, Step
+from kvcache.runner.models.feedforward import Activation
+from kvcache.runner.models.layer_types import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    Shape,
+    SlidingConfig,
+    attention_shapes,
+    common_fields,
+    layer_types,
+    model_shapes,
+    parse_rope,
+    refuse,
+    sliding_cache,
+)
+from kvcache.runner.models.loader import Loader
+from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
+from kvcache.runner.models.routing import SparseMLP, load_experts
+from ml import nn
+
+__all__ = ["GptOss", "GptOssConfig", "make_cache", "parse", "shapes"]
+
+_ROPE = "rope"
+_DEFAULTS = {
+    "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+    "sliding_window": 128, "attention_bias": True,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096, "rope_theta": 150_000.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GptOssConfig(SlidingConfig):
+    """``alpha`` and ``limit`` as above."""
+
+    experts: int
+    experts_per_token: int
+    alpha: float
+    limit: float
+
+
+def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> GptOssConfig:
+    refuse(raw, {"hidden_act": ["silu", "swish"]})
+    raw = {**_DEFAULTS, **raw}
+    fields = common_fields(raw, generation, "GptOssForCausalLM")
+    if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
+        raw["rope_parameters"] = _YARN
+    types = SLIDING_ATTENTION, FULL_ATTENTION
+    kinds = layer_types(raw, types, lambda i: types[i % 2])
+    return GptOssConfig(
+        **(fields | {"layer_types": kinds}),
+        rope=parse_rope(raw, fields["head_dim"], 150_000.0),
+        kinds=kinds,
+        window=int(fields["sliding_window"] or fields["max_positions"]),
+        experts=raw["num_local_experts"],
+        experts_per_token=raw["num_experts_per_tok"],
+        alpha=float(raw.get("swiglu_alpha", 1.702)),
+        limit=float(raw.get("swiglu_limit", 7.0)),
+    )
+
+
+def shapes(config: GptOssConfig) -> dict[str, Shape]:
+    """The name and shape of every tensor."""
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
+    layer = attention_shapes(config) | norm_shapes(hidden)
+    layer |= {
+        "self_attn.sinks": (config.heads,),
+        "mlp.router.weight": (experts, hidden),
+        "mlp.router.bias": (experts,),
+        "mlp.experts.gate_up_proj": (experts, hidden, 2 * inner),
+        "mlp.experts.gate_up_proj_bias": (experts, 2 * inner),
+        "mlp.experts.down_proj": (experts, inner, hidden),
+        "mlp.experts.down_proj_bias": (experts, hidden),
+    }
+    return model_shapes(config, lambda _: layer)
+
+
+def make_cache(
+    config: GptOssConfig, dtype: ml.DType | None = None, memory: int | None = None
+) -> WrapperCache:
+    """For the two types of layers; ``memory`` as SlidingWindowCache has it, any ``dtype`` alike."""
+    return sliding_cache(config.window, config.rope, config.rope, memory)
+
+
+class GptOss(CausalModel[GptOssConfig]):
+    """The weights of a model and its forward pass."""
+
+    cache_type = WrapperCache
+    shapes = staticmethod(shapes)
+
+    def make_cache(self) -> WrapperCache:
+        return make_cache(self.config)
+
+    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+        return Step(batch, cache, {_ROPE: nn.Rotation(ctx, batch.positions, self.config.rope)})
+
+    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
+        config, prefix = self.config, f"model.layers.{i}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        return _Layer(
+            cache_kind=config.cache_kind(i),
+            eps=config.rms_norm_eps,
+            norms=load_norms(load, ctx, prefix),
+            attention=load_attention(
+                load, ctx, attention, config, sinks=load.tensor(ctx, f"{attention}.sinks")
+            ),
+            mlp=SparseMLP(
+                load.linear(ctx, f"{mlp}.router"),
+                load_experts(load, ctx, f"{mlp}.experts", _clamped(config), _gate_first),
+                config.experts_per_token,
+                "softmax of top",
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer(PreNormLayer):
+    cache_kind: int
+    attention: Attention
+
+    def _mixed(self, ctx: ml.Context, normed: ml.Tensor, step: Step) -> ml.Tensor:
+        step.cache.set_layer_type(self.cache_kind)
+        return self.attention(ctx, normed, step.cache, step.rotations[_ROPE])
+
+
+def _gate_first(rows: np.ndarray) -> np.ndarray:
+    """Rows gate, up, gate, up, ... as all of gate, then all of up."""
+    return np.concatenate((rows[::2], rows[1::2]))
+
+
+def _clamped(config: GptOssConfig) -> Activation:
+    alpha, limit = config.alpha, config.limit
+
+    def activation(ctx: ml.Context, gate: ml.Tensor, up: ml.Tensor) -> ml.Tensor:
+        gate, up = gate.clamp(ctx, None, limit), up.clamp(ctx, -limit, limit)
+        gated = gate.mul(ctx, gate.scale(ctx, alpha).sigmoid(ctx))
+        return gated.add(ctx, up.mul(ctx, gated))
+
+    return activation

@@ -1,0 +1,178 @@
+"""Llama 4, text only, written once on ml.nn: chunked layers with rope, full layers without.
+
+transformers' modeling_llama4.py. Chunked layers rotate neighbouring dimensions, then normalise queries
+and keys per head (norms without weights: a rotation keeps the length). The other layers know no
+positions; their queries grow with the position (Nakanishi, "Scalable-Softmax", arXiv 2501.19399)::
+
+    1 + scale * log(1 + floor((position + 1) / floor_scale))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+import ml
+from kvcache.cache import Batch, Cache
+from kvcache.caches.causal import CausalCache
+from kvcache.caches.windows import ChunkedCache
+from kvcache.caches.wrapper import WrapperCache
+from kvcache.runner.config import ModelConfig
+from kvcache.runner.models.attention import Attention, load_attention
+from kvcache.runner.models.decoder import CausalModel, Layer, Step
+from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
+from kvcache.runner.models.layer_types import (
+    FULL_ATTENTION,
+    Shape,
+    attention_shapes,
+    common_fields,
+    layer_types,
+    model_shapes,
+    parse_rope,
+    refuse,
+)
+from kvcache.runner.models.loader import Loader
+from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
+from kvcache.runner.models.routing import SparseMLP, load_experts
+from ml import nn
+
+__all__ = ["Llama4", "Llama4Config", "make_cache", "parse", "shapes"]
+
+_CHUNKED_ATTENTION = "chunked_attention"
+_CHUNKED, _FULL = 0, 1
+_ROPE, _TEMPERATURE = "rope", "temperature"
+_DEFAULTS = {
+    "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+    "attention_chunk_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Llama4Config(ModelConfig):
+    """``rotated[i]`` says whether layer i has rope; ``sparse[i]`` whether it has experts, which are of
+    ``intermediate_size``, or an MLP of ``dense_size``. ``temperature`` is (scale, floor_scale).
+    """
+
+    kinds: tuple[str, ...]
+    chunk: int
+    rotated: tuple[bool, ...]
+    plain_norm: bool
+    sparse: tuple[bool, ...]
+    dense_size: int
+    experts: int
+    experts_per_token: int
+    temperature: tuple[float, float] | None
+
+
+def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Llama4Config:
+    refuse(raw, {"hidden_act": ["silu", "swish"]})
+    raw = {**_DEFAULTS, **raw}
+    fields = common_fields(raw, generation, "Llama4ForCausalLM")
+    count = raw["num_hidden_layers"]
+    interval = raw.get("no_rope_layer_interval", 4)
+    rotated = raw.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(count)]
+    types = _CHUNKED_ATTENTION, FULL_ATTENTION
+    kinds = layer_types(raw, types, lambda i: types[not rotated[i]])
+    step = raw.get("interleave_moe_layer_step", 1)
+    sparse = raw.get("moe_layers")
+    if sparse is None:
+        sparse = range(step - 1, count, step)
+    temperature = float(raw.get("attn_scale", 0.1)), float(raw.get("floor_scale", 8192))
+    rope = parse_rope(raw, fields["head_dim"], 500_000.0)
+    return Llama4Config(
+        **(fields | {"layer_types": kinds, "sliding_window": None}),
+        rope=replace(rope, interleaved=True),
+        kinds=kinds,
+        chunk=int(raw["attention_chunk_size"] or fields["max_positions"]),
+        rotated=tuple(map(bool, rotated)),
+        plain_norm=bool(raw.get("use_qk_norm", True)),
+        sparse=tuple(i in sparse for i in range(count)),
+        dense_size=raw["intermediate_size_mlp"],
+        experts=raw["num_local_experts"],
+        experts_per_token=raw["num_experts_per_tok"],
+        temperature=temperature if raw.get("attn_temperature_tuning", True) else None,
+    )
+
+
+def shapes(config: Llama4Config) -> dict[str, Shape]:
+    """The name and shape of every tensor."""
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
+    both = attention_shapes(config) | norm_shapes(hidden)
+    dense = both | mlp_shapes("feed_forward", hidden, config.dense_size)
+    sparse = both | mlp_shapes("feed_forward.shared_expert", hidden, inner)
+    sparse |= {
+        "feed_forward.router.weight": (experts, hidden),
+        "feed_forward.experts.gate_up_proj": (experts, hidden, 2 * inner),
+        "feed_forward.experts.down_proj": (experts, inner, hidden),
+    }
+    return model_shapes(config, lambda i: sparse if config.sparse[i] else dense)
+
+
+def make_cache(config: Llama4Config, dtype: ml.DType | None = None) -> WrapperCache:
+    """For the two types of layers: type 0 is chunked, type 1 full; any ``dtype`` alike.
+
+    When tokens are removed from the middle, keys without positions stay what they are.
+    """
+    turn = nn.rope_shift(config.rope)
+
+    def shift(ctx: ml.Context, layer: int, key: ml.Tensor, offsets: ml.Tensor) -> ml.Tensor:
+        return turn(ctx, layer, key, offsets) if config.rotated[layer] else key
+
+    return WrapperCache(ChunkedCache(config.chunk, shift), CausalCache(shift))
+
+
+class Llama4(CausalModel[Llama4Config]):
+    """The weights of a model and its forward pass."""
+
+    cache_type = WrapperCache
+    shapes = staticmethod(shapes)
+
+    def make_cache(self) -> WrapperCache:
+        return make_cache(self.config)
+
+    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+        step = Step(batch, cache, {_ROPE: nn.Rotation(ctx, batch.positions, self.config.rope)})
+        if self.config.temperature is not None:
+            scale, floor = self.config.temperature
+            positions = np.asarray(batch.positions, np.float32)
+            grown = 1 + scale * np.log1p(np.floor((positions + 1) / floor))
+            step.tensors[_TEMPERATURE] = ctx.from_numpy(grown[:, None, None], self.dtype)
+        return step
+
+    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
+        config, prefix = self.config, f"model.layers.{i}"
+        rotated = config.rotated[i]
+        attention = load_attention(
+            load, ctx, f"{prefix}.self_attn", config, plain_norm=config.plain_norm and rotated
+        )
+        build = self._sparse if config.sparse[i] else load_mlp
+        mlp = build(load, ctx, f"{prefix}.feed_forward")
+        kind = _CHUNKED if config.kinds[i] == _CHUNKED_ATTENTION else _FULL
+        norms = load_norms(load, ctx, prefix)
+        return _Layer(config.rms_norm_eps, norms, mlp, kind, rotated, attention)
+
+    def _sparse(self, load: Loader, ctx: ml.Context, prefix: str) -> SparseMLP:
+        return SparseMLP(
+            load.linear(ctx, f"{prefix}.router"),
+            load_experts(load, ctx, f"{prefix}.experts"),
+            self.config.experts_per_token,
+            "sigmoid of top",
+            load_mlp(load, ctx, f"{prefix}.shared_expert"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer(PreNormLayer):
+    cache_kind: int
+    rotated: bool
+    attention: Attention
+
+    def _mixed(self, ctx: ml.Context, normed: ml.Tensor, step: Step) -> ml.Tensor:
+        step.cache.set_layer_type(self.cache_kind)
+        rotation = step.rotations[_ROPE] if self.rotated else None
+        temperature = None if self.rotated else step.tensors.get(_TEMPERATURE)
+        return self.attention(ctx, normed, step.cache, rotation, temperature)

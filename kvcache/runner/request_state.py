@@ -1,0 +1,155 @@
+"""The state of one request while it runs, the sequences of the cache that requests take turns in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache.runner.requests import Finished, FinishReason, Settings, Started, Token
+from kvcache.runner.sampling import Sampler
+from kvcache.runner.tokenizer import StreamDecoder
+
+__all__ = ["RequestState", "Slot", "StopStrings", "common_prefix", "has_token"]
+
+
+class StopStrings:
+    """Passes text through up to the first stop string, holding back what may be the start of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """The text that is certain to come before any stop string."""
+        if self.found:
+            return ""
+        text = self._held + text
+        at = min((i for stop in self._stops if (i := text.find(stop)) >= 0), default=-1)
+        if at >= 0:
+            self.found, self._held = True, ""
+            return text[:at]
+        hold = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def flush(self) -> str:
+        """What was held back, at the end of a text in which no stop string came."""
+        held, self._held = self._held, ""
+        return held
+
+
+class RequestState:
+    """One request in a sequence: ``tokens`` (prompt, then generated); ``stored`` of them are in the cache."""
+
+    def __init__(self, request: int, prompt: Sequence[int], settings: Settings, sampler: Sampler) -> None:
+        self.request = request
+        self.tokens = list(prompt)
+        self.prompt_tokens = len(prompt)
+        self.stored = 0
+        self.reused = 0
+        self.settings = settings
+        self.sampler = sampler
+        self.decoder: StreamDecoder | None = None
+        self.stops = StopStrings(settings.stop)
+        self.text = ""
+        self.ended = False
+
+    @property
+    def prefilling(self) -> bool:
+        return self.stored < self.prompt_tokens
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    def start(self, reused: int) -> Started:
+        self.stored = self.reused = reused
+        return Started(self.request, self.prompt_tokens, reused)
+
+    def accept(self, token: int, eos: Sequence[int]) -> Token | None:
+        """Take in a sampled token; None for one that ends the sequence, which is no part of it."""
+        if token in eos and not self.settings.ignore_eos:
+            self.ended = True
+            return None
+        self.tokens.append(token)
+        text = self.stops.push(self.decoder.push(token)) if self.decoder else ""
+        self.text += text
+        return Token(self.request, token, text)
+
+    def advance(self, token: int, eos: Sequence[int], limit: int) -> list[Token | Finished]:
+        """Take in a sampled token: what it makes known, with the whole answer where it is the last one."""
+        event = self.accept(token, eos)
+        reason = self.finish_reason(limit)
+        if reason is None:
+            return [] if event is None else [event]
+        return self.end(reason, event)
+
+    def end(self, reason: FinishReason, last: Token | None = None) -> list[Token | Finished]:
+        """The events that end a request, ``last`` among them with the text that was still held back."""
+        tail, answer = self.finish(reason)
+        if last is None and not tail:
+            return [answer]
+        text = (last.text if last else "") + tail
+        return [Token(self.request, last.token if last else None, text), answer]
+
+    def finish_reason(self, limit: int) -> FinishReason | None:
+        """Why no further token is wanted; None while one is. ``limit``: tokens that a sequence holds."""
+        if self.ended or self.stops.found:
+            return "stop"
+        if self.generated >= self.settings.max_new_tokens:
+            return "length"
+        return "capacity" if self.stored >= limit else None
+
+    def finish(self, reason: FinishReason) -> tuple[str, Finished]:
+        """The text that was still held back, and the whole answer."""
+        tail = "" if self.decoder is None else self.stops.push(self.decoder.flush())
+        tail += self.stops.flush()
+        self.text += tail
+        generated = tuple(self.tokens[self.prompt_tokens :])
+        return tail, Finished(self.request, reason, self.text, generated, self.prompt_tokens, self.reused)
+
+
+class Slot:
+    """One sequence of the cache: a request's while ``run`` is set, else what the last one left there."""
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+        self.run: RequestState | None = None
+        self.left: list[int] = []
+        self.used = 0
+
+    @property
+    def planned(self) -> Sequence[int]:
+        """The tokens that are stored, or that a running prefill is about to store."""
+        if self.run is None:
+            return self.left
+        return self.run.tokens[: max(self.run.stored, self.run.prompt_tokens)]
+
+    @property
+    def stored(self) -> int:
+        return len(self.left) if self.run is None else self.run.stored
+
+    def leave(self) -> None:
+        """The request is done; its tokens stay for the next ones that begin alike."""
+        if self.run is not None:
+            self.left = self.run.tokens[: self.run.stored]
+            self.run = None
+
+
+def has_token(event: Token | Finished) -> bool:
+    """Whether the event is that of a token, and not of held back text or an answer alone."""
+    return isinstance(event, Token) and event.token is not None
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens ``a`` and ``b`` begin with alike."""
+    for i, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return i
+    return min(len(a), len(b))
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of ``text`` that ``stop`` begins with, less than all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,136 @@
+"""The requests of an engine, and which of their tokens go into a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.cache import Batch
+from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.prefix.radix_tree import common_length
+from kvcache.runner.consensus import Agreement
+from kvcache.runner.request_state import RequestState
+
+__all__ = ["Failed", "Part", "Request", "batch_of", "chunks", "plan_sharing", "worth_waiting"]
+
+MIN_SHARED = 16
+"""Tokens; for fewer no pass is cut short on models whose state cannot be shared from its middle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request that ended without an answer."""
+
+    request: int
+    error: Exception
+
+
+class Request:
+    """The handle of a request: ``run`` is its state, ``session`` its sequence while it is running."""
+
+    def __init__(self, run: RequestState) -> None:
+        self.run = run
+        self.session: Session | None = None
+        self.started = False
+        self.done = False
+        """Whether it finished, failed or was cancelled."""
+        self.error: Exception | None = None
+        """What it failed with."""
+        self.stops: set[int] = set()
+        """Where a pass has to end for the sake of requests that go on from there."""
+        self.ids = np.array(run.tokens, dtype=np.int64)
+        """The prompt."""
+
+    @property
+    def id(self) -> int:
+        """As the events have it in ``request``."""
+        return self.run.request
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The prompt, and what was generated so far."""
+        return tuple(self.run.tokens)
+
+    @property
+    def text(self) -> str:
+        """What was generated so far."""
+        return self.run.text
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether more than the last token of an answer is still to be computed."""
+        return not self.run.generated or len(self.run.tokens) - self.run.stored > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The next ``count`` tokens of a request."""
+
+    request: Request
+    count: int
+
+
+def batch_of(parts: Sequence[Part]) -> Batch:
+    """One pass; outputs are wanted of the parts that reach the end of their tokens."""
+    positions: list[int] = []
+    sequences: list[int] = []
+    inputs: list[int] = []
+    outputs: list[int] = []
+    for part in parts:
+        run, session = part.request.run, part.request.session
+        assert session is not None
+        end = run.stored + part.count
+        positions += range(run.stored, end)
+        sequences += [session.seq] * part.count
+        inputs += run.tokens[run.stored : end]
+        if end == len(run.tokens):
+            outputs.append(len(positions) - 1)
+    return Batch(positions, sequences, inputs=inputs, outputs=outputs)
+
+
+def chunks(requests: Iterable[Request], budget: int, prefix: PrefixCache) -> Iterator[Part]:
+    """At most ``budget`` tokens of prompts, first come first served, cut where snapshots are due."""
+    for request in requests:
+        run, session = request.run, request.session
+        assert session is not None
+        stop = min(len(run.tokens), run.stored + budget)
+        due = prefix.next_snapshot(session.seq)
+        ends = [end for end in (due, *request.stops) if end is not None and end > run.stored]
+        count = min([stop, *ends]) - run.stored
+        if count:
+            yield Part(request, count)
+            budget -= count
+
+
+def worth_waiting(
+    request: Request, running: Iterable[Request], prefix: PrefixCache, ranks: Agreement
+) -> bool:
+    """Whether a prompt that is being computed will soon have more of this one's prefix than there is now."""
+    best = 0
+    for other in running:
+        shared = _shared(request, other)
+        if other.run.stored < shared and (prefix.tree.divisible or shared in other.stops):
+            best = max(best, shared)
+    return best > 0 and best > ranks.least([prefix.longest(request.run.tokens)])[0]
+
+
+def plan_sharing(request: Request, others: Iterable[Request], prefix: PrefixCache) -> None:
+    """Have a prompt's passes end, and be kept, where others part from it.
+
+    Only where a model's state cannot be shared from its middle: a window, a recurrence.
+    """
+    session = request.session
+    if prefix.tree.divisible or session is None:
+        return
+    shared = {_shared(other, request) for other in others}
+    new = {end for end in shared if end >= max(MIN_SHARED, request.run.stored + 1)} - request.stops
+    if new:
+        prefix.cache.schedule_snapshots(session.seq, sorted(new))
+        request.stops |= new
+
+
+def _shared(request: Request, other: Request) -> int:
+    """How many tokens of a prompt another one begins with; the last is always computed."""
+    return min(common_length(request.ids, other.ids), request.ids.size - 1)

@@ -1,0 +1,1 @@
+"""What a sequence held: taken, cut, joined, restored, serialized."""

@@ -1,0 +1,91 @@
+"""Pages cut in two where they lie, in host memory: no device is asked.
+
+Only what is divisible can be: attention over all of the past, encoders' outputs, wrappers of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.stores.page import SerializedSnapshot
+
+__all__ = ["cut_page"]
+
+Meta = dict[str, Any]
+Arrays = dict[str, np.ndarray]
+
+
+def cut_page(
+    page: SerializedSnapshot, at: int, own: bool = False
+) -> tuple[SerializedSnapshot, SerializedSnapshot]:
+    """The pages of ``[begin, at)`` and ``[at, end)``, with ``at`` inside.
+
+    Their arrays are views of the page's where that can be; with ``own`` they have memory of their own,
+    so that one half is freed when it goes.
+
+    Raises SnapshotCorrupt for no page of a snapshot, or one that cannot be cut.
+    """
+    try:
+        cut = _Cut(page.arrays, at, own)
+        first, second = cut.meta(page.meta["snapshot"], "")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise SnapshotCorrupt(
+            f"cut_page: at {at}: not the page of a divisible snapshot ({error!r})"
+        ) from error
+    return SerializedSnapshot({"snapshot": first}, cut.first), SerializedSnapshot(
+        {"snapshot": second}, cut.second
+    )
+
+
+class _Cut:
+    def __init__(self, arrays: Mapping[str, np.ndarray], at: int, own: bool) -> None:
+        self.arrays, self.at, self.own = arrays, at, own
+        self.first: Arrays = {}
+        self.second: Arrays = {}
+
+    def meta(self, meta: Mapping[str, Any], name: str) -> tuple[Meta, Meta]:
+        begin, end = meta["begin"], meta["end"]
+        if not begin < self.at < end:
+            raise ValueError(f"[{begin}, {end})")
+        halves = {**meta, "end": self.at}, {**meta, "begin": self.at}
+        if meta["kind"] == "attention" and not meta["whole"]:
+            self._attention(meta, name, halves)
+        elif meta["kind"] == "encoder":
+            self._encoder(meta, halves)
+        elif meta["kind"] == "wrapper":
+            parts = [self.meta(part, f"{name}{i}/") for i, part in enumerate(meta["parts"])]
+            halves[0]["parts"], halves[1]["parts"] = ([pair[half] for pair in parts] for half in (0, 1))
+        else:
+            raise ValueError(f"kind {meta['kind']!r}")
+        return halves
+
+    def _attention(self, meta: Mapping[str, Any], name: str, halves: tuple[Meta, Meta]) -> None:
+        positions = self.arrays[f"{name}positions"]
+        count = int(np.searchsorted(positions, self.at))
+        for half, arrays, part in zip(
+            halves, (self.first, self.second), (slice(0, count), slice(count, None)), strict=True
+        ):
+            arrays[f"{name}positions"] = positions[part].copy()
+            if not positions[part].size:
+                half["layers"] = []
+                continue
+            for _, _, tensors in meta["layers"]:
+                for array, axes in tensors:
+                    where = (*[slice(None)] * axes.index(0), part)
+                    found = self.arrays[array][where]
+                    arrays[array] = found.copy() if self.own else np.ascontiguousarray(found)
+
+    def _encoder(self, meta: Mapping[str, Any], halves: tuple[Meta, Meta]) -> None:
+        """The output goes with the token that it came with."""
+        position = meta["position"]
+        if position is None:
+            return
+        in_first = position < self.at
+        halves[in_first].update(position=None, length=0, layers=[])
+        for _, tensors in meta["layers"]:
+            for array, _ in tensors:
+                (self.first if in_first else self.second)[array] = self.arrays[array]

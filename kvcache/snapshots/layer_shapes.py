@@ -1,0 +1,83 @@
+"""Which layers a cache or a page has, and how wide they are: pages are only good for a model's own.
+
+A layer's **widths** are (heads, dim) of its keys and of its values, as the model puts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, WrapperSnapshot
+from kvcache.storage.quantized import BLOCK
+from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.stores.page import SerializedSnapshot
+
+__all__ = ["Layers", "check_layers", "layers_of_cache", "layers_of_page"]
+
+Layers = Mapping[int, tuple[tuple[int, int], tuple[int, int]]]
+"""By layer the widths of keys and values: those of attention over what the model itself has written."""
+
+
+def layers_of_cache(cache: Any) -> Layers:
+    """The layers that were put so far, or restored; of all caches of a wrapper."""
+    return _of_snapshot(cache.snapshot(0, 0, 0))
+
+
+def layers_of_page(page: SerializedSnapshot) -> Layers:
+    """Those that a page, which was checked, has something of."""
+    return _of_meta(page, page.meta["snapshot"])
+
+
+def check_layers(page: SerializedSnapshot, expected: Layers) -> None:
+    """Raise SnapshotCorrupt unless a page, which was checked, has exactly these layers, as wide; {}: any."""
+    found = layers_of_page(page)
+    if not expected or not (found or _has_positions(page)):
+        return
+    lacking, strange = expected.keys() - found.keys(), found.keys() - expected.keys()
+    if lacking or strange:
+        raise SnapshotCorrupt(f"page: it has the layers {sorted(found)}; the cache stores {sorted(expected)}")
+    for i, widths in expected.items():
+        if found[i] != widths:
+            raise SnapshotCorrupt(f"page: layer {i} is {found[i]} (heads, dim); the cache stores {widths}")
+
+
+def _has_positions(page: SerializedSnapshot) -> bool:
+    """Whether attention layers have something in it."""
+    return any(array.size for name, array in page.arrays.items() if name.endswith("positions"))
+
+
+def _of_snapshot(snapshot: object) -> Layers:
+    if isinstance(snapshot, AttentionSnapshot):
+        return snapshot.shapes()
+    if isinstance(snapshot, RecurrentSnapshot):
+        return _of_snapshot(snapshot.attention)
+    parts = snapshot.parts if isinstance(snapshot, WrapperSnapshot) else ()
+    return {i: widths for part in parts for i, widths in _of_snapshot(part).items()}
+
+
+def _of_meta(page: SerializedSnapshot, meta: Mapping[str, Any]) -> Layers:
+    kind = meta["kind"]
+    if kind == "attention":
+        return {i: _pair([_shape(page, *part) for part in parts]) for i, _, parts in meta["layers"]}
+    if kind == "recurrent":
+        return _of_meta(page, meta["attention"])
+    parts = meta["parts"] if kind == "wrapper" else ()
+    return {i: widths for part in parts for i, widths in _of_meta(page, part).items()}
+
+
+def _shape(page: SerializedSnapshot, name: str, axes: Sequence[int]) -> tuple[int, ...]:
+    """An array's shape as (count, heads, ...)."""
+    shape = page.arrays[name].shape
+    return tuple(shape[axes.index(i)] for i in range(len(shape)))
+
+
+def _pair(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, int], tuple[int, int]]:
+    half = len(shapes) // 2
+    return _widths(shapes[:half]), _widths(shapes[half:])
+
+
+def _widths(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    """Of K or V, stored as one tensor, or as codes and scales."""
+    _, heads, dim = shapes[-1]
+    return heads, dim * (BLOCK if len(shapes) > 1 else 1)

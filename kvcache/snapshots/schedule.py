@@ -1,0 +1,116 @@
+"""Snapshots that are asked for ahead, at positions that a sequence has not reached yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
+from kvcache.cache import InvalidRangeError
+from kvcache.snapshots.snapshot import Snapshot
+
+__all__ = ["REPLACED", "SnapshotSchedule"]
+
+S = TypeVar("S", bound=Snapshot)
+REPLACED = -1
+"""What ``lowest_cut`` says where ``copy_prefix`` replaced all that a sequence held."""
+
+
+class SnapshotSchedule(Generic[S]):
+    """For each sequence the positions where a snapshot is due, and those that were taken or skipped."""
+
+    def __init__(self) -> None:
+        self._due: dict[int, list[int]] = {}  # none of them empty
+        self._taken: dict[int, list[S]] = {}
+        self._skipped: dict[int, list[int]] = {}
+        self._from: dict[int, int] = {}
+        self._cuts: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything is due."""
+        return bool(self._due)
+
+    def add(self, seq: int, positions: Iterable[int], offset: int) -> None:
+        """Have snapshots taken at ``positions``, all after ``offset``, where the sequence stands."""
+        wanted = sorted({int(position) for position in positions})
+        if wanted and wanted[0] <= offset:
+            raise InvalidRangeError(
+                f"schedule_snapshots: position {wanted[0]} of sequence {seq}, which is at {offset} already; "
+                "snapshot takes it now"
+            )
+        if not wanted:
+            return
+        if not self._due.get(seq) and not self._taken.get(seq):
+            self._from[seq] = offset
+        self._due[seq] = sorted({*self._due.get(seq, ()), *wanted})
+
+    def due(self, seq: int, offset: int) -> Iterator[tuple[int, int]]:
+        """[begin, end) of the snapshots that a sequence of ``offset`` tokens has reached."""
+        for position in [position for position in self._due.get(seq, ()) if position <= offset]:
+            yield self._from[seq], position
+
+    def next(self, seq: int, offset: int) -> int | None:
+        """The lowest position that is due and that a sequence of ``offset`` tokens has not reached."""
+        return min((position for position in self._due.get(seq, ()) if position > offset), default=None)
+
+    def taken(self, seq: int, snapshot: S) -> None:
+        self._taken.setdefault(seq, []).append(snapshot)
+        self._over(seq, snapshot.end)
+        self._from[seq] = snapshot.end
+
+    def skip(self, seq: int, position: int) -> None:
+        """Nothing can be taken at ``position``."""
+        self._skipped.setdefault(seq, []).append(position)
+        self._over(seq, position)
+
+    def _over(self, seq: int, position: int) -> None:
+        due = self._due[seq]
+        due.remove(position)
+        if not due:
+            del self._due[seq]
+
+    def skipped(self, seq: int) -> list[int]:
+        """Hand over the positions that were skipped."""
+        return self._skipped.pop(seq, [])
+
+    def waiting(self, seq: int) -> list[S]:
+        """What was taken and not handed over."""
+        return [*self._taken.get(seq, ())]
+
+    def take(self, seq: int, upto: int | None = None) -> list[S]:
+        """Hand over what was taken, those that end at ``upto`` or before."""
+        taken = self._taken.pop(seq, [])
+        if upto is None:
+            return taken
+        if later := [snapshot for snapshot in taken if snapshot.end > upto]:
+            self._taken[seq] = later
+        return [snapshot for snapshot in taken if snapshot.end <= upto]
+
+    def cut(self, seq: int, position: int) -> None:
+        """The sequence lost what lies at ``position`` and after: snapshots of it are due again."""
+        self._cuts[seq] = min(position, self._cuts.get(seq, position))
+        taken, skipped = self._taken.get(seq, []), self._skipped.get(seq, [])
+        gone = [snapshot for snapshot in taken if snapshot.end > position]
+        again = [end for end in skipped if end > position]
+        if gone:
+            self._taken[seq] = [snapshot for snapshot in taken if snapshot.end <= position]
+            self._from[seq] = min(snapshot.begin for snapshot in gone)
+        if again:
+            self._skipped[seq] = [end for end in skipped if end <= position]
+        if gone or again:
+            self._due[seq] = sorted({*self._due.get(seq, ()), *again, *(snapshot.end for snapshot in gone)})
+        if self._from.get(seq, 0) > position:
+            self._from[seq] = position
+
+    def replace(self, seq: int) -> None:
+        """The sequence holds the beginning of another one now."""
+        self.drop(seq)
+        self._cuts[seq] = REPLACED
+
+    def lowest_cut(self, seq: int) -> int | None:
+        """The lowest position of a ``cut`` since this was last asked, or REPLACED; None: there was none."""
+        return self._cuts.pop(seq, None)
+
+    def drop(self, seq: int) -> None:
+        """Forget all of a sequence."""
+        for held in (self._due, self._taken, self._skipped, self._from):
+            held.pop(seq, None)

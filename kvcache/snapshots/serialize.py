@@ -1,0 +1,162 @@
+"""Snapshots in host memory: the arrays of a snapshot and what they are, and back.
+
+A page is what goes to host memory, to disk or over a wire (see kvcache.stores). It names no backend and no
+layout: a page written on one backend is restored on any other that has its dtypes. Arrays keep the order
+of axes in which the cache stores them, so that they are put back by plain copies; ``axes`` says which
+(0 cells, 1 heads, 2 dims, from the outermost in).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import ml
+from kvcache.page_check import check_page
+from kvcache.snapshots.snapshot import (
+    AttentionSnapshot,
+    EncoderSnapshot,
+    LayerSnapshot,
+    RecurrentSnapshot,
+    Snapshot,
+    WrapperSnapshot,
+)
+from kvcache.stores.page import SerializedSnapshot
+
+__all__ = ["deserialize", "page_bytes", "serialize"]
+
+Meta = Mapping[str, Any]
+
+
+def serialize(backend: ml.Backend, snapshot: Snapshot) -> SerializedSnapshot:
+    """Copy a snapshot of a cache on ``backend`` to host memory, byte for byte; it stays as it is."""
+    with backend.new_context() as ctx:
+        writer = _Writer(ctx)
+        meta = writer.encode(snapshot)
+        return SerializedSnapshot({"snapshot": meta}, writer.arrays)
+
+
+def page_bytes(snapshot: Snapshot) -> int:
+    """``serialize(backend, snapshot).nbytes``, before anything is copied."""
+    if isinstance(snapshot, WrapperSnapshot):
+        return sum(page_bytes(part) for part in snapshot.parts)
+    if isinstance(snapshot, RecurrentSnapshot):
+        return page_bytes(snapshot.attention) + snapshot.state.nbytes
+    positions = snapshot.positions.size if isinstance(snapshot, AttentionSnapshot) else 0
+    return snapshot.nbytes + np.dtype(np.int64).itemsize * positions
+
+
+def deserialize(backend: ml.Backend, page: SerializedSnapshot) -> Snapshot:
+    """A snapshot over a page's arrays, for a cache on ``backend``; raises SnapshotCorrupt for no page of one.
+
+    Where the backend lives in host memory the arrays are used in place: leave them as they are.
+    """
+    check_page("deserialize", page)
+    with backend.new_context() as ctx:
+        return _Reader(ctx, backend, page.arrays).decode(page.meta["snapshot"])
+
+
+class _Writer:
+    def __init__(self, ctx: ml.Context) -> None:
+        self.ctx = ctx
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def encode(self, snapshot: Snapshot, at: str = "") -> dict[str, Any]:
+        meta: dict[str, Any] = {"begin": int(snapshot.begin), "end": int(snapshot.end)}
+        if isinstance(snapshot, AttentionSnapshot):
+            return {"kind": "attention", **meta, **self._attention(snapshot, at)}
+        if isinstance(snapshot, RecurrentSnapshot):
+            states = [
+                [kind, layer, self._tensor(f"{at}{kind}.{layer}", tensor)]
+                for (kind, layer), tensor in snapshot.state.read(self.ctx).items()
+            ]
+            attention = self.encode(snapshot.attention, f"{at}attention.")
+            return {"kind": "recurrent", **meta, "attention": attention, "states": states}
+        if isinstance(snapshot, EncoderSnapshot):
+            layers = [
+                [i, [self._tensor(f"{at}{i}.{n}", tensor) for n, tensor in enumerate(pair)]]
+                for i, pair in snapshot.layers.items()
+            ]
+            held = {"position": snapshot.position, "length": snapshot.length, "layers": layers}
+            return {"kind": "encoder", **meta, **held}
+        if isinstance(snapshot, WrapperSnapshot):
+            parts = [self.encode(part, f"{at}{i}/") for i, part in enumerate(snapshot.parts)]
+            return {"kind": "wrapper", **meta, "parts": parts}
+        raise ml.NotSupportedError(f"serialize: a snapshot of {type(snapshot).__name__}")
+
+    def _attention(self, snapshot: AttentionSnapshot, at: str) -> dict[str, Any]:
+        self.arrays[f"{at}positions"] = np.array(snapshot.positions, dtype=np.int64)
+        layers = [
+            [
+                i,
+                layer.activations.name,
+                [self._tensor(f"{at}{i}.{n}", t) for n, t in enumerate(layer.tensors)],
+            ]
+            for i, layer in snapshot.read().items()
+        ]
+        return {"dtype": snapshot.dtype.name, "whole": snapshot.whole, "layers": layers}
+
+    def _tensor(self, name: str, tensor: ml.Tensor) -> list[Any]:
+        """[name, axes]"""
+        axes = _axes(tensor)
+        self.arrays[name] = np.ascontiguousarray(tensor.permute(self.ctx, *axes).to_numpy())
+        return [name, axes]
+
+
+class _Reader:
+    def __init__(self, ctx: ml.Context, backend: ml.Backend, arrays: Mapping[str, np.ndarray]) -> None:
+        self.ctx, self.arrays = ctx, arrays
+        self.borrow = backend.borrow if isinstance(backend, ml.SupportsZeroCopyRead) else None
+
+    def decode(self, meta: Meta, at: str = "") -> Snapshot:
+        kind, begin, end = meta["kind"], meta["begin"], meta["end"]
+        if kind == "recurrent":
+            states = {
+                (name, layer): self._tensor(self.ctx.layer(layer), tensor)
+                for name, layer, tensor in meta["states"]
+            }
+            return RecurrentSnapshot(self._attention(meta["attention"], f"{at}attention."), states)
+        if kind == "encoder":
+            pairs = {i: self._pair(self.ctx.layer(i), tensors) for i, tensors in meta["layers"]}
+            return EncoderSnapshot(begin, end, meta["position"], meta["length"], pairs)
+        if kind == "wrapper":
+            parts = tuple(self.decode(part, f"{at}{i}/") for i, part in enumerate(meta["parts"]))
+            return WrapperSnapshot(begin, end, parts)
+        return self._attention(meta, at)
+
+    def _attention(self, meta: Meta, at: str) -> AttentionSnapshot:
+        layers = {}
+        for i, activations, tensors in meta["layers"]:
+            place = self.ctx.layer(i)
+            parts = tuple(self._tensor(place, tensor, borrow=True) for tensor in tensors)
+            layers[i] = LayerSnapshot(parts, ml.DType[activations])
+        span, positions = (meta["begin"], meta["end"]), self.arrays[f"{at}positions"]
+        return AttentionSnapshot(*span, positions, ml.DType[meta["dtype"]], meta["whole"], layers)
+
+    def _pair(self, ctx: ml.Context, tensors: Sequence[Any]) -> tuple[ml.Tensor, ml.Tensor]:
+        key, value = tensors
+        return self._tensor(ctx, key), self._tensor(ctx, value)
+
+    def _tensor(self, ctx: ml.Context, entry: Sequence[Any], borrow: bool = False) -> ml.Tensor:
+        """On the device of ``ctx``. ``borrow``: the cache copies it on.
+
+        A state or an encoder's output stays in use, and is copied.
+        """
+        name, axes = entry
+        array = self.arrays[name]
+        if borrow and self.borrow is not None:
+            stored = self.borrow(ctx, array)
+        else:
+            stored = ctx.from_numpy(array, ml.DType.from_numpy(array.dtype))
+        return stored.permute(ctx, *(axes.index(axis) for axis in range(array.ndim)))
+
+
+def _axes(tensor: ml.Tensor) -> list[int]:
+    """The axes from the outermost in memory on; those of size 1, which lie nowhere, stay in their place."""
+    shape, strides = tensor.shape, tensor.strides
+    if not all(shape):
+        return [*range(len(shape))]
+    wide = iter(sorted((a for a, size in enumerate(shape) if size > 1), key=lambda axis: -strides[axis]))
+    return [next(wide) if size > 1 else axis for axis, size in enumerate(shape)]

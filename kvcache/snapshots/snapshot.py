@@ -1,0 +1,444 @@
+"""What a sequence held, to be put back later: into the same cache or one made like it.
+
+After the snapshots of Ollama's x/mlxrunner caches. Attention over all of the past is sliceable: a
+snapshot of ``[begin, end)`` may be cut at any position, joined to its neighbour, and restored up to any
+position inside. A window's content is whole: it is what a token at ``end`` sees::
+
+    causal     [0 ........ 6)  split at 4  ->  [0 .... 4)  and  [4 . 6)      merge joins them again
+    window     [    3 .. 6)    split at 4  ->  None        and  [    3 .. 6)  merge keeps the later one
+
+A snapshot is lazy. One of attention names the cells and keeps them from being given to others, and copies
+nothing. Only when the cache needs those cells, moves on to another backend or closes are they copied
+out; restoring before that shares them. A recurrent state stays in its slot until that is about to be
+written (kvcache.storage.state_slots).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+import ml
+from kvcache.cache import InvalidRangeError, SequenceLostError
+from kvcache.storage.cell_table import CellTable, Pin
+from kvcache.storage.layer_buffers import LayerBuffers, stored_shape
+from kvcache.storage.state_slots import HeldStates, States
+
+__all__ = [
+    "AttentionSnapshot",
+    "EncoderSnapshot",
+    "InCache",
+    "LayerSnapshot",
+    "RecurrentSnapshot",
+    "Snapshot",
+    "WrapperSnapshot",
+    "carried_out",
+    "check_following",
+    "check_inside",
+    "check_kind",
+    "compact",
+    "joined",
+    "read_layers",
+    "sliced",
+    "tensors_of",
+]
+
+
+class Snapshot(Protocol):
+    """What all snapshots tell of themselves."""
+
+    @property
+    def begin(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its content, whether they lie in the cache or were copied out."""
+
+    @property
+    def in_cache(self) -> bool:
+        """Whether some of it still lies in the cache itself: in its cells, or in the slot of a state."""
+
+    @property
+    def holds_cells(self) -> bool:
+        """Whether some of it still lies in the cache's cells."""
+
+    @property
+    def frees_cells(self) -> bool:
+        """Whether a cell would be free if this snapshot let go of it."""
+
+    @property
+    def divisible(self) -> bool:
+        """Whether it may be cut at any position inside, and restored up to any."""
+
+    def detach(self) -> None:
+        """Copy out what still lies in the cache, and let go of the cells and slots."""
+
+    def drop(self) -> None:
+        """Let go of the cells: nobody asks any more for what lies there."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSnapshot:
+    """K and V of one layer as they are stored: (count, heads, dim) each.
+
+    ``tensors`` holds K and V where storage is plain; codes and scales of K and then those of V where
+    it is quantized, which are read back as ``activations``.
+    """
+
+    tensors: tuple[ml.Tensor, ...]
+    activations: ml.DType
+
+    @property
+    def key(self) -> tuple[ml.Tensor, ...]:
+        return self.tensors[: len(self.tensors) // 2]
+
+    @property
+    def value(self) -> tuple[ml.Tensor, ...]:
+        return self.tensors[len(self.tensors) // 2 :]
+
+
+Layers = Mapping[int, LayerSnapshot]
+
+
+class InCache:
+    """The cells that a snapshot names, in the buffers of the cache that it was taken of.
+
+    ``buffers`` are the cache's own, by layer: a snapshot taken before the first ``put`` of a layer has it
+    all the same.
+    """
+
+    __slots__ = ("backend", "buffers", "pin", "table")
+
+    def __init__(
+        self, backend: ml.Backend, table: CellTable, buffers: Mapping[int, LayerBuffers], cells: np.ndarray
+    ) -> None:
+        self.backend, self.table, self.buffers = backend, table, buffers
+        self.pin: Pin = table.pin(cells)
+
+    def __del__(self) -> None:
+        self.table.drop_pin(self.pin)
+
+    @property
+    def nbytes(self) -> int:
+        stored = sum(held.nbytes for held in self.buffers.values())
+        return stored // self.table.cells * self.pin.cells.size
+
+    @property
+    def frees(self) -> bool:
+        """Whether letting go would free a cell."""
+        return bool((self.table.references[self.pin.cells] == 1).any())
+
+    def check(self) -> None:
+        """Raise SequenceLostError where a device failure took what lies there."""
+        if self.pin.lost:
+            raise SequenceLostError(
+                "snapshot: the device failed while its cells were being moved; compute the sequence again"
+            )
+
+    def part(self, start: int, stop: int) -> InCache:
+        self.check()
+        return InCache(self.backend, self.table, self.buffers, self.pin.cells[start:stop].copy())
+
+    def read(self) -> dict[int, LayerSnapshot]:
+        """Copies of what lies there."""
+        self.check()
+        return read_layers(self.backend, self.buffers, self.pin.cells)
+
+
+class AttentionSnapshot:
+    """What an attention cache held of one sequence at ``positions``, all within ``[begin, end)``.
+
+    ``layers`` are copies in the backend's memory, in the order of ``positions``; asking for them
+    detaches the snapshot. A ``whole`` one is the window of ``end``, and has no parts.
+    """
+
+    __slots__ = ("__weakref__", "_layers", "begin", "dtype", "end", "positions", "source", "whole")
+
+    def __init__(
+        self,
+        begin: int,
+        end: int,
+        positions: np.ndarray,
+        dtype: ml.DType,
+        whole: bool,
+        content: InCache | Layers,
+    ) -> None:
+        self.begin, self.end, self.positions = begin, end, positions
+        self.dtype, self.whole = dtype, whole
+        self.source = content if isinstance(content, InCache) else None
+        self._layers: Layers = {} if isinstance(content, InCache) else content
+
+    @property
+    def layers(self) -> Layers:
+        self.detach()
+        return self._layers
+
+    @property
+    def in_cache(self) -> bool:
+        return self.source is not None
+
+    @property
+    def holds_cells(self) -> bool:
+        return self.source is not None
+
+    @property
+    def frees_cells(self) -> bool:
+        return self.source is not None and self.source.frees
+
+    @property
+    def divisible(self) -> bool:
+        return not self.whole
+
+    @property
+    def nbytes(self) -> int:
+        if self.source is not None:
+            return self.source.nbytes
+        return sum(tensor.nbytes for tensor in tensors_of(self._layers))
+
+    def detach(self) -> None:
+        if self.source is None:
+            return
+        source = self.source
+        self._layers = source.read()
+        self.source = None
+        source.table.unpin(source.pin)
+
+    def drop(self) -> None:
+        if self.source is not None:
+            self.source.table.unpin(self.source.pin)
+            self.source = None
+
+    def release(self) -> None:
+        """Detach it; where its content is lost, just let go of the cells."""
+        if self.source is not None and self.source.pin.lost:
+            self.source.table.unpin(self.source.pin)
+        else:
+            self.detach()
+
+    def read(self) -> Layers:
+        """Its layers, copied where they lie in the cache; what lies there stays."""
+        return self._layers if self.source is None else self.source.read()
+
+    def shapes(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
+        """(heads, dim) of the keys and of the values in each layer."""
+        if self.source is not None:
+            return {
+                i: ((held.key.heads, held.key.dim), (held.value.heads, held.value.dim))
+                for i, held in self.source.buffers.items()
+            }
+        return {
+            i: (stored_shape(layer.key)[1:], stored_shape(layer.value)[1:])
+            for i, layer in self._layers.items()
+        }
+
+
+class RecurrentSnapshot:
+    """The states of one sequence at ``end``, and its attention layers over ``[begin, end)``.
+
+    ``state`` may still lie in the slot that the sequence had, whatever becomes of the slot later.
+    """
+
+    __slots__ = ("__weakref__", "attention", "state")
+
+    def __init__(self, attention: AttentionSnapshot, states: HeldStates | States) -> None:
+        self.attention = attention
+        self.state = states if isinstance(states, HeldStates) else HeldStates(states)
+
+    @property
+    def states(self) -> States:
+        """(kind, layer) -> (1, *shape), copies; asking for them detaches the states."""
+        return self.state.tensors
+
+    @property
+    def begin(self) -> int:
+        return self.attention.begin
+
+    @property
+    def end(self) -> int:
+        return self.attention.end
+
+    @property
+    def nbytes(self) -> int:
+        return self.attention.nbytes + self.state.nbytes
+
+    @property
+    def in_cache(self) -> bool:
+        return self.attention.in_cache or self.state.slot is not None
+
+    @property
+    def holds_cells(self) -> bool:
+        return self.attention.in_cache
+
+    @property
+    def frees_cells(self) -> bool:
+        return self.attention.frees_cells
+
+    @property
+    def divisible(self) -> bool:
+        return False
+
+    def detach(self) -> None:
+        self.attention.detach()
+        self.state.detach()
+
+    def drop(self) -> None:
+        self.attention.drop()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderSnapshot:
+    """The encoder's output that came with a token of ``[begin, end)``, or none.
+
+    ``layers`` maps a layer to K and V (length, kv_heads, dim), which are never written again and are
+    shared with the cache.
+    """
+
+    begin: int
+    end: int
+    position: int | None
+    length: int
+    layers: Mapping[int, tuple[ml.Tensor, ml.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)
+
+    @property
+    def in_cache(self) -> bool:
+        return False
+
+    @property
+    def holds_cells(self) -> bool:
+        return False
+
+    @property
+    def frees_cells(self) -> bool:
+        return False
+
+    @property
+    def divisible(self) -> bool:
+        return True
+
+    def detach(self) -> None:
+        """Nothing to do: what it holds lies in no cell."""
+
+    def drop(self) -> None:
+        """Nothing to do, either."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WrapperSnapshot:
+    """A snapshot of each wrapped cache, in the wrapper's order, all of one ``[begin, end)``."""
+
+    begin: int
+    end: int
+    parts: tuple[Snapshot, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def in_cache(self) -> bool:
+        return any(part.in_cache for part in self.parts)
+
+    @property
+    def holds_cells(self) -> bool:
+        return any(part.holds_cells for part in self.parts)
+
+    @property
+    def frees_cells(self) -> bool:
+        return any(part.frees_cells for part in self.parts)
+
+    @property
+    def divisible(self) -> bool:
+        return all(part.divisible for part in self.parts)
+
+    def detach(self) -> None:
+        for part in self.parts:
+            part.detach()
+
+    def drop(self) -> None:
+        for part in self.parts:
+            part.drop()
+
+
+def check_kind(op: str, cache: object, snapshot: object, kind: type) -> None:
+    """Refuse a snapshot of a cache that keeps something else."""
+    if not isinstance(snapshot, kind):
+        raise InvalidRangeError(
+            f"{op}: {type(cache).__name__} takes a {kind.__name__}, not {type(snapshot).__name__}"
+        )
+
+
+def carried_out(commit: Callable[[], None] | None) -> bool:
+    """Do what was prepared; False where there is nothing that could be done."""
+    if commit is None:
+        return False
+    commit()
+    return True
+
+
+def check_inside(snapshot: Snapshot, at: int) -> None:
+    """Raise InvalidRangeError unless ``at`` is a position of the snapshot, its ends included."""
+    if not snapshot.begin <= at <= snapshot.end:
+        raise InvalidRangeError(f"split: at {at}; the snapshot is [{snapshot.begin}, {snapshot.end})")
+
+
+def check_following(parent: Snapshot, child: Snapshot) -> None:
+    """Raise InvalidRangeError unless the one ends where the other begins."""
+    if parent.end != child.begin:
+        raise InvalidRangeError(
+            f"merge: [{parent.begin}, {parent.end}) and [{child.begin}, {child.end}) do not follow "
+            "one another"
+        )
+
+
+def read_layers(
+    backend: ml.Backend, buffers: Mapping[int, LayerBuffers], cells: np.ndarray
+) -> dict[int, LayerSnapshot]:
+    """Copies of ``cells`` in all layers; none where there are no cells."""
+    if not cells.size:
+        return {}
+    is_run = bool((np.diff(cells) == 1).all())
+    with backend.new_context() as ctx:
+        where = int(cells[0]) if is_run else ctx.from_numpy(cells, ml.DType.I32)
+        layers = {
+            i: LayerSnapshot(held.read_stored(ctx.layer(i), where, cells.size), held.activations)
+            for i, held in buffers.items()
+        }
+        ctx.compute(*tensors_of(layers))
+    return layers
+
+
+def tensors_of(layers: Layers) -> Iterable[ml.Tensor]:
+    return (tensor for layer in layers.values() for tensor in layer.tensors)
+
+
+def sliced(ctx: ml.Context, layers: Layers, start: int, stop: int) -> dict[int, LayerSnapshot]:
+    """Copies of entries ``[start, stop)``; no layers where there are none."""
+    found: dict[int, LayerSnapshot] = {}
+    for i, layer in layers.items() if stop > start else ():
+        place = ctx.layer(i)
+        parts = (compact(place, tensor.slice(place, 0, start, stop)) for tensor in layer.tensors)
+        found[i] = replace(layer, tensors=tuple(parts))
+    return found
+
+
+def compact(ctx: ml.Context, tensor: ml.Tensor) -> ml.Tensor:
+    """A copy without gaps whose axes lie in memory in the order in which the tensor's do."""
+    axes = sorted(range(len(tensor.shape)), key=lambda axis: -tensor.strides[axis])
+    return tensor.permute(ctx, *axes).contiguous(ctx).permute(ctx, *(axes.index(i) for i in range(len(axes))))
+
+
+def joined(ctx: ml.Context, first: Layers, second: Layers) -> dict[int, LayerSnapshot]:
+    found: dict[int, LayerSnapshot] = {}
+    for i, layer in first.items():
+        place = ctx.layer(i)
+        pairs = zip(layer.tensors, second[i].tensors, strict=True)
+        found[i] = replace(layer, tensors=tuple(one.concat(place, other, 0) for one, other in pairs))
+    return found

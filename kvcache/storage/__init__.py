@@ -1,0 +1,1 @@
+"""Where bytes lie and who owns them: the cell table, K and V buffers, quantized blocks, slots of states."""

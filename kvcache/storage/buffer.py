@@ -1,0 +1,104 @@
+"""A preallocated buffer of cells: how they lie in memory, and how they are read and written.
+
+=============  ======================================  =============================
+layout         buffer of cells C, heads H, dims D       one cell's strides (head, dim)
+=============  ======================================  =============================
+head_major     (H, C, D)                                C * D, 1
+token_major    (C, H, D)                                D, 1
+permuted_v     (H, D, C), values only                   D * C, C
+=============  ======================================  =============================
+
+Whatever the layout, callers see (cells, heads, dims).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+import ml
+
+__all__ = ["Buffer", "Cells"]
+
+Cells = int | ml.Tensor
+"""The first of a run of cells, or an I32 tensor of cells."""
+
+
+class Buffer:
+    """One preallocated tensor of ``cells`` places for (heads, dim) each."""
+
+    __slots__ = ("axis", "cells", "dim", "heads", "order", "strides", "tensor")
+
+    def __init__(
+        self, ctx: ml.Context, dtype: ml.DType, cells: int, heads: int, dim: int, order: tuple[int, int, int]
+    ) -> None:
+        """``order`` lists the axes (0 cells, 1 heads, 2 dims) from the outermost in."""
+        self.cells, self.heads, self.dim = cells, heads, dim
+        self.order = order
+        self.axis = order.index(0)
+        sizes = (cells, heads, dim)
+        # Zeros, not empty: a masked cell still meets a weight of 0, and 0 * NaN is NaN.
+        self.tensor = ctx.zeros([sizes[axis] for axis in order], dtype)
+        steps = [1, 1, 1]
+        steps[order[1]] = sizes[order[2]]
+        steps[order[0]] = sizes[order[1]] * sizes[order[2]]
+        self.strides = tuple(steps)
+
+    def touch(self, ctx: ml.Context) -> None:
+        """Write zeros everywhere."""
+        zero = ctx.zeros((1, 1, 1), self.tensor.dtype)
+        ctx.forward(zero.view(ctx, 0, self.tensor.shape, (0, 0, 0)).copy(ctx, self.tensor))
+
+    def blank(self, ctx: ml.Context, cells: Cells, count: int) -> None:
+        """Write zeros into cells."""
+        ctx.forward(self.write(ctx, cells, ctx.zeros((count, self.heads, self.dim), self.tensor.dtype)))
+
+    def read(self, ctx: ml.Context, start: int, count: int) -> ml.Tensor:
+        """Cells ``[start, start + count)`` as a view (count, heads, dim)."""
+        return self.tensor.view(ctx, start * self.strides[0], (count, self.heads, self.dim), self.strides)
+
+    def read_permuted(self, ctx: ml.Context, start: int, count: int) -> ml.Tensor:
+        """The same cells as a view (heads, dim, count)."""
+        cell, head, step = self.strides
+        return self.tensor.view(ctx, start * cell, (self.heads, self.dim, count), (head, step, cell))
+
+    def gather(self, ctx: ml.Context, cells: ml.Tensor) -> ml.Tensor:
+        """Scattered cells as new storage (count, heads, dim)."""
+        found = self.tensor.rows(ctx, cells, axis=self.axis)
+        return found.permute(ctx, *(self.order.index(axis) for axis in range(3)))
+
+    def write(self, ctx: ml.Context, cells: Cells, source: ml.Tensor) -> ml.Tensor:
+        """Store (count, heads, dim): one strided copy into a run, else a scatter."""
+        if isinstance(cells, int):
+            return source.copy(ctx, self.read(ctx, cells, source.shape[0]))
+        return self.tensor.set_rows(ctx, source.permute(ctx, *self.order), cells, axis=self.axis)
+
+    def fetch(self, ctx: ml.Context, cells: ml.Tensor) -> tuple[ml.Tensor, ...]:
+        """Copies of cells as they are stored, for :meth:`store`."""
+        return (self.tensor.rows(ctx, cells, axis=self.axis),)
+
+    def store(self, ctx: ml.Context, cells: ml.Tensor, found: tuple[ml.Tensor, ...]) -> None:
+        """Write what :meth:`fetch` gave into other cells."""
+        ctx.forward(self.tensor.set_rows(ctx, found[0], cells, axis=self.axis))
+
+    def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
+        """Copies (count, heads, dim) of cells, for :meth:`write_stored` of any layout.
+
+        They lie in memory in this buffer's own order of axes.
+        """
+        if not isinstance(cells, int):
+            return (self.gather(ctx, cells),)
+        found = self.read(ctx, cells, count).permute(ctx, *self.order).contiguous(ctx)
+        return (found.permute(ctx, *(self.order.index(axis) for axis in range(3))),)
+
+    def write_stored(self, ctx: ml.Context, cells: Cells, found: tuple[ml.Tensor, ...]) -> None:
+        ctx.forward(self.write(ctx, cells, found[0]))
+
+    def memory(
+        self, backend: ml.SupportsHostWrite, ctx: ml.Context, start: int, count: int
+    ) -> list[np.ndarray | None]:
+        """Where cells ``[start, start + count)`` lie, as ``read_stored`` shows them, to be written over."""
+        return [backend.overwrite(ctx, self.read(ctx, start, count))]
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes

@@ -1,0 +1,130 @@
+"""K and V of one layer, plain or quantized, and how a pass reads and writes them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import ml
+from kvcache.cache import InvalidRangeError
+from kvcache.storage.buffer import Buffer, Cells
+from kvcache.storage.quantized import BLOCK, QuantizedBuffer, check_dim
+
+__all__ = ["LayerBuffers", "stored_shape"]
+
+
+class LayerBuffers:
+    """K and V of one layer, allocated at the first ``put`` for all cells at once."""
+
+    __slots__ = ("_key_shape", "_value_shape", "activations", "key", "permuted_v", "stamp", "store", "value")
+
+    def __init__(
+        self,
+        ctx: ml.Context,
+        dtype: ml.DType,
+        config: ml.CacheConfig,
+        cells: int,
+        key: tuple[int, int],
+        value: tuple[int, int],
+        activations: ml.DType,
+    ) -> None:
+        """``key`` and ``value`` are (heads, dim); quantized ones are read back as ``activations``."""
+        order = (1, 0, 2) if config.layout == ml.Layout.HEAD_MAJOR else (0, 1, 2)
+        self.permuted_v = config.permuted_v
+        self.activations = activations
+        self._key_shape, self._value_shape = tuple(key), tuple(value)
+        self.key: Buffer | QuantizedBuffer
+        self.value: Buffer | QuantizedBuffer
+        if dtype.is_quantized:
+            for _, dim in (key, value):  # both before the first is allocated
+                check_dim(dtype, dim)
+            self.key = QuantizedBuffer(ctx, dtype, cells, *key, order, activations)
+            self.value = QuantizedBuffer(ctx, dtype, cells, *value, order, activations)
+        else:
+            self.key = Buffer(ctx, dtype, cells, *key, order)
+            self.value = Buffer(ctx, dtype, cells, *value, (1, 2, 0) if self.permuted_v else order)
+        self.stamp = 0
+        """``Forward.stamp`` of the pass that was last put here."""
+        self.store = self._find_store(ctx)
+        """The backend's own way for a run of cells, asked first; None where it has none."""
+
+    def _find_store(self, ctx: ml.Context) -> ml.KVStore | None:
+        key, value, backend = self.key, self.value, getattr(ctx, "backend", None)
+        if self.permuted_v or not isinstance(key, Buffer) or not isinstance(value, Buffer):
+            return None
+        if not isinstance(backend, ml.SupportsKVStore):
+            return None
+        return backend.kv_store(key.read(ctx, 0, key.cells), value.read(ctx, 0, value.cells))
+
+    @property
+    def nbytes(self) -> int:
+        return self.key.nbytes + self.value.nbytes
+
+    def touch(self, ctx: ml.Context) -> None:
+        """Write the zeros that new buffers hold, so that the system gives them their memory now.
+
+        It may have promised it only, and the pages would then be found one by one while decoding.
+        """
+        for buffer in (self.key, self.value):
+            if isinstance(buffer, Buffer):
+                buffer.touch(ctx)
+
+    def blank(self, ctx: ml.Context, cells: Cells, count: int) -> None:
+        """Write zeros into cells."""
+        self.key.blank(ctx, cells, count)
+        self.value.blank(ctx, cells, count)
+
+    def check(self, layer: int, key: tuple[int, ...], value: tuple[int, ...]) -> None:
+        """Raise InvalidRangeError unless K and V of these shapes are what this layer stores."""
+        if key[1:] != self._key_shape or value[1:] != self._value_shape:
+            raise InvalidRangeError(
+                f"put: key {key} and value {value} in layer {layer}, which stores (tokens, kv_heads, dim) of "
+                f"{self._key_shape} and {self._value_shape}"
+            )
+
+    def write(self, ctx: ml.Context, cells: Cells, key: ml.Tensor, value: ml.Tensor) -> None:
+        # No ctx.forward: writes are seen in program order without it.
+        self.key.write(ctx, cells, key)
+        self.value.write(ctx, cells, value)
+
+    def read(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ml.Tensor]:
+        """K and V as (count, heads, dim)."""
+        if isinstance(cells, int):
+            found = None if self.store is None else self.store.read(ctx, cells, count)
+            if found is not None:
+                return found
+            return self.key.read(ctx, cells, count), self.value.read(ctx, cells, count)
+        return self.key.gather(ctx, cells), self.value.gather(ctx, cells)
+
+    def read_as_configured(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ml.Tensor]:
+        """The same, with values as (heads, dim, count) where ``permuted_v`` asks for it."""
+        if not self.permuted_v:
+            return self.read(ctx, cells, count)
+        if isinstance(cells, int):
+            return self.key.read(ctx, cells, count), self.value.read_permuted(ctx, cells, count)
+        return self.key.gather(ctx, cells), self.value.gather(ctx, cells).permute(ctx, 1, 2, 0)
+
+    def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
+        """Copies of K and V as they are stored, (count, heads, ...) each."""
+        return *self.key.read_stored(ctx, cells, count), *self.value.read_stored(ctx, cells, count)
+
+    def write_stored(self, ctx: ml.Context, cells: Cells, found: tuple[ml.Tensor, ...]) -> None:
+        """Write what ``read_stored`` gave, into other cells or another cache's."""
+        half = len(found) // 2
+        self.key.write_stored(ctx, cells, found[:half])
+        self.value.write_stored(ctx, cells, found[half:])
+
+    def memory(
+        self, backend: ml.SupportsHostWrite, ctx: ml.Context, start: int, count: int
+    ) -> list[np.ndarray | None]:
+        """Where a run of cells lies, in the parts of ``read_stored``, to be written over at once.
+
+        None for a part that the host cannot write (see :class:`ml.SupportsHostWrite`).
+        """
+        halves = (self.key, self.value)
+        return [place for half in halves for place in half.memory(backend, ctx, start, count)]
+
+
+def stored_shape(parts: tuple[ml.Tensor, ...]) -> tuple[int, int, int]:
+    """(count, heads, dim) of what is stored as one tensor, or as codes and scales."""
+    count, heads, dim = parts[-1].shape
+    return count, heads, dim * (BLOCK if len(parts) > 1 else 1)

@@ -1,0 +1,117 @@
+"""Moving what is stored: re-encoding keys for new positions, and defragmentation.
+
+A failure while data is being written leaves it half moved: the sequences whose cells were touched are
+then marked lost. Everything that can be refused or computed is done before the first write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+import ml
+from kvcache.cache import InvalidRangeError, ShiftFunction
+from kvcache.storage.cell_table import CellTable, Pin, Row
+from kvcache.storage.layer_buffers import LayerBuffers
+
+__all__ = ["defragment", "prepare_shift"]
+
+
+def prepare_shift(
+    backend: ml.Backend,
+    buffers: Mapping[int, LayerBuffers],
+    table: CellTable,
+    seq: int,
+    start: int,
+    offset: int,
+    shift: ShiftFunction | None,
+) -> Callable[[], None]:
+    """Re-encode the keys of entries ``start`` and up of a row for positions moved by ``offset``.
+
+    The shifted keys of all layers are computed here, the callable returned writes them: a shift
+    function that raises leaves the cache as it was.
+    """
+    if shift is None or not buffers:
+        return lambda: None
+    cells = table.rows[seq].cells[start:]
+    is_run = bool((np.diff(cells) == 1).all())
+    with backend.new_context() as ctx:
+        where = int(cells[0]) if is_run else ctx.from_numpy(cells, ml.DType.I32)
+        offsets = ctx.full((cells.size,), offset, ml.DType.I32)
+        shifted = {
+            layer: _shifted(ctx.layer(layer), layer, held, where, offsets, shift)
+            for layer, held in buffers.items()
+        }
+        ctx.compute(*shifted.values())
+
+    def write() -> None:
+        writing = False
+        try:
+            with backend.new_context() as ctx:
+                places = {layer: ctx.layer(layer) for layer in shifted}
+                writing = True
+                for layer, key in shifted.items():
+                    ctx.forward(buffers[layer].key.write(places[layer], where, key))
+                ctx.compute()
+        except BaseException:
+            if writing:
+                _mark_lost(table, cells)
+            raise
+
+    return write
+
+
+def _shifted(
+    ctx: ml.Context,
+    layer: int,
+    held: LayerBuffers,
+    where: int | ml.Tensor,
+    offsets: ml.Tensor,
+    shift: ShiftFunction,
+) -> ml.Tensor:
+    """One layer's shifted keys, in storage of their own."""
+    count = offsets.shape[0]
+    key = held.key.read(ctx, where, count) if isinstance(where, int) else held.key.gather(ctx, where)
+    result = shift(ctx, layer, key, offsets)
+    if result.shape != key.shape:
+        raise InvalidRangeError(
+            f"remove: the shift function gave {result.shape} for keys {key.shape} of layer {layer}"
+        )
+    return result
+
+
+def defragment(backend: ml.Backend, buffers: Mapping[int, LayerBuffers], table: CellTable) -> None:
+    """Move the cells of every sequence together, data and metadata alike; pinned cells too."""
+    table.sweep()
+    target = table.spread()
+    moved = np.flatnonzero((target >= 0) & (target != np.arange(target.size)))
+    if not moved.size:
+        return
+    writing = False
+    try:
+        with backend.new_context() as ctx:
+            sources = ctx.from_numpy(moved, ml.DType.I32)
+            destinations = ctx.from_numpy(target[moved], ml.DType.I32)
+            for layer, held in buffers.items():
+                place = ctx.layer(layer)
+                for buffer in (held.key, held.value):
+                    found = buffer.fetch(place, sources)
+                    writing = True
+                    buffer.store(place, destinations, found)
+            ctx.compute()
+    except BaseException:
+        if writing:
+            _mark_lost(table, moved, target[moved])
+        raise
+    table.move(target)
+
+
+def _mark_lost(table: CellTable, *touched: Iterable[int]) -> None:
+    """Mark every sequence and every pin that owns one of these cells."""
+    cells = np.zeros(table.cells, dtype=bool)
+    for some in touched:
+        cells[np.asarray(some)] = True
+    owners: list[Row | Pin] = [*(row for _, row in table.occupied()), *table.pins.values()]
+    for owner in owners:
+        owner.lost = owner.lost or bool(cells[owner.cells].any())

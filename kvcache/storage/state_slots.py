@@ -1,0 +1,367 @@
+"""Per-sequence states of fixed size: slots, who shares them, and checkpoints of them.
+
+Every layer of a recurrent model keeps one state per sequence, in buffers (slots, *shape). Two
+sequences may share a slot until one of them is about to be written; the sequences of a pass then get
+slots of their own, side by side and in the batch's order, so that a pass reads and writes them as one
+view::
+
+    before   sequence 0 -> slot 0    sequence 1 -> slot 0 (shared)    sequence 2 -> slot 1
+    pass over 2, 1:      slots [1, 2] hold the states of 2 and 1; slot 0 stays sequence 0's
+
+A snapshot or a checkpoint holds a state that lies in a slot, and copies nothing until that slot is about
+to be written (HeldStates); a sequence that is restored before that takes the slot itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import ml
+from kvcache.cache import SequenceLostError
+
+__all__ = [
+    "Arrangement",
+    "Checkpoint",
+    "HeldStates",
+    "StateBuffers",
+    "StatePass",
+    "StateRow",
+    "States",
+    "arrange",
+    "lost_in",
+]  # fmt: skip
+
+States = Mapping[tuple[str, int], ml.Tensor]
+"""(kind, layer) -> (1, *shape)"""
+
+
+class HeldStates:
+    """The states of one sequence after some tokens: still in a slot of a cache, or copies of their own.
+
+    In a slot they cost nothing. They are copied out right before the slot is written, and when somebody
+    asks for ``tensors``.
+    """
+
+    __slots__ = ("__weakref__", "_buffers", "_tensors", "lost", "slot")
+
+    def __init__(
+        self, tensors: States | None = None, buffers: StateBuffers | None = None, slot: int | None = None
+    ) -> None:
+        """Copies, or a slot of ``buffers``."""
+        self._tensors: States = tensors or {}
+        self._buffers = buffers
+        self.slot = slot
+        """Where they lie; None when they are copies."""
+        self.lost = False
+        """The device failed when they had to be copied out."""
+
+    @property
+    def tensors(self) -> States:
+        """Copies, never written again; lets go of the slot."""
+        self.detach()
+        return self._tensors
+
+    @property
+    def nbytes(self) -> int:
+        if self._buffers is not None:
+            return self._buffers.nbytes // self._buffers.slots
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @property
+    def copied(self) -> States:
+        """The copies, as far as there are any."""
+        return self._tensors
+
+    def slot_in(self, buffers: StateBuffers) -> int | None:
+        """The slot of ``buffers`` that they lie in, if any."""
+        return self.slot if self._buffers is buffers else None
+
+    def check(self) -> None:
+        """Raise SequenceLostError where a device failure took them."""
+        if self.lost:
+            raise SequenceLostError(
+                "snapshot: the device failed while its states were copied out; compute the sequence again"
+            )
+
+    def detach(self) -> None:
+        """Copy them out, and let go of the slot."""
+        self.check()
+        if self._buffers is not None and self.slot is not None:
+            self._buffers.copy_out([self.slot])
+
+    def read(self, ctx: ml.Context) -> States:
+        """Where they lie in a slot, views that hold until it is written; else the copies."""
+        self.check()
+        if self._buffers is None or self.slot is None:
+            return self._tensors
+        return self._buffers.views(ctx, self.slot)
+
+    def copies(self) -> HeldStates:
+        """The same in copies of their own; these stay where they are."""
+        self.check()
+        if self._buffers is None or self.slot is None:
+            return self
+        return HeldStates(self._buffers.copied(self.slot))
+
+    def moved_out(self, tensors: States) -> None:
+        """They are ``tensors`` from now on, copies of what the slot has."""
+        self._tensors, self._buffers, self.slot = tensors, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One sequence's states after ``offset`` tokens; never written again."""
+
+    offset: int
+    state: HeldStates
+
+    @property
+    def tensors(self) -> States:
+        """Copies of its own: it lets go of the slot."""
+        return self.state.tensors
+
+
+@dataclass(slots=True)
+class StateRow:
+    """What is known of one sequence's state.
+
+    ``offset`` counts the tokens it has seen. The state lies in ``slot``, or is still in ``pending``,
+    a checkpoint to be loaded by the next pass; with neither it is zero. Sequences may share a slot.
+    """
+
+    offset: int = 0
+    slot: int | None = None
+    pending: Checkpoint | None = None
+    checkpoints: tuple[Checkpoint, ...] = ()
+    lost: bool = False
+
+    def nearest(self, position: int) -> Checkpoint | None:
+        """The latest checkpoint at or before ``position``."""
+        return max(
+            (point for point in self.checkpoints if point.offset <= position),
+            key=lambda point: point.offset,
+            default=None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Where the states of a pass lie, and how they get there.
+
+    ``slots`` gives every sequence's slot afterwards; ``moves`` are (from, to) of states that change
+    place; ``loads`` are (checkpoint or None for zeros, to). The pass will write ``count`` slots from
+    ``start``.
+    """
+
+    start: int
+    slots: Mapping[int, int]
+    moves: tuple[tuple[int, int], ...]
+    loads: tuple[tuple[Checkpoint | None, int], ...]
+    count: int = 0
+
+    @property
+    def written(self) -> set[int]:
+        """The slots whose states are about to be written over, now or by the pass."""
+        return {*range(self.start, self.start + self.count), *(slot for _, slot in self.moves)}
+
+
+def arrange(
+    rows: Sequence[StateRow], sequences: Sequence[int], held: Collection[int] = frozenset()
+) -> Arrangement:
+    """Give ``sequences`` slots of their own, side by side in this order, moving as little as it can.
+
+    Slots that are ``held`` by snapshots are written where no others will do.
+    """
+    count = len(sequences)
+    slots = {seq: row.slot for seq, row in enumerate(rows) if row.slot is not None}
+    outside = {slot for seq, slot in slots.items() if seq not in sequences}
+    start = _window(len(rows), sequences, slots, outside, held)
+    window = range(start, start + count)
+    final = {seq: start + i for i, seq in enumerate(sequences)}
+    moves: dict[int, int] = {}
+    unused = (slot for slot in range(len(rows)) if slot not in window and slot not in outside)
+    spare = iter(sorted(unused, key=lambda slot: slot in held))
+    for seq, slot in slots.items():
+        if seq in final:
+            continue
+        if slot in window and slot not in moves:
+            moves[slot] = next(spare)
+        final[seq] = moves.get(slot, slot)
+    pairs = [*moves.items()]
+    loads: list[tuple[Checkpoint | None, int]] = []
+    for seq in sequences:
+        row = rows[seq]
+        if row.slot is None:
+            loads.append((row.pending, final[seq]))
+        elif row.slot != final[seq]:
+            pairs.append((row.slot, final[seq]))
+    return Arrangement(start, final, tuple(pairs), tuple(loads), count)
+
+
+def _window(
+    size: int, sequences: Sequence[int], slots: Mapping[int, int], outside: set[int], held: Collection[int]
+) -> int:
+    """The first slot of the run that the sequences get: where fewest states have to move or be copied out.
+
+    A copy out of a slot is one copy, a move two (a gather and a scatter).
+    """
+    best, least = 0, None
+    for start in range(size - len(sequences) + 1):
+        cost = sum(start + i in outside for i in range(len(sequences)))
+        cost += sum(slots.get(seq, start + i) != start + i for i, seq in enumerate(sequences))
+        cost = 2 * cost + sum(start + i in held for i in range(len(sequences)) if held)
+        if least is None or cost < least:
+            best, least = start, cost
+        if least == 0:
+            break
+    return best
+
+
+class StateBuffers:
+    """The tensors: per kind ("conv", "recurrent") and layer a buffer (slots, *shape).
+
+    ``backend`` may be None where there are no slots.
+    """
+
+    def __init__(self, slots: int, backend: ml.Backend | None = None) -> None:
+        self.slots = slots
+        self.tensors: dict[tuple[str, int], ml.Tensor] = {}
+        self._backend = backend
+        self._held: dict[int, weakref.ref[HeldStates]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def ensure(
+        self, ctx: ml.Context, kind: str, layer: int, shape: tuple[int, ...], dtype: ml.DType
+    ) -> ml.Tensor:
+        """The buffer of a layer, made of zeros when first asked for."""
+        found = self.tensors.get((kind, layer))
+        if found is None:
+            found = ctx.layer(layer).zeros((self.slots, *shape), dtype)
+            self.tensors[kind, layer] = found
+        return found
+
+    # What snapshots and checkpoints hold.
+
+    def hold(self, slot: int) -> HeldStates:
+        """The states in a slot as they are now, whatever becomes of the slot."""
+        ref = self._held.get(slot)
+        found = None if ref is None else ref()
+        if found is None:
+            found = HeldStates(buffers=self, slot=slot)
+            self._held[slot] = weakref.ref(found)
+        return found
+
+    def held(self, slots: Iterable[int] | None = None) -> dict[int, HeldStates]:
+        """What still lies in ``slots`` (None: in any) and somebody refers to."""
+        if not self._held:
+            return {}
+        wanted = [*self._held] if slots is None else [slot for slot in slots if slot in self._held]
+        found = {}
+        for slot in wanted:
+            state = self._held[slot]()
+            if state is None:
+                del self._held[slot]
+            else:
+                found[slot] = state
+        return found
+
+    def copy_out(self, slots: Iterable[int]) -> None:
+        """Copy out what is held in ``slots``, which are about to be written; all of it or nothing."""
+        waiting = self.held(slots)
+        if not waiting:
+            return
+        with self._open() as ctx:
+            self.release(ctx, waiting)
+
+    def release(self, ctx: ml.Context, slots: Iterable[int]) -> None:
+        """As ``copy_out``, with the help of ``ctx``."""
+        waiting = self.held(slots)
+        found = [self.capture(ctx, slot) for slot in waiting]
+        ctx.compute(*(tensor for states in found for tensor in states.values()))
+        for (slot, state), states in zip(waiting.items(), found, strict=True):
+            state.moved_out(states)
+            del self._held[slot]
+
+    def release_all(self) -> None:
+        """Copy out all that is held; what the device no longer gives is lost."""
+        for slot, state in self.held().items():
+            try:
+                self.copy_out([slot])
+            except Exception:
+                state.lost = True
+                state.moved_out({})
+        self._held = {}
+
+    def copied(self, slot: int) -> States:
+        """Copies of the states in a slot, which stays held."""
+        with self._open() as ctx:
+            found = self.capture(ctx, slot)
+            ctx.compute(*found.values())
+        return found
+
+    def views(self, ctx: ml.Context, slot: int) -> States:
+        return {key: tensor.slice(ctx, 0, slot, slot + 1) for key, tensor in self.tensors.items()}
+
+    def capture(self, ctx: ml.Context, slot: int) -> States:
+        """Copies of the states in one slot, not computed yet."""
+        return {key: view.contiguous(ctx.layer(key[1])) for key, view in self.views(ctx, slot).items()}
+
+    def _open(self) -> ml.Context:
+        assert self._backend is not None
+        return self._backend.new_context()
+
+    # Moving.
+
+    def prepare(self, ctx: ml.Context, plan: Arrangement) -> Callable[[], None]:
+        """Read what ``plan`` moves and loads; the callable returned writes it."""
+        if not plan.moves and not plan.loads:
+            return lambda: None
+        for point, _ in plan.loads:  # restored before this cache had any states
+            for (kind, layer), state in point.tensors.items() if point is not None else ():
+                self.ensure(ctx, kind, layer, state.shape[1:], state.dtype)
+        writes: list[tuple[ml.Tensor, ml.Tensor, np.ndarray]] = []
+        sources = np.array([source for source, _ in plan.moves], dtype=np.int64)
+        targets = np.array([target for _, target in plan.moves], dtype=np.int64)
+        for key, tensor in self.tensors.items():
+            place = ctx.layer(key[1])
+            if plan.moves:
+                writes.append((tensor, tensor.rows(place, sources), targets))
+            for checkpoint, slot in plan.loads:
+                content = None if checkpoint is None else checkpoint.tensors.get(key)
+                if content is None:
+                    content = place.zeros((1, *tensor.shape[1:]), tensor.dtype)
+                writes.append((tensor, content, np.array([slot])))
+
+        def write() -> None:
+            for tensor, content, slots in writes:
+                ctx.forward(tensor.set_rows(ctx, content, slots))
+
+        return write
+
+
+@dataclass(slots=True)
+class StatePass:
+    """The states of one forward pass: sequences in the batch's order, in slots from ``start``."""
+
+    sequences: tuple[int, ...]
+    start: int
+    before: dict[int, StateRow] = field(default_factory=dict)
+    reserve: bool = False
+    read_only: bool = False
+
+
+def lost_in(rows: Sequence[StateRow], plan: Arrangement) -> None:
+    """Mark every sequence whose state a failed arrangement may have overwritten.
+
+    Slots are renamed only after all is written: a state that was merely read is still in its place.
+    """
+    written = {slot for _, slot in plan.moves} | {slot for _, slot in plan.loads}
+    for row in rows:
+        row.lost = row.lost or row.slot in written

@@ -1,0 +1,200 @@
+"""Where each sequence's recurrent state lies, in which slot or checkpoint, and how a pass gets it into place.
+
+What CellTable is for K and V, for states: the rows of all sequences, over the slots of states.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import ml
+from kvcache.attention.batch import SequenceTokens
+from kvcache.cache import SequenceLostError
+from kvcache.storage.state_slots import (
+    Arrangement,
+    Checkpoint,
+    HeldStates,
+    StateBuffers,
+    StatePass,
+    StateRow,
+    arrange,
+    lost_in,
+)
+
+__all__ = ["StateTable", "shifted", "state_lost"]
+
+
+class StateTable:
+    """The rows of ``sequences`` sequences, with a slot each in every recurrent layer.
+
+    A checkpoint is taken when a pass begins and ``interval`` tokens have gone by since the last one; the
+    latest ``checkpoints`` of each sequence are kept. ``backend`` may be None where there are no sequences.
+    """
+
+    def __init__(
+        self, sequences: int, backend: ml.Backend | None = None, checkpoints: int = 0, interval: int = 1
+    ) -> None:
+        self.rows = [StateRow() for _ in range(sequences)]
+        self.buffers = StateBuffers(sequences, backend)
+        self._backend = backend
+        self._checkpoints, self._interval = checkpoints, interval
+
+    def lost(self) -> list[bool]:
+        """Which sequences' states a device failure took."""
+        return [row.lost for row in self.rows]
+
+    # What there is of a state.
+
+    def point(self, row: StateRow) -> Checkpoint:
+        """The state of a row as it is now; nothing is copied."""
+        if row.slot is None:
+            return replace(row.pending or Checkpoint(0, HeldStates()), offset=row.offset)
+        return Checkpoint(row.offset, self.buffers.hold(row.slot))
+
+    def read(
+        self,
+        ctx: ml.Context,
+        key: tuple[str, int],
+        sequences: Iterable[int],
+        shape: tuple[int, ...],
+        dtype: ml.DType,
+    ) -> ml.Tensor:
+        """Copies (sequences, *shape) of a layer's states, wherever they lie; zeros where there is none."""
+        parts = [self.point(self.rows[seq]).state.read(ctx).get(key) for seq in sequences]
+        found = [ctx.zeros((1, *shape), dtype) if part is None else part for part in parts]
+        joined = functools.reduce(lambda one, other: one.concat(ctx, other, 0), found)
+        return joined.contiguous(ctx)
+
+    def _row_at(self, point: Checkpoint, kept: tuple[Checkpoint, ...]) -> StateRow:
+        """A row that goes on from ``point``: in its slot where it still lies in one."""
+        slot = point.state.slot_in(self.buffers)
+        return StateRow(point.offset, slot, point if slot is None else None, kept)
+
+    def row_before(self, row: StateRow, length: int) -> StateRow:
+        """A row with the state of ``length`` tokens, or of the nearest checkpoint before, or empty."""
+        if row.offset <= length and not row.lost:
+            return replace(row)
+        point = row.nearest(length)
+        if point is None:
+            return StateRow()
+        kept = tuple(other for other in row.checkpoints if other.offset <= point.offset)
+        return self._row_at(point, kept)
+
+    def resume(self, seq: int, point: Checkpoint, kept: int) -> None:
+        """Let a sequence go on from ``point``, with its checkpoints up to the position ``kept``."""
+        others = tuple(other for other in self.rows[seq].checkpoints if other.offset <= kept)
+        self.rows[seq] = self._row_at(point, others) if point.offset else StateRow(checkpoints=others)
+
+    def keep(self, row: StateRow, checkpoint: Checkpoint) -> None:
+        """Make ``checkpoint`` one of the row's, in place of the one at its position or of the oldest."""
+        others = [point for point in row.checkpoints if point.offset != checkpoint.offset]
+        row.checkpoints = (*others, checkpoint)[-self._checkpoints :] if self._checkpoints else ()
+
+    def _is_due(self, row: StateRow) -> bool:
+        if not self._checkpoints:
+            return False
+        last = max((point.offset for point in row.checkpoints), default=0)
+        return row.offset - last >= self._interval
+
+    # One pass.
+
+    def start(self, order: tuple[int, ...], groups: Iterable[SequenceTokens]) -> StatePass:
+        """Take due checkpoints, then move the states of ``order`` side by side; only the last step writes.
+
+        A device that fails in the last step leaves the sequences lost whose states were written over.
+        """
+        plan = arrange(self.rows, order, self.buffers.held().keys())
+        moved = (seq for seq, slot in plan.slots.items() if self.rows[seq].slot != slot)
+        before = {seq: replace(self.rows[seq]) for seq in {*order, *moved}}
+        taken = self._carry_out(order, plan)
+        for seq, slot in plan.slots.items():
+            self.rows[seq].slot = slot
+        for group in groups:
+            row = self.rows[group.seq]
+            row.pending = None
+            row.offset += len(group)
+            if group.seq in taken:
+                self.keep(row, taken[group.seq])
+        return StatePass(order, plan.start, before)
+
+    def _carry_out(self, order: tuple[int, ...], plan: Arrangement) -> dict[int, Checkpoint]:
+        """The checkpoints that were due; the states are where ``plan`` wants them.
+
+        What is held in slots that are written now, or by the pass, is copied out before.
+        """
+        taken = {seq: self.point(self.rows[seq]) for seq in order if self._is_due(self.rows[seq])}
+        if not plan.moves and not plan.loads and not self.buffers.held(plan.written):
+            return taken
+        writing = False
+        try:
+            with self._open() as ctx:
+                write = self.buffers.prepare(ctx, plan)
+                self.buffers.release(ctx, plan.written)
+                writing = True
+                write()
+                ctx.compute()
+        except BaseException:  # closing the context may fail too, when all is written
+            if writing:
+                lost_in(self.rows, plan)
+            raise
+        return taken
+
+    def take_back(self, current: StatePass) -> None:
+        """Make the rows what they were before ``current``, and move the states that it moved back.
+
+        A device that fails in this leaves the sequences lost that it was to move.
+        """
+        before = current.before
+        now = {seq: self.rows[seq].slot for seq in before}
+        for seq, row in before.items():
+            self.rows[seq] = replace(row, slot=None if row.slot is None else now[seq])
+        moved = [seq for seq, row in before.items() if row.slot is not None and now[seq] != row.slot]
+        intact = {row.slot for seq, row in enumerate(self.rows) if seq not in moved}
+        moves = {before[seq].slot: now[seq] for seq in moved}  # sharers of a slot hold the same state
+        pairs = tuple(
+            (source, target)
+            for target, source in moves.items()
+            if source is not None and target is not None and target not in intact
+        )
+        if pairs:
+            self._move(pairs, moved)
+        for seq, row in before.items():
+            self.rows[seq].slot = row.slot
+
+    def _move(self, pairs: tuple[tuple[int, int], ...], moved: Sequence[int]) -> None:
+        try:
+            with self._open() as ctx:
+                plan = Arrangement(0, {}, pairs, ())
+                write = self.buffers.prepare(ctx, plan)
+                self.buffers.release(ctx, plan.written)
+                write()
+                ctx.compute()
+        except BaseException:
+            for seq in moved:
+                self.rows[seq].lost = True
+            raise
+
+    def _open(self) -> ml.Context:
+        assert self._backend is not None
+        return self._backend.new_context()
+
+
+def shifted(row: StateRow, begin: int, end: int) -> StateRow:
+    """The row after ``[begin, end)`` was taken out of the middle."""
+    distance = end - begin
+    points = [point for point in row.checkpoints if point.offset <= begin]
+    # The one at ``end`` would be at ``begin`` then, and the state of ``begin`` has seen none of it.
+    points += [
+        replace(point, offset=point.offset - distance) for point in row.checkpoints if point.offset > end
+    ]
+    return replace(row, offset=row.offset - distance, checkpoints=tuple(points))
+
+
+def state_lost(op: str, seq: int) -> SequenceLostError:
+    """What a call says of a sequence whose state a device failure took."""
+    return SequenceLostError(
+        f"{op}: the device failed while the state of sequence {seq} was being moved; "
+        f"call remove({seq}, 0) and compute it again"
+    )

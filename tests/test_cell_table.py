@@ -1,0 +1,316 @@
+"""The cell table against a naive one: a list of (position, cell) per sequence."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvcache.storage.cell_table import CellTable, Pin, Row
+
+Pairs = list[tuple[int, int]]
+
+
+def pairs(row: Row) -> Pairs:
+    return list(zip(row.positions.tolist(), row.cells.tolist(), strict=True))
+
+
+def is_run(row: Row) -> bool:
+    cells = row.cells.tolist()
+    return cells == list(range(cells[0], cells[0] + len(cells))) if cells else True
+
+
+def row_of(*found: tuple[int, int]) -> Row:
+    row = Row()
+    row.assign(np.array([p for p, _ in found], np.int64), np.array([c for _, c in found], np.int64))
+    return row
+
+
+# One row.
+
+
+def test_a_new_row_is_empty() -> None:
+    row = Row()
+    assert (len(row), row.last, row.span(), row.contiguous, row.lost) == (0, -1, (0, 0), True, False)
+    assert row.index(0) == 0
+    assert not row.holds_any(np.array([0]))
+
+
+def test_a_row_grows_at_the_tail_and_loses_at_the_head() -> None:
+    row = Row()
+    for position in range(1000):
+        row.append_run(position, 5 + position, 1)
+        if len(row) > 10:
+            row.cut_head(1)
+    assert pairs(row) == [(p, p + 5) for p in range(990, 1000)]
+    assert (row.first, row.last, row.last_cell, row.span()) == (990, 999, 1004, (995, 1005))
+    assert row._positions.size < 200, "a window's row does not grow with the tokens that passed"
+
+
+def test_long_runs_are_appended_whole() -> None:
+    row = Row()
+    row.append_run(0, 3, 100)
+    row.append_run(200, 103, 50)
+    assert pairs(row) == [(p, p + 3) for p in range(100)] + [(200 + i, 103 + i) for i in range(50)]
+    assert row.contiguous
+    row.append_run(300, 7, 2)
+    assert not row.contiguous
+
+
+@pytest.mark.parametrize(
+    ("position", "expected"), [(0, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 2), (9, 2), (10, 3), (99, 3)]
+)
+def test_index_counts_the_positions_below(position: int, expected: int) -> None:
+    assert row_of((2, 0), (5, 1), (9, 2)).index(position) == expected
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [([0], False), ([2], True), ([3, 4], False), ([1, 5], True), ([10, 11], False), ([9, 20], True)],
+)
+def test_holds_any_finds_what_is_stored(positions: list[int], expected: bool) -> None:
+    assert row_of((2, 0), (5, 1), (9, 2)).holds_any(np.array(positions)) == expected
+
+
+def test_insert_keeps_positions_ascending_with_their_cells() -> None:
+    row = row_of((2, 10), (5, 11))
+    row.insert(np.array([0, 3, 9]), np.array([7, 6, 5]))
+    assert pairs(row) == [(0, 7), (2, 10), (3, 6), (5, 11), (9, 5)]
+    assert row.span() == (5, 12)
+    assert not row.contiguous
+
+
+@pytest.mark.parametrize(
+    ("cells", "cut", "contiguous"),
+    [
+        ([4, 5, 6], "head", True),
+        ([9, 5, 6], "head", True),
+        ([4, 5, 9], "tail", True),
+        ([4, 9, 6], "head", False),
+    ],
+)
+def test_a_cut_row_knows_whether_it_is_a_run(cells: list[int], cut: str, contiguous: bool) -> None:
+    row = row_of(*enumerate(cells))
+    row.cut_head(1) if cut == "head" else row.cut_tail(2)
+    assert row.contiguous == contiguous
+
+
+def test_a_saved_row_comes_back_after_cuts_and_appends() -> None:
+    row = Row()
+    row.append_run(0, 0, 60)
+    saved, before = row.save(), pairs(row)
+    row.cut_head(20)
+    row.append_run(60, 60, 1)
+    row.append_run(61, 200, 500)
+    row.load(saved)
+    assert pairs(row) == before
+    assert row.contiguous
+
+
+# The table.
+
+
+@dataclass
+class Naive:
+    cells: int
+    rows: list[Pairs] = field(default_factory=list)
+    pins: list[tuple[Pin, list[int]]] = field(default_factory=list)
+
+    def references(self) -> list[int]:
+        found = [0] * self.cells
+        for cells in [*([cell for _, cell in row] for row in self.rows), *(cells for _, cells in self.pins)]:
+            for cell in cells:
+                found[cell] += 1
+        return found
+
+    def owned(self, besides: int | None = None) -> set[int]:
+        return {cell for seq, row in enumerate(self.rows) if seq != besides for _, cell in row}
+
+    def check(self, table: CellTable) -> None:
+        references = self.references()
+        assert table.references.tolist() == references
+        assert table.free == references.count(0)
+        assert table.held() == {seq: len(row) for seq, row in enumerate(self.rows) if row}
+        assert table.unowned == self.cells - len(self.owned())
+        assert set(np.flatnonzero(table.owned()).tolist()) == self.owned()
+        for pin, cells in self.pins:
+            assert pin.cells.tolist() == cells
+        for seq, held in enumerate(self.rows):
+            cells = [cell for _, cell in held]
+            assert table.shared(seq, np.array(cells, np.int64)) == bool(self.owned(seq).intersection(cells))
+        for row, expected in zip(table.rows, self.rows, strict=True):
+            assert pairs(row) == expected
+            assert row.contiguous == is_run(row)
+            cells = [cell for _, cell in expected]
+            assert row.span() == ((min(cells), max(cells) + 1) if cells else (0, 0))
+
+
+class Driver:
+    """Random changes of a table and of the naive one beside it."""
+
+    def __init__(self, rnd: random.Random) -> None:
+        self.rnd = rnd
+        sequences, cells = rnd.randrange(1, 5), rnd.randrange(4, 40)
+        self.table = CellTable(cells, sequences)
+        self.naive = Naive(cells, [[] for _ in range(sequences)])
+
+    def sequence(self) -> int:
+        return self.rnd.randrange(len(self.naive.rows))
+
+    def chosen(self, seq: int, count: int) -> list[int]:
+        """The cells that ``choose`` gives: free, distinct, as many as asked."""
+        found = self.table.choose(seq, count)
+        cells = list(range(found, found + count)) if isinstance(found, int) else found.tolist()
+        references = self.naive.references()
+        assert len(set(cells)) == count
+        assert all(references[cell] == 0 for cell in cells)
+        return cells
+
+    def take(self) -> None:
+        seq = self.sequence()
+        count = self.rnd.randrange(1, 6)
+        if count > self.table.free:
+            return
+        cells = self.chosen(seq, count)
+        row = self.naive.rows[seq]
+        last = row[-1][0] if row else -1
+        if cells == list(range(cells[0], cells[0] + count)) and self.rnd.random() < 0.6:
+            positions = list(range(last + 1, last + 1 + count))
+            self.table.take_run(seq, positions[0], cells[0], count)
+        else:
+            free = sorted(set(range(last + 10)) - {position for position, _ in row})
+            positions = sorted(self.rnd.sample(free, count))
+            self.table.take(seq, np.array(positions), np.array(cells))
+        self.naive.rows[seq] = sorted(row + list(zip(positions, cells, strict=True)))
+
+    def share(self) -> None:
+        src, dst = self.sequence(), self.sequence()
+        if src != dst:
+            self.table.drop(dst, 0, len(self.table.rows[dst]))
+            count = self.rnd.randrange(len(self.naive.rows[src]) + 1)
+            self.table.share(src, dst, count)
+            self.naive.rows[dst] = self.naive.rows[src][:count]
+
+    def drop(self) -> None:
+        seq = self.sequence()
+        size = len(self.naive.rows[seq])
+        start, stop = sorted((self.rnd.randrange(size + 1), self.rnd.randrange(size + 1)))
+        self.table.drop(seq, start, stop)
+        del self.naive.rows[seq][start:stop]
+
+    def pin(self) -> None:
+        """Part of a row, or of what another pin holds."""
+        held = self.rnd.choice(
+            [[c for _, c in row] for row in self.naive.rows] + [c for _, c in self.naive.pins]
+        )
+        start, stop = sorted((self.rnd.randrange(len(held) + 1), self.rnd.randrange(len(held) + 1)))
+        pin = self.table.pin(np.array(held[start:stop], np.int64))
+        self.naive.pins.append((pin, held[start:stop]))
+
+    def unpin(self) -> None:
+        """Let go of one, at once or as a collected snapshot does; twice is once."""
+        if not self.naive.pins:
+            return
+        pin, _ = self.naive.pins.pop(self.rnd.randrange(len(self.naive.pins)))
+        if self.rnd.random() < 0.5:
+            self.table.unpin(pin)
+        self.table.drop_pin(pin)
+        self.table.sweep()
+
+    def adopt(self) -> None:
+        """What restoring a snapshot in its cache does."""
+        seq = self.sequence()
+        row = self.naive.rows[seq]
+        for _, cells in self.naive.pins:
+            if cells and not {cell for _, cell in row}.intersection(cells):
+                last = row[-1][0] if row else -1
+                positions = list(range(last + 1, last + 1 + len(cells)))
+                self.table.adopt(seq, np.array(positions, np.int64), np.array(cells, np.int64))
+                row += zip(positions, cells, strict=True)
+                return
+
+    def evict_and_restore(self) -> None:
+        """What an overflow does: heads are cut off several rows, which then come back."""
+        saved = {seq: self.table.save_row(seq) for seq in range(len(self.naive.rows))}
+        for seq in saved:
+            self.table.drop(seq, 0, self.rnd.randrange(len(self.naive.rows[seq]) + 1))
+        for seq, row in saved.items():
+            self.table.restore_row(seq, row)
+
+    def take_and_restore(self) -> None:
+        """What undoing a batch does: evicted cells may have been given to another row meanwhile."""
+        saved = {seq: self.table.save_row(seq) for seq in range(len(self.naive.rows))}
+        before = [list(row) for row in self.naive.rows]
+        for seq in saved:
+            count = self.rnd.randrange(len(self.naive.rows[seq]) + 1)
+            self.table.drop(seq, 0, count)
+            del self.naive.rows[seq][:count]
+        self.take()
+        self.take()
+        for seq, row in saved.items():
+            self.table.restore_row(seq, row)
+        self.naive.rows = before
+
+    def spread(self) -> None:
+        target = self.table.spread()
+        references = self.naive.references()
+        assert ((target < 0) == (np.array(references) == 0)).all()
+        used = target[target >= 0]
+        assert len(set(used.tolist())) == used.size
+        assert used.size == 0 or (used.min() >= 0 and used.max() < self.table.cells)
+        self.table.move(target)
+        self.naive.rows = [[(p, int(target[cell])) for p, cell in row] for row in self.naive.rows]
+        self.naive.pins = [(pin, [int(target[cell]) for cell in cells]) for pin, cells in self.naive.pins]
+        if max(references, default=0) < 2:
+            assert all(row.contiguous for row in self.table.rows)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_random_changes_agree_with_the_naive_table(block: int) -> None:
+    for seed in range(block * 30, block * 30 + 30):
+        driver = Driver(random.Random(seed))
+        changes = [driver.take] * 4 + [driver.share, driver.drop, driver.drop]
+        changes += [driver.evict_and_restore, driver.take_and_restore, driver.spread]
+        changes += [driver.pin, driver.pin, driver.unpin, driver.adopt]
+        for _ in range(25):
+            driver.rnd.choice(changes)()
+            driver.naive.check(driver.table)
+
+
+def test_sequences_start_in_shares_of_their_own_and_grow_in_runs() -> None:
+    table = CellTable(30, 3)
+    for position in range(10):
+        for seq in range(3):
+            cell = table.choose(seq, 1)
+            assert cell == seq * 10 + position
+            table.take_run(seq, position, int(cell), 1)
+    assert table.free == 0
+    assert all(row.contiguous for row in table.rows)
+
+
+def test_scattered_cells_are_chosen_where_no_run_is_free() -> None:
+    table = CellTable(6, 1)
+    table.take(0, np.arange(3), np.array([1, 3, 5]))
+    chosen = table.choose(0, 3)
+    assert not isinstance(chosen, int)
+    assert chosen.tolist() == [0, 2, 4]
+
+
+def test_a_run_is_chosen_where_one_is_free() -> None:
+    table = CellTable(12, 1)
+    table.take(0, np.arange(4), np.array([0, 1, 6, 11]))
+    chosen = table.choose(0, 4)
+    assert isinstance(chosen, int)
+    assert set(range(chosen, chosen + 4)) <= {2, 3, 4, 5, 7, 8, 9, 10}
+
+
+def test_spreading_leaves_room_behind_every_row() -> None:
+    table = CellTable(12, 2)
+    table.take(0, np.arange(2), np.array([7, 3]))
+    table.take(1, np.arange(2), np.array([2, 8]))
+    table.move(table.spread())
+    for seq in range(2):
+        last = table.rows[seq].last_cell
+        assert table.choose(seq, 4) == last + 1

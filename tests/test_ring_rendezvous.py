@@ -1,0 +1,252 @@
+"""Ranks that meet before MLX joins them, and what they say when one of them does not come."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import ml
+from backends.mlx.rendezvous import interrupted, meet
+from ml.distributed import free_ports, local_ranks
+
+
+def hosts(size: int) -> list[list[str]]:
+    return [[f"127.0.0.1:{port}"] for port in free_ports(size)]
+
+
+def together(
+    ring: Sequence[Sequence[str]], ranks: Sequence[int], seconds: float = 30.0
+) -> dict[int, str | None]:
+    """What each of ``ranks`` was told; None where it met all others."""
+    told: dict[int, str | None] = {}
+
+    def run(rank: int) -> None:
+        try:
+            meet(ring, rank, seconds)
+        except ml.GroupError as error:
+            told[rank] = f"{'late' if error.late else 'lost'}: {error}"
+        else:
+            told[rank] = None
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return told
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_all_ranks_meet_and_leave_their_addresses_free(size: int) -> None:
+    ring = hosts(size)
+    assert together(ring, range(size)) == dict.fromkeys(range(size))
+    for (address,) in ring:
+        with socket.socket() as again:
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind(("127.0.0.1", int(address.split(":")[1])))
+            again.listen()
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_ranks_say_who_is_missing_next_to_them(missing: int) -> None:
+    ring = hosts(3)
+    told = together(ring, [rank for rank in range(3) if rank != missing], 0.3)
+    for rank, words in told.items():
+        assert words is not None
+        assert words.startswith(f"late: distributed: rank {rank} of 3 could not join the ring within 0.3 s (")
+        assert f"rank {missing} ({ring[missing][0]}) did not come" in words
+
+
+def test_a_stranger_who_calls_is_left_alone() -> None:
+    ring = hosts(2)
+    found: dict[int, str | None] = {}
+    waiting = threading.Thread(target=lambda: found.update(together(ring, [0])))
+    waiting.start()
+    address = ("127.0.0.1", int(ring[0][0].split(":")[1]))
+    with socket.socket() as stranger:
+        for _ in range(500):
+            if stranger.connect_ex(address) == 0:
+                break
+            time.sleep(0.01)
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert together(ring, [1]) == {1: None}
+        waiting.join(60)
+    assert found == {0: None}
+
+
+def test_ranks_of_two_host_files_do_not_meet() -> None:
+    ring = hosts(2)
+    other = [ring[0], ring[1], hosts(1)[0]]
+    told: dict[int, str | None] = {}
+    threads = [
+        threading.Thread(target=lambda ring=ring, rank=rank: told.update(together(ring, [rank], 0.4)))
+        for ring, rank in ((ring, 0), (other, 1))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(words is not None and words.startswith("late") for words in told.values())
+
+
+def test_an_address_that_cannot_be_used_is_told() -> None:
+    ring = hosts(2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", int(ring[0][0].split(":")[1])))
+        taken.listen()
+        with pytest.raises(ml.GroupError, match=r"its address 127\.0\.0\.1:\d+ cannot be used"):
+            meet(ring, 0, 1.0)
+    with pytest.raises(ml.GroupError, match=r"'localhost' in MLX_HOSTFILE is no address host:port"):
+        meet([["localhost"], ring[1]], 0, 1.0)
+
+
+def test_a_call_that_waits_is_interrupted_and_the_alarm_of_others_is_put_back() -> None:
+    def theirs(*_: object) -> None:
+        raise AssertionError("this alarm is an hour away")
+
+    before = signal.signal(signal.SIGALRM, theirs)
+    signal.setitimer(signal.ITIMER_REAL, 3600)
+    reader, writer = os.pipe()
+    cut: list[bool] = []
+
+    def interrupt(*_: object) -> None:
+        cut.append(True)
+        raise InterruptedError
+
+    try:
+        with interrupted(time.monotonic() + 0.05):
+            signal.signal(signal.SIGALRM, interrupt)
+            with pytest.raises(InterruptedError):
+                os.read(reader, 1)
+        assert cut
+        assert signal.getsignal(signal.SIGALRM) is theirs
+        assert 3000 < signal.getitimer(signal.ITIMER_REAL)[0] <= 3600
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        os.close(reader)
+        os.close(writer)
+
+
+# Processes of MLX, and of torch, which has a wait of its own.
+
+JOINS = """
+import os, sys
+import ml
+with ml.open_backend(sys.argv[1]) as backend:
+    try:
+        group = backend.distributed(timeout=float(sys.argv[2]))
+    except ml.GroupError as error:
+        print("late" if error.late else "lost", error, flush=True)
+        os._exit(3)
+    group.barrier()
+    print("joined", group.rank, flush=True)
+"""
+
+
+@pytest.fixture(params=["torch", "mlx"])
+def engine(request: pytest.FixtureRequest) -> str:
+    infos = {info.name: info for info in ml.available_backends()}
+    if not infos[request.param].available:
+        pytest.skip(f"{request.param} cannot run here: {infos[request.param].reason}")
+    return str(request.param)
+
+
+def joining(engine: str, seconds: float, variables: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", JOINS, engine, str(seconds)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def told(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        words, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, words
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_other_never_starts_waits_no_longer_than_its_limit(engine: str, rank: int) -> None:
+    with local_ranks(2) as variables:
+        code, words = told(joining(engine, 0.5, variables[rank]))
+    assert code == 3
+    assert words.startswith(f"late distributed: rank {rank} ")
+    assert "within 0.5 s" in words
+    assert f"rank {1 - rank} " in words
+
+
+def test_ranks_that_start_one_after_the_other_join(engine: str) -> None:
+    """Later than MLX itself would wait for is not tried here: that is 15 s."""
+    with local_ranks(2) as variables:
+        first = joining(engine, 60, variables[1])
+        time.sleep(1.5)
+        second = joining(engine, 60, variables[0])
+        found = [told(process) for process in (first, second)]
+    assert found == [(0, "joined 1\n"), (0, "joined 0\n")]
+
+
+ARRIVES = """
+import os, sys, time
+from backends.mlx.rendezvous import meet
+from ml.distributed import ring_hosts
+meet(ring_hosts(), int(os.environ["MLX_RANK"]), 30.0)
+print("met", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_rank_that_came_and_goes_no_further_does_not_hold_up_mlx() -> None:
+    """It has met the others and does not join: MLX itself waits for that without a limit."""
+    if not next(info for info in ml.available_backends() if info.name == "mlx").available:
+        pytest.skip("mlx cannot run here")
+    with local_ranks(2) as variables:
+        arrives = subprocess.Popen(
+            [sys.executable, "-P", "-c", ARRIVES],
+            env={**os.environ, **variables[1]},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            code, words = told(joining("mlx", 3.0, variables[0]))
+        finally:
+            arrives.kill()
+            arrives.communicate()
+    assert code == 3
+    assert words.startswith("late distributed: MLX could not join rank 0 to the others (")
+
+
+def test_the_command_ends_in_one_line_where_mlx_launch_has_lost_a_rank(tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    if not next(info for info in ml.available_backends() if info.name == "mlx").available:
+        pytest.skip("mlx cannot run here")
+    file = tmp_path / "hosts.json"
+    file.write_text(json.dumps(hosts(2)), encoding="utf-8")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvcache", "generate", "--prompt", "And", "--backend", "mlx"),
+            *("--tensor-parallel", "2", "--timeout", "1"),
+        ],
+        env={**os.environ, "MLX_HOSTFILE": str(file), "MLX_RANK": "0"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(
+        "kvcache: distributed: rank 0 of 2 could not join the ring within 0.667 s ("
+    )
+    assert len(done.stderr.splitlines()) == 1

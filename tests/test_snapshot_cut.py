@@ -1,0 +1,112 @@
+"""A page that is cut in host memory is what a snapshot that is cut on the device is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ml
+from kvcache import deserialize, serialize
+from kvcache.snapshots.cut import cut_page
+from kvcache.snapshots.serialize import page_bytes
+from kvcache.stores import SerializedSnapshot
+from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.testing.conversing import DIVISIBLE, ConversationSetup, Rig
+from ml import DType
+
+TOKENS = [0, 1, 2, 3, b"a picture", 5, 6, 7, 8]
+LAYOUTS = {
+    "as the backend asks": None,
+    "token major": ml.CacheConfig(layout=ml.Layout.TOKEN_MAJOR),
+    "permuted v": ml.CacheConfig(permuted_v=True),
+}
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[ml.Backend]:
+    with ml.open_backend("numpy") as backend:
+        yield backend
+
+
+def taken(backend: ml.Backend, setup: ConversationSetup, begin: int = 0) -> tuple[Rig, Any]:
+    r = Rig(setup, backend)
+    chat = r.chat(TOKENS)
+    return r, r.cache.snapshot(chat.seq, begin, len(TOKENS))
+
+
+def content(page: SerializedSnapshot) -> dict[str, Any]:
+    """Arrays by name with their axes in the order of the snapshot; and all else."""
+
+    def ordered(value: Any) -> Any:
+        if (
+            isinstance(value, list)
+            and len(value) == 2
+            and isinstance(value[0], str)
+            and value[0] in page.arrays
+        ):
+            name, axes = value
+            return page.arrays[name].transpose([axes.index(i) for i in range(len(axes))]).tobytes()
+        if isinstance(value, dict):
+            return {name: ordered(entry) for name, entry in value.items()}
+        return [ordered(entry) for entry in value] if isinstance(value, list) else value
+
+    positions = {name: array.tolist() for name, array in page.arrays.items() if name.endswith("positions")}
+    return {"meta": ordered(dict(page.meta)), "positions": positions, "names": sorted(page.arrays)}
+
+
+@pytest.mark.parametrize("dtype", [DType.F32, DType.BF16, DType.Q4_0], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cache", DIVISIBLE)
+def test_cutting_a_page_is_cutting_its_snapshot(
+    backend: ml.Backend, cache: str, layout: str, dtype: DType
+) -> None:
+    r, snapshot = taken(backend, ConversationSetup(cache, dtype=dtype, config=LAYOUTS[layout]), 1)
+    page = serialize(backend, snapshot)
+    assert page.nbytes == page_bytes(snapshot)
+    for at in range(2, len(TOKENS)):
+        pages = cut_page(page, at)
+        for cut, part in zip(pages, r.cache.split(snapshot, at), strict=True):
+            assert content(cut) == content(serialize(backend, part))
+            assert deserialize(backend, cut).nbytes == part.nbytes
+        assert sum(cut.nbytes for cut in pages) == page.nbytes
+        for one, other in zip(pages, cut_page(page, at, own=True), strict=True):
+            assert content(one) == content(other)
+            for name, array in other.arrays.items():
+                assert array is page.arrays[name] or not np.shares_memory(array, page.arrays[name])
+
+
+def test_parts_of_parts_restore_the_whole(backend: ml.Backend) -> None:
+    r, snapshot = taken(backend, ConversationSetup("encoder"))
+    rest, parts = serialize(backend, snapshot), []
+    for at in (2, 4, 5, 8):
+        first, rest = cut_page(rest, at)
+        parts.append(first)
+    for part in (*parts, rest):
+        assert r.cache.restore(1, deserialize(backend, part))
+    r.evaluate(1, TOKENS, [9, 10])
+
+
+@pytest.mark.parametrize("cache", ["sliding", "recurrent", "wrapper"])
+def test_what_is_whole_is_not_cut(backend: ml.Backend, cache: str) -> None:
+    _, snapshot = taken(backend, ConversationSetup(cache))
+    assert serialize(backend, snapshot).nbytes == page_bytes(snapshot)
+    with pytest.raises(SnapshotCorrupt, match="cut_page"):
+        cut_page(serialize(backend, snapshot), 4)
+
+
+def test_what_is_no_page_of_a_snapshot_is_corrupt(backend: ml.Backend) -> None:
+    _, snapshot = taken(backend, ConversationSetup())
+    page = serialize(backend, snapshot)
+    arrays = {name: array for name, array in page.arrays.items() if not name.endswith("positions")}
+    for wrong, at in ((page, 0), (page, 9), (SerializedSnapshot(), 4), (replace(page, arrays=arrays), 4)):
+        with pytest.raises(SnapshotCorrupt, match=f"at {at}"):
+            cut_page(wrong, at)
+    strange = SerializedSnapshot(
+        {"snapshot": {"kind": "strange", "begin": 0, "end": 9}}, {"a": np.zeros(3, np.float32)}
+    )
+    with pytest.raises(SnapshotCorrupt, match="strange"):
+        cut_page(strange, 4)
