@@ -59,7 +59,8 @@ def test_every_name_is_listed_and_found_once() -> None:
 
 
 def test_modules_are_attributes_without_being_imported_first() -> None:
-    code = "import kvcache; assert kvcache.caches.causal.CausalCache is kvcache.CausalCache; kvcache.caches.branches.fork"
+    same = "kvcache.caches.causal.CausalCache is kvcache.CausalCache"
+    code = f"import kvcache; assert {same}; kvcache.caches.branches.fork"
     assert {"kvcache.caches.causal", "kvcache.caches.branches"} <= imported_by(code)
 
 

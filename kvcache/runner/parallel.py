@@ -108,7 +108,7 @@ class Share:
     def check_step(self, ctx: ml.Context, batch: Batch) -> None:
         """Raise GroupError unless all ranks are about to compute the same pass.
 
-        Where another has no room for it (``kvcache.runner.consensus``), raise CacheFullError as that one does.
+        Where another has no room (``kvcache.runner.consensus``), raise CacheFullError as that one does.
         """
         found = of_all(ctx, self.group, _digest(batch))
         if min(found) < 0:

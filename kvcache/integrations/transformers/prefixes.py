@@ -87,7 +87,7 @@ def _given_the_rest(model: Any, cache: HFCache) -> Iterator[None]:
 
 
 class HFPrefixCache(Closing):
-    """A ``kvcache.prefix.prefix_cache.PrefixCache`` for a decoder of transformers, sliding and hybrid ones included.
+    """A ``kvcache.PrefixCache`` for a decoder of transformers, sliding and hybrid ones included.
 
     Every conversation is a batch of one row, without padding; as many as ``max_sequences`` may be open.
     """
