@@ -59,8 +59,8 @@ ENDS = $(addprefix tests/test_, conformance_numpy.py conformance_mlx.py backend_
 newest: PYTHON = $(NEWEST)
 oldest: CONSTRAINTS = -c tests/oldest.txt
 newest: CONSTRAINTS = --upgrade --only-binary numpy,ml-dtypes,mlx
-newest: ENDS += $(wildcard tests/test_prefix_*.py) $(addprefix tests/test_, arriving.py eviction.py layering.py lending.py \
-  page_check.py paging.py pressure.py)
+newest: ENDS += $(wildcard tests/test_prefix_*.py) $(addprefix tests/test_, direct_load.py eviction.py layer_shapes.py lending.py \
+  page_check.py serialize.py pressure.py)
 oldest newest:
 	rm -rf .$@
 	$(PYTHON) -m venv .$@

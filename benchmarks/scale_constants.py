@@ -1,4 +1,4 @@
-"""What one step costs on this machine: of the radix tree, of keys, of stores. docs/scaling.md starts from these."""
+"""What a step of the radix tree, keys and stores costs on this machine: where docs/scaling.md starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traffic through the real PrefixCache, its radix tree, ledgers and stores, with tiny tensors: what is found again.
+"""Traffic through the real PrefixCache, its radix tree and stores, with tiny tensors: what is found again.
 
 Nothing of the cache is modelled: one layer of two numbers per token stands for K and V, and is written for
 every token that was not found. Policies other than the shipped one replace the order in which the ledger

@@ -36,8 +36,8 @@ from kvcache.stores.entries import Entries
 from kvcache.stores.keys import Chain, Keys
 from kvcache.testing.conversing import ConversationSetup, Rig
 from kvcache.testing.prefix import PrefixTests
+from kvcache.testing.prefix_offload import Way
 from kvcache.testing.prefix_traces import random_ops, random_prefix_setup, run_ops
-from kvcache.testing.prefix_transit import Way
 from ml import DType
 
 Patch = pytest.MonkeyPatch

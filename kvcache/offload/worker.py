@@ -104,7 +104,7 @@ class OffloadWorker:
         with self._changed:
             self._changed.wait_for(lambda: not self.waiting or self.waiting + transfer.nbytes <= self.limit)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="kvcache-offload worker", daemon=True)
+                self._thread = threading.Thread(target=self._work, name="kvcache-offload", daemon=True)
                 self._thread.start()
             self.waiting += transfer.nbytes
             self._sent.append(transfer)

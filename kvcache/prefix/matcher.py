@@ -1,7 +1,7 @@
 """The longest prefix of some tokens that can be had, and a sequence made to hold it.
 
 It comes from another session, from the cache's own snapshots, from host memory, and the rest from stores
-(kvcache.prefix.store_lookup). Where one of them fails, what it was to give is dropped, and the search begins again.
+(store_lookup.py). Where one of them fails, what it was to give is dropped, and the search begins again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PrefixMatcher:
                     return source.length
 
     def best(self, ids: np.ndarray, limit: int) -> Source:
-        """The longest prefix of ``ids[:limit]`` that a session or the radix tree has; stores are not asked."""
+        """The longest prefix of ``ids[:limit]`` that a session or the tree has; stores are not asked."""
         best = Source()
         for session in self._sessions.values():
             shared = min(common_length(session.computed(), ids), limit)

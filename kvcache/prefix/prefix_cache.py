@@ -1,9 +1,9 @@
 """Conversations that never recompute what they share.
 
 After the prefix cache of Ollama's x/mlxrunner and RadixAttention (SGLang). What a session computed stays
-behind as snapshots in a radix tree over tokens (kvcache.prefix.radix_tree): first in the cache itself, without a copy, then
-in host memory, then in stores (kvcache.offload.tiers). A new session starts from the longest prefix that any of
-them has, or that another session holds right now::
+behind as snapshots in a radix tree over tokens: first in the cache itself, without a copy, then in host
+memory, then in stores. A new session starts from the longest prefix that any of them has, or
+that another session holds right now::
 
     with prefix.begin(tokens) as session:
         for chunk in session.chunks(512):          # session.remaining, cut where snapshots are due

@@ -1,6 +1,6 @@
 """Snapshots on a radix tree, in tiers: what is kept of conversations, where it lies, and what goes first.
 
-A node of the radix tree (kvcache.prefix.radix_tree) may hold the snapshot of its edge on the device, mostly still in the
+A node of the radix tree may hold the snapshot of its edge on the device, mostly still in the
 cache's own cells, or its page in host memory. What is evicted goes from the device to host memory, from
 there to the stores, and is found in them by key. Content that is divisible is parted with its edge; what
 is whole (a window, a recurrent state) belongs to the end of its edge, and an edge that is parted above it
@@ -63,7 +63,7 @@ class SnapshotCache(Cache, Protocol):
 
 @dataclass(eq=False, slots=True)
 class TreeEntry:
-    """What is kept at a node of the radix tree: its snapshot on the device, its page in host memory, or both."""
+    """What a node of the radix tree keeps: its snapshot on the device, its page in host memory, or both."""
 
     begin: int
     """Where the snapshot begins: with the node's edge, or before it where content is whole."""
@@ -114,7 +114,7 @@ class PrefixTree:
         keys: Keys,
         worker: OffloadWorker | None = None,
     ) -> None:
-        """``offload worker``: what leaves the device goes that way; None: it is copied by who pages it out."""
+        """``worker``: copies what leaves the device; None: it is copied by who pages it out."""
         self.cache, self.store, self.keys, self.worker = cache, store, keys, worker
         self.radix_tree: RadixTree[TreeEntry] = RadixTree()
         self.alphabet = Alphabet()

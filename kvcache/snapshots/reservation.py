@@ -62,7 +62,7 @@ class CellReservation:
         self._places: Places = {}
 
     def open(self) -> Places | None:
-        """The cells' memory, per layer in the order of the incoming snapshot's tensors; None where it is not to be had.
+        """The cells' memory, per layer in the order of the incoming tensors; None where it is not to be had.
 
         To be let go of before ``keep``, and before the backend is used for anything else.
         """
@@ -95,7 +95,7 @@ def landing_places(
 ) -> Places | None:
     """The memory of the cells from ``start`` on in all layers; None where some of it is not to be had.
 
-    ``buffers``, which are the cache's, have to be of the incoming snapshot's layers, shapes and dtypes: a cache that
+    ``buffers``, which are the cache's, must have the incoming layers, shapes and dtypes: a cache that
     has none yet does not know what it should have.
     """
     if not buffers or buffers.keys() != incoming.layers.keys():

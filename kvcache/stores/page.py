@@ -79,8 +79,8 @@ class SerializedSnapshot:
             DType.from_numpy(array.dtype)
             if not array.flags.c_contiguous:
                 raise ShapeError(
-                    f"SerializedSnapshot: {name!r} {array.shape} with strides {array.strides} is not C-contiguous; "
-                    "pass numpy.ascontiguousarray of it"
+                    f"SerializedSnapshot: {name!r} {array.shape} with strides {array.strides} "
+                    "is not C-contiguous; pass numpy.ascontiguousarray of it"
                 )
 
     @property

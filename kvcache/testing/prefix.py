@@ -9,11 +9,11 @@ from typing import ClassVar
 
 import ml
 from kvcache.testing.prefix_finding import PrefixFindingTests
+from kvcache.testing.prefix_offload import PrefixTransitTests
 from kvcache.testing.prefix_pressure import PrefixPressureTests
 from kvcache.testing.prefix_sessions import PrefixSessionTests
 from kvcache.testing.prefix_tiers import PrefixTierTests
 from kvcache.testing.prefix_traces import prefix_failure
-from kvcache.testing.prefix_transit import PrefixTransitTests
 from ml import DType
 
 __all__ = ["PrefixTests"]

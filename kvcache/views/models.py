@@ -300,7 +300,7 @@ class TierView:
 
 @dataclass(frozen=True)
 class PrefixPicture(Picture):
-    """A PrefixCache: its radix tree (the most recently used nodes, parents before children), tiers and sessions."""
+    """A PrefixCache: its tree (the most recently used nodes, parents before children), tiers and sessions."""
 
     nodes: tuple[NodeView, ...]
     total: int

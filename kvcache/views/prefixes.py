@@ -1,4 +1,4 @@
-"""Looking at a PrefixCache: its radix tree, tiers and sessions. No order of use changes, nothing is copied out."""
+"""Looking at a PrefixCache: its tree, tiers and sessions. No order of use changes, nothing is copied out."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 @dataclass(frozen=True, slots=True)
 class PreNormLayer:
-    """A :class:`~kvcache.runner.models.decoder.Layer`; ``norms`` are RMS norms, the one before ``mlp`` last."""
+    """A decoder's ``Layer``; ``norms`` are RMS norms, the one before ``mlp`` last."""
 
     eps: float
     norms: tuple[ml.Tensor, ml.Tensor]

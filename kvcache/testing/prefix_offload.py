@@ -19,7 +19,7 @@ from kvcache.testing.protocol import InjectedError, Plan, only_protocol
 
 __all__ = ["PrefixTransitTests"]
 
-THREAD = "kvcache-offload worker"
+THREAD = "kvcache-offload"
 
 
 class Way(Plan):
