@@ -59,7 +59,7 @@ ENDS = $(addprefix tests/test_, conformance_numpy.py conformance_mlx.py backend_
 newest: PYTHON = $(NEWEST)
 oldest: CONSTRAINTS = -c tests/oldest.txt
 newest: CONSTRAINTS = --upgrade --only-binary numpy,ml-dtypes,mlx
-newest: ENDS += $(wildcard tests/test_prefix_*.py) $(addprefix tests/test_, direct_load.py eviction.py layer_shapes.py lending.py \
+newest: ENDS += $(wildcard tests/test_prefix_*.py) $(addprefix tests/test_, direct_load.py eviction.py layer_shapes.py buffer_pool.py \
   page_check.py serialize.py pressure.py)
 oldest newest:
 	rm -rf .$@

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import ml
 from kvcache.cache import InvalidRangeError
-from kvcache.page_check import check_page
+from kvcache.snapshots.page_check import check_page
 from kvcache.snapshots.serialize import deserialize, serialize
 from kvcache.stores import MemoryStore, SerializedSnapshot, SnapshotCorrupt, get_page, pack, put_page, unpack
 from kvcache.testing.conversing import CACHES, ConversationSetup, Rig

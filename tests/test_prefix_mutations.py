@@ -16,9 +16,9 @@ import ml
 from kvcache import prefix
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
-from kvcache.lending import Lender
 from kvcache.offload import tiers
 from kvcache.offload import worker as worker
+from kvcache.offload.buffer_pool import Lender
 from kvcache.offload.eviction import LRUQueue
 from kvcache.offload.tiers import StoreTier
 from kvcache.offload.worker import OffloadJob, OffloadWorker

@@ -30,7 +30,7 @@ import numpy as np
 
 import ml
 from kvcache.offload.tiers import StoreTier
-from kvcache.page_check import check_meta
+from kvcache.snapshots.page_check import check_meta
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
 from kvcache.snapshots.serialize import deserialize
 from kvcache.snapshots.snapshot import Snapshot, WrapperSnapshot

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.cache import InvalidRangeError
-from kvcache.lending import Lender, Loan
+from kvcache.offload.buffer_pool import Lender, Loan
 from kvcache.offload.outages import READING, WRITING, Outages
 from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreFull, StoreUnavailable
 from kvcache.stores.keys import Chain

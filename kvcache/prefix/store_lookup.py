@@ -11,9 +11,9 @@ import numpy as np
 from kvcache.cache import InvalidRangeError
 from kvcache.offload.direct_load import page_in, restore_page
 from kvcache.offload.tiers import StoreTier
-from kvcache.page_check import check_page
 from kvcache.prefix.prefix_tree import PrefixTree, span_of
 from kvcache.snapshots.layer_shapes import Layers, check_layers, layers_of_cache
+from kvcache.snapshots.page_check import check_page
 from kvcache.stores import Chain, SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorrupt
 

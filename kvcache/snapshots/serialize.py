@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache.page_check import check_page
+from kvcache.snapshots.page_check import check_page
 from kvcache.snapshots.snapshot import (
     AttentionSnapshot,
     EncoderSnapshot,

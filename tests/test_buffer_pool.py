@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvcache import lending
-from kvcache.lending import Lender, Loan
+from kvcache.offload.buffer_pool import Lender, Loan
 
 
 @pytest.mark.parametrize("seed", range(20))
