@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvcache import lending
+from kvcache.offload import buffer_pool
 from kvcache.offload.buffer_pool import Lender, Loan
 
 
@@ -53,11 +53,11 @@ def test_a_loan_that_needs_other_memory_gives_back_what_it_had() -> None:
 def test_no_more_is_kept_than_a_few_buffers_of_moderate_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending, "LARGEST", 100)
     lender = Lender()
-    buffers = [np.empty(100, np.uint8) for _ in range(lending.KEPT + 2)]
+    buffers = [np.empty(100, np.uint8) for _ in range(buffer_pool.KEPT + 2)]
     for buffer in (*buffers, np.empty(101, np.uint8)):
         lender.put_back(buffer)
-    kept = [lender.take(100) for _ in range(lending.KEPT)]
-    assert [any(buffer is one for one in kept) for buffer in buffers] == [False] * 2 + [True] * lending.KEPT
+    kept = [lender.take(100) for _ in range(buffer_pool.KEPT)]
+    assert [any(buffer is one for one in kept) for buffer in buffers] == [False] * 2 + [True] * buffer_pool.KEPT
 
 
 def test_loans_of_several_threads() -> None:
