@@ -51,13 +51,13 @@ def test_a_loan_that_needs_other_memory_gives_back_what_it_had() -> None:
 
 
 def test_no_more_is_kept_than_a_few_buffers_of_moderate_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending, "LARGEST", 100)
+    monkeypatch.setattr(buffer_pool, "LARGEST", 100)
     lender = Lender()
     buffers = [np.empty(100, np.uint8) for _ in range(buffer_pool.KEPT + 2)]
     for buffer in (*buffers, np.empty(101, np.uint8)):
         lender.put_back(buffer)
     kept = [lender.take(100) for _ in range(buffer_pool.KEPT)]
-    assert [any(buffer is one for one in kept) for buffer in buffers] == [False] * 2 + [True] * buffer_pool.KEPT
+    assert [any(buffer is one for one in kept) for buffer in buffers] == [False] * 2 + [True] * len(kept)
 
 
 def test_loans_of_several_threads() -> None:
