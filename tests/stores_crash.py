@@ -392,6 +392,21 @@ def reading_only(folder: Path) -> None:
             path.chmod(0o755)
 
 
+def forked(folder: Path) -> None:
+    """A child goes on with its parent's store, while the parent does."""
+    with FileStore(folder) as store:
+
+        def put(name: str) -> None:
+            for key in (f"{name}{i}" for i in range(3)):
+                assert store.put(key, [content(key, UNIT)])
+
+        put("before")
+        other = child(lambda: put("child"))
+        put("parent")
+        assert died_by(other) == 0
+        assert len(check_whole(folder, store)) == 9
+
+
 def _sweep_nothing() -> None:
     Folder.sweep = lambda self: 0  # type: ignore[method-assign]
 

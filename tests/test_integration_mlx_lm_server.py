@@ -189,7 +189,7 @@ def test_nothing_gives_way_in_a_pool_as_large_as_the_page_says(
     relieve = CachePool.relieve
     monkeypatch.setattr(CachePool, "relieve", lambda pool: gave_way.append(relieve(pool)) or gave_way[-1])
     with serving({}, flags=flags, capacity=64, max_sequences=decoded + read + kept + 2) as running:
-        with ThreadPoolExecutor(12) as clients:
+        with ThreadPoolExecutor(decoded + read) as clients:  # nobody waits with a conversation found for them
             said = list(clients.map(running.text, prompts(12)))
         assert said == [running.said(prompt, 6) for prompt in prompts(12)]
         latest = prompts(12)[-1]

@@ -61,6 +61,10 @@ def test_two_writers_and_two_readers_share_a_folder_with_eviction(folder: Path) 
     assert "opened" in passes("sharing", folder)
 
 
+def test_a_forked_child_goes_on_with_its_parents_store(folder: Path) -> None:
+    passes("forked", folder)
+
+
 def test_a_full_device_leaves_no_debris(folder: Path) -> None:
     passes("no_room", folder)
 

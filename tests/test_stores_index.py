@@ -403,22 +403,3 @@ def test_times_of_use_go_on_where_the_lock_file_says_nonsense(where: Path) -> No
             lock.write(b"\xff" * 8)
         fill(store, "c")
         assert present(store, "abc") == "bc"
-
-
-# Processes.
-
-
-def test_a_forked_child_goes_on_with_the_store(where: Path) -> None:
-    with FileStore(where) as store:
-        fill(store, "ab")
-        pid = os.fork()
-        if not pid:
-            try:
-                fill(store, [f"child{i}" for i in range(3)])
-                os._exit(0 if read(store, "a") == content("a") else 1)
-            except BaseException:
-                os._exit(2)
-        fill(store, [f"parent{i}" for i in range(3)])
-        assert os.waitpid(pid, 0)[1] == 0
-        usage = store.usage()
-        assert (usage.entries, usage.nbytes) == (8, 8 * UNIT)
