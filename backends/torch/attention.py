@@ -40,13 +40,13 @@ def attend(
     """query (tokens, heads, D), key (history, kv_heads, D), value (history, kv_heads, v_dim)."""
     for tensor in (key, value, mask, sinks):
         if tensor is not None and tensor is not CAUSAL:
-            query._peer("attention", tensor)
-    q, k, v = query._on(ctx), key._on(ctx), value._on(ctx)
+            query.check_peer("attention", tensor)
+    q, k, v = query.native_on(ctx), key.native_on(ctx), value.native_on(ctx)
     _check(q, k, v)
     tokens, heads, head_dim = q.shape
     history, kv_heads, v_dim = v.shape
     bias = _bias(ctx, q, history, mask)
-    logits = None if sinks is None else _logits(sinks._on(ctx), kv_heads, heads)
+    logits = None if sinks is None else _logits(sinks.native_on(ctx), kv_heads, heads)
     if 0 in q.shape or history == 0:
         return TorchTensor.own(ctx, q.new_zeros((tokens, heads, v_dim)), query.dtype)
     k, v = k.transpose(0, 1), v.transpose(0, 1)
@@ -90,7 +90,7 @@ def _bias(
         if tokens < 2:
             return None
         return CAUSAL if tokens == history else _causal(ctx, q, history)
-    native = mask._on(ctx)
+    native = mask.native_on(ctx)
     if native.dim() != 2 or native.shape[0] < tokens or native.shape[1] != history:
         raise ShapeError(f"attention: mask {mask.shape}; it has to be (rows >= {tokens}, {history})")
     if not native.dtype.is_floating_point:

@@ -52,7 +52,7 @@ class TorchBackend(PlacedBackend):
         return DeviceMemory(device.name, allocated, *device_memory(self.places[index]))
 
     def close(self) -> None:
-        if not self._closed:
+        if not self.closed:
             super().close()
             self.causal_mask = None
             if self.group is not None:
@@ -116,7 +116,7 @@ class TorchBackend(PlacedBackend):
 class TorchContext(PlacedContext):
     """Creation on one device of the backend. Contexts of its layers close with it."""
 
-    _backend: TorchBackend
+    backend: TorchBackend
 
     def __init__(self, backend: TorchBackend, max_graph_nodes: int, device: int = 0) -> None:
         super().__init__(backend, max_graph_nodes, device)
@@ -124,12 +124,8 @@ class TorchContext(PlacedContext):
         self.moves = len({place.device for place in backend.places}) > 1
         self._foreign = backend.foreign[device]
 
-    @property
-    def backend(self) -> TorchBackend:
-        return self._backend
-
     def from_native(self, array: Any) -> TorchTensor:
-        if self._closed or self._backend._closed:
+        if self.active_backend is None or self.backend.closed:
             self.check("from_native")
         if (
             type(array) is torch.Tensor
@@ -154,10 +150,10 @@ class TorchContext(PlacedContext):
     def _foreign_on(self, device: torch.device) -> TorchStorage:
         if device == self.torch_device:
             return self._foreign
-        for place, storage in zip(self._backend.places, self._backend.foreign, strict=True):
+        for place, storage in zip(self.backend.places, self.backend.foreign, strict=True):
             if place.device == device:
                 return storage
-        names = ", ".join(place.name for place in self._backend.places)
+        names = ", ".join(place.name for place in self.backend.places)
         raise DeviceError(
             f"from_native: a tensor on {device}; the backend was opened on {names}: "
             "move it there, or name its device in open_backend"

@@ -126,12 +126,21 @@ class Rotation:
 
     __slots__ = ("_fused", "_positions", "_tables", "spec")
 
-    def __init__(self, ctx: Context, positions: Positions, spec: RopeSpec) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        positions: Positions,
+        spec: RopeSpec,
+        fused: Tensor | None = None,
+        tables: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """``fused`` (positions) and ``tables``: what there is of them already, on the device of ``ctx``."""
         self.spec = spec
         self._positions = positions
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._fused, self._tables = fused, tables
         kind: type = type(getattr(ctx, "backend", None))  # a context need not tell
-        self._fused = _on_device(ctx, positions) if _offers_rope(kind) else None
+        if fused is None and tables is None and _offers_rope(kind):
+            self._fused = _on_device(ctx, positions)
 
     def apply(self, ctx: Context, x: Tensor) -> Tensor:
         """Rotate x (tokens, heads, head_dim)."""
@@ -148,14 +157,11 @@ class Rotation:
 
     def to(self, ctx: Context) -> Rotation:
         """The same rotation with its tensors on the device of ``ctx``."""
-        moved = Rotation.__new__(Rotation)
-        moved.spec, moved._positions, moved._tables, moved._fused = self.spec, self._positions, None, None
-        if self._fused is not None:
-            moved._fused = self._fused.cast(ctx, DType.I32)
-        if self._tables is not None:
-            cos, sin = self._tables
-            moved._tables = cos.cast(ctx, DType.F32), sin.cast(ctx, DType.F32)
-        return moved
+        fused = None if self._fused is None else self._fused.cast(ctx, DType.I32)
+        tables = self._tables
+        if tables is not None:
+            tables = tables[0].cast(ctx, DType.F32), tables[1].cast(ctx, DType.F32)
+        return Rotation(ctx, self._positions, self.spec, fused, tables)
 
 
 @lru_cache(maxsize=64)
