@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 
 from ml.base import BaseBackend, BaseContext
-from ml.capabilities import DeviceInfo
+from ml.devices import DeviceInfo
 from ml.dtypes import DType
 from ml.errors import BoundsError, DeviceError, ShapeError
 

@@ -14,7 +14,7 @@ from backends.cupy.tensor import CupyTensor
 from backends.numpylike import ArrayContext, element_strides
 from backends.placement import PlacedBackend, PlacedContext
 from ml.base import Storage
-from ml.capabilities import DeviceInfo, DeviceMemory
+from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError
 from ml.strided import Shape, extent

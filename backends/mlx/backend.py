@@ -23,7 +23,8 @@ from backends.mlx.store import MlxKVStore
 from backends.mlx.tensor import MlxTensor
 from backends.placement import only_device
 from ml.base import BaseBackend, BaseContext, BaseGroup, BaseTensor
-from ml.capabilities import CacheConfig, CausalMask, DeviceInfo, DeviceMemory, Layout
+from ml.capabilities import CacheConfig, CausalMask, Layout
+from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, GroupError
 from ml.host import host_memory

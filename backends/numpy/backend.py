@@ -16,7 +16,7 @@ from backends.numpy.erf import erf
 from backends.numpylike import ArrayContext, ArrayTensor, element_strides
 from backends.placement import only_device
 from ml.base import BaseBackend, BaseTensor, Storage
-from ml.capabilities import DeviceInfo, DeviceMemory
+from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, ReadOnlyError
 from ml.strided import Shape, contiguous_strides, extent, overlaps_itself

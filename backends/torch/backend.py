@@ -17,7 +17,8 @@ from backends.torch.distributed import join
 from backends.torch.store import TorchKVStore
 from backends.torch.tensor import TorchStorage, TorchTensor, as_element
 from ml.base import BaseGroup, BaseTensor
-from ml.capabilities import CacheConfig, CausalMask, DeviceInfo, DeviceMemory, Layout
+from ml.capabilities import CacheConfig, CausalMask, Layout
+from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, GroupError
 from ml.strided import Shape, overlaps_itself

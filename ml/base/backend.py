@@ -6,9 +6,10 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
-from ml.capabilities import BackendMemory, DeviceInfo, DeviceMemory, Features
+from ml.capabilities import Features
+from ml.devices import BackendMemory, DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import (
     ClosedError,
@@ -16,9 +17,7 @@ from ml.errors import (
     NotSupportedError,
     ShapeError,
 )
-
-if TYPE_CHECKING:
-    from ml.base.context import BaseContext
+from ml.protocols import Context
 
 __all__ = ["BaseBackend", "Storage"]
 
@@ -79,7 +78,7 @@ class BaseBackend(ABC):
         """The float dtype that ``from_numpy`` gives float64 and Python floats."""
         return self._dtype
 
-    def new_context(self, max_graph_nodes: int | None = None) -> BaseContext:
+    def new_context(self, max_graph_nodes: int | None = None) -> Context:
         self.check("new_context")
         nodes = DEFAULT_GRAPH_NODES if max_graph_nodes is None else operator.index(max_graph_nodes)
         if nodes < 1:
@@ -87,7 +86,7 @@ class BaseBackend(ABC):
         return self._new_context(nodes)
 
     @abstractmethod
-    def _new_context(self, max_graph_nodes: int) -> BaseContext:
+    def _new_context(self, max_graph_nodes: int) -> Context:
         """A context on the first device; ``max_graph_nodes`` >= 1 is a hint where graphs are built."""
 
     def memory(self) -> BackendMemory:
