@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from backends.placement import PlacedBackend, PlacedContext
-from backends.torch.attention import attend
+from backends.torch.attention import CausalMasks, attend
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, translated
 from backends.torch.devices import device_memory, find_places, release
 from backends.torch.distributed import join
@@ -43,7 +43,7 @@ class TorchBackend(PlacedBackend):
         self.places = find_places(device, devices)
         super().__init__("torch", [place.info() for place in self.places], layers, dtype)
         self.foreign = tuple(TorchStorage(self, i, None) for i in range(len(self.places)))
-        self.causal_mask: tuple[Any, torch.Tensor] | None = None
+        self.causal_masks = CausalMasks()
         self.group: BaseGroup | None = None
 
     def _new_context(self, max_graph_nodes: int) -> TorchContext:
@@ -55,7 +55,7 @@ class TorchBackend(PlacedBackend):
     def close(self) -> None:
         if not self.closed:
             super().close()
-            self.causal_mask = None
+            self.causal_masks.clear()
             if self.group is not None:
                 self.group.close()
             release(self.places)
@@ -69,7 +69,7 @@ class TorchBackend(PlacedBackend):
         self.check("distributed")
         if self.group is not None and not self.group.closed:
             raise GroupError(f"distributed: {self.group!r} is open on this backend; close it first")
-        self.group = join(self, timeout)
+        self.group = join(self, self.places[0].device, timeout)
         return self.group
 
     def borrow(self, ctx: TorchContext, array: np.ndarray) -> BaseTensor:
@@ -109,7 +109,7 @@ class TorchBackend(PlacedBackend):
         """See :class:`ml.SupportsAttention`. Keys and values may be strided; they are not copied."""
         ctx.check("attention")
         try:
-            return attend(ctx, query, key, value, mask, scale, sinks)
+            return attend(ctx, self.causal_masks, query, key, value, mask, scale, sinks)
         except (RuntimeError, IndexError, MemoryError) as error:
             raise translated("attention", error, ctx.device) from error
 

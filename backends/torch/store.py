@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
 from backends.torch.tensor import TorchTensor
+from ml.base import BaseBackend
 from ml.protocols import Tensor
 from ml.strided import Shape, extent
-
-if TYPE_CHECKING:
-    from backends.torch.backend import TorchBackend
 
 __all__ = ["TorchKVStore"]
 
@@ -52,7 +50,7 @@ class TorchKVStore:
         "_rows", "_value", "_value_base", "_value_high", "_value_low", "_value_shape", "_value_strides",
     )  # fmt: skip
 
-    def __init__(self, backend: TorchBackend, key: TorchTensor, value: TorchTensor) -> None:
+    def __init__(self, backend: BaseBackend, key: TorchTensor, value: TorchTensor) -> None:
         self._backend = backend
         self._dtype = key.dtype
         self._key, self._value = key.storage, value.storage

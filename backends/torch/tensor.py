@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,14 +22,23 @@ from ml.dtypes import DType
 from ml.protocols import Tensor
 from ml.strided import Shape, contiguous_strides, overlaps_itself
 
-if TYPE_CHECKING:
-    from backends.torch.backend import TorchContext
-
-__all__ = ["TorchStorage", "TorchTensor"]
+__all__ = ["Placement", "TorchStorage", "TorchTensor"]
 
 _EVERYWHERE = 1 << 64
 _PUBLIC = {"alias": "view", "write_from": "copy", "gather": "rows", "scatter": "set_rows"}
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class Placement(Protocol):
+    """What a result needs of the context that it is made in."""
+
+    torch_device: torch.device
+    moves: bool
+    """Whether operands may lie on another device than results."""
+    device_index: int
+
+    @property
+    def backend(self) -> BaseBackend: ...
 
 
 class TorchStorage(Storage):
@@ -88,7 +97,7 @@ class TorchTensor(BaseTensor):
         """``shape`` once it was asked for: a tuple of torch's takes longer to make than a view."""
 
     @classmethod
-    def own(cls, ctx: TorchContext, array: torch.Tensor, dtype: DType) -> Self:
+    def own(cls, ctx: Placement, array: torch.Tensor, dtype: DType) -> Self:
         """Wrap what torch has just allocated; C-contiguous, so that ``view`` counts as one expects."""
         array = array.contiguous()
         made = _new(TorchTensor)
@@ -232,23 +241,23 @@ class TorchTensor(BaseTensor):
     # New storage.
 
     @_guarded
-    def _cast(self, ctx: TorchContext, dtype: DType) -> Self:
+    def _cast(self, ctx: Placement, dtype: DType) -> Self:
         array = self.native.to(
             ctx.torch_device, TO_TORCH[dtype], copy=True, memory_format=torch.contiguous_format
         )
         return self.own(ctx, array, dtype)
 
     @_guarded
-    def _gather(self, ctx: TorchContext, indices: Any, axis: int) -> Self:
+    def _gather(self, ctx: Placement, indices: Any, axis: int) -> Self:
         native = self.native_on(ctx)
         return self.own(ctx, native.index_select(axis, self._rows(indices).to(native.device)), self.dtype)
 
     @_guarded
-    def _concat(self, ctx: TorchContext, other: Self, axis: int) -> Self:
+    def _concat(self, ctx: Placement, other: Self, axis: int) -> Self:
         return self.own(ctx, torch.cat((self.native_on(ctx), other.native_on(ctx)), axis), self.dtype)
 
     @_guarded
-    def _repeat(self, ctx: TorchContext, axis: int, n: int) -> Self:
+    def _repeat(self, ctx: Placement, axis: int, n: int) -> Self:
         times = [1] * self.native.dim()
         times[axis] = n
         return self.own(ctx, self.native_on(ctx).repeat(times), self.dtype)
@@ -256,42 +265,42 @@ class TorchTensor(BaseTensor):
     # Compute: torch's kernels widen F16 and BF16 to F32 and round once, except where said.
 
     @_guarded
-    def _binary(self, ctx: TorchContext, op: str, other: Self) -> Self:
+    def _binary(self, ctx: Placement, op: str, other: Self) -> Self:
         return self.own(ctx, _BINARY[op](self.native_on(ctx), other.native_on(ctx)), self.dtype)
 
     @_guarded
-    def _unary(self, ctx: TorchContext, op: str) -> Self:
+    def _unary(self, ctx: Placement, op: str) -> Self:
         return self.own(ctx, _UNARY[op](self.native_on(ctx)), self.dtype)
 
     @_guarded
-    def _scale(self, ctx: TorchContext, x: float) -> Self:
+    def _scale(self, ctx: Placement, x: float) -> Self:
         return self.own(ctx, self.native_on(ctx) * (x if self.dtype.is_float else int(x)), self.dtype)
 
     @_guarded
-    def _gelu(self, ctx: TorchContext, tanh: bool) -> Self:
+    def _gelu(self, ctx: Placement, tanh: bool) -> Self:
         form = "tanh" if tanh else "none"
         return self.own(ctx, functional.gelu(self.native_on(ctx), approximate=form), self.dtype)
 
     @_guarded
-    def _clamp(self, ctx: TorchContext, lo: float | None, hi: float | None) -> Self:
+    def _clamp(self, ctx: Placement, lo: float | None, hi: float | None) -> Self:
         if lo is None and hi is None:
             return self._cast(ctx, self.dtype)
         low, high = (None if bound is None else as_element(bound, self.dtype) for bound in (lo, hi))
         return self.own(ctx, torch.clamp(self.native_on(ctx), low, high), self.dtype)
 
     @_guarded
-    def _matmul(self, ctx: TorchContext, other: Self) -> Self:
+    def _matmul(self, ctx: Placement, other: Self) -> Self:
         return self.own(ctx, torch.matmul(self.native_on(ctx), other.native_on(ctx)), self.dtype)
 
     @_guarded
-    def _softmax(self, ctx: TorchContext, axis: int) -> Self:
+    def _softmax(self, ctx: Placement, axis: int) -> Self:
         x = self.native_on(ctx)
         if self.dtype in _NARROW and axis != x.dim() - 1:  # there torch rounds the exponentials too
             x = x.to(torch.float32)
         return self.own(ctx, x.softmax(axis).to(TO_TORCH[self.dtype]), self.dtype)
 
     @_guarded
-    def _reduce(self, ctx: TorchContext, op: str, axis: int, keepdims: bool) -> Self:
+    def _reduce(self, ctx: Placement, op: str, axis: int, keepdims: bool) -> Self:
         x = self.native_on(ctx)
         if op == "sum":
             return self.own(ctx, x.sum(axis, keepdims), self.dtype if self.dtype.is_float else DType.I64)
@@ -303,34 +312,34 @@ class TorchTensor(BaseTensor):
         return self.own(ctx, _ordered(x).argmax(axis, keepdims).to(torch.int32), DType.I32)
 
     @_guarded
-    def _argsort(self, ctx: TorchContext, axis: int) -> Self:
+    def _argsort(self, ctx: Placement, axis: int) -> Self:
         order = torch.sort(self.native_on(ctx), dim=axis, stable=True).indices
         return self.own(ctx, order.to(torch.int32), DType.I32)
 
     @_guarded
-    def _top_k(self, ctx: TorchContext, k: int) -> tuple[Self, Self]:
+    def _top_k(self, ctx: Placement, k: int) -> tuple[Self, Self]:
         x = self.native_on(ctx)
         values, order = _top_k(_ordered(x), k)
         values = values.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
         return self.own(ctx, values, self.dtype), self.own(ctx, order.to(torch.int32), DType.I32)
 
     @_guarded
-    def _rms_norm(self, ctx: TorchContext, weight: Self | None, eps: float) -> Self:
+    def _rms_norm(self, ctx: Placement, weight: Self | None, eps: float) -> Self:
         x = self.native_on(ctx)
         scale = None if weight is None else weight.native_on(ctx)
         return self.own(ctx, functional.rms_norm(x, x.shape[-1:], scale, eps), self.dtype)
 
     @_guarded
-    def _compare(self, ctx: TorchContext, op: str, other: Self) -> Self:
+    def _compare(self, ctx: Placement, op: str, other: Self) -> Self:
         return self.own(ctx, _COMPARE[op](self.native_on(ctx), other.native_on(ctx)), DType.BOOL)
 
     @_guarded
-    def _where(self, ctx: TorchContext, a: Self, b: Self) -> Self:
+    def _where(self, ctx: Placement, a: Self, b: Self) -> Self:
         return self.own(ctx, torch.where(self.native_on(ctx), a.native_on(ctx), b.native_on(ctx)), a.dtype)
 
     # Helpers.
 
-    def native_on(self, ctx: TorchContext) -> torch.Tensor:
+    def native_on(self, ctx: Placement) -> torch.Tensor:
         """The native tensor on the context's device: work on several devices moves its operands."""
         return self.native.to(ctx.torch_device) if ctx.moves else self.native
 
