@@ -46,7 +46,7 @@ class ArrayTensor(StridedTensor):
         """The array as what only moves elements takes it; ``own`` turns it back."""
         return array
 
-    def _values(self) -> Any:
+    def values(self) -> Any:
         """The elements as comparisons take them."""
         return self.native
 
@@ -67,7 +67,7 @@ class ArrayTensor(StridedTensor):
     def _erf(self, x: Any) -> Any:
         raise NotImplementedError
 
-    def _converted(self, dtype: DType) -> Any:
+    def converted(self, dtype: DType) -> Any:
         """A C-contiguous copy as ``dtype``."""
         if dtype is self.dtype:
             same = self._bits(self.native)
@@ -77,7 +77,7 @@ class ArrayTensor(StridedTensor):
 
     # Movement.
 
-    def _write(self, src: Self) -> None:
+    def write_from(self, src: Self) -> None:
         source = self._bridge(src.native, src.dtype, self.dtype)
         if source is src.native and self._overlaps(src):
             source = source.copy()  # neither framework gets every overlap right (NumPy: a[0:10:2] = a[:5])
@@ -93,7 +93,7 @@ class ArrayTensor(StridedTensor):
     def _scatter(self, src: Self, indices: Any, axis: int) -> None:
         source = src.native
         if src.dtype is not self.dtype or self._overlaps(src):
-            source = src._converted(self.dtype)
+            source = src.converted(self.dtype)
         rows = (slice(None),) * axis + (self._index(indices),)
         self._bits(self.native)[rows] = self._bits(source)
 
@@ -107,11 +107,12 @@ class ArrayTensor(StridedTensor):
         return self.own(ctx, self.xp.tile(self._bits(self.native), reps), self.dtype)
 
     def _cast(self, ctx: ArrayContext, dtype: DType) -> Self:
-        return self.own(ctx, self._converted(dtype), dtype)
+        return self.own(ctx, self.converted(dtype), dtype)
 
     # Compute: floats narrower than F32 are widened, computed, and rounded once.
 
-    def _wide(self) -> Any:
+    def wide(self) -> Any:
+        """The elements as computations take them: narrow floats as F32."""
         return self.native.astype(np.float32) if self.dtype in _NARROW else self.native
 
     def _result(self, ctx: ArrayContext, array: Any, dtype: DType) -> Self:
@@ -119,17 +120,17 @@ class ArrayTensor(StridedTensor):
 
     def _binary(self, ctx: ArrayContext, op: str, other: Self) -> Self:
         function = getattr(self.xp, _UFUNC[op])
-        return self._result(ctx, function(self._wide(), other._wide()), self.dtype)
+        return self._result(ctx, function(self.wide(), other.wide()), self.dtype)
 
     def _unary(self, ctx: ArrayContext, op: str) -> Self:
-        return self._result(ctx, _UNARY[op](self.xp, self._wide()), self.dtype)
+        return self._result(ctx, _UNARY[op](self.xp, self.wide()), self.dtype)
 
     def _scale(self, ctx: ArrayContext, x: float) -> Self:
-        wide = self._wide()
+        wide = self.wide()
         return self._result(ctx, wide * wide.dtype.type(x), self.dtype)
 
     def _gelu(self, ctx: ArrayContext, tanh: bool) -> Self:
-        x = self._wide()
+        x = self.wide()
         if tanh:
             phi = self.xp.tanh(_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
         else:
@@ -139,24 +140,24 @@ class ArrayTensor(StridedTensor):
     def _clamp(self, ctx: ArrayContext, lo: float | None, hi: float | None) -> Self:
         if lo is None and hi is None:
             return self._cast(ctx, self.dtype)
-        x = self._values()
+        x = self.values()
         bound = self.dtype.numpy.type
         low, high = (None if value is None else x.dtype.type(bound(value)) for value in (lo, hi))
         return self._result(ctx, _clip(self.xp, x, low, high), self.dtype)
 
     def _matmul(self, ctx: ArrayContext, other: Self) -> Self:
-        return self._result(ctx, self.xp.matmul(self._wide(), other._wide()), self.dtype)
+        return self._result(ctx, self.xp.matmul(self.wide(), other.wide()), self.dtype)
 
     def _softmax(self, ctx: ArrayContext, axis: int) -> Self:
         if 0 in self.shape:
             return self._cast(ctx, self.dtype)
-        x = self._wide()
+        x = self.wide()
         x = self.xp.exp(x - x.max(axis=axis, keepdims=True))
         x /= x.sum(axis=axis, keepdims=True)
         return self._result(ctx, x, self.dtype)
 
     def _reduce(self, ctx: ArrayContext, op: str, axis: int, keepdims: bool) -> Self:
-        x = self._wide()
+        x = self.wide()
         if op == "argmax":
             return self._result(ctx, self.xp.argmax(x, axis=axis, keepdims=keepdims), DType.I32)
         if op == "sum" and not self.dtype.is_float:
@@ -164,28 +165,28 @@ class ArrayTensor(StridedTensor):
         return self._result(ctx, getattr(x, op)(axis=axis, keepdims=keepdims), self.dtype)
 
     def _argsort(self, ctx: ArrayContext, axis: int) -> Self:
-        return self._result(ctx, self._order(self._wide(), axis), DType.I32)
+        return self._result(ctx, self._order(self.wide(), axis), DType.I32)
 
     def _top_k(self, ctx: ArrayContext, k: int) -> tuple[Self, Self]:
         # A stable ascending sort of the reversed axis, read backwards: ties keep their order.
         size = self.shape[-1]
-        order = self._order(self._wide()[..., ::-1], -1)
+        order = self._order(self.wide()[..., ::-1], -1)
         order = size - 1 - order[..., : size - k - 1 if k < size else None : -1]
-        values = self.xp.take_along_axis(self._bits(self.native), order, axis=-1)
-        return self.own(ctx, values, self.dtype), self._result(ctx, order, DType.I32)
+        taken = self.xp.take_along_axis(self._bits(self.native), order, axis=-1)
+        return self.own(ctx, taken, self.dtype), self._result(ctx, order, DType.I32)
 
     def _rms_norm(self, ctx: ArrayContext, weight: Self | None, eps: float) -> Self:
         if 0 in self.shape:
             return self._cast(ctx, self.dtype)
-        x = self._wide()
+        x = self.wide()
         x = x / self.xp.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(eps))
         if weight is not None:
-            x = x * weight._wide()
+            x = x * weight.wide()
         return self._result(ctx, x, self.dtype)
 
     def _compare(self, ctx: ArrayContext, op: str, other: Self) -> Self:
         function = getattr(self.xp, _COMPARE[op])
-        return self._result(ctx, function(self._values(), other._values()), DType.BOOL)
+        return self._result(ctx, function(self.values(), other.values()), DType.BOOL)
 
     def _where(self, ctx: ArrayContext, a: Self, b: Self) -> Self:
         chosen = self.xp.where(self.native, self._bits(a.native), self._bits(b.native))

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 
 from ml.base import BaseBackend, BaseContext
-from ml.capabilities import DeviceInfo
+from ml.devices import DeviceInfo
 from ml.dtypes import DType
 from ml.errors import BoundsError, DeviceError, ShapeError
 
@@ -57,7 +57,7 @@ class PlacedBackend(BaseBackend):
 class PlacedContext(BaseContext):
     """One device of a :class:`PlacedBackend`. The contexts of its layers close with it."""
 
-    _backend: PlacedBackend
+    backend: PlacedBackend
 
     def __init__(self, backend: PlacedBackend, max_graph_nodes: int, device: int = 0) -> None:
         super().__init__(backend, max_graph_nodes, device)
@@ -66,25 +66,30 @@ class PlacedContext(BaseContext):
     @property
     def device(self) -> str:
         """The name of the device that results lie on."""
-        return self._backend.devices[self._device].name
+        return self.backend.devices[self.device_index].name
 
     def _device_of_layer(self, i: int) -> int:
-        layers = self._backend.layers
+        layers = self.backend.layers
         if layers is None:
             return 0
         if i >= layers:
             raise BoundsError(f"layer: {i} of {layers}; the backend was opened with layers={layers}")
-        return i * len(self._backend.devices) // layers
+        return i * len(self.backend.devices) // layers
 
     def _on_device(self, device: int) -> PlacedContext:
         found = self._family.get(device)
-        if found is None or found._closed:
-            found = self._family[device] = type(self)(self._backend, self._max_graph_nodes, device)
-            found._family = self._family
+        if found is None or found.active_backend is None:
+            found = type(self)(self.backend, self.max_graph_nodes, device)
+            found.join(self._family)
         return found
+
+    def join(self, family: dict[int, PlacedContext]) -> None:
+        """Become the context of this device among those that close together."""
+        self._family = family
+        family[self.device_index] = self
 
     def close(self) -> None:
         if self._family.get(0) is self or len(self._family) == 1:
             for ctx in self._family.values():
-                ctx._closed = True
-        self._closed = True
+                BaseContext.close(ctx)
+        super().close()

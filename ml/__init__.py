@@ -15,12 +15,9 @@ from ml.capabilities import (
     CAUSAL,
     Availability,
     BackendInfo,
-    BackendMemory,
     BackendSpec,
     CacheConfig,
     CausalMask,
-    DeviceInfo,
-    DeviceMemory,
     Features,
     Group,
     KVStore,
@@ -33,6 +30,7 @@ from ml.capabilities import (
     SupportsRope,
     SupportsZeroCopyRead,
 )
+from ml.devices import BackendMemory, DeviceInfo, DeviceMemory
 from ml.dtypes import STORAGE_DTYPES, DType
 from ml.errors import (
     BackendNotFoundError,

@@ -13,7 +13,6 @@ from ml.records import (
     CALLABLE,
     INTEGER,
     NAME,
-    OPTIONAL_INTEGER,
     OPTIONAL_TEXT,
     TEXT,
     TEXTS,
@@ -26,19 +25,16 @@ from ml.records import (
 if TYPE_CHECKING:
     import numpy as np
 
-    from ml.nn.rope import RopeSpec
+    from ml.nn.rope_spec import RopeSpec
     from ml.protocols import Backend, Context, Tensor
 
 __all__ = [
     "CAUSAL",
     "Availability",
     "BackendInfo",
-    "BackendMemory",
     "BackendSpec",
     "CacheConfig",
     "CausalMask",
-    "DeviceInfo",
-    "DeviceMemory",
     "Features",
     "Group",
     "KVStore",
@@ -271,44 +267,6 @@ class SupportsRope(Protocol):
 
         None where the fused kernel does not do this spec: the generic body then runs.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceInfo:
-    """One device of an open backend: its name ("cpu", "cuda:0"), kind, and what the framework calls it."""
-
-    name: str
-    kind: str
-    description: str = ""
-
-    def __post_init__(self) -> None:
-        check(self, name=NAME, kind=TEXT, description=TEXT)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Bytes on one device. ``free`` and ``total`` are None where the framework cannot tell."""
-
-    device: str
-    allocated: int
-    free: int | None = None
-    total: int | None = None
-
-    def __post_init__(self) -> None:
-        check(self, device=NAME, allocated=INTEGER, free=OPTIONAL_INTEGER, total=OPTIONAL_INTEGER)
-
-
-@dataclass(frozen=True, slots=True)
-class BackendMemory:
-    devices: tuple[DeviceMemory, ...]
-
-    def __post_init__(self) -> None:
-        check(self, devices=members("a tuple of ml.DeviceMemory", DeviceMemory, tuple))
-
-    @property
-    def allocated(self) -> int:
-        """Bytes allocated by this backend on all its devices."""
-        return sum(device.allocated for device in self.devices)
 
 
 @dataclass(frozen=True, slots=True)

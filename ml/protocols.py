@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 
-from ml.capabilities import BackendMemory, DeviceInfo
+from ml.devices import BackendMemory, DeviceInfo
 from ml.dtypes import DType
 
 __all__ = ["Backend", "Context", "Indices", "Tensor"]

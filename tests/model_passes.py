@@ -55,7 +55,7 @@ class _Placed(NumpyContext):
     backend: TwoDevices
 
     def _on_device(self, device: int) -> _Placed:
-        self.backend.moves.append((self._device, device))
+        self.backend.moves.append((self.device_index, device))
         return _Placed(self.backend, self.max_graph_nodes, device)
 
     def _device_of_layer(self, i: int) -> int:

@@ -407,9 +407,9 @@ def test_both_ways_to_share_a_kv_head_give_the_same(
     rng = np.random.default_rng(0)
     q, k, v = (made(ctx, rng, shape, DType.F32) for shape in ((5, 4, 8), (9, 2, 8), (9, 2, 8)))
     mask, sinks = ctx.from_numpy(additive(5, 9)), made(ctx, rng, (4,), DType.F32)
-    stacked = [attend(ctx, q, k, v, mask, 0.4, s).to_numpy() for s in (None, sinks)]
+    stacked = [attend(ctx, ctx.backend.causal_masks, q, k, v, mask, 0.4, s).to_numpy() for s in (None, sinks)]
     monkeypatch.setattr("backends.torch.attention.STACKED_MASK_LIMIT", 0)
-    grouped = [attend(ctx, q, k, v, mask, 0.4, s).to_numpy() for s in (None, sinks)]
+    grouped = [attend(ctx, ctx.backend.causal_masks, q, k, v, mask, 0.4, s).to_numpy() for s in (None, sinks)]
     np.testing.assert_allclose(grouped, stacked, rtol=1e-5, atol=1e-6)
 
 
@@ -419,7 +419,7 @@ def test_the_body_without_sdpa_goes_in_blocks_of_queries(
     rng = np.random.default_rng(1)
     q, k, v = (made(ctx, rng, shape, DType.F32) for shape in ((7, 4, 8), (9, 2, 8), (9, 2, 6)))
     monkeypatch.setattr("backends.torch.attention.SCORES_LIMIT", 4 * 9 * 3)
-    result = attend(ctx, q, k, v, CAUSAL, 0.4, None).to_numpy()
+    result = attend(ctx, ctx.backend.causal_masks, q, k, v, CAUSAL, 0.4, None).to_numpy()
     expected = reference(*(x.to_numpy() for x in (q, k, v)), additive(7, 9), 0.4)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
@@ -433,14 +433,14 @@ def test_masks_of_any_float_dtype_and_layout_are_taken(ctx: TorchContext) -> Non
     spread = ctx.from_numpy(np.repeat(bias, 2, axis=1)).slice(ctx, 1, 0, 12, 2)
     for mask in (turned, spread, *(ctx.from_numpy(bias, dtype) for dtype in FLOATS)):
         for sinks in (None, ctx.full((2,), -1e9, DType.BF16)):
-            result = attend(ctx, q, k, v, mask, 0.3, sinks).to_numpy()
+            result = attend(ctx, ctx.backend.causal_masks, q, k, v, mask, 0.3, sinks).to_numpy()
             np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_no_query_and_no_history_give_no_rows_and_zeros(ctx: TorchContext) -> None:
     empty, some = ctx.zeros((0, 2, 8), DType.F32), ctx.full((3, 2, 8), 1, DType.F32)
-    assert attend(ctx, empty, some, some, None, 1.0, None).shape == (0, 2, 8)
-    assert not attend(ctx, some, empty, empty, None, 1.0, None).to_numpy().any()
+    assert attend(ctx, ctx.backend.causal_masks, empty, some, some, None, 1.0, None).shape == (0, 2, 8)
+    assert not attend(ctx, ctx.backend.causal_masks, some, empty, empty, None, 1.0, None).to_numpy().any()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from backends.cupy.tensor import CupyTensor
 from backends.numpylike import ArrayContext, element_strides
 from backends.placement import PlacedBackend, PlacedContext
 from ml.base import Storage
-from ml.capabilities import DeviceInfo, DeviceMemory
+from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError
 from ml.strided import Shape, extent
@@ -56,7 +56,7 @@ class CupyBackend(PlacedBackend):
         return self.places[index].pool()
 
     def close(self) -> None:
-        if not self._closed:
+        if not self.closed:
             super().close()
             for place in self.places:
                 place.release()
@@ -66,21 +66,17 @@ class CupyContext(PlacedContext, ArrayContext):
     """Creation on one device of the backend."""
 
     tensor = CupyTensor
-    _backend: CupyBackend
+    backend: CupyBackend
 
     def __init__(self, backend: CupyBackend, max_graph_nodes: int, device: int = 0) -> None:
         super().__init__(backend, max_graph_nodes, device)
         self.place = backend.places[device]
 
-    @property
-    def backend(self) -> CupyBackend:
-        return self._backend
-
     def _empty(self, shape: Shape, dtype: DType) -> CupyTensor:
         nbytes = math.prod(shape) * dtype.itemsize
         with self.place.work("allocate", f"{nbytes} bytes for {shape} of {dtype!r}: "):
             memory = cupy.cuda.alloc(nbytes)
-        storage = Storage(self._backend, memory, math.prod(shape), nbytes, self._device)
+        storage = Storage(self.backend, memory, math.prod(shape), nbytes, self.device_index)
         return CupyTensor.whole(storage, dtype, shape)
 
     def _full(self, shape: Shape, value: float, dtype: DType) -> CupyTensor:
@@ -112,11 +108,11 @@ class CupyContext(PlacedContext, ArrayContext):
         strides = element_strides(array, dtype.itemsize)
         size = extent(array.shape, strides)
         device = self._place_of(int(array.device.id))
-        storage = Storage(self._backend, array.data, size, 0, device, owned=False)
+        storage = Storage(self.backend, array.data, size, 0, device, owned=False)
         return CupyTensor(storage, dtype, 0, array.shape, strides, array)
 
     def _place_of(self, index: int) -> int:
-        places = self._backend.places
+        places = self.backend.places
         for i, place in enumerate(places):
             if place.index == index:
                 return i

@@ -9,7 +9,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ml.capabilities import DeviceInfo
+from ml.devices import DeviceInfo
 from ml.errors import DeviceError, MLError
 
 __all__ = ["Place", "find_places"]

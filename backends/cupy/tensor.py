@@ -34,7 +34,7 @@ class CupyTensor(ArrayTensor):
     @classmethod
     def own(cls, ctx: ArrayContext, array: Any, dtype: DType) -> Self:
         whole = array if array.flags.c_contiguous else cupy.ascontiguousarray(array)
-        storage = Storage(ctx.backend, whole.data, whole.size, whole.nbytes, ctx._device)
+        storage = Storage(ctx.backend, whole.data, whole.size, whole.nbytes, ctx.device_index)
         return cls.whole(storage, dtype, whole.shape)  # with native as ours: what was moved as bits is BF16
 
     @property
@@ -61,7 +61,7 @@ class CupyTensor(ArrayTensor):
         return self.place.name
 
     def to_numpy(self) -> np.ndarray:
-        self.backend._check_open("to_numpy")
+        self.backend.check("to_numpy")
         with self.place.work("to_numpy"):
             host: np.ndarray = cupy.asnumpy(self._bits(self.native))
         return host.view(self.dtype.numpy)
@@ -94,8 +94,8 @@ class CupyTensor(ArrayTensor):
     def _bits(self, array: Any) -> Any:
         return array.view(_BITS) if array.dtype == DType.BF16.numpy else array
 
-    def _values(self) -> Any:
-        return self._wide()
+    def values(self) -> Any:
+        return self.wide()
 
     def _bridge(self, array: Any, source: DType, target: DType) -> Any:
         """CuPy's narrow floats are C++ classes: nothing is left to how they convert but from and to F32."""
@@ -107,8 +107,7 @@ class CupyTensor(ArrayTensor):
         return bool(cupy.may_share_memory(self.native, src.native))
 
     def _index(self, indices: Any) -> Any:
-        found = super()._index(indices)
-        return found if isinstance(found, cupy.ndarray) else cupy.asarray(found)
+        return indices.native if isinstance(indices, CupyTensor) else cupy.asarray(indices)
 
     def _order(self, x: Any, axis: int) -> Any:
         return cupy.argsort(x, axis=axis)  # stable: it knows no other kind
@@ -129,20 +128,20 @@ class CupyTensor(ArrayTensor):
             if not self.dtype.is_float and op == "sum"
             else self.dtype
         )
-        return cast("Self", ctx._full(shape, 0, dtype))
+        return cast("Self", ctx.zeros(shape, dtype))
 
     def _argsort(self, ctx: Any, axis: int) -> Self:
         return (
             super()._argsort(ctx, axis)
             if 0 not in self.shape
-            else cast("Self", ctx._empty(self.shape, DType.I32))
+            else cast("Self", ctx.empty(self.shape, DType.I32))
         )
 
     def _top_k(self, ctx: Any, k: int) -> tuple[Self, Self]:
         if 0 not in self.shape:
             return super()._top_k(ctx, k)
         shape = (*self.shape[:-1], k)
-        return cast("Self", ctx._empty(shape, self.dtype)), cast("Self", ctx._empty(shape, DType.I32))
+        return cast("Self", ctx.empty(shape, self.dtype)), cast("Self", ctx.empty(shape, DType.I32))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -178,7 +177,7 @@ def _written(name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(self: CupyTensor, *args: Any) -> None:
-        with self.place.work(name[1:]):
+        with self.place.work(name.lstrip("_")):
             if len(self.backend.places) > 1:  # type: ignore[attr-defined]
                 args = tuple(_moved(value, self.place) for value in args)
             method(self, *args)
@@ -190,7 +189,7 @@ def _moved(value: Any, place: Place) -> Any:
     return value.moved(place) if isinstance(value, CupyTensor) else value
 
 
-for _name in ("_write", "_scatter"):
+for _name in ("write_from", "_scatter"):
     setattr(CupyTensor, _name, _written(_name))
 for _name in (
     "_gather", "_concat", "_repeat", "_cast", "_binary", "_unary", "_scale", "_gelu", "_clamp", "_matmul",

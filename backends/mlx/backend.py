@@ -23,7 +23,8 @@ from backends.mlx.store import MlxKVStore
 from backends.mlx.tensor import MlxTensor
 from backends.placement import only_device
 from ml.base import BaseBackend, BaseContext, BaseGroup, BaseTensor
-from ml.capabilities import CacheConfig, CausalMask, DeviceInfo, DeviceMemory, Layout
+from ml.capabilities import CacheConfig, CausalMask, Layout
+from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, GroupError
 from ml.host import host_memory
@@ -79,7 +80,6 @@ class MlxBackend(BaseBackend):
         self.epoch, self.drained = 1, 0
         self._pending: list[weakref.ref[Box]] = []
         self._pending_bytes = 0
-        self._frequencies: dict[RopeSpec, Any] = {}
         self._limit = _total_memory(self.devices[0].kind) or sys.maxsize
         self.group: BaseGroup | None = None
 
@@ -228,7 +228,7 @@ class MlxBackend(BaseBackend):
     def close(self) -> None:
         """Frees the arrays of all tensors, held or not, and MLX's cache of freed buffers."""
         with self.lock:
-            if self._closed:
+            if self.closed:
                 return
             super().close()
             if isinstance(self.group, MlxGroup):
@@ -241,8 +241,8 @@ class MlxBackend(BaseBackend):
             for ref in list(self.boxes.values()):
                 if (box := ref()) is not None:
                     box.array = None
-            self._pending, self._frequencies = [], {}
-            self._ledger.clear()
+            self._pending = []
+            self.allocations.clear()
             if whole:  # a stream that waits for a rank that is lost would not let go of it
                 mx.clear_cache()
 
@@ -250,13 +250,13 @@ class MlxBackend(BaseBackend):
 class MlxContext(BaseContext):
     """Creation of tensors. ``forward`` has nothing to remember: the backend knows all that is pending."""
 
-    _backend: MlxBackend
+    backend: MlxBackend
 
     def _own(self, array: Any, dtype: DType) -> MlxTensor:
         """A new storage, in C order, around an array that no one else holds."""
-        box = self._backend.new_box(array, raw=False)
+        box = self.backend.new_box(array, raw=False)
         if box.nbytes >= WAIT_BYTES:
-            self._backend.flush()  # take the memory now: its lack shows here, the first write finds it
+            self.backend.flush()  # take the memory now: its lack shows here, the first write finds it
         return MlxTensor.whole(box, dtype, box.shape)
 
     def _empty(self, shape: Shape, dtype: DType) -> MlxTensor:
@@ -265,7 +265,7 @@ class MlxContext(BaseContext):
     def _full(self, shape: Shape, value: float, dtype: DType) -> MlxTensor:
         with device_errors("allocate"):
             fill = from_host(scalar(value, dtype))
-            array = mx.full(shape, fill, MLX_DTYPES[dtype], stream=self._backend.stream)
+            array = mx.full(shape, fill, MLX_DTYPES[dtype], stream=self.backend.stream)
         return self._own(array, dtype)
 
     def _from_array(self, array: np.ndarray, dtype: DType) -> MlxTensor:
@@ -280,14 +280,14 @@ class MlxContext(BaseContext):
         dtype = from_mlx_dtype("from_native", array.dtype)
         if array.size > SIZE_LIMIT:
             raise DeviceError(f"from_native: {array.size} elements; views of them need at most {SIZE_LIMIT}")
-        with self._backend.lock, device_errors("from_native"):
+        with self.backend.lock, device_errors("from_native"):
             schedule(array)  # here: pending work of another stream may be bound to this thread
-            box = Box(self._backend, array.__copy__(), owned=False)
+            box = Box(self.backend, array.__copy__(), owned=False)
         return MlxTensor(box, dtype, 0, box.shape, contiguous_strides(box.shape))
 
     def _compute(self, tensors: tuple[BaseTensor, ...]) -> None:
         """Hand everything that is pending to the stream. Waiting is left to whoever reads the result."""
-        self._backend.flush(*(tensor.storage.array for tensor in tensors if isinstance(tensor, MlxTensor)))
+        self.backend.flush(*(tensor.storage.array for tensor in tensors if isinstance(tensor, MlxTensor)))
 
 
 @functools.lru_cache(maxsize=2)

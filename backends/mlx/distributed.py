@@ -83,19 +83,19 @@ class MlxGroup(BaseGroup):
         self._watch = _Watch(timeout, connections)
 
     def _all_reduce(self, ctx: Any, tensor: MlxTensor) -> MlxTensor:
-        array = tensor._read()
+        array = tensor.read()
         if tensor.dtype in _NARROW:
             array = mx.astype(array, mx.float32, stream=tensor.storage.backend.stream)
         total = mx.distributed.all_sum(array, group=self._native, stream=self._stream)
-        return self._scheduled("all_reduce", tensor._result(total))
+        return self._scheduled("all_reduce", tensor.result(total))
 
     def _all_gather(self, ctx: Any, tensor: MlxTensor, axis: int) -> MlxTensor:
         stream = tensor.storage.backend.stream
-        mine = mx.expand_dims(tensor._read(), 0, stream=stream)
+        mine = mx.expand_dims(tensor.read(), 0, stream=stream)
         parts = mx.distributed.all_gather(mine, group=self._native, stream=self._stream)
         shape = [size * self.size if k == axis else size for k, size in enumerate(tensor.shape)]
         whole = mx.reshape(mx.moveaxis(parts, 0, axis, stream=stream), shape, stream=stream)
-        return self._scheduled("all_gather", tensor._new(whole))
+        return self._scheduled("all_gather", tensor.wrap(whole))
 
     def _barrier(self) -> None:
         token = mx.zeros((1,), stream=self._stream)
@@ -104,7 +104,7 @@ class MlxGroup(BaseGroup):
 
     def _scheduled(self, op: str, result: MlxTensor) -> MlxTensor:
         """Hand it over, and wait for the one before: a wait is then for one exchange at a time."""
-        array = result._read()
+        array = result.read()
         result.storage.backend.flush(array)
         before, self._last = self._last, array
         if before is not None:

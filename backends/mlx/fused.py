@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import numpy as np
 
+from backends.mlx.arrays import from_host
 from ml.capabilities import CAUSAL
 from ml.nn.attention import generic_attention
 from ml.nn.rope import RopeSpec
@@ -37,7 +39,7 @@ def attention(
     tokens, heads, _ = query.shape
     if 0 in query.shape or 0 in value.shape:
         return cast("MlxTensor", generic_attention(ctx, query, key, value, mask, scale, sinks))
-    dtype = mx.float32 if backend.widens else query._read().dtype
+    dtype = mx.float32 if backend.widens else query.read().dtype
     stream = backend.stream
     q, k, v = (mx.astype(_by_head(x), dtype, stream=stream) for x in (query, key, value))
     result = mx.fast.scaled_dot_product_attention(
@@ -46,14 +48,14 @@ def attention(
         v,
         scale=scale,
         mask=_mask(mask, tokens, dtype, stream),
-        sinks=None if sinks is None else mx.astype(sinks._read(), dtype, stream=stream),
+        sinks=None if sinks is None else mx.astype(sinks.read(), dtype, stream=stream),
         stream=stream,
     )
     size = value.shape[2]
     if tokens == 1:
-        return query._result(mx.reshape(result, (1, heads, size), stream=stream))
+        return query.result(mx.reshape(result, (1, heads, size), stream=stream))
     result = mx.reshape(result, (heads, tokens, size), stream=stream)
-    return query._result(mx.transpose(result, (1, 0, 2), stream=stream))
+    return query.result(mx.transpose(result, (1, 0, 2), stream=stream))
 
 
 def _by_head(x: MlxTensor) -> Any:
@@ -66,7 +68,7 @@ def _mask(mask: Any, tokens: int, dtype: Any, stream: Any) -> Any:
     """MLX's "causal" is bottom-right aligned, as ours is; a mask array has to be of the queries' dtype."""
     if mask is None or mask is CAUSAL:
         return None if mask is None else "causal"
-    return mx.astype(mask._part(0, 0, tokens)._read(), dtype, stream=stream)
+    return mx.astype(mask.part(0, 0, tokens).read(), dtype, stream=stream)
 
 
 def rope(backend: MlxBackend, x: MlxTensor, positions: MlxTensor, spec: RopeSpec) -> MlxTensor | None:
@@ -81,23 +83,21 @@ def rope(backend: MlxBackend, x: MlxTensor, positions: MlxTensor, spec: RopeSpec
     tokens, heads, size = x.shape
     try:
         result = mx.fast.rope(
-            mx.reshape(x._wide(False), (tokens, heads, 1, size), stream=stream),
+            mx.reshape(x.wide(False), (tokens, heads, 1, size), stream=stream),
             spec.dim,
             traditional=spec.interleaved,
             base=None,
             scale=1.0,
-            offset=positions._read(),
-            freqs=_periods(backend, spec),
+            offset=positions.read(),
+            freqs=_periods(spec),
             stream=stream,
         )
     except (TypeError, ValueError):
         return None
-    return x._result(mx.reshape(result, (tokens, heads, size), stream=stream))
+    return x.result(mx.reshape(result, (tokens, heads, size), stream=stream))
 
 
-def _periods(backend: MlxBackend, spec: RopeSpec) -> Any:
+@functools.lru_cache(maxsize=64)
+def _periods(spec: RopeSpec) -> Any:
     """What MLX calls freqs: positions per radian of each pair."""
-    found = backend._frequencies.get(spec)
-    if found is None:
-        found = backend._frequencies[spec] = mx.array((1.0 / spec.inverse_frequencies).astype(np.float32))
-    return found
+    return from_host((1.0 / spec.inverse_frequencies).astype(np.float32))

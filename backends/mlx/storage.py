@@ -86,14 +86,14 @@ class Box(Storage):
     def put_block(self, region: Region, value: Any) -> None:
         """``self[region] = value``. ``value`` has the region's sizes, and is no alias of this buffer."""
         with self.backend.lock:
-            self._before_write(value)
+            self.prepare_write(value)
             self.array = self._with_block(region, value)
             self.backend.defer(self, value.nbytes)
 
     def put_layers(self, axis: int, indices: Any, value: Any) -> None:
         """``self[..., indices, ...] = value`` along an axis of the allocation."""
         with self.backend.lock:
-            self._before_write(value)
+            self.prepare_write(value)
             column = tuple(-1 if k == axis else 1 for k in range(len(self.shape)))
             layers = mx.reshape(indices, column, stream=self.backend.stream)
             self.array = mx.put_along_axis(self.array, layers, value, axis, stream=self.backend.stream)
@@ -102,7 +102,7 @@ class Box(Storage):
     def put_elements(self, offsets: Any, value: Any) -> None:
         """Write each element of ``value`` at its offset in the storage."""
         with self.backend.lock:
-            self._before_write(value)
+            self.prepare_write(value)
             self.array = self._with_elements(offsets, value)
             self.backend.defer(self, value.nbytes)
 
@@ -141,7 +141,7 @@ class Box(Storage):
         )
 
     def claim(self) -> bool:
-        """Note a write where nothing has to happen before it; else False: it needs ``_before_write``."""
+        """Note a write where nothing has to happen before it; else False: it needs ``prepare_write``."""
         backend, written = self.backend, self.written_at
         if self.raw or self.borrowed or self.read_at > backend.drained or self.array is None:
             return False
@@ -150,7 +150,7 @@ class Box(Storage):
         self.written_at = backend.epoch
         return True
 
-    def _before_write(self, value: Any) -> None:
+    def prepare_write(self, value: Any) -> None:
         backend = self.backend
         if self.array is None:
             raise ClosedError(
@@ -160,7 +160,7 @@ class Box(Storage):
             self._settle_layout()
         if self.borrowed:  # the write moves it to memory of our own, or the lender has let go of it
             self.borrowed = False
-            backend._ledger[id(self)] = (self.device, self.nbytes)
+            backend.allocations[id(self)] = (self.device, self.nbytes)
         read, written = self.read_at > backend.drained, backend.drained < self.written_at < backend.epoch
         if (read or written) and self.nbytes >= WAIT_BYTES:
             backend.drain(self.written_at if written else 0)

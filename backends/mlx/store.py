@@ -71,7 +71,6 @@ class _Half:
         made.strides = strides = self.strides
         made.offset = start * strides[0]
         made.shape = (count, *self.shape)
-        made._native = None
         return made
 
 
@@ -100,7 +99,7 @@ class MlxKVStore:
 
     def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:
         backend = self._backend
-        if ctx._closed or ctx._backend is not backend or backend._closed:
+        if ctx.active_backend is not backend or backend.closed:
             return False
         if not 0 <= start <= self._rows - count or count < 1:
             return False
@@ -113,8 +112,8 @@ class MlxKVStore:
         try:
             with backend.lock:
                 if not (box.claim() and other.claim()):
-                    box._before_write(new_key)
-                    other._before_write(new_value)
+                    box.prepare_write(new_key)
+                    other.prepare_write(new_value)
                 with backend.on_stream:
                     # In place: nobody holds these Python objects beyond one operation, and no local
                     # variable may, or MLX would copy the buffer.
@@ -127,7 +126,7 @@ class MlxKVStore:
 
     def read(self, ctx: Any, start: int, count: int) -> tuple[Tensor, Tensor] | None:
         backend = self._backend
-        if ctx._closed or ctx._backend is not backend or backend._closed:
+        if ctx.active_backend is not backend or backend.closed:
             return None
         if not 0 <= start <= self._rows - count or count < 1:
             return None

@@ -33,10 +33,11 @@ class MlxTensor(StridedTensor):
 
     storage: Box
 
-    def _read(self) -> Any:
+    def read(self) -> Any:
+        """The array of this view as it is now: to be dropped before the next write."""
         return self.storage.read(self.offset, self.shape, self.strides)
 
-    def _new(self, array: Any, dtype: DType | None = None) -> Self:
+    def wrap(self, array: Any, dtype: DType | None = None) -> Self:
         """A tensor of its own around a result; results are lazy, and in whatever layout MLX chose."""
         box = self.storage.backend.new_box(array)
         shape = box.shape
@@ -46,35 +47,39 @@ class MlxTensor(StridedTensor):
     def native(self) -> Any:
         """A snapshot as an ``mx.array``, scheduled already, so that any thread may go on with it."""
         backend = self.storage.backend
-        backend._check_open("native")
-        array = self._read().__copy__()
+        backend.check("native")
+        array = self.read().__copy__()
         backend.flush(array)
         return array
 
     def to_numpy(self) -> np.ndarray:
         backend = self.storage.backend
-        backend._check_open("to_numpy")
-        return backend.fetch(self._read(), self.dtype)
+        backend.check("to_numpy")
+        return backend.fetch(self.read(), self.dtype)
 
     # Storage.
 
-    def _write(self, src: Self) -> None:
+    def write_from(self, src: Self) -> None:
         if 0 in self.shape:
             return
         region = region_of(self.storage.shape, self.offset, self.shape, self.strides)
         if region is None:
             offsets = element_offsets(self.offset, self.shape, self.strides)
-            self.storage.put_elements(self._index(offsets), src._value(self, src.shape, src.strides))
+            self.storage.put_elements(self._index(offsets), src.value_for(self, src.shape, src.strides))
         else:
-            value = src._value(self, region.sizes, region.order(src.strides))
+            value = src.value_for(self, region.sizes, region.order(src.strides))
             self.storage.put_block(region, value)
 
-    def _value(self, dst: Self, shape: Shape, strides: Shape) -> Any:
+    def value_for(self, dst: Self, shape: Shape, strides: Shape) -> Any:
         """This tensor seen as (shape, strides), in the dtype of ``dst`` and apart from its storage."""
         array = self.storage.read(self.offset, shape, strides)
         if self.dtype is not dst.dtype:
             return self._astype(array, dst.dtype)
         return self._apart(array) if self.storage is dst.storage else array
+
+    def detached(self) -> Self:
+        """A copy in storage of its own."""
+        return self.wrap(self._apart(self.read()))
 
     def _apart(self, array: Any) -> Any:
         """A copy in C order; of MLX's operations ``full`` is one that never answers with an alias."""
@@ -88,40 +93,40 @@ class MlxTensor(StridedTensor):
         return mx.astype(array, MLX_DTYPES[dtype], stream=stream)
 
     def _cast(self, ctx: Any, dtype: DType) -> Self:
-        array = self._read()
         if dtype is not self.dtype:
-            return self._new(self._astype(array, dtype), dtype)
+            return self.wrap(self._astype(self.read(), dtype), dtype)
         if self.storage.nbytes >= WAIT_BYTES:
-            return self._new(self._apart(array))
+            return self.detached()
         # Two boxes may share an array: the first write to either gives it its own (a small one here).
-        return self._new(mx.contiguous(array, stream=self.storage.backend.stream))
+        return self.wrap(mx.contiguous(self.read(), stream=self.storage.backend.stream))
 
     def _index(self, indices: Any) -> Any:
-        if isinstance(indices, StridedTensor):
-            return indices._read()  # type: ignore[attr-defined]
+        if isinstance(indices, MlxTensor):
+            return indices.read()
         return from_host(indices.astype(np.int32))
 
     def _gather(self, ctx: Any, indices: Any, axis: int) -> Self:
         stream = self.storage.backend.stream
         shape = (*self.shape[:axis], indices.shape[0], *self.shape[axis + 1 :])
         if 0 in shape:
-            return self._new(mx.zeros(shape, MLX_DTYPES[self.dtype], stream=stream))
-        return self._new(mx.take(self._read(), self._index(indices), axis, stream=stream))
+            return self.wrap(mx.zeros(shape, MLX_DTYPES[self.dtype], stream=stream))
+        return self.wrap(mx.take(self.read(), self._index(indices), axis, stream=stream))
 
     def _scatter(self, src: Self, indices: Any, axis: int) -> None:
         if 0 in src.shape:
             return
         if src.storage is self.storage:
-            src = src._new(src._apart(src._read()))
+            src = src.detached()
         if isinstance(indices, np.ndarray):
             runs = runs_of(indices)
             if len(runs) <= RUNS_LIMIT:
                 for begin, end, first in runs:
-                    self._part(axis, first, end - begin)._write(src._part(axis, begin, end - begin))
+                    self.part(axis, first, end - begin).write_from(src.part(axis, begin, end - begin))
                 return
         self._scatter_scattered(src, self._index(indices), axis)
 
-    def _part(self, axis: int, start: int, size: int) -> Self:
+    def part(self, axis: int, start: int, size: int) -> Self:
+        """Elements ``[start, start + size)`` of one axis, as a view."""
         shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
         return self._alias(self.offset + start * self.strides[axis], shape, self.strides)
 
@@ -133,58 +138,61 @@ class MlxTensor(StridedTensor):
             indices = _affine(indices, rows.step, rows.first, stream)
             shape = tuple(src.shape[k] if k >= 0 else 1 for k in rows.sources)
             strides = tuple(src.strides[k] if k >= 0 else 1 for k in rows.sources)
-            box.put_layers(rows.axis, indices, src._value(self, shape, strides))
+            box.put_layers(rows.axis, indices, src.value_for(self, shape, strides))
             return
         one = (*self.shape[:axis], 1, *self.shape[axis + 1 :])
         base = self._index(element_offsets(self.offset, one, self.strides))
         steps = _affine(mx.astype(indices, base.dtype, stream=stream), self.strides[axis], 0, stream)
         steps = mx.reshape(steps, (-1, *(1,) * (len(one) - axis - 1)), stream=stream)
-        box.put_elements(mx.add(base, steps, stream=stream), src._value(self, src.shape, src.strides))
+        box.put_elements(mx.add(base, steps, stream=stream), src.value_for(self, src.shape, src.strides))
 
     def _concat(self, ctx: Any, other: Self, axis: int) -> Self:
-        return self._new(
-            mx.concatenate([self._read(), other._read()], axis, stream=self.storage.backend.stream)
+        return self.wrap(
+            mx.concatenate([self.read(), other.read()], axis, stream=self.storage.backend.stream)
         )
 
     def _repeat(self, ctx: Any, axis: int, n: int) -> Self:
-        if n < 2 or 0 in self.shape:
-            return super()._repeat(ctx, axis, n)
+        if n == 1:
+            return self._cast(ctx, self.dtype)
+        if n == 0 or 0 in self.shape:
+            shape = (*self.shape[:axis], self.shape[axis] * n, *self.shape[axis + 1 :])
+            return self.wrap(mx.zeros(shape, MLX_DTYPES[self.dtype], stream=self.storage.backend.stream))
         reps = [1] * len(self.shape)
         reps[axis] = int(n)
-        return self._new(mx.tile(self._read(), reps, stream=self.storage.backend.stream))
+        return self.wrap(mx.tile(self.read(), reps, stream=self.storage.backend.stream))
 
     # Compute.
 
-    def _wide(self, always: bool = True) -> Any:
+    def wide(self, always: bool = True) -> Any:
         """The array, narrow floats in F32: ``always``, or where the device's kernels do not widen."""
-        array = self._read()
+        array = self.read()
         if self.dtype in _NARROW and (always or self.storage.backend.widens):
             return mx.astype(array, mx.float32, stream=self.storage.backend.stream)
         return array
 
-    def _result(self, array: Any, dtype: DType | None = None) -> Self:
+    def result(self, array: Any, dtype: DType | None = None) -> Self:
         """Rounded to ``dtype``, this tensor's when None."""
         target = self.dtype if dtype is None else dtype
-        return self._new(mx.astype(array, MLX_DTYPES[target], stream=self.storage.backend.stream), target)
+        return self.wrap(mx.astype(array, MLX_DTYPES[target], stream=self.storage.backend.stream), target)
 
     def _binary(self, ctx: Any, op: str, other: Self) -> Self:
         # One operation on narrow floats rounds once, as it would by way of F32.
-        return self._new(_BINARY[op](self._read(), other._read(), stream=self.storage.backend.stream))
+        return self.wrap(_BINARY[op](self.read(), other.read(), stream=self.storage.backend.stream))
 
     def _unary(self, ctx: Any, op: str) -> Self:
         if not self.dtype.is_float and (op == "round" or (self.dtype is DType.U8 and op != "neg")):
             return self._cast(ctx, self.dtype)  # MLX may answer with the operand itself
         if op in _EXACT:
-            return self._new(_EXACT[op](self._read(), self.storage.backend.stream))
-        return self._result(_UNARY[op](self._wide(), self.storage.backend.stream))
+            return self.wrap(_EXACT[op](self.read(), self.storage.backend.stream))
+        return self.result(_UNARY[op](self.wide(), self.storage.backend.stream))
 
     def _scale(self, ctx: Any, x: float) -> Self:
         stream = self.storage.backend.stream
         factor = mx.array(x, mx.float32) if self.dtype.is_float else mx.array(int(x), MLX_DTYPES[self.dtype])
-        return self._result(mx.multiply(self._wide(), factor, stream=stream))
+        return self.result(mx.multiply(self.wide(), factor, stream=stream))
 
     def _gelu(self, ctx: Any, tanh: bool) -> Self:
-        stream, x = self.storage.backend.stream, self._wide()
+        stream, x = self.storage.backend.stream, self.wide()
         if tanh:
             cubic = _affine(mx.square(x, stream=stream), 0.044715, 1.0, stream)
             inner = _affine(mx.multiply(x, cubic, stream=stream), _SQRT_2_OVER_PI, 0, stream)
@@ -192,42 +200,42 @@ class MlxTensor(StridedTensor):
         else:
             phi = mx.erf(_affine(x, 1.0 / _SQRT_2, 0, stream), stream=stream)
         half = _affine(x, 0.5, 0, stream)
-        return self._result(mx.multiply(half, _affine(phi, 1, 1.0, stream), stream=stream))
+        return self.result(mx.multiply(half, _affine(phi, 1, 1.0, stream), stream=stream))
 
     def _clamp(self, ctx: Any, lo: float | None, hi: float | None) -> Self:
         if lo is None and hi is None:
             return self._cast(ctx, self.dtype)
-        array, stream = self._read(), self.storage.backend.stream
+        array, stream = self.read(), self.storage.backend.stream
         for limit, bound in ((mx.maximum, lo), (mx.minimum, hi)):
             if bound is not None:
                 array = limit(array, from_host(scalar(bound, self.dtype)), stream=stream)
-        return self._new(array)
+        return self.wrap(array)
 
     def _matmul(self, ctx: Any, other: Self) -> Self:
-        product = mx.matmul(self._wide(False), other._wide(False), stream=self.storage.backend.stream)
-        return self._result(product)
+        product = mx.matmul(self.wide(False), other.wide(False), stream=self.storage.backend.stream)
+        return self.result(product)
 
     def _softmax(self, ctx: Any, axis: int) -> Self:
         if 0 in self.shape:
             return self._cast(ctx, self.dtype)
-        return self._result(mx.softmax(self._wide(), axis, precise=True, stream=self.storage.backend.stream))
+        return self.result(mx.softmax(self.wide(), axis, precise=True, stream=self.storage.backend.stream))
 
     def _reduce(self, ctx: Any, op: str, axis: int, keepdims: bool) -> Self:
         dtype, stream = _reduced_dtype(op, self.dtype), self.storage.backend.stream
         if op != "sum" and 0 in self.shape:  # the axis itself is not empty (checked): the result is
             sizes = [1 if k == axis else size for k, size in enumerate(self.shape) if keepdims or k != axis]
-            return self._new(mx.zeros(sizes, MLX_DTYPES[dtype], stream=stream), dtype)
-        x = self._wide()
+            return self.wrap(mx.zeros(sizes, MLX_DTYPES[dtype], stream=stream), dtype)
+        x = self.wide()
         if dtype is DType.I64:
             x = mx.astype(x, mx.int64, stream=stream)
-        return self._result(getattr(mx, op)(x, axis=axis, keepdims=keepdims, stream=stream), dtype)
+        return self.result(getattr(mx, op)(x, axis=axis, keepdims=keepdims, stream=stream), dtype)
 
     def _argsort(self, ctx: Any, axis: int) -> Self:
-        return self._result(mx.argsort(self._read(), axis, stream=self.storage.backend.stream), DType.I32)
+        return self.result(mx.argsort(self.read(), axis, stream=self.storage.backend.stream), DType.I32)
 
     def _top_k(self, ctx: Any, k: int) -> tuple[Self, Self]:
         # A stable ascending sort of the reversed axis, read backwards: ties keep their order.
-        stream, size, x = self.storage.backend.stream, self.shape[-1], self._read()
+        stream, size, x = self.storage.backend.stream, self.shape[-1], self.read()
         backwards = mx.array(np.arange(size - 1, -1, -1, dtype=np.int32))
         order = mx.argsort(mx.take(x, backwards, -1, stream=stream), -1, stream=stream)
         order = mx.take(
@@ -236,21 +244,21 @@ class MlxTensor(StridedTensor):
         order = mx.subtract(
             mx.array(size - 1, mx.int32), mx.astype(order, mx.int32, stream=stream), stream=stream
         )
-        return self._new(mx.take_along_axis(x, order, -1, stream=stream)), self._new(order, DType.I32)
+        return self.wrap(mx.take_along_axis(x, order, -1, stream=stream)), self.wrap(order, DType.I32)
 
     def _rms_norm(self, ctx: Any, weight: Self | None, eps: float) -> Self:
         if 0 in self.shape:
             return self._cast(ctx, self.dtype)
-        w = None if weight is None else weight._wide(False)
-        return self._result(mx.fast.rms_norm(self._wide(False), w, eps, stream=self.storage.backend.stream))
+        w = None if weight is None else weight.wide(False)
+        return self.result(mx.fast.rms_norm(self.wide(False), w, eps, stream=self.storage.backend.stream))
 
     def _compare(self, ctx: Any, op: str, other: Self) -> Self:
-        result = _COMPARE[op](self._read(), other._read(), stream=self.storage.backend.stream)
-        return self._new(result, DType.BOOL)
+        result = _COMPARE[op](self.read(), other.read(), stream=self.storage.backend.stream)
+        return self.wrap(result, DType.BOOL)
 
     def _where(self, ctx: Any, a: Self, b: Self) -> Self:
-        result = mx.where(self._read(), a._read(), b._read(), stream=self.storage.backend.stream)
-        return self._new(result, a.dtype)
+        result = mx.where(self.read(), a.read(), b.read(), stream=self.storage.backend.stream)
+        return self.wrap(result, a.dtype)
 
 
 # What may ask for more than MLX can say (its sizes are int32) or hold.

@@ -16,7 +16,7 @@ from backends.numpy.erf import erf
 from backends.numpylike import ArrayContext, ArrayTensor, element_strides
 from backends.placement import only_device
 from ml.base import BaseBackend, BaseTensor, Storage
-from ml.capabilities import DeviceInfo, DeviceMemory
+from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, ReadOnlyError
 from ml.strided import Shape, contiguous_strides, extent, overlaps_itself
@@ -98,11 +98,11 @@ class NumpyTensor(ArrayTensor):
         return native
 
     def to_numpy(self) -> np.ndarray:
-        self.backend._check_open("to_numpy")
+        self.backend.check("to_numpy")
         return np.array(self.native, order="C")
 
-    def _check_writable(self, op: str) -> None:
-        super()._check_writable(op)
+    def check_writable(self, op: str) -> None:
+        super().check_writable(op)
         if not self.storage.array.flags.writeable:
             raise ReadOnlyError(f"{op}: the destination wraps a NumPy array that is not writeable")
 
@@ -125,14 +125,15 @@ def _quiet(name: str) -> Callable[..., Any]:
         try:
             return quiet(self, *args)
         except MemoryError as error:
-            raise DeviceError(f"{name[1:]}: {self.dtype!r} {self.shape}: {error}") from error
+            raise DeviceError(f"{name.lstrip('_')}: {self.dtype!r} {self.shape}: {error}") from error
 
     return method
 
 
 for _name in (
-    "_write", "_scatter", "_gather", "_concat", "_repeat", "_cast", "_binary", "_unary", "_scale", "_gelu",
-    "_clamp", "_matmul", "_softmax", "_reduce", "_argsort", "_top_k", "_rms_norm", "_compare", "_where",
+    "write_from", "_scatter", "_gather", "_concat", "_repeat", "_cast", "_binary", "_unary", "_scale",
+    "_gelu", "_clamp", "_matmul", "_softmax", "_reduce", "_argsort", "_top_k", "_rms_norm", "_compare",
+    "_where",
 ):  # fmt: skip
     setattr(NumpyTensor, _name, _quiet(_name))
 

@@ -8,19 +8,16 @@ mask then need not be repeated, and ``is_causal`` can be said. Neither copies ke
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-from backends.torch.tensor import TorchTensor
+from backends.torch.tensor import Placement, TorchTensor
 from ml.capabilities import CAUSAL, CausalMask
 from ml.errors import DTypeError, ShapeError
 
-if TYPE_CHECKING:
-    from backends.torch.backend import TorchContext
-
-__all__ = ["attend"]
+__all__ = ["CausalMasks", "attend"]
 
 STACKED_MASK_LIMIT = 16 << 20
 """Bytes of a mask that may be repeated for the query heads of a group."""
@@ -28,8 +25,30 @@ SCORES_LIMIT = 1 << 24
 """Scores in F32 that the body without SDPA holds at once."""
 
 
+class CausalMasks:
+    """Masks of 0 and -inf, aligned bottom-right; the last is kept, since all layers of a pass use it."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, torch.Tensor] | None = None
+
+    def of(self, q: torch.Tensor, history: int) -> torch.Tensor:
+        """(tokens, history) for the queries ``q`` (tokens, ...), of their dtype and on their device."""
+        tokens = q.shape[0]
+        wanted = (tokens, history, q.dtype, q.device)
+        last = self._last
+        if last is None or last[0] != wanted:
+            with torch.inference_mode(False):
+                minus = torch.full((tokens, history), -torch.inf, dtype=q.dtype, device=q.device)
+                last = self._last = wanted, minus.triu_(history - tokens + 1)
+        return last[1]
+
+    def clear(self) -> None:
+        self._last = None
+
+
 def attend(
-    ctx: TorchContext,
+    ctx: Placement,
+    masks: CausalMasks,
     query: TorchTensor,
     key: TorchTensor,
     value: TorchTensor,
@@ -40,13 +59,13 @@ def attend(
     """query (tokens, heads, D), key (history, kv_heads, D), value (history, kv_heads, v_dim)."""
     for tensor in (key, value, mask, sinks):
         if tensor is not None and tensor is not CAUSAL:
-            query._peer("attention", tensor)
-    q, k, v = query._on(ctx), key._on(ctx), value._on(ctx)
+            query.check_peer("attention", tensor)
+    q, k, v = query.native_on(ctx), key.native_on(ctx), value.native_on(ctx)
     _check(q, k, v)
     tokens, heads, head_dim = q.shape
     history, kv_heads, v_dim = v.shape
-    bias = _bias(ctx, q, history, mask)
-    logits = None if sinks is None else _logits(sinks._on(ctx), kv_heads, heads)
+    bias = _bias(ctx, masks, q, history, mask)
+    logits = None if sinks is None else _logits(sinks.native_on(ctx), kv_heads, heads)
     if 0 in q.shape or history == 0:
         return TorchTensor.own(ctx, q.new_zeros((tokens, heads, v_dim)), query.dtype)
     k, v = k.transpose(0, 1), v.transpose(0, 1)
@@ -58,7 +77,7 @@ def attend(
     if fused:
         out = _fused(grouped, k, v, bias, scale, logits)
     else:
-        out = _plain(grouped, k, v, _shown(ctx, q, history, bias), scale, logits)
+        out = _plain(grouped, k, v, _shown(masks, q, history, bias), scale, logits)
     return TorchTensor.own(ctx, out.permute(2, 0, 1, 3).reshape(tokens, heads, v_dim), query.dtype)
 
 
@@ -75,7 +94,11 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def _bias(
-    ctx: TorchContext, q: torch.Tensor, history: int, mask: TorchTensor | CausalMask | None
+    ctx: Placement,
+    masks: CausalMasks,
+    q: torch.Tensor,
+    history: int,
+    mask: TorchTensor | CausalMask | None,
 ) -> torch.Tensor | CausalMask | None:
     """The mask as (tokens, history) of the query's dtype, CAUSAL where torch's is_causal says it, or None.
 
@@ -89,8 +112,8 @@ def _bias(
             raise ShapeError(f"attention: CAUSAL with {tokens} queries and {history} keys; some see none")
         if tokens < 2:
             return None
-        return CAUSAL if tokens == history else _causal(ctx, q, history)
-    native = mask._on(ctx)
+        return CAUSAL if tokens == history else masks.of(q, history)
+    native = mask.native_on(ctx)
     if native.dim() != 2 or native.shape[0] < tokens or native.shape[1] != history:
         raise ShapeError(f"attention: mask {mask.shape}; it has to be (rows >= {tokens}, {history})")
     if not native.dtype.is_floating_point:
@@ -99,21 +122,9 @@ def _bias(
 
 
 def _shown(
-    ctx: TorchContext, q: torch.Tensor, history: int, bias: torch.Tensor | CausalMask | None
+    masks: CausalMasks, q: torch.Tensor, history: int, bias: torch.Tensor | CausalMask | None
 ) -> torch.Tensor | None:
-    return _causal(ctx, q, history) if isinstance(bias, CausalMask) else bias
-
-
-def _causal(ctx: TorchContext, q: torch.Tensor, history: int) -> torch.Tensor:
-    """0 and -inf, aligned bottom-right. The last one is kept: all layers of a pass ask for the same."""
-    tokens = q.shape[0]
-    wanted = (tokens, history, q.dtype, q.device)
-    kept = ctx.backend.causal_mask
-    if kept is None or kept[0] != wanted:
-        with torch.inference_mode(False):
-            minus = torch.full((tokens, history), -torch.inf, dtype=q.dtype, device=q.device)
-            kept = ctx.backend.causal_mask = wanted, minus.triu_(history - tokens + 1)
-    return kept[1]
+    return masks.of(q, history) if isinstance(bias, CausalMask) else bias
 
 
 def _logits(sinks: torch.Tensor, kv_heads: int, heads: int) -> torch.Tensor:

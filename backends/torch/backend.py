@@ -10,14 +10,15 @@ import numpy as np
 import torch
 
 from backends.placement import PlacedBackend, PlacedContext
-from backends.torch.attention import attend
+from backends.torch.attention import CausalMasks, attend
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, translated
 from backends.torch.devices import device_memory, find_places, release
 from backends.torch.distributed import join
 from backends.torch.store import TorchKVStore
 from backends.torch.tensor import TorchStorage, TorchTensor, as_element
 from ml.base import BaseGroup, BaseTensor
-from ml.capabilities import CacheConfig, CausalMask, DeviceInfo, DeviceMemory, Layout
+from ml.capabilities import CacheConfig, CausalMask, Layout
+from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, GroupError
 from ml.strided import Shape, overlaps_itself
@@ -42,7 +43,7 @@ class TorchBackend(PlacedBackend):
         self.places = find_places(device, devices)
         super().__init__("torch", [place.info() for place in self.places], layers, dtype)
         self.foreign = tuple(TorchStorage(self, i, None) for i in range(len(self.places)))
-        self.causal_mask: tuple[Any, torch.Tensor] | None = None
+        self.causal_masks = CausalMasks()
         self.group: BaseGroup | None = None
 
     def _new_context(self, max_graph_nodes: int) -> TorchContext:
@@ -52,9 +53,9 @@ class TorchBackend(PlacedBackend):
         return DeviceMemory(device.name, allocated, *device_memory(self.places[index]))
 
     def close(self) -> None:
-        if not self._closed:
+        if not self.closed:
             super().close()
-            self.causal_mask = None
+            self.causal_masks.clear()
             if self.group is not None:
                 self.group.close()
             release(self.places)
@@ -68,7 +69,7 @@ class TorchBackend(PlacedBackend):
         self.check("distributed")
         if self.group is not None and not self.group.closed:
             raise GroupError(f"distributed: {self.group!r} is open on this backend; close it first")
-        self.group = join(self, timeout)
+        self.group = join(self, self.places[0].device, timeout)
         return self.group
 
     def borrow(self, ctx: TorchContext, array: np.ndarray) -> BaseTensor:
@@ -108,7 +109,7 @@ class TorchBackend(PlacedBackend):
         """See :class:`ml.SupportsAttention`. Keys and values may be strided; they are not copied."""
         ctx.check("attention")
         try:
-            return attend(ctx, query, key, value, mask, scale, sinks)
+            return attend(ctx, self.causal_masks, query, key, value, mask, scale, sinks)
         except (RuntimeError, IndexError, MemoryError) as error:
             raise translated("attention", error, ctx.device) from error
 
@@ -116,7 +117,7 @@ class TorchBackend(PlacedBackend):
 class TorchContext(PlacedContext):
     """Creation on one device of the backend. Contexts of its layers close with it."""
 
-    _backend: TorchBackend
+    backend: TorchBackend
 
     def __init__(self, backend: TorchBackend, max_graph_nodes: int, device: int = 0) -> None:
         super().__init__(backend, max_graph_nodes, device)
@@ -124,12 +125,8 @@ class TorchContext(PlacedContext):
         self.moves = len({place.device for place in backend.places}) > 1
         self._foreign = backend.foreign[device]
 
-    @property
-    def backend(self) -> TorchBackend:
-        return self._backend
-
     def from_native(self, array: Any) -> TorchTensor:
-        if self._closed or self._backend._closed:
+        if self.active_backend is None or self.backend.closed:
             self.check("from_native")
         if (
             type(array) is torch.Tensor
@@ -154,10 +151,10 @@ class TorchContext(PlacedContext):
     def _foreign_on(self, device: torch.device) -> TorchStorage:
         if device == self.torch_device:
             return self._foreign
-        for place, storage in zip(self._backend.places, self._backend.foreign, strict=True):
+        for place, storage in zip(self.backend.places, self.backend.foreign, strict=True):
             if place.device == device:
                 return storage
-        names = ", ".join(place.name for place in self._backend.places)
+        names = ", ".join(place.name for place in self.backend.places)
         raise DeviceError(
             f"from_native: a tensor on {device}; the backend was opened on {names}: "
             "move it there, or name its device in open_backend"

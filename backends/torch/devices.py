@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ml.capabilities import DeviceInfo
+from ml.devices import DeviceInfo
 from ml.errors import DeviceError
 
 __all__ = ["Place", "device_memory", "existing_devices", "find_places", "release"]

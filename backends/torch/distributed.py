@@ -9,30 +9,27 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from backends.torch.convert import TO_TORCH
 from backends.torch.tensor import TorchTensor
-from ml.base import BaseGroup, SoloGroup
+from ml.base import BaseBackend, BaseGroup, SoloGroup
 from ml.base.group import check_timeout
 from ml.distributed import launched
 from ml.dtypes import DType
 from ml.errors import GroupError, NotSupportedError
 
-if TYPE_CHECKING:
-    from backends.torch.backend import TorchBackend
-
 __all__ = ["TorchGroup", "join"]
 
 _NARROW = (DType.F16, DType.BF16)
-_meetings = itertools.count()
+_joined = itertools.count()
 """How often this process has joined: as often as every other rank."""
 
 
-def join(backend: TorchBackend, timeout: float) -> BaseGroup:
+def join(backend: BaseBackend, device: torch.device, timeout: float) -> BaseGroup:
     """The ranks that torchrun, or whoever sets its variables, has started; else this process alone."""
     seconds = check_timeout(timeout)
     there = dist.is_available() and dist.is_initialized()
@@ -40,7 +37,6 @@ def join(backend: TorchBackend, timeout: float) -> BaseGroup:
         return SoloGroup(backend, seconds)
     if not dist.is_available():
         raise NotSupportedError("distributed: this build of torch has no torch.distributed; install another")
-    device = backend.places[0].device
     engine = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -51,7 +47,7 @@ def join(backend: TorchBackend, timeout: float) -> BaseGroup:
             native: Any = dist.new_group(backend=engine, timeout=limit)
         else:
             rank, size = launched() or (0, 1)
-            store = _meet(rank, size, began + seconds)
+            store = _rendezvous(rank, size, began + seconds)
             dist.init_process_group(engine, store=store, rank=rank, world_size=size, timeout=limit)
             native = dist.group.WORLD
     except (RuntimeError, ValueError, OSError) as error:
@@ -59,10 +55,10 @@ def join(backend: TorchBackend, timeout: float) -> BaseGroup:
             raise
         late = time.monotonic() - began > 0.95 * seconds
         raise _not_joined(engine, seconds, str(error).strip().split("\n", 1)[0][:200], late) from error
-    return TorchGroup(backend, native, seconds, owned=not there)
+    return TorchGroup(backend, device, native, seconds, owned=not there)
 
 
-def _meet(rank: int, size: int, until: float) -> Any:
+def _rendezvous(rank: int, size: int, until: float) -> Any:
     """The store through which the ranks find each other, once all of them are there.
 
     torch's own wait counts in whole seconds, and adds some while rank 0 is not there.
@@ -86,8 +82,8 @@ def _meet(rank: int, size: int, until: float) -> Any:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    meeting = next(_meetings)
-    here = [f"ml/{meeting}/{other}" for other in range(size)]
+    count = next(_joined)
+    here = [f"ml/{count}/{other}" for other in range(size)]
     store.set(here[rank], "here")
     try:
         store.wait(here, timedelta(seconds=_left(until)))
@@ -128,8 +124,11 @@ def _not_joined(who: str, seconds: float, reason: str, late: bool) -> GroupError
 
 
 class TorchGroup(BaseGroup):
-    def __init__(self, backend: TorchBackend, native: Any, timeout: float, owned: bool) -> None:
+    def __init__(
+        self, backend: BaseBackend, device: torch.device, native: Any, timeout: float, owned: bool
+    ) -> None:
         super().__init__(backend, dist.get_rank(native), dist.get_world_size(native), timeout)
+        self._device = device
         self._native = native
         self._owned = owned
 
@@ -152,8 +151,7 @@ class TorchGroup(BaseGroup):
     def _barrier(self) -> None:
         with self._engine("barrier"):
             # A sum, since a barrier of torch's own may pick another device.
-            backend: Any = self._backend()
-            token = torch.zeros(1, device=backend.places[0].device)
+            token = torch.zeros(1, device=self._device)
             dist.all_reduce(token, group=self._native)
             token.item()
 

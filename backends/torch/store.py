@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
 from backends.torch.tensor import TorchTensor
+from ml.base import BaseBackend
 from ml.protocols import Tensor
 from ml.strided import Shape, extent
-
-if TYPE_CHECKING:
-    from backends.torch.backend import TorchBackend
 
 __all__ = ["TorchKVStore"]
 
@@ -52,7 +50,7 @@ class TorchKVStore:
         "_rows", "_value", "_value_base", "_value_high", "_value_low", "_value_shape", "_value_strides",
     )  # fmt: skip
 
-    def __init__(self, backend: TorchBackend, key: TorchTensor, value: TorchTensor) -> None:
+    def __init__(self, backend: BaseBackend, key: TorchTensor, value: TorchTensor) -> None:
         self._backend = backend
         self._dtype = key.dtype
         self._key, self._value = key.storage, value.storage
@@ -70,9 +68,8 @@ class TorchKVStore:
         if (
             type(key) is not TorchTensor
             or type(value) is not TorchTensor
-            or not key.backend is value.backend is ctx._backend is backend
-            or ctx._closed
-            or backend._closed
+            or not key.backend is value.backend is ctx.active_backend is backend
+            or backend.closed
             or not 0 <= start <= self._rows - count
             or count < 1
         ):
@@ -97,20 +94,20 @@ class TorchKVStore:
 
     def read(self, ctx: Any, start: int, count: int) -> tuple[Tensor, Tensor] | None:
         backend = self._backend
-        if ctx._closed or ctx._backend is not backend or backend._closed:
+        if ctx.active_backend is not backend or backend.closed:
             return None
         if not 0 <= start <= self._rows - count or count < 1:
             return None
         dtype = self._dtype
         key = _new(TorchTensor)
-        key._shape = size = (count, *self._key_shape)
+        key.known_shape = size = (count, *self._key_shape)
         steps = self._key_strides
         key.native = _alias(self._key_base, size, steps, start * steps[0])
         key.dtype = dtype
         key.storage = self._key
         key.backend = backend
         value = _new(TorchTensor)
-        value._shape = size = (count, *self._value_shape)
+        value.known_shape = size = (count, *self._value_shape)
         steps = self._value_strides
         value.native = _alias(self._value_base, size, steps, start * steps[0])
         value.dtype = dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,18 +22,27 @@ from ml.dtypes import DType
 from ml.protocols import Tensor
 from ml.strided import Shape, contiguous_strides, overlaps_itself
 
-if TYPE_CHECKING:
-    from backends.torch.backend import TorchContext
-
-__all__ = ["TorchStorage", "TorchTensor"]
+__all__ = ["Placement", "TorchStorage", "TorchTensor"]
 
 _EVERYWHERE = 1 << 64
-_PUBLIC = {"alias": "view", "write": "copy", "gather": "rows", "scatter": "set_rows"}
+_PUBLIC = {"alias": "view", "write_from": "copy", "gather": "rows", "scatter": "set_rows"}
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
+class Placement(Protocol):
+    """What a result needs of the context that it is made in."""
+
+    torch_device: torch.device
+    moves: bool
+    """Whether operands may lie on another device than results."""
+    device_index: int
+
+    @property
+    def backend(self) -> BaseBackend: ...
+
+
 class TorchStorage(Storage):
-    """The ledger's entry for one allocation; torch itself keeps the memory.
+    """What counts one allocation in ``Backend.memory()``; torch itself keeps the memory.
 
     Addresses in ``[low, high)`` are this allocation's: who starts elsewhere does not overlap it.
     All tensors of users on one device share one entry, which may be anywhere.
@@ -47,11 +56,11 @@ class TorchStorage(Storage):
         self.backend, self.device = backend, device
         self.array, self.size = None, 0
         if owned is not None:
-            backend._ledger[id(self)] = device, owned.nbytes
+            backend.allocations[id(self)] = device, owned.nbytes
 
     def locate(self, array: torch.Tensor) -> None:
         """Note the addresses, the first time that a write asks for them."""
-        if self.high == _EVERYWHERE and id(self) in self.backend._ledger:
+        if self.high == _EVERYWHERE and id(self) in self.backend.allocations:
             memory = array.untyped_storage()
             self.low = memory.data_ptr()
             self.high = self.low + memory.nbytes()
@@ -75,7 +84,7 @@ def _guarded(method: _Method) -> _Method:
 class TorchTensor(BaseTensor):
     """A view of a storage. ``native`` is the torch.Tensor and aliases the memory."""
 
-    __slots__ = ("_shape", "backend", "dtype", "native", "storage")
+    __slots__ = ("backend", "dtype", "known_shape", "native", "storage")
 
     native: torch.Tensor
 
@@ -84,25 +93,26 @@ class TorchTensor(BaseTensor):
         self.dtype = dtype
         self.storage = storage
         self.backend = storage.backend
-        self._shape: Shape | None = None
+        self.known_shape: Shape | None = None
+        """``shape`` once it was asked for: a tuple of torch's takes longer to make than a view."""
 
     @classmethod
-    def own(cls, ctx: TorchContext, array: torch.Tensor, dtype: DType) -> Self:
+    def own(cls, ctx: Placement, array: torch.Tensor, dtype: DType) -> Self:
         """Wrap what torch has just allocated; C-contiguous, so that ``view`` counts as one expects."""
         array = array.contiguous()
         made = _new(TorchTensor)
         made.native = array
         made.dtype = dtype
-        made.backend = backend = ctx._backend
-        made.storage = TorchStorage(backend, ctx._device, array)
-        made._shape = None
+        made.backend = backend = ctx.backend
+        made.storage = TorchStorage(backend, ctx.device_index, array)
+        made.known_shape = None
         return cast("Self", made)
 
     @property
     def shape(self) -> Shape:
-        if self._shape is None:
-            self._shape = tuple(self.native.size())
-        return self._shape
+        if self.known_shape is None:
+            self.known_shape = tuple(self.native.size())
+        return self.known_shape
 
     @property
     def strides(self) -> Shape:
@@ -115,7 +125,7 @@ class TorchTensor(BaseTensor):
         return self.backend.devices[self.storage.device].name
 
     def to_numpy(self) -> np.ndarray:
-        self.backend._check_open("to_numpy")
+        self.backend.check("to_numpy")
         return to_host(self.native, self.dtype)
 
     # Movement.
@@ -131,7 +141,7 @@ class TorchTensor(BaseTensor):
         return type(self)(self.native.as_strided(shape, strides, offset), self.dtype, self.storage)
 
     def view(self, ctx: Any, offset: int, shape: Sequence[int], strides: Sequence[int] | None = None) -> Self:
-        if ctx._closed or ctx._backend is not self.backend or self.backend._closed:
+        if ctx.active_backend is not self.backend or self.backend.closed:
             ctx.check("view", self)
         try:
             if 0 not in shape:  # torch leaves empty views unchecked
@@ -146,14 +156,14 @@ class TorchTensor(BaseTensor):
                 shown.dtype = self.dtype
                 shown.storage = self.storage
                 shown.backend = self.backend
-                shown._shape = None
+                shown.known_shape = None
                 return cast("Self", shown)
         except Exception:  # whatever it was, the checks below name it
             pass
         return super().view(ctx, offset, shape, strides)
 
     def slice(self, ctx: Any, axis: int, start: int, stop: int, step: int = 1) -> Self:
-        if ctx._closed or ctx._backend is not self.backend or self.backend._closed:
+        if ctx.active_backend is not self.backend or self.backend.closed:
             ctx.check("slice", self)
         try:
             if step == 1 and 0 <= start < stop and self.native.numel():
@@ -162,14 +172,14 @@ class TorchTensor(BaseTensor):
                 shown.dtype = self.dtype
                 shown.storage = self.storage
                 shown.backend = self.backend
-                shown._shape = None
+                shown.known_shape = None
                 return cast("Self", shown)
         except Exception:
             pass
         return super().slice(ctx, axis, start, stop, step)
 
     def permute(self, ctx: Any, *axes: int) -> Self:
-        if ctx._closed or ctx._backend is not self.backend or self.backend._closed:
+        if ctx.active_backend is not self.backend or self.backend.closed:
             ctx.check("permute", self)
         try:
             if axes:  # none reverses the axes here, and is no permutation to torch
@@ -179,7 +189,7 @@ class TorchTensor(BaseTensor):
         return super().permute(ctx, *axes)
 
     def reshape(self, ctx: Any, *shape: int) -> Self:
-        if ctx._closed or ctx._backend is not self.backend or self.backend._closed:
+        if ctx.active_backend is not self.backend or self.backend.closed:
             ctx.check("reshape", self)
         try:
             return type(self)(self.native.view(flat(shape)), self.dtype, self.storage)
@@ -189,7 +199,7 @@ class TorchTensor(BaseTensor):
     # Writes.
 
     def copy(self, ctx: Any, dst: Tensor) -> Self:
-        if ctx._closed or ctx._backend is not self.backend or self.backend._closed:
+        if ctx.active_backend is not self.backend or self.backend.closed:
             ctx.check("copy", self)
         if type(dst) is TorchTensor and dst.backend is self.backend:
             source, target, storage = self.native, dst.native, dst.storage
@@ -215,7 +225,7 @@ class TorchTensor(BaseTensor):
         return source
 
     @_guarded
-    def _write(self, src: Self) -> None:
+    def write_from(self, src: Self) -> None:
         write(self.native, self.native.copy_, self._read_first(src))
 
     @_guarded
@@ -231,67 +241,67 @@ class TorchTensor(BaseTensor):
     # New storage.
 
     @_guarded
-    def _cast(self, ctx: TorchContext, dtype: DType) -> Self:
+    def _cast(self, ctx: Placement, dtype: DType) -> Self:
         array = self.native.to(
             ctx.torch_device, TO_TORCH[dtype], copy=True, memory_format=torch.contiguous_format
         )
         return self.own(ctx, array, dtype)
 
     @_guarded
-    def _gather(self, ctx: TorchContext, indices: Any, axis: int) -> Self:
-        native = self._on(ctx)
+    def _gather(self, ctx: Placement, indices: Any, axis: int) -> Self:
+        native = self.native_on(ctx)
         return self.own(ctx, native.index_select(axis, self._rows(indices).to(native.device)), self.dtype)
 
     @_guarded
-    def _concat(self, ctx: TorchContext, other: Self, axis: int) -> Self:
-        return self.own(ctx, torch.cat((self._on(ctx), other._on(ctx)), axis), self.dtype)
+    def _concat(self, ctx: Placement, other: Self, axis: int) -> Self:
+        return self.own(ctx, torch.cat((self.native_on(ctx), other.native_on(ctx)), axis), self.dtype)
 
     @_guarded
-    def _repeat(self, ctx: TorchContext, axis: int, n: int) -> Self:
+    def _repeat(self, ctx: Placement, axis: int, n: int) -> Self:
         times = [1] * self.native.dim()
         times[axis] = n
-        return self.own(ctx, self._on(ctx).repeat(times), self.dtype)
+        return self.own(ctx, self.native_on(ctx).repeat(times), self.dtype)
 
     # Compute: torch's kernels widen F16 and BF16 to F32 and round once, except where said.
 
     @_guarded
-    def _binary(self, ctx: TorchContext, op: str, other: Self) -> Self:
-        return self.own(ctx, _BINARY[op](self._on(ctx), other._on(ctx)), self.dtype)
+    def _binary(self, ctx: Placement, op: str, other: Self) -> Self:
+        return self.own(ctx, _BINARY[op](self.native_on(ctx), other.native_on(ctx)), self.dtype)
 
     @_guarded
-    def _unary(self, ctx: TorchContext, op: str) -> Self:
-        return self.own(ctx, _UNARY[op](self._on(ctx)), self.dtype)
+    def _unary(self, ctx: Placement, op: str) -> Self:
+        return self.own(ctx, _UNARY[op](self.native_on(ctx)), self.dtype)
 
     @_guarded
-    def _scale(self, ctx: TorchContext, x: float) -> Self:
-        return self.own(ctx, self._on(ctx) * (x if self.dtype.is_float else int(x)), self.dtype)
+    def _scale(self, ctx: Placement, x: float) -> Self:
+        return self.own(ctx, self.native_on(ctx) * (x if self.dtype.is_float else int(x)), self.dtype)
 
     @_guarded
-    def _gelu(self, ctx: TorchContext, tanh: bool) -> Self:
+    def _gelu(self, ctx: Placement, tanh: bool) -> Self:
         form = "tanh" if tanh else "none"
-        return self.own(ctx, functional.gelu(self._on(ctx), approximate=form), self.dtype)
+        return self.own(ctx, functional.gelu(self.native_on(ctx), approximate=form), self.dtype)
 
     @_guarded
-    def _clamp(self, ctx: TorchContext, lo: float | None, hi: float | None) -> Self:
+    def _clamp(self, ctx: Placement, lo: float | None, hi: float | None) -> Self:
         if lo is None and hi is None:
             return self._cast(ctx, self.dtype)
         low, high = (None if bound is None else as_element(bound, self.dtype) for bound in (lo, hi))
-        return self.own(ctx, torch.clamp(self._on(ctx), low, high), self.dtype)
+        return self.own(ctx, torch.clamp(self.native_on(ctx), low, high), self.dtype)
 
     @_guarded
-    def _matmul(self, ctx: TorchContext, other: Self) -> Self:
-        return self.own(ctx, torch.matmul(self._on(ctx), other._on(ctx)), self.dtype)
+    def _matmul(self, ctx: Placement, other: Self) -> Self:
+        return self.own(ctx, torch.matmul(self.native_on(ctx), other.native_on(ctx)), self.dtype)
 
     @_guarded
-    def _softmax(self, ctx: TorchContext, axis: int) -> Self:
-        x = self._on(ctx)
+    def _softmax(self, ctx: Placement, axis: int) -> Self:
+        x = self.native_on(ctx)
         if self.dtype in _NARROW and axis != x.dim() - 1:  # there torch rounds the exponentials too
             x = x.to(torch.float32)
         return self.own(ctx, x.softmax(axis).to(TO_TORCH[self.dtype]), self.dtype)
 
     @_guarded
-    def _reduce(self, ctx: TorchContext, op: str, axis: int, keepdims: bool) -> Self:
-        x = self._on(ctx)
+    def _reduce(self, ctx: Placement, op: str, axis: int, keepdims: bool) -> Self:
+        x = self.native_on(ctx)
         if op == "sum":
             return self.own(ctx, x.sum(axis, keepdims), self.dtype if self.dtype.is_float else DType.I64)
         if op == "max":
@@ -302,34 +312,34 @@ class TorchTensor(BaseTensor):
         return self.own(ctx, _ordered(x).argmax(axis, keepdims).to(torch.int32), DType.I32)
 
     @_guarded
-    def _argsort(self, ctx: TorchContext, axis: int) -> Self:
-        order = torch.sort(self._on(ctx), dim=axis, stable=True).indices
+    def _argsort(self, ctx: Placement, axis: int) -> Self:
+        order = torch.sort(self.native_on(ctx), dim=axis, stable=True).indices
         return self.own(ctx, order.to(torch.int32), DType.I32)
 
     @_guarded
-    def _top_k(self, ctx: TorchContext, k: int) -> tuple[Self, Self]:
-        x = self._on(ctx)
+    def _top_k(self, ctx: Placement, k: int) -> tuple[Self, Self]:
+        x = self.native_on(ctx)
         values, order = _top_k(_ordered(x), k)
         values = values.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
         return self.own(ctx, values, self.dtype), self.own(ctx, order.to(torch.int32), DType.I32)
 
     @_guarded
-    def _rms_norm(self, ctx: TorchContext, weight: Self | None, eps: float) -> Self:
-        x = self._on(ctx)
-        scale = None if weight is None else weight._on(ctx)
+    def _rms_norm(self, ctx: Placement, weight: Self | None, eps: float) -> Self:
+        x = self.native_on(ctx)
+        scale = None if weight is None else weight.native_on(ctx)
         return self.own(ctx, functional.rms_norm(x, x.shape[-1:], scale, eps), self.dtype)
 
     @_guarded
-    def _compare(self, ctx: TorchContext, op: str, other: Self) -> Self:
-        return self.own(ctx, _COMPARE[op](self._on(ctx), other._on(ctx)), DType.BOOL)
+    def _compare(self, ctx: Placement, op: str, other: Self) -> Self:
+        return self.own(ctx, _COMPARE[op](self.native_on(ctx), other.native_on(ctx)), DType.BOOL)
 
     @_guarded
-    def _where(self, ctx: TorchContext, a: Self, b: Self) -> Self:
-        return self.own(ctx, torch.where(self._on(ctx), a._on(ctx), b._on(ctx)), a.dtype)
+    def _where(self, ctx: Placement, a: Self, b: Self) -> Self:
+        return self.own(ctx, torch.where(self.native_on(ctx), a.native_on(ctx), b.native_on(ctx)), a.dtype)
 
     # Helpers.
 
-    def _on(self, ctx: TorchContext) -> torch.Tensor:
+    def native_on(self, ctx: Placement) -> torch.Tensor:
         """The native tensor on the context's device: work on several devices moves its operands."""
         return self.native.to(ctx.torch_device) if ctx.moves else self.native
 

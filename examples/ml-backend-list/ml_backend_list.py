@@ -77,7 +77,7 @@ class ListTensor(StridedTensor):
             places = [place + step * stride for place in places for step in steps]
         return places
 
-    def _write(self, src: Self) -> None:
+    def write_from(self, src: Self) -> None:
         self.put(self.places(), src)
 
     def _gather(self, ctx: ListContext, indices: Any, axis: int) -> ListTensor:

@@ -6,9 +6,10 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
-from ml.capabilities import BackendMemory, DeviceInfo, DeviceMemory, Features
+from ml.capabilities import Features
+from ml.devices import BackendMemory, DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import (
     ClosedError,
@@ -16,9 +17,7 @@ from ml.errors import (
     NotSupportedError,
     ShapeError,
 )
-
-if TYPE_CHECKING:
-    from ml.base.context import BaseContext
+from ml.protocols import Context
 
 __all__ = ["BaseBackend", "Storage"]
 
@@ -43,10 +42,10 @@ class Storage:
         self.size = size
         self.device = device
         if owned:
-            backend._ledger[id(self)] = (device, nbytes)
+            backend.allocations[id(self)] = (device, nbytes)
 
     def __del__(self) -> None:
-        self.backend._ledger.pop(id(self), None)
+        self.backend.allocations.pop(id(self), None)
 
 
 class BaseBackend(ABC):
@@ -61,8 +60,10 @@ class BaseBackend(ABC):
         self._name = name
         self._devices = tuple(devices)
         self._dtype = dtype
-        self._closed = False
-        self._ledger: dict[int, tuple[int, int]] = {}  # dict operations are atomic: no lock in __del__
+        self.closed = False
+        """Whether ``close`` was called. Read it; :meth:`close` sets it."""
+        self.allocations: dict[int, tuple[int, int]] = {}  # dict operations are atomic: no lock in __del__
+        """(index of the device, bytes) by ``id`` of each storage that is counted; storages keep it."""
 
     @property
     def name(self) -> str:
@@ -77,25 +78,21 @@ class BaseBackend(ABC):
         """The float dtype that ``from_numpy`` gives float64 and Python floats."""
         return self._dtype
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    def new_context(self, max_graph_nodes: int | None = None) -> BaseContext:
-        self._check_open("new_context")
+    def new_context(self, max_graph_nodes: int | None = None) -> Context:
+        self.check("new_context")
         nodes = DEFAULT_GRAPH_NODES if max_graph_nodes is None else operator.index(max_graph_nodes)
         if nodes < 1:
             raise ShapeError(f"new_context: max_graph_nodes={nodes}; it is >= 1")
         return self._new_context(nodes)
 
     @abstractmethod
-    def _new_context(self, max_graph_nodes: int) -> BaseContext:
+    def _new_context(self, max_graph_nodes: int) -> Context:
         """A context on the first device; ``max_graph_nodes`` >= 1 is a hint where graphs are built."""
 
     def memory(self) -> BackendMemory:
-        self._check_open("memory")
+        self.check("memory")
         used = [0] * len(self._devices)
-        for device, nbytes in list(self._ledger.values()):
+        for device, nbytes in list(self.allocations.values()):
             used[device] += nbytes
         return BackendMemory(
             tuple(self._device_memory(i, device, used[i]) for i, device in enumerate(self._devices))
@@ -107,14 +104,12 @@ class BaseBackend(ABC):
 
     def close(self) -> None:
         """Refuse everything from now on. A backend calls it first, then frees what tensors still hold."""
-        self._closed = True
+        self.closed = True
 
     def check(self, op: str) -> None:
         """Raise ClosedError unless this backend is open; ``to_numpy`` and ``native`` call it."""
-        if self._closed:
+        if self.closed:
             raise ClosedError(f"{op}: backend {self._name!r} is closed; open it again with ml.open_backend")
-
-    _check_open = check
 
     def check_dtype(self, op: str, dtype: DType) -> None:
         """Raise DTypeError for what no tensor has, NotSupportedError for what this backend lacks."""
@@ -125,7 +120,7 @@ class BaseBackend(ABC):
             raise NotSupportedError(f"{op}: backend {self._name!r} has no {dtype!r}")
 
     def __enter__(self) -> Self:
-        self._check_open("enter")
+        self.check("enter")
         return self
 
     def __exit__(
@@ -137,5 +132,5 @@ class BaseBackend(ABC):
         raise NotSupportedError(f"pickle: backend {self._name!r} holds devices; open one in each process")
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else ", ".join(device.name for device in self._devices)
+        state = "closed" if self.closed else ", ".join(device.name for device in self._devices)
         return f"<ml backend {self._name!r} ({state})>"

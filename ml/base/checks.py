@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,13 +14,11 @@ from ml.errors import (
     MLError,
     ShapeError,
 )
+from ml.protocols import Backend
 from ml.strided import (
     Shape,
     broadcast_shapes,
 )
-
-if TYPE_CHECKING:
-    from ml.base.backend import BaseBackend
 
 __all__ = ["as_host", "as_raw", "cast_host", "check_matmul", "check_representable", "flat", "foreign"]
 
@@ -78,7 +76,7 @@ def check_matmul(a: Shape, b: Shape) -> None:
         broadcast_shapes("matmul", a[:-2], b[:-2])
 
 
-def foreign(op: str, tensor: object, backend: BaseBackend) -> MLError:
+def foreign(op: str, tensor: object, backend: Backend) -> MLError:
     """The error for a tensor that is not one of ``backend``."""
     owner = getattr(tensor, "backend", None)
     if owner is not None:

@@ -36,10 +36,12 @@ class BaseContext(ABC):
     """Creation of tensors, on one device of its backend."""
 
     def __init__(self, backend: BaseBackend, max_graph_nodes: int, device: int = 0) -> None:
-        self._backend = backend
-        self._max_graph_nodes = max_graph_nodes
-        self._device = device
-        self._closed = False
+        self.backend = backend
+        self.max_graph_nodes = max_graph_nodes
+        self.device_index = device
+        """Index into ``backend.devices`` of where results lie."""
+        self.active_backend: BaseBackend | None = backend
+        """``backend`` while this context is open, then None: one comparison tells both."""
 
     # What a backend fills in.
 
@@ -76,7 +78,7 @@ class BaseContext(ABC):
         DTypeError for anything but an array of the framework, and for a dtype without a DType; DeviceError
         for one of a device that is not the backend's.
         """
-        raise NotSupportedError(f"from_native: backend {self._backend.name!r} has no arrays of its own")
+        raise NotSupportedError(f"from_native: backend {self.backend.name!r} has no arrays of its own")
 
     def _on_device(self, device: int) -> BaseContext:
         """A context like this one on another device; overridden where there are several."""
@@ -84,29 +86,21 @@ class BaseContext(ABC):
 
     def _device_of_layer(self, i: int) -> int:
         """Index into ``backend.devices`` of where layer ``i`` >= 0 of a model lies."""
-        return self._device
+        return self.device_index
 
     # The contract.
 
     @property
-    def backend(self) -> BaseBackend:
-        return self._backend
-
-    @property
-    def max_graph_nodes(self) -> int:
-        return self._max_graph_nodes
-
-    @property
     def closed(self) -> bool:
-        return self._closed or self._backend._closed
+        return self.active_backend is None or self.backend.closed
 
     def check(self, op: str, tensor: BaseTensor | None = None) -> None:
         """Raise ClosedError unless this context and its backend are open, and own ``tensor``."""
-        if self._closed or self._backend._closed:
-            self._backend._check_open(op)
+        if self.active_backend is None or self.backend.closed:
+            self.backend.check(op)
             raise ClosedError(f"{op}: this context is closed; make one with backend.new_context()")
-        if tensor is not None and tensor.backend is not self._backend:
-            raise foreign(op, tensor, self._backend)
+        if tensor is not None and tensor.backend is not self.backend:
+            raise foreign(op, tensor, self.backend)
 
     def empty(self, shape: Sequence[int], dtype: DType) -> BaseTensor:
         return self._empty(self._creation("empty", shape, dtype), dtype)
@@ -139,7 +133,7 @@ class BaseContext(ABC):
         self.check("from_numpy")
         host = as_host("from_numpy", array)
         target = self._natural_dtype(host) if dtype is None else dtype
-        self._backend.check_dtype("from_numpy", target)
+        self.backend.check_dtype("from_numpy", target)
         if host.dtype != target.numpy:
             if host.dtype.kind not in "biuf" and host.dtype != DType.BF16.numpy:
                 raise DTypeError(f"from_numpy: cannot convert NumPy's {host.dtype} to {target!r}")
@@ -190,17 +184,17 @@ class BaseContext(ABC):
 
     def input(self) -> BaseContext:
         self.check("input")
-        return self if self._device == 0 else self._on_device(0)
+        return self if self.device_index == 0 else self._on_device(0)
 
     def layer(self, i: int) -> BaseContext:
         self.check("layer")
         if i < 0:
             raise BoundsError(f"layer: {i}; layers count from 0")
         device = self._device_of_layer(i)
-        return self if device == self._device else self._on_device(device)
+        return self if device == self.device_index else self._on_device(device)
 
     def close(self) -> None:
-        self._closed = True
+        self.active_backend = None
 
     def __enter__(self) -> Self:
         self.check("enter")
@@ -218,14 +212,14 @@ class BaseContext(ABC):
 
     def _creation(self, op: str, shape: Sequence[int], dtype: DType) -> Shape:
         self.check(op)
-        self._backend.check_dtype(op, dtype)
+        self.backend.check_dtype(op, dtype)
         sizes = as_shape(op, shape)
         check_count(op, sizes)
         return sizes
 
     def _natural_dtype(self, host: np.ndarray) -> DType:
         if host.dtype == np.float64:
-            return self._backend._dtype
+            return self.backend.dtype
         if host.dtype.kind in "iu" and host.dtype not in (np.int8, np.uint8, np.int32, np.int64):
             if host.dtype == np.uint64 and host.size and host.max() > np.iinfo(np.int64).max:
                 raise DTypeError(f"from_numpy: uint64 value {host.max()} does not fit I64")
@@ -233,5 +227,5 @@ class BaseContext(ABC):
         return DType.from_numpy(host.dtype)
 
     def _owns(self, op: str, tensor: object) -> None:
-        if not isinstance(tensor, BaseTensor) or tensor.backend is not self._backend:
-            raise foreign(op, tensor, self._backend)
+        if not isinstance(tensor, BaseTensor) or tensor.backend is not self.backend:
+            raise foreign(op, tensor, self.backend)

@@ -7,6 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from ml.base.checks import foreign
 from ml.dtypes import DType
 from ml.errors import ClosedError, DTypeError, GroupError, ShapeError
 from ml.strided import normalize_axis
@@ -141,8 +142,6 @@ class BaseGroup(ABC):
             raise ClosedError(f"{op}: the context is of another backend than the group")
         ctx.check(op)
         if getattr(tensor, "backend", None) is not backend:
-            from ml.base.checks import foreign
-
             raise foreign(op, tensor, backend)
 
     def _check_open(self, op: str) -> None:

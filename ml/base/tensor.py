@@ -46,7 +46,7 @@ COMPARISONS = {
 class BaseTensor(ABC):
     """The Tensor contract over a handful of underscored methods.
 
-    A backend must fill in ``_storage_size``, ``_first``, ``_alias``, ``_write``, ``_gather`` and
+    A backend must fill in ``_storage_size``, ``_first``, ``_alias``, ``write_from``, ``_gather`` and
     ``_scatter``; concat, repeat, cast and contiguous then work, and may be overridden to be faster.
 
     Arguments of these methods are checked: axes count from the front, tensors are of this class and backend
@@ -78,7 +78,7 @@ class BaseTensor(ABC):
         """A view of the same storage at an absolute offset, in elements. It lies inside, and may be empty."""
 
     @abstractmethod
-    def _write(self, src: Self) -> None:
+    def write_from(self, src: Self) -> None:
         """Write ``src`` over the elements that this view shows, converted as :meth:`cast` does.
 
         ``src`` has the same shape, any dtype and strides, and may overlap this view in one storage: the
@@ -97,7 +97,7 @@ class BaseTensor(ABC):
     def _scatter(self, src: Self, indices: Any, axis: int) -> None:
         """Write slice i of ``src`` along ``axis`` over the slice ``indices[i]`` of this view.
 
-        ``indices`` as in :meth:`_gather`, but distinct; ``src`` as in :meth:`_write`.
+        ``indices`` as in :meth:`_gather`, but distinct; ``src`` as in :meth:`write_from`.
         """
 
     @abstractmethod
@@ -222,13 +222,13 @@ class BaseTensor(ABC):
 
     def cast(self, ctx: Any, dtype: DType) -> Self:
         ctx.check("cast", self)
-        ctx._creation("cast", (), dtype)
+        self.backend.check_dtype("cast", dtype)
         return self._cast(ctx, dtype)
 
     def _cast(self, ctx: Any, dtype: DType) -> Self:
         """A copy in ``dtype``, also where it is this one: ``contiguous`` asks for that."""
-        result = cast("Self", ctx._empty(self.shape, dtype))
-        result._write(self)
+        result = cast("Self", ctx.empty(self.shape, dtype))
+        result.write_from(self)
         return result
 
     def rows(self, ctx: Any, indices: Indices, axis: int = 0) -> Self:
@@ -249,9 +249,9 @@ class BaseTensor(ABC):
     def _concat(self, ctx: Any, other: Self, axis: int) -> Self:
         """This and then ``other``, of the same dtype, along ``axis``; all other sizes agree."""
         first, second = self.shape[axis], other.shape[axis]
-        result = ctx._empty((*self.shape[:axis], first + second, *self.shape[axis + 1 :]), self.dtype)
-        result.slice(ctx, axis, 0, first)._write(self)
-        result.slice(ctx, axis, first, first + second)._write(other)
+        result = ctx.empty((*self.shape[:axis], first + second, *self.shape[axis + 1 :]), self.dtype)
+        result.slice(ctx, axis, 0, first).write_from(self)
+        result.slice(ctx, axis, first, first + second).write_from(other)
         return cast("Self", result)
 
     def repeat(self, ctx: Any, axis: int, n: int) -> Self:
@@ -266,31 +266,31 @@ class BaseTensor(ABC):
     def _repeat(self, ctx: Any, axis: int, n: int) -> Self:
         """``n`` >= 0 copies, one after another, along ``axis``: 0..k-1, 0..k-1."""
         size = self.shape[axis]
-        result = ctx._empty((*self.shape[:axis], size * n, *self.shape[axis + 1 :]), self.dtype)
+        result = ctx.empty((*self.shape[:axis], size * n, *self.shape[axis + 1 :]), self.dtype)
         for i in range(n):
-            result.slice(ctx, axis, i * size, (i + 1) * size)._write(self)
+            result.slice(ctx, axis, i * size, (i + 1) * size).write_from(self)
         return cast("Self", result)
 
     # Writes.
 
     def copy(self, ctx: Any, dst: Tensor) -> Self:
         ctx.check("copy")
-        target = self._peer("copy", dst)
+        target = self.check_peer("copy", dst)
         if target.shape != self.shape:
             raise ShapeError(f"copy: source {self.shape} to destination {target.shape}; shapes are equal")
-        target._check_writable("copy")
-        target._write(self)
+        target.check_writable("copy")
+        target.write_from(self)
         return target
 
     def set_rows(self, ctx: Any, src: Tensor, indices: Indices, axis: int = 0) -> Self:
         ctx.check("set_rows")
         axis = self._axis("set_rows", axis)
-        peer = self._peer("set_rows", src)
+        peer = self.check_peer("set_rows", src)
         rows = self._indices("set_rows", indices, self.shape[axis], distinct=True)
         wanted = (*self.shape[:axis], rows.shape[0], *self.shape[axis + 1 :])
         if peer.shape != wanted:
             raise ShapeError(f"set_rows: source {peer.shape} for {rows.shape[0]} rows; it has to be {wanted}")
-        self._check_writable("set_rows")
+        self.check_writable("set_rows")
         self._scatter(peer, rows, axis)
         return self
 
@@ -452,8 +452,8 @@ class BaseTensor(ABC):
         ctx.check("where", self)
         if self.dtype is not DType.BOOL:
             raise DTypeError(f"where: the condition is {self.dtype!r}; it has to be BOOL (see compare)")
-        left = self._peer("where", a)
-        right = left._operand("where", b)
+        left = self.check_peer("where", a)
+        right = self._operand("where", b, left.dtype)
         broadcast_shapes("where", self.shape, left.shape, right.shape)
         return self._where(ctx, left, right)
 
@@ -476,15 +476,17 @@ class BaseTensor(ABC):
 
     # Checks.
 
-    def _peer(self, op: str, other: object) -> Self:
+    def check_peer(self, op: str, other: object) -> Self:
+        """``other``, a tensor of this class and backend; else DeviceError or DTypeError."""
         if type(other) is not type(self) or other.backend is not self.backend:
             raise foreign(op, other, self.backend)
         return other
 
-    def _operand(self, op: str, other: object) -> Self:
-        peer = self._peer(op, other)
-        if peer.dtype is not self.dtype:
-            raise DTypeError(f"{op}: operands are {self.dtype!r} and {peer.dtype!r}; cast one of them")
+    def _operand(self, op: str, other: object, dtype: DType | None = None) -> Self:
+        """``other`` as an operand of ``dtype``, this tensor's where None."""
+        peer, wanted = self.check_peer(op, other), self.dtype if dtype is None else dtype
+        if peer.dtype is not wanted:
+            raise DTypeError(f"{op}: operands are {wanted!r} and {peer.dtype!r}; cast one of them")
         return peer
 
     def _need_float(self, op: str) -> None:
@@ -509,7 +511,7 @@ class BaseTensor(ABC):
 
     def _indices(self, op: str, indices: Indices, size: int, distinct: bool = False) -> Any:
         if isinstance(indices, BaseTensor):
-            rows = self._peer(op, indices)
+            rows = self.check_peer(op, indices)
             if rows.dtype is not DType.I32 or len(rows.shape) != 1:
                 raise DTypeError(f"{op}: indices are {rows.dtype!r} {rows.shape}; they are I32 of one axis")
             return rows
@@ -524,7 +526,8 @@ class BaseTensor(ABC):
             raise ShapeError(f"{op}: an index is given twice; the rows written are distinct")
         return host.astype(np.intp, copy=False)
 
-    def _check_writable(self, op: str) -> None:
+    def check_writable(self, op: str) -> None:
+        """Raise ReadOnlyError where this view cannot be written; backends add reasons of their own."""
         if overlaps_itself(self.shape, self.strides):
             raise ReadOnlyError(
                 f"{op}: the destination {self.shape} with strides {self.strides} shows an element "

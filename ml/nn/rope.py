@@ -14,8 +14,7 @@ angles, whatever the pairing. Dimensions beyond ``dim`` pass through (partial ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TypeGuard, cast
 
 import numpy as np
@@ -23,6 +22,7 @@ import numpy as np
 from ml.capabilities import SupportsRope
 from ml.dtypes import DType
 from ml.errors import DTypeError, ShapeError
+from ml.nn.rope_spec import RopeSpec
 from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from ml.protocols import Context, Tensor
 
@@ -33,48 +33,6 @@ __all__ = [
 
 Positions = Sequence[int] | np.ndarray | Tensor
 """One position per token: on the host, or an I32 tensor of one axis."""
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """A rotary embedding.
-
-    ``dim`` rotary dimensions, even, the first ones of a head; ``base`` is theta; ``interleaved``
-    pairs neighbours instead of halves; ``scaling`` stretches the context.
-    """
-
-    dim: int
-    base: float = 10000.0
-    interleaved: bool = False
-    scaling: RopeScaling | None = None
-
-    def __post_init__(self) -> None:
-        if self.dim < 2 or self.dim % 2:
-            raise ShapeError(f"RopeSpec: dim={self.dim}; it is even and >= 2: dimensions turn in pairs")
-        if self.base <= 0:
-            raise ShapeError(f"RopeSpec: base={self.base}; it is > 0")
-
-    @cached_property
-    def inverse_frequencies(self) -> np.ndarray:
-        """Radians per position of each pair, scaled: float64 (dim / 2,), highest first; read-only."""
-        plain = self.base ** -(np.arange(0, self.dim, 2) / self.dim)
-        return _frozen(plain if self.scaling is None else self.scaling.scale(plain, self.base))
-
-    @cached_property
-    def attention_factor(self) -> float:
-        """What rotated vectors are multiplied by: YaRN's temperature, else 1."""
-        return 1.0 if self.scaling is None else self.scaling.attention_scale
-
-    @cached_property
-    def signed_frequencies(self) -> np.ndarray:
-        """float32 (dim,): each dimension's frequency, negative for the first of each pair."""
-        pairs = self.inverse_frequencies.astype(np.float32) * np.array([[-1], [1]], np.float32)
-        return _frozen(pairs.T.reshape(-1) if self.interleaved else pairs.reshape(-1))
-
-
-def _frozen(array: np.ndarray) -> np.ndarray:
-    array.setflags(write=False)
-    return array
 
 
 def rope(ctx: Context, x: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
@@ -126,12 +84,21 @@ class Rotation:
 
     __slots__ = ("_fused", "_positions", "_tables", "spec")
 
-    def __init__(self, ctx: Context, positions: Positions, spec: RopeSpec) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        positions: Positions,
+        spec: RopeSpec,
+        fused: Tensor | None = None,
+        tables: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """``fused`` (positions) and ``tables``: what there is of them already, on the device of ``ctx``."""
         self.spec = spec
         self._positions = positions
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._fused, self._tables = fused, tables
         kind: type = type(getattr(ctx, "backend", None))  # a context need not tell
-        self._fused = _on_device(ctx, positions) if _offers_rope(kind) else None
+        if fused is None and tables is None and _offers_rope(kind):
+            self._fused = _on_device(ctx, positions)
 
     def apply(self, ctx: Context, x: Tensor) -> Tensor:
         """Rotate x (tokens, heads, head_dim)."""
@@ -148,14 +115,11 @@ class Rotation:
 
     def to(self, ctx: Context) -> Rotation:
         """The same rotation with its tensors on the device of ``ctx``."""
-        moved = Rotation.__new__(Rotation)
-        moved.spec, moved._positions, moved._tables, moved._fused = self.spec, self._positions, None, None
-        if self._fused is not None:
-            moved._fused = self._fused.cast(ctx, DType.I32)
-        if self._tables is not None:
-            cos, sin = self._tables
-            moved._tables = cos.cast(ctx, DType.F32), sin.cast(ctx, DType.F32)
-        return moved
+        fused = None if self._fused is None else self._fused.cast(ctx, DType.I32)
+        tables = self._tables
+        if tables is not None:
+            tables = tables[0].cast(ctx, DType.F32), tables[1].cast(ctx, DType.F32)
+        return Rotation(ctx, self._positions, self.spec, fused, tables)
 
 
 @lru_cache(maxsize=64)

@@ -69,7 +69,7 @@ def floats_round_to_integers(numpy: ModuleType) -> None:
 
 @mutant(CastTests)
 def copy_to_bool_takes_the_lowest_bit(numpy: ModuleType) -> None:
-    @override(numpy.NumpyTensor, "_write")
+    @override(numpy.NumpyTensor, "write_from")
     def _(original: Any, self: Any, src: Any) -> None:
         if self.dtype is DType.BOOL and src.dtype.is_integer:
             self.native[...] = (src.native & 1).astype(bool)
@@ -112,13 +112,13 @@ def round_takes_halves_away_from_zero(numpy: ModuleType) -> None:
     def _(original: Any, self: Any, ctx: Any, op: str) -> Any:
         if op != "round" or not self.dtype.is_float:
             return original(self, ctx, op)
-        x = self._wide()
+        x = self.wide()
         return self._result(ctx, np.copysign(np.floor(np.abs(x) + np.float32(0.5)), x), self.dtype)
 
 
 @mutant(ComputeTests)
 def binary_operands_are_promoted(numpy: ModuleType) -> None:
-    numpy.NumpyTensor._operand = lambda self, op, other: self._peer(op, other)
+    numpy.NumpyTensor._operand = lambda self, op, other, dtype=None: self.check_peer(op, other)
 
 
 # Reductions.
@@ -139,7 +139,7 @@ def argmax_takes_the_last_of_ties(numpy: ModuleType) -> None:
     def _(original: Any, self: Any, ctx: Any, op: str, axis: int, keepdims: bool) -> Any:
         if op != "argmax" or self.native.size == 0:
             return original(self, ctx, op, axis, keepdims)
-        back = np.flip(self._wide(), axis)
+        back = np.flip(self.wide(), axis)
         last = self.shape[axis] - 1 - np.argmax(back, axis=axis, keepdims=keepdims)
         return self._result(ctx, last, DType.I32)
 
@@ -149,7 +149,7 @@ def softmax_forgets_to_subtract_the_maximum(numpy: ModuleType) -> None:
     @override(numpy.NumpyTensor, "_softmax")
     def _(original: Any, self: Any, ctx: Any, axis: int) -> Any:
         with np.errstate(all="ignore"):
-            x = np.exp(self._wide())
+            x = np.exp(self.wide())
             return self._result(ctx, x / x.sum(axis=axis, keepdims=True), self.dtype)
 
 
@@ -161,7 +161,7 @@ def rms_norm_squares_in_the_operands_dtype(numpy: ModuleType) -> None:
             return original(self, ctx, weight, eps)
         with np.errstate(all="ignore"):
             square = (self.native * self.native).astype(np.float32).mean(axis=-1, keepdims=True)
-            return self._result(ctx, self._wide() / np.sqrt(square + np.float32(eps)), self.dtype)
+            return self._result(ctx, self.wide() / np.sqrt(square + np.float32(eps)), self.dtype)
 
 
 @mutant(ReductionTests)
@@ -169,7 +169,7 @@ def argsort_is_not_stable(numpy: ModuleType) -> None:
     @override(numpy.NumpyTensor, "_argsort")
     def _(original: Any, self: Any, ctx: Any, axis: int) -> Any:
         size = self.shape[axis]
-        order = np.argsort(np.flip(self._wide(), axis), axis=axis, kind="stable")
+        order = np.argsort(np.flip(self.wide(), axis), axis=axis, kind="stable")
         return self._result(ctx, size - 1 - order, DType.I32)
 
 

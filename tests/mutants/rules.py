@@ -29,7 +29,7 @@ def a_tensor_remembers_what_it_read(numpy: ModuleType) -> None:
 def copies_are_postponed_until_compute(numpy: ModuleType) -> None:
     pending: list[Any] = []
 
-    @override(numpy.NumpyTensor, "_write")
+    @override(numpy.NumpyTensor, "write_from")
     def _(original: Any, self: Any, src: Any) -> None:
         pending.append(lambda: original(self, src))
 
@@ -63,7 +63,7 @@ def a_closed_context_still_works(numpy: ModuleType) -> None:
 
 @mutant(RefusalTests)
 def tensors_of_other_backends_are_taken(numpy: ModuleType) -> None:
-    numpy.NumpyTensor._peer = lambda self, op, other: other
+    numpy.NumpyTensor.check_peer = lambda self, op, other: other
 
 
 @mutant(RefusalTests)

@@ -141,7 +141,7 @@ def reshape_merges_a_gap_of_one_row(numpy: ModuleType) -> None:
 @mutant(CopyTests)
 def an_overlapping_copy_trusts_numpy(numpy: ModuleType) -> None:
     """NumPy 2.4 gets ``a[0:10:2] = a[:5]`` wrong."""
-    numpy.NumpyTensor._write = lambda self, src: np.copyto(self.native, src.native, casting="unsafe")
+    numpy.NumpyTensor.write_from = lambda self, src: np.copyto(self.native, src.native, casting="unsafe")
 
 
 @mutant(CopyTests)
@@ -150,7 +150,7 @@ def an_overlapping_copy_runs_forward(numpy: ModuleType) -> None:
         for index in np.ndindex(self.shape):
             self.native[index] = src.native[index].astype(self.dtype.numpy)
 
-    numpy.NumpyTensor._write = write
+    numpy.NumpyTensor.write_from = write
 
 
 @mutant(CopyTests)
@@ -158,13 +158,13 @@ def a_write_to_a_strided_destination_is_lost(numpy: ModuleType) -> None:
     def write(self: Any, src: Any) -> None:
         self.native.reshape(-1)[...] = src.native.reshape(-1).astype(self.dtype.numpy)
 
-    numpy.NumpyTensor._write = write
+    numpy.NumpyTensor.write_from = write
 
 
 @mutant(CopyTests)
 def copy_broadcasts(numpy: ModuleType) -> None:
     def copy(self: Any, ctx: Any, dst: Any) -> Any:
-        dst._check_writable("copy")
+        dst.check_writable("copy")
         try:
             np.copyto(dst.native, self.native.copy(), casting="unsafe")
         except ValueError as error:
@@ -176,7 +176,7 @@ def copy_broadcasts(numpy: ModuleType) -> None:
 
 @mutant(CopyTests)
 def a_stride_0_destination_is_written(numpy: ModuleType) -> None:
-    numpy.NumpyTensor._check_writable = lambda self, op: None
+    numpy.NumpyTensor.check_writable = lambda self, op: None
 
 
 # Rows.

@@ -79,7 +79,7 @@ class JaxTensor(StridedTensor):
             return read_box(array, *box, shape)
         return read_any(array, self.at(), shape)
 
-    def _write(self, src: Self) -> None:
+    def write_from(self, src: Self) -> None:
         if 0 not in self.shape:
             box = self.box()
             self.storage.update(write_box if box else write_any, src, *(box or (self.at(),)))
