@@ -18,11 +18,10 @@ import pytest
 
 import ml
 from kvcache import Batch, HostTier
-from kvcache.runner.config import load_config
 from kvcache.runner.device_map import open_on_devices, parse_devices
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.generate import Generator, GeneratorOptions
-from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.loading import bundled_model, load_config, load_model
 from kvcache.runner.memory import available_bytes
 from kvcache.runner.models.families import FAMILIES, family_of
 from kvcache.runner.requests import Settings

@@ -16,11 +16,11 @@ import kvcache
 import ml
 from kvcache.runner.checkpoints.gguf_vocab import merges_from_scores
 from kvcache.runner.checkpoints.gguf_weights import half_split_rows
-from kvcache.runner.checkpoints.weights import check_weights, expected_shapes, open_weights, parameter_count
-from kvcache.runner.config import load_config
+from kvcache.runner.checkpoints.weights import open_weights
 from kvcache.runner.errors import ModelError
 from kvcache.runner.generate import Generator
-from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.loading import bundled_model, check_weights, load_config, load_model
+from kvcache.runner.models.families import expected_shapes, parameter_count
 from kvcache.runner.requests import Settings
 from kvcache.runner.tokenizer import Tokenizer
 

@@ -23,9 +23,10 @@ from kvcache.runner import (
     bundled_model,
     load_model,
 )
-from kvcache.runner.checkpoints.weights import expected_shapes, open_weights, parameter_count
-from kvcache.runner.config import ModelConfig, load_config
-from kvcache.runner.models.families import FAMILIES, family_of
+from kvcache.runner.checkpoints.weights import open_weights
+from kvcache.runner.config import ModelConfig
+from kvcache.runner.loading import load_config
+from kvcache.runner.models.families import FAMILIES, expected_shapes, family_of, parameter_count
 from kvcache.runner.parallel import device_of_rank, join, share_of, sizes_of
 from kvcache.runner.ranks import RanksError, run_ranks
 from ml.distributed import free_ports, launched, local_ranks

@@ -41,13 +41,11 @@ from kvcache.command.progress import draws
 from kvcache.command.prompts import gathered
 from kvcache.command.screen import Screen, screen_for
 from kvcache.command.usage import CommandGroup, one_line
-from kvcache.runner.checkpoints.weights import parameter_count
-from kvcache.runner.config import load_config
 from kvcache.runner.errors import RequestError
 from kvcache.runner.generate import Generator, GeneratorOptions, encode_prompt
-from kvcache.runner.loading import load_model
+from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.memory import check_memory
-from kvcache.runner.models.families import family_of
+from kvcache.runner.models.families import family_of, parameter_count
 from kvcache.runner.requests import Finished, Settings
 from kvcache.runner.tokenizer import Tokenizer
 

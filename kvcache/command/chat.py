@@ -36,12 +36,11 @@ from kvcache.command.progress import Bars, bars_until_done, draws
 from kvcache.command.saved import saved_line
 from kvcache.command.usage import one_line
 from kvcache.offload.tiers import HostTier
-from kvcache.runner.config import load_config
 from kvcache.runner.conversations import ConversationFullError, Conversations, Turn
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Tier
 from kvcache.runner.errors import RequestError, RunnerError
 from kvcache.runner.kept import KeptConversations
-from kvcache.runner.loading import load_model
+from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Settings, Token
 from kvcache.runner.tokenizer import Tokenizer

@@ -19,12 +19,11 @@ from kvcache.command.json_output import print_json
 from kvcache.command.options import BackendName, Debug, Device, Json, ModelPath, Quiet, device_options
 from kvcache.command.progress import Bars, bars_until_done, draws
 from kvcache.offload.tiers import HostTier
-from kvcache.runner.config import load_config
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.errors import RunnerError
 from kvcache.runner.fingerprint import files_digest
 from kvcache.runner.generate import encode_prompt
-from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.loading import bundled_model, load_config, load_model
 from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Event, Settings
 from kvcache.runner.saved import write_whole

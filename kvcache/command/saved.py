@@ -19,11 +19,11 @@ from kvcache.command.options import Debug, Dtypes, Json, MaxTokens, Place, Quiet
 from kvcache.command.progress import bars_until_done
 from kvcache.command.prompts import text_or_stdin
 from kvcache.command.screen import Screen, screen_for
-from kvcache.runner.config import ModelConfig, load_config
+from kvcache.runner.config import ModelConfig
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.fingerprint import identity_of
 from kvcache.runner.generate import check_prompt, encode_prompt
-from kvcache.runner.loading import load_model
+from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Finished, Settings
 from kvcache.runner.saved import ConversationError, adopt, capture, check_target, read, write

@@ -10,15 +10,17 @@
 [0, 3]
 """
 
-from kvcache.runner.checkpoints.weights import WeightSource, check_weights, expected_shapes, open_weights
-from kvcache.runner.config import SUPPORTED_ARCHITECTURES, ModelConfig, load_config, parse_config
+from kvcache.runner.checkpoints.source import WeightSource
+from kvcache.runner.checkpoints.weights import open_weights
+from kvcache.runner.config import ModelConfig
 from kvcache.runner.conversations import Conversation, ConversationFullError, Conversations
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Request
 from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
 from kvcache.runner.generate import Generator, GeneratorOptions, LanguageModel, Prompt
 from kvcache.runner.kept import KeptConversations
-from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.loading import bundled_model, check_weights, load_config, load_model
 from kvcache.runner.memory import cache_bytes, check_memory
+from kvcache.runner.models.families import SUPPORTED_ARCHITECTURES, expected_shapes, parse_config
 from kvcache.runner.models.llama import Llama
 from kvcache.runner.requests import (
     Event,

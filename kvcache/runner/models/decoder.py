@@ -9,7 +9,7 @@ A layer is two parts, so that the last layer need not compute rows that nobody r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -20,11 +20,11 @@ import ml
 from kvcache.cache import Batch, Cache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError
-from kvcache.runner.models.loader import Linear, Loader, Progress, Shapes, Weights
+from kvcache.runner.models.loader import Linear, Loader, Progress, Shape, Shapes, Weights
 from kvcache.runner.parallel import Share
 from ml import nn
 
-__all__ = ["CausalModel", "Decoder", "Layer", "Step", "token_ids"]
+__all__ = ["CausalModel", "Decoder", "Layer", "Step", "model_shapes", "token_ids"]
 
 C = TypeVar("C", bound=ModelConfig)
 
@@ -187,6 +187,17 @@ class CausalModel(Decoder, Generic[C]):
     def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
         logits = self._head(ctx, hidden.rms_norm(ctx, self._norm, self.config.rms_norm_eps))
         return self.share.all_logits(ctx, logits, self.config.vocab_size) if self.share else logits
+
+
+def model_shapes(config: ModelConfig, layer: Callable[[int], Mapping[str, Shape]]) -> dict[str, Shape]:
+    """Embedding, layers, norm and head; ``layer(i)`` names the tensors below ``model.layers.{i}.``."""
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    for i in range(config.layers):
+        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer(i).items()})
+    shapes["model.norm.weight"] = (config.hidden_size,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    return shapes
 
 
 def token_ids(batch: Batch) -> ml.Indices:

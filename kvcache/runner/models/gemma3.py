@@ -21,23 +21,19 @@ import numpy as np
 import ml
 from kvcache.cache import Batch, Cache
 from kvcache.caches.wrapper import WrapperCache
-from kvcache.runner.models.attention import Attention, load_attention, qk_norm
-from kvcache.runner.models.decoder import CausalModel, Layer, Step
+from kvcache.runner.config import common_fields, refuse
+from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, qk_norm
+from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.feedforward import GatedMLP, geglu, load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
-    Shape,
     SlidingConfig,
-    attention_shapes,
-    common_fields,
     layer_types,
-    model_shapes,
     parse_rope,
-    refuse,
     sliding_cache,
 )
-from kvcache.runner.models.loader import Loader
+from kvcache.runner.models.loader import Loader, Shape
 from ml import nn
 
 __all__ = ["Gemma3", "Gemma3Config", "make_cache", "parse", "shapes"]

@@ -23,12 +23,11 @@ from kvcache.cache import Batch, Cache
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.wrapper import WrapperCache
-from kvcache.runner.config import read_token_ids, refuse_quantized
+from kvcache.runner.config import read_token_ids, refuse, refuse_quantized
 from kvcache.runner.errors import RequestError
 from kvcache.runner.models.attention import Attention, merge_heads
 from kvcache.runner.models.decoder import Decoder, Step, token_ids
-from kvcache.runner.models.layer_types import Shape, refuse
-from kvcache.runner.models.loader import Linear, Loader, Progress, Weights
+from kvcache.runner.models.loader import Linear, Loader, Progress, Shape, Weights
 from ml import nn
 
 __all__ = ["Whisper", "WhisperConfig", "make_cache", "parse", "shapes"]
