@@ -384,7 +384,7 @@ def test_ctrl_c_in_a_command_leaves_the_conversations_as_they_were(
 
     typed(monkeypatch, [f"/load {path} two", f"/save {path}", "/list"])
     with monkeypatch.context() as patch:
-        patch.setattr(kvcache.runner.saved, "from_page", interrupted)
+        patch.setattr(kvcache.runner.saved, "deserialize", interrupted)
         patch.setattr(os, "fsync", interrupted)
         capsys.readouterr()
         small.run()

@@ -17,7 +17,6 @@ from rich.console import Console
 
 import ml
 from kvcache.command.answers import Answer
-from kvcache.command.app import app, reported
 from kvcache.command.chat_input import Reader, files_beginning, words_of
 from kvcache.command.chat_replies import (
     Reply,
@@ -33,8 +32,8 @@ from kvcache.command.inspection import show, write_page
 from kvcache.command.json_output import print_json
 from kvcache.command.options import Debug, Dtypes, MaxTokens, Place, Sampling
 from kvcache.command.progress import Bars, bars_until_done, draws
+from kvcache.command.reporting import one_line, reported
 from kvcache.command.saved import saved_line
-from kvcache.command.usage import one_line
 from kvcache.offload.tiers import HostTier
 from kvcache.runner.conversations import ConversationFullError, Conversations, Turn
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Tier
@@ -58,7 +57,6 @@ SEQUENCES = 2
 """One answers at a time: the other's share of the cache keeps what others have said."""
 
 
-@app.command()
 @ungrouped
 def chat(
     place: Place,

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.live import Live
 
 import ml
-from kvcache.command.app import app, reported
 from kvcache.command.completing import stores_and_conversations
 from kvcache.command.json_output import print_json
 from kvcache.command.options import BackendName, Debug, Device, Json, ModelPath, Quiet, device_options
 from kvcache.command.progress import Bars, bars_until_done, draws
+from kvcache.command.reporting import reported
 from kvcache.offload.tiers import HostTier
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.errors import RunnerError
@@ -43,7 +43,6 @@ _SPARE = 4
 """Tokens of each sequence that are left free in a demonstration."""
 
 
-@app.command()
 def inspect(
     target: Annotated[
         str | None,

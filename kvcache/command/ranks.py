@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 import typer
 
 import ml
-from kvcache.command.app import continue_prompts, reported
+from kvcache.command.generation import continue_prompts
 from kvcache.command.options import device_options
+from kvcache.command.reporting import one_line, reported
 from kvcache.command.screen import Screen, screen_for
-from kvcache.command.usage import one_line
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.generate import GeneratorOptions
 from kvcache.runner.models.families import family_of

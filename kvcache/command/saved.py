@@ -11,13 +11,13 @@ import typer
 
 import ml
 from kvcache.command.answers import tell_full
-from kvcache.command.app import app, reported
 from kvcache.command.completing import conversations
 from kvcache.command.grouped import ungrouped
 from kvcache.command.json_output import print_json
 from kvcache.command.options import Debug, Dtypes, Json, MaxTokens, Place, Quiet, Sampling
 from kvcache.command.progress import bars_until_done
 from kvcache.command.prompts import text_or_stdin
+from kvcache.command.reporting import reported
 from kvcache.command.screen import Screen, screen_for
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.engine import Engine, EngineOptions, Failed
@@ -32,7 +32,6 @@ from kvcache.runner.tokenizer import Tokenizer
 __all__ = ["load", "save"]
 
 
-@app.command()
 @ungrouped
 def save(
     prompt: Annotated[str, typer.Option(help="What the conversation begins with. -: standard input.")],
@@ -71,7 +70,6 @@ def save(
             typer.echo(saved_line(saved))
 
 
-@app.command()
 @ungrouped
 def load(
     file: Annotated[Path, typer.Argument(help="What kvcache save wrote.", autocompletion=conversations)],
