@@ -196,8 +196,8 @@ class Generator(Closing):
         self._queue = []
         for slot in self._slots:
             slot.run, slot.left = None, []
-            if not self._closed:
-                self.cache.remove(slot.seq, 0)
+        for seq in range(0 if self._closed else self._sizes()[1]):
+            self.cache.remove(seq, 0)
 
     def _admit(self) -> Iterator[Event]:
         """Give waiting requests the sequences that are free, with what is stored of their prompts."""
@@ -242,14 +242,19 @@ class Generator(Closing):
         """One forward pass: a chunk of prompts, or one token of every running sequence."""
         running = [(slot, slot.run) for slot in self._slots if slot.run is not None]
         prefill = [(slot, run) for slot, run in running if run.prefilling]
+        return self._compute(self._chunk(prefill), True) if prefill else self._decode(running)
+
+    def _decode(self, running: Sequence[tuple[Slot, RequestState]]) -> Iterator[Event]:
+        return self._compute([(slot, run, 1) for slot, run in running], False)
+
+    def _compute(self, parts: Sequence[tuple[Slot, RequestState, int]], prefill: bool) -> Iterator[Event]:
         began = time.perf_counter()
-        parts = self._chunk(prefill) if prefill else [(slot, run, 1) for slot, run in running]
         logits = self._forward(parts)
         produced = iter(logits)
         sampled = [
             (slot, run, None if run.prefilling else run.sampler(next(produced))) for slot, run, _ in parts
         ]
-        self._count(parts, bool(prefill), time.perf_counter() - began)
+        self._count(parts, prefill, time.perf_counter() - began)
         for slot, run, token in sampled:
             if prefill:
                 yield Prefilled(run.request, run.stored, run.prompt_tokens)

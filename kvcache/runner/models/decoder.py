@@ -83,11 +83,11 @@ class Decoder:
         """What the layers of this pass share."""
         raise NotImplementedError
 
-    def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
+    def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         """(tokens, hidden_size) of the batch's inputs."""
         raise NotImplementedError
 
-    def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+    def logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
         """hidden (rows, hidden_size) -> (rows, vocab_size)."""
         raise NotImplementedError
 
@@ -108,7 +108,7 @@ class Decoder:
         if outputs is not None and list(outputs) == list(range(len(batch))):
             outputs = None
         here, last = ctx.input(), len(self._layers) - 1
-        hidden = self._embed(here, batch)
+        hidden = self.embed(here, batch)
         step = self._begin(here, batch, cache)
         for i, layer in enumerate(self._layers):
             there = ctx.layer(i)
@@ -123,7 +123,7 @@ class Decoder:
         here = ctx.input()
         if len(self.backend.devices) > 1:
             hidden = hidden.cast(here, self.dtype)
-        logits = self._logits(here, hidden)
+        logits = self.logits(here, hidden)
         return logits if self.dtype is ml.DType.F32 else logits.cast(here, ml.DType.F32)
 
 
@@ -181,10 +181,10 @@ class CausalModel(Decoder, Generic[C]):
             self.share.check_step(ctx, batch)
         return super().forward(ctx, batch, cache)
 
-    def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
+    def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         return nn.embedding(ctx, self._embedding, token_ids(batch))
 
-    def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+    def logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
         logits = self._head(ctx, hidden.rms_norm(ctx, self._norm, self.config.rms_norm_eps))
         return self.share.all_logits(ctx, logits, self.config.vocab_size) if self.share else logits
 

@@ -141,7 +141,7 @@ class Whisper(Decoder):
     def make_cache(self) -> WrapperCache:
         return make_cache(self.config)
 
-    def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
+    def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         tokens = nn.embedding(ctx, self._embedding, token_ids(batch))
         return tokens.add(ctx, self._positions.rows(ctx, np.asarray(batch.positions)))
 
@@ -161,7 +161,7 @@ class Whisper(Decoder):
             step.tensors[_STATES] = ctx.from_numpy(np.concatenate(items), self.dtype)
         return step
 
-    def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+    def logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
         return self._head(ctx, self._norm(ctx, hidden))
 
 
