@@ -22,7 +22,7 @@ from kvcache.runner.errors import ModelError, RequestError
 from kvcache.runner.generate import Generator, GeneratorOptions
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.models.families import FAMILIES, SUPPORTED_ARCHITECTURES, family_of
-from kvcache.runner.requests import Settings
+from kvcache.runner.requests import GenerationOptions
 from ml import DType
 
 from .model_passes import TwoDevices, close, prompt, run
@@ -259,7 +259,7 @@ class TestAgainstTransformers:
         prompts = [start, [*start[:15], *prompt(12, seed=6)], prompt(9, seed=7)]
         options = GeneratorOptions(max_sequences=2, capacity=48, prefill_chunk=7)
         with Generator(models(name), None, options=options) as generator:
-            answers = generator.complete(prompts, Settings(max_new_tokens=12))
+            answers = generator.complete(prompts, GenerationOptions(max_new_tokens=12))
         for tokens, answer in zip(prompts, answers, strict=True):
             assert list(answer.tokens) == expected_tokens(name, tokens, 12)
 
@@ -267,7 +267,7 @@ class TestAgainstTransformers:
     def test_cache_bytes_are_what_the_cache_allocates(self, models: Any, name: str, sequences: int) -> None:
         options = GeneratorOptions(max_sequences=sequences, capacity=64, prefill_chunk=16)
         with Generator(models(name), None, options=options) as generator:
-            generator.complete([prompt(20)], Settings(max_new_tokens=2))
+            generator.complete([prompt(20)], GenerationOptions(max_new_tokens=2))
             cache: Any = generator.cache
             assert generator.cache_bytes == cache.nbytes
 

@@ -43,7 +43,7 @@ from kvcache.command.usage import CommandGroup
 from kvcache.runner.errors import RequestError
 from kvcache.runner.generate import GeneratorOptions
 from kvcache.runner.loading import load_config
-from kvcache.runner.requests import Settings
+from kvcache.runner.requests import GenerationOptions
 
 __all__ = ["app"]
 
@@ -185,7 +185,7 @@ def _on_ranks(
     place: Place,
     dtypes: Dtypes,
     prompts: Sequence[str],
-    settings: Settings,
+    settings: GenerationOptions,
     cache: GeneratorOptions,
     rest: tuple[int, float, bool, bool, bool],
 ) -> None:

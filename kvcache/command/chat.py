@@ -41,7 +41,7 @@ from kvcache.runner.errors import RequestError, RunnerError
 from kvcache.runner.kept import KeptConversations
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.memory import human_bytes
-from kvcache.runner.requests import Settings, Token
+from kvcache.runner.requests import GenerationOptions, Token
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
 from kvcache.stores.redaction import without_secrets
@@ -103,7 +103,9 @@ def chat(
 class Chat:
     """Lines in, answers out: what is said, and commands, which begin with a slash."""
 
-    def __init__(self, conversations: Conversations, settings: Settings, as_json: bool = False) -> None:
+    def __init__(
+        self, conversations: Conversations, settings: GenerationOptions, as_json: bool = False
+    ) -> None:
         self.conversations = conversations
         self.settings = settings
         self._as_json = as_json

@@ -14,7 +14,7 @@ from kvcache.runner.generate import Generator, GeneratorOptions, encode_prompt
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.memory import check_memory
 from kvcache.runner.models.families import family_of, parameter_count
-from kvcache.runner.requests import Finished, Settings
+from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 
 __all__ = ["continue_prompts"]
@@ -25,7 +25,7 @@ def continue_prompts(
     path: Path,
     dtype: ml.DType,
     prompts: Sequence[str],
-    settings: Settings,
+    settings: GenerationOptions,
     options: GeneratorOptions,
     screen: Screen,
     group: ml.Group | None = None,
@@ -78,7 +78,7 @@ def _prepare(
     path: Path,
     dtype: ml.DType,
     prompts: Sequence[str],
-    settings: Settings,
+    settings: GenerationOptions,
     options: GeneratorOptions,
     group: ml.Group | None,
 ) -> tuple[Tokenizer, GeneratorOptions]:

@@ -25,7 +25,7 @@ from kvcache.runner.fingerprint import files_digest
 from kvcache.runner.generate import encode_prompt
 from kvcache.runner.loading import bundled_model, load_config, load_model
 from kvcache.runner.memory import human_bytes
-from kvcache.runner.requests import Event, Settings
+from kvcache.runner.requests import Event, GenerationOptions
 from kvcache.runner.saved import write_whole
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
@@ -166,7 +166,7 @@ def _run(
     """One request after another, so that each finds what those before it left; the last one stays open."""
     picture: Picture | None = None
     for i, tokens in enumerate(prompts):
-        engine.submit(tokens, Settings(max_tokens))
+        engine.submit(tokens, GenerationOptions(max_tokens))
         while engine.busy:
             for event in engine.step():
                 if isinstance(event, Failed):

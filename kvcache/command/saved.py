@@ -25,7 +25,7 @@ from kvcache.runner.fingerprint import identity_of
 from kvcache.runner.generate import check_prompt, encode_prompt
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.memory import human_bytes
-from kvcache.runner.requests import Finished, Settings
+from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.saved import ConversationError, adopt, capture, check_target, read, write
 from kvcache.runner.tokenizer import Tokenizer
 
@@ -147,7 +147,7 @@ def options_for(config: ModelConfig, needed: int, dtype: ml.DType) -> EngineOpti
     return EngineOptions(max_sequences=1, capacity=capacity, cache_dtype=dtype)
 
 
-def answered(engine: Engine, tokens: Sequence[int], settings: Settings, screen: Screen) -> Finished:
+def answered(engine: Engine, tokens: Sequence[int], settings: GenerationOptions, screen: Screen) -> Finished:
     """The answer to a prompt, shown as it comes."""
     engine.submit(tokens, settings)
     answer: Finished | None = None

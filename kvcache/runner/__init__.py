@@ -1,11 +1,11 @@
 """Models and their generation loop, written once on ml.nn: the Llama family, and those of families.py.
 
 >>> import ml
->>> from kvcache.runner import Generator, Settings, Tokenizer, bundled_model, load_model
+>>> from kvcache.runner import Generator, GenerationOptions, Tokenizer, bundled_model, load_model
 >>> with ml.open_backend("numpy") as backend:
 ...     model = load_model(bundled_model(), backend)
 ...     with Generator(model, Tokenizer.load(bundled_model())) as generator:
-...         answers = generator.complete(["And God said", "And God saw"], Settings(max_new_tokens=8))
+...         answers = generator.complete(["And God said", "And God saw"], GenerationOptions(max_new_tokens=8))
 >>> [answer.reused for answer in answers]  # BOS, "And" and "God" are computed once
 [0, 3]
 """
@@ -26,8 +26,8 @@ from kvcache.runner.requests import (
     Event,
     Finished,
     FinishReason,
+    GenerationOptions,
     Prefilled,
-    Settings,
     Started,
     Statistics,
     Token,
@@ -49,6 +49,7 @@ __all__ = [
     "Failed",
     "FinishReason",
     "Finished",
+    "GenerationOptions",
     "Generator",
     "GeneratorOptions",
     "KeptConversations",
@@ -63,7 +64,6 @@ __all__ = [
     "RunnerError",
     "Sampler",
     "SavedConversation",
-    "Settings",
     "Started",
     "Statistics",
     "StreamDecoder",

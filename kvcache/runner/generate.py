@@ -24,7 +24,7 @@ from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError, RunnerError, TextTooLongError
 from kvcache.runner.memory import cache_bytes, check_memory
 from kvcache.runner.request_state import RequestState, Slot, common_prefix, has_token
-from kvcache.runner.requests import Event, Finished, Prefilled, Settings, Statistics
+from kvcache.runner.requests import Event, Finished, GenerationOptions, Prefilled, Statistics
 from kvcache.runner.sampling import Sampler
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.closing import Closing
@@ -141,7 +141,7 @@ class Generator(Closing):
         return encode_prompt(self.tokenizer, prompt, self.model.config, self.capacity)
 
     def generate(
-        self, prompts: Sequence[Prompt], settings: Settings | None = None
+        self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
     ) -> Events[Event, None, None]:
         """Start the requests; events come as the iterator is drawn from, in the order they happen.
 
@@ -155,7 +155,7 @@ class Generator(Closing):
             raise RequestError("generate: prompts is a string; it is a sequence of prompts")
         if self._busy:
             raise RunnerError("generate: another generate is not done; draw it to its end or close it")
-        settings = settings or Settings()
+        settings = settings or GenerationOptions()
         sampler = Sampler(settings.temperature, settings.top_k, settings.top_p, settings.seed)
         runs = [
             RequestState(i, self.encode(prompt), settings, sampler.fork(i))
@@ -165,7 +165,9 @@ class Generator(Closing):
             run.decoder = self.tokenizer.stream(run.tokens) if self.tokenizer else None
         return self._generate(runs)
 
-    def complete(self, prompts: Sequence[Prompt], settings: Settings | None = None) -> list[Finished]:
+    def complete(
+        self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
+    ) -> list[Finished]:
         """``generate`` to its end: one answer per prompt, in their order."""
         answers = [event for event in self.generate(prompts, settings) if isinstance(event, Finished)]
         return sorted(answers, key=lambda answer: answer.request)

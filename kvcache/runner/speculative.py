@@ -34,7 +34,7 @@ from kvcache.runner.drafts import Draft
 from kvcache.runner.errors import RequestError
 from kvcache.runner.generate import Generator, GeneratorOptions, LanguageModel, Prompt
 from kvcache.runner.request_state import RequestState, Slot, has_token
-from kvcache.runner.requests import Event, Finished, Settings
+from kvcache.runner.requests import Event, Finished, GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 
 __all__ = ["Speculation", "SpeculativeGenerator", "SpeculativeOptions"]
@@ -144,7 +144,7 @@ class SpeculativeGenerator(Generator):
         return range(first, first + width)
 
     def generate(
-        self, prompts: Sequence[Prompt], settings: Settings | None = None
+        self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
     ) -> Events[Event, None, None]:
         events = super().generate(prompts, settings)
         self.speculation = Speculation()
