@@ -21,9 +21,8 @@ from kvcache.bench.timing import Contender, Trial, interleave, machine
 from kvcache.offload import direct_load as arriving
 from kvcache.offload.direct_load import restore_page
 from kvcache.prefix.prefix_tree import TreeEntry
-from kvcache.runner.checkpoints.weights import expected_shapes
-from kvcache.runner.config import load_config
-from kvcache.runner.loading import load_model
+from kvcache.runner.loading import load_config, load_model
+from kvcache.runner.models.families import expected_shapes
 from kvcache.stores import FileStore
 
 __all__ = ["main"]

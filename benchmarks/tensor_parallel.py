@@ -24,8 +24,8 @@ import numpy as np
 
 import ml
 from kvcache.cache import Batch
-from kvcache.runner.config import parse_config
 from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.models.families import parse_config
 from kvcache.runner.models.llama import Llama
 from kvcache.runner.parallel import join, share_of
 from kvcache.runner.ranks import job_of_rank, run_ranks

@@ -30,8 +30,8 @@ from examples.two_hosts.network import Network, unavailable
 from examples.two_hosts.processes import Process, end_in_order, store_server
 from kvcache.bench.timing import Foreign, machine
 from kvcache.runner import bundled_model
-from kvcache.runner.checkpoints.weights import expected_shapes
-from kvcache.runner.config import load_config
+from kvcache.runner.loading import load_config
+from kvcache.runner.models.families import expected_shapes
 
 __all__ = ["main"]
 

@@ -16,7 +16,7 @@ from kvcache import Batch
 from kvcache.bench.timing import Contender, interleave
 from kvcache.integrations import bench_torch
 from kvcache.runner import Llama
-from kvcache.runner.config import parse_config
+from kvcache.runner.models.families import parse_config
 
 __all__ = ["run"]
 

@@ -202,8 +202,7 @@ def save_tokenizer(folder: Path) -> None:
 def save_weights(folder: Path, config: dict[str, Any], replaced: dict[str, np.ndarray]) -> None:
     from safetensors.numpy import save_file
 
-    from kvcache.runner.checkpoints.weights import expected_shapes
-    from kvcache.runner.config import parse_config
+    from kvcache.runner.models.families import expected_shapes, parse_config
 
     random = np.random.default_rng(7)
     tensors = {

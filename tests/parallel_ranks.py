@@ -20,7 +20,7 @@ import pytest
 
 import ml
 from kvcache.cache import Batch
-from kvcache.runner import Engine, EngineOptions, Generator, GeneratorOptions, Settings, load_model
+from kvcache.runner import Engine, EngineOptions, GenerationOptions, Generator, GeneratorOptions, load_model
 from kvcache.runner.fingerprint import model_identity
 from kvcache.runner.parallel import join, of_all
 from kvcache.runner.ranks import LOST, job_of_rank
@@ -104,7 +104,7 @@ def greedy(rank: Rank) -> None:
     for path, prompt, tokens, kv_heads in rank.job["greedy"]:
         with rank.model(path) as model, Generator(model, None, options=GeneratorOptions(capacity=96)) as g:
             assert model.config.kv_heads == kv_heads
-            settings = Settings(max_new_tokens=len(tokens), ignore_eos=True)
+            settings = GenerationOptions(max_new_tokens=len(tokens), ignore_eos=True)
             (answer,) = g.complete([prompt], settings)
             assert list(answer.tokens) == tokens, f"{path}: {answer.tokens}"
 
@@ -183,7 +183,7 @@ def stored(rank: Rank) -> None:
     path, prompt, tokens, _ = rank.job["greedy"][0]
     folder, again = rank.job["store"], rank.job["again"]
     options = EngineOptions(max_sequences=1, capacity=96)
-    settings = Settings(max_new_tokens=len(tokens), ignore_eos=True)
+    settings = GenerationOptions(max_new_tokens=len(tokens), ignore_eos=True)
     turn = [*prompt, *tokens, 5]
     with rank.model(path) as model:
         identity = model_identity(model)
@@ -210,7 +210,7 @@ def lost_by_one(rank: Rank) -> None:
     """A rank that no longer has its pages: all compute again, and go on together."""
     path, prompt, tokens, _ = rank.job["greedy"][0]
     options = EngineOptions(max_sequences=1, capacity=96)
-    settings = Settings(max_new_tokens=len(tokens), ignore_eos=True)
+    settings = GenerationOptions(max_new_tokens=len(tokens), ignore_eos=True)
     with rank.model(path) as model, Engine(model, None, options) as engine:
         assert engine.complete([prompt], settings)[0].reused == 0
         if rank.rank == rank.size - 1:
@@ -228,7 +228,7 @@ def forgetful(rank: Rank) -> None:
     The answers are those of engines that keep nothing.
     """
     for path, prompts, wave in rank.job["forgetful"]:
-        settings = Settings(max_new_tokens=4, ignore_eos=True)
+        settings = GenerationOptions(max_new_tokens=4, ignore_eos=True)
         options = EngineOptions(max_sequences=3, capacity=40, context=72, prefill_chunk=24, interval=8)
         folder = Path(rank.job["store"], f"{Path(path).name}-{rank.rank}")
         with rank.model(path) as model:
@@ -271,14 +271,16 @@ def conversations(rank: Rank) -> None:
     files = [Path(rank.job["store"]).parent / f"rank{i}.kv" for i in range(rank.size)]
     with rank.model(path) as model:
         with Engine(model, None, options) as engine:
-            engine.complete([prompt], Settings(max_new_tokens=1, ignore_eos=True))
+            engine.complete([prompt], GenerationOptions(max_new_tokens=1, ignore_eos=True))
             write(files[rank.rank], capture(engine, prompt))
         rank.group.barrier()
         with Engine(model, None, options) as engine:
             with pytest.raises(ConversationError, match=f"this is rank {rank.rank}/{rank.size}"):
                 adopt(engine, read(files[(rank.rank + 1) % rank.size]))
             adopt(engine, read(files[rank.rank]))
-            (answer,) = engine.complete([prompt], Settings(max_new_tokens=len(tokens), ignore_eos=True))
+            (answer,) = engine.complete(
+                [prompt], GenerationOptions(max_new_tokens=len(tokens), ignore_eos=True)
+            )
             assert answer.reused == len(prompt) - 1
             assert list(answer.tokens) == tokens
 

@@ -13,7 +13,7 @@ from kvcache.caches import branches
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.recurrent import RecurrentCache
 from kvcache.runner.loading import bundled_model, load_model
-from kvcache.runner.requests import Settings
+from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.speculative import SpeculativeGenerator
 from kvcache.storage import state_table
 from kvcache.storage.state_table import StateTable
@@ -205,7 +205,7 @@ def _the_first_branch_wins(patch: Patch) -> None:
     "plant", [_nothing_brought_back, _one_token_too_many, _drafts_believed, _the_first_branch_wins]
 )
 def test_speculation_that_is_wrong_is_noticed(tiny: Any, plant: Any, monkeypatch: Patch) -> None:
-    prompts, settings = [[1, 40, 41, 42], [1, 50]], Settings(12, ignore_eos=True)
+    prompts, settings = [[1, 40, 41, 42], [1, 50]], GenerationOptions(12, ignore_eos=True)
     expected = plain(tiny, prompts, settings)
 
     def same() -> bool:

@@ -17,7 +17,7 @@ import ml
 from backends.numpy.backend import NumpyBackend
 from kvcache.runner.generate import Generator, GeneratorOptions
 from kvcache.runner.loading import load_model
-from kvcache.runner.requests import Settings
+from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.testing import CacheTests
 from ml.testing import BackendTests
@@ -67,5 +67,5 @@ def test_a_model_says_what_it_says_without_padding(stories: Path, stories_text: 
         with Generator(
             model, tokenizer, options=GeneratorOptions(max_sequences=2, capacity=250)
         ) as generator:
-            answers = generator.complete(["", ""], Settings(200))
+            answers = generator.complete(["", ""], GenerationOptions(200))
     assert [answer.text for answer in answers] == [stories_text] * 2

@@ -26,7 +26,7 @@ from kvcache.runner.conversations import ConversationFullError, Conversations
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.errors import RequestError, TextTooLongError
 from kvcache.runner.loading import load_model
-from kvcache.runner.requests import Finished, Settings
+from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.sampling import Sampler
 from kvcache.runner.saved import ConversationError
 from kvcache.runner.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ from .small_models import KINDS
 
 Make = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[1]
-FEW = Settings(6, ignore_eos=True)
+FEW = GenerationOptions(6, ignore_eos=True)
 
 
 @pytest.fixture(params=KINDS)
@@ -51,7 +51,7 @@ def talk(
         assert len(engine.prefix.sessions) == 0
 
 
-def say(talk: Conversations, text: str, settings: Settings = FEW) -> Finished:
+def say(talk: Conversations, text: str, settings: GenerationOptions = FEW) -> Finished:
     *_, last = talk.say(text, settings)
     assert isinstance(last, Finished)
     return last
@@ -114,9 +114,9 @@ def test_after_undo_the_same_turn_has_the_same_answer(talk: Conversations) -> No
 
 
 def test_a_stopped_answer_is_kept_as_far_as_it_came(talk: Conversations) -> None:
-    whole = say(talk, "abc", Settings(20, ignore_eos=True)).tokens
+    whole = say(talk, "abc", GenerationOptions(20, ignore_eos=True)).tokens
     talk.switch("second")
-    events = talk.say("abc", Settings(20, ignore_eos=True))
+    events = talk.say("abc", GenerationOptions(20, ignore_eos=True))
     while len(talk.engine.running) == 0 or talk.engine.running[0].run.generated < 4:
         next(events)
     events.close()
@@ -384,7 +384,7 @@ def test_ctrl_c_in_a_command_leaves_the_conversations_as_they_were(
 
     typed(monkeypatch, [f"/load {path} two", f"/save {path}", "/list"])
     with monkeypatch.context() as patch:
-        patch.setattr(kvcache.runner.saved, "from_page", interrupted)
+        patch.setattr(kvcache.runner.saved, "deserialize", interrupted)
         patch.setattr(os, "fsync", interrupted)
         capsys.readouterr()
         small.run()

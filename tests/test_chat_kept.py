@@ -27,7 +27,7 @@ from kvcache.runner.conversations import Conversations
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.kept import Conversation, KeptConversations
 from kvcache.runner.loading import load_model
-from kvcache.runner.requests import Finished, Settings
+from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 
 from .cli_held import held
@@ -106,7 +106,7 @@ def test_conversations_go_on_as_if_nothing_had_ended_them(store: Path) -> None:
 def test_with_every_kind_of_cache(
     kind: str, make_model: Make, numpy_backend: ml.Backend, store: Path
 ) -> None:
-    folder, settings = make_model(**KINDS[kind]), Settings(6, ignore_eos=True)
+    folder, settings = make_model(**KINDS[kind]), GenerationOptions(6, ignore_eos=True)
     tokenizer, model = Tokenizer.load(folder), load_model(folder, numpy_backend)
 
     def talk(texts: Sequence[str], tiers: Sequence[Path]) -> tuple[list[int], int, list[str]]:

@@ -18,14 +18,13 @@ import pytest
 
 import ml
 from kvcache import Batch, HostTier
-from kvcache.runner.config import load_config
 from kvcache.runner.device_map import open_on_devices, parse_devices
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.generate import Generator, GeneratorOptions
-from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.loading import bundled_model, load_config, load_model
 from kvcache.runner.memory import available_bytes
 from kvcache.runner.models.families import FAMILIES, family_of
-from kvcache.runner.requests import Settings
+from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.saved import adopt, capture
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.snapshots.serialize import deserialize, serialize
@@ -61,7 +60,7 @@ def open_double(count: int, layers: int) -> ml.Backend:
 def texts(model: Any, prompts: Sequence[Sequence[int]], count: int, **options: Any) -> list[tuple[int, ...]]:
     options = {"capacity": 96, "max_sequences": 2, **options}
     with Generator(model, None, options=GeneratorOptions(**options)) as generator:
-        answers = generator.complete([list(p) for p in prompts], Settings(count, ignore_eos=True))
+        answers = generator.complete([list(p) for p in prompts], GenerationOptions(count, ignore_eos=True))
     return [answer.tokens for answer in answers]
 
 
@@ -95,7 +94,7 @@ def test_each_device_holds_the_weights_and_the_cache_of_its_own_layers() -> None
         model = load_model(bundled_model(), backend)
         assert allocated(backend) == [sizes[0], sizes[1]]
         with Generator(model, None, options=GeneratorOptions(max_sequences=1, capacity=64)) as generator:
-            generator.complete([[1, 300, 400]], Settings(4, ignore_eos=True))
+            generator.complete([[1, 300, 400]], GenerationOptions(4, ignore_eos=True))
             half = generator.cache_bytes // 2
             extra = [now - before for now, before in zip(allocated(backend), sizes.values(), strict=True)]
             assert extra == [half, half]
@@ -243,7 +242,7 @@ def test_sessions_are_paged_out_and_restored_on_their_devices(kind: str, make_mo
                 answers = []
                 for _ in range(2):
                     for prompt in prompts:
-                        tokens = engine.complete([prompt], Settings(4, ignore_eos=True))[0].tokens
+                        tokens = engine.complete([prompt], GenerationOptions(4, ignore_eos=True))[0].tokens
                         answers.append(tokens)
                 said.append(answers)
                 reused.append(engine.prefix.stats.host)
@@ -259,13 +258,13 @@ def test_a_conversation_goes_on_from_what_other_devices_and_another_backend_have
     places = (("torch", TWO), ("torch", ["cpu"]), ("torch", ["cpu:1", "cpu:0", "cpu:2"]), ("numpy", ["cpu"]))
     for name, names in places:
         with open_on_devices(name, names, config) as backend, conversing(backend, store) as engine:
-            answer = engine.complete([turns[-1]], Settings(6, ignore_eos=True))[0].tokens
+            answer = engine.complete([turns[-1]], GenerationOptions(6, ignore_eos=True))[0].tokens
             assert engine.statistics.computed_tokens == (1 if len(turns) > 1 else len(tokens))
             assert engine.prefix.stats.store == (len(turns[-1]) - 1 if len(turns) > 1 else 0)
             engine.prefix.flush()
         turns.append([*turns[-1], *answer])
     with open_on_devices("torch", ["cpu"], config) as backend, conversing(backend) as engine:
-        whole = engine.complete([tokens], Settings(24, ignore_eos=True))[0].tokens
+        whole = engine.complete([tokens], GenerationOptions(24, ignore_eos=True))[0].tokens
     assert turns[-1][len(tokens) :] == list(whole)
 
 
@@ -278,12 +277,12 @@ def test_a_captured_conversation_goes_on_on_other_devices() -> None:
     config = load_config(bundled_model())
     prompt = Tokenizer.load(bundled_model()).encode("In the beginning")
     with open_torch(TWO, config.layers) as backend, conversing(backend) as engine:
-        whole = engine.complete([prompt], Settings(16, ignore_eos=True))[0].tokens
+        whole = engine.complete([prompt], GenerationOptions(16, ignore_eos=True))[0].tokens
         saved = capture(engine, [*prompt, *whole[:6]])
     names = ["cpu:1", "cpu:0", "cpu:2", "cpu:3"]
     with open_torch(names, config.layers) as backend, conversing(backend) as engine:
         adopt(engine, saved)
-        rest = engine.complete([[*prompt, *whole[:6]]], Settings(10, ignore_eos=True))[0].tokens
+        rest = engine.complete([[*prompt, *whole[:6]]], GenerationOptions(10, ignore_eos=True))[0].tokens
         assert engine.statistics.computed_tokens == 1
     assert rest == whole[6:]
 

@@ -17,13 +17,13 @@ import pytest
 import ml
 from kvcache.cache import CacheFullError
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.runner import Engine, EngineOptions, Settings, load_model
+from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
 from kvcache.stores import FileStore
 
 from . import small_models, thread_ranks
 
 KINDS = {name: small_models.KINDS[name] for name in ("full", "sliding")}
-SETTINGS = Settings(max_new_tokens=5, ignore_eos=True)
+SETTINGS = GenerationOptions(max_new_tokens=5, ignore_eos=True)
 OPTIONS = EngineOptions(max_sequences=3, capacity=40, context=72, prefill_chunk=24, interval=8)
 SEEDS = range(6)
 

@@ -30,7 +30,7 @@ import ml
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.generate import Generator
 from kvcache.runner.loading import bundled_model, load_model
-from kvcache.runner.requests import Settings
+from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -113,7 +113,7 @@ def greedy() -> Callable[[str, int], str]:
     generator = Generator(load_model(bundled_model(), backend), Tokenizer.load(bundled_model()))
 
     def text(prompt: str, count: int) -> str:
-        return generator.complete([prompt], Settings(count))[0].text
+        return generator.complete([prompt], GenerationOptions(count))[0].text
 
     return text
 
@@ -606,7 +606,7 @@ def test_a_worker_that_has_stopped_refuses_at_once(server: Any) -> None:
         inbox: Any = asyncio.Queue()
 
         async def ask() -> Any:
-            await worker.submit([1, 2, 3], Settings(500, ignore_eos=True), inbox)
+            await worker.submit([1, 2, 3], GenerationOptions(500, ignore_eos=True), inbox)
             await asyncio.to_thread(worker.__exit__)
             events = []
             while not events or not isinstance(events[-1], Failed):

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 import ml
-from kvcache.runner.config import SUPPORTED_ARCHITECTURES, ModelConfig, load_config, parse_config
+from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError, RunnerError
+from kvcache.runner.loading import load_config
+from kvcache.runner.models.families import SUPPORTED_ARCHITECTURES, parse_config
 from ml.nn import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 
 LLAMA: dict[str, Any] = {
@@ -125,7 +127,7 @@ def test_what_the_families_say(changes: dict[str, Any], expected: dict[str, Any]
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel; supported are Llama"),
         ({"architectures": None, "model_type": "mamba"}, "unsupported architecture model_type 'mamba'"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq' are not read"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),

@@ -21,7 +21,7 @@ from kvcache.runner.fingerprint import files_digest, model_identity
 from kvcache.runner.generate import Generator, GeneratorOptions
 from kvcache.runner.loading import load_model
 from kvcache.runner.request_state import RequestState
-from kvcache.runner.requests import Finished, Prefilled, Settings, Started, Token
+from kvcache.runner.requests import Finished, GenerationOptions, Prefilled, Started, Token
 from kvcache.runner.sampling import Sampler
 from kvcache.runner.scheduler import Part
 from kvcache.runner.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ from .small_models import KINDS
 Make = Callable[..., Path]
 
 COUNT = 8
-GREEDY = Settings(COUNT, ignore_eos=True)
+GREEDY = GenerationOptions(COUNT, ignore_eos=True)
 
 
 @pytest.fixture(params=KINDS)
@@ -88,7 +88,7 @@ def reference(model: Any, prompt: Sequence[int], count: int = COUNT) -> tuple[in
 def _reference(model: Any, prompt: Sequence[int], count: int) -> tuple[int, ...]:
     options = GeneratorOptions(max_sequences=1, capacity=64, prefill_chunk=5)
     with Generator(model, None, options=options) as generator:
-        return generator.complete([prompt], Settings(count, ignore_eos=True))[0].tokens
+        return generator.complete([prompt], GenerationOptions(count, ignore_eos=True))[0].tokens
 
 
 def branching() -> list[list[int]]:
@@ -145,7 +145,7 @@ def test_a_request_shares_with_one_that_is_running(model: Any) -> None:
     """What was kept of a prompt serves others before the first request has ended."""
     first = tokens_of(1, 30)
     with engine_of(model, max_sequences=2) as engine:
-        engine.submit(first, Settings(30, ignore_eos=True))
+        engine.submit(first, GenerationOptions(30, ignore_eos=True))
         for _ in range(20):
             engine.step()
         second = engine.submit([*first, 7, 8], GREEDY)
@@ -175,7 +175,7 @@ def test_a_conversation_goes_on_from_its_answer(model: Any) -> None:
 
 def test_events_come_in_order(small: Any) -> None:
     with engine_of(small, prefill_chunk=2) as engine:
-        request = engine.submit([1, 2, 3], Settings(2, ignore_eos=True))
+        request = engine.submit([1, 2, 3], GenerationOptions(2, ignore_eos=True))
         events = run(engine)
     assert [type(event) for event in events] == [Started, Prefilled, Prefilled, Token, Token, Finished]
     assert events[0] == Started(request.id, 3, 0)
@@ -203,9 +203,9 @@ def test_texts_and_stop_strings_are_those_of_the_generator(
     folder = make_model()
     model, tokenizer = load_model(folder, numpy_backend), Tokenizer.load(folder)
     for settings in (
-        Settings(20, temperature=0.8, seed=5, ignore_eos=True),
-        Settings(20, seed=5, stop=("a", "e", "\x00"), ignore_eos=True),
-        Settings(20, temperature=1.5, top_k=40, seed=3),
+        GenerationOptions(20, temperature=0.8, seed=5, ignore_eos=True),
+        GenerationOptions(20, seed=5, stop=("a", "e", "\x00"), ignore_eos=True),
+        GenerationOptions(20, temperature=1.5, top_k=40, seed=3),
     ):
         with Generator(model, tokenizer) as generator:
             (expected,) = generator.complete(["abc"], settings)
@@ -247,7 +247,7 @@ def test_what_cannot_fit_is_refused_at_once(small: Any, prompt: Any, message: st
         with pytest.raises(RequestError, match=message):
             engine.submit(prompt)
         with pytest.raises(RequestError, match="top_p"):
-            engine.submit([1], Settings(top_p=0))
+            engine.submit([1], GenerationOptions(top_p=0))
         assert not engine.busy
 
 
@@ -260,7 +260,7 @@ def test_options_and_memory_are_checked_first(small: Any) -> None:
 
 def test_an_answer_ends_where_the_request_has_no_more_room(small: Any) -> None:
     with engine_of(small, max_sequences=2, capacity=10) as engine:
-        (answer,) = engine.complete([[1, 2, 3]], Settings(50, ignore_eos=True))
+        (answer,) = engine.complete([[1, 2, 3]], GenerationOptions(50, ignore_eos=True))
     assert (answer.reason, len(answer.tokens)) == ("capacity", 8)
 
 
@@ -362,7 +362,7 @@ def test_a_request_whose_logits_cannot_be_sampled_fails_alone(model: Any) -> Non
 
 def test_where_the_cache_is_full_the_last_request_makes_room_and_loses_nothing(model: Any) -> None:
     prompts = [tokens_of(seed, 12) for seed in range(4)]
-    settings = Settings(20, ignore_eos=True)
+    settings = GenerationOptions(20, ignore_eos=True)
     with engine_of(model, tiers=[HostTier()], max_sequences=4, capacity=14, context=50) as engine:
         requests = [engine.submit(prompt, settings) for prompt in prompts]
         events = run(engine)
@@ -376,10 +376,10 @@ def test_where_the_cache_is_full_the_last_request_makes_room_and_loses_nothing(m
 def test_a_single_request_that_does_not_fit_ends_and_says_so(small: Any) -> None:
     """Beside a session that is no request of the engine: 26 of the 32 cells are its own."""
     with engine_of(small, max_sequences=2, capacity=16, context=32) as engine:
-        foreign = Request(RequestState(-1, list(range(3, 29)), Settings(), Sampler()))
+        foreign = Request(RequestState(-1, list(range(3, 29)), GenerationOptions(), Sampler()))
         foreign.session = engine.prefix.begin(foreign.tokens)
         engine.forward([Part(foreign, 26)])
-        engine.submit([1, 2, 3], Settings(20, ignore_eos=True))
+        engine.submit([1, 2, 3], GenerationOptions(20, ignore_eos=True))
         answer = run(engine, extra=1)[-1]
         assert (answer.reason, len(answer.tokens)) == ("capacity", 4)
         request = engine.submit(list(range(100, 110)), GREEDY)
@@ -425,7 +425,7 @@ def test_whatever_comes_goes_and_fails_every_answer_is_that_of_its_prompt_alone(
             action = data.draw(st.sampled_from(["submit", "step", "step", "step", "cancel", "fail"]))
             if action == "submit":
                 prompt = data.draw(prompts)
-                submitted.append((prompt, engine.submit(prompt, Settings(5, ignore_eos=True))))
+                submitted.append((prompt, engine.submit(prompt, GenerationOptions(5, ignore_eos=True))))
             elif action == "cancel" and submitted:
                 request = data.draw(st.sampled_from(submitted))[1]
                 cancelled |= {request.id} if engine.cancel(request) else set()

@@ -22,7 +22,7 @@ from kvcache.runner.generate import Generator, GeneratorOptions
 from kvcache.runner.loading import load_model
 from kvcache.runner.memory import cache_bytes, check_memory, human_bytes
 from kvcache.runner.request_state import StopStrings, common_prefix
-from kvcache.runner.requests import Finished, Prefilled, Settings, Started, Token
+from kvcache.runner.requests import Finished, GenerationOptions, Prefilled, Started, Token
 from kvcache.runner.tokenizer import Tokenizer
 
 Make = Callable[..., Path]
@@ -55,7 +55,7 @@ def generator_of(model: Any, tokenizer: Tokenizer | None = None, **options: Any)
 def reference(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
     """Greedy without any reuse: one request, a cache of its own, one token per pass."""
     with generator_of(model, max_sequences=1, prefill_chunk=1) as generator:
-        return generator.complete([prompt], Settings(count, ignore_eos=True))[0].tokens
+        return generator.complete([prompt], GenerationOptions(count, ignore_eos=True))[0].tokens
 
 
 # The known answer.
@@ -65,7 +65,7 @@ def test_stories_says_what_its_authors_check(
     stories_model: Any, stories_tokenizer: Tokenizer, stories_text: str
 ) -> None:
     with generator_of(stories_model, stories_tokenizer) as generator:
-        (answer,) = generator.complete([""], Settings(200))
+        (answer,) = generator.complete([""], GenerationOptions(200))
     assert answer.text == stories_text
     assert answer.reason == "length"
     assert len(answer.tokens) == 200
@@ -77,9 +77,9 @@ def test_stories_with_its_beginning_prefilled_in_chunks(
 ) -> None:
     """The first 129 tokens of the text as the prompt, computed in chunks; the rest comes out the same."""
     with generator_of(stories_model, stories_tokenizer, prefill_chunk=chunk) as generator:
-        whole = generator.complete([""], Settings(200))[0]
+        whole = generator.complete([""], GenerationOptions(200))[0]
         prompt = [1, *whole.tokens[:129]]
-        events = list(generator.generate([prompt], Settings(71)))
+        events = list(generator.generate([prompt], GenerationOptions(71)))
     answer = events[-1]
     assert isinstance(answer, Finished)
     assert answer.tokens == whole.tokens[129:]
@@ -95,10 +95,10 @@ def test_stories_between_two_others_in_one_cache(
 ) -> None:
     others = ["Tim had a big dog. The dog", "Once upon a time, in a dark wood"]
     with generator_of(stories_model, stories_tokenizer, prefill_chunk=chunk) as generator:
-        answers = generator.complete([others[0], "", others[1]], Settings(200))
+        answers = generator.complete([others[0], "", others[1]], GenerationOptions(200))
         assert answers[1].text == stories_text
         for other, answer in zip(others, answers[::2], strict=True):
-            alone = generator.complete([other], Settings(30))[0]
+            alone = generator.complete([other], GenerationOptions(30))[0]
             assert alone.tokens == answer.tokens[:30]
 
 
@@ -109,7 +109,7 @@ def test_a_common_prefix_is_computed_once(small: Any) -> None:
     shared = list(range(10, 50))
     prompts = [[1, *shared, 60], [1, *shared, 70, 71], [1, *shared, 80], [1, 200]]
     with generator_of(small, max_sequences=4) as generator:
-        answers = generator.complete(prompts, Settings(8, ignore_eos=True))
+        answers = generator.complete(prompts, GenerationOptions(8, ignore_eos=True))
         counts = generator.statistics
     assert [answer.reused for answer in answers] == [0, 41, 41, 1]
     assert (counts.prompt_tokens, counts.reused_tokens, counts.computed_tokens) == (129, 83, 46)
@@ -123,7 +123,7 @@ def test_a_common_prefix_is_computed_once(small: Any) -> None:
 
 def test_the_same_prompt_twice_computes_one_token_more(small: Any) -> None:
     with generator_of(small, max_sequences=2) as generator:
-        first, second = generator.complete([[1, 5, 6, 7]] * 2, Settings(5, ignore_eos=True))
+        first, second = generator.complete([[1, 5, 6, 7]] * 2, GenerationOptions(5, ignore_eos=True))
     assert (first.reused, second.reused) == (0, 3)
     assert first.tokens == second.tokens
 
@@ -133,7 +133,7 @@ def test_more_prompts_than_sequences_wait_and_still_share(small: Any, max_sequen
     shared = list(range(100, 130))
     prompts = [[1, *shared, i] for i in range(5, 12)]
     with generator_of(small, max_sequences=max_sequences, prefill_chunk=8) as generator:
-        answers = generator.complete(prompts, Settings(4, ignore_eos=True))
+        answers = generator.complete(prompts, GenerationOptions(4, ignore_eos=True))
     assert [answer.reused for answer in answers] == [0] + [31] * 6
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.tokens == reference(small, prompt, 4)
@@ -143,7 +143,7 @@ def test_a_prompt_that_goes_on_from_an_answer_reuses_both(small: Any) -> None:
     first = reference(small, [1, 9], 6)
     with generator_of(small, max_sequences=1) as generator:
         turn = [1, 9, *first, 77]
-        answers = generator.complete([[1, 9], turn], Settings(6, ignore_eos=True))
+        answers = generator.complete([[1, 9], turn], GenerationOptions(6, ignore_eos=True))
     assert answers[1].reused == 7  # the last generated token was never stored
     assert answers[1].tokens == reference(small, turn, 6)
 
@@ -159,7 +159,7 @@ def test_whatever_is_shared_or_waits_the_tokens_are_those_of_each_prompt_alone(
     prompts = data.draw(st.lists(st.lists(token, min_size=1, max_size=12), min_size=1, max_size=6))
     sequences, chunk = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
     with generator_of(small, max_sequences=sequences, prefill_chunk=chunk, capacity=20) as generator:
-        answers = generator.complete(prompts, Settings(3, ignore_eos=True))
+        answers = generator.complete(prompts, GenerationOptions(3, ignore_eos=True))
         counts = generator.statistics
     assert counts.reused_tokens + counts.computed_tokens == counts.prompt_tokens == sum(map(len, prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -172,7 +172,7 @@ def test_whatever_is_shared_or_waits_the_tokens_are_those_of_each_prompt_alone(
 
 def test_events_come_in_order(small: Any) -> None:
     with generator_of(small, prefill_chunk=2) as generator:
-        events = list(generator.generate([[1, 2, 3]], Settings(2, ignore_eos=True)))
+        events = list(generator.generate([[1, 2, 3]], GenerationOptions(2, ignore_eos=True)))
     kinds = [type(event) for event in events]
     assert kinds == [Started, Prefilled, Prefilled, Token, Token, Finished]
     assert events[0] == Started(0, 3, 0)
@@ -189,7 +189,7 @@ def test_no_prompts_no_events(small: Any) -> None:
 
 
 def test_samples_do_not_depend_on_what_else_is_in_the_batch(small: Any) -> None:
-    settings = Settings(12, temperature=1.5, top_k=50, top_p=0.95, seed=4, ignore_eos=True)
+    settings = GenerationOptions(12, temperature=1.5, top_k=50, top_p=0.95, seed=4, ignore_eos=True)
     with generator_of(small) as generator:
         (alone,) = generator.complete([[1, 7]], settings)
         together = generator.complete([[1, 7], [1, 8], [1, 7]], settings)
@@ -202,7 +202,9 @@ def test_samples_do_not_depend_on_what_else_is_in_the_batch(small: Any) -> None:
 
 def test_stop_strings_end_the_text_before_them(stories_model: Any, stories_tokenizer: Tokenizer) -> None:
     with generator_of(stories_model, stories_tokenizer) as generator:
-        events = list(generator.generate([""], Settings(200, stop=["zebra", "loved to pl", " Lily. She l"])))
+        events = list(
+            generator.generate([""], GenerationOptions(200, stop=["zebra", "loved to pl", " Lily. She l"]))
+        )
     answer = events[-1]
     assert isinstance(answer, Finished)
     assert answer.text == "Once upon a time, there was a little girl named"
@@ -213,7 +215,7 @@ def test_stop_strings_end_the_text_before_them(stories_model: Any, stories_token
 def test_the_stream_is_the_text(stories_model: Any, stories_tokenizer: Tokenizer, stories_text: str) -> None:
     """Text that a stop string holds back is let go at the end."""
     with generator_of(stories_model, stories_tokenizer) as generator:
-        events = list(generator.generate([""], Settings(200, stop=["mom, so she said"])))
+        events = list(generator.generate([""], GenerationOptions(200, stop=["mom, so she said"])))
     assert "".join(event.text for event in events if isinstance(event, Token)) == stories_text
 
 
@@ -222,8 +224,8 @@ def test_an_eos_token_ends_the_text_and_is_no_part_of_it(make_model: Make, numpy
     tokens = reference(model, [1, 9], 6)
     model.config = replace(model.config, eos_ids=(tokens[3],))
     with generator_of(model) as generator:
-        stopped = generator.complete([[1, 9]], Settings(6))[0]
-        whole = generator.complete([[1, 9]], Settings(6, ignore_eos=True))[0]
+        stopped = generator.complete([[1, 9]], GenerationOptions(6))[0]
+        whole = generator.complete([[1, 9]], GenerationOptions(6, ignore_eos=True))[0]
     first = tokens.index(tokens[3])
     assert (stopped.tokens, stopped.reason) == (tokens[:first], "stop")
     assert (whole.tokens, whole.reason) == (tokens, "length")
@@ -231,7 +233,7 @@ def test_an_eos_token_ends_the_text_and_is_no_part_of_it(make_model: Make, numpy
 
 def test_a_full_sequence_ends_with_the_capacity(small: Any) -> None:
     with generator_of(small, capacity=8, max_sequences=2) as generator:
-        answers = generator.complete([[1, 2, 3], list(range(1, 9))], Settings(50, ignore_eos=True))
+        answers = generator.complete([[1, 2, 3], list(range(1, 9))], GenerationOptions(50, ignore_eos=True))
     assert [answer.reason for answer in answers] == ["capacity", "capacity"]
     assert [len(answer.tokens) for answer in answers] == [6, 1]  # the last token needs no cell
     assert answers[0].tokens == reference(small, [1, 2, 3], 6)
@@ -240,7 +242,7 @@ def test_a_full_sequence_ends_with_the_capacity(small: Any) -> None:
 def test_positions_end_where_the_models_do(small: Any) -> None:
     with generator_of(small, capacity=1000, max_sequences=1) as generator:
         assert generator.limit == 256
-        (answer,) = generator.complete([[1] * 255], Settings(50, ignore_eos=True))
+        (answer,) = generator.complete([[1] * 255], GenerationOptions(50, ignore_eos=True))
     assert (answer.reason, len(answer.tokens)) == ("capacity", 2)
 
 
@@ -270,9 +272,9 @@ def test_prompts_are_refused_before_any_is_computed(small: Any, prompt: Any, mes
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Settings(0),
-        lambda: Settings(stop="x"),
-        lambda: Settings(stop=["a", ""]),
+        lambda: GenerationOptions(0),
+        lambda: GenerationOptions(stop="x"),
+        lambda: GenerationOptions(stop=["a", ""]),
         lambda: GeneratorOptions(max_sequences=0),
         lambda: GeneratorOptions(capacity=0),
         lambda: GeneratorOptions(prefill_chunk=0),
@@ -320,13 +322,13 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(small: Any, layer: int, fail_p
             stored.setdefault(seq, len(cache.positions(seq)))
 
         cache.remove = remove  # type: ignore[method-assign]
-        running = generator.generate(prompts, Settings(4, ignore_eos=True))
+        running = generator.generate(prompts, GenerationOptions(4, ignore_eos=True))
         with pytest.raises(ml.DeviceError, match="the device is gone"):
             list(running)
         cache.remove = undo  # type: ignore[method-assign]
         assert cache.free_cells == cache.cells
         cache.fail_at = None
-        answers = generator.complete(prompts, Settings(4, ignore_eos=True))
+        answers = generator.complete(prompts, GenerationOptions(4, ignore_eos=True))
         assert [answer.tokens for answer in answers] == [reference(small, prompt, 4) for prompt in prompts]
 
 
@@ -350,7 +352,7 @@ def test_a_pass_takes_its_tokens_out_again(small: Any) -> None:
 
 def test_an_iterator_that_is_closed_or_dropped_frees_its_sequences(small: Any) -> None:
     with generator_of(small) as generator:
-        running = generator.generate([[1, 2], [1, 3]], Settings(50, ignore_eos=True))
+        running = generator.generate([[1, 2], [1, 3]], GenerationOptions(50, ignore_eos=True))
         for event in running:
             if isinstance(event, Token):
                 break
@@ -358,26 +360,26 @@ def test_an_iterator_that_is_closed_or_dropped_frees_its_sequences(small: Any) -
             generator.generate([[1]])
         assert generator.cache.free_cells < generator.cache.cells  # type: ignore[attr-defined]
         running.close()
-        assert generator.complete([[1, 9]], Settings(6, ignore_eos=True))[0].tokens == reference(
+        assert generator.complete([[1, 9]], GenerationOptions(6, ignore_eos=True))[0].tokens == reference(
             small, [1, 9], 6
         )
 
 
 def test_a_generator_may_be_closed_before_its_iterator(small: Any) -> None:
     with Generator(small, None) as generator:
-        running = generator.generate([[1, 2]], Settings(50, ignore_eos=True))
+        running = generator.generate([[1, 2]], GenerationOptions(50, ignore_eos=True))
         next(running)
     with pytest.raises(ml.ClosedError):
         next(running)
     with Generator(small, None) as generator:
-        running = generator.generate([[1, 2]], Settings(50, ignore_eos=True))
+        running = generator.generate([[1, 2]], GenerationOptions(50, ignore_eos=True))
         next(running)
     running.close()
 
 
 def test_an_interrupt_frees_its_sequences(small: Any) -> None:
     with generator_of(small) as generator:
-        running = generator.generate([[1, 2]], Settings(50, ignore_eos=True))
+        running = generator.generate([[1, 2]], GenerationOptions(50, ignore_eos=True))
         next(running)
         with pytest.raises(KeyboardInterrupt):
             running.throw(KeyboardInterrupt())
@@ -402,7 +404,7 @@ class Crowded:
 def test_cache_bytes_are_what_the_cache_allocates(small: Any) -> None:
     for dtype in (ml.DType.F32, ml.DType.F16):
         with generator_of(small, capacity=40, max_sequences=3, cache_dtype=dtype) as generator:
-            generator.complete([[1]], Settings(1))
+            generator.complete([[1]], GenerationOptions(1))
             assert generator.cache.nbytes == generator.cache_bytes  # type: ignore[attr-defined]
     assert cache_bytes(small.config, ml.DType.Q8_0, 1, 32) == 2 * 2 * 2 * 8 * 34
 

@@ -12,8 +12,9 @@ import pytest
 
 import kvcache
 import ml
-from kvcache.runner.config import ModelConfig, parse_config
+from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError, RequestError
+from kvcache.runner.models.families import parse_config
 from kvcache.runner.models.llama import Llama
 from ml import DType
 

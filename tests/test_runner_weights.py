@@ -16,12 +16,12 @@ import kvcache
 import ml
 from kvcache.runner.checkpoints.gguf_vocab import merges_from_scores
 from kvcache.runner.checkpoints.gguf_weights import half_split_rows
-from kvcache.runner.checkpoints.weights import check_weights, expected_shapes, open_weights, parameter_count
-from kvcache.runner.config import load_config
+from kvcache.runner.checkpoints.weights import open_weights
 from kvcache.runner.errors import ModelError
 from kvcache.runner.generate import Generator
-from kvcache.runner.loading import bundled_model, load_model
-from kvcache.runner.requests import Settings
+from kvcache.runner.loading import bundled_model, check_weights, load_config, load_model
+from kvcache.runner.models.families import expected_shapes, parameter_count
+from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -256,7 +256,7 @@ def add_vocab(writer: Any, folder: Path) -> None:
 
 def continued(path: Path, backend: ml.Backend, prompt: Any, tokens: int) -> tuple[int, ...]:
     with Generator(load_model(path, backend), None) as generator:
-        return generator.complete([prompt], Settings(tokens, ignore_eos=True))[0].tokens
+        return generator.complete([prompt], GenerationOptions(tokens, ignore_eos=True))[0].tokens
 
 
 def logits(path: Path, backend: ml.Backend) -> np.ndarray:
@@ -288,7 +288,7 @@ def test_stories_through_gguf_and_its_own_vocabulary(
     write_gguf(path, stories, "llama", gguf.GGMLQuantizationType[kind], vocab=True)
     assert load_config(path) == load_config(stories)
     with Generator(load_model(path, numpy_backend), Tokenizer.load(path)) as generator:
-        answer = generator.complete([""], Settings(200 if kind == "F32" else 20))[0]
+        answer = generator.complete([""], GenerationOptions(200 if kind == "F32" else 20))[0]
     if kind == "F32":
         assert answer.text == stories_text
     else:

@@ -18,7 +18,7 @@ import ml
 from kvcache import Batch, CausalCache, SlidingWindowCache
 from kvcache.runner.generate import Generator, GeneratorOptions
 from kvcache.runner.loading import load_model
-from kvcache.runner.requests import Settings
+from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 from ml import DType, Layout
 from ml.nn import RopeSpec, rope_shift
@@ -229,6 +229,6 @@ def test_the_known_answer(opened: Opened, stories: Path, stories_text: str, name
     with Generator(
         model, Tokenizer.load(stories), options=GeneratorOptions(max_sequences=1, capacity=256)
     ) as generator:
-        (answer,) = generator.complete([""], Settings(200))
+        (answer,) = generator.complete([""], GenerationOptions(200))
     assert len(answer.tokens) == 200
     assert answer.text == stories_text

@@ -21,7 +21,7 @@ import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.loading import bundled_model, load_model
-from kvcache.runner.requests import Settings
+from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.saved import ConversationError, SavedConversation, adopt, capture, read, write
 from kvcache.runner.tokenizer import Tokenizer
 from ml import DType
@@ -58,7 +58,7 @@ def engine_of(model: Any, dtype: DType = DType.F32, **options: Any) -> Engine:
 
 
 def go_on(engine: Engine, tokens: Sequence[int], count: int) -> tuple[int, ...]:
-    return engine.complete([tokens], Settings(count, ignore_eos=True))[0].tokens
+    return engine.complete([tokens], GenerationOptions(count, ignore_eos=True))[0].tokens
 
 
 def check_everywhere(
@@ -159,7 +159,7 @@ def test_a_saved_conversation_joins_those_that_an_engine_has(model: Any, tmp_pat
         adopt(engine, read(tmp_path / "c.kv"))
         adopt(engine, read(tmp_path / "c.kv"))  # a second time changes nothing
         assert go_on(engine, tokens, SECOND) == expected
-        (again,) = engine.complete([[*other, *told, 9]], Settings(1))
+        (again,) = engine.complete([[*other, *told, 9]], GenerationOptions(1))
         assert again.reused == len(other) + FIRST - 1
         assert len(engine.prefix.sessions) == 0
 

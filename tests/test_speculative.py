@@ -22,7 +22,7 @@ from kvcache.runner.drafts import Draft, ModelDraft, prompt_lookup
 from kvcache.runner.errors import RequestError
 from kvcache.runner.generate import Generator, GeneratorOptions
 from kvcache.runner.loading import bundled_model, load_model
-from kvcache.runner.requests import Finished, Settings
+from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.speculative import SpeculativeGenerator, SpeculativeOptions
 from kvcache.runner.tokenizer import Tokenizer
 
@@ -60,7 +60,7 @@ def hybrids(backend: ml.Backend, tmp_path_factory: pytest.TempPathFactory) -> An
     return load
 
 
-def plain(model: Any, prompts: Sequence[Any], settings: Settings) -> list[tuple[int, ...]]:
+def plain(model: Any, prompts: Sequence[Any], settings: GenerationOptions) -> list[tuple[int, ...]]:
     """Each prompt alone in a cache of its own, one token per pass."""
     answers = []
     for prompt in prompts:
@@ -128,7 +128,7 @@ def branches_of(generator: SpeculativeGenerator) -> int:
 
 
 def speculate(
-    model: Any, prompts: Sequence[Any], draft: Draft, settings: Settings, **options: Any
+    model: Any, prompts: Sequence[Any], draft: Draft, settings: GenerationOptions, **options: Any
 ) -> tuple[list[tuple[int, ...]], SpeculativeGenerator]:
     options = {"max_sequences": 2, "capacity": 64, "prefill_chunk": 7, **options}
     found: dict[int, tuple[int, ...]] = {}
@@ -166,7 +166,7 @@ def test_the_tokens_are_those_of_transformers_past_the_wrap(
     prompts = random_prompts(3, 97)  # more of them than sequences
     expected = [tuple(expected_tokens(name, prompt, COUNT)) for prompt in prompts]
     draft = getattr(Oracle(prompts, expected, 97), kind)
-    found, generator = speculate(model, prompts, draft, Settings(COUNT), width=width)
+    found, generator = speculate(model, prompts, draft, GenerationOptions(COUNT), width=width)
     assert found == expected
     check_counts(generator, kind, len(prompts), recurrent=name.startswith("qwen"))
 
@@ -191,7 +191,7 @@ def check_counts(generator: SpeculativeGenerator, kind: str, texts: int, recurre
 def test_the_bundled_model_with_every_kind_of_draft(tiny: Any, kind: str, width: int) -> None:
     tokenizer = Tokenizer.load(bundled_model())
     prompts = [tokenizer.encode(text) for text in ("And God said", "In the beginning", "The king")]
-    settings = Settings(COUNT, ignore_eos=True)
+    settings = GenerationOptions(COUNT, ignore_eos=True)
     expected = plain(tiny, prompts, settings)
     draft = getattr(Oracle(prompts, expected, tiny.config.vocab_size), kind)
     found, generator = speculate(tiny, prompts, draft, settings, width=width)
@@ -209,7 +209,7 @@ def test_stories_says_what_its_authors_check(
     with ModelDraft(model, sequences=2, width=3) as same:
         guess: Draft = prompt_lookup if "lookup" in draft else same
         with SpeculativeGenerator(model, tokenizer, guess, options=options) as generator:
-            answers = generator.complete(["", "Tim had a big dog. The dog"], Settings(200))
+            answers = generator.complete(["", "Tim had a big dog. The dog"], GenerationOptions(200))
             counts = generator.speculation
     assert answers[0].text == stories_text
     assert len(answers[0].tokens) == 200
@@ -227,7 +227,9 @@ def test_a_model_drafts_for_another_of_the_same_vocabulary(hybrids: Any, name: s
     expected = [tuple(expected_tokens(target, prompt, COUNT)) for prompt in prompts]
     for drafter in (hybrids(name), hybrids(target)):
         with ModelDraft(drafter, sequences=2, width=width, capacity=64, max_batch=9) as draft:
-            found, generator = speculate(hybrids(target), prompts, draft, Settings(COUNT), width=width)
+            found, generator = speculate(
+                hybrids(target), prompts, draft, GenerationOptions(COUNT), width=width
+            )
             assert found == expected
             for spare in range(2, 2 + width):
                 assert branches.offset(draft.cache, spare) == 0
@@ -239,7 +241,7 @@ def test_a_model_drafts_for_another_of_the_same_vocabulary(hybrids: Any, name: s
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
 def test_sampled_answers_are_those_of_the_same_seed(hybrids: Any, name: str, width: int) -> None:
     model, prompts = hybrids(name), random_prompts(2, 97)
-    settings = Settings(COUNT, temperature=0.9, top_k=20, seed=5)
+    settings = GenerationOptions(COUNT, temperature=0.9, top_k=20, seed=5)
     with Generator(model, None, options=GeneratorOptions(max_sequences=2, capacity=64)) as generator:
         expected = [answer.tokens for answer in generator.complete(prompts, settings)]
     draft = Oracle(prompts, expected, 97).partly
@@ -258,11 +260,11 @@ def test_one_sequence_alone_and_the_bytes_that_its_cache_takes(hybrids: Any, nam
     expected = [tuple(expected_tokens(name, prompts[0], COUNT)) for _ in prompts]
     draft = Oracle(prompts, expected, 97).partly
     sizes = {"max_sequences": 1, "capacity": 40, "width": width}
-    found, _ = speculate(hybrids(name), prompts, draft, Settings(COUNT), **sizes)
+    found, _ = speculate(hybrids(name), prompts, draft, GenerationOptions(COUNT), **sizes)
     assert found == expected
     options = SpeculativeOptions(prefill_chunk=7, **sizes)
     with SpeculativeGenerator(hybrids(name), None, draft, options=options) as generator:
-        generator.complete(prompts, Settings(COUNT))
+        generator.complete(prompts, GenerationOptions(COUNT))
         cache: Any = generator.cache
         assert cache.nbytes == generator.cache_bytes
 
@@ -277,13 +279,13 @@ def test_an_answer_ends_in_the_middle_of_a_draft_and_is_gone_on_from(
 ) -> None:
     """What a text leaves in its sequence serves the next one that begins alike."""
     model, (prompt, _) = hybrids(name), random_prompts(2, 97)
-    (whole,) = plain(model, [prompt], Settings(COUNT))
+    (whole,) = plain(model, [prompt], GenerationOptions(COUNT))
     turns = [prompt, [*prompt, *whole[:9]], [*prompt, *whole[:12]]]
     draft = Oracle([prompt], [whole], 97).right
     options = SpeculativeOptions(max_sequences=1, capacity=64, width=width)
     with SpeculativeGenerator(model, None, draft, options=options) as generator:
         for count in (1, 2, 7):
-            answers = generator.complete(turns, Settings(count))
+            answers = generator.complete(turns, GenerationOptions(count))
             assert [answer.tokens for answer in answers] == [
                 whole[:count], whole[9 : 9 + count], whole[12 : 12 + count]
             ]  # fmt: skip
@@ -295,7 +297,7 @@ def test_a_full_sequence_ends_an_answer_where_plain_decoding_does(
     tiny: Any, capacity: int, width: int
 ) -> None:
     prompts = [[1, *range(20, 19 + PROMPT)]]
-    settings = Settings(COUNT, ignore_eos=True)
+    settings = GenerationOptions(COUNT, ignore_eos=True)
     with Generator(tiny, None, options=GeneratorOptions(1, capacity)) as generator:
         (expected,) = generator.complete(prompts, settings)
     assert expected.reason == "capacity"
@@ -307,11 +309,13 @@ def test_a_full_sequence_ends_an_answer_where_plain_decoding_does(
 
 def test_stop_strings_and_end_tokens_inside_a_draft(stories: Path, backend: ml.Backend) -> None:
     model, tokenizer = load_model(stories, backend), Tokenizer.load(stories)
-    settings = Settings(120, stop=("play",))
+    settings = GenerationOptions(120, stop=("play",))
     with Generator(model, tokenizer) as generator:
         (expected,) = generator.complete([""], settings)
     assert expected.reason == "stop"
-    draft = Oracle([tokenizer.encode("")], plain(model, [[1]], Settings(120)), model.config.vocab_size)
+    draft = Oracle(
+        [tokenizer.encode("")], plain(model, [[1]], GenerationOptions(120)), model.config.vocab_size
+    )
     for width in (1, 2):
         options = SpeculativeOptions(width=width, tokens=7)
         with SpeculativeGenerator(model, tokenizer, draft.right, options=options) as generator:
@@ -323,13 +327,13 @@ def test_an_end_token_inside_a_draft_ends_the_answer(tiny: Any) -> None:
     import dataclasses
 
     prompts = [[1, 30, 31]]
-    (whole,) = plain(tiny, prompts, Settings(COUNT, ignore_eos=True))
+    (whole,) = plain(tiny, prompts, GenerationOptions(COUNT, ignore_eos=True))
     end = next(token for i, token in enumerate(whole) if i > 3 and token not in whole[:i])
     config = tiny.config
     tiny.config = dataclasses.replace(config, eos_ids=(end,))
     try:
         draft = Oracle(prompts, [whole], config.vocab_size).right
-        found, _ = speculate(tiny, prompts, draft, Settings(COUNT))
+        found, _ = speculate(tiny, prompts, draft, GenerationOptions(COUNT))
     finally:
         tiny.config = config
     assert found == [whole[: whole.index(end)]]
@@ -357,7 +361,7 @@ def test_a_pass_that_fails_leaves_the_cache_empty(
     tiny: Any, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [[1, 9, 8]]
-    expected = plain(tiny, prompts, Settings(COUNT))
+    expected = plain(tiny, prompts, GenerationOptions(COUNT))
     draft = Oracle(prompts, expected, tiny.config.vocab_size).right
     options = SpeculativeOptions(max_sequences=1, capacity=64, width=width)
     with SpeculativeGenerator(tiny, None, draft, options=options) as generator:
@@ -371,10 +375,10 @@ def test_a_pass_that_fails_leaves_the_cache_empty(
 
         monkeypatch.setattr(tiny, "forward", failing)
         with pytest.raises(MemoryError):
-            generator.complete(prompts, Settings(COUNT))
+            generator.complete(prompts, GenerationOptions(COUNT))
         cache: Any = generator.cache
         assert cache.free_cells == cache.cells
-        assert [generator.complete(prompts, Settings(COUNT))[0].tokens] == expected
+        assert [generator.complete(prompts, GenerationOptions(COUNT))[0].tokens] == expected
 
 
 @pytest.mark.parametrize("name", ["tokens", "width"])
@@ -391,7 +395,7 @@ def test_a_model_drafts_for_the_sequences_that_it_was_made_for(tiny: Any) -> Non
     with ModelDraft(tiny, sequences=1, capacity=6) as draft:
         with pytest.raises(RequestError, match="sequence 1; it was made for 1"):
             draft(1, [1, 2], 3, 1)
-        expected = plain(tiny, [[1, 2]], Settings(5, ignore_eos=True))[0]
+        expected = plain(tiny, [[1, 2]], GenerationOptions(5, ignore_eos=True))[0]
         assert draft(0, [1, 2], 5, 1) == [list(expected)]
         assert draft(0, [1, 2], 9, 1) == [list(expected)]  # the last one need not be stored
         assert draft(0, [1, 2, 3, 4, 5, 6], 9, 1)[0][1:] == []

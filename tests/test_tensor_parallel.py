@@ -15,17 +15,18 @@ import pytest
 import ml
 from kvcache.cache import Batch
 from kvcache.runner import (
+    GenerationOptions,
     Generator,
     GeneratorOptions,
     ModelError,
-    Settings,
     Tokenizer,
     bundled_model,
     load_model,
 )
-from kvcache.runner.checkpoints.weights import expected_shapes, open_weights, parameter_count
-from kvcache.runner.config import ModelConfig, load_config
-from kvcache.runner.models.families import FAMILIES, family_of
+from kvcache.runner.checkpoints.weights import open_weights
+from kvcache.runner.config import ModelConfig
+from kvcache.runner.loading import load_config
+from kvcache.runner.models.families import FAMILIES, expected_shapes, family_of, parameter_count
 from kvcache.runner.parallel import device_of_rank, join, share_of, sizes_of
 from kvcache.runner.ranks import RanksError, run_ranks
 from ml.distributed import free_ports, launched, local_ranks
@@ -201,7 +202,7 @@ def alone() -> Iterator[Callable[[Path, str, int], tuple[list[int], list[int]]]]
         def answer(path: Path, text: str, count: int) -> tuple[list[int], list[int]]:
             prompt = Tokenizer.load(path).encode(text)
             with Generator(load_model(path, backend), None, options=GeneratorOptions(capacity=96)) as g:
-                (found,) = g.complete([prompt], Settings(max_new_tokens=count, ignore_eos=True))
+                (found,) = g.complete([prompt], GenerationOptions(max_new_tokens=count, ignore_eos=True))
             return prompt, list(found.tokens)
 
         yield answer

@@ -17,7 +17,7 @@ from kvcache.runner.conversations import Conversations
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.errors import RunnerError
 from kvcache.runner.loading import load_model
-from kvcache.runner.requests import Settings
+from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 
 
@@ -32,7 +32,7 @@ def chat(make_model: Callable[..., Path], numpy_backend: ml.Backend) -> Iterator
     tokenizer = Tokenizer.load(folder)
     options = EngineOptions(max_sequences=2, capacity=64)
     with Engine(load_model(folder, numpy_backend), tokenizer, options) as engine:
-        yield Chat(Conversations(engine, tokenizer), Settings(4, ignore_eos=True))
+        yield Chat(Conversations(engine, tokenizer), GenerationOptions(4, ignore_eos=True))
 
 
 def test_inspect_draws_what_was_said(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:

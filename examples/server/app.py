@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from kvcache.cache import CacheFullError
 from kvcache.runner.engine import Engine, EngineEvent, Failed
 from kvcache.runner.errors import RequestError, TextTooLongError
-from kvcache.runner.requests import Finished, Settings, Token
+from kvcache.runner.requests import Finished, GenerationOptions, Token
 
 from .answers import DONE, Form, sse
 from .asked import Asked, Fields, Prompt, Template, Text, parse_chat, parse_completion
@@ -92,7 +92,7 @@ class _Service:
             _cancel(tickets)
         return Response(status_code=GONE) if answers is None else JSONResponse(form.whole(answers))
 
-    def _prepared(self, body: bytes, parse: Parse) -> tuple[Asked, list[tuple[list[int], Settings]]]:
+    def _prepared(self, body: bytes, parse: Parse) -> tuple[Asked, list[tuple[list[int], GenerationOptions]]]:
         """What is asked, and tokens and settings of every answer, checked before any is begun."""
         asked, calls = parse(Fields(body)), []
         for prompt in asked.prompts:
@@ -118,7 +118,9 @@ class _Service:
         except RequestError as error:
             raise ApiError(400, str(error), "prompt") from None
 
-    async def _submit(self, calls: Sequence[tuple[list[int], Settings]], inbox: Inbox) -> list[Ticket]:
+    async def _submit(
+        self, calls: Sequence[tuple[list[int], GenerationOptions]], inbox: Inbox
+    ) -> list[Ticket]:
         tickets: list[Ticket] = []
         try:
             for tokens, settings in calls:

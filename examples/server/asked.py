@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcache.runner.errors import RequestError
-from kvcache.runner.requests import Settings
+from kvcache.runner.requests import GenerationOptions
 
 from .errors import ApiError
 
@@ -74,11 +74,11 @@ class Asked:
     prompts: list[Prompt]
     choices: int
     max_tokens: int | None
-    settings: Settings
+    settings: GenerationOptions
     stream: bool
     include_usage: bool
 
-    def settings_for(self, choice: int, max_tokens: int) -> Settings:
+    def settings_for(self, choice: int, max_tokens: int) -> GenerationOptions:
         """Of one answer: with a seed, each has its own."""
         seed = self.settings.seed
         return replace(self.settings, max_new_tokens=max_tokens, seed=None if seed is None else seed + choice)
@@ -192,7 +192,7 @@ def _asked(fields: Fields, served: str, prompts: list[Prompt], max_tokens: int |
         raise ApiError(400, f"{len(prompts)} prompts with n={choices}; {MAX_CHOICES} answers at most", "n")
     seed = fields.raw("seed")
     try:
-        settings = Settings(
+        settings = GenerationOptions(
             temperature=fields.number("temperature", 1.0, 0, 2),
             top_k=fields.integer("top_k", 0, 0),
             top_p=fields.number("top_p", 1.0, 1e-9, 1),

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Self
 
 from kvcache.runner.engine import Engine, EngineEvent, Failed, Request
-from kvcache.runner.requests import Finished, Settings
+from kvcache.runner.requests import Finished, GenerationOptions
 
 __all__ = ["Inbox", "Overloaded", "Ticket", "Worker"]
 
@@ -161,7 +161,7 @@ class Worker:
         return made.done
 
     async def submit(
-        self, tokens: Sequence[int], settings: Settings, inbox: Inbox, choice: int = 0
+        self, tokens: Sequence[int], settings: GenerationOptions, inbox: Inbox, choice: int = 0
     ) -> Ticket:
         """Raises RequestError for what cannot be served, Overloaded for what has to come later."""
         ticket = Ticket(self, inbox, choice)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import ml
-from kvcache.runner import Settings, Token, Tokenizer, bundled_model, load_model
+from kvcache.runner import GenerationOptions, Token, Tokenizer, bundled_model, load_model
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.stores import SnapshotStore, open_store
 
@@ -87,7 +87,7 @@ class Host:
     def _generate(self, tokens: Sequence[int], count: int) -> tuple[list[int], float, float]:
         """The answer, and the seconds to its first token and to its end."""
         began, first = time.perf_counter(), 0.0
-        request = self.engine.submit(tokens, Settings(count, ignore_eos=True))
+        request = self.engine.submit(tokens, GenerationOptions(count, ignore_eos=True))
         answer: list[int] = []
         while not request.done:
             for event in self.engine.step():

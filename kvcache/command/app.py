@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import logging
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Annotated
@@ -17,12 +12,14 @@ import typer
 from rich.console import Console
 
 import ml
-from kvcache.command.answers import tell_full
 from kvcache.command.backends import listing, plain, record, survey
+from kvcache.command.chat import chat
 from kvcache.command.completing import mend_zsh
+from kvcache.command.conformance import conformance
+from kvcache.command.generation import continue_prompts
 from kvcache.command.grouped import ungrouped
+from kvcache.command.inspection import inspect
 from kvcache.command.json_output import print_json
-from kvcache.command.main import INTERRUPTED
 from kvcache.command.options import (
     BackendName,
     Debug,
@@ -39,24 +36,20 @@ from kvcache.command.options import (
 )
 from kvcache.command.progress import draws
 from kvcache.command.prompts import gathered
-from kvcache.command.screen import Screen, screen_for
-from kvcache.command.usage import CommandGroup, one_line
-from kvcache.runner.checkpoints.weights import parameter_count
-from kvcache.runner.config import load_config
+from kvcache.command.reporting import reported
+from kvcache.command.saved import load, save
+from kvcache.command.screen import screen_for
+from kvcache.command.usage import CommandGroup
 from kvcache.runner.errors import RequestError
-from kvcache.runner.generate import Generator, GeneratorOptions, encode_prompt
-from kvcache.runner.loading import load_model
-from kvcache.runner.memory import check_memory
-from kvcache.runner.models.families import family_of
-from kvcache.runner.requests import Finished, Settings
-from kvcache.runner.tokenizer import Tokenizer
+from kvcache.runner.generate import GeneratorOptions
+from kvcache.runner.loading import load_config
+from kvcache.runner.requests import GenerationOptions
 
-__all__ = ["app", "continue_prompts", "reported"]
+__all__ = ["app"]
 
 MAX_SEQUENCES = 16
 """Prompts that run at the same time; further ones wait for a free sequence."""
 
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 LISTING_WIDTH = 60
 """Columns that the backends' listing needs; in fewer, its lines are left to the terminal to wrap."""
 
@@ -192,7 +185,7 @@ def _on_ranks(
     place: Place,
     dtypes: Dtypes,
     prompts: Sequence[str],
-    settings: Settings,
+    settings: GenerationOptions,
     cache: GeneratorOptions,
     rest: tuple[int, float, bool, bool, bool],
 ) -> None:
@@ -205,131 +198,5 @@ def _on_ranks(
     run(Job(*what, *rest), load_config(place.path))
 
 
-def continue_prompts(
-    backend: ml.Backend,
-    path: Path,
-    dtype: ml.DType,
-    prompts: Sequence[str],
-    settings: Settings,
-    options: GeneratorOptions,
-    screen: Screen,
-    group: ml.Group | None = None,
-) -> None:
-    """Generate and show it; with a ``group``, as one of its ranks.
-
-    Everything is checked before the weights are loaded; whatever happens, the screen is put back.
-    """
-    tokenizer, options = _prepare(backend, path, dtype, prompts, settings, options, group)
-    answers: list[Finished] = []
-    done = "while loading the model"
-    try:
-        model = load_model(path, backend, dtype, screen.loading, group)
-        with (
-            Generator(model, tokenizer, options=options) as generator,
-            contextlib.closing(generator.generate(prompts, settings)) as events,
-            _abandoned(screen, generator),
-        ):
-            for event in events:
-                screen.event(event)
-                done = f"after {generator.statistics.generated_tokens} tokens; the cache is released"
-                if isinstance(event, Finished):
-                    answers.append(event)
-            totals, cache_bytes = generator.statistics, generator.cache_bytes
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted {done}") from None
-    finally:
-        screen.stop()
-    answers.sort(key=lambda answer: answer.request)
-    screen.finish(totals, cache_bytes)
-    if group is None or group.rank == 0:
-        tell_full(answers, generator.limit, model.config.max_positions)
-
-
-@contextlib.contextmanager
-def _abandoned(screen: Screen, generator: Generator) -> Iterator[None]:
-    """Whatever ends the block, the answers that there are by then are shown."""
-    try:
-        yield
-    except BrokenPipeError:  # nobody reads them
-        raise
-    except BaseException:
-        screen.stop()
-        screen.abandon(generator.statistics, generator.cache_bytes)
-        raise
-
-
-def _prepare(
-    backend: ml.Backend,
-    path: Path,
-    dtype: ml.DType,
-    prompts: Sequence[str],
-    settings: Settings,
-    options: GeneratorOptions,
-    group: ml.Group | None,
-) -> tuple[Tokenizer, GeneratorOptions]:
-    """The tokenizer, and the options with the capacity that the prompts need where none was given."""
-    config = load_config(path)
-    if group is not None and group.size > 1:
-        config = family_of(config).share(config, group).config(config)
-    weights = parameter_count(config) * dtype.itemsize
-    if options.capacity is not None:  # before the prompts: it needs the config alone
-        sizes = (options.cache_dtype, options.max_sequences, options.capacity)
-        check_memory(config, backend, *sizes, weights)
-    tokenizer = Tokenizer.load(path)
-    limit = options.capacity or config.max_positions
-    longest = max(len(encode_prompt(tokenizer, text, config, limit)) for text in prompts)
-    if options.capacity is None:
-        needed = min(config.max_positions, longest + settings.max_new_tokens)
-        options = replace(options, capacity=needed)
-        check_memory(config, backend, options.cache_dtype, options.max_sequences, needed, weights)
-    return tokenizer, options
-
-
-@contextlib.contextmanager
-def reported(debug: bool) -> Iterator[None]:
-    """Errors as one line on stderr and exit code 1; Ctrl-C as a short message and 130; warnings as a line."""
-    try:
-        with _warnings_told(debug):
-            yield
-    except KeyboardInterrupt as error:
-        if debug:
-            traceback.print_exc()
-        typer.echo(f"kvcache: {str(error) or 'interrupted'}", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    except (typer.Exit, typer.BadParameter, BrokenPipeError):
-        raise
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        typer.echo(f"kvcache: {_told(error)}", err=True)
-        raise typer.Exit(1) from None
-
-
-@contextlib.contextmanager
-def _warnings_told(debug: bool) -> Iterator[None]:
-    """What the library logs from warnings on, a line each on stderr; with its trace for ``debug``."""
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            with contextlib.suppress(OSError, ValueError):  # there may be no stderr any more
-                typer.echo(f"kvcache: {one_line(record.getMessage())}", err=True)
-                if debug and record.exc_info:
-                    traceback.print_exception(record.exc_info[1])
-
-    handler, log = Lines(logging.WARNING), logging.getLogger("kvcache")
-    log.addHandler(handler)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-
-
-def _told(error: Exception) -> str:
-    text = one_line(error)
-    if isinstance(error, OSError) and error.filename is None and error.errno in NO_ROOM:
-        return f"the output cannot be written ({error.strerror})"
-    if isinstance(error, ml.MLError):
-        return text
-    if isinstance(error, MemoryError):
-        return f"out of memory{f' ({text})' if text else ''}; use a smaller --capacity or a narrower --dtype"
-    return f"{type(error).__name__}: {text}; --debug shows where"
+for _command in (chat, conformance, inspect, load, save):
+    app.command()(_command)

@@ -17,7 +17,6 @@ from rich.console import Console
 
 import ml
 from kvcache.command.answers import Answer
-from kvcache.command.app import app, reported
 from kvcache.command.chat_input import Reader, files_beginning, words_of
 from kvcache.command.chat_replies import (
     Reply,
@@ -33,17 +32,16 @@ from kvcache.command.inspection import show, write_page
 from kvcache.command.json_output import print_json
 from kvcache.command.options import Debug, Dtypes, MaxTokens, Place, Sampling
 from kvcache.command.progress import Bars, bars_until_done, draws
+from kvcache.command.reporting import one_line, reported
 from kvcache.command.saved import saved_line
-from kvcache.command.usage import one_line
 from kvcache.offload.tiers import HostTier
-from kvcache.runner.config import load_config
 from kvcache.runner.conversations import ConversationFullError, Conversations, Turn
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Tier
 from kvcache.runner.errors import RequestError, RunnerError
 from kvcache.runner.kept import KeptConversations
-from kvcache.runner.loading import load_model
+from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.memory import human_bytes
-from kvcache.runner.requests import Settings, Token
+from kvcache.runner.requests import GenerationOptions, Token
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
 from kvcache.stores.redaction import without_secrets
@@ -59,7 +57,6 @@ SEQUENCES = 2
 """One answers at a time: the other's share of the cache keeps what others have said."""
 
 
-@app.command()
 @ungrouped
 def chat(
     place: Place,
@@ -106,7 +103,9 @@ def chat(
 class Chat:
     """Lines in, answers out: what is said, and commands, which begin with a slash."""
 
-    def __init__(self, conversations: Conversations, settings: Settings, as_json: bool = False) -> None:
+    def __init__(
+        self, conversations: Conversations, settings: GenerationOptions, as_json: bool = False
+    ) -> None:
         self.conversations = conversations
         self.settings = settings
         self._as_json = as_json

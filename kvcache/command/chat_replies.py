@@ -12,10 +12,8 @@ from kvcache.runner.conversations import Conversation
 from kvcache.runner.engine import Engine
 from kvcache.runner.memory import human_bytes
 
-__all__ = ["Reply", "Rows", "aligned", "conversation_records", "conversation_rows", "engine_record",
+__all__ = ["Reply", "aligned", "conversation_records", "conversation_rows", "engine_record",
            "engine_rows"]  # fmt: skip
-
-Rows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class Reply:
     record: dict[str, Any] = field(default_factory=dict)
 
 
-def conversation_rows(conversations: Iterable[Conversation], current: Conversation) -> Rows:
+def conversation_rows(conversations: Iterable[Conversation], current: Conversation) -> list[tuple[str, str]]:
     """The current one is marked."""
     return [
         (f"{'*' if each is current else ' '} {each.name}", f"{len(each.tokens)} tokens")
@@ -42,7 +40,7 @@ def conversation_records(
     ]
 
 
-def engine_rows(engine: Engine) -> Rows:
+def engine_rows(engine: Engine) -> list[tuple[str, str]]:
     """What was computed, where the rest came from, and what is kept."""
     totals, reused = engine.statistics, engine.prefix.stats
     shown = ", ".join(f"{name} {count}" for name, count in _origins(engine).items() if count)
@@ -72,7 +70,7 @@ def _origins(engine: Engine) -> dict[str, int]:
     return {"live": found.live, "device": found.device, "host": found.host, "store": found.store}
 
 
-def aligned(rows: Rows, width: int | None = None) -> str:
+def aligned(rows: list[tuple[str, str]], width: int | None = None) -> str:
     """Names on the left, values beside them: in ``width`` columns, where what is longer goes on below."""
     left = max(len(name) for name, _ in rows) + 2
     if width is None or width < 2 * left:

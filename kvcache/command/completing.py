@@ -31,12 +31,9 @@ fi
 
 def mend_zsh() -> None:
     """Have the first Tab of a zsh answered too, which loads the script and, as typer has it, does no more."""
-    with contextlib.suppress(
-        ImportError, AttributeError, KeyError
-    ):  # what typer has is good from the second on
-        from typer import _completion_shared
+    with contextlib.suppress(ImportError, KeyError):  # what typer has is good from the second on
+        from typer._completion_shared import _completion_scripts as scripts
 
-        scripts = _completion_shared._completion_scripts
         if "funcstack" not in scripts["zsh"]:
             scripts["zsh"] += _FIRST_TAB
 

@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 import ml
-from kvcache.command.app import app, reported
 from kvcache.command.completing import backend_names
 from kvcache.command.json_output import print_json
 from kvcache.command.options import Debug, Device, Json, Quiet, device_options
 from kvcache.command.progress import bars_until_done, draws
+from kvcache.command.reporting import reported
 from kvcache.runner.errors import RunnerError
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ class Suite(StrEnum):
         return names.get(self.value, ("ml.testing", "kvcache.testing"))
 
 
-@app.command()
 def conformance(
     backend: Annotated[
         str,

@@ -13,20 +13,19 @@ from rich.console import Console
 from rich.live import Live
 
 import ml
-from kvcache.command.app import app, reported
 from kvcache.command.completing import stores_and_conversations
 from kvcache.command.json_output import print_json
 from kvcache.command.options import BackendName, Debug, Device, Json, ModelPath, Quiet, device_options
 from kvcache.command.progress import Bars, bars_until_done, draws
+from kvcache.command.reporting import reported
 from kvcache.offload.tiers import HostTier
-from kvcache.runner.config import load_config
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.errors import RunnerError
 from kvcache.runner.fingerprint import files_digest
 from kvcache.runner.generate import encode_prompt
-from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.loading import bundled_model, load_config, load_model
 from kvcache.runner.memory import human_bytes
-from kvcache.runner.requests import Event, Settings
+from kvcache.runner.requests import Event, GenerationOptions
 from kvcache.runner.saved import write_whole
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
@@ -44,7 +43,6 @@ _SPARE = 4
 """Tokens of each sequence that are left free in a demonstration."""
 
 
-@app.command()
 def inspect(
     target: Annotated[
         str | None,
@@ -168,7 +166,7 @@ def _run(
     """One request after another, so that each finds what those before it left; the last one stays open."""
     picture: Picture | None = None
     for i, tokens in enumerate(prompts):
-        engine.submit(tokens, Settings(max_tokens))
+        engine.submit(tokens, GenerationOptions(max_tokens))
         while engine.busy:
             for event in engine.step():
                 if isinstance(event, Failed):

@@ -10,15 +10,15 @@ import io
 import os
 import sys
 
+from kvcache.command.exit_codes import INTERRUPTED
+
 TYPE_CHECKING = False  # typing's, without the cost of importing typing
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["INTERRUPTED", "app", "main"]
+__all__ = ["app", "main"]
 
 MISSING = "kvcache: {name} is not installed; the command needs: pip install 'ml-kvcache[cli]'"
-INTERRUPTED = 130
-"""The exit code for Ctrl-C, as shells have it: 128 + SIGINT."""
 _EXTRA = {"click", "rich", "typer"}
 
 app: Any  # the typer application: __getattr__ loads it when it is asked for
@@ -114,8 +114,6 @@ def _flush() -> None:
 
 def _app() -> Any:
     try:
-        # They add theirs to the same app.
-        from kvcache.command import chat, conformance, inspection, saved  # noqa: F401
         from kvcache.command.app import app
     except ModuleNotFoundError as error:
         name = (error.name or "").split(".")[0]

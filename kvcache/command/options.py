@@ -16,7 +16,7 @@ from kvcache.command.completing import backend_names
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.device_map import open_on_devices, parse_devices
 from kvcache.runner.loading import bundled_model
-from kvcache.runner.requests import Settings
+from kvcache.runner.requests import GenerationOptions
 
 __all__ = [
     "BackendName",
@@ -175,5 +175,7 @@ class Sampling:
     top_p: TopP = 1.0
     seed: Seed = None
 
-    def settings(self, max_tokens: int, stop: Sequence[str] | None = None) -> Settings:
-        return Settings(max_tokens, self.temperature, self.top_k, self.top_p, self.seed, tuple(stop or ()))
+    def settings(self, max_tokens: int, stop: Sequence[str] | None = None) -> GenerationOptions:
+        return GenerationOptions(
+            max_tokens, self.temperature, self.top_k, self.top_p, self.seed, tuple(stop or ())
+        )

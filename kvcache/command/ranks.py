@@ -21,17 +21,17 @@ from typing import Any, NoReturn
 import typer
 
 import ml
-from kvcache.command.app import continue_prompts, reported
+from kvcache.command.generation import continue_prompts
 from kvcache.command.options import device_options
+from kvcache.command.reporting import one_line, reported
 from kvcache.command.screen import Screen, screen_for
-from kvcache.command.usage import one_line
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.generate import GeneratorOptions
 from kvcache.runner.models.families import family_of
 from kvcache.runner.parallel import device_of_rank, join, of_all
 from kvcache.runner.rank_limits import Limits
 from kvcache.runner.ranks import RanksError, exit_code, job_of_rank, run_ranks
-from kvcache.runner.requests import Event, Settings, Statistics
+from kvcache.runner.requests import Event, GenerationOptions, Statistics
 from ml.distributed import launched
 
 __all__ = ["Job", "main", "run"]
@@ -46,7 +46,7 @@ class Job:
     device: str | None
     dtype: ml.DType
     prompts: Sequence[str]
-    settings: Settings
+    settings: GenerationOptions
     options: GeneratorOptions
     ranks: int
     timeout: float
@@ -74,7 +74,7 @@ class Job:
             | {
                 "model": Path(record["model"]),
                 "dtype": ml.DType[record["dtype"]],
-                "settings": Settings(**settings | {"stop": tuple(settings["stop"])}),
+                "settings": GenerationOptions(**settings | {"stop": tuple(settings["stop"])}),
                 "options": GeneratorOptions(**options | {"cache_dtype": ml.DType[options["cache_dtype"]]}),
             }
         )

@@ -11,28 +11,27 @@ import typer
 
 import ml
 from kvcache.command.answers import tell_full
-from kvcache.command.app import app, reported
 from kvcache.command.completing import conversations
 from kvcache.command.grouped import ungrouped
 from kvcache.command.json_output import print_json
 from kvcache.command.options import Debug, Dtypes, Json, MaxTokens, Place, Quiet, Sampling
 from kvcache.command.progress import bars_until_done
 from kvcache.command.prompts import text_or_stdin
+from kvcache.command.reporting import reported
 from kvcache.command.screen import Screen, screen_for
-from kvcache.runner.config import ModelConfig, load_config
+from kvcache.runner.config import ModelConfig
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.fingerprint import identity_of
 from kvcache.runner.generate import check_prompt, encode_prompt
-from kvcache.runner.loading import load_model
+from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.memory import human_bytes
-from kvcache.runner.requests import Finished, Settings
+from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.saved import ConversationError, adopt, capture, check_target, read, write
 from kvcache.runner.tokenizer import Tokenizer
 
 __all__ = ["load", "save"]
 
 
-@app.command()
 @ungrouped
 def save(
     prompt: Annotated[str, typer.Option(help="What the conversation begins with. -: standard input.")],
@@ -71,7 +70,6 @@ def save(
             typer.echo(saved_line(saved))
 
 
-@app.command()
 @ungrouped
 def load(
     file: Annotated[Path, typer.Argument(help="What kvcache save wrote.", autocompletion=conversations)],
@@ -149,7 +147,7 @@ def options_for(config: ModelConfig, needed: int, dtype: ml.DType) -> EngineOpti
     return EngineOptions(max_sequences=1, capacity=capacity, cache_dtype=dtype)
 
 
-def answered(engine: Engine, tokens: Sequence[int], settings: Settings, screen: Screen) -> Finished:
+def answered(engine: Engine, tokens: Sequence[int], settings: GenerationOptions, screen: Screen) -> Finished:
     """The answer to a prompt, shown as it comes."""
     engine.submit(tokens, settings)
     answer: Finished | None = None

@@ -11,9 +11,10 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvcache.command.main import INTERRUPTED
+from kvcache.command.exit_codes import INTERRUPTED
+from kvcache.command.reporting import one_line
 
-__all__ = ["CommandGroup", "one_line"]
+__all__ = ["CommandGroup"]
 
 ORDER = ("generate", "chat", "save", "load", "inspect", "backends", "conformance", "bench")
 """Of the list that ``kvcache --help`` shows; others follow."""
@@ -84,10 +85,6 @@ def _interruption_told() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("kvcache: interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
-
-
-def one_line(text: object) -> str:
-    return " ".join(str(text).split())
 
 
 def _is_help(error: Any) -> bool:

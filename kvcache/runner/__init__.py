@@ -1,31 +1,33 @@
 """Models and their generation loop, written once on ml.nn: the Llama family, and those of families.py.
 
 >>> import ml
->>> from kvcache.runner import Generator, Settings, Tokenizer, bundled_model, load_model
+>>> from kvcache.runner import Generator, GenerationOptions, Tokenizer, bundled_model, load_model
 >>> with ml.open_backend("numpy") as backend:
 ...     model = load_model(bundled_model(), backend)
 ...     with Generator(model, Tokenizer.load(bundled_model())) as generator:
-...         answers = generator.complete(["And God said", "And God saw"], Settings(max_new_tokens=8))
+...         answers = generator.complete(["And God said", "And God saw"], GenerationOptions(max_new_tokens=8))
 >>> [answer.reused for answer in answers]  # BOS, "And" and "God" are computed once
 [0, 3]
 """
 
-from kvcache.runner.checkpoints.weights import WeightSource, check_weights, expected_shapes, open_weights
-from kvcache.runner.config import SUPPORTED_ARCHITECTURES, ModelConfig, load_config, parse_config
+from kvcache.runner.checkpoints.source import WeightSource
+from kvcache.runner.checkpoints.weights import open_weights
+from kvcache.runner.config import ModelConfig
 from kvcache.runner.conversations import Conversation, ConversationFullError, Conversations
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Request
 from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
 from kvcache.runner.generate import Generator, GeneratorOptions, LanguageModel, Prompt
 from kvcache.runner.kept import KeptConversations
-from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.loading import bundled_model, check_weights, load_config, load_model
 from kvcache.runner.memory import cache_bytes, check_memory
+from kvcache.runner.models.families import SUPPORTED_ARCHITECTURES, expected_shapes, parse_config
 from kvcache.runner.models.llama import Llama
 from kvcache.runner.requests import (
     Event,
     Finished,
     FinishReason,
+    GenerationOptions,
     Prefilled,
-    Settings,
     Started,
     Statistics,
     Token,
@@ -47,6 +49,7 @@ __all__ = [
     "Failed",
     "FinishReason",
     "Finished",
+    "GenerationOptions",
     "Generator",
     "GeneratorOptions",
     "KeptConversations",
@@ -61,7 +64,6 @@ __all__ = [
     "RunnerError",
     "Sampler",
     "SavedConversation",
-    "Settings",
     "Started",
     "Statistics",
     "StreamDecoder",

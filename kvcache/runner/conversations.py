@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from kvcache.runner.engine import Engine, EngineEvent, Request
 from kvcache.runner.errors import RequestError, TextTooLongError
 from kvcache.runner.kept import Conversation, KeptConversations
-from kvcache.runner.requests import Settings
+from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.saved import adopt, capture, read, write
 from kvcache.runner.tokenizer import Tokenizer
 
@@ -79,7 +79,7 @@ class Conversations:
         """All that was said in the current conversation."""
         return self.tokenizer.decode(self.current.tokens)
 
-    def say(self, text: str, settings: Settings | None = None) -> Turn:
+    def say(self, text: str, settings: GenerationOptions | None = None) -> Turn:
         """A turn: the text, and the model's answer to it. Events come as the iterator is drawn from.
 
         Where it is closed early, what was generated until then is the answer; where it fails, there was

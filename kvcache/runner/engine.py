@@ -4,7 +4,7 @@ After the iteration-level scheduling of Orca (Yu et al., 2022). A request is sub
 sequence, and then takes part in the forward passes that ``step`` makes, one each::
 
     engine = Engine(model, tokenizer)
-    handle = engine.submit("And God said", Settings(max_new_tokens=8))
+    handle = engine.submit("And God said", GenerationOptions(max_new_tokens=8))
     while engine.busy:
         for event in engine.step():
             ...                                  # Started, Prefilled, Token, Finished, Failed
@@ -34,7 +34,7 @@ from kvcache.runner.fingerprint import model_identity
 from kvcache.runner.generate import GeneratorOptions, LanguageModel, Prompt, cache_for, encode_prompt
 from kvcache.runner.memory import cache_bytes, check_memory
 from kvcache.runner.request_state import RequestState, has_token
-from kvcache.runner.requests import Event, Finished, Prefilled, Settings, Statistics
+from kvcache.runner.requests import Event, Finished, GenerationOptions, Prefilled, Statistics
 from kvcache.runner.sampling import Sampler
 from kvcache.runner.scheduler import Failed, Part, Request, batch_of, chunks, plan_sharing, worth_waiting
 from kvcache.runner.tokenizer import Tokenizer
@@ -163,13 +163,13 @@ class Engine(Closing):
         """The prompt's token ids. Raises RequestError for one that is empty, too long or out of range."""
         return encode_prompt(self.tokenizer, prompt, self.model.config, self.limit)
 
-    def submit(self, prompt: Prompt, settings: Settings | None = None) -> Request:
+    def submit(self, prompt: Prompt, settings: GenerationOptions | None = None) -> Request:
         """Queue a request; it starts in a ``step`` that finds a sequence for it.
 
         Raises RequestError for a prompt or settings that cannot be served; nothing is queued then.
         """
         self._check("submit")
-        settings = settings or Settings()
+        settings = settings or GenerationOptions()
         tokens = self.encode(prompt)
         sampler = Sampler(settings.temperature, settings.top_k, settings.top_p, settings.seed)
         run = RequestState(self._submitted, tokens, settings, sampler.fork(0))
@@ -194,7 +194,9 @@ class Engine(Closing):
         request.done = True
         return True
 
-    def complete(self, prompts: Sequence[Prompt], settings: Settings | None = None) -> list[Finished]:
+    def complete(
+        self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
+    ) -> list[Finished]:
         """Submit all, and step until they are done: one answer per prompt, in their order.
 
         Raises what a request failed with. Whatever is raised, these requests are over; events of others

@@ -24,7 +24,7 @@ from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError, RunnerError, TextTooLongError
 from kvcache.runner.memory import cache_bytes, check_memory
 from kvcache.runner.request_state import RequestState, Slot, common_prefix, has_token
-from kvcache.runner.requests import Event, Finished, Prefilled, Settings, Statistics
+from kvcache.runner.requests import Event, Finished, GenerationOptions, Prefilled, Statistics
 from kvcache.runner.sampling import Sampler
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.closing import Closing
@@ -141,7 +141,7 @@ class Generator(Closing):
         return encode_prompt(self.tokenizer, prompt, self.model.config, self.capacity)
 
     def generate(
-        self, prompts: Sequence[Prompt], settings: Settings | None = None
+        self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
     ) -> Events[Event, None, None]:
         """Start the requests; events come as the iterator is drawn from, in the order they happen.
 
@@ -155,7 +155,7 @@ class Generator(Closing):
             raise RequestError("generate: prompts is a string; it is a sequence of prompts")
         if self._busy:
             raise RunnerError("generate: another generate is not done; draw it to its end or close it")
-        settings = settings or Settings()
+        settings = settings or GenerationOptions()
         sampler = Sampler(settings.temperature, settings.top_k, settings.top_p, settings.seed)
         runs = [
             RequestState(i, self.encode(prompt), settings, sampler.fork(i))
@@ -165,7 +165,9 @@ class Generator(Closing):
             run.decoder = self.tokenizer.stream(run.tokens) if self.tokenizer else None
         return self._generate(runs)
 
-    def complete(self, prompts: Sequence[Prompt], settings: Settings | None = None) -> list[Finished]:
+    def complete(
+        self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
+    ) -> list[Finished]:
         """``generate`` to its end: one answer per prompt, in their order."""
         answers = [event for event in self.generate(prompts, settings) if isinstance(event, Finished)]
         return sorted(answers, key=lambda answer: answer.request)
@@ -196,8 +198,8 @@ class Generator(Closing):
         self._queue = []
         for slot in self._slots:
             slot.run, slot.left = None, []
-            if not self._closed:
-                self.cache.remove(slot.seq, 0)
+        for seq in range(0 if self._closed else self._sizes()[1]):
+            self.cache.remove(seq, 0)
 
     def _admit(self) -> Iterator[Event]:
         """Give waiting requests the sequences that are free, with what is stored of their prompts."""
@@ -242,14 +244,19 @@ class Generator(Closing):
         """One forward pass: a chunk of prompts, or one token of every running sequence."""
         running = [(slot, slot.run) for slot in self._slots if slot.run is not None]
         prefill = [(slot, run) for slot, run in running if run.prefilling]
+        return self._compute(self._chunk(prefill), True) if prefill else self._decode(running)
+
+    def _decode(self, running: Sequence[tuple[Slot, RequestState]]) -> Iterator[Event]:
+        return self._compute([(slot, run, 1) for slot, run in running], False)
+
+    def _compute(self, parts: Sequence[tuple[Slot, RequestState, int]], prefill: bool) -> Iterator[Event]:
         began = time.perf_counter()
-        parts = self._chunk(prefill) if prefill else [(slot, run, 1) for slot, run in running]
         logits = self._forward(parts)
         produced = iter(logits)
         sampled = [
             (slot, run, None if run.prefilling else run.sampler(next(produced))) for slot, run, _ in parts
         ]
-        self._count(parts, bool(prefill), time.perf_counter() - began)
+        self._count(parts, prefill, time.perf_counter() - began)
         for slot, run, token in sampled:
             if prefill:
                 yield Prefilled(run.request, run.stored, run.prompt_tokens)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import ml
-from kvcache.runner.checkpoints.weights import check_weights, open_weights, parameter_count
-from kvcache.runner.config import load_config
+from kvcache.runner.checkpoints.source import WeightSource, existing_model_path
+from kvcache.runner.checkpoints.weights import open_weights
+from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
 from kvcache.runner.generate import LanguageModel
 from kvcache.runner.memory import check_memory
-from kvcache.runner.models.families import family_of
+from kvcache.runner.models.families import expected_shapes, family_of, parameter_count, parse_config
 from kvcache.runner.models.loader import Weights
 
-__all__ = ["bundled_model", "load_model"]
+__all__ = ["bundled_model", "check_weights", "load_config", "load_model"]
 
 
 def bundled_model() -> Path:
@@ -27,6 +29,19 @@ def bundled_model() -> Path:
             "python -m examples.train_tiny, or name another with --model"
         )
     return folder
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """The config of a model folder or .gguf file. Raises ModelError with one clear line."""
+    found = existing_model_path(path)
+    if found.is_file():
+        from kvcache.runner.checkpoints.gguf_config import config_from_gguf
+        from kvcache.runner.checkpoints.gguf_file import open_gguf
+
+        return config_from_gguf(open_gguf(found))
+    raw = _read_json(found / "config.json")
+    generation = found / "generation_config.json"
+    return parse_config(raw, _read_json(generation) if generation.is_file() else {}, str(found))
 
 
 def load_model(
@@ -55,3 +70,32 @@ def load_model(
     check_memory(config, backend, dtype, 1, 1, parameter_count(config) * dtype.itemsize)
     model: LanguageModel = family.model(backend, config, read, dtype, progress, **parts)
     return model
+
+
+def check_weights(config: ModelConfig, source: WeightSource) -> None:
+    """Refuse, before anything is put on a device, tensors that are missing or of the wrong shape."""
+    expected = expected_shapes(config)
+    missing = [name for name in expected if name not in source]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(
+            f"{source.origin}: no tensor {missing[0]!r}{more}, which the config asks for; "
+            "the download is incomplete or the config is of another model"
+        )
+    for name, shape in expected.items():
+        if source.shape(name) != shape:
+            raise ModelError(
+                f"{source.origin}: {name} has shape {source.shape(name)}; the config says {shape}"
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ModelError(f"{path.parent}: no {path.name}; is it a model folder in the Hugging Face format?")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: holds a {type(found).__name__}; it is a JSON object")
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache.runner.requests import Finished, FinishReason, Settings, Started, Token
+from kvcache.runner.requests import Finished, FinishReason, GenerationOptions, Started, Token
 from kvcache.runner.sampling import Sampler
 from kvcache.runner.tokenizer import StreamDecoder
 
@@ -41,7 +41,9 @@ class StopStrings:
 class RequestState:
     """One request in a sequence: ``tokens`` (prompt, then generated); ``stored`` of them are in the cache."""
 
-    def __init__(self, request: int, prompt: Sequence[int], settings: Settings, sampler: Sampler) -> None:
+    def __init__(
+        self, request: int, prompt: Sequence[int], settings: GenerationOptions, sampler: Sampler
+    ) -> None:
         self.request = request
         self.tokens = list(prompt)
         self.prompt_tokens = len(prompt)

@@ -8,14 +8,23 @@ from typing import Literal
 
 from kvcache.runner.errors import RequestError
 
-__all__ = ["Event", "FinishReason", "Finished", "Prefilled", "Settings", "Started", "Statistics", "Token"]
+__all__ = [
+    "Event",
+    "FinishReason",
+    "Finished",
+    "GenerationOptions",
+    "Prefilled",
+    "Started",
+    "Statistics",
+    "Token",
+]
 
 FinishReason = Literal["stop", "length", "capacity"]
 """A stop token or string; ``max_new_tokens`` reached; no room for another token in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class GenerationOptions:
     """How to generate: at most ``max_new_tokens`` per request, sampled as ``Sampler`` says.
 
     ``stop`` strings end a text and are not part of it. The model's end-of-sequence tokens do so too
@@ -32,10 +41,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise RequestError(f"Settings: max_new_tokens={self.max_new_tokens}; it is >= 1")
+            raise RequestError(f"GenerationOptions: max_new_tokens={self.max_new_tokens}; it is >= 1")
         if isinstance(self.stop, str) or not all(self.stop):
             raise RequestError(
-                f"Settings: stop={self.stop!r}; it is a sequence of strings that are not empty"
+                f"GenerationOptions: stop={self.stop!r}; it is a sequence of strings that are not empty"
             )
 
 

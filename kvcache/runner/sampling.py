@@ -18,12 +18,18 @@ class Sampler:
     ``top_k`` keeps the k likeliest tokens (0: all). ``top_p`` then keeps the smallest set of the
     likeliest whose probability together reaches p, and never fewer than one (Holtzman et al., 2020).
     Ties go to the lower token id. The same ``seed`` gives the same draws; None takes a new one.
+    Each ``stream`` of a seed has draws of its own.
 
     Raises RequestError for a setting outside its range.
     """
 
     def __init__(
-        self, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int | None = None
+        self,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stream: int | None = None,
     ) -> None:
         if not (math.isfinite(temperature) and temperature >= 0):
             raise RequestError(f"Sampler: temperature={temperature}; it is >= 0 (0 is greedy)")
@@ -37,16 +43,14 @@ class Sampler:
         self.top_k = top_k
         self.top_p = top_p
         self.seed = secrets.randbits(32) if seed is None else seed
-        self._random = np.random.default_rng(self.seed)
+        self._random = np.random.default_rng(self.seed if stream is None else (self.seed, stream))
 
     def fork(self, index: int) -> Sampler:
         """The same settings with draws of its own, fixed by the seed and ``index``.
 
         One per sequence makes a sequence's text independent of what else is in the batch.
         """
-        child = Sampler(self.temperature, self.top_k, self.top_p, self.seed)
-        child._random = np.random.default_rng((self.seed, index))
-        return child
+        return Sampler(self.temperature, self.top_k, self.top_p, self.seed, index)
 
     def __call__(self, logits: np.ndarray) -> int:
         """One token id from ``logits`` (vocab,). Raises RunnerError where no logit can be chosen."""

@@ -22,7 +22,7 @@ from kvcache.cache import InvalidRangeError
 from kvcache.runner.engine import Engine
 from kvcache.runner.errors import RunnerError
 from kvcache.runner.request_state import RequestState
-from kvcache.runner.requests import Settings
+from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.sampling import Sampler
 from kvcache.runner.scheduler import Request, chunks
 from kvcache.snapshots.serialize import deserialize, serialize
@@ -76,7 +76,7 @@ def capture(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
         raise ConversationError("save: a conversation of one token; there is nothing to keep of it")
     asked = [*tokens[:evaluated], 0]  # one token more: a session always leaves one to evaluate
     with engine.ranks.begin(engine.prefix, asked) as session:
-        request = Request(RequestState(-1, asked[:-1], Settings(), Sampler()))
+        request = Request(RequestState(-1, asked[:-1], GenerationOptions(), Sampler()))
         request.session, request.run.stored = session, session.cached
         while request.run.stored < evaluated:
             engine.forward(list(chunks([request], engine.options.prefill_chunk, engine.prefix)))

@@ -32,9 +32,9 @@ from kvcache.cache import Batch, Cache
 from kvcache.caches import branches
 from kvcache.runner.drafts import Draft
 from kvcache.runner.errors import RequestError
-from kvcache.runner.generate import Generator, GeneratorOptions, LanguageModel
+from kvcache.runner.generate import Generator, GeneratorOptions, LanguageModel, Prompt
 from kvcache.runner.request_state import RequestState, Slot, has_token
-from kvcache.runner.requests import Event, Finished
+from kvcache.runner.requests import Event, Finished, GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 
 __all__ = ["Speculation", "SpeculativeGenerator", "SpeculativeOptions"]
@@ -143,20 +143,14 @@ class SpeculativeGenerator(Generator):
         first = self.options.max_sequences + seq * width
         return range(first, first + width)
 
-    def _generate(self, runs: list[RequestState]) -> Events[Event, None, None]:
+    def generate(
+        self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
+    ) -> Events[Event, None, None]:
+        events = super().generate(prompts, settings)
         self.speculation = Speculation()
-        yield from super()._generate(runs)
+        return events
 
-    def _free(self) -> None:
-        super()._free()
-        if not self._closed:
-            branches.drop(self.cache, itertools.chain(*(self._spares(slot.seq) for slot in self._slots)))
-
-    def _step(self) -> Iterator[Event]:
-        running = [(slot, slot.run) for slot in self._slots if slot.run is not None]
-        if any(run.prefilling for _, run in running):
-            yield from super()._step()
-            return
+    def _decode(self, running: Sequence[tuple[Slot, RequestState]]) -> Iterator[Event]:
         began = time.perf_counter()
         attempts = [self._attempt(slot, run) for slot, run in running]
         self._evaluate(attempts)

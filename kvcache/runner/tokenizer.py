@@ -29,7 +29,7 @@ class Tokenizer:
 
     def __init__(self, backend: Any, prefix: Sequence[int] | None = None) -> None:
         self._backend = backend
-        self._prefix = self._template_prefix() if prefix is None else list(prefix)
+        self._prefix = _template_prefix(backend) if prefix is None else list(prefix)
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -59,9 +59,8 @@ class Tokenizer:
             raise ModelError(f"{file}: not a tokenizer.json that tokenizers reads ({error})") from error
         loaded.no_truncation()
         loaded.no_padding()
-        tokenizer = cls(loaded)
-        tokenizer._add_configured_bos(folder / "tokenizer_config.json")
-        return tokenizer
+        prefix, bos = _template_prefix(loaded), _configured_bos(loaded, folder / "tokenizer_config.json")
+        return cls(loaded, prefix if bos is None or bos in prefix else [bos, *prefix])
 
     @property
     def vocab_size(self) -> int:
@@ -105,26 +104,6 @@ class Tokenizer:
         """A decoder of the tokens that follow ``context`` (the prompt: it decides on a leading space)."""
         return StreamDecoder(self, context)
 
-    def _template_prefix(self) -> list[int]:
-        """What the template adds before a text; what it adds behind (an EOS) is no part of a prompt."""
-        plain = self._backend.encode("a", add_special_tokens=False).ids
-        full = self._backend.encode("a", add_special_tokens=True).ids
-        for start in range(len(full) - len(plain) + 1):
-            if full[start : start + len(plain)] == plain:
-                return list(full[:start])
-        return []
-
-    def _add_configured_bos(self, file: Path) -> None:
-        """Older folders say ``add_bos_token`` and leave it out of the template."""
-        try:
-            config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-            bos = config.get("bos_token") if config.get("add_bos_token") else None
-        except (OSError, ValueError, AttributeError) as error:
-            raise ModelError(f"{file}: not valid JSON ({error})") from error
-        token = self.token_id(bos["content"] if isinstance(bos, dict) else bos) if bos else None
-        if token is not None and token not in self._prefix:
-            self._prefix = [token, *self._prefix]
-
 
 class StreamDecoder:
     """Text as its tokens arrive: each ``push`` returns what is new, and never half a character.
@@ -158,6 +137,26 @@ class StreamDecoder:
         self._window = self._window[self._read :]
         self._read = len(self._window)
         return text[len(shown) :]
+
+
+def _template_prefix(backend: Any) -> list[int]:
+    """What the template adds before a text; what it adds behind (an EOS) is no part of a prompt."""
+    plain = backend.encode("a", add_special_tokens=False).ids
+    full = backend.encode("a", add_special_tokens=True).ids
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            return list(full[:start])
+    return []
+
+
+def _configured_bos(backend: Any, file: Path) -> int | None:
+    """Older folders say ``add_bos_token`` and leave it out of the template."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        bos = config.get("bos_token") if config.get("add_bos_token") else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{file}: not valid JSON ({error})") from error
+    return backend.token_to_id(bos["content"] if isinstance(bos, dict) else bos) if bos else None
 
 
 def _check_unicode(text: str) -> None:

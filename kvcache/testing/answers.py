@@ -37,9 +37,9 @@ def _answer(backend: ml.Backend) -> tuple[int, ...]:
     """The tokens that a greedy loop adds to the prompt: a pass for the prompt, then one for each token."""
     from kvcache.runner.generate import Generator, GeneratorOptions
     from kvcache.runner.loading import bundled_model, load_model
-    from kvcache.runner.requests import Settings
+    from kvcache.runner.requests import GenerationOptions
 
     options = GeneratorOptions(max_sequences=1, capacity=64, prefill_chunk=len(PROMPT))
     with Generator(load_model(bundled_model(), backend), None, options=options) as generator:
-        (answer,) = generator.complete([PROMPT], Settings(max_new_tokens=TOKENS))
+        (answer,) = generator.complete([PROMPT], GenerationOptions(max_new_tokens=TOKENS))
     return answer.tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvcache.runner.checkpoints.gguf_file import GGUFFile
-from kvcache.runner.checkpoints.weights import WeightSource
+from kvcache.runner.checkpoints.source import WeightSource
 
 __all__ = ["GGUFSource", "gguf_name", "half_split_rows"]
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import abc
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from kvcache.runner.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from kvcache.runner.checkpoints.source import WeightSource, existing_model_path
 from kvcache.runner.errors import ModelError
 
-__all__ = [
-    "SafetensorsSource",
-    "WeightSource",
-    "check_weights",
-    "expected_shapes",
-    "open_weights",
-    "parameter_count",
-]
+__all__ = ["SafetensorsSource", "open_weights"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -30,30 +22,6 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-
-
-class WeightSource(Mapping[str, np.ndarray]):
-    """Tensors by Hugging Face name; each ``[]`` reads one and keeps nothing.
-
-    BF16 comes as ``ml_dtypes.bfloat16``. Arrays alias the mapped file; a write stays in this process.
-    """
-
-    @abc.abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Without reading the data. ModelError where there is no such tensor."""
-
-    @property
-    @abc.abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of all tensors as they are stored."""
-
-    @property
-    @abc.abstractmethod
-    def origin(self) -> Path:
-        """The folder or file that this was opened from."""
-
-    def _missing(self, name: str) -> ModelError:
-        return ModelError(f"{self.origin}: no tensor {name!r}; the file is incomplete or of another model")
 
 
 class _File:
@@ -153,68 +121,9 @@ def open_weights(path: str | Path) -> WeightSource:
     """
     from kvcache.runner.checkpoints.gguf_file import open_gguf
     from kvcache.runner.checkpoints.gguf_weights import GGUFSource
-    from kvcache.runner.config import existing_model_path
 
     found = existing_model_path(path)
     return GGUFSource(open_gguf(found)) if found.is_file() else SafetensorsSource(found)
-
-
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every tensor that a model of this config reads."""
-    if config.architecture not in SUPPORTED_ARCHITECTURES:
-        from kvcache.runner.models.families import family_of
-
-        return dict(family_of(config).shapes(config))
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    linear = {
-        "self_attn.q_proj": (queries, hidden, config.attention_bias),
-        "self_attn.k_proj": (keys, hidden, config.attention_bias),
-        "self_attn.v_proj": (keys, hidden, config.attention_bias),
-        "self_attn.o_proj": (hidden, queries, config.output_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    for name, (rows, columns, bias) in linear.items():
-        layer[f"{name}.weight"] = (rows, columns)
-        if bias:
-            layer[f"{name}.bias"] = (rows,)
-    if config.qk_norm:
-        layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (config.head_dim,)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for i in range(config.layers):
-        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """How many numbers a model of this config holds; a tied embedding counts once."""
-    return sum(int(np.prod(shape, dtype=np.int64)) for shape in expected_shapes(config).values())
-
-
-def check_weights(config: ModelConfig, source: WeightSource) -> None:
-    """Refuse, before anything is put on a device, tensors that are missing or of the wrong shape."""
-    expected = expected_shapes(config)
-    missing = [name for name in expected if name not in source]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(
-            f"{source.origin}: no tensor {missing[0]!r}{more}, which the config asks for; "
-            "the download is incomplete or the config is of another model"
-        )
-    for name, shape in expected.items():
-        if source.shape(name) != shape:
-            raise ModelError(
-                f"{source.origin}: {name} has shape {source.shape(name)}; the config says {shape}"
-            )
 
 
 def _check_safetensors(path: Path) -> None:

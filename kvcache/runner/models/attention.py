@@ -10,10 +10,10 @@ import numpy as np
 import ml
 from kvcache.cache import Cache
 from kvcache.runner.config import ModelConfig
-from kvcache.runner.models.loader import Linear, Loader
+from kvcache.runner.models.loader import Linear, Loader, Shape
 from ml import nn
 
-__all__ = ["Attention", "load_attention", "merge_heads", "qk_norm"]
+__all__ = ["Attention", "attention_shapes", "load_attention", "merge_heads", "qk_norm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +101,20 @@ def qk_norm(
     """(heads + kv_heads, head_dim): the queries' weight for each head, then the keys'."""
     query, key = (load.take(f"{prefix}.{name}_norm.weight").astype(np.float32) for name in "qk")
     return load.put(ctx, np.stack([query] * config.heads + [key] * config.kv_heads) + np.float32(offset))
+
+
+def attention_shapes(config: ModelConfig, qk_norm: bool = False, gates: int = 0) -> dict[str, Shape]:
+    """Of ``self_attn``, with its biases; ``gates`` rows more in the queries' projection."""
+    hidden, queries = config.hidden_size, config.heads * config.head_dim
+    keys = config.kv_heads * config.head_dim
+    shapes: dict[str, Shape] = {}
+    for name, rows in {"q": queries + gates, "k": keys, "v": keys}.items():
+        shapes[f"self_attn.{name}_proj.weight"] = (rows, hidden)
+        if config.attention_bias:
+            shapes[f"self_attn.{name}_proj.bias"] = (rows,)
+    shapes["self_attn.o_proj.weight"] = (hidden, queries)
+    if config.output_bias:
+        shapes["self_attn.o_proj.bias"] = (hidden,)
+    if qk_norm:
+        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes

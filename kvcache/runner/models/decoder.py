@@ -9,7 +9,7 @@ A layer is two parts, so that the last layer need not compute rows that nobody r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -20,11 +20,11 @@ import ml
 from kvcache.cache import Batch, Cache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError
-from kvcache.runner.models.loader import Linear, Loader, Progress, Shapes, Weights
+from kvcache.runner.models.loader import Linear, Loader, Progress, Shape, Shapes, Weights
 from kvcache.runner.parallel import Share
 from ml import nn
 
-__all__ = ["CausalModel", "Decoder", "Layer", "Step", "token_ids"]
+__all__ = ["CausalModel", "Decoder", "Layer", "Step", "model_shapes", "token_ids"]
 
 C = TypeVar("C", bound=ModelConfig)
 
@@ -83,11 +83,11 @@ class Decoder:
         """What the layers of this pass share."""
         raise NotImplementedError
 
-    def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
+    def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         """(tokens, hidden_size) of the batch's inputs."""
         raise NotImplementedError
 
-    def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+    def logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
         """hidden (rows, hidden_size) -> (rows, vocab_size)."""
         raise NotImplementedError
 
@@ -108,7 +108,7 @@ class Decoder:
         if outputs is not None and list(outputs) == list(range(len(batch))):
             outputs = None
         here, last = ctx.input(), len(self._layers) - 1
-        hidden = self._embed(here, batch)
+        hidden = self.embed(here, batch)
         step = self._begin(here, batch, cache)
         for i, layer in enumerate(self._layers):
             there = ctx.layer(i)
@@ -123,7 +123,7 @@ class Decoder:
         here = ctx.input()
         if len(self.backend.devices) > 1:
             hidden = hidden.cast(here, self.dtype)
-        logits = self._logits(here, hidden)
+        logits = self.logits(here, hidden)
         return logits if self.dtype is ml.DType.F32 else logits.cast(here, ml.DType.F32)
 
 
@@ -181,12 +181,23 @@ class CausalModel(Decoder, Generic[C]):
             self.share.check_step(ctx, batch)
         return super().forward(ctx, batch, cache)
 
-    def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
+    def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         return nn.embedding(ctx, self._embedding, token_ids(batch))
 
-    def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+    def logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
         logits = self._head(ctx, hidden.rms_norm(ctx, self._norm, self.config.rms_norm_eps))
         return self.share.all_logits(ctx, logits, self.config.vocab_size) if self.share else logits
+
+
+def model_shapes(config: ModelConfig, layer: Callable[[int], Mapping[str, Shape]]) -> dict[str, Shape]:
+    """Embedding, layers, norm and head; ``layer(i)`` names the tensors below ``model.layers.{i}.``."""
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    for i in range(config.layers):
+        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer(i).items()})
+    shapes["model.norm.weight"] = (config.hidden_size,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    return shapes
 
 
 def token_ids(batch: Batch) -> ml.Indices:

@@ -9,22 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 import ml
 from kvcache.cache import Cache
-from kvcache.caches.causal import CausalCache
-from kvcache.runner.checkpoints.weights import expected_shapes
-from kvcache.runner.config import SUPPORTED_ARCHITECTURES, ModelConfig, parse_config
+from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models import gemma3, gpt_oss, llama4, qwen3_next, whisper
-from kvcache.runner.models.llama import Llama
+from kvcache.runner.models import gemma3, gpt_oss, llama, llama4, qwen3_next, whisper
 from kvcache.runner.models.loader import Shapes
 from kvcache.runner.parallel import Share, check_ranks, share_of
-from ml import nn
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+__all__ = [
+    "FAMILIES",
+    "SUPPORTED_ARCHITECTURES",
+    "Family",
+    "expected_shapes",
+    "family_of",
+    "parameter_count",
+    "parse_config",
+]
 
+SUPPORTED_ARCHITECTURES = tuple(llama.MODEL_TYPES)
+"""The Llama family, which ModelConfig alone describes."""
 Raw = Mapping[str, Any]
 
 
@@ -75,14 +84,18 @@ def family_of(config: Any) -> Family:
         ) from None
 
 
-def _llama_cache(config: ModelConfig, dtype: ml.DType | None = None) -> CausalCache:
-    return CausalCache(nn.rope_shift(config.rope))
-
-
-_LLAMA = Family(parse_config, Llama, _llama_cache, expected_shapes, divisible=True)
-
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(SUPPORTED_ARCHITECTURES, _LLAMA),
+    **{
+        name: Family(
+            partial(llama.parse, architecture=name),
+            llama.Llama,
+            llama.make_cache,
+            llama.shapes,
+            model_type,
+            divisible=True,
+        )
+        for name, model_type in llama.MODEL_TYPES.items()
+    },
     "Gemma3ForCausalLM": Family(
         gemma3.parse,
         gemma3.Gemma3,
@@ -129,3 +142,40 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """Every architecture that is known."""
+
+
+def parse_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, origin: str = "config.json"
+) -> ModelConfig:
+    """From the contents of config.json and generation_config.json; ``origin`` names them in errors."""
+    try:
+        config: ModelConfig = FAMILIES[_architecture(raw)].parse(raw, generation or {})
+        return config
+    except KeyError as error:
+        raise ModelError(f"{origin}: config.json has no {error.args[0]!r}") from error
+    except ModelError as error:
+        raise ModelError(f"{origin}: {error}") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ModelError(f"{origin}: config.json cannot be understood ({error})") from error
+
+
+def _architecture(raw: Raw) -> str:
+    names = raw.get("architectures") or [
+        name for name, family in FAMILIES.items() if family.model_type == raw.get("model_type")
+    ]
+    causal = [name for name, family in FAMILIES.items() if family.causal]
+    for name in names:
+        if name in causal:
+            return str(name)
+    shown = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}"
+    raise ModelError(f"unsupported architecture {shown}; supported are {', '.join(causal)}")
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every tensor that a model of this config reads."""
+    return dict(family_of(config).shapes(config))
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """How many numbers a model of this config holds; a tied embedding counts once."""
+    return sum(int(np.prod(shape, dtype=np.int64)) for shape in expected_shapes(config).values())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.runner.models.loader import Linear, Loader
+from kvcache.runner.models.loader import Linear, Loader, Shape
 from ml import nn
 
 __all__ = ["Activation", "Experts", "GatedMLP", "geglu", "load_mlp", "mlp_shapes", "swiglu"]
@@ -45,13 +45,14 @@ def load_mlp(load: Loader, ctx: ml.Context, prefix: str, activation: Activation 
     return GatedMLP(gate_up, load.summed(ctx, f"{prefix}.down_proj"), activation)
 
 
-def mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+def mlp_shapes(prefix: str, hidden: int, inner: int, bias: bool = False) -> dict[str, Shape]:
     """The tensors that ``load_mlp`` reads."""
-    return {
-        f"{prefix}.gate_proj.weight": (inner, hidden),
-        f"{prefix}.up_proj.weight": (inner, hidden),
-        f"{prefix}.down_proj.weight": (hidden, inner),
-    }
+    shapes: dict[str, Shape] = {}
+    for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+        shapes[f"{prefix}.{name}_proj.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{prefix}.{name}_proj.bias"] = (rows,)
+    return shapes
 
 
 @dataclass(frozen=True, slots=True)

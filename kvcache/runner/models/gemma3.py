@@ -21,23 +21,19 @@ import numpy as np
 import ml
 from kvcache.cache import Batch, Cache
 from kvcache.caches.wrapper import WrapperCache
-from kvcache.runner.models.attention import Attention, load_attention, qk_norm
-from kvcache.runner.models.decoder import CausalModel, Layer, Step
+from kvcache.runner.config import common_fields, refuse
+from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, qk_norm
+from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.feedforward import GatedMLP, geglu, load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
-    Shape,
     SlidingConfig,
-    attention_shapes,
-    common_fields,
     layer_types,
-    model_shapes,
     parse_rope,
-    refuse,
     sliding_cache,
 )
-from kvcache.runner.models.loader import Loader
+from kvcache.runner.models.loader import Loader, Shape
 from ml import nn
 
 __all__ = ["Gemma3", "Gemma3Config", "make_cache", "parse", "shapes"]
@@ -120,17 +116,17 @@ class Gemma3(CausalModel[Gemma3Config]):
     def make_cache(self) -> WrapperCache:
         return make_cache(self.config)
 
-    def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
+    def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         scale = float(np.asarray(math.sqrt(self.config.hidden_size), self.dtype.numpy))
-        return super()._embed(ctx, batch).scale(ctx, scale)
+        return super().embed(ctx, batch).scale(ctx, scale)
 
     def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         ropes = {SLIDING_ATTENTION: self.config.local_rope, FULL_ATTENTION: self.config.rope}
         rotations = {kind: nn.Rotation(ctx, batch.positions, rope) for kind, rope in ropes.items()}
         return Step(batch, cache, rotations)
 
-    def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
-        logits, cap = super()._logits(ctx, hidden), self.config.logit_softcap
+    def logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        logits, cap = super().logits(ctx, hidden), self.config.logit_softcap
         return logits if cap is None else logits.scale(ctx, 1 / cap).tanh(ctx).scale(ctx, cap)
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:

@@ -18,23 +18,19 @@ import numpy as np
 import ml
 from kvcache.cache import Batch, Cache
 from kvcache.caches.wrapper import WrapperCache
-from kvcache.runner.models.attention import Attention, load_attention
-from kvcache.runner.models.decoder import CausalModel, Layer, Step
+from kvcache.runner.config import common_fields, refuse
+from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
+from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.feedforward import Activation
 from kvcache.runner.models.layer_types import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
-    Shape,
     SlidingConfig,
-    attention_shapes,
-    common_fields,
     layer_types,
-    model_shapes,
     parse_rope,
-    refuse,
     sliding_cache,
 )
-from kvcache.runner.models.loader import Loader
+from kvcache.runner.models.loader import Loader, Shape
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import SparseMLP, load_experts
 from ml import nn

@@ -11,23 +11,80 @@ model is loaded. Queries and keys then lie side by side and are normalised and r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import ml
 from kvcache.cache import Batch, Cache, ShiftFunction
 from kvcache.caches.causal import CausalCache
-from kvcache.runner.checkpoints.weights import expected_shapes
-from kvcache.runner.config import ModelConfig
-from kvcache.runner.models.attention import Attention, load_attention, qk_norm
-from kvcache.runner.models.decoder import CausalModel, Layer, Step
-from kvcache.runner.models.feedforward import load_mlp
-from kvcache.runner.models.loader import Loader, Weights
-from kvcache.runner.models.prenorm import PreNormLayer, load_norms
+from kvcache.runner.config import ModelConfig, common_fields, refuse
+from kvcache.runner.errors import ModelError
+from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, qk_norm
+from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
+from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
+from kvcache.runner.models.loader import Loader, Shape, Weights
+from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
+from kvcache.runner.rope_config import rope_from_config
 from ml import nn
 
-__all__ = ["Llama", "Weights"]
+__all__ = ["MODEL_TYPES", "Llama", "Weights", "make_cache", "parse", "shapes"]
 
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""The architectures of the family, and what config.json calls their ``model_type``."""
 _ROPE = "rope"
+
+
+def parse(raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str) -> ModelConfig:
+    """From the contents of config.json and generation_config.json."""
+    refuse(raw, {"hidden_act": ["silu", "swish"]})
+    fields = common_fields({"rms_norm_eps": 1e-6, **raw}, generation, architecture)
+    llama, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3"))
+    bias = fields["attention_bias"] and (llama or qwen3)
+    fields |= {
+        "head_dim": raw.get("head_dim") or 128 if qwen3 else fields["head_dim"],
+        "attention_bias": bias or qwen2,
+        "output_bias": bias,
+        "mlp_bias": llama and bool(raw.get("mlp_bias", False)),
+        "qk_norm": qwen3,
+        "sliding_window": _window(raw, architecture, fields["max_positions"]),
+        "layer_types": tuple(raw["layer_types"]) if raw.get("layer_types") else None,
+    }
+    return ModelConfig(**fields, rope=rope_from_config(raw, fields["head_dim"], fields["max_positions"]))
+
+
+def _window(raw: Mapping[str, Any], architecture: str, max_positions: int) -> int | None:
+    """None, or an error: layers of a sliding window are not run yet.
+
+    Mistral uses its window wherever there is one (and has 4096 where config.json leaves it out); Qwen
+    only with ``use_sliding_window``. A window that no position can outgrow is full attention.
+    """
+    if architecture == "MistralForCausalLM":
+        window = raw.get("sliding_window", 4096)
+    else:
+        window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    windowed = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
+    if windowed or (window is not None and window < max_positions):
+        shown = f"layer type {windowed[0]!r}" if windowed else f"a sliding window of {window} tokens"
+        raise ModelError(f"{shown} is not supported by the runner yet; take a model with full attention")
+    return None
+
+
+def shapes(config: ModelConfig) -> dict[str, Shape]:
+    """The name and shape of every tensor."""
+    layer = norm_shapes(config.hidden_size) | attention_shapes(config, config.qk_norm)
+    layer |= mlp_shapes("mlp", config.hidden_size, config.intermediate_size, config.mlp_bias)
+    return model_shapes(config, lambda _: layer)
+
+
+def make_cache(config: ModelConfig, dtype: ml.DType | None = None) -> CausalCache:
+    """Of any ``dtype`` alike."""
+    return CausalCache(nn.rope_shift(config.rope))
 
 
 class Llama(CausalModel[ModelConfig]):
@@ -37,14 +94,14 @@ class Llama(CausalModel[ModelConfig]):
     """
 
     cache_type = object
-    shapes = staticmethod(expected_shapes)
+    shapes = staticmethod(shapes)
 
     @property
     def shift(self) -> ShiftFunction:
         return nn.rope_shift(self.config.rope)
 
     def make_cache(self) -> CausalCache:
-        return CausalCache(self.shift)
+        return make_cache(self.config)
 
     def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         return Step(batch, cache, {_ROPE: nn.Rotation(ctx, batch.positions, self.config.rope)})

@@ -11,11 +11,12 @@ import numpy as np
 import ml
 from kvcache.runner.errors import ModelError
 
-__all__ = ["Linear", "Loader", "Progress", "Shapes", "Weights"]
+__all__ = ["Linear", "Loader", "Progress", "Shape", "Shapes", "Weights"]
 
 Progress = Callable[[int, int], None]
 """(tensors done, tensors in all)."""
-Shapes = Mapping[str, tuple[int, ...]]
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
 """The name and shape of every tensor that a model reads."""
 
 

@@ -23,12 +23,11 @@ from kvcache.cache import Batch, Cache
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.wrapper import WrapperCache
-from kvcache.runner.config import read_token_ids, refuse_quantized
+from kvcache.runner.config import read_token_ids, refuse, refuse_quantized
 from kvcache.runner.errors import RequestError
 from kvcache.runner.models.attention import Attention, merge_heads
 from kvcache.runner.models.decoder import Decoder, Step, token_ids
-from kvcache.runner.models.layer_types import Shape, refuse
-from kvcache.runner.models.loader import Linear, Loader, Progress, Weights
+from kvcache.runner.models.loader import Linear, Loader, Progress, Shape, Weights
 from ml import nn
 
 __all__ = ["Whisper", "WhisperConfig", "make_cache", "parse", "shapes"]
@@ -142,7 +141,7 @@ class Whisper(Decoder):
     def make_cache(self) -> WrapperCache:
         return make_cache(self.config)
 
-    def _embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
+    def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         tokens = nn.embedding(ctx, self._embedding, token_ids(batch))
         return tokens.add(ctx, self._positions.rows(ctx, np.asarray(batch.positions)))
 
@@ -162,7 +161,7 @@ class Whisper(Decoder):
             step.tensors[_STATES] = ctx.from_numpy(np.concatenate(items), self.dtype)
         return step
 
-    def _logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+    def logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
         return self._head(ctx, self._norm(ctx, hidden))
 
 
