@@ -4,7 +4,7 @@ mlx-lm's own caches grow. A pool does not, and what it raised in the middle of a
 batch's rows, and with them the thread in which the server generates. For a model with a pool (``install``)
 
 * requests wait until there is room for them and for all that they may yet add;
-* what an ``LRUPromptCache`` keeps gives way, the oldest first, where there is none (``CachePool.relieve``);
+* what an ``LRUPromptCache`` keeps gives way, the oldest first, where there is none (``SequencePool.relieve``);
 * the server refuses a prompt that can never fit, and ends an answer where the room ends ("length").
 
 What fails nevertheless, as when somebody else holds the pool's sequences, fails the requests of its batch and
@@ -27,8 +27,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache
 
 from kvcache.cache import InvalidRangeError
-from kvcache.integrations.mlx_lm.pool import CachePool, SequencesTakenError
-from kvcache.integrations.mlx_lm.rows import Rows
+from kvcache.integrations.mlx_lm.pool import CachePool
+from kvcache.integrations.mlx_lm.rows import BatchRows
+from kvcache.integrations.mlx_lm.sequences import SequencesTakenError
 
 __all__ = ["guard"]
 
@@ -67,9 +68,9 @@ def _pool_of(model: Any) -> CachePool | None:
     return pool if isinstance(pool, CachePool) else None
 
 
-def _rows(prompt_cache: Sequence[Any] | None) -> list[Rows]:
+def _rows(prompt_cache: Sequence[Any] | None) -> list[BatchRows]:
     found = [getattr(entry, "rows", None) for entry in prompt_cache or ()]
-    return [rows for rows in found if isinstance(rows, Rows)]
+    return [rows for rows in found if isinstance(rows, BatchRows)]
 
 
 # LRUPromptCache.
@@ -107,7 +108,7 @@ def _fetch_nearest_cache(lru: LRUPromptCache, original: Callable[..., Any], mode
 
 def _is_batchable(responder: Any, original: Callable[..., bool], *arguments: Any) -> bool:
     pool = _pool_of(responder.model_provider.model)
-    return original(responder, *arguments) and (pool is None or pool.tells_rows_apart)
+    return original(responder, *arguments) and (pool is None or pool.storage.tells_rows_apart)
 
 
 def _next_request(responder: Any, original: Callable[..., Any], *arguments: Any) -> Any:
@@ -146,7 +147,7 @@ def _serve_single(
     step = options.prefill_step_size
     if pool is not None:
         request = _Answers(request[0]), *request[1:]
-        options.prefill_step_size = max(1, min(step, pool.largest_pass or step))
+        options.prefill_step_size = max(1, min(step, pool.sequences.largest_pass or step))
     try:
         original(responder, request, *more)
     finally:
@@ -198,7 +199,7 @@ def _fitted(
     """
     others = sum(_holds(sequence[3]) for sequence in generator._unprocessed_sequences)
     others += len(generator._prompt_batch) + len(generator._generation_batch)
-    crowded = others > 0 and others >= pool.max_sequences - 1
+    crowded = others > 0 and others >= pool.sequences.max_sequences - 1
     if cache is not None and (crowded or not any(segments)):
         first, *rest = segments or [[]]
         return [[*tokens, *first], *rest], None, []
@@ -219,9 +220,9 @@ def _next(generator: Any, original: Callable[[Any], Any]) -> Any:
     _queues[generator] = {uid: queue for uid, queue in _queues[generator].items() if uid in uids}
     count = _admitted(pool, generator)
     later = [waiting.pop() for _ in range(len(waiting) - count)]  # moved: a copy would hold prompt caches
-    if pool.largest_pass is not None:
+    if pool.sequences.largest_pass is not None:
         rows = len(generator._prompt_batch) + count
-        generator.prefill_step_size = max(1, min(step, pool.largest_pass // max(1, rows)))
+        generator.prefill_step_size = max(1, min(step, pool.sequences.largest_pass // max(1, rows)))
     try:
         return original(generator)
     except Exception as error:
@@ -244,7 +245,7 @@ def _admitted(pool: CachePool, generator: Any) -> int:
     held += [len(tokens) + most - done for tokens, most, done in counts]
     waiting, most_rows = (
         generator._unprocessed_sequences,
-        min(pool.max_sequences, pool.largest_pass or math.inf),
+        min(pool.sequences.max_sequences, pool.sequences.largest_pass or math.inf),
     )
     with_sequence = sum(_holds(sequence[3]) for sequence in waiting)
     for i, (_, segments, most, cache, tokens, *_) in enumerate(waiting):

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 
 from kvcache import NotSupportedError
 from kvcache.integrations.transformers.kinds import CONV, Kind
-from kvcache.integrations.transformers.rows import Rows
+from kvcache.integrations.transformers.rows import BatchRows
 from kvcache.integrations.transformers.states import States
 
 __all__ = ["AttentionLayer", "CrossCache", "CrossLayer", "Crossing", "LinearLayer"]
@@ -19,7 +19,7 @@ __all__ = ["AttentionLayer", "CrossCache", "CrossLayer", "Crossing", "LinearLaye
 class _Recorded:
     """What speculative decoding asks of a layer: to take back whatever it drafts."""
 
-    rows: Rows
+    rows: BatchRows
 
     @property
     def record_past(self) -> bool:
@@ -42,7 +42,7 @@ class AttentionLayer(_Recorded, CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, rows: Rows, layer: int, kind: Kind) -> None:
+    def __init__(self, rows: BatchRows, layer: int, kind: Kind) -> None:
         self.rows, self.layer, self.kind = rows, layer, kind
         self.is_sliding = kind.size > 0
 
@@ -94,7 +94,7 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]
     supports_early_init = False
     is_sliding = False
 
-    def __init__(self, rows: Rows, layer: int) -> None:
+    def __init__(self, rows: BatchRows, layer: int) -> None:
         self.rows, self.layer = rows, layer
 
     @property

@@ -122,7 +122,7 @@ class HFPrefixCache(Closing):
             lookback=lookback,
         )  # fmt: skip
         family = self.cache.bind(torch.empty(0, dtype=model.dtype, device=model.device))
-        self.cache.rows.store.give_away()
+        self.cache.rows.pool.give_away()
         self.longest_pass = min((family.kept(kind) or capacity for kind in family.caches), default=capacity)
         """Tokens that windows keep: a longer pass would leave them no snapshots inside."""
         whole: Any = family.all
