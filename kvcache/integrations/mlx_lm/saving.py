@@ -104,13 +104,14 @@ def _max_size(layer: Layer) -> int | None:
 def _in_order(i: int, entry: Any) -> tuple[Any, Any]:
     if type(entry) is mlx_caches.KVCache:
         return entry.keys[..., : entry.offset, :], entry.values[..., : entry.offset, :]
-    size, at = entry.keys.shape[2], entry._idx
-    if entry.keep and entry.offset > size:
+    keys, values, offset, keep, _, at = entry.state
+    size = keys.shape[2]
+    if keep and offset > size:
         raise NotSupportedError(
-            f"adopt: entry {i} keeps its first {entry.keep} tokens for good; there is no such cache"
+            f"adopt: entry {i} keeps its first {keep} tokens for good; there is no such cache"
         )
-    order = mx.array(np.arange(min(at, size)) if at >= entry.offset else np.roll(np.arange(size), -at))
-    return entry.keys[..., order, :], entry.values[..., order, :]
+    order = mx.array(np.arange(min(at, size)) if at >= offset else np.roll(np.arange(size), -at))
+    return keys[..., order, :], values[..., order, :]
 
 
 def _length(contents: Sequence[_Content], layers: Sequence[Layer], tokens: int | None) -> int:

@@ -76,10 +76,10 @@ class HFCache(Cache):  # type: ignore[misc]
         self._attach(BatchRows(CachePool(plan, options)))
 
     @classmethod
-    def over(cls, other: HFCache, seq: int, length: int) -> HFCache:
-        """A cache of one row: sequence ``seq`` behind ``other``, which holds ``length`` tokens."""
+    def of(cls, rows: BatchRows) -> Self:
+        """A cache of rows that are there already."""
         cache = cls.__new__(cls)
-        cache._attach(other.rows.adopt(seq, length))
+        cls._attach(cache, rows)
         return cache
 
     def bind(self, like: torch.Tensor) -> Family:
@@ -164,16 +164,12 @@ class HFCache(Cache):  # type: ignore[misc]
 
         Takes as many of ``max_sequences`` as there are rows, until it is reset.
         """
-        copy = type(self).__new__(type(self))
-        copy._attach(self.rows.fork())
-        return copy
+        return self.of(self.rows.fork())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache with buffers of its own and the same content; ``fork`` does it without copying."""
-        copy = type(self).__new__(type(self))
-        memo[id(self)] = copy
         pool = self.rows.pool
-        copy._attach(BatchRows(CachePool(pool.plan, pool.options)))
+        memo[id(self)] = copy = self.of(BatchRows(CachePool(pool.plan, pool.options)))
         if self.rows.length:
             copy.restore(self.snapshot())
         return copy
@@ -229,11 +225,9 @@ class HFEncoderDecoderCache(Crossing, HFCache, EncoderDecoderCache):  # type: ig
     """
 
     def _attach(self, rows: BatchRows) -> None:
-        decoder = HFCache.__new__(HFCache)
-        decoder._attach(rows)
-        self.rows, self._states = rows, decoder._states
+        self.rows, self._states = rows, States(rows)
         cross = CrossCache([CrossLayer(rows, i) for i in rows.pool.plan.crossing])
-        EncoderDecoderCache.__init__(self, decoder, cross)
+        EncoderDecoderCache.__init__(self, HFCache.of(rows), cross)
         self._note()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

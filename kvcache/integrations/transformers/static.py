@@ -62,6 +62,13 @@ class HFStaticCache(Cache):  # type: ignore[misc]
         pool = CachePool(plan, CacheOptions(backend, None, max_sequences, capacity, capacity, None))
         self._attach(StaticBatchRows(pool))
 
+    @classmethod
+    def of(cls, rows: StaticBatchRows) -> Self:
+        """A cache of rows that are there already."""
+        cache = cls.__new__(cls)
+        cls._attach(cache, rows)
+        return cache
+
     def _attach(self, rows: StaticBatchRows) -> None:
         self.rows = rows
         plan = rows.pool.plan
@@ -97,10 +104,8 @@ class HFStaticEncoderDecoderCache(Crossing, HFStaticCache, EncoderDecoderCache):
 
     def _attach(self, rows: StaticBatchRows) -> None:
         self.rows = rows
-        decoder = HFStaticCache.__new__(HFStaticCache)
-        decoder._attach(rows)
         cross = CrossCache([StaticCrossLayer(rows, i) for i in rows.pool.plan.crossing])
-        EncoderDecoderCache.__init__(self, decoder, cross)
+        EncoderDecoderCache.__init__(self, HFStaticCache.of(rows), cross)
 
     def reset(self) -> None:
         """Forget all tokens, and the encoder's output."""
