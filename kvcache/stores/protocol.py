@@ -1,4 +1,4 @@
-"""The protocol of a store, which is one tier of paged-out snapshots, and what all stores check alike."""
+"""The protocol of a store, which is one tier of offloaded snapshots, and what all stores check alike."""
 
 from __future__ import annotations
 

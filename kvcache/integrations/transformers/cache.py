@@ -21,9 +21,9 @@ from kvcache.integrations.transformers.layers import (
 )
 from kvcache.integrations.transformers.pool import CacheOptions, CachePool
 from kvcache.integrations.transformers.rows import BatchRows
-from kvcache.integrations.transformers.saving import HFSnapshot, like_of, load, read_entry, save
+from kvcache.integrations.transformers.saving import HFSnapshot, like_of, load, save
 from kvcache.integrations.transformers.states import States
-from kvcache.stores import SnapshotStore
+from kvcache.stores import SnapshotStore, get_snapshot
 
 __all__ = ["HFCache", "HFEncoderDecoderCache", "cache_argument"]
 
@@ -199,12 +199,12 @@ class HFCache(Cache):  # type: ignore[misc]
 
     def load(self, store: SnapshotStore, key: str, device: torch.device | str = "cpu") -> bool:
         """Become what ``save`` stored; ``device`` is the model's. False, nothing changed, without the key."""
-        page = read_entry(store, key)
-        if page is None:
+        found = get_snapshot(store, key)
+        if found is None:
             return False
         rows = self.rows
-        rows.pool.bind(len(page.meta["rows"]), like_of(page, torch.device(device)))
-        self.restore(load(page, rows.pool.backend, torch.device(device)))
+        rows.pool.bind(len(found.meta["rows"]), like_of(found, torch.device(device)))
+        self.restore(load(found, rows.pool.backend, torch.device(device)))
         return True
 
     def reserve(self, capacity: int) -> None:

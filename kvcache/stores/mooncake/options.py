@@ -11,7 +11,7 @@ from kvcache.stores.errors import StoreValueError
 from kvcache.stores.options import check_options, read_prefix
 from kvcache.stores.sizes import parse_bytes
 
-__all__ = ["Settings"]
+__all__ = ["MooncakeOptions"]
 
 _SIZES = "segment", "staging"
 _PORT = 50051
@@ -21,7 +21,7 @@ _SMALLEST_SEGMENT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class MooncakeOptions:
     """``mooncake://host[:port]``, and options; sizes in bytes or as ``"4GiB"``, times in seconds.
 
     Raises StoreValueError for what makes no sense, TypeError for an option that does not exist.
