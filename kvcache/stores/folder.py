@@ -27,7 +27,7 @@ from kvcache.stores.manifest import DATA, MANIFEST, TEMPORARY
 from kvcache.stores.protocol import is_key
 from kvcache.stores.system import is_read_only, translated
 
-__all__ = ["PAGES", "INDEX", "LOCK", "STORE_FORMAT", "WRITING", "Folder"]
+__all__ = ["INDEX", "LOCK", "PAGES", "STORE_FORMAT", "WRITING", "Folder"]
 
 PAGES, WRITING, INDEX = "pages", "writing", "index"
 

@@ -40,7 +40,7 @@ class Keys:
 
     def __init__(self, identity: Mapping[str, Any], chunk: int = 256) -> None:
         if type(chunk) is not int or chunk < 1:
-            raise StoreValueError(f"Keys: chunk={chunk!r}; it is an integer >= 1")
+            raise StoreValueError(f"Keys: chunk={chunk!r}; it must be an integer of at least 1")
         record = {"format": SNAPSHOT_FORMAT, "chunk": chunk, "identity": dict(identity)}
         try:
             text = strict_json.encode(record, canonical=True)
@@ -144,7 +144,9 @@ def _packed(tokens: Sequence[Any]) -> np.ndarray:
 
 def _integers(tokens: np.ndarray) -> np.ndarray:
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and tokens.size):
-        raise StoreValueError(f"Keys.chain: tokens {tokens.dtype} {tokens.shape}; they are integers (count,)")
+        raise StoreValueError(
+            f"Keys.chain: tokens {tokens.dtype} {tokens.shape}; they must be integers of shape (count,)"
+        )
     if tokens.dtype == np.uint64 and tokens.size and int(tokens.max()) >= 2**63:
-        raise StoreValueError(f"Keys.chain: the token {int(tokens.max())}; it is below 2**63")
+        raise StoreValueError(f"Keys.chain: the token {int(tokens.max())}; it must be below 2**63")
     return tokens

@@ -312,7 +312,7 @@ class BatchRows:
         return BatchRows(pool, held, [length for one in several for length in one.lengths], batched=True)
 
     def held_in(self, pool: SequencePool) -> list[SharedSequence]:
-        """The sequences of these rows in ``pool``, which they have to be of."""
+        """The sequences of these rows, which must be of ``pool``."""
         if self.pool is not pool:
             raise NotSupportedError(
                 "merge: prompt caches of different pools; those that meet in a batch are made by one: "

@@ -18,6 +18,7 @@ from kvcache.integrations.transformers.layers import (
     Crossing,
     CrossLayer,
     LinearLayer,
+    RowsCache,
 )
 from kvcache.integrations.transformers.pool import CacheOptions, CachePool
 from kvcache.integrations.transformers.rows import BatchRows
@@ -33,7 +34,7 @@ def cache_argument(model: Any) -> str:
     return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
 
 
-class HFCache(Cache):  # type: ignore[misc]
+class HFCache(RowsCache):
     """A cache for ``model(..., past_key_values=cache)`` and ``model.generate(..., past_key_values=cache)``.
 
     The rows of the batch are sequences of our caches: a causal one for full attention, a window for
@@ -74,13 +75,6 @@ class HFCache(Cache):  # type: ignore[misc]
         plan = layer_plan(config)
         options = CacheOptions(backend, stored_dtype(dtype), max_sequences, capacity, lookback, shift, grow)
         self._attach(BatchRows(CachePool(plan, options)))
-
-    @classmethod
-    def of(cls, rows: BatchRows) -> Self:
-        """A cache of rows that are there already."""
-        cache = cls.__new__(cls)
-        cls._attach(cache, rows)
-        return cache
 
     def bind(self, like: torch.Tensor) -> Family:
         """Make the caches now, for keys with the dtype and on the device of ``like``."""
@@ -210,12 +204,6 @@ class HFCache(Cache):  # type: ignore[misc]
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens per row, if there is less: all that is held moves once."""
         self.rows.pool.reserve(capacity)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all that is allocated, forks included."""
-        pool = self.rows.pool
-        return int(getattr(pool.family.all, "nbytes", 0)) if pool.bound else 0
 
 
 class HFEncoderDecoderCache(Crossing, HFCache, EncoderDecoderCache):  # type: ignore[misc]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
@@ -13,7 +13,29 @@ from kvcache.integrations.transformers.kinds import CONV, Kind
 from kvcache.integrations.transformers.rows import BatchRows
 from kvcache.integrations.transformers.states import States
 
-__all__ = ["AttentionLayer", "CrossCache", "CrossLayer", "Crossing", "LinearLayer"]
+__all__ = ["AttentionLayer", "CrossCache", "CrossLayer", "Crossing", "LinearLayer", "RowsCache"]
+
+
+class RowsCache(Cache):  # type: ignore[misc]
+    """A cache of transformers' over ``rows``, whose layers :meth:`_attach` makes."""
+
+    rows: BatchRows
+
+    @classmethod
+    def of(cls, rows: BatchRows) -> Self:
+        """A cache of rows that are there already."""
+        cache = cls.__new__(cls)
+        cls._attach(cache, rows)
+        return cache
+
+    def _attach(self, rows: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is allocated, forks included."""
+        pool = self.rows.pool
+        return int(getattr(pool.family.all, "nbytes", 0)) if pool.bound else 0
 
 
 class _Recorded:

@@ -135,7 +135,9 @@ class HFPrefixCache(Closing):
     def generate(self, input_ids: torch.Tensor, *, prefill_size: int = 512, **options: Any) -> Any:
         """``model.generate(input_ids, **options)`` for one conversation, (1, tokens), from what is there."""
         if input_ids.ndim != 2 or input_ids.shape[0] != 1:
-            raise InvalidRangeError(f"generate: input_ids {tuple(input_ids.shape)}; they are (1, tokens)")
+            raise InvalidRangeError(
+                f"generate: input_ids {tuple(input_ids.shape)}; their shape must be (1, tokens)"
+            )
         count = input_ids.shape[1]
         with self.begin(input_ids[0].tolist()) as session:
             session.prefill(prefill_size)

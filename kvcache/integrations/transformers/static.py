@@ -7,6 +7,7 @@ the position that a counter on the device names. The masks of transformers hide 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Self, cast
 
 import torch
@@ -22,7 +23,7 @@ import ml
 from kvcache import Batch, CacheFullError, InvalidRangeError, NotSupportedError
 from kvcache.attention.dense_batch import DenseBatch
 from kvcache.integrations.transformers.kinds import CROSS, STATES, Kind, Trait, empty_layer, layer_plan
-from kvcache.integrations.transformers.layers import CrossCache, Crossing, CrossLayer
+from kvcache.integrations.transformers.layers import CrossCache, Crossing, CrossLayer, RowsCache
 from kvcache.integrations.transformers.passes import ForwardPass
 from kvcache.integrations.transformers.pool import CacheOptions, CachePool
 from kvcache.integrations.transformers.rows import BatchRows
@@ -30,12 +31,14 @@ from kvcache.integrations.transformers.rows import BatchRows
 __all__ = ["HFStaticCache", "HFStaticEncoderDecoderCache"]
 
 
-class HFStaticCache(Cache):  # type: ignore[misc]
+class HFStaticCache(RowsCache):
     """A cache that has the same shapes at every step, as transformers' StaticCache has.
 
     ``generate`` compiles the model's step with it where transformers would with its own. Windows are stored
     whole; ``crop`` and beams work, forks, ``remove`` and quantized storage are HFCache's.
     """
+
+    rows: StaticBatchRows
 
     def __new__(cls, config: Any = None, **options: Any) -> Self:
         """An encoder-decoder's config makes the subclass that is an ``EncoderDecoderCache`` too."""
@@ -62,13 +65,6 @@ class HFStaticCache(Cache):  # type: ignore[misc]
         pool = CachePool(plan, CacheOptions(backend, None, max_sequences, capacity, capacity, None))
         self._attach(StaticBatchRows(pool))
 
-    @classmethod
-    def of(cls, rows: StaticBatchRows) -> Self:
-        """A cache of rows that are there already."""
-        cache = cls.__new__(cls)
-        cls._attach(cache, rows)
-        return cache
-
     def _attach(self, rows: StaticBatchRows) -> None:
         self.rows = rows
         plan = rows.pool.plan
@@ -91,12 +87,6 @@ class HFStaticCache(Cache):  # type: ignore[misc]
             )
         for layer in attention:
             layer.crop(-gone)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all that is allocated."""
-        pool = self.rows.pool
-        return int(getattr(pool.family.all, "nbytes", 0)) if pool.bound else 0
 
 
 class HFStaticEncoderDecoderCache(Crossing, HFStaticCache, EncoderDecoderCache):  # type: ignore[misc]
@@ -232,8 +222,7 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """In place: compiled code holds the addresses."""
         if self.is_initialized:
-            for tensor in (self.keys, self.values):
-                tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+            _reorder((self.keys, self.values), beam_idx)
 
 
 class StaticCrossLayer(CrossLayer):
@@ -270,8 +259,7 @@ class StaticCrossLayer(CrossLayer):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Beams of one input read the same output; others are reordered as the decoder's are."""
-        for tensor in self._found or ():
-            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+        _reorder(self._found or (), beam_idx)
 
 
 class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
@@ -312,10 +300,14 @@ class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         """Nothing to do: states of fixed shapes cannot go back, which ``crop`` says."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        for states in (self.conv_states, self.recurrent_states):
-            for tensor in states.values():
-                if tensor is not None:
-                    tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+        _reorder((*self.conv_states.values(), *self.recurrent_states.values()), beam_idx)
+
+
+def _reorder(tensors: Iterable[torch.Tensor | None], beam_idx: torch.Tensor) -> None:
+    """Row i becomes what row ``beam_idx[i]`` was, in place."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
 
 def _one_token(x: torch.Tensor) -> torch.Tensor:

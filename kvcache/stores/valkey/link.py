@@ -22,7 +22,7 @@ __all__ = ["Command", "Link", "Wire", "unless_error"]
 
 
 class Command(NamedTuple):
-    """What is sent, and what its reply has to be."""
+    """What is sent, and the kind of its reply."""
 
     words: Sequence[object]
     """Text, bytes and numbers."""
@@ -89,7 +89,7 @@ class _TlsConnection(_Bounded, valkey.connection.SSLConnection):  # type: ignore
 
 
 class Wire:
-    """One borrowed connection. Every command that is sent has to have its reply read."""
+    """One borrowed connection. The reply to every command that is sent must be read."""
 
     def __init__(self, connection: Any, deadline: Deadline) -> None:
         self._connection = connection

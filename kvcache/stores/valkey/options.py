@@ -120,7 +120,7 @@ def _between(name: str, value: Any, low: int, high: int) -> int:
     text = str(value)
     digits = text.isascii() and text.isdigit() and len(text) < 12
     if not digits or not low <= int(text) <= high:
-        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is an integer from {low} to {high}")
+        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it must be an integer from {low} to {high}")
     return int(text)
 
 
@@ -153,7 +153,7 @@ def _secret(name: str, value: Any) -> str:
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is text, and not empty")
+        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it must be text that is not empty")
     return value
 
 
@@ -163,7 +163,7 @@ def _truth(name: str, value: Any) -> bool:
 
 def _path(name: str, value: Any) -> str:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is the path of a file")
+        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it must be the path of a file")
     return str(os.fspath(value))
 
 
