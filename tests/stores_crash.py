@@ -26,7 +26,7 @@ import pytest
 from kvcache.stores import FileStore, SnapshotCorrupt, StoreFull, StoreUnavailable
 from kvcache.stores.catalog import Catalog
 from kvcache.stores.folder import Folder
-from kvcache.stores.lockfile import Held
+from kvcache.stores.lockfile import HeldLock
 from kvcache.testing.stores import content, read
 
 UNIT = 8_000
@@ -420,12 +420,12 @@ def _sweep_the_living() -> None:
 
 
 def _say_nothing_of_changes() -> None:
-    Held.announce = lambda self, stems: self.changes  # type: ignore[method-assign]
+    HeldLock.announce = lambda self, stems: self.changes  # type: ignore[method-assign]
 
 
 def _say_not_what_changes() -> None:
-    announce = Held.announce
-    Held.announce = lambda self, stems: announce(self, [])  # type: ignore[method-assign]
+    announce = HeldLock.announce
+    HeldLock.announce = lambda self, stems: announce(self, [])  # type: ignore[method-assign]
 
 
 def _forget_the_halves() -> None:

@@ -32,7 +32,7 @@ OPENING = "ml:open_backend:1"
 LOADING = "kvcache.runner.models.loader:Loader.take:5"
 PREFILL = "kvcache.caches.causal:CausalCache.start_forward:1"
 DECODE = "kvcache.caches.causal:CausalCache.start_forward:3"
-READING = "kvcache.runner.saved:digest_of_page:1"
+READING = "kvcache.runner.saved:digest_of_snapshot:1"
 RESTORE = "kvcache.runner.saved:deserialize:1"
 WRITING = "os:fsync:1"
 

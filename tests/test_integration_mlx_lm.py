@@ -126,7 +126,7 @@ def test_mlx_lm_makes_our_prompt_caches_once_installed(model: Any) -> None:
     expected = models.greedy(model, prompt, 8, None)
     pool = install(model, capacity=64, max_sequences=2)
     try:
-        assert own_prompt_cache(model)[0].rows.pool is pool
+        assert own_prompt_cache(model)[0].rows.pool is pool.sequences
         assert models.greedy(model, prompt, 8, None) == expected
     finally:
         uninstall(model)
@@ -148,7 +148,7 @@ def test_the_layers_of_a_model_are_found_without_computing_anything() -> None:
 def test_memory_is_taken_at_once_and_does_not_grow(model: Any) -> None:
     """mlx-lm's own cache grows every 256 tokens, and copies the history as it does."""
     prompt_cache = make_prompt_cache(model, capacity=300, checkpoints=0)
-    pool = prompt_cache[0].rows.pool
+    pool = prompt_cache[0].rows.pool.storage.cache
     before = pool.nbytes
     assert before > 0
     for chunk in (100, 100, 70, *[1] * 20):

@@ -72,7 +72,7 @@ def test_no_sequence_is_leaked(model: Any) -> None:
         assert pool.free_sequences == 1  # the four that are handed back
         del found
         assert pool.free_sequences == 5
-    pool.reclaim()
+    pool.sequences.reclaim()
     assert all(cache.held() == {} for cache in pool.storage.attention if cache is not None)
 
 

@@ -24,7 +24,8 @@ import mlx_lm
 from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
 
-from kvcache.integrations.mlx_lm import CachePool, install
+from kvcache.integrations.mlx_lm import install
+from kvcache.integrations.mlx_lm.sequences import SequencePool
 
 from . import mlx_lm_models
 
@@ -186,8 +187,8 @@ def test_nothing_gives_way_in_a_pool_as_large_as_the_page_says(
     decoded, read, kept = 2, 3, 3
     flags = (f"--decode-concurrency={decoded}", f"--prompt-concurrency={read}", f"--prompt-cache-size={kept}")
     gave_way: list[bool] = []
-    relieve = CachePool.relieve
-    monkeypatch.setattr(CachePool, "relieve", lambda pool: gave_way.append(relieve(pool)) or gave_way[-1])
+    relieve = SequencePool.relieve
+    monkeypatch.setattr(SequencePool, "relieve", lambda pool: gave_way.append(relieve(pool)) or gave_way[-1])
     with serving({}, flags=flags, capacity=64, max_sequences=decoded + read + kept + 2) as running:
         with ThreadPoolExecutor(decoded + read) as clients:  # nobody waits with a conversation found for them
             said = list(clients.map(running.text, prompts(12)))

@@ -58,7 +58,7 @@ class TestStorage:
         made, ids = hf.model("llama"), hf.tokens(1)
         cache = HFCache(made.config, capacity=32)
         feed(made, cache, ids)
-        causal = cache.rows.store.family.all
+        causal = cache.rows.pool.family.all
         assert causal.positions(0).tolist() == list(range(13))
         before = feed(made, cache, ids[:, :1])
         cache.crop(-1)
@@ -330,7 +330,7 @@ class TestGoingBack:
             raise ml.DeviceError("out of memory")
 
         with monkeypatch.context() as patch:
-            patch.setattr(cache.rows.store.family.all, "put", fail)
+            patch.setattr(cache.rows.pool.family.all, "put", fail)
             with pytest.raises(ml.DeviceError):
                 feed(made, cache, ids[:, 10:13])
         assert cache.get_seq_length() == 10
@@ -369,9 +369,9 @@ class TestSharing:
         made = hf.model("llama")
         cache = HFCache(made.config, max_sequences=4, capacity=30)
         feed(made, cache, hf.tokens(1, 20))
-        free = cache.rows.store.family.all.free_cells
+        free = cache.rows.pool.family.all.free_cells
         forks = [cache.fork() for _ in range(3)]
-        assert cache.rows.store.family.all.free_cells == free
+        assert cache.rows.pool.family.all.free_cells == free
         with pytest.raises(InvalidSequenceError):
             cache.fork()
         forks[0].reset()

@@ -116,7 +116,7 @@ def test_the_buffers_are_those_of_our_cache_and_stay_where_they_are() -> None:
     made, ids = hf.model("llama"), hf.tokens(2, 20)
     cache = HFStaticCache(made.config, capacity=32)
     feed(made, cache, ids[:, :10])
-    buffers = cache.rows.store.family.all._buffers
+    buffers = cache.rows.pool.family.all._buffers
     addresses = [layer.keys.data_ptr() for layer in cache.layers]
     assert addresses == [buffers[i].key.tensor.native.data_ptr() for i in range(2)]
     assert cache.layers[0].keys.shape == (2, 2, 32, 16)

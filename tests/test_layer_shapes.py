@@ -16,7 +16,7 @@ from kvcache import Batch, PrefixCache
 from kvcache.runner.generate import cache_for
 from kvcache.runner.loading import load_model
 from kvcache.snapshots.layer_shapes import check_layers, layers_of_cache, layers_of_page
-from kvcache.stores import FileStore, SerializedSnapshot, SnapshotCorrupt, get_page, put_page
+from kvcache.stores import FileStore, SerializedSnapshot, SnapshotCorrupt, get_snapshot, put_snapshot
 from ml import DType
 
 from .small_models import KINDS as MODELS
@@ -122,12 +122,12 @@ def forged(store: FileStore, folder: Path, forge: Callable[[Any, dict[str, np.nd
     """Put every page anew under its key, with a digest that is right; how many."""
     keys = [path.name.removesuffix(".safetensors") for path in (folder / "pages").glob("*.safetensors")]
     for key in keys:
-        page = get_page(store, key)
+        page = get_snapshot(store, key)
         assert page is not None
         meta, arrays = dict(page.meta), dict(page.arrays)
         forge(meta["snapshot"], arrays)
         assert store.delete(key)
-        assert put_page(store, key, SerializedSnapshot(meta, arrays))
+        assert put_snapshot(store, key, SerializedSnapshot(meta, arrays))
     return len(keys)
 
 
@@ -183,12 +183,12 @@ def test_pages_of_one_conversation_have_the_same_layers(backend: ml.Backend, tmp
         with over(make(backend, "causal"), store) as prefix:
             talk(prefix)
             chain = prefix.tree.keys.chain(TOKENS)
-        page = get_page(store, chain.at(16))
+        page = get_snapshot(store, chain.at(16))
         assert page is not None
         meta, arrays = dict(page.meta), dict(page.arrays)
         lacking(meta["snapshot"], arrays)
         store.delete(chain.at(16))
-        put_page(store, chain.at(16), SerializedSnapshot(meta, arrays))
+        put_snapshot(store, chain.at(16), SerializedSnapshot(meta, arrays))
         with over(make(backend, "causal"), store) as prefix:
             assert talk(prefix) == 8
 

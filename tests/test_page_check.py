@@ -21,7 +21,15 @@ import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.snapshots.page_check import check_page
 from kvcache.snapshots.serialize import deserialize, serialize
-from kvcache.stores import MemoryStore, SerializedSnapshot, SnapshotCorrupt, get_page, pack, put_page, unpack
+from kvcache.stores import (
+    MemoryStore,
+    SerializedSnapshot,
+    SnapshotCorrupt,
+    get_snapshot,
+    pack,
+    put_snapshot,
+    unpack,
+)
 from kvcache.testing.conversing import CACHES, ConversationSetup, Rig
 from kvcache.testing.prefix_case import PlainStore
 from ml import DType
@@ -54,7 +62,7 @@ def stored(backend: ml.Backend, cache: str, dtype: DType = DType.F32) -> dict[st
         owner.keep(TOKENS)
         owner.prefix.close()
         chain = prefix.tree.keys.chain(TOKENS)
-        pages = {key: get_page(store, key) for key in (chain.at(i) for i in range(1, len(TOKENS) + 1))}
+        pages = {key: get_snapshot(store, key) for key in (chain.at(i) for i in range(1, len(TOKENS) + 1))}
     return {key: page for key, page in pages.items() if page is not None}
 
 
@@ -111,7 +119,7 @@ def test_no_page_of_a_store_keeps_a_conversation_from_beginning(
     for number, (key, other) in enumerate(rnd.sample(forged, 40)):
         store = MemoryStore()
         for name, page in {**pages, key: other}.items():
-            put_page(store, name, page)
+            put_snapshot(store, name, page)
         r = rig(backend, cache, dtype, store if number % 2 else PlainStore(store))
         if number % 4 > 1:
             r.keep([1, 2, 3])
@@ -130,14 +138,14 @@ def test_a_layer_without_a_number_is_corrupt_dropped_and_a_miss(
     ((first, page), (last, rest)) = stored(backend, "causal").items()
     for reader in (lambda store: store, PlainStore):
         store = MemoryStore()
-        put_page(store, first, changed(page, ("snapshot", "layers", 1, 0), name))
-        put_page(store, last, rest)
+        put_snapshot(store, first, changed(page, ("snapshot", "layers", 1, 0), name))
+        put_snapshot(store, last, rest)
         r = rig(backend, "causal", DType.F32, reader(store))
         with caplog.at_level(logging.WARNING):
             assert r.keep([*TOKENS, 99]) == 0
         assert f"a layer's number is {name!r}; the page is dropped and computed again" in caplog.text
         r.prefix.flush()
-        found = get_page(store, first)
+        found = get_snapshot(store, first)
         assert found is not None
         assert found.meta == page.meta, "written anew"
 
@@ -146,7 +154,7 @@ def test_a_page_without_the_states_of_a_layer_is_dropped(backend: ml.Backend) ->
     store = MemoryStore()
     for key, page in stored(backend, "recurrent").items():
         name, _ = page.meta["snapshot"]["states"][2][2]
-        put_page(store, key, with_array(changed(page, ("snapshot", "states", 2)), name, None))
+        put_snapshot(store, key, with_array(changed(page, ("snapshot", "states", 2)), name, None))
     r = rig(backend, "recurrent", DType.F32, store)
     r.keep([1, 2, 3])
     assert r.keep([*TOKENS, 99]) == 0

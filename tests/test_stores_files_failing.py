@@ -330,7 +330,7 @@ def test_closing_waits_for_the_call_under_way(where: Path, monkeypatch: pytest.M
     assert writing.wait(60)
     closing = threading.Thread(target=store.close)
     closing.start()
-    until(lambda: store._calls._closed)
+    until(lambda: store._in_flight._closed)
     with pytest.raises(StoreClosedError):
         store.stat(["a"])
     assert closing.is_alive()

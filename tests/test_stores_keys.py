@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.stores import PAGE_FORMAT, Keys, StoreValueError, check_key
+from kvcache.stores import SNAPSHOT_FORMAT, Keys, StoreValueError, check_key
 
 IDENTITY = {"model": "m", "weights": "w", "dtype": "F16", "rope": {"base": 10000.0, "scale": None}, "rank": 0}
 
@@ -24,7 +24,7 @@ def every_key(tokens: Any, chunk: int = 4, **identity: Any) -> list[str]:
 def test_a_key_is_the_sha256_chain_that_is_documented() -> None:
     """Written out by hand, with nothing but hashlib: keys on disk must not change unnoticed."""
     text = json.dumps(
-        {"format": PAGE_FORMAT, "chunk": 4, "identity": IDENTITY}, sort_keys=True, separators=(",", ":")
+        {"format": SNAPSHOT_FORMAT, "chunk": 4, "identity": IDENTITY}, sort_keys=True, separators=(",", ":")
     )
     root = hashlib.sha256(text.encode()).digest()
     first = hashlib.sha256(root + b"i" + np.arange(4, dtype="<i8").tobytes()).digest()

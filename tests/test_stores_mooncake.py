@@ -26,7 +26,7 @@ from kvcache.stores import (
     open_store,
 )
 from kvcache.stores.digests import Digests
-from kvcache.stores.mooncake import MooncakeStore, Settings
+from kvcache.stores.mooncake import MooncakeOptions, MooncakeStore
 from kvcache.stores.mooncake.client import Client
 from kvcache.stores.mooncake.connecting import LIMITS, connect, load, set_limits
 from kvcache.stores.mooncake.frame import HEADER, Digest
@@ -51,7 +51,7 @@ def pool() -> Iterator[MooncakePool]:
 @pytest.fixture(scope="module")
 def native(pool: MooncakePool) -> Iterator[Any]:
     """One client of the package for all tests: closing one takes a second."""
-    made = connect(Settings.of(pool.url, {"timeout": 20}))
+    made = connect(MooncakeOptions.of(pool.url, {"timeout": 20}))
     yield made
     made.close()
 
@@ -549,10 +549,10 @@ def test_an_option_that_does_not_exist_is_refused() -> None:
 
 
 def test_options_of_the_url_are_understood() -> None:
-    found = Settings.of("mooncake://[::1]:7", {"segment": "4GiB", "lanes": "2", "timeout": "1.5"})
+    found = MooncakeOptions.of("mooncake://[::1]:7", {"segment": "4GiB", "lanes": "2", "timeout": "1.5"})
     assert (found.segment, found.lanes, found.timeout) == (4 << 30, 2, 1.5)
     assert (found.master, found.url) == ("[::1]:7", "mooncake://[::1]:7")
-    assert Settings.of("mooncake://here", {}).port == 50051
+    assert MooncakeOptions.of("mooncake://here", {}).port == 50051
 
 
 def test_a_client_that_is_none_is_refused() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("valkey", reason="the package valkey is not installed: pip i
 from benchmarks import remote
 from kvcache.stores import ValkeyStore
 from kvcache.stores.valkey.manifest import CHUNK, ENTRY_FORMAT
-from kvcache.stores.valkey.settings import Settings
+from kvcache.stores.valkey.options import ValkeyOptions
 from kvcache.testing.servers import ValkeyServer
 
 TEXT = (Path(__file__).resolve().parents[1] / "docs" / "remote-stores.md").read_text(encoding="utf-8")
@@ -41,12 +41,14 @@ def test_every_option_is_in_the_page_with_its_default() -> None:
     options = {
         name: default.strip("`") for names, default in rows.items() for name in re.findall(r"`(\w+)`", names)
     }
-    expected = {field.name for field in fields(Settings)} - {"host", "port", "db", "tls"} | {"password_file"}
+    expected = {field.name for field in fields(ValkeyOptions)} - {"host", "port", "db", "tls"} | {
+        "password_file"
+    }
     assert options.keys() == expected
-    made = Settings()
+    made = ValkeyOptions()
     for name in ("prefix", "digest", "connections", "connect_timeout", "timeout"):
         assert options[name] == f"{getattr(made, name):{'g' if 'timeout' in name else ''}}"
-    assert Settings.of(None, {"ttl": options["ttl"]}).ttl == made.ttl
+    assert ValkeyOptions.of(None, {"ttl": options["ttl"]}).ttl == made.ttl
 
 
 def test_the_format_is_in_the_page() -> None:

@@ -15,8 +15,8 @@ from kvcache.stores import StoreUnavailable, StoreValueError, ValkeyStore, open_
 from kvcache.stores.digests import Digests
 from kvcache.stores.redaction import without_secrets
 from kvcache.stores.valkey.manifest import CHUNK, Broken, RemoteManifest, understood
+from kvcache.stores.valkey.options import ValkeyOptions
 from kvcache.stores.valkey.replies import BLOCK
-from kvcache.stores.valkey.settings import Settings
 from kvcache.stores.valkey.transfer import blocks
 
 # Addresses.
@@ -34,20 +34,20 @@ from kvcache.stores.valkey.transfer import blocks
     ],
 )
 def test_a_url_is_read_as_people_write_it(url: str, expected: dict[str, Any]) -> None:
-    settings = Settings.of(url, {})
+    settings = ValkeyOptions.of(url, {})
     assert {name: getattr(settings, name) for name in expected} == expected
 
 
 def test_options_may_be_text_as_they_stand_in_a_query() -> None:
     text = {"ttl": "12h", "connections": "3", "connect_timeout": "0.5", "timeout": "90s", "prefix": "a.b:c"}
     typed = {"ttl": 43200, "connections": 3, "connect_timeout": 0.5, "timeout": 90.0, "prefix": "a.b:c"}
-    assert Settings.of("valkey://host", text) == Settings.of("valkey://host", typed)
-    assert Settings.of("valkeys://host", {"tls_verify": "no"}).tls_verify is False
+    assert ValkeyOptions.of("valkey://host", text) == ValkeyOptions.of("valkey://host", typed)
+    assert ValkeyOptions.of("valkeys://host", {"tls_verify": "no"}).tls_verify is False
 
 
 @pytest.mark.parametrize("ttl", ["1d", "24h", "1440m", "86400s", "86400", 86400, 86400.0])
 def test_a_time_to_live_has_units(ttl: Any) -> None:
-    assert Settings.of(None, {"ttl": ttl}).ttl == 86400
+    assert ValkeyOptions.of(None, {"ttl": ttl}).ttl == 86400
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,11 @@ def test_an_unknown_option_is_a_type_error_that_lists_those_that_exist() -> None
 def test_a_password_comes_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "password"
     path.write_text("from a file\n", encoding="utf-8")
-    assert Settings.of("valkey://me@host", {"password_file": str(path)}).password == "from a file"
+    assert ValkeyOptions.of("valkey://me@host", {"password_file": str(path)}).password == "from a file"
     with pytest.raises(StoreUnavailable, match="nowhere"):
-        Settings.of(None, {"password_file": tmp_path / "nowhere"})
+        ValkeyOptions.of(None, {"password_file": tmp_path / "nowhere"})
     with pytest.raises(StoreValueError, match="twice"):
-        Settings.of("valkey://:a@host", {"password_file": path})
+        ValkeyOptions.of("valkey://:a@host", {"password_file": path})
 
 
 SECRETS = [
@@ -134,7 +134,7 @@ def test_no_repr_shows_a_password() -> None:
     pytest.importorskip("blake3", reason="the package blake3 is not installed")
     store = open_store("valkey://me:hunter2@host:1/2?prefix=mine", **options)
     assert repr(store) == "ValkeyStore('valkey://host:1/2', prefix='mine')"
-    settings = Settings.of("valkey://me:hunter2@host", options)
+    settings = ValkeyOptions.of("valkey://me:hunter2@host", options)
     for text in (repr(settings), str(settings), settings.url):
         assert "hunter" not in text
 

@@ -37,7 +37,7 @@ class Peer:
 
     def __init__(self) -> None:
         self.mine, self.socket = socket.socketpair()
-        self._sock = self.socket
+        self.open_socket = self.socket
         self.replies = Replies()
         self.replies.deadline = Deadline(60)
         self.replies.on_connect(self)

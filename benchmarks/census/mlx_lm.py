@@ -343,7 +343,7 @@ def examine(
     except ml.MLError as error:
         return {"layers": layers, "outcome": "refused", "told": str(error)}
     found = {mode: judge(case, side, mode) for mode in modes}
-    if side.pool.free_sequences != side.pool.max_sequences:
+    if side.pool.free_sequences != side.pool.sequences.max_sequences:
         found["leak"] = ("wrong", f"{side.pool.free_sequences} sequences are free in the end")
     return {"layers": layers, "outcome": "run", "modes": found, "one_pass": case.one_pass}
 

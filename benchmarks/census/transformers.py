@@ -275,7 +275,7 @@ def _interrupt(case: Case, cache: Any, first: torch.Tensor) -> Any:
     """A pass fails before its last layer; what our error then advises is done."""
     if not isinstance(cache, HFCache):
         return cache
-    growing = [i for i, kind in enumerate(cache.rows.store.plan.layers) if kind.grows]
+    growing = [i for i, kind in enumerate(cache.rows.pool.plan.layers) if kind.grows]
     with _failing(case.model, growing[-1]), contextlib.suppress(InterruptedPassError):
         case.feed(cache, tokens(2, 3, seed=4))
     try:
@@ -285,7 +285,7 @@ def _interrupt(case: Case, cache: Any, first: torch.Tensor) -> Any:
         if advice is None:
             raise
         getattr(cache, advice[1])(*([int(advice[2])] if advice[2] else []))
-    if Trait.INSIDE in cache.rows.store.plan.traits:  # no cache knows of it: the docs say what to do
+    if Trait.INSIDE in cache.rows.pool.plan.traits:  # no cache knows of it: the docs say what to do
         cache.reset()
     held = cache.get_seq_length()
     if held < first.shape[1]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from kvcache.runner.saved import FORMAT
-from kvcache.stores.page import MAX_HEADER
+from kvcache.stores.serialized_snapshot import MAX_HEADER
 
 __all__ = ["backend_names", "conversations", "mend_zsh", "stores", "stores_and_conversations"]
 

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import numpy as np
 
-from kvcache.stores.page import SerializedSnapshot
+from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
 __all__ = ["Lender", "Loan"]
 

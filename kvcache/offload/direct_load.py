@@ -36,8 +36,8 @@ from kvcache.snapshots.serialize import deserialize
 from kvcache.snapshots.snapshot import Snapshot, WrapperSnapshot
 from kvcache.stores.errors import SnapshotCorrupt, StoreError
 from kvcache.stores.keys import Chain
-from kvcache.stores.page import SerializedSnapshot, read_outline
 from kvcache.stores.protocol import Reader
+from kvcache.stores.serialized_snapshot import SerializedSnapshot, read_outline
 
 __all__ = ["page_in", "restore_page"]
 

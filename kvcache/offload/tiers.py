@@ -18,8 +18,8 @@ from kvcache.offload.buffer_pool import Lender, Loan
 from kvcache.offload.outages import READING, WRITING, Outages
 from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreFull, StoreUnavailable
 from kvcache.stores.keys import Chain
-from kvcache.stores.page import SerializedSnapshot, pack, unpack
 from kvcache.stores.protocol import Reader, ReadingStore, SnapshotStore
+from kvcache.stores.serialized_snapshot import SerializedSnapshot, pack, unpack
 
 __all__ = ["HostTier", "StoreTier", "StoreWrite"]
 

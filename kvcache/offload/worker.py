@@ -22,7 +22,7 @@ from kvcache.snapshots.snapshot import (
     WrapperSnapshot,
     tensors_of,
 )
-from kvcache.stores.page import SerializedSnapshot
+from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
 __all__ = ["OffloadJob", "OffloadWorker"]
 

@@ -27,7 +27,7 @@ from kvcache.runner.sampling import Sampler
 from kvcache.runner.scheduler import Request, chunks
 from kvcache.snapshots.serialize import deserialize, serialize
 from kvcache.stores import SerializedSnapshot, SnapshotCorrupt, pack, unpack
-from kvcache.stores.page import PAGE_DIGEST, digest_of_page
+from kvcache.stores.serialized_snapshot import SNAPSHOT_DIGEST, digest_of_snapshot
 
 __all__ = ["ConversationError", "SavedConversation", "adopt", "capture", "read", "write", "write_whole"]
 
@@ -133,7 +133,7 @@ def write(path: str | os.PathLike[str], saved: SavedConversation) -> int:
         "cache": dict(saved.cache),
         "snapshot": saved.page.meta["snapshot"],
     }
-    meta[PAGE_DIGEST] = digest_of_page(SerializedSnapshot(meta, saved.page.arrays))
+    meta[SNAPSHOT_DIGEST] = digest_of_snapshot(SerializedSnapshot(meta, saved.page.arrays))
     parts = pack(SerializedSnapshot(meta, saved.page.arrays))
     target = check_target(path)
     try:
@@ -160,7 +160,7 @@ def read(
     meta = dict(page.meta)
     if meta.get("format") != FORMAT:
         raise ConversationError(f"{source}: no saved conversation of the format {FORMAT}")
-    if meta.pop(PAGE_DIGEST, None) != digest_of_page(page):
+    if meta.pop(SNAPSHOT_DIGEST, None) != digest_of_snapshot(page):
         raise ConversationError(f"{source}: damaged: its digest does not hold; save the conversation anew")
     if not _is_whole(meta):
         raise ConversationError(f"{source}: a saved conversation whose fields make no sense")

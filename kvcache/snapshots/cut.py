@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.stores.errors import SnapshotCorrupt
-from kvcache.stores.page import SerializedSnapshot
+from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
 __all__ = ["cut_page"]
 

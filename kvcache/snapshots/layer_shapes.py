@@ -11,7 +11,7 @@ from typing import Any
 from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, WrapperSnapshot
 from kvcache.storage.quantized import BLOCK
 from kvcache.stores.errors import SnapshotCorrupt
-from kvcache.stores.page import SerializedSnapshot
+from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
 __all__ = ["Layers", "check_layers", "layers_of_cache", "layers_of_page"]
 

@@ -20,7 +20,7 @@ import numpy as np
 import ml
 from kvcache.storage.quantized import BLOCK
 from kvcache.stores.errors import SnapshotCorrupt
-from kvcache.stores.page import SerializedSnapshot
+from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
 __all__ = ["StoredArray", "check_meta", "check_page"]
 

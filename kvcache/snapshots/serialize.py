@@ -23,7 +23,7 @@ from kvcache.snapshots.snapshot import (
     Snapshot,
     WrapperSnapshot,
 )
-from kvcache.stores.page import SerializedSnapshot
+from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
 __all__ = ["deserialize", "page_bytes", "serialize"]
 

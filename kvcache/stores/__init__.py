@@ -1,4 +1,4 @@
-"""Stores: where snapshots go when they are paged out, and how what they hold is named and laid out.
+"""Stores: where offloaded snapshots go, and how what they hold is named and laid out.
 
 ``FileStore``, ``MooncakeStore`` and ``ValkeyStore`` load when they are first asked for; they need the
 extras ``[disk]``, ``[mooncake]`` and ``[valkey]``.
@@ -22,11 +22,11 @@ from kvcache.stores.errors import (
 from kvcache.stores.hookspecs import StoreSpec, hookimpl
 from kvcache.stores.keys import Chain, Keys
 from kvcache.stores.memory import MemoryStore
-from kvcache.stores.page import PAGE_FORMAT, SerializedSnapshot, pack, unpack
 from kvcache.stores.plugins import open_store
 from kvcache.stores.protocol import SnapshotStore, Stat, Usage, check_budget, check_key
+from kvcache.stores.serialized_snapshot import SNAPSHOT_FORMAT, SerializedSnapshot, pack, unpack
 from kvcache.stores.sizes import parse_bytes
-from kvcache.stores.snapshots import get_page, put_page
+from kvcache.stores.snapshots import get_snapshot, put_snapshot
 
 if TYPE_CHECKING:
     from kvcache.stores.file import FileStore
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvcache.stores.valkey import ValkeyStore
 
 __all__ = [
-    "PAGE_FORMAT",
+    "SNAPSHOT_FORMAT",
     "Buffer",
     "Chain",
     "FileStore",
@@ -57,12 +57,12 @@ __all__ = [
     "WritableBuffer",
     "check_budget",
     "check_key",
-    "get_page",
+    "get_snapshot",
     "hookimpl",
     "open_store",
     "pack",
     "parse_bytes",
-    "put_page",
+    "put_snapshot",
     "unpack",
 ]
 

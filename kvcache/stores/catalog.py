@@ -16,7 +16,7 @@ from typing import Final
 
 from kvcache.stores.folder import Folder
 from kvcache.stores.index import Index, IndexDamagedError, Row, State, boot_id
-from kvcache.stores.lockfile import Held
+from kvcache.stores.lockfile import HeldLock
 from kvcache.stores.manifest import DATA, MANIFEST, TEMPORARY, is_stem
 from kvcache.stores.system import is_read_only
 
@@ -42,7 +42,7 @@ class Catalog:
     def close(self) -> None:
         self._index.close()
 
-    def refresh(self, held: Held, *, opening: bool = False) -> State:
+    def refresh(self, held: HeldLock, *, opening: bool = False) -> State:
         """What there is now. What others have changed without telling the index is looked at first."""
         state = self._known(held)
         if state is None or (opening and (state.boot, state.names) != (boot_id(), self._folder.changed)):
@@ -53,7 +53,7 @@ class Catalog:
             return self._scan(held) if stems is None else self._look_again(held, state, stems)
         return state
 
-    def trim(self, held: Held) -> bool:
+    def trim(self, held: HeldLock) -> bool:
         """Evict what exceeds the budget, or part of it. False: that was all."""
         state = self.refresh(held)
         if self.budget is None or state.nbytes <= self.budget:
@@ -63,7 +63,7 @@ class Catalog:
 
     @contextlib.contextmanager
     def changing(
-        self, held: Held, stems: Sequence[str], room: int = 0, most: int | None = None
+        self, held: HeldLock, stems: Sequence[str], room: int = 0, most: int | None = None
     ) -> Iterator[None]:
         """Evict for ``room`` bytes, ``most`` entries; then the block changes the files of ``stems``.
 
@@ -136,13 +136,13 @@ class Catalog:
 
     # What the files say.
 
-    def _known(self, held: Held) -> State | None:
+    def _known(self, held: HeldLock) -> State | None:
         try:
             return self._index.state(held.changes)
         except IndexDamagedError:
             return None
 
-    def _look_again(self, held: Held, state: State, stems: Sequence[str]) -> State:
+    def _look_again(self, held: HeldLock, state: State, stems: Sequence[str]) -> State:
         """Of entries that somebody was changing who has not come to the end of it."""
         there = []
         for stem in stems:
@@ -164,7 +164,7 @@ class Catalog:
             return None
         return found if stat.S_ISREG(found.st_mode) else None
 
-    def _scan(self, held: Held) -> State:
+    def _scan(self, held: HeldLock) -> State:
         """Count what is there, and clear away halves of entries."""
         data: dict[str, int | None] = {}
         manifests: dict[str, int | None] = {}
@@ -175,7 +175,7 @@ class Catalog:
             elif name.endswith(MANIFEST):
                 manifests[name[: -len(MANIFEST)]] = found.st_mtime_ns if regular else None
             elif name.endswith(TEMPORARY):
-                self.swept += self._folder.sweep_page(name)
+                self.swept += self._folder.sweep_entry(name)
         rows = []
         for stem, used in manifests.items():
             nbytes = data.pop(stem, None)

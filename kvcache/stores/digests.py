@@ -58,7 +58,7 @@ class Digests:
 def check_digest(owner: str, name: object, secret: object) -> None:
     """StoreValueError for a digest that does not exist or takes no secret; no secret is shown."""
     if name not in (XXH3, BLAKE3):
-        raise StoreValueError(f"{owner}: digest={name!r}; it is {XXH3!r} or {BLAKE3!r}")
+        raise StoreValueError(f"{owner}: digest={name!r}; it must be {XXH3!r} or {BLAKE3!r}")
     if secret is None:
         return
     if not isinstance(secret, str) or not secret:

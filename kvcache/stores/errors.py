@@ -32,7 +32,7 @@ class StoreFull(StoreError, RuntimeError):  # noqa: N818
 
 
 class SnapshotCorrupt(StoreError, ValueError):  # noqa: N818
-    """What is stored is not what was put: a digest, a size, a manifest or a page's header does not hold.
+    """What is stored is not what was put: a digest, a size, a manifest or a header does not hold.
 
     The store has dropped the entry: compute it again.
     """

@@ -23,8 +23,8 @@ from kvcache.stores.digests import XXH3, Digests, check_digest
 from kvcache.stores.entries import BrokenEntryError, Entries
 from kvcache.stores.errors import SnapshotCorrupt, StoreFull, StoreReadOnly, StoreUnavailable
 from kvcache.stores.folder import Folder
-from kvcache.stores.in_flight import Calls
-from kvcache.stores.lockfile import Held
+from kvcache.stores.in_flight import InFlightCalls
+from kvcache.stores.lockfile import HeldLock
 from kvcache.stores.manifest import DATA, MANIFEST, Naming
 from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key, check_keys
 from kvcache.stores.reading import FileReader
@@ -72,7 +72,7 @@ class FileStore(Closing):
         self.path = Path(path).absolute()
         check_digest("FileStore", digest, secret)
         self._naming = Naming(Digests("FileStore", "disk", digest, secret))
-        self._calls = Calls()
+        self._in_flight = InFlightCalls()
         self._folder = Folder(self.path)
         self._entries = Entries(self._folder, self._naming)
         self._catalog = Catalog(self._folder, self.budget)
@@ -172,7 +172,7 @@ class FileStore(Closing):
             return Usage(entries, nbytes, self.budget, catalog.evicted, catalog.dropped, catalog.swept)
 
     def close(self) -> None:
-        if self._calls.close():
+        if self._in_flight.close():
             self._catalog.close()
             self._folder.close()
 
@@ -210,7 +210,7 @@ class FileStore(Closing):
                 self._drop(key, held)
                 raise SnapshotCorrupt(f"{op}: {key} in {self.path}: {error}; it was dropped") from error
 
-    def _drop(self, key: str, held: Held | None) -> None:
+    def _drop(self, key: str, held: HeldLock | None) -> None:
         """Remove what does not hold, or go by it no more where nothing may be removed."""
         stem = self._naming.stem(key)
         try:
@@ -272,7 +272,7 @@ class FileStore(Closing):
 
     @contextlib.contextmanager
     def _call(self, op: str) -> Iterator[None]:
-        with self._calls.running(op), translated(op, self.path):
+        with self._in_flight.running(op), translated(op, self.path):
             if self._folder.vanished:
                 raise StoreUnavailable(f"{op}: the folder {self.path} was deleted; open the store anew")
             yield
@@ -288,7 +288,7 @@ class FileStore(Closing):
                 more = self._catalog.trim(held)
 
     @contextlib.contextmanager
-    def _settled(self) -> Iterator[Held | None]:
+    def _settled(self) -> Iterator[HeldLock | None]:
         """The folder's lock; None where this process may not take it, or not any more."""
         with contextlib.ExitStack() as stack:
             held = None

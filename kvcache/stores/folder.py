@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from kvcache.stores.lockfile import LOCK, SAFE, STORE_FORMAT, Held, LockFile, fcntl
+from kvcache.stores.lockfile import LOCK, SAFE, STORE_FORMAT, HeldLock, LockFile, fcntl
 from kvcache.stores.manifest import DATA, MANIFEST, TEMPORARY
 from kvcache.stores.protocol import is_key
 from kvcache.stores.system import is_read_only, translated
@@ -39,14 +39,14 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._root = self._pages = self._writing = -1
+        self._root = self._entries = self._writing = -1
         with translated("FileStore", path):
             _make(path, 0o700)
             try:
                 self._root = os.open(path, _DIRECTORY)
                 self._lock = LockFile(self._root, path)
                 self.times, self.used_until = self._lock.times, self._lock.used_until
-                self._pages = self._open_folder(PAGES)
+                self._entries = self._open_folder(PAGES)
                 self.writable = self._lock.writable and os.access(PAGES, os.W_OK, dir_fd=self._root)
                 if self.writable:
                     self._open_writing()
@@ -58,8 +58,8 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        fds = [getattr(self, name, -1) for name in ("_root", "_pages", "_writing")]
-        self._root = self._pages = self._writing = -1
+        fds = [getattr(self, name, -1) for name in ("_root", "_entries", "_writing")]
+        self._root = self._entries = self._writing = -1
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
@@ -69,9 +69,9 @@ class Folder:
     @property
     def vanished(self) -> bool:
         """Whether the folder was deleted behind the open directory."""
-        return os.fstat(self._pages).st_nlink == 0 or os.fstat(self._root).st_nlink == 0
+        return os.fstat(self._entries).st_nlink == 0 or os.fstat(self._root).st_nlink == 0
 
-    def locked(self) -> AbstractContextManager[Held]:
+    def locked(self) -> AbstractContextManager[HeldLock]:
         """Keep all other processes and threads from changing entries. Not to be nested."""
         return self._lock.held()
 
@@ -79,17 +79,17 @@ class Folder:
 
     def open_file(self, name: str) -> int:
         """To be read. OSError where it is not there, is a link, or is not a regular file."""
-        return _open_regular(name, self._pages)
+        return _open_regular(name, self._entries)
 
     def stat(self, name: str) -> os.stat_result:
         """Of the name itself, not of what a link points to."""
-        return os.stat(name, dir_fd=self._pages, follow_symlinks=False)
+        return os.stat(name, dir_fd=self._entries, follow_symlinks=False)
 
     def touch(self, name: str, nanoseconds: int) -> None:
         """Set when it was last used; nothing where it is gone or may not be changed."""
         times = (nanoseconds, nanoseconds)
         with contextlib.suppress(OSError):
-            os.utime(name, ns=times, dir_fd=self._pages, follow_symlinks=False)
+            os.utime(name, ns=times, dir_fd=self._entries, follow_symlinks=False)
 
     def remove(self, stem: str) -> bool:
         """Remove an entry's files, the manifest first. False: there was no manifest."""
@@ -99,15 +99,15 @@ class Folder:
 
     def publish(self, temporary: str, name: str) -> None:
         """Make what was written a file of an entry."""
-        os.rename(temporary, name, src_dir_fd=self._writing, dst_dir_fd=self._pages)
+        os.rename(temporary, name, src_dir_fd=self._writing, dst_dir_fd=self._entries)
 
     def sync(self) -> None:
         """Wait until the names of entries are on the device."""
-        os.fsync(self._pages)
+        os.fsync(self._entries)
 
     def entries(self) -> Iterator[tuple[str, os.stat_result]]:
         """Every name, and what it is (links not followed)."""
-        with os.scandir(self._pages) as found:
+        with os.scandir(self._entries) as found:
             for item in found:
                 try:
                     status = item.stat(follow_symlinks=False)
@@ -118,19 +118,19 @@ class Folder:
     @property
     def changed(self) -> int:
         """When the system last saw a name of an entry come or go, by its clock, in nanoseconds."""
-        return os.fstat(self._pages).st_mtime_ns
+        return os.fstat(self._entries).st_mtime_ns
 
     def _unlink(self, name: str) -> bool:
         """False: it was not there. A link is removed, not what it points to; a folder is moved aside."""
         try:
-            os.unlink(name, dir_fd=self._pages)
+            os.unlink(name, dir_fd=self._entries)
         except FileNotFoundError:
             return False
         except OSError:
             if not self._is_folder(name):
                 raise
             aside = f"{name}.{secrets.token_hex(4)}.foreign"
-            os.rename(name, aside, src_dir_fd=self._pages, dst_dir_fd=self._pages)
+            os.rename(name, aside, src_dir_fd=self._entries, dst_dir_fd=self._entries)
         return True
 
     def _is_folder(self, name: str) -> bool:
@@ -163,9 +163,9 @@ class Folder:
         names = os.listdir(self._writing)  # noqa: PTH208
         return sum(self._sweep(name, self._writing) for name in names)
 
-    def sweep_page(self, name: str) -> bool:
+    def sweep_entry(self, name: str) -> bool:
         """The same for a file that an earlier version of this package wrote among the entries."""
-        return self._sweep(name, self._pages)
+        return self._sweep(name, self._entries)
 
     def _sweep(self, name: str, where: int) -> bool:
         stem, suffix = os.path.splitext(name)  # noqa: PTH122

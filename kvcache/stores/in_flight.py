@@ -1,4 +1,4 @@
-"""Calls under way: closing waits for them, so that no file descriptor is closed beneath one."""
+"""Calls in flight: closing waits for them, so that no file descriptor is closed beneath one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from kvcache.stores.errors import StoreClosedError
 
-__all__ = ["Calls"]
+__all__ = ["InFlightCalls"]
 
 
-class Calls:
+class InFlightCalls:
     """Counts calls; after :meth:`close` there are none, and no more begin."""
 
     def __init__(self) -> None:

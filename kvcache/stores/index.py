@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, found: tuple[object, ...]) -> Row:
-        """Of a row of the table. Its stem becomes the name of a file that is removed: it has to be one."""
+        """Of a row of the table. Its stem names a file that is removed: it must be a valid one."""
         stem, nbytes, used, mark = found
         if type(nbytes) is int and type(used) is int and isinstance(stem, str) and is_stem(stem):
             row = cls(stem, nbytes, used)

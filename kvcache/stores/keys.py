@@ -19,7 +19,7 @@ import numpy as np
 
 from kvcache.stores import strict_json
 from kvcache.stores.errors import StoreValueError
-from kvcache.stores.page import PAGE_FORMAT
+from kvcache.stores.serialized_snapshot import SNAPSHOT_FORMAT
 
 __all__ = ["Chain", "Keys"]
 
@@ -31,7 +31,7 @@ class Keys:
     """Keys for the prefixes that one model computes under one set of settings.
 
     ``identity`` is JSON-able and holds everything that changes K and V: model and weights, dtype, layout,
-    rope and window settings, tensor-parallel rank, a salt. The page format's version is added here, so
+    rope and window settings, tensor-parallel rank, a salt. The snapshot format's version is added here, so
     that a new format never reads the old one. ``chunk`` is how many tokens an aligned key covers more
     than the one before it.
 
@@ -40,8 +40,8 @@ class Keys:
 
     def __init__(self, identity: Mapping[str, Any], chunk: int = 256) -> None:
         if type(chunk) is not int or chunk < 1:
-            raise StoreValueError(f"Keys: chunk={chunk!r}; it is an integer >= 1")
-        record = {"format": PAGE_FORMAT, "chunk": chunk, "identity": dict(identity)}
+            raise StoreValueError(f"Keys: chunk={chunk!r}; it must be an integer of at least 1")
+        record = {"format": SNAPSHOT_FORMAT, "chunk": chunk, "identity": dict(identity)}
         try:
             text = strict_json.encode(record, canonical=True)
         except ValueError as error:
@@ -144,7 +144,9 @@ def _packed(tokens: Sequence[Any]) -> np.ndarray:
 
 def _integers(tokens: np.ndarray) -> np.ndarray:
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and tokens.size):
-        raise StoreValueError(f"Keys.chain: tokens {tokens.dtype} {tokens.shape}; they are integers (count,)")
+        raise StoreValueError(
+            f"Keys.chain: tokens {tokens.dtype} {tokens.shape}; they must be integers of shape (count,)"
+        )
     if tokens.dtype == np.uint64 and tokens.size and int(tokens.max()) >= 2**63:
-        raise StoreValueError(f"Keys.chain: the token {int(tokens.max())}; it is below 2**63")
+        raise StoreValueError(f"Keys.chain: the token {int(tokens.max())}; it must be below 2**63")
     return tokens

@@ -28,7 +28,7 @@ from kvcache.stores.system import is_read_only
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
-__all__ = ["LOCK", "SAFE", "STORE_FORMAT", "Held", "LockFile"]
+__all__ = ["LOCK", "SAFE", "STORE_FORMAT", "HeldLock", "LockFile"]
 
 STORE_FORMAT: Final = b"kvcache.store/1\n"
 LOCK: Final = "kvcache.lock"
@@ -44,7 +44,7 @@ _LAST_TIME = 1 << 62
 """Nanoseconds; the year 2116. A later time is damage."""
 
 
-class Held:
+class HeldLock:
     """The lock, held."""
 
     def __init__(self, fd: int) -> None:
@@ -100,7 +100,7 @@ class LockFile:
             os.close(fd)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[HeldLock]:
         """Keep all other processes and threads from changing entries. Not to be nested."""
         with self._mutex:
             # Opened anew each time: a lock belongs to the open file, which a fork would share.
@@ -108,7 +108,7 @@ class LockFile:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 try:
-                    yield Held(fd)
+                    yield HeldLock(fd)
                 finally:
                     fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough while a forked child has it open
             finally:
@@ -151,7 +151,7 @@ class LockFile:
         try:
             fd = os.open(LOCK, os.O_RDWR | SAFE, dir_fd=self._root)
         except FileNotFoundError:
-            self._refuse_strangers()
+            self._refuse_foreign_files()
             fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | SAFE, 0o600, dir_fd=self._root)
         except OSError as error:
             if not is_read_only(error):
@@ -165,7 +165,7 @@ class LockFile:
             raise
         return fd
 
-    def _refuse_strangers(self) -> None:
+    def _refuse_foreign_files(self) -> None:
         names = [name for name in os.listdir(self._root) if name != LOCK]  # noqa: PTH208
         if names and not os.access(LOCK, os.F_OK, dir_fd=self._root):
             raise StoreUnavailable(

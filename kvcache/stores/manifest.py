@@ -30,7 +30,7 @@ MAX_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the data file of ``key`` has to be: ``nbytes`` bytes of this digest (hex) of an ``algorithm``."""
+    """What the data file of ``key`` must be: ``nbytes`` bytes of this digest (hex) of an ``algorithm``."""
 
     key: str
     nbytes: int

@@ -24,7 +24,7 @@ def check_options(owner: str, given: Iterable[str], known: Collection[str]) -> N
 def read_prefix(owner: str, value: Any) -> str:
     """What the names of all entries in a shared place begin with."""
     if not isinstance(value, str) or not _PREFIX.fullmatch(value):
-        raise StoreValueError(f"{owner}: prefix={value!r}; it is 1 to 64 of 0-9 A-Z a-z . _ : -")
+        raise StoreValueError(f"{owner}: prefix={value!r}; it must be 1 to 64 of 0-9 A-Z a-z . _ : -")
     return value
 
 
@@ -32,5 +32,5 @@ def read_truth(owner: str, name: str, value: Any) -> bool:
     """Of True, "yes", "on", "1", "true" and their opposites."""
     found = value if isinstance(value, bool) else _TRUTH.get(str(value).lower())
     if found is None:
-        raise StoreValueError(f"{owner}: {name}={value!r}; it is yes or no")
+        raise StoreValueError(f"{owner}: {name}={value!r}; it must be yes or no")
     return found

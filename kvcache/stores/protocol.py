@@ -1,4 +1,4 @@
-"""The protocol of a store, which is one tier of paged-out snapshots, and what all stores check alike."""
+"""The protocol of a store, which is one tier of offloaded snapshots, and what all stores check alike."""
 
 from __future__ import annotations
 
@@ -144,5 +144,5 @@ def check_keys(keys: Sequence[str]) -> None:
 
 def check_budget(budget: int | None) -> int | None:
     if budget is not None and (type(budget) is not int or budget < 0):
-        raise StoreValueError(f"budget={budget!r}; it is bytes >= 0, or None for no limit")
+        raise StoreValueError(f"budget={budget!r}; it must be a number of bytes from 0, or None for no limit")
     return budget

@@ -6,7 +6,7 @@ import abc
 from typing import Protocol
 
 from kvcache.stores.closing import Closing
-from kvcache.stores.in_flight import Calls
+from kvcache.stores.in_flight import InFlightCalls
 
 __all__ = ["Address", "RemoteStore"]
 
@@ -28,7 +28,7 @@ class RemoteStore(Closing):
 
     def __init__(self, where: Address) -> None:
         self._where = where
-        self._calls = Calls()
+        self._in_flight = InFlightCalls()
 
     @property
     def url(self) -> str:
@@ -39,7 +39,7 @@ class RemoteStore(Closing):
         return f"{type(self).__name__}({self.url!r}, prefix={self._where.prefix!r})"
 
     def close(self) -> None:
-        if self._calls.close():
+        if self._in_flight.close():
             self._let_go()
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Whole pages into a store and out of it."""
+"""Whole snapshots into a store and out of it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import contextlib
 import numpy as np
 
 from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreValueError
-from kvcache.stores.page import ALIGNMENT, SerializedSnapshot, pack, unpack
 from kvcache.stores.protocol import SnapshotStore
+from kvcache.stores.serialized_snapshot import ALIGNMENT, SerializedSnapshot, pack, unpack
 
-__all__ = ["get_page", "put_page"]
-
-
-def put_page(store: SnapshotStore, key: str, page: SerializedSnapshot) -> bool:
-    """``store.put`` of the page's bytes; the arrays are not copied before the store does."""
-    return store.put(key, pack(page))
+__all__ = ["get_snapshot", "put_snapshot"]
 
 
-def get_page(store: SnapshotStore, key: str) -> SerializedSnapshot | None:
-    """The page of ``key``, in memory of its own, its arrays aligned to 64 bytes from the first; None: a miss.
+def put_snapshot(store: SnapshotStore, key: str, snapshot: SerializedSnapshot) -> bool:
+    """``store.put`` of the snapshot's bytes; the arrays are not copied before the store does."""
+    return store.put(key, pack(snapshot))
 
-    Raises SnapshotCorrupt where the entry is damaged or no page; it is then dropped.
+
+def get_snapshot(store: SnapshotStore, key: str) -> SerializedSnapshot | None:
+    """The snapshot of ``key``, in memory of its own; None: a miss.
+
+    The first array is aligned to 64 bytes. Raises SnapshotCorrupt where the entry is damaged or is no
+    serialized snapshot; the entry is then dropped.
     """
     (found,) = store.stat([key])
     if found is None:

@@ -19,7 +19,7 @@ from kvcache.prefix.prefix_tree import span_of
 from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable
 from kvcache.stores.folder import LOCK, PAGES, STORE_FORMAT, WRITING
 from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, TEMPORARY, Manifest, unkeyed_digest
-from kvcache.stores.page import PAGE_DIGEST, SerializedSnapshot, digest_of_page, unpack
+from kvcache.stores.serialized_snapshot import SNAPSHOT_DIGEST, SerializedSnapshot, digest_of_snapshot, unpack
 from kvcache.views.models import Picture
 from kvcache.views.summaries import Table, tabled
 from kvcache.views.words import Decode, age_text, bytes_text, counted, preview, printable
@@ -270,13 +270,13 @@ def look_at_page(path: str | Path, decode: Decode | None = None) -> PagePicture:
     )
 
 
-_DRAWN = {"snapshot", "tokens", PAGE_DIGEST}
+_DRAWN = {"snapshot", "tokens", SNAPSHOT_DIGEST}
 
 
 def _checked_digest(path: Path, page: SerializedSnapshot) -> str:
     """What there is to say of a page's digest, which holds; SnapshotCorrupt where it does not."""
-    if (stored := page.meta.get(PAGE_DIGEST)) is not None:
-        if stored != digest_of_page(page):
+    if (stored := page.meta.get(SNAPSHOT_DIGEST)) is not None:
+        if stored != digest_of_snapshot(page):
             raise SnapshotCorrupt(f"inspect: {path}: damaged: its digest is wrong")
         return f"holds, sha256 {stored[:16]}…"
     if path.suffix == DATA and path.with_suffix(MANIFEST).is_file():

@@ -20,20 +20,21 @@ from typing import Any
 
 from kvcache.cache import InvalidRangeError
 from kvcache.integrations.mlx_lm.attention import KVCache, RotatingKVCache
-from kvcache.integrations.mlx_lm.entries import Entry
+from kvcache.integrations.mlx_lm.layer_cache import LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, layers_of
-from kvcache.integrations.mlx_lm.pool import CachePool, SequencesTakenError
+from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache
-from kvcache.integrations.mlx_lm.rows import Rows
+from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.saving import adopt, load_prompt_cache
+from kvcache.integrations.mlx_lm.sequences import SequencesTakenError
 from kvcache.integrations.mlx_lm.serving import guard
 
 __all__ = [
     "ArraysCache",
     "Attention",
     "CachePool",
-    "Entry",
     "KVCache",
+    "LayerCache",
     "Recurrent",
     "RotatingKVCache",
     "SequencesTakenError",
@@ -78,7 +79,7 @@ def rewind(prompt_cache: Sequence[Any], position: int) -> int:
     there on are to be computed again. A prompt cache whose last pass failed half way is whole again
     where it was before it.
     """
-    rows: Rows = prompt_cache[0].rows
+    rows: BatchRows = prompt_cache[0].rows
     if len(rows.held) != 1:
         raise InvalidRangeError(f"rewind: a batch of {len(rows.held)} rows; extract one")
     rows.settle()

@@ -10,14 +10,14 @@ import numpy as np
 import ml
 from kvcache.attention.ragged_batch import visible_mask
 from kvcache.cache import NotSupportedError, OrderError
-from kvcache.integrations.mlx_lm.entries import BatchState, Entry
+from kvcache.integrations.mlx_lm.layer_cache import BatchState, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, mlx_caches
-from kvcache.integrations.mlx_lm.passes import Pass
+from kvcache.integrations.mlx_lm.passes import ForwardPass
 
 __all__ = ["Bystander", "KVCache", "RotatingKVCache"]
 
 
-class _Attention(Entry):
+class _Attention(LayerCache):
     """K and V of a layer."""
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
@@ -31,7 +31,7 @@ class _Attention(Entry):
         self._seen = self.rows.events
         return self._read(one, keys.dtype, values.dtype)
 
-    def _read(self, one: Pass, key_dtype: Any, value_dtype: Any) -> tuple[Any, Any]:
+    def _read(self, one: ForwardPass, key_dtype: Any, value_dtype: Any) -> tuple[Any, Any]:
         keys, values = self._storage.get(self.layer, one)
         if keys.dtype != key_dtype or values.dtype != value_dtype:
             return keys.astype(key_dtype), values.astype(value_dtype)
@@ -61,7 +61,7 @@ class _Attention(Entry):
         history = self._storage.tokens_of(self.layer, self.rows.held[0].seq)
         return mx.arange(history)[None] <= mx.arange(history - tokens, history)[:, None]
 
-    def _batch_mask(self, one: Pass, return_array: bool, window: int | None) -> Any:
+    def _batch_mask(self, one: ForwardPass, return_array: bool, window: int | None) -> Any:
         reading = self._storage.reading(self._storage.attention_of(self.layer), one)
         first, stop = reading.visible(one.positions(), window)
         size, tokens = reading.length, one.tokens
@@ -109,7 +109,7 @@ class _Attention(Entry):
         if one is not None:
             return self._storage.get(self.layer, one)
         last = self.rows.last
-        if isinstance(last, Pass) and not last.by_position:
+        if isinstance(last, ForwardPass) and not last.by_position:
             raise OrderError(
                 "keys_and_values: another prompt cache of this pool was used since this one's pass, whose "
                 "mask speaks of another order than that of positions"
@@ -197,7 +197,7 @@ class RotatingKVCache(_Attention, mlx_caches.RotatingKVCache):  # type: ignore[m
 
     def is_trimmable(self) -> bool:
         """Whether ``rollback`` was asked for, or nothing has left the window as yet."""
-        if self.rows.pool.rollback and not self.rows.kept:
+        if self._storage.rollback and not self.rows.kept:
             return True
         cache = self._storage.attention_of(self.layer)
         return all(held.seq is None or cache.can_resume(held.seq, 0) for held in self.rows.held)

@@ -18,11 +18,11 @@ import numpy as np
 
 from kvcache.cache import Batch
 
-__all__ = ["Pass"]
+__all__ = ["ForwardPass"]
 
 
 @dataclass(slots=True, eq=False)
-class Pass:
+class ForwardPass:
     """``tokens`` columns over rows that hold ``before`` tokens each; row i adds ``counts[i]`` of them."""
 
     tokens: int

@@ -8,23 +8,23 @@ import mlx.core as mx
 import numpy as np
 
 from kvcache.cache import OrderError
-from kvcache.integrations.mlx_lm.entries import Entry
+from kvcache.integrations.mlx_lm.layer_cache import LayerCache
 from kvcache.integrations.mlx_lm.layers import Recurrent, mlx_caches
-from kvcache.integrations.mlx_lm.passes import Pass
-from kvcache.integrations.mlx_lm.rows import Rows
+from kvcache.integrations.mlx_lm.passes import ForwardPass
+from kvcache.integrations.mlx_lm.rows import BatchRows
 
 __all__ = ["ArraysCache"]
 
 
-class ArraysCache(Entry, mlx_caches.ArraysCache):  # type: ignore[misc]
+class ArraysCache(LayerCache, mlx_caches.ArraysCache):  # type: ignore[misc]
     """The states of a recurrent layer."""
 
     left_padding = None
 
-    def __init__(self, rows: Rows, layer: int, seen: int = 0) -> None:
+    def __init__(self, rows: BatchRows, layer: int, seen: int = 0) -> None:
         super().__init__(rows, layer, seen)
-        self._set: tuple[Pass | None, set[int]] = (None, set())
-        self._advanced: Pass | None = None
+        self._set: tuple[ForwardPass | None, set[int]] = (None, set())
+        self._advanced: ForwardPass | None = None
 
     @property
     def _spec(self) -> Recurrent:
@@ -32,7 +32,7 @@ class ArraysCache(Entry, mlx_caches.ArraysCache):  # type: ignore[misc]
         assert isinstance(spec, Recurrent)
         return spec
 
-    def _join(self, rows: int) -> Pass:
+    def _join(self, rows: int) -> ForwardPass:
         one = self.rows.live()
         if one is not None and self._seen < self.rows.events - 1:
             self.rows.lengths_for(self._seen)  # says so

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError
-from kvcache.integrations.mlx_lm.passes import Pass
+from kvcache.integrations.mlx_lm.passes import ForwardPass
+from kvcache.integrations.mlx_lm.sequences import SequencePool, SharedSequence
 
-if TYPE_CHECKING:
-    from kvcache.integrations.mlx_lm.pool import CachePool, Held
-
-__all__ = ["Rows"]
+__all__ = ["BatchRows"]
 
 
-class Rows:
+class BatchRows:
     """Rows of ``pool``: their sequences, how many tokens each holds, and the padding that is announced."""
 
-    def __init__(self, pool: CachePool, held: Sequence[Held], lengths: Sequence[int], batched: bool) -> None:
+    def __init__(
+        self, pool: SequencePool, held: Sequence[SharedSequence], lengths: Sequence[int], batched: bool
+    ) -> None:
         """Claims ``held``. ``batched``: offsets are told as an array, one for each row."""
         self.pool = pool
         self.held = list(held)
@@ -38,25 +38,25 @@ class Rows:
         """Whether an ``LRUPromptCache`` keeps them, which trims copies by any length where it may trim."""
         self.events = 0
         self.last: Any = None
-        """The last event: a Pass, or a tuple that tells what was done."""
+        """The last event: a ForwardPass, or a tuple that tells what was done."""
         self.result: Any = None
         self.skip = [0] * len(self.held)
         """Columns of left padding to come."""
         self.left: list[int] | None = None
         """Tokens to come before right padding, where some was announced."""
-        self._derived: dict[str, tuple[Any, weakref.ref[Rows], set[int]]] = {}
+        self._derived: dict[str, tuple[Any, weakref.ref[BatchRows], set[int]]] = {}
 
     @classmethod
-    def empty(cls, pool: CachePool) -> Rows:
+    def empty(cls, pool: SequencePool) -> BatchRows:
         return cls(pool, [pool.hold()], [0], batched=False)
 
     def __del__(self) -> None:
         for held in self.held:
             held.release()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchRows:
         self.settle()
-        copy = Rows(self.pool, self.held, self.lengths, self.batched)
+        copy = BatchRows(self.pool, self.held, self.lengths, self.batched)
         copy.skip, copy.left = list(self.skip), None if self.left is None else list(self.left)
         return copy
 
@@ -64,14 +64,14 @@ class Rows:
 
     def settle(self) -> None:
         """Forget a pass that was begun for its mask and not carried out."""
-        if isinstance(self.last, Pass) and not self.last.written:
+        if isinstance(self.last, ForwardPass) and not self.last.written:
             if self.last is self.pool.current:
                 self.pool.undo_unwritten()
             self._forget_undone()
 
     def _forget_undone(self) -> None:
         last = self.last
-        if isinstance(last, Pass) and last.undone:
+        if isinstance(last, ForwardPass) and last.undone:
             self.events -= 1
             self.lengths, self.last = list(last.before), None
             self.skip = [skip + begin for skip, begin in zip(self.skip, last.begins, strict=True)]
@@ -95,12 +95,14 @@ class Rows:
         """
         self._forget_undone()
         last = self.last
-        missed = not last.written if isinstance(last, Pass) else last is not None and seen < self.events
+        missed = (
+            not last.written if isinstance(last, ForwardPass) else last is not None and seen < self.events
+        )
         return self.events - 1 if missed else self.events
 
     def padding_for(self, seen: int) -> list[int]:
         """The columns of left padding that an entry has before it that has seen so many events."""
-        if seen < self.events and isinstance(self.last, Pass):
+        if seen < self.events and isinstance(self.last, ForwardPass):
             return [skip + begin for skip, begin in zip(self.skip, self.last.begins, strict=True)]
         return self.skip if len(self.skip) == len(self.lengths_for(seen)) else [0] * len(self.before)
 
@@ -121,7 +123,7 @@ class Rows:
 
     # Passes.
 
-    def pass_for(self, seen: int, tokens: int, rows: int | None = None) -> Pass:
+    def pass_for(self, seen: int, tokens: int, rows: int | None = None) -> ForwardPass:
         """The pass of ``tokens`` columns that an entry takes part in next, begun where it is the first.
 
         ``rows``, where known, is how many rows the model feeds: an empty prompt cache of one row takes
@@ -130,14 +132,14 @@ class Rows:
         self._forget_undone()
         last = self.last
         if (
-            isinstance(last, Pass)
+            isinstance(last, ForwardPass)
             and not last.written
             and (tokens, rows or last.rows) != (last.tokens, last.rows)
         ):
             self.settle()
         if seen == self.events:
             return self._begin(tokens, rows)
-        if seen != self.events - 1 or not isinstance(self.last, Pass):
+        if seen != self.events - 1 or not isinstance(self.last, ForwardPass):
             raise OrderError(_LEFT_BEHIND)
         if self.last.tokens != tokens or rows not in (None, self.last.rows):
             raise OrderError(
@@ -147,13 +149,13 @@ class Rows:
         self.pool.check_current(self.last)
         return self.last
 
-    def live(self) -> Pass | None:
+    def live(self) -> ForwardPass | None:
         """The pass that these rows were last in, while the caches still stand there."""
         self._forget_undone()
         last = self.last
-        return last if isinstance(last, Pass) and last is self.pool.current else None
+        return last if isinstance(last, ForwardPass) and last is self.pool.current else None
 
-    def _begin(self, tokens: int, rows: int | None) -> Pass:
+    def _begin(self, tokens: int, rows: int | None) -> ForwardPass:
         self.pool.undo_unwritten()
         if rows is not None and rows != len(self.held):
             self._widen(rows)
@@ -165,9 +167,9 @@ class Rows:
             raise InvalidRangeError(
                 f"update: {tokens} columns of padding alone; a pass stores at least one token"
             )
-        if not self.pool.tells_rows_apart and 0 in self.lengths and any(self.lengths):
+        if not self.pool.storage.tells_rows_apart and 0 in self.lengths and any(self.lengths):
             raise NotSupportedError(f"update: rows that begin beside rows that go on, which {_ALL_ALIKE}")
-        one = Pass(tokens, list(self.lengths), begins, counts)
+        one = ForwardPass(tokens, list(self.lengths), begins, counts)
         self.pool.reclaim()
         for row, count in enumerate(counts):
             if count:
@@ -199,12 +201,12 @@ class Rows:
             held = new
         self.pool.occupy(held)
 
-    def _swap(self, row: int, new: Held) -> None:
+    def _swap(self, row: int, new: SharedSequence) -> None:
         new.claims += 1
         self.held[row].release()
         self.held[row] = new
 
-    def _replace(self, held: list[Held], lengths: list[int]) -> None:
+    def _replace(self, held: list[SharedSequence], lengths: list[int]) -> None:
         """Other rows instead, with no padding announced."""
         for one in held:
             one.claims += 1
@@ -229,16 +231,16 @@ class Rows:
         recurrent = pool.storage.recurrent
         if recurrent is not None:
             position = recurrent.prepare_restore(seq, position) or 0
-        return position if pool.cache.can_resume(seq, position) else 0
+        return position if pool.storage.cache.can_resume(seq, position) else 0
 
     def cut(self, lengths: Sequence[int]) -> None:
         """Keep the first ``lengths[i]`` tokens of row i. NotSupportedError leaves all as they were."""
-        pool = self.pool
+        storage = self.pool.storage
         for held, old, new in zip(self.held, self.lengths, lengths, strict=True):
-            if 0 < new < old and not pool.cache.can_resume(held.seq, new):
+            if 0 < new < old and not storage.cache.can_resume(held.seq, new):
                 raise NotSupportedError(
                     f"trim: {old - new} of {old} tokens, and what a token at {new} attends to is no longer "
-                    f"stored: sliding layers keep rollback={pool.rollback} tokens beyond their window, "
+                    f"stored: sliding layers keep rollback={storage.rollback} tokens beyond their window, "
                     "recurrent ones the states of some positions (see rewind); compute the prompt anew"
                 )
         for row, (old, new) in enumerate(zip(self.lengths, lengths, strict=True)):
@@ -265,7 +267,7 @@ class Rows:
         self.skip = [skip[row] for row in keep]
         self.left = None if left is None else [left[row] for row in keep]
 
-    def extend(self, other: Rows) -> None:
+    def extend(self, other: BatchRows) -> None:
         """The rows of ``other`` behind these."""
         other.settle()
         theirs = other.held_in(self.pool)
@@ -276,7 +278,9 @@ class Rows:
 
     def prepare(self, lengths: Sequence[int] | None, skip: Sequence[int] | None) -> None:
         """Announce padding: ``lengths`` tokens per row and then padding, or ``skip`` columns of it first."""
-        if not self.pool.tells_rows_apart and (lengths is not None or (skip is not None and any(skip))):
+        if not self.pool.storage.tells_rows_apart and (
+            lengths is not None or (skip is not None and any(skip))
+        ):
             raise NotSupportedError(f"prepare: padding, which {_ALL_ALIKE}")
         for name, given in (("lengths", lengths), ("left_padding", skip)):
             if given is not None and len(given) != len(self.held):
@@ -294,21 +298,21 @@ class Rows:
         """No more padding."""
         self.skip, self.left = [0] * len(self.held), None
 
-    def extract(self, row: int) -> Rows:
+    def extract(self, row: int) -> BatchRows:
         """One row as a prompt cache of its own, sharing what is stored."""
-        return Rows(self.pool, [self.held[row]], [self.lengths[row]], batched=False)
+        return BatchRows(self.pool, [self.held[row]], [self.lengths[row]], batched=False)
 
     @staticmethod
-    def merge(several: Sequence[Rows]) -> Rows:
+    def merge(several: Sequence[BatchRows]) -> BatchRows:
         """All rows as one batch, sharing what is stored; the others stay as they are."""
         for one in several:
             one.settle()
         pool = several[0].pool
         held = [held for one in several for held in one.held_in(pool)]
-        return Rows(pool, held, [length for one in several for length in one.lengths], batched=True)
+        return BatchRows(pool, held, [length for one in several for length in one.lengths], batched=True)
 
-    def held_in(self, pool: CachePool) -> list[Held]:
-        """The sequences of these rows in ``pool``, which they have to be of."""
+    def held_in(self, pool: SequencePool) -> list[SharedSequence]:
+        """The sequences of these rows, which must be of ``pool``."""
         if self.pool is not pool:
             raise NotSupportedError(
                 "merge: prompt caches of different pools; those that meet in a batch are made by one: "
@@ -316,7 +320,7 @@ class Rows:
             )
         return self.held
 
-    def derived(self, name: str, of: tuple, layer: int, make: Callable[[], Rows]) -> Rows:
+    def derived(self, name: str, of: tuple, layer: int, make: Callable[[], BatchRows]) -> BatchRows:
         """What ``make`` gives, the same for every layer that asks once."""
         found = self._derived.get(name)
         if found is not None:

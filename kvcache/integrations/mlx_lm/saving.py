@@ -16,9 +16,9 @@ import numpy as np
 from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, mlx_caches
-from kvcache.integrations.mlx_lm.passes import Pass
+from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.pool import CachePool
-from kvcache.integrations.mlx_lm.rows import Rows
+from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.storage import Storage
 
 __all__ = ["adopt", "load_prompt_cache"]
@@ -56,15 +56,15 @@ def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = Non
     made = pool.make_prompt_cache()
     if not length:
         return made
-    rows: Rows = made[0].rows
-    pool.undo_unwritten()
-    pool.occupy(rows.held[0])
+    rows: BatchRows = made[0].rows
+    pool.sequences.undo_unwritten()
+    pool.sequences.occupy(rows.held[0])
     seq = rows.held[0].seq
     assert seq is not None
     for cache in pool.storage.parts:
         _fill(pool.storage, cache, seq, contents, length)
     rows.lengths = [length]
-    pool.current = None
+    pool.sequences.current = None
     return made
 
 
@@ -104,13 +104,14 @@ def _max_size(layer: Layer) -> int | None:
 def _in_order(i: int, entry: Any) -> tuple[Any, Any]:
     if type(entry) is mlx_caches.KVCache:
         return entry.keys[..., : entry.offset, :], entry.values[..., : entry.offset, :]
-    size, at = entry.keys.shape[2], entry._idx
-    if entry.keep and entry.offset > size:
+    keys, values, offset, keep, _, at = entry.state
+    size = keys.shape[2]
+    if keep and offset > size:
         raise NotSupportedError(
-            f"adopt: entry {i} keeps its first {entry.keep} tokens for good; there is no such cache"
+            f"adopt: entry {i} keeps its first {keep} tokens for good; there is no such cache"
         )
-    order = mx.array(np.arange(min(at, size)) if at >= entry.offset else np.roll(np.arange(size), -at))
-    return entry.keys[..., order, :], entry.values[..., order, :]
+    order = mx.array(np.arange(min(at, size)) if at >= offset else np.roll(np.arange(size), -at))
+    return keys[..., order, :], values[..., order, :]
 
 
 def _length(contents: Sequence[_Content], layers: Sequence[Layer], tokens: int | None) -> int:
@@ -138,7 +139,7 @@ def _fill(storage: Storage, cache: Any, seq: int, contents: Sequence[_Content], 
         stored = min(stored, max(1, cache.memory))  # mlx-lm's hold more until the first token after a prompt
     first = length - stored
     cache.start_forward(storage.ctx, Batch(range(first, length), [seq] * stored))
-    one = Pass(stored, [first], [0], [stored], [seq])
+    one = ForwardPass(stored, [first], [0], [stored], [seq])
     for i in own:
         storage.put(i, one, *(x[..., -stored:, :] for x in contents[i].arrays))
     for i, layer in enumerate(storage.layers):

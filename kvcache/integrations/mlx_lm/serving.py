@@ -4,7 +4,7 @@ mlx-lm's own caches grow. A pool does not, and what it raised in the middle of a
 batch's rows, and with them the thread in which the server generates. For a model with a pool (``install``)
 
 * requests wait until there is room for them and for all that they may yet add;
-* what an ``LRUPromptCache`` keeps gives way, the oldest first, where there is none (``CachePool.relieve``);
+* what an ``LRUPromptCache`` keeps gives way, oldest first, where there is none (``SequencePool.relieve``);
 * the server refuses a prompt that can never fit, and ends an answer where the room ends ("length").
 
 What fails nevertheless, as when somebody else holds the pool's sequences, fails the requests of its batch and
@@ -27,8 +27,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache
 
 from kvcache.cache import InvalidRangeError
-from kvcache.integrations.mlx_lm.pool import CachePool, SequencesTakenError
-from kvcache.integrations.mlx_lm.rows import Rows
+from kvcache.integrations.mlx_lm.pool import CachePool
+from kvcache.integrations.mlx_lm.rows import BatchRows
+from kvcache.integrations.mlx_lm.sequences import SequencesTakenError
 
 __all__ = ["guard"]
 
@@ -67,9 +68,9 @@ def _pool_of(model: Any) -> CachePool | None:
     return pool if isinstance(pool, CachePool) else None
 
 
-def _rows(prompt_cache: Sequence[Any] | None) -> list[Rows]:
+def _rows(prompt_cache: Sequence[Any] | None) -> list[BatchRows]:
     found = [getattr(entry, "rows", None) for entry in prompt_cache or ()]
-    return [rows for rows in found if isinstance(rows, Rows)]
+    return [rows for rows in found if isinstance(rows, BatchRows)]
 
 
 # LRUPromptCache.
@@ -107,7 +108,7 @@ def _fetch_nearest_cache(lru: LRUPromptCache, original: Callable[..., Any], mode
 
 def _is_batchable(responder: Any, original: Callable[..., bool], *arguments: Any) -> bool:
     pool = _pool_of(responder.model_provider.model)
-    return original(responder, *arguments) and (pool is None or pool.tells_rows_apart)
+    return original(responder, *arguments) and (pool is None or pool.storage.tells_rows_apart)
 
 
 def _next_request(responder: Any, original: Callable[..., Any], *arguments: Any) -> Any:
@@ -146,7 +147,7 @@ def _serve_single(
     step = options.prefill_step_size
     if pool is not None:
         request = _Answers(request[0]), *request[1:]
-        options.prefill_step_size = max(1, min(step, pool.largest_pass or step))
+        options.prefill_step_size = max(1, min(step, pool.sequences.largest_pass or step))
     try:
         original(responder, request, *more)
     finally:
@@ -164,6 +165,50 @@ class _Answers:
 
 
 # BatchGenerator.
+
+
+class _Generator:
+    """What a BatchGenerator holds that it has no public name for, as in mlx-lm 0.32.2. Keeps none of it."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    @property
+    def waiting(self) -> deque[Any]:
+        """Requests: (id, segments, max_tokens, prompt cache, tokens before, ...)."""
+        found: deque[Any] = self._generator._unprocessed_sequences
+        return found
+
+    @property
+    def prompts(self) -> Any:
+        """The batch of prompts that are being read."""
+        return self._generator._prompt_batch
+
+    @property
+    def answers(self) -> Any:
+        """The batch that is being decoded."""
+        return self._generator._generation_batch
+
+    @property
+    def uids(self) -> list[int]:
+        return [*self.prompts.uids, *self.answers.uids, *(request[0] for request in self.waiting)]
+
+    def largest(self) -> list[int]:
+        """How many tokens each row of the two batches may have in the end."""
+        prompts, answers = self.prompts, self.answers
+        begun = zip(prompts.tokens, self._generator._currently_processing, prompts.max_tokens, strict=True)
+        held = [len(tokens) + sum(map(len, rest[0])) + most for tokens, rest, most in begun]
+        counts = zip(answers.tokens, answers.max_tokens, answers._num_tokens, strict=True)
+        return held + [len(tokens) + most - done for tokens, most, done in counts]
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        generator = self._generator
+        generator._prompt_batch = type(self.prompts).empty(
+            generator.model, generator.sampler, generator.prefill_step_size
+        )
+        generator._generation_batch = type(self.answers).empty(generator.model, generator.sampler)
+        generator._currently_processing, generator._unprocessed_sequences = [], deque()
 
 
 def _insert_segments(
@@ -196,9 +241,10 @@ def _fitted(
 
     So is one that has nothing left to compute.
     """
-    others = sum(_holds(sequence[3]) for sequence in generator._unprocessed_sequences)
-    others += len(generator._prompt_batch) + len(generator._generation_batch)
-    crowded = others > 0 and others >= pool.max_sequences - 1
+    running = _Generator(generator)
+    others = sum(_holds(request[3]) for request in running.waiting)
+    others += len(running.prompts) + len(running.answers)
+    crowded = others > 0 and others >= pool.sequences.max_sequences - 1
     if cache is not None and (crowded or not any(segments)):
         first, *rest = segments or [[]]
         return [[*tokens, *first], *rest], None, []
@@ -213,39 +259,27 @@ def _next(generator: Any, original: Callable[[Any], Any]) -> Any:
     pool = _pool_of(generator.model)
     if pool is None or generator not in _queues:
         return original(generator)
-    waiting, step = generator._unprocessed_sequences, generator.prefill_step_size
-    uids = [*generator._prompt_batch.uids, *generator._generation_batch.uids]
-    uids += [sequence[0] for sequence in waiting]
+    running, step = _Generator(generator), generator.prefill_step_size
+    waiting, uids = running.waiting, running.uids
     _queues[generator] = {uid: queue for uid, queue in _queues[generator].items() if uid in uids}
-    count = _admitted(pool, generator)
+    count = _admitted(pool, running)
     later = [waiting.pop() for _ in range(len(waiting) - count)]  # moved: a copy would hold prompt caches
-    if pool.largest_pass is not None:
-        rows = len(generator._prompt_batch) + count
-        generator.prefill_step_size = max(1, min(step, pool.largest_pass // max(1, rows)))
+    if pool.sequences.largest_pass is not None:
+        rows = len(running.prompts) + count
+        generator.prefill_step_size = max(1, min(step, pool.sequences.largest_pass // max(1, rows)))
     try:
         return original(generator)
     except Exception as error:
-        return [], _fail(generator, uids[: len(uids) - len(later)], error)
+        return [], _fail(generator, running, uids[: len(uids) - len(later)], error)
     finally:
         generator.prefill_step_size = step
-        generator._unprocessed_sequences.extend(reversed(later))
+        running.waiting.extend(reversed(later))  # which a request that failed has replaced
 
 
-def _admitted(pool: CachePool, generator: Any) -> int:
+def _admitted(pool: CachePool, running: _Generator) -> int:
     """How many of the requests that wait there is room for now, with what those before them may yet add."""
-    prompts, answers = generator._prompt_batch, generator._generation_batch
-    held = [
-        len(tokens) + sum(map(len, rest[0])) + most
-        for tokens, rest, most in zip(
-            prompts.tokens, generator._currently_processing, prompts.max_tokens, strict=True
-        )
-    ]
-    counts = zip(answers.tokens, answers.max_tokens, answers._num_tokens, strict=True)
-    held += [len(tokens) + most - done for tokens, most, done in counts]
-    waiting, most_rows = (
-        generator._unprocessed_sequences,
-        min(pool.max_sequences, pool.largest_pass or math.inf),
-    )
+    held, waiting = running.largest(), running.waiting
+    most_rows = min(pool.sequences.max_sequences, pool.sequences.largest_pass or math.inf)
     with_sequence = sum(_holds(sequence[3]) for sequence in waiting)
     for i, (_, segments, most, cache, tokens, *_) in enumerate(waiting):
         own = _holds(cache)
@@ -257,17 +291,12 @@ def _admitted(pool: CachePool, generator: Any) -> int:
     return len(waiting)
 
 
-def _fail(generator: Any, uids: Collection[int], error: Exception) -> list[Any]:
+def _fail(generator: Any, running: _Generator, uids: Collection[int], error: Exception) -> list[Any]:
     """End these requests, whose batch is in no state to go on; what the server takes for their answers."""
     log.error("%d requests of a batch fail: %s", len(uids), error)
-    batches = type(generator._prompt_batch), type(generator._generation_batch)
-    generator._prompt_batch = batches[0].empty(
-        generator.model, generator.sampler, generator.prefill_step_size
-    )
-    generator._generation_batch = batches[1].empty(generator.model, generator.sampler)
-    generator._currently_processing, generator._unprocessed_sequences = [], deque()
+    running.clear()
     for uid in _queues[generator].keys() & {*uids}:
         if (queue := _queues[generator].pop(uid)) is not None:
             _Answers(queue).put(error)
     nothing = mx.zeros(64)
-    return [batches[1].Response(uid, 0, nothing, "error", [], []) for uid in uids]
+    return [running.answers.Response(uid, 0, nothing, "error", [], []) for uid in uids]

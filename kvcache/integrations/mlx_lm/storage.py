@@ -15,7 +15,7 @@ from kvcache.caches.recurrent import RecurrentCache
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent
-from kvcache.integrations.mlx_lm.passes import Pass
+from kvcache.integrations.mlx_lm.passes import ForwardPass
 
 __all__ = ["Storage"]
 
@@ -32,7 +32,7 @@ class Storage:
         self, layers: Sequence[Layer], ctx: ml.Context, rollback: int, checkpoints: int, interval: int
     ) -> None:
         self.layers = list(layers)
-        self.ctx = ctx
+        self.ctx, self.rollback = ctx, rollback
         self.recurrent = _recurrent_cache(ctx, self.layers, checkpoints, interval)
         causal = CausalCache() if self.recurrent is None else self.recurrent.attention
         windows = sorted({x.window for x in self.layers if isinstance(x, Attention) and x.window is not None})
@@ -50,6 +50,8 @@ class Storage:
         self.cache: Any = caches[0] if len(caches) == 1 else WrapperCache(*caches)
         self.dtype = _computed(ctx, self.layers)
         """What K and V are stored in."""
+        self.tells_rows_apart = all(not isinstance(x, Recurrent) or x.masked for x in self.layers)
+        """Whether rows may be fed together where some are padded, or begin while others go on."""
 
     def init(
         self, backend: ml.Backend, dtype: ml.DType | None, max_sequences: int, capacity: int, max_batch: int
@@ -84,7 +86,7 @@ class Storage:
 
     # K and V.
 
-    def put(self, layer: int, one: Pass, keys: Any, values: Any) -> None:
+    def put(self, layer: int, one: ForwardPass, keys: Any, values: Any) -> None:
         """Store K and V, (rows, kv_heads, tokens, dim) each, of a layer."""
         cache, ctx = self.attention_of(layer), self.ctx
         cache.set_layer(layer)
@@ -93,7 +95,7 @@ class Storage:
         cache.put(ctx, ctx.from_native(key), ctx.from_native(value))
         one.written = True
 
-    def get(self, layer: int, one: Pass) -> tuple[Any, Any]:
+    def get(self, layer: int, one: ForwardPass) -> tuple[Any, Any]:
         """K and V of a layer as arrays (rows, kv_heads, history, dim), for this pass."""
         cache, ctx = self.attention_of(layer), self.ctx
         cache.set_layer(layer)
@@ -104,7 +106,7 @@ class Storage:
         keys, values = (x.permute(ctx, 0, 2, 1, 3).native for x in found)
         return keys, values
 
-    def reading(self, cache: CausalCache, one: Pass) -> RaggedBatch:
+    def reading(self, cache: CausalCache, one: ForwardPass) -> RaggedBatch:
         found: RaggedBatch | None = one.readings.get(id(cache))
         if found is None:
             found = one.readings[id(cache)] = RaggedBatch(cache, one.sequences)
@@ -145,7 +147,7 @@ class Storage:
         assert isinstance(spec, Recurrent)
         return both[: len(spec.shapes)]
 
-    def state(self, layer: int, i: int, one: Pass) -> Any:
+    def state(self, layer: int, i: int, one: ForwardPass) -> Any:
         """State ``i`` of a layer as an array (rows, *shape); rows that add nothing to the pass read as 0."""
         found, spec = self._states(layer)[i].native, self.layers[layer]
         assert isinstance(spec, Recurrent)
@@ -156,7 +158,7 @@ class Storage:
         whole[mx.array(one.active)] = found
         return whole
 
-    def set_state(self, layer: int, i: int, one: Pass, value: Any) -> None:
+    def set_state(self, layer: int, i: int, one: ForwardPass, value: Any) -> None:
         assert self.recurrent is not None
         if len(one.active) != one.rows:
             value = value[mx.array(one.active)]

@@ -18,12 +18,13 @@ from kvcache.integrations.transformers.layers import (
     Crossing,
     CrossLayer,
     LinearLayer,
+    RowsCache,
 )
-from kvcache.integrations.transformers.rows import Rows
-from kvcache.integrations.transformers.saving import HFSnapshot, like_of, load, read_entry, save
+from kvcache.integrations.transformers.pool import CacheOptions, CachePool
+from kvcache.integrations.transformers.rows import BatchRows
+from kvcache.integrations.transformers.saving import HFSnapshot, like_of, load, save
 from kvcache.integrations.transformers.states import States
-from kvcache.integrations.transformers.store import Options, Store
-from kvcache.stores import SnapshotStore
+from kvcache.stores import SnapshotStore, get_snapshot
 
 __all__ = ["HFCache", "HFEncoderDecoderCache", "cache_argument"]
 
@@ -33,7 +34,7 @@ def cache_argument(model: Any) -> str:
     return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
 
 
-class HFCache(Cache):  # type: ignore[misc]
+class HFCache(RowsCache):
     """A cache for ``model(..., past_key_values=cache)`` and ``model.generate(..., past_key_values=cache)``.
 
     The rows of the batch are sequences of our caches: a causal one for full attention, a window for
@@ -72,29 +73,22 @@ class HFCache(Cache):  # type: ignore[misc]
         Raises NotSupportedError for a config with layers that our caches do not serve.
         """
         plan = layer_plan(config)
-        options = Options(backend, stored_dtype(dtype), max_sequences, capacity, lookback, shift, grow)
-        self._attach(Rows(Store(plan, options)))
-
-    @classmethod
-    def over(cls, other: HFCache, seq: int, length: int) -> HFCache:
-        """A cache of one row: sequence ``seq`` behind ``other``, which holds ``length`` tokens."""
-        cache = cls.__new__(cls)
-        cache._attach(other.rows.adopt(seq, length))
-        return cache
+        options = CacheOptions(backend, stored_dtype(dtype), max_sequences, capacity, lookback, shift, grow)
+        self._attach(BatchRows(CachePool(plan, options)))
 
     def bind(self, like: torch.Tensor) -> Family:
         """Make the caches now, for keys with the dtype and on the device of ``like``."""
-        self.rows.store.bind(1, like)
-        return self.rows.store.family
+        self.rows.pool.bind(1, like)
+        return self.rows.pool.family
 
     def detach(self) -> None:
         """Let go of the rows without touching them: they belong to someone else now."""
         self.rows.sequences = []
         self.rows.clear()
 
-    def _attach(self, rows: Rows) -> None:
+    def _attach(self, rows: BatchRows) -> None:
         self.rows, self._states = rows, States(rows)
-        Cache.__init__(self, layers=[self._layer(i, kind) for i, kind in enumerate(rows.store.plan.layers)])
+        Cache.__init__(self, layers=[self._layer(i, kind) for i, kind in enumerate(rows.pool.plan.layers)])
 
     def _layer(self, i: int, kind: Kind) -> Any:
         if kind.name == CROSS:
@@ -117,8 +111,8 @@ class HFCache(Cache):  # type: ignore[misc]
         Without one it lets PyTorch repeat the heads that several queries share, which a CPU does up to 30
         times slower than transformers' own way with a mask. On a CPU nothing is compiled for it.
         """
-        store = self.rows.store
-        return store.bound and store.plan.grouped and store.like.device.type == "cpu"
+        pool = self.rows.pool
+        return pool.bound and pool.plan.grouped and pool.like.device.type == "cpu"
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was. Beams share the cells of what they have in common."""
@@ -164,23 +158,19 @@ class HFCache(Cache):  # type: ignore[misc]
 
         Takes as many of ``max_sequences`` as there are rows, until it is reset.
         """
-        copy = type(self).__new__(type(self))
-        copy._attach(self.rows.fork())
-        return copy
+        return self.of(self.rows.fork())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache with buffers of its own and the same content; ``fork`` does it without copying."""
-        copy = type(self).__new__(type(self))
-        memo[id(self)] = copy
-        store = self.rows.store
-        copy._attach(Rows(Store(store.plan, store.options)))
+        pool = self.rows.pool
+        memo[id(self)] = copy = self.of(BatchRows(CachePool(pool.plan, pool.options)))
         if self.rows.length:
             copy.restore(self.snapshot())
         return copy
 
     def checkpoint(self) -> None:
         """Keep the recurrent states as they are now, so that ``crop`` can come back to this length."""
-        recurrent = self.rows.store.family.recurrent if self.rows.store.bound else None
+        recurrent = self.rows.pool.family.recurrent if self.rows.pool.bound else None
         for seq in self.rows.sequences if recurrent is not None else ():
             assert recurrent is not None
             recurrent.checkpoint(seq)
@@ -199,27 +189,21 @@ class HFCache(Cache):  # type: ignore[misc]
     def save(self, store: SnapshotStore, key: str) -> bool:
         """Put what the cache holds into a store (``kvcache.stores``). False: the key is there already."""
         snapshot = self.snapshot()
-        return save(store, key, self.rows.store.backend, snapshot)
+        return save(store, key, self.rows.pool.backend, snapshot)
 
     def load(self, store: SnapshotStore, key: str, device: torch.device | str = "cpu") -> bool:
         """Become what ``save`` stored; ``device`` is the model's. False, nothing changed, without the key."""
-        page = read_entry(store, key)
-        if page is None:
+        found = get_snapshot(store, key)
+        if found is None:
             return False
         rows = self.rows
-        rows.store.bind(len(page.meta["rows"]), like_of(page, torch.device(device)))
-        self.restore(load(page, rows.store.backend, torch.device(device)))
+        rows.pool.bind(len(found.meta["rows"]), like_of(found, torch.device(device)))
+        self.restore(load(found, rows.pool.backend, torch.device(device)))
         return True
 
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens per row, if there is less: all that is held moves once."""
-        self.rows.store.reserve(capacity)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all that is allocated, forks included."""
-        store = self.rows.store
-        return int(getattr(store.family.all, "nbytes", 0)) if store.bound else 0
+        self.rows.pool.reserve(capacity)
 
 
 class HFEncoderDecoderCache(Crossing, HFCache, EncoderDecoderCache):  # type: ignore[misc]
@@ -228,12 +212,10 @@ class HFEncoderDecoderCache(Crossing, HFCache, EncoderDecoderCache):  # type: ig
     What cross attention reads lies in an EncoderCache whose sequences are those of the decoder.
     """
 
-    def _attach(self, rows: Rows) -> None:
-        decoder = HFCache.__new__(HFCache)
-        decoder._attach(rows)
-        self.rows, self._states = rows, decoder._states
-        cross = CrossCache([CrossLayer(rows, i) for i in rows.store.plan.crossing])
-        EncoderDecoderCache.__init__(self, decoder, cross)
+    def _attach(self, rows: BatchRows) -> None:
+        self.rows, self._states = rows, States(rows)
+        cross = CrossCache([CrossLayer(rows, i) for i in rows.pool.plan.crossing])
+        EncoderDecoderCache.__init__(self, HFCache.of(rows), cross)
         self._note()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

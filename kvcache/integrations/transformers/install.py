@@ -50,7 +50,7 @@ class Installation:
                 model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
             if isinstance(given, HFCache):
-                if not given.rows.store.given_away:
+                if not given.rows.pool.given_away:
                     given.reserve(max_cache_length)
             elif given is None:
                 ours = _ours(model, model_kwargs.get(name), max_cache_length, options)

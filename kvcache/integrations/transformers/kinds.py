@@ -225,9 +225,9 @@ class Family:
     def kept(self, kind: Kind) -> int | None:
         """How many tokens of a sequence the cache of a kind keeps; None: all."""
         cache = self.caches[kind]
-        if not isinstance(cache, SlidingWindowCache) or cache._unlimited:
+        if not isinstance(cache, SlidingWindowCache) or cache.reach is None:
             return None
-        return max(1, cache._kept)
+        return cache.reach + max(1, cache.window)
 
     def init(self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int) -> None:
         for cache in self.tops:

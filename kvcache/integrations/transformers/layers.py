@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvcache import NotSupportedError
 from kvcache.integrations.transformers.kinds import CONV, Kind
-from kvcache.integrations.transformers.rows import Rows
+from kvcache.integrations.transformers.rows import BatchRows
 from kvcache.integrations.transformers.states import States
 
-__all__ = ["AttentionLayer", "CrossCache", "CrossLayer", "Crossing", "LinearLayer"]
+__all__ = ["AttentionLayer", "CrossCache", "CrossLayer", "Crossing", "LinearLayer", "RowsCache"]
+
+
+class RowsCache(Cache):  # type: ignore[misc]
+    """A cache of transformers' over ``rows``, whose layers :meth:`_attach` makes."""
+
+    rows: BatchRows
+
+    @classmethod
+    def of(cls, rows: BatchRows) -> Self:
+        """A cache of rows that are there already."""
+        cache = cls.__new__(cls)
+        cls._attach(cache, rows)
+        return cache
+
+    def _attach(self, rows: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is allocated, forks included."""
+        pool = self.rows.pool
+        return int(getattr(pool.family.all, "nbytes", 0)) if pool.bound else 0
 
 
 class _Recorded:
     """What speculative decoding asks of a layer: to take back whatever it drafts."""
 
-    rows: Rows
+    rows: BatchRows
 
     @property
     def record_past(self) -> bool:
@@ -42,7 +64,7 @@ class AttentionLayer(_Recorded, CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, rows: Rows, layer: int, kind: Kind) -> None:
+    def __init__(self, rows: BatchRows, layer: int, kind: Kind) -> None:
         self.rows, self.layer, self.kind = rows, layer, kind
         self.is_sliding = kind.size > 0
 
@@ -94,7 +116,7 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]
     supports_early_init = False
     is_sliding = False
 
-    def __init__(self, rows: Rows, layer: int) -> None:
+    def __init__(self, rows: BatchRows, layer: int) -> None:
         self.rows, self.layer = rows, layer
 
     @property

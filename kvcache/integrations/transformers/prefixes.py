@@ -26,7 +26,7 @@ class HFSession:
     def __init__(self, owner: HFPrefixCache, session: Session) -> None:
         self._owner, self._session = owner, session
         self.cached = session.cached
-        self.cache = HFCache.over(owner.cache, session.seq, session.cached)
+        self.cache = HFCache.of(owner.cache.rows.adopt(session.seq, session.cached))
 
     def prefill(self, size: int = 512) -> None:
         """Evaluate all of the prompt but its last token, ``size`` tokens at a time at most.
@@ -122,7 +122,7 @@ class HFPrefixCache(Closing):
             lookback=lookback,
         )  # fmt: skip
         family = self.cache.bind(torch.empty(0, dtype=model.dtype, device=model.device))
-        self.cache.rows.store.give_away()
+        self.cache.rows.pool.give_away()
         self.longest_pass = min((family.kept(kind) or capacity for kind in family.caches), default=capacity)
         """Tokens that windows keep: a longer pass would leave them no snapshots inside."""
         whole: Any = family.all
@@ -135,7 +135,9 @@ class HFPrefixCache(Closing):
     def generate(self, input_ids: torch.Tensor, *, prefill_size: int = 512, **options: Any) -> Any:
         """``model.generate(input_ids, **options)`` for one conversation, (1, tokens), from what is there."""
         if input_ids.ndim != 2 or input_ids.shape[0] != 1:
-            raise InvalidRangeError(f"generate: input_ids {tuple(input_ids.shape)}; they are (1, tokens)")
+            raise InvalidRangeError(
+                f"generate: input_ids {tuple(input_ids.shape)}; their shape must be (1, tokens)"
+            )
         count = input_ids.shape[1]
         with self.begin(input_ids[0].tolist()) as session:
             session.prefill(prefill_size)

@@ -12,7 +12,6 @@ therefore begins with the first layer that has had its share of the last one::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -29,11 +28,12 @@ from kvcache import (
 )
 from kvcache.attention.dense_batch import DenseBatch, read_encoded
 from kvcache.integrations.transformers.kinds import SLIDING, Attending, Kind, Trait
+from kvcache.integrations.transformers.passes import ForwardPass
+from kvcache.integrations.transformers.pool import CachePool
 from kvcache.integrations.transformers.saving import HFSnapshot
-from kvcache.integrations.transformers.store import Store
 from kvcache.storage.state_slots import Checkpoint
 
-__all__ = ["Pass", "Rows", "untraced"]
+__all__ = ["BatchRows", "untraced"]
 
 PREFILL = 16
 """Tokens of a prefill, of which windows keep the end alone, that drafting may take back."""
@@ -46,45 +46,26 @@ def untraced(method: Method) -> Method:
     return cast("Method", torch.compiler.disable(method))  # type: ignore[no-untyped-call]
 
 
-@dataclass(slots=True)
-class Pass:
-    """One forward pass over positions ``[begin, begin + tokens)`` of every row."""
-
-    begin: int
-    tokens: int
-    stored: dict[Kind, int] = field(default_factory=dict)
-    """How many of the new tokens a kind keeps, where a window keeps not all of them."""
-    readings: dict[Kind, DenseBatch] = field(default_factory=dict)
-    """What each kind's layers read: the past alone where not all that is new is kept."""
-    aside: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """What layers of those kinds saw before the pass, and while passes are recorded what is new: K and V
-    that ``cut`` can come back to."""
-    states: dict[tuple[int, str], bool] = field(default_factory=dict)
-    """Layers and which of their states have had their share; True: fetched, and not given yet."""
-    encoded: dict[int, tuple[torch.Tensor, torch.Tensor] | None] | None = None
-    """Where the pass brings an encoder's output: what layers that have not got it yet had before."""
-
-
-class Rows:
+class BatchRows:
     """As many sequences as the batch has rows, all of one length, growing in step."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, pool: CachePool) -> None:
+        self.pool = pool
         self.sequences: list[int] = []
         self.length = 0
         """Tokens of every row, those of the pass under way included."""
-        self.seen = [0] * len(store.plan.layers)
+        self.seen = [0] * len(pool.plan.layers)
         """How many of them each layer has had."""
         self.settled: int | None = None
         """While passes are recorded, where a crop may go back to, however small windows are."""
         self.inputs: dict[int, torch.Tensor] = {}
         """Of layers with nothing but a convolution, what it was given since then (rows, channels, tokens),
         behind the state of then."""
-        self._pass: Pass | None = None
+        self._pass: ForwardPass | None = None
 
     # One pass.
 
-    def enter(self, layer: int, tokens: int, batch: int, like: torch.Tensor | None = None) -> Pass:
+    def enter(self, layer: int, tokens: int, batch: int, like: torch.Tensor | None = None) -> ForwardPass:
         """The pass that ``tokens`` new tokens of ``layer`` belong to; begins it where it is the first.
 
         ``reached`` says that the layer has had them.
@@ -105,25 +86,25 @@ class Rows:
         """``layer`` has had its share of the pass under way."""
         self.seen[layer] = self.length
 
-    def current(self, layer: int) -> Pass:
+    def current(self, layer: int) -> ForwardPass:
         """The pass under way, which ``layer`` has not reached yet."""
-        self.store.check_current(self._pass)
+        self.pool.check_current(self._pass)
         if self._pass is None or self.seen[layer] != self._pass.begin:
             what = f"layer {layer} has had {self.seen[layer]} tokens of {self.length}"
             raise self._unfinished(what, self.seen[layer])
         return self._pass
 
     @property
-    def under_way(self) -> Pass | None:
+    def under_way(self) -> ForwardPass | None:
         """The last pass, unless the rows or those of a fork have changed since it began."""
-        return self._pass if self.store.current is self._pass else None
+        return self._pass if self.pool.current is self._pass else None
 
     def lengthen(self, layer: int, tokens: int, batch: int, like: torch.Tensor) -> None:
         """The pass that ``layer`` alone has begun, as one of one token, is of ``tokens``."""
         begun = self.under_way
         assert begun is not None
         if begun.tokens != tokens and self.seen.count(self.length) == 1:
-            for cache in reversed(self.store.family.tops):
+            for cache in reversed(self.pool.family.tops):
                 cache.undo_forward()
             self._pass, self.length = None, begun.begin
         self.seen[layer] = begun.begin
@@ -138,19 +119,19 @@ class Rows:
             + (f": {self._why()}" if kept < complete else "")
         )
 
-    def _begin(self, tokens: int, batch: int, like: torch.Tensor | None) -> Pass:
+    def _begin(self, tokens: int, batch: int, like: torch.Tensor | None) -> ForwardPass:
         behind = {i: seen for i, seen in enumerate(self.seen) if seen not in (0, self.length)}
         if behind:
             raise self._unfinished(f"layers {[*behind]} are behind", min(behind.values()))
-        store = self.store
+        pool = self.pool
         if tokens > 1 and self.length:
-            store.plan.refuse("HFCache", Trait.BY_ONE, f"give it these {tokens} one by one")
+            pool.plan.refuse("HFCache", Trait.BY_ONE, f"give it these {tokens} one by one")
         if like is not None:
-            store.bind(batch, like)
+            pool.bind(batch, like)
         self._make_windows_keep(tokens)
         fresh = not self.sequences
         if fresh:
-            self.sequences = store.take(batch)
+            self.sequences = pool.take(batch)
         try:
             if batch != len(self.sequences):
                 raise InvalidRangeError(
@@ -160,10 +141,10 @@ class Rows:
             current = self._start_growing(tokens)
         except BaseException:
             if fresh:
-                store.release(self.sequences)
+                pool.release(self.sequences)
                 self.sequences = []
             raise
-        self._pass = store.current = current
+        self._pass = pool.current = current
         self.length += tokens
         return current
 
@@ -175,27 +156,27 @@ class Rows:
         if last is not None and last.stored:  # a prefill of which windows have the end alone
             self.settled = max(self.settled, self.length - PREFILL)
         aside = self._aside(self.length)
-        if self.store.look_back(self.length + tokens - self.settled):
+        if self.pool.look_back(self.length + tokens - self.settled):
             assert last is not None or not aside
             for kind in aside:
                 for seq in self.sequences:
-                    self.store.family.caches[kind].remove(seq, 0)
+                    self.pool.family.caches[kind].remove(seq, 0)
                 self._refill(last, kind, self.length)
 
-    def _start_growing(self, tokens: int) -> Pass:
+    def _start_growing(self, tokens: int) -> ForwardPass:
         """As :meth:`_start`; with ``grow`` in buffers of twice the size, where it does not fit."""
-        capacity = self.store.options.capacity
+        capacity = self.pool.options.capacity
         try:
             return self._start(tokens)
         except CacheFullError:
-            if not self.store.options.grow:
+            if not self.pool.options.grow:
                 raise
-        self.store.reserve(max(2 * capacity, self.length + tokens))
+        self.pool.reserve(max(2 * capacity, self.length + tokens))
         return self._start(tokens)
 
-    def _start(self, tokens: int) -> Pass:
+    def _start(self, tokens: int) -> ForwardPass:
         """Find cells in all caches, or in none."""
-        family, ctx, current = self.store.family, self.store.ctx, Pass(self.length, tokens)
+        family, ctx, current = self.pool.family, self.pool.ctx, ForwardPass(self.length, tokens)
         for kind in family.caches:
             kept = family.kept(kind)
             if kept is not None and tokens > kept:
@@ -212,19 +193,19 @@ class Rows:
             for cache in reversed(started):
                 cache.undo_forward()
             if isinstance(error, CacheFullError):
-                error.add_note(f"HFCache: capacity={self.store.options.capacity} tokens per sequence")
+                error.add_note(f"HFCache: capacity={self.pool.options.capacity} tokens per sequence")
             raise
         for kind, kept in current.stored.items():
             self._start_short(current, kind, family.caches[kind], kept)
         return current
 
-    def _start_short(self, current: Pass, kind: Kind, cache: Attending, kept: int) -> None:
+    def _start_short(self, current: ForwardPass, kind: Kind, cache: Attending, kept: int) -> None:
         """Keep the last ``kept`` new tokens only: all that later ones can see. The past is read first."""
         if current.begin:
             current.readings[kind] = self._reading(kind, current.begin)
         for seq in self.sequences:
             cache.remove(seq, 0)
-        cache.start_forward(self.store.ctx, self._batch(current.tokens, kept))
+        cache.start_forward(self.pool.ctx, self._batch(current.tokens, kept))
 
     def _batch(self, tokens: int, kept: int) -> Batch:
         end = self.length + tokens
@@ -237,7 +218,7 @@ class Rows:
     def _reading(self, kind: Kind, begin: int) -> DenseBatch:
         """What tokens from ``begin`` on see."""
         first = max(0, begin - kind.size + 1) if kind.size else 0
-        return DenseBatch(self.store.family.caches[kind], self.sequences, first)
+        return DenseBatch(self.pool.family.caches[kind], self.sequences, first)
 
     # Attention layers.
 
@@ -247,8 +228,8 @@ class Rows:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store K and V (rows, heads, new tokens, dim); all that they see, (rows, heads, tokens, dim)."""
         current = self.enter(layer, key.shape[2], key.shape[0], key)
-        store = self.store
-        cache, kept = store.family.caches[kind], current.stored.get(kind)
+        pool = self.pool
+        cache, kept = pool.family.caches[kind], current.stored.get(kind)
         reading = current.readings.get(kind)
         if kept is not None:
             keys, values = key, value
@@ -270,20 +251,20 @@ class Rows:
     def _put(
         self, cache: Attending | EncoderCache, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        ctx, bridge = self.store.ctx, self.store.bridge
-        if not key.dtype is value.dtype is self.store.like.dtype:
-            self.store.check_dtype(layer, key, value)
+        ctx, bridge = self.pool.ctx, self.pool.bridge
+        if not key.dtype is value.dtype is self.pool.like.dtype:
+            self.pool.check_dtype(layer, key, value)
         cache.set_layer(layer)
         cache.put(ctx, bridge.to_backend(ctx, _tokens(key)), bridge.to_backend(ctx, _tokens(value)))
 
     def _read(
         self, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        store = self.store
-        keys, values = reading.read(store.ctx, layer)
-        found = store.bridge.to_torch(keys, key), store.bridge.to_torch(values, value)
+        pool = self.pool
+        keys, values = reading.read(pool.ctx, layer)
+        found = pool.bridge.to_torch(keys, key), pool.bridge.to_torch(values, value)
         return (
-            (found[0].contiguous(), found[1].contiguous()) if Trait.CONTIGUOUS in store.plan.traits else found
+            (found[0].contiguous(), found[1].contiguous()) if Trait.CONTIGUOUS in pool.plan.traits else found
         )
 
     @untraced
@@ -291,7 +272,7 @@ class Rows:
         """K and V of a layer that the next token may see; None where there are none."""
         if not self.seen[layer]:
             return None
-        return self._read(self._reading(kind, self.length), layer, self.store.like, self.store.like)
+        return self._read(self._reading(kind, self.length), layer, self.pool.like, self.pool.like)
 
     # Cross attention.
 
@@ -301,15 +282,15 @@ class Rows:
 
         They follow those that earlier passes brought, as another image does.
         """
-        store, current = self.store, self._pass
-        store.check_current(current)
+        pool, current = self.pool, self._pass
+        pool.check_current(current)
         assert current is not None
         if current.encoded is None:
-            current.encoded = {i: self.encoded(i) for i in store.plan.crossing}
+            current.encoded = {i: self.encoded(i) for i in pool.plan.crossing}
         before = current.encoded.pop(layer, None)
         if before is not None:
             key, value = torch.cat((before[0], key), 2), torch.cat((before[1], value), 2)
-        self._put(store.family.cross, layer, key, value)
+        self._put(pool.family.cross, layer, key, value)
 
     @property
     def _waiting(self) -> dict[int, tuple[torch.Tensor, torch.Tensor] | None]:
@@ -322,7 +303,7 @@ class Rows:
         waiting = self._waiting
         if layer in waiting:
             return waiting[layer] is not None
-        return bool(self.sequences) and all(map(self.store.family.cross.encoder_cached, self.sequences))
+        return bool(self.sequences) and all(map(self.pool.family.cross.encoder_cached, self.sequences))
 
     @untraced
     def encoded(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -331,9 +312,9 @@ class Rows:
             return None
         if layer in self._waiting:
             return self._waiting[layer]
-        store = self.store
-        keys, values = read_encoded(store.ctx, store.family.cross, layer, self.sequences)
-        return store.bridge.to_torch(keys, self.store.like), store.bridge.to_torch(values, self.store.like)
+        pool = self.pool
+        keys, values = read_encoded(pool.ctx, pool.family.cross, layer, self.sequences)
+        return pool.bridge.to_torch(keys, self.pool.like), pool.bridge.to_torch(values, self.pool.like)
 
     # Sequences.
 
@@ -346,60 +327,60 @@ class Rows:
         chosen = [self.sequences[index] for index in indices]
         dropped = [seq for seq in self.sequences if seq not in chosen]
         copies = len(chosen) - len(set(chosen))
-        store = self.store
+        pool = self.pool
         if copies > len(dropped):
-            store.release(store.take(copies - len(dropped)))  # refuses before anything is touched
-        store.release(dropped)
-        spare = iter(store.take(copies))
+            pool.release(pool.take(copies - len(dropped)))  # refuses before anything is touched
+        pool.release(dropped)
+        spare = iter(pool.take(copies))
         rows: list[int] = []
         for seq in chosen:
             if seq in rows:
                 copy = next(spare)
-                store.share(seq, copy, self.length)
+                pool.share(seq, copy, self.length)
                 rows.append(copy)
             else:
                 rows.append(seq)
         self.sequences, self._pass = rows, None
         self._settle()
 
-    def fork(self) -> Rows:
+    def fork(self) -> BatchRows:
         """Rows with the same content, to be continued on their own; cells are shared."""
-        store = self.store
-        store.plan.refuse("fork", Trait.INSIDE, "generate without forks, or use another cache from the start")
+        pool = self.pool
+        pool.plan.refuse("fork", Trait.INSIDE, "generate without forks, or use another cache from the start")
         self.check_complete("fork")
-        copy = Rows(store)
+        copy = BatchRows(pool)
         copy.length, copy.seen = self.length, [*self.seen]
-        copy.sequences = store.take(len(self.sequences)) if self.sequences else []
+        copy.sequences = pool.take(len(self.sequences)) if self.sequences else []
         for source, target in zip(self.sequences, copy.sequences, strict=True):
-            store.share(source, target, self.length)
+            pool.share(source, target, self.length)
         return copy
 
-    def adopt(self, seq: int, length: int) -> Rows:
+    def adopt(self, seq: int, length: int) -> BatchRows:
         """One row: a sequence that holds ``length`` tokens already."""
-        one = Rows(self.store)
+        one = BatchRows(self.pool)
         one.sequences, one.length = [seq], length
         one.seen = self._all_at(length)
         return one
 
     def _all_at(self, length: int) -> list[int]:
         """What each layer has had where all have had ``length`` tokens: of some, no layer keeps anything."""
-        return [length if kind.grows else 0 for kind in self.store.plan.layers]
+        return [length if kind.grows else 0 for kind in self.pool.plan.layers]
 
     def snapshot(self) -> HFSnapshot:
         """What all rows hold now."""
-        self.store.plan.refuse("snapshot", Trait.INSIDE, "what a cache holds is not the whole state")
+        self.pool.plan.refuse("snapshot", Trait.INSIDE, "what a cache holds is not the whole state")
         self.check_complete("snapshot")
         if not self.sequences:
             raise OrderError("snapshot: the cache is empty; a forward pass comes first")
-        store = self.store
+        pool = self.pool
         return HFSnapshot(
-            self.length, tuple(store.family.all.snapshot(seq) for seq in self.sequences), store.like
+            self.length, tuple(pool.family.all.snapshot(seq) for seq in self.sequences), pool.like
         )
 
     def restore(self, snapshot: HFSnapshot) -> None:
         """Become what the snapshot is of. What is raised leaves the rows as they were."""
-        store, before = self.store, None
-        store.bind(len(snapshot.rows), snapshot.like)
+        pool, before = self.pool, None
+        pool.bind(len(snapshot.rows), snapshot.like)
         if self.sequences and self.length:
             before = self.snapshot()
         self.clear()
@@ -412,13 +393,13 @@ class Rows:
             raise
 
     def _put_back(self, snapshot: HFSnapshot) -> None:
-        self.sequences = self.store.take(len(snapshot.rows))
+        self.sequences = self.pool.take(len(snapshot.rows))
         for seq, row in zip(self.sequences, snapshot.rows, strict=True):
-            self.store.put_back(self.store.family, seq, row)
+            self.pool.put_back(self.pool.family, seq, row)
         self.length = snapshot.length
         self.seen = self._all_at(snapshot.length)
         self._settle()
-        self.store.current = None
+        self.pool.current = None
 
     def check_complete(self, op: str) -> None:
         behind = [seen for seen in self.seen if seen not in (0, self.length)]
@@ -438,12 +419,12 @@ class Rows:
             return
         complete = min((seen for seen in self.seen if seen), default=0)
         if length:
-            self.store.plan.refuse("crop", Trait.INSIDE, "call reset() and begin again")
+            self.pool.plan.refuse("crop", Trait.INSIDE, "call reset() and begin again")
         if complete < length:
             raise self._unfinished(f"crop: to {length} of {self.length} tokens", complete)
         if self._reach(length, bool(marks)) < length:
             raise NotSupportedError(f"crop: to {length} of {self.length} tokens: {self._why()}")
-        family, aside, last = self.store.family, self._aside(length), self.under_way
+        family, aside, last = self.pool.family, self._aside(length), self.under_way
         changes = []
         for i, seq in enumerate(self.sequences):
             for cache in family.tops:
@@ -455,12 +436,12 @@ class Rows:
             change()
         for kind in aside:
             self._refill(last, kind, length)
-        self.store.current = None
+        self.pool.current = None
         self._now(length)
 
     def _reach(self, length: int, marked: bool = False) -> int:
         """The last position up to ``length`` that all rows can go back to."""
-        family = self.store.family
+        family = self.pool.family
         while length:
             aside = self._aside(length)
             others = [
@@ -481,26 +462,24 @@ class Rows:
             return {}
         if length > current.begin and self.settled is None:
             return {}
-        return {kind: self.store.family.caches[kind] for kind in current.stored}
+        return {kind: self.pool.family.caches[kind] for kind in current.stored}
 
-    def _refill(self, current: Pass | None, kind: Kind, length: int) -> None:
+    def _refill(self, current: ForwardPass | None, kind: Kind, length: int) -> None:
         """Put what a pass has set aside back into windows, which are empty."""
-        store = self.store
+        pool = self.pool
         assert current is not None
-        cache, reading = store.family.caches[kind], current.readings.get(kind)
+        cache, reading = pool.family.caches[kind], current.readings.get(kind)
         begin = current.begin if reading is None else reading.begin
-        kept = min(store.family.kept(kind) or length, length - begin)
-        cache.start_forward(store.ctx, self._batch(length - self.length, kept))
-        for layer, other in enumerate(store.plan.layers):
+        kept = min(pool.family.kept(kind) or length, length - begin)
+        cache.start_forward(pool.ctx, self._batch(length - self.length, kept))
+        for layer, other in enumerate(pool.plan.layers):
             if other != kind or not (layer in current.aside or self.seen[layer]):
                 continue
             if layer in current.aside:
                 keys, values = current.aside[layer]
             else:  # the pass never came to it, and nothing was written
                 assert reading is not None
-                keys, values = (
-                    x.clone() for x in self._read(reading, layer, self.store.like, self.store.like)
-                )
+                keys, values = (x.clone() for x in self._read(reading, layer, self.pool.like, self.pool.like))
             part = slice(length - begin - kept, length - begin)
             self._put(cache, layer, keys[:, :, part], values[:, :, part])
 
@@ -518,7 +497,7 @@ class Rows:
         self.inputs.clear()
 
     def _why(self) -> str:
-        family, told = self.store.family, []
+        family, told = self.pool.family, []
         if family.recurrent is not None:
             points = [
                 {*family.recurrent.checkpoints(seq), family.recurrent.offset(seq)} for seq in self.sequences
@@ -526,26 +505,26 @@ class Rows:
             held = sorted(set.intersection(*points))
             told.append(f"recurrent states can go back to {held} and 0 only (call checkpoint() to add one)")
         if any(kind.name == SLIDING for kind in family.caches):
-            option = f"HFCache(lookback={self.store.options.lookback})"
+            option = f"HFCache(lookback={self.pool.options.lookback})"
             told.append(f"sliding windows have forgotten what is seen from there; {option} keeps more")
         return ", and ".join(told)
 
     def remove(self, begin: int, end: int) -> None:
         """Forget positions ``[begin, end)`` of every row; later ones move down."""
-        self.store.plan.refuse("remove", Trait.INSIDE, "they would go on with what was removed")
+        self.pool.plan.refuse("remove", Trait.INSIDE, "they would go on with what was removed")
         self.check_complete("remove")
         if not 0 <= begin <= end <= self.length:
             raise InvalidRangeError(f"remove: [{begin}, {end}) of {self.length} tokens")
         if end == self.length:
             self.cut(begin)
             return
-        self.store.remove(self.sequences, begin, end)
+        self.pool.remove(self.sequences, begin, end)
         self._now(self.length - (end - begin))
 
     def clear(self) -> None:
         """Forget everything, and give the sequences back."""
         if self.sequences:
-            self.store.release(self.sequences)
+            self.pool.release(self.sequences)
         self.sequences = []
         self._now(0)
 

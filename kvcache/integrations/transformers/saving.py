@@ -14,9 +14,9 @@ from kvcache.integrations.transformers.bridge import dtype_of, torch_dtype
 from kvcache.integrations.transformers.kinds import Family
 from kvcache.snapshots.serialize import deserialize, serialize
 from kvcache.snapshots.snapshot import Snapshot, WrapperSnapshot
-from kvcache.stores import SerializedSnapshot, SnapshotCorrupt, SnapshotStore, pack, unpack
+from kvcache.stores import SerializedSnapshot, SnapshotCorrupt, SnapshotStore, put_snapshot
 
-__all__ = ["HFSnapshot", "like_of", "load", "prepare_states", "read_entry", "save"]
+__all__ = ["HFSnapshot", "like_of", "load", "prepare_states", "save"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,38 +55,30 @@ def save(store: SnapshotStore, key: str, backend: ml.Backend, snapshot: HFSnapsh
     arrays: dict[str, Any] = {}
     metas: list[Mapping[str, Any]] = []
     for i, row in enumerate(snapshot.rows):
-        page = serialize(backend, row)
-        arrays.update({f"{i}:{name}": array for name, array in page.arrays.items()})
-        metas.append(dict(page.meta))
+        serialized = serialize(backend, row)
+        arrays.update({f"{i}:{name}": array for name, array in serialized.arrays.items()})
+        metas.append(dict(serialized.meta))
     meta = {"length": snapshot.length, "activations": dtype_of(snapshot.like.dtype).name, "rows": metas}
-    return store.put(key, pack(SerializedSnapshot(meta, arrays)))
+    return put_snapshot(store, key, SerializedSnapshot(meta, arrays))
 
 
-def read_entry(store: SnapshotStore, key: str) -> SerializedSnapshot | None:
-    """The page of an entry; None where there is none."""
-    (stat,) = store.stat([key])
-    if stat is None:
-        return None
-    data = bytearray(stat.nbytes)
-    return unpack(data) if store.get_into(key, data) else None
-
-
-def like_of(page: SerializedSnapshot, device: torch.device) -> torch.Tensor:
-    """An empty tensor with the dtype of the model's keys. SnapshotCorrupt for another page."""
+def like_of(serialized: SerializedSnapshot, device: torch.device) -> torch.Tensor:
+    """An empty tensor with the dtype of the model's keys. SnapshotCorrupt for another snapshot."""
     try:
-        return torch.empty(0, dtype=torch_dtype(ml.DType[page.meta["activations"]]), device=device)
+        return torch.empty(0, dtype=torch_dtype(ml.DType[serialized.meta["activations"]]), device=device)
     except (KeyError, TypeError) as error:
         raise SnapshotCorrupt(f"HFCache.load: not what HFCache.save stored ({error!r})") from error
 
 
-def load(page: SerializedSnapshot, backend: ml.Backend, device: torch.device) -> HFSnapshot:
-    """The snapshot that :func:`save` stored. SnapshotCorrupt for another page."""
-    like = like_of(page, device)
+def load(serialized: SerializedSnapshot, backend: ml.Backend, device: torch.device) -> HFSnapshot:
+    """The snapshot that :func:`save` stored. SnapshotCorrupt for another snapshot."""
+    like = like_of(serialized, device)
     try:
         rows = []
-        for i, meta in enumerate(page.meta["rows"]):
-            own = {name.split(":", 1)[1]: a for name, a in page.arrays.items() if name.startswith(f"{i}:")}
+        for i, meta in enumerate(serialized.meta["rows"]):
+            named = serialized.arrays.items()
+            own = {name.split(":", 1)[1]: a for name, a in named if name.startswith(f"{i}:")}
             rows.append(deserialize(backend, SerializedSnapshot(meta, own)))
-        return HFSnapshot(int(page.meta["length"]), tuple(rows), like)
+        return HFSnapshot(int(serialized.meta["length"]), tuple(rows), like)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise SnapshotCorrupt(f"HFCache.load: not what HFCache.save stored ({error!r})") from error

@@ -7,7 +7,8 @@ import torch
 import ml
 from kvcache import NotSupportedError, OrderError, RecurrentCache
 from kvcache.integrations.transformers.kinds import CONV
-from kvcache.integrations.transformers.rows import Pass, Rows, untraced
+from kvcache.integrations.transformers.passes import ForwardPass
+from kvcache.integrations.transformers.rows import BatchRows, untraced
 from kvcache.storage.state_slots import Checkpoint
 
 __all__ = ["States"]
@@ -21,12 +22,12 @@ class States:
     therefore begins one of one token, and such inputs make it longer.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: BatchRows) -> None:
         self.rows = rows
 
     @property
     def _cache(self) -> RecurrentCache:
-        cache = self.rows.store.family.recurrent
+        cache = self.rows.pool.family.recurrent
         assert cache is not None
         return cache
 
@@ -50,19 +51,19 @@ class States:
         rows.reached(layer)  # what is fetched may be written from now on
         current.states[layer, which] = True
         if which == "conv":
-            return self._alias(self._cache.conv_state(rows.store.ctx, layer))
+            return self._alias(self._cache.conv_state(rows.pool.ctx, layer))
         return (
-            self._alias(self._cache.recurrent_state(rows.store.ctx, layer))
+            self._alias(self._cache.recurrent_state(rows.pool.ctx, layer))
             if self._cache.state_shape
             else None
         )
 
     def _alias(self, state: ml.Tensor) -> torch.Tensor:
-        store = self.rows.store
-        found = store.bridge.alias(state)
-        if found.device != store.like.device:
+        pool = self.rows.pool
+        found = pool.bridge.alias(state)
+        if found.device != pool.like.device:
             raise NotSupportedError(
-                f"HFCache: recurrent states on {found.device} of a model on {store.like.device}, which "
+                f"HFCache: recurrent states on {found.device} of a model on {pool.like.device}, which "
                 "writes them in place; open the backend on the model's device"
             )
         return found
@@ -77,32 +78,32 @@ class States:
                 rows.lengthen(layer, tokens, inputs.shape[0], inputs)
         else:
             rows.enter(layer, tokens, inputs.shape[0], inputs)
-        cache, store = self._cache, rows.store
+        cache, pool = self._cache, rows.pool
         if not cache.conv_shape:
             cache.conv_shape = (inputs.shape[1], kernel or tokens)
         size = cache.conv_shape[-1]
         if started:
-            state = self._alias(cache.conv_state(store.ctx, layer))
+            state = self._alias(cache.conv_state(pool.ctx, layer))
             full = torch.cat((state.to(inputs.dtype), inputs), -1)
         else:
             full = torch.nn.functional.pad(inputs, (max(0, size - tokens), 0))
-        if store.plan.layers[layer].name == CONV and rows.settled is not None:
+        if pool.plan.layers[layer].name == CONV and rows.settled is not None:
             before = rows.inputs.get(layer, full[..., : full.shape[-1] - tokens])
             rows.inputs[layer] = torch.cat((before, inputs), -1)
-        cache.set_conv_state(store.ctx, layer, store.bridge.to_backend(store.ctx, full[..., -size:]))
+        cache.set_conv_state(pool.ctx, layer, pool.bridge.to_backend(pool.ctx, full[..., -size:]))
         rows.reached(layer)
         assert rows.under_way is not None
         rows.under_way.states[layer, "conv"] = False
         return full
 
-    def _has_fetched(self, layer: int, begun: Pass) -> bool:
+    def _has_fetched(self, layer: int, begun: ForwardPass) -> bool:
         """Whether ``layer`` has fetched states for what it gives now: no later one has had its turn."""
         fetched = begun.states.get((layer, "conv")) or begun.states.get((layer, "recurrent"))
         return bool(fetched) and self.rows.length not in self.rows.seen[layer + 1 :]
 
     @untraced
     def update_recurrent(self, layer: int, states: torch.Tensor) -> torch.Tensor:
-        rows, cache, store = self.rows, self._cache, self.rows.store
+        rows, cache, pool = self.rows, self._cache, self.rows.pool
         current = rows.under_way
         if (
             current is None
@@ -115,21 +116,21 @@ class States:
             )
         if not cache.state_shape:
             cache.state_shape = tuple(states.shape[1:])
-        cache.set_recurrent_state(store.ctx, layer, store.bridge.to_backend(store.ctx, states))
+        cache.set_recurrent_state(pool.ctx, layer, pool.bridge.to_backend(pool.ctx, states))
         current.states[layer, "recurrent"] = False
         return states
 
     def crop(self, length: int) -> None:
-        """Keep the first ``length`` tokens of the rows; see ``Rows.cut``."""
+        """Keep the first ``length`` tokens of the rows; see ``BatchRows.cut``."""
         self.rows.cut(length, self._marks(length))
 
     def _marks(self, length: int) -> list[Checkpoint]:
         """The rows' states of ``length``, from the inputs that were recorded; [] where these do not tell."""
         rows = self.rows
-        convolving = [i for i, kind in enumerate(rows.store.plan.layers) if kind.name == CONV]
+        convolving = [i for i, kind in enumerate(rows.pool.plan.layers) if kind.name == CONV]
         if not 0 < length < rows.length or rows.inputs.keys() != {*convolving} or not convolving:
             return []
-        cache, bridge, ctx = self._cache, rows.store.bridge, rows.store.ctx
+        cache, bridge, ctx = self._cache, rows.pool.bridge, rows.pool.ctx
         size = cache.conv_shape[-1]
         if cache.state_shape or length < (rows.settled or 0):
             return []

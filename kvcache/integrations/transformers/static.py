@@ -7,6 +7,7 @@ the position that a counter on the device names. The masks of transformers hide 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Self, cast
 
 import torch
@@ -22,19 +23,22 @@ import ml
 from kvcache import Batch, CacheFullError, InvalidRangeError, NotSupportedError
 from kvcache.attention.dense_batch import DenseBatch
 from kvcache.integrations.transformers.kinds import CROSS, STATES, Kind, Trait, empty_layer, layer_plan
-from kvcache.integrations.transformers.layers import CrossCache, Crossing, CrossLayer
-from kvcache.integrations.transformers.rows import Pass, Rows
-from kvcache.integrations.transformers.store import Options, Store
+from kvcache.integrations.transformers.layers import CrossCache, Crossing, CrossLayer, RowsCache
+from kvcache.integrations.transformers.passes import ForwardPass
+from kvcache.integrations.transformers.pool import CacheOptions, CachePool
+from kvcache.integrations.transformers.rows import BatchRows
 
 __all__ = ["HFStaticCache", "HFStaticEncoderDecoderCache"]
 
 
-class HFStaticCache(Cache):  # type: ignore[misc]
+class HFStaticCache(RowsCache):
     """A cache that has the same shapes at every step, as transformers' StaticCache has.
 
     ``generate`` compiles the model's step with it where transformers would with its own. Windows are stored
     whole; ``crop`` and beams work, forks, ``remove`` and quantized storage are HFCache's.
     """
+
+    rows: StaticBatchRows
 
     def __new__(cls, config: Any = None, **options: Any) -> Self:
         """An encoder-decoder's config makes the subclass that is an ``EncoderDecoderCache`` too."""
@@ -58,12 +62,12 @@ class HFStaticCache(Cache):  # type: ignore[misc]
         plan = layer_plan(config)
         plan.refuse("HFStaticCache", Trait.OWN_MASK, "use HFCache")
         # Windows keep all: a view of the whole has no holes.
-        store = Store(plan, Options(backend, None, max_sequences, capacity, capacity, None))
-        self._attach(StaticRows(store))
+        pool = CachePool(plan, CacheOptions(backend, None, max_sequences, capacity, capacity, None))
+        self._attach(StaticBatchRows(pool))
 
-    def _attach(self, rows: StaticRows) -> None:
+    def _attach(self, rows: StaticBatchRows) -> None:
         self.rows = rows
-        plan = rows.store.plan
+        plan = rows.pool.plan
         Cache.__init__(self, layers=[_layer(rows, i, kind) for i, kind in enumerate(plan.layers)])
 
     def crop(self, tokens: int) -> None:
@@ -84,22 +88,14 @@ class HFStaticCache(Cache):  # type: ignore[misc]
         for layer in attention:
             layer.crop(-gone)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all that is allocated."""
-        store = self.rows.store
-        return int(getattr(store.family.all, "nbytes", 0)) if store.bound else 0
-
 
 class HFStaticEncoderDecoderCache(Crossing, HFStaticCache, EncoderDecoderCache):  # type: ignore[misc]
     """HFStaticCache for encoder-decoders: ``HFStaticCache(config)`` makes it where the config says so."""
 
-    def _attach(self, rows: StaticRows) -> None:
+    def _attach(self, rows: StaticBatchRows) -> None:
         self.rows = rows
-        decoder = HFStaticCache.__new__(HFStaticCache)
-        decoder._attach(rows)
-        cross = CrossCache([StaticCrossLayer(rows, i) for i in rows.store.plan.crossing])
-        EncoderDecoderCache.__init__(self, decoder, cross)
+        cross = CrossCache([StaticCrossLayer(rows, i) for i in rows.pool.plan.crossing])
+        EncoderDecoderCache.__init__(self, HFStaticCache.of(rows), cross)
 
     def reset(self) -> None:
         """Forget all tokens, and the encoder's output."""
@@ -113,7 +109,7 @@ def _layers(cache: Any) -> list[Any]:
     return [layer for layer in decoder.layers if isinstance(layer, StaticAttentionLayer | StaticLinearLayer)]
 
 
-def _layer(rows: StaticRows, i: int, kind: Kind) -> Any:
+def _layer(rows: StaticBatchRows, i: int, kind: Kind) -> Any:
     if kind.name == CROSS:
         return StaticCrossLayer(rows, i)
     if kind.name in STATES:
@@ -121,7 +117,7 @@ def _layer(rows: StaticRows, i: int, kind: Kind) -> Any:
     return StaticAttentionLayer(rows, i, kind) if kind.attends else empty_layer()
 
 
-class StaticRows(Rows):
+class StaticBatchRows(BatchRows):
     """Rows that hold all of their positions from the beginning, whatever is in them."""
 
     def claim(self, batch: int, like: torch.Tensor) -> None:
@@ -132,43 +128,43 @@ class StaticRows(Rows):
                     f"HFStaticCache: a batch of {batch} rows; its shapes are fixed for {len(self.sequences)}"
                 )
             return
-        store = self.store
-        store.bind(batch, like)
-        self.sequences = store.take(batch)
-        self._pass = store.current = Pass(0, store.options.capacity)
-        whole = self._batch(store.options.capacity, store.options.capacity)
+        pool = self.pool
+        pool.bind(batch, like)
+        self.sequences = pool.take(batch)
+        self._pass = pool.current = ForwardPass(0, pool.options.capacity)
+        whole = self._batch(pool.options.capacity, pool.options.capacity)
         try:
-            for cache in store.family.tops:
-                cache.start_forward(store.ctx, whole)
+            for cache in pool.family.tops:
+                cache.start_forward(pool.ctx, whole)
         except BaseException:
-            store.release(self.sequences)
+            pool.release(self.sequences)
             self.sequences = []
             raise
 
     def forget_encoded(self) -> None:
         """Make ready for another output of the encoder, which may be of another length."""
-        store = self.store
+        pool = self.pool
         for seq in self.sequences:
-            store.family.cross.remove(seq, 0)
+            pool.family.cross.remove(seq, 0)
         if self.sequences:
-            store.family.cross.start_forward(store.ctx, self._batch(1, 1))
+            pool.family.cross.start_forward(pool.ctx, self._batch(1, 1))
 
     def views(
         self, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffers of a layer (rows, heads, capacity, dim), for keys and values like these."""
         self.claim(key.shape[0], key)
-        store, cache = self.store, self.store.family.caches[kind]
+        pool, cache = self.pool, self.pool.family.caches[kind]
         # A pass that only reserves allocates, and stores nothing.
-        cache.start_forward(store.ctx, Batch([0] * len(self.sequences), self.sequences), reserve=True)
+        cache.start_forward(pool.ctx, Batch([0] * len(self.sequences), self.sequences), reserve=True)
         self._put(cache, layer, _one_token(key), _one_token(value))
         reading = DenseBatch(cache, self.sequences)
         if not reading.is_view:
             raise NotSupportedError(
                 "HFStaticCache: the rows do not lie at even distances, which fixed shapes need"
             )
-        keys, values = reading.read(store.ctx, layer)
-        return _addressed(store.bridge.alias(keys)), _addressed(store.bridge.alias(values))
+        keys, values = reading.read(pool.ctx, layer)
+        return _addressed(pool.bridge.alias(keys)), _addressed(pool.bridge.alias(values))
 
 
 class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
@@ -176,8 +172,8 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
 
     cumulative_length: torch.Tensor
 
-    def __init__(self, rows: StaticRows, layer: int, kind: Kind) -> None:
-        super().__init__(max_cache_len=rows.store.options.capacity)
+    def __init__(self, rows: StaticBatchRows, layer: int, kind: Kind) -> None:
+        super().__init__(max_cache_len=rows.pool.options.capacity)
         self.rows, self.layer, self.kind = rows, layer, kind
         self.is_sliding = kind.size > 0
 
@@ -199,7 +195,7 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         if key_states.device.type == "cpu" and not is_torchdynamo_compiling():
             self._check(key_states.shape[2])
         found: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
-        if Trait.CONTIGUOUS in self.rows.store.plan.traits:
+        if Trait.CONTIGUOUS in self.rows.pool.plan.traits:
             return found[0].contiguous(), found[1].contiguous()
         return found
 
@@ -226,8 +222,7 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """In place: compiled code holds the addresses."""
         if self.is_initialized:
-            for tensor in (self.keys, self.values):
-                tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+            _reorder((self.keys, self.values), beam_idx)
 
 
 class StaticCrossLayer(CrossLayer):
@@ -235,7 +230,7 @@ class StaticCrossLayer(CrossLayer):
 
     is_compileable = True
 
-    def __init__(self, rows: StaticRows, layer: int) -> None:
+    def __init__(self, rows: StaticBatchRows, layer: int) -> None:
         super().__init__(rows, layer)
         self._found: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -243,7 +238,7 @@ class StaticCrossLayer(CrossLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = self.rows
-        assert isinstance(rows, StaticRows)
+        assert isinstance(rows, StaticBatchRows)
         rows.claim(key_states.shape[0], key_states)
         rows.put_encoded(self.layer, key_states, value_states)
         found = rows.encoded(self.layer)
@@ -264,14 +259,13 @@ class StaticCrossLayer(CrossLayer):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Beams of one input read the same output; others are reordered as the decoder's are."""
-        for tensor in self._found or ():
-            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+        _reorder(self._found or (), beam_idx)
 
 
 class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
     """transformers' layer of linear attention on the states of our recurrent cache."""
 
-    def __init__(self, rows: StaticRows, layer: int) -> None:
+    def __init__(self, rows: StaticBatchRows, layer: int) -> None:
         super().__init__()
         self.rows, self.layer = rows, layer
 
@@ -285,7 +279,7 @@ class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         rows, like = self.rows, conv_states if conv_states is not None else recurrent_states
         assert like is not None
         rows.claim(like.shape[0], like)
-        store, cache = rows.store, rows.store.family.recurrent
+        pool, cache = rows.pool, rows.pool.family.recurrent
         assert cache is not None
         self.dtype, self.device = like.dtype, like.device
         if conv_states is not None:
@@ -293,12 +287,12 @@ class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
             cache.conv_shape = cache.conv_shape or (conv_states.shape[1], size)
             self.conv_kernel_size[state_idx] = size
             self.conv_states[state_idx] = _addressed(
-                store.bridge.alias(cache.conv_state(store.ctx, self.layer))
+                pool.bridge.alias(cache.conv_state(pool.ctx, self.layer))
             )
             self.is_conv_states_initialized[state_idx] = True
         if recurrent_states is not None:
             cache.state_shape = cache.state_shape or tuple(recurrent_states.shape[1:])
-            found = store.bridge.alias(cache.recurrent_state(store.ctx, self.layer))
+            found = pool.bridge.alias(cache.recurrent_state(pool.ctx, self.layer))
             self.recurrent_states[state_idx] = _addressed(found)
             self.is_recurrent_states_initialized[state_idx] = True
 
@@ -306,10 +300,14 @@ class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         """Nothing to do: states of fixed shapes cannot go back, which ``crop`` says."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        for states in (self.conv_states, self.recurrent_states):
-            for tensor in states.values():
-                if tensor is not None:
-                    tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+        _reorder((*self.conv_states.values(), *self.recurrent_states.values()), beam_idx)
+
+
+def _reorder(tensors: Iterable[torch.Tensor | None], beam_idx: torch.Tensor) -> None:
+    """Row i becomes what row ``beam_idx[i]`` was, in place."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
 
 def _one_token(x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache.stores.mooncake.settings import Settings
+from kvcache.stores.mooncake.options import MooncakeOptions
 from kvcache.stores.mooncake.store import MooncakeStore
 
-__all__ = ["MooncakeStore", "Settings"]
+__all__ = ["MooncakeOptions", "MooncakeStore"]

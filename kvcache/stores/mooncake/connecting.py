@@ -9,7 +9,7 @@ import socket
 from typing import Any
 
 from kvcache.stores.errors import StoreUnavailable
-from kvcache.stores.mooncake.settings import Settings
+from kvcache.stores.mooncake.options import MooncakeOptions
 
 __all__ = ["LIMITS", "connect", "knock", "load", "replicated", "set_limits", "version"]
 
@@ -41,7 +41,7 @@ def load() -> Any:
         ) from error
 
 
-def replicated(settings: Settings) -> Any:
+def replicated(settings: MooncakeOptions) -> Any:
     """How entries are to be kept, in the package's own terms; None: as it does by itself."""
     if settings.replicas == 1:
         return None
@@ -56,7 +56,7 @@ def version() -> str | None:
     return importlib.metadata.version(brought[0]) if brought else None
 
 
-def knock(settings: Settings) -> str | None:
+def knock(settings: MooncakeOptions) -> str | None:
     """None where something listens at the master's address, else the reason why not; returns soon."""
     try:
         socket.create_connection((settings.host, settings.port), min(_KNOCK, settings.timeout)).close()
@@ -65,7 +65,7 @@ def knock(settings: Settings) -> str | None:
     return None
 
 
-def connect(settings: Settings) -> Any:
+def connect(settings: MooncakeOptions) -> Any:
     """A client that is set up. StoreUnavailable where the master is not there or refuses."""
     module = load()
     if reason := knock(settings):
@@ -93,7 +93,7 @@ def set_limits(timeout: float) -> None:
         os.environ.setdefault(name, value)
 
 
-def _own_address(settings: Settings) -> str:
+def _own_address(settings: MooncakeOptions) -> str:
     """The address of this host from which packets to the master leave; none is sent."""
     try:
         kind, _, _, _, where = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_DGRAM)[0]

@@ -20,10 +20,10 @@ from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable
 from kvcache.stores.mooncake.client import Client
 from kvcache.stores.mooncake.connecting import connect, knock, replicated
 from kvcache.stores.mooncake.frame import HEADER, Digest
+from kvcache.stores.mooncake.options import MooncakeOptions
 from kvcache.stores.mooncake.outage import Outage
-from kvcache.stores.mooncake.settings import Settings
 from kvcache.stores.mooncake.staging import Staging
-from kvcache.stores.mooncake.transfer import Entry
+from kvcache.stores.mooncake.transfer import EntryTransfer
 from kvcache.stores.protocol import Stat, check_key
 from kvcache.stores.remote import RemoteStore
 
@@ -33,7 +33,7 @@ __all__ = ["MooncakeStore"]
 class MooncakeStore(RemoteStore):
     """Entries in the pool whose master is at ``url`` (``mooncake://host[:port]``).
 
-    ``options`` are the fields of :class:`Settings`, in their own types or as text. ``client`` is a
+    ``options`` are the fields of :class:`MooncakeOptions`, in their own types or as text. ``client`` is a
     ``mooncake.store.MooncakeDistributedStore`` that was set up already, and stays the caller's to close;
     its settings are then its own.
 
@@ -48,7 +48,7 @@ class MooncakeStore(RemoteStore):
     """
 
     def __init__(self, url: str | None = None, *, client: Any = None, **options: Any) -> None:
-        self._settings = settings = Settings.of(url, options)
+        self._settings = settings = MooncakeOptions.of(url, options)
         self._digests = Digests("MooncakeStore", "mooncake", settings.digest, settings.secret)
         super().__init__(self._settings)
         self._given = client
@@ -68,7 +68,7 @@ class MooncakeStore(RemoteStore):
             if new:
                 with staging.lent() as room:
                     digest = Digest(self._digests, key, nbytes)
-                    Entry(client, self._name(key), digest, room, staging.covers).send(views)
+                    EntryTransfer(client, self._name(key), digest, room, staging.covers).send(views)
             return new
 
     def stat(self, keys: Sequence[str]) -> list[Stat | None]:
@@ -93,7 +93,7 @@ class MooncakeStore(RemoteStore):
                 check_size("get_into", view, key, size - HEADER)
                 with staging.lent() as room:
                     digest = Digest(self._digests, key, len(view))
-                    sound = Entry(client, name, digest, room, staging.covers).receive(view)
+                    sound = EntryTransfer(client, name, digest, room, staging.covers).receive(view)
                 if sound is not False:
                     return sound is True
             self._drop(client, name)
@@ -139,7 +139,7 @@ class MooncakeStore(RemoteStore):
     def _call(self, op: str) -> Iterator[tuple[Client, Staging]]:
         if os.getpid() != self._process:
             raise StoreUnavailable(f"{op}: this store was opened before a fork; open it anew in the child")
-        with self._calls.running(op):
+        with self._in_flight.running(op):
             if self._outage.admit(op) and self._given is None and (reason := knock(self._settings)):
                 self._outage.failed(reason)
                 raise StoreUnavailable(f"{op}: {reason}")

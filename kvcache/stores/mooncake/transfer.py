@@ -10,10 +10,10 @@ from kvcache.stores.mooncake.client import Client
 from kvcache.stores.mooncake.frame import HEADER, Digest
 from kvcache.stores.mooncake.staging import address
 
-__all__ = ["Entry"]
+__all__ = ["EntryTransfer"]
 
 
-class Entry:
+class EntryTransfer:
     """An entry that is known to the pool as ``name``; ``digest`` has seen none of its bytes yet.
 
     ``room`` is a registered buffer, U8, of more than HEADER bytes; ``covers`` tells which memory is

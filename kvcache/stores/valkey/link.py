@@ -15,14 +15,14 @@ from valkey.exceptions import TimeoutError as LateError
 
 from kvcache.stores.errors import StoreError, StoreFull, StoreUnavailable
 from kvcache.stores.valkey.deadline import SHARE, Deadline
+from kvcache.stores.valkey.options import ValkeyOptions
 from kvcache.stores.valkey.replies import Replies, Shape, array, status
-from kvcache.stores.valkey.settings import Settings
 
 __all__ = ["Command", "Link", "Wire", "unless_error"]
 
 
 class Command(NamedTuple):
-    """What is sent, and what its reply has to be."""
+    """What is sent, and the kind of its reply."""
 
     words: Sequence[object]
     """Text, bytes and numbers."""
@@ -34,6 +34,11 @@ class _Bounded:
 
     replies: Replies
     _sock: Any
+
+    @property
+    def open_socket(self) -> Any:
+        """The socket that is connected; None: there is none."""
+        return self._sock
 
     def set_parser(self, parser_class: type) -> None:
         def make(socket_read_size: int) -> Replies:
@@ -84,7 +89,7 @@ class _TlsConnection(_Bounded, valkey.connection.SSLConnection):  # type: ignore
 
 
 class Wire:
-    """One borrowed connection. Every command that is sent has to have its reply read."""
+    """One borrowed connection. The reply to every command that is sent must be read."""
 
     def __init__(self, connection: Any, deadline: Deadline) -> None:
         self._connection = connection
@@ -139,7 +144,7 @@ def unless_error(replies: list[Any]) -> list[Any]:
 class Link:
     """The pool. A connection that has failed is closed; others are used again, in a forked child not."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ValkeyOptions) -> None:
         self._settings = settings
         self._slots = threading.BoundedSemaphore(settings.connections)
         self._idle: list[_Bounded] = []

@@ -27,7 +27,7 @@ _SMALLEST = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RemoteManifest:
-    """What the chunks of ``key`` have to be: ``nbytes`` bytes in all, under the writer's random id."""
+    """What the chunks of ``key`` must be: ``nbytes`` bytes in all, under the writer's random id."""
 
     key: str
     nbytes: int

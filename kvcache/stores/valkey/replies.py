@@ -59,7 +59,7 @@ class Replies:
     # What the client calls.
 
     def on_connect(self, connection: Any, **kwargs: Any) -> None:
-        self._sock = connection._sock
+        self._sock = connection.open_socket
         self._begin = self._end = 0
 
     def on_disconnect(self) -> None:

@@ -25,8 +25,8 @@ from kvcache.stores.remote import RemoteStore
 from kvcache.stores.valkey.entries import SLACK, Entries, Found
 from kvcache.stores.valkey.link import Command, Link, Wire
 from kvcache.stores.valkey.manifest import CHUNK, ENTRY_FORMAT, MAX_BYTES, Broken, RemoteManifest, understood
+from kvcache.stores.valkey.options import ValkeyOptions
 from kvcache.stores.valkey.replies import status
-from kvcache.stores.valkey.settings import Settings
 from kvcache.stores.valkey.transfer import LANES, MISSING, WRONG, send_chunks
 
 __all__ = ["ValkeyStore"]
@@ -44,7 +44,7 @@ _COUNTED: Final = 1 << 20
 class ValkeyStore(RemoteStore):
     """Entries in the server at ``url`` (``valkey://[user:password@]host[:port][/db]``; ``valkeys`` for TLS).
 
-    ``options`` are the fields of :class:`Settings`, in their own types or as text: ``prefix``, ``ttl``,
+    ``options`` are the fields of :class:`ValkeyOptions`, in their own types or as text: ``prefix``, ``ttl``,
     ``username``, ``password``, ``password_file``, ``digest``, ``secret``, ``connections``,
     ``connect_timeout``, ``timeout``, ``tls_ca``, ``tls_cert``, ``tls_key``, ``tls_verify``.
 
@@ -59,7 +59,7 @@ class ValkeyStore(RemoteStore):
     """
 
     def __init__(self, url: str = "valkey://localhost:6379/0", **options: Any) -> None:
-        settings = Settings.of(url, options)
+        settings = ValkeyOptions.of(url, options)
         super().__init__(settings)
         self._digests = Digests("ValkeyStore", "valkey", settings.digest, settings.secret)
         self._link = Link(settings)
@@ -149,7 +149,7 @@ class ValkeyStore(RemoteStore):
 
     @contextlib.contextmanager
     def _wire(self, op: str, nbytes: int = 0) -> Iterator[Wire]:
-        with self._calls.running(op), self._link.wire(op, nbytes) as wire:
+        with self._in_flight.running(op), self._link.wire(op, nbytes) as wire:
             yield wire
 
     def _scanned(self, wire: Wire) -> set[str]:

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import mlx.core as mx
 
-from kvcache.integrations.mlx_lm.rows import Rows
+from kvcache.integrations.mlx_lm.rows import BatchRows
+from kvcache.integrations.mlx_lm.storage import Storage
 
-if TYPE_CHECKING:
-    from kvcache.integrations.mlx_lm.storage import Storage
-
-__all__ = ["BatchState", "Entry"]
+__all__ = ["BatchState", "LayerCache"]
 
 
-class Entry:
-    """One layer of a prompt cache. All entries of a prompt cache share its :class:`Rows`."""
+class LayerCache:
+    """One layer of a prompt cache. All layers of a prompt cache share its :class:`BatchRows`."""
 
-    def __init__(self, rows: Rows, layer: int, seen: int = 0) -> None:
+    def __init__(self, rows: BatchRows, layer: int, seen: int = 0) -> None:
         self.rows = rows
         self.layer = layer
         self._seen = seen
@@ -87,7 +85,7 @@ class Entry:
         """Keep these rows."""
         self._do("filter", _integers(batch_indices))
 
-    def extend(self, other: Entry) -> None:
+    def extend(self, other: LayerCache) -> None:
         """Add the rows of ``other``, sharing what is stored."""
         rows = other.rows
         # By identity: an event that held the rows themselves would keep their claims alive.
@@ -118,7 +116,7 @@ class Entry:
             rows.settle()
         of = tuple((id(rows), rows.events) for rows in several)
         first = several[0]
-        made = first.derived("merge", of, caches[0].layer, lambda: Rows.merge(several))
+        made = first.derived("merge", of, caches[0].layer, lambda: BatchRows.merge(several))
         return cls(made, caches[0].layer)
 
 

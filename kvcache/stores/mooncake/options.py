@@ -11,7 +11,7 @@ from kvcache.stores.errors import StoreValueError
 from kvcache.stores.options import check_options, read_prefix
 from kvcache.stores.sizes import parse_bytes
 
-__all__ = ["Settings"]
+__all__ = ["MooncakeOptions"]
 
 _SIZES = "segment", "staging"
 _PORT = 50051
@@ -21,7 +21,7 @@ _SMALLEST_SEGMENT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class MooncakeOptions:
     """``mooncake://host[:port]``, and options; sizes in bytes or as ``"4GiB"``, times in seconds.
 
     Raises StoreValueError for what makes no sense, TypeError for an option that does not exist.
@@ -60,13 +60,15 @@ class Settings:
         check_digest("mooncake", self.digest, self.secret)
         for name, least in (("staging", _SMALLEST_STAGING), ("lanes", 1), ("replicas", 1)):
             if getattr(self, name) < least:
-                raise StoreValueError(f"mooncake: {name}={getattr(self, name)}; it is at least {least}")
+                raise StoreValueError(f"mooncake: {name}={getattr(self, name)}; it must be at least {least}")
         if self.segment and self.segment < _SMALLEST_SEGMENT:
             raise StoreValueError(
-                f"mooncake: segment={self.segment}; it is 0, or at least {_SMALLEST_SEGMENT}"
+                f"mooncake: segment={self.segment}; it must be 0 or at least {_SMALLEST_SEGMENT}"
             )
         if not 0 < self.timeout < 3600:
-            raise StoreValueError(f"mooncake: timeout={self.timeout}; it is seconds above 0, below 3600")
+            raise StoreValueError(
+                f"mooncake: timeout={self.timeout}; it must be above 0 and below 3600 seconds"
+            )
         if not self.host or not 0 < self.port < 65536:
             raise StoreValueError(f"mooncake: no master at {self.host!r}, port {self.port}")
 

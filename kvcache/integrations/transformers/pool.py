@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,13 +13,11 @@ import ml
 from kvcache import InvalidRangeError, InvalidSequenceError, KVCacheError, NotSupportedError, ShiftFunction
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
 from kvcache.integrations.transformers.kinds import Family, Plan
+from kvcache.integrations.transformers.passes import ForwardPass
 from kvcache.integrations.transformers.saving import prepare_states
 from kvcache.snapshots.snapshot import Snapshot
 
-if TYPE_CHECKING:
-    from kvcache.integrations.transformers.rows import Pass
-
-__all__ = ["Options", "Store"]
+__all__ = ["CacheOptions", "CachePool"]
 
 
 @functools.cache
@@ -29,7 +27,7 @@ def _opened(name: str, device: str | None = None) -> ml.Backend:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class CacheOptions:
     """What HFCache was given; None: as the first keys are."""
 
     backend: ml.Backend | str | None
@@ -41,7 +39,7 @@ class Options:
     grow: bool = False
 
 
-class Store:
+class CachePool:
     """Caches of one model, and which of their sequences are taken."""
 
     family: Family
@@ -54,10 +52,10 @@ class Store:
     dtype: ml.DType
     max_sequences: int
 
-    def __init__(self, plan: Plan, options: Options) -> None:
+    def __init__(self, plan: Plan, options: CacheOptions) -> None:
         self.plan, self.options = plan, options
         self.bound = False
-        self.current: Pass | None = None
+        self.current: ForwardPass | None = None
         """The pass under way: the caches know of one at a time."""
         self._free: list[int] = []
         self.given_away = False
@@ -83,7 +81,7 @@ class Store:
         self._free = list(range(self.max_sequences))
         self.bound = True
 
-    def _new_family(self, options: Options) -> Family:
+    def _new_family(self, options: CacheOptions) -> Family:
         family = Family(self.plan, options.lookback, options.shift, self.activations)
         family.init(self.backend, self.dtype, self.max_sequences, options.capacity)
         return family
@@ -115,7 +113,7 @@ class Store:
             return True
         return False
 
-    def _rebuild(self, options: Options) -> None:
+    def _rebuild(self, options: CacheOptions) -> None:
         if self.given_away:
             raise NotSupportedError(
                 f"HFCache: capacity={options.capacity} and lookback={options.lookback} are needed; those of "
@@ -171,7 +169,7 @@ class Store:
             change()
         self.current = None
 
-    def check_current(self, own: Pass | None) -> None:
+    def check_current(self, own: ForwardPass | None) -> None:
         if self.current is None or self.current is not own:
             raise KVCacheError(
                 "HFCache: another fork of this cache began a pass, or its rows changed, before this pass "

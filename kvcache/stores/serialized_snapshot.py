@@ -31,26 +31,26 @@ from ml import DType, ShapeError
 from ml.dtypes import STORAGE_DTYPES
 
 __all__ = [
-    "PAGE_DIGEST",
-    "PAGE_FORMAT",
+    "SNAPSHOT_DIGEST",
+    "SNAPSHOT_FORMAT",
     "Outline",
     "Place",
     "SerializedSnapshot",
-    "digest_of_page",
+    "digest_of_snapshot",
     "pack",
     "read_outline",
     "unpack",
 ]
 
-PAGE_FORMAT = "kvcache.page/1"
-PAGE_DIGEST = "sha256"
-"""Where the meta of a page in a file of its own has the digest of all the rest."""
+SNAPSHOT_FORMAT = "kvcache.page/1"
+SNAPSHOT_DIGEST = "sha256"
+"""Where the meta of a snapshot in a file of its own has the digest of all the rest."""
 ALIGNMENT = 64
 MAX_HEADER = 1 << 24
-"""Bytes: a hundred thousand arrays and more; parsing what a stranger wrote has to end soon."""
+"""Bytes: a hundred thousand arrays and more; parsing foreign bytes must end soon."""
 MAX_NDIM = 32
 REMEMBERED = 1 << 16
-"""Bytes of the longest header whose arrays are remembered, so that the next page's need not be parsed."""
+"""Bytes of the longest header whose arrays are remembered, so that the next snapshot's need not be parsed."""
 
 _METADATA = "__metadata__"
 _FRONT = re.compile(rb'(\{"__metadata__":\{"format":"[^"\\]*","meta":"(?:[^"\\]|\\.)*"\}),')
@@ -89,35 +89,35 @@ class SerializedSnapshot:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-def pack(page: SerializedSnapshot) -> list[memoryview]:
-    """The page's bytes, in order: a header, then views of the arrays; no array is copied.
+def pack(snapshot: SerializedSnapshot) -> list[memoryview]:
+    """The bytes of a snapshot, in order: a header, then views of the arrays; no array is copied.
 
     Raises ValueError where ``meta`` is not JSON-able or a name is not Unicode text.
     """
-    ordered = sorted(page.arrays.items(), key=lambda item: -item[1].dtype.itemsize)
+    ordered = sorted(snapshot.arrays.items(), key=lambda item: -item[1].dtype.itemsize)
     places: dict[str, tuple[int, int]] = {}
     end = 0
     for name, array in ordered:
         places[name] = (end, end + array.nbytes)
         end += array.nbytes
     entries: dict[str, Any] = {
-        _METADATA: {"format": PAGE_FORMAT, "meta": strict_json.encode(dict(page.meta))}
+        _METADATA: {"format": SNAPSHOT_FORMAT, "meta": strict_json.encode(dict(snapshot.meta))}
     }
-    for name, array in page.arrays.items():
+    for name, array in snapshot.arrays.items():
         dtype = DType.from_numpy(array.dtype).name
         entries[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": list(places[name])}
     text = strict_json.encode(entries).encode("utf-8")
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > MAX_HEADER:
-        raise ValueError(f"pack: a header of {len(text)} bytes; a page has at most {MAX_HEADER}")
+        raise ValueError(f"pack: a header of {len(text)} bytes; at most {MAX_HEADER} are allowed")
     header = memoryview(len(text).to_bytes(8, "little") + text)
     return [header, *(as_bytes(array) for _, array in ordered if array.nbytes)]
 
 
 def unpack(buffer: Buffer) -> SerializedSnapshot:
-    """The page whose bytes these are; its arrays are views of ``buffer`` (read-only where it is).
+    """The snapshot whose bytes these are; its arrays are views of ``buffer`` (read-only where it is).
 
-    Raises SnapshotCorrupt for anything but a well-formed page. Flipped bits in the arrays' data are
+    Raises SnapshotCorrupt for anything but a well-formed snapshot. Flipped bits in the arrays' data are
     not noticed here: a store's digest is for that.
     """
     data = as_bytes(buffer)
@@ -126,23 +126,23 @@ def unpack(buffer: Buffer) -> SerializedSnapshot:
         outline = _outline(bytes(data[8 : 8 + length]), len(data) - 8 - length)
         arrays = {name: _array(name, place, data[8 + length :]) for name, place in outline.places.items()}
     except (ValueError, OverflowError) as error:
-        raise SnapshotCorrupt(f"unpack: {len(data)} bytes are no page: {error}") from error
+        raise SnapshotCorrupt(f"unpack: {len(data)} bytes are no serialized snapshot: {error}") from error
     return SerializedSnapshot(outline.meta, arrays)
 
 
-def digest_of_page(page: SerializedSnapshot) -> str:
-    """sha256 (hex) of a page's meta, but for ``PAGE_DIGEST``, and each array's name, dtype, shape, bytes."""
-    meta = {name: value for name, value in page.meta.items() if name != PAGE_DIGEST}
+def digest_of_snapshot(snapshot: SerializedSnapshot) -> str:
+    """sha256 (hex) of the meta, but for ``SNAPSHOT_DIGEST``, and each array's name, dtype, shape, bytes."""
+    meta = {name: value for name, value in snapshot.meta.items() if name != SNAPSHOT_DIGEST}
     digest = hashlib.sha256(strict_json.encode(meta, canonical=True).encode())
-    for name in sorted(page.arrays):
-        array = page.arrays[name]
+    for name in sorted(snapshot.arrays):
+        array = snapshot.arrays[name]
         digest.update(strict_json.encode([name, array.dtype.name, list(array.shape)]).encode())
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 
 class Place(NamedTuple):
-    """An array of a page that is not read yet: ``[begin, end)`` are its bytes, from the first array's on."""
+    """An array that is not read yet: ``[begin, end)`` are its bytes, from the first array's on."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -152,7 +152,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What a page's header says: its meta, and where which array lies."""
+    """What a header says: its meta, and where which array lies."""
 
     meta: Mapping[str, Any]
     places: Mapping[str, Place]
@@ -160,7 +160,7 @@ class Outline:
 
 
 def read_outline(reader: Reader) -> Outline:
-    """The header of a page; the reader stands at the first array then.
+    """The header of a serialized snapshot; the reader stands at the first array then.
 
     Raises SnapshotCorrupt as :func:`unpack`. The digest has not been checked yet: what the header says
     is well-formed, and may be wrong.
@@ -173,11 +173,11 @@ def read_outline(reader: Reader) -> Outline:
         reader.fill([header])
         return _outline(bytes(header), reader.left)
     except (ValueError, OverflowError) as error:
-        raise SnapshotCorrupt(f"read_outline: {size} bytes are no page: {error}") from error
+        raise SnapshotCorrupt(f"read_outline: {size} bytes are no serialized snapshot: {error}") from error
 
 
 def _header_length(start: Buffer, size: int) -> int:
-    """Bytes of the header of a page of ``size`` bytes, of which ``start`` are the first eight."""
+    """Bytes of the header of a snapshot of ``size`` bytes, of which ``start`` are the first eight."""
     if size < 8:
         raise ValueError("shorter than the length of its header")
     length = int.from_bytes(start, "little")
@@ -200,7 +200,7 @@ def _outline(text: bytes, size: int) -> Outline:
 
 @functools.lru_cache(maxsize=32)
 def _entries(text: bytes, size: int) -> Mapping[str, Place]:
-    """The arrays by a header's text behind its metadata: the pages of a conversation have it in common."""
+    """The arrays by a header's text behind its metadata: the snapshots of a conversation share it."""
     found = strict_json.decode(text)
     if _METADATA in found:
         raise ValueError("its metadata are given twice")
@@ -214,8 +214,8 @@ def _places(entries: Mapping[str, object], size: int) -> Mapping[str, Place]:
 
 
 def _meta(metadata: object) -> dict[str, Any]:
-    if not isinstance(metadata, dict) or metadata.get("format") != PAGE_FORMAT:
-        raise ValueError(f"its format is not {PAGE_FORMAT}")
+    if not isinstance(metadata, dict) or metadata.get("format") != SNAPSHOT_FORMAT:
+        raise ValueError(f"its format is not {SNAPSHOT_FORMAT}")
     text = metadata.get("meta")
     meta = strict_json.decode(text) if isinstance(text, str) else None
     if not isinstance(meta, dict):

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 import ml
 from kvcache.stores import (
-    PAGE_FORMAT,
+    SNAPSHOT_FORMAT,
     MemoryStore,
     SerializedSnapshot,
     SnapshotCorrupt,
-    get_page,
+    get_snapshot,
     pack,
-    put_page,
+    put_snapshot,
     unpack,
 )
 from ml.dtypes import STORAGE_DTYPES
@@ -129,14 +129,14 @@ def test_safetensors_opens_what_pack_writes_as_a_file(tmp_path: Path) -> None:
     path = tmp_path / "page.safetensors"
     path.write_bytes(packed(sample()))
     with safetensors.safe_open(path, framework="numpy") as file:
-        assert file.metadata()["format"] == PAGE_FORMAT
+        assert file.metadata()["format"] == SNAPSHOT_FORMAT
         assert json.loads(file.metadata()["meta"]) == META
         assert file.get_tensor("größe").tolist() == [1, 1, 1]
 
 
 def test_unpack_reads_a_page_that_safetensors_wrote() -> None:
     arrays = {"a": np.arange(6, dtype=np.float16).reshape(2, 3), "b": np.arange(3, dtype=np.int64)}
-    written = safetensors.numpy.save(arrays, {"format": PAGE_FORMAT, "meta": '{"x":1}'})
+    written = safetensors.numpy.save(arrays, {"format": SNAPSHOT_FORMAT, "meta": '{"x":1}'})
     found = unpack(written)
     assert found.meta == {"x": 1}
     assert {name: array.tolist() for name, array in found.arrays.items()} == {
@@ -195,7 +195,7 @@ def framed(header: bytes | str | dict[str, Any], data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-METADATA = {"format": PAGE_FORMAT, "meta": "{}"}
+METADATA = {"format": SNAPSHOT_FORMAT, "meta": "{}"}
 
 
 def nested(depth: int) -> str:
@@ -235,10 +235,10 @@ HOSTILE: dict[str, bytes] = {
     "no metadata": framed({"a": entry()["a"]}, DATA),
     "a foreign format": framed({"__metadata__": {"format": "pt", "meta": "{}"}}),
     "a later format": framed({"__metadata__": {"format": "kvcache.page/2", "meta": "{}"}}),
-    "no meta": framed({"__metadata__": {"format": PAGE_FORMAT}}),
-    "meta that is no text": framed({"__metadata__": {"format": PAGE_FORMAT, "meta": {}}}),
-    "meta that is no JSON": framed({"__metadata__": {"format": PAGE_FORMAT, "meta": "{"}}),
-    "meta that is no object": framed({"__metadata__": {"format": PAGE_FORMAT, "meta": "[]"}}),
+    "no meta": framed({"__metadata__": {"format": SNAPSHOT_FORMAT}}),
+    "meta that is no text": framed({"__metadata__": {"format": SNAPSHOT_FORMAT, "meta": {}}}),
+    "meta that is no JSON": framed({"__metadata__": {"format": SNAPSHOT_FORMAT, "meta": "{"}}),
+    "meta that is no object": framed({"__metadata__": {"format": SNAPSHOT_FORMAT, "meta": "[]"}}),
     "an unknown dtype": framed(entry("F8_E4M3", [8]), DATA),
     "a storage format as dtype": framed(entry("Q8_0", [8]), DATA),
     "a dtype that is no text": framed(entry(["F32"]), DATA),
@@ -275,7 +275,7 @@ HOSTILE: dict[str, bytes] = {
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=list(HOSTILE))
 def test_what_is_no_page_is_corrupt(data: bytes) -> None:
-    with pytest.raises(SnapshotCorrupt, match="no page"):
+    with pytest.raises(SnapshotCorrupt, match="no serialized snapshot"):
         unpack(data)
 
 
@@ -351,21 +351,21 @@ def test_any_bytes_give_a_page_or_are_corrupt(data: bytes) -> None:
 
 def test_a_page_goes_through_a_store_and_is_aligned() -> None:
     store = MemoryStore()
-    assert put_page(store, "a", sample()) is True
-    assert put_page(store, "a", SerializedSnapshot()) is False
-    found = get_page(store, "a")
+    assert put_snapshot(store, "a", sample()) is True
+    assert put_snapshot(store, "a", SerializedSnapshot()) is False
+    found = get_snapshot(store, "a")
     assert found is not None
     same(sample(), found)
     assert all(array.ctypes.data % array.dtype.itemsize == 0 for array in found.arrays.values())
     assert min(array.ctypes.data for array in found.arrays.values() if array.size) % 64 == 0
-    assert get_page(store, "b") is None
+    assert get_snapshot(store, "b") is None
 
 
 def test_an_entry_that_is_no_page_is_corrupt_and_dropped() -> None:
     store = MemoryStore()
     store.put("a", [b"something else"])
     with pytest.raises(SnapshotCorrupt):
-        get_page(store, "a")
+        get_snapshot(store, "a")
     assert store.stat(["a"]) == [None]
 
 
@@ -374,14 +374,14 @@ def test_a_page_that_vanishes_or_is_replaced_between_two_calls_is_a_miss(
     monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
     store = MemoryStore()
-    put_page(store, "a", sample())
+    put_snapshot(store, "a", sample())
     original = store.get_into
 
     def get_into(key: str, buffer: Any) -> bool:
         store.delete(key)
         if replaced:
-            put_page(store, key, SerializedSnapshot())
+            put_snapshot(store, key, SerializedSnapshot())
         return original(key, buffer)
 
     monkeypatch.setattr(store, "get_into", get_into)
-    assert get_page(store, "a") is None
+    assert get_snapshot(store, "a") is None

@@ -16,7 +16,7 @@ from kvcache.stores.errors import StoreUnavailable, StoreValueError
 from kvcache.stores.options import check_options, read_prefix, read_truth
 from kvcache.stores.redaction import without_secrets
 
-__all__ = ["SCHEMES", "Settings"]
+__all__ = ["SCHEMES", "ValkeyOptions"]
 
 SCHEMES = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
 """Schemes of URLs, and whether they mean TLS."""
@@ -28,7 +28,7 @@ _LONGEST = 10 * 365 * 86400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ValkeyOptions:
     """One server, and how it is used; times in seconds. ``of`` makes one from text."""
 
     host: str = "localhost"
@@ -50,7 +50,7 @@ class Settings:
     tls_verify: bool = True
 
     @classmethod
-    def of(cls, url: str | None, options: Mapping[str, Any]) -> Settings:
+    def of(cls, url: str | None, options: Mapping[str, Any]) -> ValkeyOptions:
         """From a URL without a query, and options, which may be text.
 
         Raises StoreValueError for what makes no sense, TypeError for an option that does not exist,
@@ -65,9 +65,7 @@ class Settings:
             if target in found:
                 raise StoreValueError(f"ValkeyStore: the {target} is given twice")
             found[target] = read(name, value)
-        settings = cls(**found)
-        settings._check()
-        return settings
+        return cls(**found)
 
     @property
     def url(self) -> str:
@@ -75,18 +73,16 @@ class Settings:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'valkeys' if self.tls else 'valkey'}://{host}:{self.port}/{self.db}"
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         check_digest("ValkeyStore", self.digest, self.secret)
         if self.username is not None and self.password is None:
             raise StoreValueError("ValkeyStore: a username without a password")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise StoreValueError("ValkeyStore: tls_cert and tls_key go together")
-        given = [item.name for item in fields(self) if item.name.startswith("tls_")]
-        if not self.tls and any(getattr(self, name) != getattr(_DEFAULTS, name) for name in given):
-            raise StoreValueError(f"ValkeyStore: {', '.join(given)} need TLS; write valkeys:// or rediss://")
-
-
-_DEFAULTS = Settings()
+        tls = [item for item in fields(self) if item.name.startswith("tls_")]
+        if not self.tls and any(getattr(self, item.name) != item.default for item in tls):
+            names = ", ".join(item.name for item in tls)
+            raise StoreValueError(f"ValkeyStore: {names} need TLS; write valkeys:// or rediss://")
 
 
 def _parsed(url: str) -> dict[str, Any]:
@@ -124,7 +120,7 @@ def _between(name: str, value: Any, low: int, high: int) -> int:
     text = str(value)
     digits = text.isascii() and text.isdigit() and len(text) < 12
     if not digits or not low <= int(text) <= high:
-        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is an integer from {low} to {high}")
+        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it must be an integer from {low} to {high}")
     return int(text)
 
 
@@ -148,7 +144,7 @@ def _prefix(name: str, value: Any) -> str:
     return read_prefix("ValkeyStore", value)
 
 
-def _hidden(name: str, value: Any) -> str:
+def _secret(name: str, value: Any) -> str:
     """Never shown, not even when it is wrong."""
     if not isinstance(value, str) or not value:
         raise StoreValueError(f"ValkeyStore: the {name} is text, and not empty")
@@ -157,7 +153,7 @@ def _hidden(name: str, value: Any) -> str:
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is text, and not empty")
+        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it must be text that is not empty")
     return value
 
 
@@ -167,7 +163,7 @@ def _truth(name: str, value: Any) -> bool:
 
 def _path(name: str, value: Any) -> str:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it is the path of a file")
+        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it must be the path of a file")
     return str(os.fspath(value))
 
 
@@ -177,17 +173,17 @@ def _from_file(name: str, value: Any) -> str:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise StoreUnavailable(f"ValkeyStore: {name} {path}: {error}") from error
-    return _hidden(f"password in {path}", text.rstrip("\r\n"))
+    return _secret(f"password in {path}", text.rstrip("\r\n"))
 
 
 _READ = {
     "prefix": ("prefix", _prefix),
     "ttl": ("ttl", _seconds),
     "username": ("username", _text),
-    "password": ("password", _hidden),
+    "password": ("password", _secret),
     "password_file": ("password", _from_file),
     "digest": ("digest", _text),
-    "secret": ("secret", _hidden),
+    "secret": ("secret", _secret),
     "connections": ("connections", _connections),
     "connect_timeout": ("connect_timeout", _seconds),
     "timeout": ("timeout", _seconds),

@@ -1,0 +1,148 @@
+"""Which sequence of a pool's caches belongs to whom, and the pass that they are in.
+
+Every prompt cache of a pool is a few sequences of the same kvcache caches. A copy shares the sequence
+of its original until one of the two is written; the writer then takes a sequence of its own, which
+shares the cells (``copy_prefix``). A sequence that nobody holds any more is emptied and used again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from kvcache.cache import CacheFullError, KVCacheError, OrderError
+from kvcache.integrations.mlx_lm.passes import ForwardPass
+from kvcache.integrations.mlx_lm.storage import Storage
+
+__all__ = ["SequencePool", "SequencesTakenError", "SharedSequence"]
+
+
+class SequencesTakenError(KVCacheError, RuntimeError):
+    """All sequences of a pool are held by prompt caches."""
+
+
+class SharedSequence:
+    """A sequence, shared by all who claim it; ``seq`` is None until something is stored."""
+
+    __slots__ = ("_retired", "claims", "seq")
+
+    def __init__(self, retired: list[int], seq: int | None = None) -> None:
+        self._retired = retired
+        self.seq = seq
+        self.claims = 0
+
+    def release(self) -> None:
+        """Give up one claim; with the last one the sequence may be used again."""
+        self.claims -= 1
+        if not self.claims and self.seq is not None:
+            self._retired.append(self.seq)  # emptied later: this may run in the middle of a pass
+            self.seq = None
+
+
+class SequencePool:
+    """The sequences of ``storage``'s caches, shared by all rows of all prompt caches of a pool.
+
+    ``largest_pass`` is how many tokens a pass may have, of all its rows; None: as many as there is room for.
+    """
+
+    def __init__(self, storage: Storage, max_sequences: int, largest_pass: int | None) -> None:
+        self.storage, self.max_sequences, self.largest_pass = storage, max_sequences, largest_pass
+        self.keepers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """mlx-lm's ``LRUPromptCache`` s that keep prompt caches of this pool."""
+        self.current: ForwardPass | None = None
+        """The pass that was begun last."""
+        self._free = list(range(max_sequences))[::-1]
+        self._retired: list[int] = []
+
+    @property
+    def free(self) -> int:
+        """How many sequences nobody holds."""
+        return len(self._free) + len(self._retired)
+
+    def hold(self) -> SharedSequence:
+        """A claimable sequence with nothing in it, which takes up no room yet."""
+        return SharedSequence(self._retired)
+
+    def reclaim(self) -> None:
+        """Empty the sequences that nobody holds any more."""
+        while self._retired:
+            seq = self._retired.pop()
+            self.cut(seq, 0)
+            self._free.append(seq)
+
+    def cut(self, seq: int, length: int) -> None:
+        """Keep the first ``length`` tokens of a sequence."""
+        self.current = None
+        self.storage.cache.remove(seq, length)
+
+    def relieve(self) -> bool:
+        """Let the oldest conversation go that an ``LRUPromptCache`` keeps; False where none is kept."""
+        keeper = next((keeper for keeper in self.keepers if len(keeper)), None)
+        if keeper is not None:
+            keeper.trim_to(n_sequences=len(keeper) - 1)
+            self.reclaim()
+        return keeper is not None
+
+    def make_way(self, held: SharedSequence) -> None:
+        """Let kept conversations go until ``held`` can be written, or a copy of it."""
+        while (held.claims > 1 or held.seq is None) and not self.free and self.relieve():
+            pass
+
+    def _take(self) -> int:
+        self.reclaim()
+        if not self._free:
+            raise SequencesTakenError(
+                f"start_forward: all {self.max_sequences} sequences of the pool are held; drop a prompt "
+                "cache, or make the pool with a larger max_sequences (rows of batches, copies that are "
+                "written, and prompt caches that are kept take one each)"
+            )
+        return self._free.pop()
+
+    def occupy(self, held: SharedSequence) -> None:
+        """Give ``held`` a sequence, where it has none."""
+        if held.seq is None:
+            held.seq = self._take()
+
+    def fork(self, held: SharedSequence, length: int) -> SharedSequence:
+        """A sequence of one's own that shares the first ``length`` tokens of ``held``."""
+        new = self.hold()
+        if held.seq is not None and length:
+            seq = self._take()
+            self.current = None
+            try:
+                self.storage.cache.copy_prefix(held.seq, seq, length)
+            except BaseException:
+                self._free.append(seq)
+                raise
+            new.seq = seq
+        return new
+
+    # Passes.
+
+    def begin(self, new: ForwardPass) -> None:
+        """Find cells for the tokens of ``new``, whose rows have their sequences."""
+        self.current = None
+        batch, limit = new.batch(), self.largest_pass
+        while True:
+            try:
+                self.storage.cache.start_forward(self.storage.ctx, batch)
+                break
+            except CacheFullError:
+                if (limit is not None and len(batch) > limit) or not self.relieve():
+                    raise
+        self.current = new
+
+    def undo_unwritten(self) -> None:
+        """Take back a pass that was begun for its mask and then not carried out."""
+        current = self.current
+        if current is not None and not current.written and not current.undone:
+            self.storage.cache.undo_forward()
+            current.undone = True
+            self.current = None
+
+    def check_current(self, one: ForwardPass) -> None:
+        if one is not self.current:
+            raise OrderError(
+                "update: another prompt cache of this pool was used in the middle of this one's pass; "
+                "a model runs through all its layers with one prompt cache"
+            )
