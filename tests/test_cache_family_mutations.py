@@ -176,7 +176,7 @@ def a_snapshot_restored_without_its_beginning(patch: Patch) -> None:
 
 @bug("attention")
 def a_snapshot_whose_keys_are_shifted(patch: Patch) -> None:
-    patch.setattr(AttentionSnapshots, "_detach_shared", lambda self, cells: None)
+    patch.setattr(AttentionSnapshots, "detach_shared", lambda self, cells: None)
 
 
 @bug("attention")
@@ -194,7 +194,7 @@ def a_snapshot_left_behind_by_defrag(patch: Patch) -> None:
 
 @bug("attention")
 def a_snapshot_that_holds_its_cells_for_ever(patch: Patch) -> None:
-    patch.setattr(AttentionSnapshots, "_reclaim", lambda self, count: None)
+    patch.setattr(AttentionSnapshots, "reclaim", lambda self, count: None)
 
 
 @bug("attention")
