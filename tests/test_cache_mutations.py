@@ -412,12 +412,12 @@ def cells_that_are_blank_for_ever(patch: Patch) -> None:
     patch.setattr(CellTable, "_release", release)
 
 
-@bug("ReadPlan")
+@bug("Reading")
 def a_layer_read_that_was_not_put(patch: Patch) -> None:
     patch.setattr(LayerBuffers, "stamp", property(lambda self: 1 << 62, lambda self, stamp: None))
 
 
-@bug("ReadPlan")
+@bug("Reading")
 def queries_that_evict(patch: Patch) -> None:
     original = CausalCache.start_forward
 
@@ -429,7 +429,7 @@ def queries_that_evict(patch: Patch) -> None:
     patch.setattr(CausalCache, "start_forward", start_forward)
 
 
-@bug("ReadPlan")
+@bug("Reading")
 def states_that_a_reader_writes_into(patch: Patch) -> None:
     def read(self: StateTable, ctx: Any, key: Any, sequences: Any, *args: Any) -> ml.Tensor:
         seq = next(iter(sequences))

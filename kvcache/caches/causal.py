@@ -15,7 +15,6 @@ The cache puts together its ``storage`` (a cell table and the buffers of each la
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from kvcache.attention.batch import SequenceTokens, check_modes, check_sequence,
 from kvcache.attention.fixed_shapes import FixedPass, GraphTensors
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.placement import place
-from kvcache.attention.read_plan import LowerBound, sightless
+from kvcache.attention.read_plan import LowerBound, check_sees
 from kvcache.cache import (
     Batch,
     CacheFullError,
@@ -43,7 +42,7 @@ from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import AttentionSnapshot, carried_out
 from kvcache.storage.cell_storage import CellStorage
-from kvcache.storage.cell_table import CellTable, Row, SavedRow
+from kvcache.storage.cell_table import CellTable, SavedRow
 from kvcache.storage.layer_buffers import LayerBuffers
 from ml import nn
 
@@ -184,7 +183,7 @@ class CausalCache(BoundCache[ForwardPass]):
             if row.lost:
                 raise lost_error("start_forward", group.seq)
             if read_only:
-                _check_sees(group, row, lower)
+                check_sees(group, row, lower)
             elif len(row) and row.holds_any(group.positions):
                 raise InvalidBatchError(
                     f"start_forward: sequence {group.seq} holds one of positions {group.positions[0]} to "
@@ -206,22 +205,13 @@ class CausalCache(BoundCache[ForwardPass]):
                 self.snapshots.capture(group.seq)
 
     def _fix(self, ctx: ml.Context, forward: ForwardPass) -> ForwardPass:
-        """The pass on the tensors of its batch size, which are brought to it; else all is as it was."""
+        """The pass on the tensors of its batch size; where they cannot be had, all is as it was."""
         try:
-            tokens = forward.tokens
-            found = self._fixed.get(tokens)
-            if found is None:
-                padding = self._active.mask_batch_padding
-                rows, dtype = -(-tokens // padding) * padding, self._active.mask_dtype
-                found = FixedPass(ctx, tokens, rows, self._table.cells, dtype)
-            fixed = replace(forward, fixed=found)
-            fixed.fill(ctx)
-            self._fixed[tokens] = found
+            return forward.on_fixed_shapes(ctx, self._fixed)
         except BaseException:
             saved, self._undo = self._undo, {}
             self._restore(saved)
             raise
-        return fixed
 
     def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
         """What a captured or compiled graph of this pass's batch size works on, for one layer.
@@ -369,7 +359,7 @@ class CausalCache(BoundCache[ForwardPass]):
             buffers = self._readable("get", forward)
             if forward.reserve:
                 key, value = buffers.read_as_configured(ctx, 0, self._table.cells)
-                return key, value, self._reserve_mask(ctx, forward)
+                return key, value, forward.reserved_mask(ctx)
         reading, mask = forward.shared(ctx)
         if reading.index is None and (store := buffers.store) is not None:
             found = store.read(ctx, reading.start, reading.length)
@@ -390,7 +380,7 @@ class CausalCache(BoundCache[ForwardPass]):
             raise InvalidRangeError(f"attend: query {query.shape} for a batch of {forward.tokens} tokens")
         if forward.reserve:
             key, value = buffers.read(ctx, 0, self._table.cells)
-            return nn.attention(ctx, query, key, value, self._reserve_mask(ctx, forward), scale, sinks)
+            return nn.attention(ctx, query, key, value, forward.reserved_mask(ctx), scale, sinks)
         return attending.attend(ctx, forward, buffers, query, scale, sinks)
 
     def _readable(self, op: str, forward: ForwardPass) -> LayerBuffers:
@@ -409,10 +399,6 @@ class CausalCache(BoundCache[ForwardPass]):
             f"{op}: layer {self._layer} was not put in this pass, and lacks its tokens; put them, set_layer "
             "to the layer whose K and V it shares, or start_forward(..., read_only=True) to read the past"
         )
-
-    def _reserve_mask(self, ctx: ml.Context, forward: ForwardPass) -> ml.Tensor:
-        rows = -(-forward.tokens // self._active.mask_batch_padding) * self._active.mask_batch_padding
-        return ctx.input().zeros((rows, self._table.cells), self._active.mask_dtype)
 
     # Sequences.
 
@@ -624,14 +610,3 @@ class CausalCache(BoundCache[ForwardPass]):
         self._bound("positions")
         check_sequence("positions", seq, self._max_sequences)
         return self._table.rows[seq].positions.copy()
-
-
-def _check_sees(group: SequenceTokens, row: Row, lower: LowerBound | None) -> None:
-    """Refuse a query that would attend to nothing."""
-    position = sightless(group, row, lower)
-    if position is not None:
-        holds = f"holds positions {row.first} to {row.last}" if len(row) else "is empty"
-        raise InvalidBatchError(
-            f"start_forward: a query at position {position} of sequence {group.seq} sees nothing that is "
-            f"stored; the sequence {holds}"
-        )
