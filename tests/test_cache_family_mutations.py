@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import ml
+from kvcache.cache import SupportsPrepare
 from kvcache.caches import encoder, recurrent
 from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.recurrent import RecurrentCache
-from kvcache.caches.wrapper import SupportsPrepare, WrapperCache
+from kvcache.caches.wrapper import WrapperCache
 from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.storage import state_slots as states
 from kvcache.storage import state_table
