@@ -18,7 +18,8 @@ from benchmarks.scale_simulation import Host, ideal
 from benchmarks.scale_traffic import Request, Traffic, requests
 from kvcache import Batch, PrefixCache
 from kvcache.bench.timing import machine
-from kvcache.prefix.prefix_tree import SnapshotCache, TreeEntry
+from kvcache.cache import SnapshotCache
+from kvcache.prefix.prefix_tree import TreeEntry
 
 __all__ = ["found_by_blocks", "found_in_cells", "main", "seconds_of_a_prompt"]
 

@@ -1,4 +1,4 @@
-"""The Cache protocol, the batch it is told of, and the errors it raises.
+"""The Cache protocol, what a cache may offer beyond it, the batch it is told of, and the errors it raises.
 
 The protocol mirrors Ollama's ``kvcache.Cache`` (kvcache/cache.go). One pass of a model is::
 
@@ -31,6 +31,10 @@ __all__ = [
     "OrderError",
     "SequenceLostError",
     "ShiftFunction",
+    "SnapshotCache",
+    "SupportsMark",
+    "SupportsPrepare",
+    "SupportsReservation",
 ]
 
 Mask = ml.Tensor | ml.CausalMask | None
@@ -174,3 +178,112 @@ class Cache(Protocol):
 
     def remove(self, seq: int, begin: int, end: int | None = None) -> None:
         """Forget ``[begin, end)``; what follows ``end`` moves down by ``end - begin``."""
+
+
+# What a cache may offer beyond that. All caches of this package offer the first two.
+
+
+@runtime_checkable
+class SupportsPrepare(Protocol):
+    """A cache whose changes can be checked before they are made, and whose start can be taken back.
+
+    ``prepare_...`` raises what the call itself would raise, and changes nothing; the callable returned makes
+    the change. Where several caches change together, all are asked before the first is touched. One that
+    lacks this is asked last, and what it refuses then has touched nothing.
+    """
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]: ...
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]: ...
+    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]: ...
+
+    def pass_under_way(self) -> object:
+        """The pass that the last ``start_forward`` began; None where it is over."""
+
+    def undo_forward(self, resume: object = None) -> None:
+        """Take back the last ``start_forward``; ``resume`` is what ``pass_under_way`` gave before it."""
+
+
+class SnapshotCache(Cache, Protocol):
+    """A cache whose sequences can be kept and put back: what a PrefixCache needs.
+
+    A snapshot is of positions ``[begin, end)`` and has what ``kvcache.Snapshot`` lists.
+    """
+
+    on_pressure: Callable[[int], bool | None] | None
+    """Called with the number of cells that are missing, before snapshots are copied out of the cache.
+
+    It may drop or detach some, and says whether it did.
+    """
+
+    @property
+    def backend(self) -> ml.Backend:
+        """OrderError before ``init``, ClosedError after ``close``."""
+
+    @property
+    def max_sequences(self) -> int: ...
+
+    def settings(self) -> dict[str, object]:
+        """What decides the content of a snapshot, JSON-able: caches that agree in it may share snapshots."""
+
+    def offset(self, seq: int) -> int:
+        """Where the next token of a sequence belongs; 0 for an empty one."""
+
+    def resume_point(self, seq: int, position: int) -> int:
+        """The last position up to ``position`` from which the sequence can go on exactly; 0: from nothing."""
+
+    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> Any:
+        """What the sequence holds of ``[begin, end)``; None: to its end. Nothing is copied yet.
+
+        InvalidRangeError, NotSupportedError where it is not stored, SequenceLostError.
+        """
+
+    def restore(self, seq: int, snapshot: Any, target: int | None = None) -> bool:
+        """Make the sequence hold ``[0, target)``; None: to the snapshot's end.
+
+        False, and nothing touched, where that cannot be. CacheFullError where the cells do not suffice,
+        InvalidRangeError for a snapshot of another kind of cache.
+        """
+
+    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
+        """``[a, c)`` as ``[a, at)`` and ``[at, c)``; (None, snapshot) where it has no parts, or at ``a``."""
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """One snapshot of one or more that follow one another, in order."""
+
+    def schedule_snapshots(self, seq: int, positions: list[int]) -> None:
+        """Take a snapshot at each of ``positions`` when the sequence reaches it."""
+
+    def take_snapshots(self, seq: int) -> list[Any]:
+        """The scheduled snapshots that were taken since the last call, by position."""
+
+    def skipped_snapshots(self, seq: int) -> list[int]:
+        """The scheduled positions, ascending, that were reached since the last call and not taken."""
+
+    def cancel_snapshots(self, seq: int) -> None:
+        """Forget what was scheduled for a sequence, and what was taken of it and not handed over."""
+
+
+@runtime_checkable
+class SupportsMark(Protocol):
+    """A cache that goes back to a copy of its state, as RecurrentCache does."""
+
+    def mark(self, seq: int) -> Any:
+        """A copy of the sequence's state as it is now; SequenceLostError where a device failure took it."""
+
+    def prepare_return(self, seq: int, mark: Any) -> Callable[[], None]:
+        """Check all that going back to ``mark`` may refuse; the callable returned then does it.
+
+        InvalidRangeError for a mark beyond the end of the sequence.
+        """
+
+
+@runtime_checkable
+class SupportsReservation(Protocol):
+    """A cache whose cells can be filled from outside, as all caches with cells are."""
+
+    def land(self, seq: int, incoming: Any) -> Any:
+        """Reserve cells behind what the sequence has, for a snapshot whose content is still to come.
+
+        A ``CellReservation`` for an ``IncomingSnapshot`` (kvcache.snapshots.reservation); None, and nothing
+        touched, where the cells free do not lie in a run or the host cannot write there.
+        """

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import ml
+from kvcache.cache import SupportsPrepare
 from kvcache.caches import encoder, recurrent
 from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.recurrent import RecurrentCache
-from kvcache.caches.wrapper import SupportsPrepare, WrapperCache
+from kvcache.caches.wrapper import WrapperCache
 from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.storage import state_slots as states
 from kvcache.storage import state_table
@@ -176,7 +177,7 @@ def a_snapshot_restored_without_its_beginning(patch: Patch) -> None:
 
 @bug("attention")
 def a_snapshot_whose_keys_are_shifted(patch: Patch) -> None:
-    patch.setattr(AttentionSnapshots, "_detach_shared", lambda self, cells: None)
+    patch.setattr(AttentionSnapshots, "detach_shared", lambda self, cells: None)
 
 
 @bug("attention")
@@ -194,7 +195,7 @@ def a_snapshot_left_behind_by_defrag(patch: Patch) -> None:
 
 @bug("attention")
 def a_snapshot_that_holds_its_cells_for_ever(patch: Patch) -> None:
-    patch.setattr(AttentionSnapshots, "_reclaim", lambda self, count: None)
+    patch.setattr(AttentionSnapshots, "reclaim", lambda self, count: None)
 
 
 @bug("attention")

@@ -20,9 +20,11 @@ from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.read_plan import ReadPlan
 from kvcache.caches import causal as full
 from kvcache.caches.causal import CausalCache
+from kvcache.caches.sequences import SequenceEditor
 from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
 from kvcache.storage import buffer as plain
 from kvcache.storage import relocation as moving
+from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.state_table import StateTable
@@ -39,17 +41,17 @@ bug = BUGS.bug
 
 @bug("Mask")
 def a_window_one_too_narrow(patch: Patch) -> None:
-    patch.setattr(SlidingWindowCache, "_lower", lambda self: lambda p: p - max(0, self.window - 1))
+    patch.setattr(SlidingWindowCache, "lower_bound", lambda self: lambda p: p - max(0, self.window - 1))
 
 
 @bug("Mask")
 def a_window_one_too_wide(patch: Patch) -> None:
-    patch.setattr(SlidingWindowCache, "_lower", lambda self: lambda p: p - self.window - 1)
+    patch.setattr(SlidingWindowCache, "lower_bound", lambda self: lambda p: p - self.window - 1)
 
 
 @bug("Mask")
 def a_chunk_that_slides(patch: Patch) -> None:
-    patch.setattr(ChunkedCache, "_lower", lambda self: lambda p: p - self.chunk + 1)
+    patch.setattr(ChunkedCache, "lower_bound", lambda self: lambda p: p - self.chunk + 1)
 
 
 @bug("Mask")
@@ -256,7 +258,7 @@ def keys_shifted_in_the_first_layer_only(patch: Patch) -> None:
 
 @bug("Removal")
 def shared_tokens_moved_under_their_other_owner(patch: Patch) -> None:
-    patch.setattr(CausalCache, "_check_shift", lambda self, *args: None)
+    patch.setattr(SequenceEditor, "_check_shift", lambda self, *args: None)
 
 
 @bug("Defrag")
@@ -292,7 +294,10 @@ def an_eviction_not_undone_when_the_cache_is_full(patch: Patch) -> None:
 def a_capacity_not_rounded_up(patch: Patch) -> None:
     def make_table(self: CausalCache) -> None:
         self._active = self.config
-        self._table = CellTable(self._cells(), self._max_sequences)
+        table = CellTable(self._cells(), self._max_sequences)
+        storage = CellStorage(self.backend, self._dtype, self._active, table)
+        self._table, self._buffers = storage.table, storage.buffers
+        self.snapshots.bind(storage, self._window())
 
     patch.setattr(CausalCache, "_make_table", make_table)
 
@@ -407,12 +412,12 @@ def cells_that_are_blank_for_ever(patch: Patch) -> None:
     patch.setattr(CellTable, "_release", release)
 
 
-@bug("ReadPlan")
+@bug("Reading")
 def a_layer_read_that_was_not_put(patch: Patch) -> None:
     patch.setattr(LayerBuffers, "stamp", property(lambda self: 1 << 62, lambda self, stamp: None))
 
 
-@bug("ReadPlan")
+@bug("Reading")
 def queries_that_evict(patch: Patch) -> None:
     original = CausalCache.start_forward
 
@@ -424,7 +429,7 @@ def queries_that_evict(patch: Patch) -> None:
     patch.setattr(CausalCache, "start_forward", start_forward)
 
 
-@bug("ReadPlan")
+@bug("Reading")
 def states_that_a_reader_writes_into(patch: Patch) -> None:
     def read(self: StateTable, ctx: Any, key: Any, sequences: Any, *args: Any) -> ml.Tensor:
         seq = next(iter(sequences))

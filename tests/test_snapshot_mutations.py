@@ -12,10 +12,10 @@ import pytest
 
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
-from kvcache.caches.recurrent import RecurrentCache
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.snapshots.attention import AttentionSnapshots
+from kvcache.snapshots.recurrent import StateSnapshots
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import InCache
 from kvcache.storage.cell_table import CellTable, Pin
@@ -60,7 +60,7 @@ def the_newest_copied_out_first(patch: Patch) -> None:
 
 @bug("LazySnapshot")
 def all_copied_out_where_one_would_do(patch: Patch) -> None:
-    patch.setattr(AttentionSnapshots, "_reclaim", lambda self, count: self._detach_all())
+    patch.setattr(AttentionSnapshots, "reclaim", lambda self, count: self.detach_all())
 
 
 @bug("LazySnapshot")
@@ -73,7 +73,7 @@ def snapshots_that_overlap_and_never_make_room(patch: Patch) -> None:
     original = AttentionSnapshots._in_cache
 
     def alone(self: AttentionSnapshots) -> Iterator[Any]:
-        table = self._table
+        table = self.storage.table
         return (pair for pair in original(self) if (table.references[pair[1].pin.cells] == 1).any())
 
     patch.setattr(AttentionSnapshots, "_in_cache", alone)
@@ -81,7 +81,7 @@ def snapshots_that_overlap_and_never_make_room(patch: Patch) -> None:
 
 @bug("LazySnapshot")
 def a_snapshot_whose_keys_are_shifted(patch: Patch) -> None:
-    patch.setattr(AttentionSnapshots, "_detach_shared", lambda self, cells: None)
+    patch.setattr(AttentionSnapshots, "detach_shared", lambda self, cells: None)
 
 
 @bug("LazySnapshot")
@@ -120,14 +120,14 @@ def a_snapshot_taken_one_token_late(patch: Patch) -> None:
 
 @bug("ScheduledSnapshot")
 def a_scheduled_snapshot_of_where_the_batch_ends(patch: Patch) -> None:
-    original = CausalCache.snapshot
+    original = AttentionSnapshots.snapshot
 
-    def snapshot(self: CausalCache, seq: int, begin: int = 0, end: int | None = None) -> Any:
+    def snapshot(self: AttentionSnapshots, seq: int, begin: int = 0, end: int | None = None) -> Any:
         found = original(self, seq, begin)
         found.end = found.end if end is None else end
         return found
 
-    patch.setattr(CausalCache, "snapshot", snapshot)
+    patch.setattr(AttentionSnapshots, "snapshot", snapshot)
 
 
 @bug("ScheduledSnapshot")
@@ -157,11 +157,11 @@ def each_from_the_beginning(patch: Patch) -> None:
 
 @bug("ScheduledState")
 def a_state_of_where_a_batch_ended_for_one_inside_it(patch: Patch) -> None:
-    def capture(self: RecurrentCache, seq: int) -> None:
-        for begin, _ in self._schedule.due(seq, self._states.rows[seq].offset):
-            self._schedule.taken(seq, self.snapshot(seq, begin))
+    def capture(self: StateSnapshots, seq: int) -> None:
+        for begin, _ in self.schedule.due(seq, self.states.rows[seq].offset):
+            self.schedule.taken(seq, self.snapshot(seq, begin))
 
-    patch.setattr(RecurrentCache, "_capture", capture)
+    patch.setattr(StateSnapshots, "capture", capture)
     patch.setattr(SnapshotSchedule, "_over", lambda self, seq, position: self._due.pop(seq, None))
 
 
@@ -220,7 +220,7 @@ def what_only_some_have_taken_thrown_away(patch: Patch) -> None:
 
 @bug("WrapperSnapshot")
 def a_snapshot_restored_in_those_that_can(patch: Patch) -> None:
-    original = AttentionSnapshots.prepare_restore_snapshot
+    original = CausalCache.prepare_restore_snapshot
 
     def prepare(self: Any, *args: Any) -> Any:
         return original(self, *args) or (lambda: None)

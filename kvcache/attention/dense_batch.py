@@ -9,19 +9,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 import ml
 from kvcache.attention.batch import check_sequence
 from kvcache.cache import InvalidRangeError, OrderError, SequenceLostError
-from kvcache.caches.causal import CausalCache
-from kvcache.caches.encoder import EncoderCache
 from kvcache.storage.buffer import Buffer
+from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.cell_table import Row
 from kvcache.storage.quantized import QuantizedBuffer, dequantize
 
 __all__ = ["DenseBatch", "read_encoded"]
+
+
+class HasCells(Protocol):
+    """A cache that keeps K and V in cells, as CausalCache and its kinds do."""
+
+    @property
+    def storage(self) -> CellStorage:
+        """The cell table and the buffers; OrderError before ``init``."""
+
+
+class HasEncoderOutput(Protocol):
+    """A cache of encoder outputs, as EncoderCache is."""
+
+    def encoder_output(self, seq: int, layer: int) -> tuple[ml.Tensor, ml.Tensor] | None:
+        """K (length, kv_heads, head_dim) and V of a sequence in a layer; None where nothing is stored."""
 
 
 class DenseBatch:
@@ -34,14 +49,13 @@ class DenseBatch:
     Raises InvalidRangeError where the sequences do not end together or lack a position.
     """
 
-    def __init__(self, cache: CausalCache, sequences: Sequence[int], begin: int = 0) -> None:
-        cache._bound("DenseBatch")
+    def __init__(self, cache: HasCells, sequences: Sequence[int], begin: int = 0) -> None:
+        self._storage = cache.storage
+        self._table = self._storage.table
         if not sequences:
             raise InvalidRangeError("DenseBatch: no sequences; it reads at least one")
         for seq in sequences:
-            check_sequence("DenseBatch", seq, cache._max_sequences)
-        self._cache = cache
-        self._table = cache._table
+            check_sequence("DenseBatch", seq, len(self._table.rows))
         rows = [self._table.rows[seq] for seq in sequences]
         self.sequences = len(rows)
         self.begin, self.end = begin, rows[0].last + 1
@@ -81,7 +95,7 @@ class DenseBatch:
         sequences share cells.
         """
         try:
-            buffers = self._cache._buffers[layer]
+            buffers = self._storage.buffers[layer]
         except KeyError:
             raise OrderError(f"DenseBatch: layer {layer} stores nothing yet; put comes first") from None
         return self._tensor(ctx, buffers.key), self._tensor(ctx, buffers.value)
@@ -119,18 +133,18 @@ def _cells(seq: int, row: Row, begin: int, end: int) -> np.ndarray:
 
 
 def read_encoded(
-    ctx: ml.Context, cache: EncoderCache, layer: int, sequences: Sequence[int]
+    ctx: ml.Context, cache: HasEncoderOutput, layer: int, sequences: Sequence[int]
 ) -> tuple[ml.Tensor, ml.Tensor]:
     """K (sequences, kv_heads, length, head_dim) and V of what an encoder gave for several sequences.
 
     A view for one sequence, else a copy. OrderError where one has none, InvalidRangeError where the
     outputs differ in length.
     """
-    entries = {seq: cache._entries[seq] for seq in sequences if cache.encoder_cached(seq)}
-    missing = [seq for seq in sequences if seq not in entries or layer not in entries[seq].layers]
+    found = {seq: pair for seq in sequences if (pair := cache.encoder_output(seq, layer)) is not None}
+    missing = [seq for seq in sequences if seq not in found]
     if missing:
         raise OrderError(f"read_encoded: sequences {missing} have no encoder output in layer {layer}")
-    pairs = [entries[seq].layers[layer] for seq in sequences]
+    pairs = [found[seq] for seq in sequences]
     lengths = {key.shape[0] for key, _ in pairs}
     if len(lengths) != 1:
         raise InvalidRangeError(f"read_encoded: encoder outputs of {sorted(lengths)} positions in one read")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -62,6 +62,26 @@ class ForwardPass:
     def read_only(self) -> bool:
         """Whether the batch is queries only, and takes no cells."""
         return self.cells is None and not self.reserve
+
+    def on_fixed_shapes(self, ctx: ml.Context, known: dict[int, FixedPass]) -> ForwardPass:
+        """This pass on the tensors of its batch size, which are brought to it; ``known`` has them by size."""
+        found = known.get(self.tokens)
+        if found is None:
+            dtype = self.config.mask_dtype
+            found = FixedPass(ctx, self.tokens, self._rows(), self.table.cells, dtype)
+        fixed = replace(self, fixed=found)
+        fixed.fill(ctx)
+        known[self.tokens] = found
+        return fixed
+
+    def reserved_mask(self, ctx: ml.Context) -> ml.Tensor:
+        """A mask over every cell, which hides none."""
+        return ctx.input().zeros((self._rows(), self.table.cells), self.config.mask_dtype)
+
+    def _rows(self) -> int:
+        """The rows of a mask of the whole batch, padding included."""
+        padding = self.config.mask_batch_padding
+        return -(-self.tokens // padding) * padding
 
     def fill(self, ctx: ml.Context) -> None:
         """Bring the tensors of fixed shapes to this pass, unless they are its own already."""
@@ -138,8 +158,7 @@ class ForwardPass:
             elided = reading.elided(self.lower, self.lifted)
             if not isinstance(elided, bool):
                 return elided
-        padding = config.mask_batch_padding
-        shape = -(-self.tokens // padding) * padding, reading.length
+        shape = self._rows(), reading.length
         if shape[0] == 1 and reading.elided(self.lower, self.lifted) is None:
             return ctx.input().zeros(shape, config.mask_dtype)  # a decoded token that sees everything
         if self.lower is None and not self.lifted and self._keep(ctx, reading, shape[0]):
@@ -148,7 +167,7 @@ class ForwardPass:
         large = self._large(ctx, reading, shape)
         if large is not None:
             return large
-        host = reading.mask(self.tokens, self.lower, self.lifted, padding)
+        host = reading.mask(self.tokens, self.lower, self.lifted, config.mask_batch_padding)
         return ctx.input().from_numpy(host, config.mask_dtype)
 
     def _keep(self, ctx: ml.Context, reading: ReadPlan, rows: int) -> bool:

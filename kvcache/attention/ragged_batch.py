@@ -16,18 +16,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 import ml
 from kvcache.attention.batch import check_sequence
+from kvcache.attention.dense_batch import HasCells
+from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.read_plan import LowerBound
 from kvcache.cache import InvalidRangeError, Mask, OrderError, SequenceLostError
-from kvcache.caches.causal import CausalCache
 from kvcache.storage.buffer import Buffer
 from kvcache.storage.cell_table import Row
 
 __all__ = ["RaggedBatch", "visible_mask"]
+
+
+class CellCache(HasCells, Protocol):
+    """A cache with cells that tells of its pass, and how far back its queries see."""
+
+    def lower_bound(self) -> LowerBound | None:
+        """The lowest position that queries see, by their own position; None: from 0."""
+
+    def pass_under_way(self) -> ForwardPass | None:
+        """The pass that the last ``start_forward`` began; None where it is over."""
 
 
 class RaggedBatch:
@@ -36,20 +48,20 @@ class RaggedBatch:
     Good until the next change of one of the sequences. ``length`` is that of the longest, at least 1.
     """
 
-    def __init__(self, cache: CausalCache, sequences: Sequence[int | None]) -> None:
-        cache._bound("RaggedBatch")
+    def __init__(self, cache: CellCache, sequences: Sequence[int | None]) -> None:
+        self._storage, self._lower = cache.storage, cache.lower_bound()
+        table = self._storage.table
         if not sequences:
             raise InvalidRangeError("RaggedBatch: no sequences; it reads at least one")
         for seq in sequences:
             if seq is None:
                 continue
-            check_sequence("RaggedBatch", seq, cache._max_sequences)
-            if cache._table.rows[seq].lost:
+            check_sequence("RaggedBatch", seq, len(table.rows))
+            if table.rows[seq].lost:
                 raise SequenceLostError(
                     f"RaggedBatch: the data of sequence {seq} is lost; call remove({seq}, 0) and compute it"
                 )
-        self._cache = cache
-        self._rows = [Row() if seq is None else cache._table.rows[seq] for seq in sequences]
+        self._rows = [Row() if seq is None else table.rows[seq] for seq in sequences]
         self.sequences = len(self._rows)
         self.length = max(1, *(len(row) for row in self._rows)) if self._rows else 1
         self._start, self._step = self._even_distances()
@@ -67,7 +79,7 @@ class RaggedBatch:
         starts = [int(row.cells[0]) for row in self._rows]
         steps = {later - earlier for earlier, later in itertools.pairwise(starts)} or {self.length}
         step = steps.pop()
-        if steps or step <= 0 or starts[-1] + self.length > self._cache._table.cells:
+        if steps or step <= 0 or starts[-1] + self.length > self._storage.table.cells:
             return 0, 0
         return starts[0], step
 
@@ -76,7 +88,7 @@ class RaggedBatch:
 
         The cache's own window or chunk holds; ``window`` narrows it to that many tokens before the query.
         """
-        lower = _narrowed(self._cache._lower(), window)
+        lower = _narrowed(self._lower, window)
         stop = np.empty_like(positions)
         first = np.zeros_like(positions)
         for i, row in enumerate(self._rows):
@@ -89,7 +101,7 @@ class RaggedBatch:
     def read(self, ctx: ml.Context, layer: int) -> tuple[ml.Tensor, ml.Tensor]:
         """K (sequences, length, kv_heads, head_dim) and V likewise; what lies past an end is unspecified."""
         try:
-            buffers = self._cache._buffers[layer]
+            buffers = self._storage.buffers[layer]
         except KeyError:
             raise OrderError(f"RaggedBatch: layer {layer} stores nothing yet; put comes first") from None
         key, value = buffers.key, buffers.value
@@ -118,13 +130,15 @@ class RaggedBatch:
         return found.view(ctx, 0, shape, (self.length * cell, cell, head, dim))
 
 
-def visible_mask(cache: CausalCache, ctx: ml.Context, window: int | None = None) -> Mask | np.ndarray:
+def visible_mask(cache: CellCache, ctx: ml.Context, window: int | None = None) -> Mask | np.ndarray:
     """What the tokens of the pass under way see of the rows of ``get``; it may be asked before ``put``.
 
     None where all see all, ``ml.CAUSAL`` where that says it, else BOOL (tokens, history) on the host.
     ``window`` narrows what is seen to that many tokens before each query.
     """
-    forward = cache._started("visible_mask")
+    forward = cache.pass_under_way()
+    if forward is None:
+        raise OrderError("visible_mask: no pass is under way; call start_forward first")
     reading, _ = forward.shared(ctx)
     lower = _narrowed(forward.lower, window)
     elided = reading.elided(lower, forward.lifted)

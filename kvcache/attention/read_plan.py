@@ -15,10 +15,10 @@ import numpy as np
 import ml
 from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.device_copies import DeviceCopies, device_copies, near
-from kvcache.cache import Mask
+from kvcache.cache import InvalidBatchError, Mask
 from kvcache.storage.cell_table import CellTable, Row
 
-__all__ = ["HIDDEN", "LowerBound", "ReadPlan", "plan_own", "plan_read", "sees_all", "sightless", "visible"]
+__all__ = ["HIDDEN", "LowerBound", "ReadPlan", "check_sees", "plan_own", "plan_read", "sees_all", "visible"]
 
 LowerBound = Callable[[np.ndarray], np.ndarray]
 """Lowest position that a query at each of these positions may see."""
@@ -185,11 +185,16 @@ def visible(
     return np.searchsorted(stored, lower(group.positions)), stop
 
 
-def sightless(group: SequenceTokens, row: Row, lower: LowerBound | None) -> int | None:
-    """The position of a query that would see nothing of what its row stores; None: all see something."""
+def check_sees(group: SequenceTokens, row: Row, lower: LowerBound | None) -> None:
+    """Raise InvalidBatchError for a query that would see nothing of what its row stores."""
     first, stop = visible(group, row, lower, frozenset())
     found = np.flatnonzero(first >= stop)
-    return int(group.positions[found[0]]) if found.size else None
+    if found.size:
+        holds = f"holds positions {row.first} to {row.last}" if len(row) else "is empty"
+        raise InvalidBatchError(
+            f"start_forward: a query at position {group.positions[found[0]]} of sequence {group.seq} sees "
+            f"nothing that is stored; the sequence {holds}"
+        )
 
 
 def _unmask(block: np.ndarray, first: np.ndarray, stop: np.ndarray) -> None:

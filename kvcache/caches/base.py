@@ -13,20 +13,35 @@ from kvcache.snapshots.snapshot import check_kind
 if TYPE_CHECKING:
     from kvcache.views.models import CachePicture
 
-__all__ = ["BoundCache", "Guarded"]
+__all__ = ["BoundCache"]
 
 P = TypeVar("P")
 
 
-class Guarded(Generic[P]):
-    """Refuses calls that come before ``init``, after ``close``, or outside a pass; ``P`` is the pass."""
+class BoundCache(Generic[P]):
+    """A cache bound to a backend between ``init`` and ``close``, with a configuration and a current layer.
+
+    Refuses calls that come before ``init``, after ``close``, or outside a pass; ``P`` is the pass.
+    """
 
     _max_sequences: int
-    _pass: P | None
+    _dtype: ml.DType
+
+    def __init__(self) -> None:
+        # Of the instance from the start, not of the class: Python reads those faster.
+        self._backend: ml.Backend | None = None
+        self._config: ml.CacheConfig | None = None
+        self._closed = False
+        self._layer = 0
+        self._pass: P | None = None
 
     def _bound(self, op: str) -> ml.Backend:
         """The backend; OrderError before ``init``, ClosedError after ``close``."""
-        raise NotImplementedError
+        if self._backend is None:
+            if self._closed:
+                raise ClosedError(f"{op}: the cache is closed; init binds it anew")
+            raise OrderError(f"{op}: the cache is bound to no backend; call init first")
+        return self._backend
 
     def _started(self, op: str) -> P:
         """The pass under way; OrderError where there is none."""
@@ -79,20 +94,6 @@ class Guarded(Generic[P]):
 
         return look(self)
 
-
-class BoundCache(Guarded[P]):
-    """A cache that knows its backend itself, with the configuration and the layer that calls are about."""
-
-    _dtype: ml.DType
-
-    def __init__(self) -> None:
-        # Of the instance from the start, not of the class: Python reads those faster.
-        self._backend: ml.Backend | None = None
-        self._config: ml.CacheConfig | None = None
-        self._closed = False
-        self._layer = 0
-        self._pass = None
-
     def _check_init(self, dtype: object, **sizes: int) -> None:
         """Refuse to bind twice, a dtype that K and V cannot have, and sizes below 1."""
         if self._backend is not None:
@@ -102,13 +103,6 @@ class BoundCache(Guarded[P]):
             raise ml.DTypeError(f"init: dtype={dtype!r}; a cache stores an ml.DType of {names}")
         for name, value in sizes.items():
             check_whole("init", name, value, least=1)
-
-    def _bound(self, op: str) -> ml.Backend:
-        if self._backend is None:
-            if self._closed:
-                raise ClosedError(f"{op}: the cache is closed; init binds it anew")
-            raise OrderError(f"{op}: the cache is bound to no backend; call init first")
-        return self._backend
 
     def set_config(self, config: ml.CacheConfig) -> None:
         """Arrange tensors by ``config`` instead of what the backend asks for.

@@ -27,12 +27,12 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from kvcache.attention.batch import check_whole
-from kvcache.cache import Cache, InvalidRangeError, NotSupportedError
+from kvcache.cache import Cache, InvalidRangeError, NotSupportedError, SupportsMark, SupportsPrepare
 from kvcache.caches.windows import SlidingWindowCache
-from kvcache.caches.wrapper import SupportsPrepare, WrapperCache
+from kvcache.caches.wrapper import WrapperCache
 from kvcache.storage.state_slots import Checkpoint
 
 __all__ = [
@@ -43,14 +43,6 @@ __all__ = [
 Commit = Callable[[], None]
 _ALL = sys.maxsize
 """A length beyond the end of any sequence."""
-
-
-@runtime_checkable
-class _Returns(Protocol):
-    """A cache that goes back to a copy of its state; RecurrentCache is one."""
-
-    def mark(self, seq: int) -> Checkpoint: ...
-    def prepare_return(self, seq: int, mark: Checkpoint) -> Commit: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +112,7 @@ def mark(cache: Cache, seq: int) -> Mark:
     position = _end("mark", cache, seq)
     _prepare(cache, "remove", seq, position)  # refuses a sequence that a device failure took
     _check_exact("mark", cache, seq, position)
-    return Mark(seq, position, tuple(p.mark(seq) if isinstance(p, _Returns) else None for p in parts))
+    return Mark(seq, position, tuple(p.mark(seq) if isinstance(p, SupportsMark) else None for p in parts))
 
 
 def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> None:
@@ -237,7 +229,7 @@ def _check_exact(op: str, cache: Cache, seq: int, position: int, to: Mark | None
 def _remedy(part: Any) -> str:
     if isinstance(part, SlidingWindowCache):
         return "keep more of the past with memory= (window_memory says how much)"
-    if isinstance(part, _Returns):
+    if isinstance(part, SupportsMark):
         return "take a mark (or a checkpoint) there before going on, or evaluate the tokens between again"
     return "remove the sequence and evaluate it again"
 

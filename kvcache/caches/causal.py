@@ -8,14 +8,13 @@ s with position <= p; a window w adds position >= p - w, a chunk c adds position
     window 2       . . . . x x x .        itself and the 2 before it
     chunk 4        . . . . x x x .        from the start of its chunk of 4
 
-Cell metadata lives in cells.py, the tensors in buffers.py, what a pass reads in reading.py; what is done to
-sequences between passes in sequences.py, snapshots of them in capturing.py.
+The cache puts together its ``storage`` (a cell table and the buffers of each layer), the forward pass
+(kvcache.attention), ``editor`` (what is done to sequences between passes) and ``snapshots``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from kvcache.attention.batch import SequenceTokens, check_modes, check_sequence,
 from kvcache.attention.fixed_shapes import FixedPass, GraphTensors
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.placement import place
-from kvcache.attention.read_plan import LowerBound, sightless
+from kvcache.attention.read_plan import LowerBound, check_sees
 from kvcache.cache import (
     Batch,
     CacheFullError,
@@ -36,16 +35,21 @@ from kvcache.cache import (
     OrderError,
     ShiftFunction,
 )
-from kvcache.caches.sequences import AttentionSequences, drop_middle, lost_error
+from kvcache.caches.base import BoundCache
+from kvcache.caches.sequences import SequenceEditor, drop_middle, lost_error
+from kvcache.snapshots.attention import AttentionSnapshots, Window
+from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot
 from kvcache.snapshots.schedule import SnapshotSchedule
-from kvcache.storage.cell_table import CellTable, Row, SavedRow
+from kvcache.snapshots.snapshot import AttentionSnapshot, carried_out
+from kvcache.storage.cell_storage import CellStorage
+from kvcache.storage.cell_table import CellTable, SavedRow
 from kvcache.storage.layer_buffers import LayerBuffers
 from ml import nn
 
 __all__ = ["CausalCache", "drop_middle"]
 
 
-class CausalCache(AttentionSequences):
+class CausalCache(BoundCache[ForwardPass]):
     """Keeps every token; a query sees all of its own sequence up to itself.
 
     ``shift`` re-encodes stored keys for new positions; without it, tokens cannot be removed from the
@@ -54,7 +58,11 @@ class CausalCache(AttentionSequences):
 
     def __init__(self, shift: ShiftFunction | None = None) -> None:
         super().__init__()
-        self._shift = shift
+        self.snapshots = AttentionSnapshots()
+        """Takes and restores what sequences hold."""
+        self.editor = SequenceEditor(self.snapshots, shift)
+        """Shares, removes and moves what sequences hold."""
+        self._buffers: dict[int, LayerBuffers] = {}
         self._fixed: dict[int, FixedPass] = {}
         self._undo: dict[int, SavedRow] = {}
 
@@ -95,8 +103,7 @@ class CausalCache(AttentionSequences):
 
         Snapshots that still lie in the cache are copied out first.
         """
-        self._detach_all()
-        self._schedule = SnapshotSchedule()
+        self.snapshots.close()
         self._buffers = {}  # a new one: a snapshot may know the old
         self._fixed = {}
         self._changed()
@@ -105,11 +112,15 @@ class CausalCache(AttentionSequences):
         self._closed = True
 
     def _make_table(self) -> None:
-        self._active = self.config
+        self._active, backend = self.config, self._bound("init")
         self._fixed = {}
         padding = self._active.cache_padding
         cells = -(-self._cells() // padding) * padding
-        self._table = CellTable(cells, self._max_sequences, tracks_blank=padding > 1)
+        table = CellTable(cells, self._max_sequences, tracks_blank=padding > 1)
+        storage = CellStorage(backend, self._dtype, self._active, table)
+        self._table, self._buffers = storage.table, storage.buffers  # at hand for each put and get
+        self.snapshots.detach_all()
+        self.snapshots.bind(storage, self._window())
 
     # What windows and chunks change.
 
@@ -117,8 +128,12 @@ class CausalCache(AttentionSequences):
         """How many cells the cache has, before rounding up to ``cache_padding``."""
         return self._max_sequences * self._capacity
 
-    def _lower(self) -> LowerBound | None:
+    def lower_bound(self) -> LowerBound | None:
         """The lowest position that queries see, by their own position; None: from 0."""
+        return None
+
+    def _window(self) -> Window | None:
+        """The window that bounds what is stored of a sequence; None: all is."""
         return None
 
     def _evictions(self, groups: Iterable[SequenceTokens]) -> list[tuple[int, int]]:
@@ -155,7 +170,7 @@ class CausalCache(AttentionSequences):
         self._bound("start_forward")
         groups = split_batch(batch, self._max_sequences)
         table, layers, before, count = self._table, self._buffers, self._pass, len(batch)
-        config, lower = self._active, self._lower()
+        config, lower = self._active, self.lower_bound()
         if reserve:
             check_modes(reserve, read_only)
             self._changed()
@@ -168,7 +183,7 @@ class CausalCache(AttentionSequences):
             if row.lost:
                 raise lost_error("start_forward", group.seq)
             if read_only:
-                _check_sees(group, row, lower)
+                check_sees(group, row, lower)
             elif len(row) and row.holds_any(group.positions):
                 raise InvalidBatchError(
                     f"start_forward: sequence {group.seq} holds one of positions {group.positions[0]} to "
@@ -185,27 +200,18 @@ class CausalCache(AttentionSequences):
         if config.fixed_shapes:
             forward = self._fix(ctx, forward)
         self._pass = forward
-        if self._schedule and not read_only:
+        if self.snapshots.schedule and not read_only:
             for group in groups:
-                self._capture(group.seq)
+                self.snapshots.capture(group.seq)
 
     def _fix(self, ctx: ml.Context, forward: ForwardPass) -> ForwardPass:
-        """The pass on the tensors of its batch size, which are brought to it; else all is as it was."""
+        """The pass on the tensors of its batch size; where they cannot be had, all is as it was."""
         try:
-            tokens = forward.tokens
-            found = self._fixed.get(tokens)
-            if found is None:
-                padding = self._active.mask_batch_padding
-                rows, dtype = -(-tokens // padding) * padding, self._active.mask_dtype
-                found = FixedPass(ctx, tokens, rows, self._table.cells, dtype)
-            fixed = replace(forward, fixed=found)
-            fixed.fill(ctx)
-            self._fixed[tokens] = found
+            return forward.on_fixed_shapes(ctx, self._fixed)
         except BaseException:
             saved, self._undo = self._undo, {}
             self._restore(saved)
             raise
-        return fixed
 
     def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
         """What a captured or compiled graph of this pass's batch size works on, for one layer.
@@ -244,7 +250,7 @@ class CausalCache(AttentionSequences):
             table.drop(seq, 0, table.rows[seq].index(position))
         try:
             if tokens > table.free:
-                self._reclaim(tokens)
+                self.snapshots.reclaim(tokens)
                 if tokens > table.free:
                     raise self._full(tokens)
         except BaseException:
@@ -255,7 +261,7 @@ class CausalCache(AttentionSequences):
     def _full(self, tokens: int) -> CacheFullError:
         return CacheFullError(tokens, self._table.unowned, self._table.held())
 
-    def pass_under_way(self) -> object:
+    def pass_under_way(self) -> ForwardPass | None:
         """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
         return self._pass
 
@@ -270,7 +276,7 @@ class CausalCache(AttentionSequences):
         saved, self._undo = self._undo, {}
         self._restore(saved)
         for seq in saved:
-            self._schedule.cut(seq, self._table.rows[seq].last + 1)
+            self.snapshots.schedule.cut(seq, self._table.rows[seq].last + 1)
         self._pass = resume if isinstance(resume, ForwardPass) else None
 
     def _restore(self, saved: dict[int, SavedRow]) -> None:
@@ -329,7 +335,7 @@ class CausalCache(AttentionSequences):
             )
         fresh = buffers is None
         if buffers is None:
-            buffers = self._allocate(ctx, self._layer, key_shape, value_shape, key.dtype)
+            buffers = self.snapshots.storage.allocate(ctx, self._layer, key_shape, value_shape, key.dtype)
         buffers.check(self._layer, key_shape, value_shape)
         if forward.reserve and fresh:
             buffers.touch(ctx.layer(self._layer))
@@ -337,19 +343,6 @@ class CausalCache(AttentionSequences):
             buffers.write(ctx, forward.targets(ctx), key, value)
             buffers.stamp = forward.stamp
         self._buffers[self._layer] = buffers  # last: a failed write fixes no shapes
-
-    def _allocate(
-        self,
-        ctx: ml.Context,
-        layer: int,
-        key: tuple[int, ...],
-        value: tuple[int, ...],
-        activations: ml.DType,
-    ) -> LayerBuffers:
-        place, cells = ctx.layer(layer), self._table.cells
-        return LayerBuffers(
-            place, self._dtype, self._active, cells, (key[1], key[2]), (value[1], value[2]), activations
-        )
 
     def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
         """K (history, kv_heads, head_dim), V likewise, and the mask (tokens, history) of this layer.
@@ -366,7 +359,7 @@ class CausalCache(AttentionSequences):
             buffers = self._readable("get", forward)
             if forward.reserve:
                 key, value = buffers.read_as_configured(ctx, 0, self._table.cells)
-                return key, value, self._reserve_mask(ctx, forward)
+                return key, value, forward.reserved_mask(ctx)
         reading, mask = forward.shared(ctx)
         if reading.index is None and (store := buffers.store) is not None:
             found = store.read(ctx, reading.start, reading.length)
@@ -387,7 +380,7 @@ class CausalCache(AttentionSequences):
             raise InvalidRangeError(f"attend: query {query.shape} for a batch of {forward.tokens} tokens")
         if forward.reserve:
             key, value = buffers.read(ctx, 0, self._table.cells)
-            return nn.attention(ctx, query, key, value, self._reserve_mask(ctx, forward), scale, sinks)
+            return nn.attention(ctx, query, key, value, forward.reserved_mask(ctx), scale, sinks)
         return attending.attend(ctx, forward, buffers, query, scale, sinks)
 
     def _readable(self, op: str, forward: ForwardPass) -> LayerBuffers:
@@ -407,11 +400,188 @@ class CausalCache(AttentionSequences):
             "to the layer whose K and V it shares, or start_forward(..., read_only=True) to read the past"
         )
 
-    def _reserve_mask(self, ctx: ml.Context, forward: ForwardPass) -> ml.Tensor:
-        rows = -(-forward.tokens // self._active.mask_batch_padding) * self._active.mask_batch_padding
-        return ctx.input().zeros((rows, self._table.cells), self._active.mask_dtype)
+    # Sequences.
+
+    def offset(self, seq: int) -> int:
+        """One past the last stored position of a sequence: where its next token belongs; 0 if empty."""
+        self._bound("offset")
+        check_sequence("offset", seq, self._max_sequences)
+        return self._table.rows[seq].last + 1
+
+    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
+        """Empty ``dst_seq``, then let it share the cells of ``src_seq`` at positions ``[0, length)``."""
+        self.prepare_copy_prefix(src_seq, dst_seq, length)()
+
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
+        """Check all that ``copy_prefix`` may refuse; the callable returned then does it."""
+        self._check_copy(src_seq, dst_seq, length)
+        return self._ending_pass(self.editor.prepare_copy_prefix(src_seq, dst_seq, length))
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        """Forget positions ``[begin, end)`` of a sequence; None: to its end.
+
+        Tokens at or after ``end`` move down by ``end - begin``, their keys re-encoded by the shift
+        function. A shared token only loses this sequence.
+
+        Raises NotSupportedError where something has to move and there is no shift function, the
+        token is shared, or (with a window) the sequence could then not resume at its end;
+        InvalidRangeError for a range that means nothing. Nothing is touched before all that is known.
+        """
+        self.prepare_remove(seq, begin, end)()
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
+        """Check all that ``remove`` may refuse and compute shifted keys; the callable then does it."""
+        self._check_remove(seq, begin, end)
+        return self._ending_pass(self.editor.prepare_remove(seq, begin, end))
+
+    def _ending_pass(self, change: Callable[[], None]) -> Callable[[], None]:
+        def commit() -> None:
+            self._changed()
+            change()
+
+        return commit
+
+    def shift_context(self, seq: int, keep: int) -> int:
+        """Make room in a full sequence: keep the first ``keep`` tokens, drop the older half of the rest.
+
+        What stays moves down and its keys are re-encoded (see ``remove``); returns how many tokens went.
+        As Ollama's runner does when a conversation outgrows its context.
+        """
+        return drop_middle(self, seq, keep, self.offset(seq))
+
+    def defrag(self) -> None:
+        """Move cells so that every sequence lies in one run, with room to grow. Views go stale."""
+        self._bound("defrag")
+        self._changed()
+        self.editor.defrag()
+
+    def mark_lost(self, seq: int) -> None:
+        """Let a sequence say that it is lost wherever it is used, until it is removed."""
+        self.editor.mark_lost(seq)
+
+    # Snapshots.
+
+    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> AttentionSnapshot:
+        """What the sequence holds of positions ``[begin, end)``; None: to its end. Nothing is copied yet.
+
+        A window is taken whole, whatever ``begin``. Raises InvalidRangeError for a range that is not
+        within ``[0, offset(seq)]``, NotSupportedError where a window no longer reaches back from ``end``.
+        """
+        self.offset(seq)  # refuses an unknown sequence
+        return self.snapshots.snapshot(seq, begin, end)
+
+    def restore(self, seq: int, snapshot: AttentionSnapshot, target: int | None = None) -> bool:
+        """Make the sequence hold ``[0, target)``, with what the snapshot has; None: all of it.
+
+        What the sequence holds from ``snapshot.begin`` on is replaced. A snapshot that still lies in this
+        cache is shared, and nothing is copied. False, and nothing touched, where ``target`` lies outside
+        the snapshot, ``[0, begin)`` is not stored, or a window would be incomplete. Raises CacheFullError
+        where the cells do not suffice, InvalidRangeError for a snapshot of another dtype or shape; all or
+        nothing then too. A device that fails while data that is replaced is overwritten leaves the
+        sequence lost.
+        """
+        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
+
+    def prepare_restore_snapshot(
+        self, seq: int, snapshot: AttentionSnapshot, target: int | None = None
+    ) -> Callable[[], None] | None:
+        """Check all that ``restore`` may refuse; None where it would give False."""
+        self._check_restore(seq, snapshot, AttentionSnapshot)
+        put_back = self.snapshots.prepare_restore_snapshot(seq, snapshot, target)
+        if put_back is None:
+            return None
+
+        def commit() -> None:
+            put_back()
+            self._changed()
+
+        return commit
+
+    def land(self, seq: int, incoming: IncomingSnapshot) -> CellReservation | None:
+        """Hold free cells behind what the sequence has, for a snapshot whose content is still to come.
+
+        What comes of it lies in the cache, and ``restore`` shares it. None, and nothing touched, where the
+        cells free do not lie in a run, the host cannot write there, or it does not follow the sequence.
+        """
+        self._bound("land")
+        check_sequence("land", seq, self._max_sequences)
+        return self.snapshots.land(seq, incoming)
+
+    def merge(self, parent: AttentionSnapshot | None, child: AttentionSnapshot) -> AttentionSnapshot:
+        """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; a window keeps the child."""
+        self._bound("merge")
+        return self.snapshots.merge(parent, child)
+
+    def join(self, parts: Sequence[AttentionSnapshot]) -> AttentionSnapshot:
+        """``merge`` of one or more, in order; in one step where all of them lie in this cache."""
+        self._bound("join")
+        return self.snapshots.join(parts)
+
+    def split(
+        self, snapshot: AttentionSnapshot, at: int
+    ) -> tuple[AttentionSnapshot | None, AttentionSnapshot]:
+        """Cut ``[a, c)`` into ``[a, at)`` and ``[at, c)``; (None, snapshot) for a window, or at ``a``."""
+        self._bound("split")
+        return self.snapshots.split(snapshot, at)
+
+    @property
+    def on_pressure(self) -> Callable[[int], bool | None] | None:
+        """Called with the number of cells that are missing, before lazy snapshots are copied out.
+
+        It may drop or detach some, and says whether it did; it is asked again while cells are missing.
+        """
+        return self.snapshots.on_pressure
+
+    @on_pressure.setter
+    def on_pressure(self, call: Callable[[int], bool | None] | None) -> None:
+        self.snapshots.on_pressure = call
+
+    def schedule_snapshots(self, seq: int, positions: list[int]) -> None:
+        """Take a snapshot at each of ``positions`` when a batch reaches it, also from its middle.
+
+        They are those of a sequence that has just ``position`` tokens; each spans from the one before
+        it, the first from where the sequence stands now. Positions that it has passed already are
+        refused with InvalidRangeError. ``remove`` of a position that one has reached drops it, and
+        schedules it anew. Where none can be taken, as of a window with a gap, ``skipped_snapshots`` says so.
+        """
+        offset = self.offset(seq)
+        self.snapshots.schedule.add(seq, positions, offset)
+
+    def take_snapshots(self, seq: int, upto: int | None = None) -> list[AttentionSnapshot]:
+        """The scheduled snapshots that were taken since the last call, by position; those up to ``upto``."""
+        return self._scheduled(seq).take(seq, upto)
+
+    def skipped_snapshots(self, seq: int) -> list[int]:
+        """The scheduled positions, ascending, that were reached since the last call and not taken."""
+        return self._scheduled(seq).skipped(seq)
+
+    def cancel_snapshots(self, seq: int) -> None:
+        """Forget what was scheduled for a sequence, and what was taken of it and not handed over."""
+        self._scheduled(seq).drop(seq)
+
+    def snapshots_taken(self, seq: int) -> list[AttentionSnapshot]:
+        """What ``take_snapshots`` would hand over, and still has then."""
+        return self._scheduled(seq).waiting(seq)
+
+    def rolled_back(self, seq: int) -> int | None:
+        """The lowest position that was removed since this was last asked; None: nothing was.
+
+        -1 where ``copy_prefix`` replaced all of it (kvcache.snapshots.schedule.REPLACED). For those who keep
+        account of a sequence's tokens: what they know from there on may be wrong.
+        """
+        return self._scheduled(seq).lowest_cut(seq)
+
+    def _scheduled(self, seq: int) -> SnapshotSchedule[AttentionSnapshot]:
+        self.offset(seq)  # refuses an unknown sequence
+        return self.snapshots.schedule
 
     # Looking in.
+
+    @property
+    def storage(self) -> CellStorage:
+        """The cell table, and the buffers of the layers that were put."""
+        self._bound("storage")
+        return self.snapshots.storage
 
     @property
     def cells(self) -> int:
@@ -440,14 +610,3 @@ class CausalCache(AttentionSequences):
         self._bound("positions")
         check_sequence("positions", seq, self._max_sequences)
         return self._table.rows[seq].positions.copy()
-
-
-def _check_sees(group: SequenceTokens, row: Row, lower: LowerBound | None) -> None:
-    """Refuse a query that would attend to nothing."""
-    position = sightless(group, row, lower)
-    if position is not None:
-        holds = f"holds positions {row.first} to {row.last}" if len(row) else "is empty"
-        raise InvalidBatchError(
-            f"start_forward: a query at position {position} of sequence {group.seq} sees nothing that is "
-            f"stored; the sequence {holds}"
-        )

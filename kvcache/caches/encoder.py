@@ -205,6 +205,10 @@ class EncoderCache(BoundCache[_Pass]):
             value = value.permute(ctx, 1, 2, 0)
         return key, value, self._batch_mask(ctx, current, [part.shape[0] for part, _ in held])
 
+    def encoder_output(self, seq: int, layer: int) -> tuple[ml.Tensor, ml.Tensor] | None:
+        """K (length, kv_heads, head_dim) and V of a sequence in a layer; None where nothing is stored."""
+        return self._entries[seq].layers.get(layer) if self.encoder_cached(seq) else None
+
     def attend(
         self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
     ) -> ml.Tensor:

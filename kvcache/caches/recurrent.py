@@ -10,24 +10,26 @@ checkpoint, and computing again from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens, check_sequence, check_whole, split_batch
 from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, Mask, OrderError, ShiftFunction
+from kvcache.caches.base import BoundCache
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.recurrent import StateSnapshots
-from kvcache.snapshots.schedule import SnapshotSchedule
+from kvcache.snapshots.snapshot import RecurrentSnapshot, carried_out
 from kvcache.storage.state_slots import Checkpoint, HeldStates, StatePass
 from kvcache.storage.state_table import StateTable, shifted, state_lost
 
 __all__ = ["RecurrentCache"]
 
 
-class RecurrentCache(StateSnapshots):
+class RecurrentCache(BoundCache[StatePass]):
     """Per-sequence states, checkpoints of them, and a causal cache for the attention layers.
 
     ``conv_shape`` and ``state_shape`` are one sequence's: (channels, kernel - 1) and (heads, key_dim,
@@ -52,6 +54,7 @@ class RecurrentCache(StateSnapshots):
         checkpoint_interval: int = 256,
         conv_dtype: ml.DType | None = None,
     ) -> None:
+        super().__init__()
         check_whole("RecurrentCache", "checkpoints", checkpoints)
         check_whole("RecurrentCache", "checkpoint_interval", checkpoint_interval, least=1)
         self.conv_shape, self.state_shape = tuple(conv_shape), tuple(state_shape)
@@ -60,14 +63,11 @@ class RecurrentCache(StateSnapshots):
                 check_whole("RecurrentCache", f"{name} {shape}: size", size, least=1)
         self.attention = CausalCache(shift)
         """The cache of the attention layers."""
+        self.snapshots = StateSnapshots(self.attention)
+        """Takes and restores what sequences hold."""
         self._checkpoints, self._interval = checkpoints, checkpoint_interval
         self._conv_dtype = conv_dtype
-        self._forget()
-
-    def _forget(self) -> None:
-        self._states = StateTable(0)
-        self._pass = None
-        self._schedule = SnapshotSchedule()
+        self._states = self.snapshots.states
 
     # Setting up and closing.
 
@@ -79,9 +79,14 @@ class RecurrentCache(StateSnapshots):
         self._max_sequences = max_sequences
         self._states = StateTable(max_sequences, backend, self._checkpoints, self._interval)
         self._conv = self._conv_dtype or (ml.DType.F32 if dtype.is_quantized else dtype)
+        kinds = {"conv": (self.conv_shape, self._conv), "recurrent": (self.state_shape, ml.DType.F32)}
+        self.snapshots.bind(self._states, kinds)
+        self._backend, self._closed = backend, False
 
-    def set_config(self, config: ml.CacheConfig) -> None:
-        self.attention.set_config(config)
+    @property
+    def config(self) -> ml.CacheConfig:
+        """As CausalCache.config."""
+        return self.attention.config
 
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
         """As CausalCache.prepare_set_config."""
@@ -90,8 +95,9 @@ class RecurrentCache(StateSnapshots):
     def close(self) -> None:
         """As CausalCache.close: what snapshots hold of the states is copied out first."""
         self.attention.close()
-        self._states.buffers.release_all()
-        self._forget()
+        self.snapshots.close()
+        self._states, self._pass = self.snapshots.states, None
+        self._backend, self._closed = None, True
 
     # One pass.
 
@@ -109,20 +115,20 @@ class RecurrentCache(StateSnapshots):
         self._bound("start_forward")
         groups = split_batch(batch, self._max_sequences)
         stores = not reserve and not read_only
-        if self._schedule and stores:
+        if self.snapshots.schedule and stores:
             for group in groups:
-                self._capture(group.seq)
-        order = tuple(dict.fromkeys(int(seq) for seq in batch.sequences))
+                self.snapshots.capture(group.seq)
+        tokens = Counter(int(seq) for seq in batch.sequences)
         if not reserve:
             for group in groups:
                 self._check_group(group, read_only)
         under_way, lost = self.attention.pass_under_way(), self._states.lost()
         self.attention.start_forward(ctx, batch, reserve, read_only=read_only)
         if not stores:
-            self._pass = StatePass(order, 0, reserve=reserve, read_only=read_only)
+            self._pass = StatePass(tuple(tokens), 0, reserve=reserve, read_only=read_only)
             return
         try:
-            self._pass = self._states.start(order, groups)
+            self._pass = self._states.start(tokens)
         except BaseException:
             if self._states.lost() != lost:
                 self._pass = under_way = None  # states of the pass under way may be among the lost
@@ -229,6 +235,18 @@ class RecurrentCache(StateSnapshots):
 
     # Sequences.
 
+    def offset(self, seq: int) -> int:
+        """How many tokens the state has seen: where the next batch of this sequence begins."""
+        self._bound("offset")
+        check_sequence("offset", seq, self._max_sequences)
+        return self._states.rows[seq].offset
+
+    def checkpoints(self, seq: int) -> tuple[int, ...]:
+        """The positions that a sequence can go back to exactly, ascending."""
+        self._bound("checkpoints")
+        check_sequence("checkpoints", seq, self._max_sequences)
+        return self._states.rows[seq].positions
+
     def checkpoint(self, seq: int) -> None:
         """Keep a copy of the state as it is now, when a pass has set the states of all layers."""
         taken = self.mark(seq, "checkpoint")
@@ -275,7 +293,7 @@ class RecurrentCache(StateSnapshots):
             self._pass = None
             cut()
             self._states.resume(seq, mark, mark.offset)
-            self._schedule.cut(seq, mark.offset)
+            self.snapshots.schedule.cut(seq, mark.offset)
 
         return commit
 
@@ -317,7 +335,7 @@ class RecurrentCache(StateSnapshots):
             self._pass = None
             share()
             self._states.rows[dst_seq] = row
-            self._schedule.replace(dst_seq)
+            self.snapshots.schedule.replace(dst_seq)
 
         return commit
 
@@ -349,7 +367,7 @@ class RecurrentCache(StateSnapshots):
             self._pass = None
             cut()
             self._states.rows[seq] = row
-            self._schedule.cut(seq, min(begin, row.offset))
+            self.snapshots.schedule.cut(seq, min(begin, row.offset))
 
         return commit
 
@@ -369,6 +387,98 @@ class RecurrentCache(StateSnapshots):
         """As CausalCache.settings."""
         states = {"conv": [*self.conv_shape, self._conv.name], "state": [*self.state_shape]}
         return {"kind": type(self).__name__, "attention": self.attention.settings(), **states}
+
+    # Snapshots.
+
+    def schedule_snapshots(self, seq: int, positions: Sequence[int]) -> None:
+        """As CausalCache.schedule_snapshots, but a batch has to end at each of ``positions``.
+
+        The state inside a batch is never there to be copied: a position that a batch runs past is
+        not taken, and ``skipped_snapshots`` lists it. ``next_snapshot(seq)`` says where to end one.
+        """
+        offset = self.offset(seq)
+        self.snapshots.schedule.add(seq, positions, offset)
+
+    def cancel_snapshots(self, seq: int) -> None:
+        """As CausalCache.cancel_snapshots."""
+        self.offset(seq)
+        self.snapshots.schedule.drop(seq)
+
+    def next_snapshot(self, seq: int) -> int | None:
+        """The next position at which a batch of this sequence should end; None: anywhere."""
+        return self.snapshots.schedule.next(seq, self.offset(seq))
+
+    def take_snapshots(self, seq: int, upto: int | None = None) -> list[RecurrentSnapshot]:
+        """The scheduled snapshots that were taken since the last call, by position; those up to ``upto``."""
+        self.snapshots_taken(seq)
+        return self.snapshots.schedule.take(seq, upto)
+
+    def snapshots_taken(self, seq: int) -> list[RecurrentSnapshot]:
+        """As CausalCache.snapshots_taken; takes the one that is due where the sequence is."""
+        self.offset(seq)
+        self.snapshots.capture(seq)
+        return self.snapshots.schedule.waiting(seq)
+
+    def skipped_snapshots(self, seq: int) -> list[int]:
+        """As CausalCache.skipped_snapshots: the positions that a batch ran past."""
+        self.snapshots_taken(seq)
+        return self.snapshots.schedule.skipped(seq)
+
+    def rolled_back(self, seq: int) -> int | None:
+        """As CausalCache.rolled_back."""
+        self.offset(seq)
+        return self.snapshots.schedule.lowest_cut(seq)
+
+    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> RecurrentSnapshot:
+        """The state at ``end`` (None: where the sequence is), with the attention layers' [begin, end).
+
+        Nothing is copied until the state is about to be written over, by a pass of the sequence mostly.
+        Views that ``conv_state`` and ``recurrent_state`` gave before are not to be written any more: ask
+        for them again.
+
+        Raises NotSupportedError where no state of ``end`` is there: it is ``offset(seq)``, 0, or one of
+        ``checkpoints(seq)``.
+        """
+        self.offset(seq)  # refuses an unknown sequence
+        return self.snapshots.snapshot(seq, begin, end)
+
+    def restore(self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None) -> bool:
+        """Make the sequence what it was at ``snapshot.end``: a state is whole, no other target will do.
+
+        A state that still lies in its slot is shared until one of its sequences goes on.
+        False, and nothing touched, for another target or where ``[0, begin)`` is not stored. What is
+        raised leaves the sequence as it was, as in CausalCache.restore.
+        """
+        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
+
+    def prepare_restore_snapshot(
+        self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None
+    ) -> Callable[[], None] | None:
+        """Check all that ``restore`` may refuse; None where it would give False."""
+        self._check_restore(seq, snapshot, RecurrentSnapshot)
+        put_back = self.snapshots.prepare_restore_snapshot(seq, snapshot, target)
+        if put_back is None:
+            return None
+
+        def commit() -> None:
+            put_back()
+            self._pass = None
+
+        return commit
+
+    def merge(self, parent: RecurrentSnapshot | None, child: RecurrentSnapshot) -> RecurrentSnapshot:
+        """The child's states; its attention layers joined with the parent's where those end as it begins."""
+        return self.snapshots.merge(parent, child)
+
+    def join(self, parts: Sequence[RecurrentSnapshot]) -> RecurrentSnapshot:
+        """``merge`` of one or more, in order."""
+        return self.snapshots.join(parts)
+
+    def split(
+        self, snapshot: RecurrentSnapshot, at: int
+    ) -> tuple[RecurrentSnapshot | None, RecurrentSnapshot]:
+        """(None, snapshot): there is no state of ``at`` in it."""
+        return self.snapshots.split(snapshot, at)
 
     @property
     def on_pressure(self) -> Callable[[int], bool | None] | None:

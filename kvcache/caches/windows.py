@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from kvcache.attention.batch import SequenceTokens, check_whole
 from kvcache.attention.read_plan import LowerBound
-from kvcache.cache import CacheFullError, NotSupportedError, ShiftFunction
+from kvcache.cache import CacheFullError, ShiftFunction
 from kvcache.caches.causal import CausalCache
+from kvcache.snapshots.attention import Window
 
 __all__ = ["ChunkedCache", "SlidingWindowCache"]
 
@@ -22,8 +21,6 @@ class SlidingWindowCache(CausalCache):
     ``start_forward``: for sequences in the batch those below (lowest position) - memory, for others
     those below (last position + 1) - memory.
     """
-
-    _whole = True
 
     def __init__(self, window: int, memory: int | None = None, shift: ShiftFunction | None = None) -> None:
         super().__init__(shift)
@@ -44,7 +41,7 @@ class SlidingWindowCache(CausalCache):
             return self._max_sequences * self._capacity
         return self._max_sequences * self._kept + self._max_batch
 
-    def _lower(self) -> LowerBound:
+    def lower_bound(self) -> LowerBound:
         window = self.window
         return lambda positions: positions - window
 
@@ -70,7 +67,9 @@ class SlidingWindowCache(CausalCache):
 
     def can_resume(self, seq: int, position: int) -> bool:
         """Whether something is stored, and reaches from the window of ``position`` to right before it."""
-        return super().can_resume(seq, position) and self._reaches(self._table.rows[seq].positions, position)
+        return super().can_resume(seq, position) and self._window().reaches(
+            self._table.rows[seq].positions, position
+        )
 
     @property
     def reach(self) -> int | None:
@@ -81,24 +80,8 @@ class SlidingWindowCache(CausalCache):
     def settings(self) -> dict[str, object]:
         return {**super().settings(), "window": self.window}
 
-    def _window_of(self, end: int) -> int:
-        return max(0, end - self._kept)
-
-    def _reaches(self, stored: np.ndarray, position: int) -> bool:
-        if not stored.size:
-            return False
-        return max(0, position - self.window) >= int(stored[0]) and position <= int(stored[-1]) + 1
-
-    def _check_shift(self, seq: int, stop: int, distance: int, start: int) -> None:
-        super()._check_shift(seq, stop, distance, start)
-        row = self._table.rows[seq]
-        first = row.first if start else int(row.positions[stop]) - distance
-        resume = row.last - distance + 1
-        if max(0, resume - self.window) < first:
-            raise NotSupportedError(
-                f"remove: sequence {seq} would hold positions from {first} and could not resume at {resume} "
-                f"with a window of {self.window}; compute it anew, or keep more with memory="
-            )
+    def _window(self) -> Window:
+        return Window(self.window, self._kept)
 
 
 class ChunkedCache(CausalCache):
@@ -112,6 +95,6 @@ class ChunkedCache(CausalCache):
     def settings(self) -> dict[str, object]:
         return {**super().settings(), "chunk": self.chunk}
 
-    def _lower(self) -> LowerBound:
+    def lower_bound(self) -> LowerBound:
         chunk = self.chunk
         return lambda positions: positions - positions % chunk

@@ -14,35 +14,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import ml
-from kvcache.cache import Batch, Cache, InvalidRangeError, KVCacheError, Mask, NotSupportedError
+from kvcache.cache import (
+    Batch,
+    Cache,
+    InvalidRangeError,
+    KVCacheError,
+    Mask,
+    NotSupportedError,
+    SupportsPrepare,
+)
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.snapshot import WrapperSnapshot, carried_out, check_following, check_inside, check_kind
 
 if TYPE_CHECKING:
     from kvcache.views.models import CachePicture
 
-__all__ = ["SupportsPrepare", "WrapperCache"]
-
-
-@runtime_checkable
-class SupportsPrepare(Protocol):
-    """A cache whose changes can be checked before they are made, and whose start can be taken back.
-
-    ``undo_forward(resume)`` also puts back the pass that was under way before the start:
-    what ``pass_under_way`` gave then.
-
-    All caches of this package are; another cache is wrapped on its own word: it is asked last, and
-    what it refuses then has touched nothing.
-    """
-
-    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]: ...
-    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]: ...
-    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]: ...
-    def pass_under_way(self) -> object: ...
-    def undo_forward(self, resume: object = None) -> None: ...
+__all__ = ["WrapperCache"]
 
 
 class WrapperCache:
@@ -58,7 +48,7 @@ class WrapperCache:
             raise InvalidRangeError(
                 f"WrapperCache: {len(others)} caches cannot take back what they started "
                 f"({', '.join(type(cache).__name__ for cache in others)}); at most one may lack "
-                "what kvcache.caches.wrapper.SupportsPrepare lists"
+                "what kvcache.cache.SupportsPrepare lists"
             )
         # The one that cannot take anything back goes last: if it refuses, the others go back.
         self._order = sorted(caches, key=lambda cache: not isinstance(cache, SupportsPrepare))

@@ -24,11 +24,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise, takewhile
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
 import ml
+from kvcache.cache import SupportsReservation
 from kvcache.offload.tiers import StoreTier
 from kvcache.snapshots.page_check import check_meta
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
@@ -352,8 +353,8 @@ class _Approach:
         first, spans = metas[0], [(meta["begin"], meta["end"]) for meta in metas]
         if any(one[1] != other[0] for one, other in pairwise(spans)):
             return None
-        if first["kind"] == "attention" and hasattr(cache, "land"):
-            return self._attention(cast("_LandingCache", cache), first, spans, at)
+        if first["kind"] == "attention" and isinstance(cache, SupportsReservation):
+            return self._attention(cache, first, spans, at)
         caches = getattr(cache, "caches", ())
         if first["kind"] != "wrapper" or {len(meta["parts"]) for meta in metas} != {len(caches)}:
             return None
@@ -367,7 +368,7 @@ class _Approach:
         return lambda count: WrapperSnapshot(begin, spans[count - 1][1], tuple(one(count) for one in finish))
 
     def _attention(
-        self, cache: _LandingCache, meta: Mapping[str, Any], spans: Sequence[tuple[int, int]], at: str
+        self, cache: SupportsReservation, meta: Mapping[str, Any], spans: Sequence[tuple[int, int]], at: str
     ) -> Callable[[int], Snapshot] | None:
         positions = [page.positions(f"{at}positions") for page in self.pages]
         cuts = [0, *accumulate(held.size for held in positions)]
@@ -378,7 +379,7 @@ class _Approach:
         incoming = IncomingSnapshot(
             spans[0][0], spans[-1][1], np.concatenate(positions), dtype, whole, layers
         )
-        reservation = cache.land(self.seq, incoming)
+        reservation: CellReservation | None = cache.land(self.seq, incoming)
         if reservation is None:
             return None
         self.reservations.append(reservation)
@@ -438,12 +439,6 @@ def _telling(job: Callable[[], None], told: Callable[[int], None], reached: int)
 def _cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class _LandingCache(Protocol):
-    """A cache with cells, as all attention caches are."""
-
-    def land(self, seq: int, incoming: IncomingSnapshot) -> CellReservation | None: ...
 
 
 def _named(reservation: CellReservation, layers: Sequence[Any]) -> dict[str, _Track] | None:

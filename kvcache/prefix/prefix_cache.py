@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.cache import CacheFullError, ClosedError, InvalidRangeError, SequenceLostError
+from kvcache.cache import CacheFullError, ClosedError, InvalidRangeError, SequenceLostError, SnapshotCache
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.matcher import PrefixMatcher, Source
 from kvcache.prefix.ownership import check_unowned, disown, own
-from kvcache.prefix.prefix_tree import PrefixTree, SnapshotCache
+from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.session import PrefixStats, Session, SessionLimitError, SessionReplacedError, Tokens
 from kvcache.prefix.snapshot_points import pieces_of, positions_due
 from kvcache.prefix.store_lookup import StoreLookup

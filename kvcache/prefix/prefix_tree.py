@@ -15,12 +15,10 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
 
-import ml
-from kvcache.cache import Cache, SequenceLostError
+from kvcache.cache import SequenceLostError, SnapshotCache
 from kvcache.offload.direct_load import restore_page
 from kvcache.offload.eviction import LRUQueue, Priority
 from kvcache.offload.tiers import HostTier, StoreTier, StoreWrite
@@ -32,33 +30,11 @@ from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import Chain, Keys, SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorrupt
 
-__all__ = ["PrefixTree", "SnapshotCache", "TreeEntry", "span_of"]
+__all__ = ["PrefixTree", "TreeEntry", "span_of"]
 
 
 BLOCK = 16
 """Tokens: no fewer are evicted at a time of an edge that has more."""
-
-
-class SnapshotCache(Cache, Protocol):
-    """A cache that a PrefixCache can use: all caches of this package are."""
-
-    on_pressure: Any
-
-    @property
-    def backend(self) -> ml.Backend: ...
-    @property
-    def max_sequences(self) -> int: ...
-    def settings(self) -> dict[str, object]: ...
-    def offset(self, seq: int) -> int: ...
-    def resume_point(self, seq: int, position: int) -> int: ...
-    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> Any: ...
-    def restore(self, seq: int, snapshot: Any, target: int | None = None) -> bool: ...
-    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]: ...
-    def join(self, parts: Sequence[Any]) -> Any: ...
-    def schedule_snapshots(self, seq: int, positions: list[int]) -> None: ...
-    def take_snapshots(self, seq: int) -> list[Any]: ...
-    def skipped_snapshots(self, seq: int) -> list[int]: ...
-    def cancel_snapshots(self, seq: int) -> None: ...
 
 
 @dataclass(eq=False, slots=True)

@@ -6,84 +6,88 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from dataclasses import dataclass
 
 import numpy as np
 
 import ml
-from kvcache.attention.batch import check_sequence, check_whole
-from kvcache.attention.forward_pass import ForwardPass
+from kvcache.attention.batch import check_whole
 from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, SequenceLostError
-from kvcache.caches.base import BoundCache
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, Places, landing_places
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import (
     AttentionSnapshot,
     InCache,
     LayerSnapshot,
-    carried_out,
     check_inside,
     joined,
     sliced,
     tensors_of,
 )
-from kvcache.storage.cell_table import CellTable
+from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.layer_buffers import LayerBuffers, stored_shape
 
-Shape = tuple[int, ...]
-
-__all__ = ["AttentionSnapshots"]
+__all__ = ["AttentionSnapshots", "Window"]
 
 
-class AttentionSnapshots(BoundCache[ForwardPass]):
-    """The part of an attention cache that takes, restores, cuts and joins snapshots."""
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A sliding window: what a cache stores of a sequence is that of one position, and has no parts."""
 
-    _whole: ClassVar[bool] = False
-    """Whether a sequence's content is that of one position, as a window's is."""
+    size: int
+    """How many tokens before a query it sees."""
+    memory: int
+    """How many tokens before the next one stay stored."""
 
-    _table: CellTable
-    _crowded = 64
-    """How long ``_lazy`` may grow before the dead are taken out."""
-    on_pressure: Callable[[int], bool | None] | None = None
-    """Called with the number of cells that are missing, before lazy snapshots are copied out.
+    def lowest(self, end: int) -> int:
+        """The lowest position that a snapshot at ``end`` holds."""
+        return max(0, end - self.memory)
 
-    It may drop or detach some, and says whether it did; it is asked again while cells are missing.
+    def reaches(self, stored: np.ndarray, position: int) -> bool:
+        """Whether a token at ``position`` would find in ``stored`` (ascending) all that it sees."""
+        if not stored.size:
+            return False
+        return max(0, position - self.size) >= int(stored[0]) and position <= int(stored[-1]) + 1
+
+
+class AttentionSnapshots:
+    """The snapshots of one attention cache: taken, restored, joined, split, and copied out for room.
+
+    It knows the cache's storage and nothing of its passes: who restores a snapshot ends the pass under way.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._buffers: dict[int, LayerBuffers] = {}
+        self.window: Window | None = None
+        """None: all of the past is stored."""
+        self.schedule: SnapshotSchedule[AttentionSnapshot] = SnapshotSchedule()
+        self.on_pressure: Callable[[int], bool | None] | None = None
+        """See ``CausalCache.on_pressure``."""
+        self._storage: CellStorage | None = None
         self._lazy: list[weakref.ref[AttentionSnapshot]] = []
-        self._schedule: SnapshotSchedule[AttentionSnapshot] = SnapshotSchedule()
+        self._crowded = 64
+        """How long ``_lazy`` may grow before the dead are taken out."""
 
-    def _changed(self) -> None:
-        """Sequences changed: the pass under way ends."""
-        raise NotImplementedError
+    def bind(self, storage: CellStorage, window: Window | None) -> None:
+        """Take snapshots of ``storage``; what was taken of another one before has been copied out."""
+        self._storage, self.window = storage, window
 
-    def _allocate(
-        self, ctx: ml.Context, layer: int, key: Shape, value: Shape, activations: ml.DType
-    ) -> LayerBuffers:
-        raise NotImplementedError
+    def close(self) -> None:
+        """Copy out what still lies in the cache, forget what was scheduled, and let go of the storage."""
+        self.detach_all()
+        self.schedule = SnapshotSchedule()
+        self._storage = None
 
-    def _reaches(self, stored: np.ndarray, position: int) -> bool:
-        """Whether a token at ``position`` would find in ``stored`` (ascending) all that it sees."""
-        return True
-
-    def offset(self, seq: int) -> int:
-        """One past the last stored position of a sequence: where its next token belongs; 0 if empty."""
-        self._bound("offset")
-        check_sequence("offset", seq, self._max_sequences)
-        return self._table.rows[seq].last + 1
+    @property
+    def storage(self) -> CellStorage:
+        assert self._storage is not None, "the cache is bound to no backend"
+        return self._storage
 
     # Taking.
 
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> AttentionSnapshot:
-        """What the sequence holds of positions ``[begin, end)``; None: to its end. Nothing is copied yet.
-
-        A window is taken whole, whatever ``begin``. Raises InvalidRangeError for a range that is not
-        within ``[0, offset(seq)]``, NotSupportedError where a window no longer reaches back from ``end``.
-        """
-        backend, offset = self._bound("snapshot"), self.offset(seq)
+        """See ``CausalCache.snapshot``."""
+        storage, window, row = self.storage, self.window, self.storage.table.rows[seq]
+        offset = row.last + 1
         end = offset if end is None else end
         check_whole("snapshot", "begin", begin)
         check_whole("snapshot", "end", end)
@@ -91,41 +95,36 @@ class AttentionSnapshots(BoundCache[ForwardPass]):
             raise InvalidRangeError(
                 f"snapshot: [{begin}, {end}) of sequence {seq}; it needs 0 <= begin <= end <= {offset}"
             )
-        row = self._table.rows[seq]
         if row.lost:
             raise SequenceLostError(
                 f"snapshot: the data of sequence {seq} is lost; call remove({seq}, 0) and compute it again"
             )
         low = begin
-        if self._whole:
-            begin, low = 0, self._window_of(end)
-            if end and not self._reaches(row.positions[: row.index(end)], end):
+        if window is not None:
+            begin, low = 0, window.lowest(end)
+            if end and not window.reaches(row.positions[: row.index(end)], end):
                 raise NotSupportedError(
                     f"snapshot: sequence {seq} holds positions from {row.first}; a window at {end} needs more"
                 )
         start, stop = row.index(low), row.index(end)
-        source = InCache(backend, self._table, self._buffers, row.cells[start:stop].copy())
+        source = InCache(storage.backend, storage.table, storage.buffers, row.cells[start:stop].copy())
         return self._remember(begin, end, row.positions[start:stop].copy(), source)
 
-    def _window_of(self, end: int) -> int:
-        """The lowest position that a whole snapshot at ``end`` holds."""
-        return 0
-
     def _remember(self, begin: int, end: int, positions: np.ndarray, source: InCache) -> AttentionSnapshot:
-        found = AttentionSnapshot(begin, end, positions, self._dtype, self._whole, source)
+        found = AttentionSnapshot(begin, end, positions, self.storage.dtype, self.window is not None, source)
         if len(self._lazy) >= self._crowded:
             self._lazy = [ref for ref in self._lazy if (other := ref()) is not None and other.in_cache]
             self._crowded = max(64, 2 * len(self._lazy))
         self._lazy.append(weakref.ref(found))
         return found
 
-    def _reclaim(self, count: int) -> None:
+    def reclaim(self, count: int) -> None:
         """Make ``count`` cells free where snapshots hold enough of them, else leave all as it is.
 
         They are copied out, the oldest first and no more than it takes: those that alone hold a cell,
         and then those that hold one with other snapshots only.
         """
-        table = self._table
+        table = self.storage.table
         table.sweep()
         if table.free >= count or table.unowned < count:
             return
@@ -156,7 +155,7 @@ class AttentionSnapshots(BoundCache[ForwardPass]):
             if snapshot is not None and snapshot.source is not None:
                 yield snapshot, snapshot.source
 
-    def _detach_all(self) -> None:
+    def detach_all(self) -> None:
         """Copy out all that snapshots have not copied yet; what the device no longer gives is lost."""
         for snapshot, source in self._in_cache():
             try:
@@ -165,95 +164,45 @@ class AttentionSnapshots(BoundCache[ForwardPass]):
                 source.pin.lost = True
         self._lazy = []
 
-    def _detach_shared(self, cells: np.ndarray) -> None:
+    def detach_shared(self, cells: np.ndarray) -> None:
         """Copy out the snapshots that hold one of ``cells``, which are about to change."""
-        self._table.sweep()
-        if not self._table.pins:
+        table = self.storage.table
+        table.sweep()
+        if not table.pins:
             return
-        marked = np.zeros(self._table.cells, dtype=bool)
+        marked = np.zeros(table.cells, dtype=bool)
         marked[cells] = True
         for snapshot, source in self._in_cache():
             if marked[source.pin.cells].any():
                 snapshot.release()
 
-    def schedule_snapshots(self, seq: int, positions: list[int]) -> None:
-        """Take a snapshot at each of ``positions`` when a batch reaches it, also from its middle.
-
-        They are those of a sequence that has just ``position`` tokens; each spans from the one before
-        it, the first from where the sequence stands now. Positions that it has passed already are
-        refused with InvalidRangeError. ``remove`` of a position that one has reached drops it, and
-        schedules it anew. Where none can be taken, as of a window with a gap, ``skipped_snapshots`` says so.
-        """
-        self._schedule.add(seq, positions, self.offset(seq))
-
-    def take_snapshots(self, seq: int, upto: int | None = None) -> list[AttentionSnapshot]:
-        """The scheduled snapshots that were taken since the last call, by position; those up to ``upto``."""
-        self.offset(seq)
-        return self._schedule.take(seq, upto)
-
-    def skipped_snapshots(self, seq: int) -> list[int]:
-        """The scheduled positions, ascending, that were reached since the last call and not taken."""
-        self.offset(seq)
-        return self._schedule.skipped(seq)
-
-    def cancel_snapshots(self, seq: int) -> None:
-        """Forget what was scheduled for a sequence, and what was taken of it and not handed over."""
-        self.offset(seq)
-        self._schedule.drop(seq)
-
-    def snapshots_taken(self, seq: int) -> list[AttentionSnapshot]:
-        """What ``take_snapshots`` would hand over, and still has then."""
-        self.offset(seq)
-        return self._schedule.waiting(seq)
-
-    def rolled_back(self, seq: int) -> int | None:
-        """The lowest position that was removed since this was last asked; None: nothing was.
-
-        -1 where ``copy_prefix`` replaced all of it (kvcache.snapshots.schedule.REPLACED). For those who keep
-        account of a sequence's tokens: what they know from there on may be wrong.
-        """
-        self.offset(seq)
-        return self._schedule.lowest_cut(seq)
-
-    def _capture(self, seq: int) -> None:
+    def capture(self, seq: int) -> None:
         """Take what is due after a batch was placed: its tokens are all still there."""
-        for begin, end in self._schedule.due(seq, self._table.rows[seq].last + 1):
+        for begin, end in self.schedule.due(seq, self.storage.table.rows[seq].last + 1):
             try:
-                self._schedule.taken(seq, self.snapshot(seq, begin, end))
+                self.schedule.taken(seq, self.snapshot(seq, begin, end))
             except NotSupportedError:  # a window with gaps: nothing of this position can be resumed
-                self._schedule.skip(seq, end)
+                self.schedule.skip(seq, end)
 
     # Restoring.
-
-    def restore(self, seq: int, snapshot: AttentionSnapshot, target: int | None = None) -> bool:
-        """Make the sequence hold ``[0, target)``, with what the snapshot has; None: all of it.
-
-        What the sequence holds from ``snapshot.begin`` on is replaced. A snapshot that still lies in this
-        cache is shared, and nothing is copied. False, and nothing touched, where ``target`` lies outside
-        the snapshot, ``[0, begin)`` is not stored, or a window would be incomplete. Raises CacheFullError
-        where the cells do not suffice, InvalidRangeError for a snapshot of another dtype or shape; all or
-        nothing then too. A device that fails while data that is replaced is overwritten leaves the
-        sequence lost.
-        """
-        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
 
     def prepare_restore_snapshot(
         self, seq: int, snapshot: AttentionSnapshot, target: int | None = None
     ) -> Callable[[], None] | None:
         """Check all that ``restore`` may refuse; None where it would give False."""
-        backend = self._check_restore(seq, snapshot, AttentionSnapshot)
         end = snapshot.end if target is None else target
-        row = self._table.rows[seq]
+        table, row = self.storage.table, self.storage.table.rows[seq]
         count = int(np.searchsorted(snapshot.positions, end))
         if not snapshot.begin <= end <= snapshot.end or (row.lost and snapshot.begin):
             return None
         if row.index(snapshot.begin) != snapshot.begin:
             return None
-        if snapshot.whole and end and not self._reaches(snapshot.positions[:count], end):
+        window = self.window if snapshot.whole else None
+        if window is not None and end and not window.reaches(snapshot.positions[:count], end):
             return None
         self._check(snapshot)
         source = snapshot.source
-        shares = source is not None and source.table is self._table
+        shares = source is not None and source.table is table
         if source is not None:
             source.check()
         if not shares:
@@ -265,48 +214,42 @@ class AttentionSnapshots(BoundCache[ForwardPass]):
             else:
                 if shares:  # copied out since it was prepared
                     self._check_room(seq, snapshot.begin, count)
-                self._put_back(backend, seq, snapshot, count)
-            self._changed()
-            self._schedule.cut(seq, snapshot.begin)
+                self._put_back(seq, snapshot, count)
+            self.schedule.cut(seq, snapshot.begin)
             row.lost = False
 
         return commit
 
     def land(self, seq: int, incoming: IncomingSnapshot) -> CellReservation | None:
-        """Hold free cells behind what the sequence has, for a snapshot whose content is still to come.
-
-        What comes of it lies in the cache, and ``restore`` shares it. None, and nothing touched, where the
-        cells free do not lie in a run, the host cannot write there, or it does not follow the sequence.
-        """
-        backend, table = self._bound("land"), self._table
-        check_sequence("land", seq, self._max_sequences)
+        """See ``CausalCache.land``."""
+        backend, table, buffers = self.storage.backend, self.storage.table, self.storage.buffers
         row, count = table.rows[seq], int(incoming.positions.size)
         follows = len(row) == row.last + 1 == incoming.begin and not row.lost
-        known = incoming.dtype is self._dtype and not self._whole and not incoming.whole
+        known = incoming.dtype is self.storage.dtype and self.window is None and not incoming.whole
         if not (follows and known and count and isinstance(backend, ml.SupportsHostWrite)):
             return None
-        self._reclaim(count)
+        self.reclaim(count)
         start = table.choose(seq, count) if table.free >= count else None
         if not isinstance(start, int):
             return None
         cells = np.arange(start, start + count)
 
         def find() -> Places | None:
-            return landing_places(backend, self._buffers, incoming, start)
+            return landing_places(backend, buffers, incoming, start)
 
         def keep(count: int, end: int) -> AttentionSnapshot:
-            source = InCache(backend, table, self._buffers, cells[:count])
+            source = InCache(backend, table, buffers, cells[:count])
             return self._remember(incoming.begin, end, incoming.positions[:count], source)
 
         return CellReservation(table, cells, find, keep)
 
     def _check_room(self, seq: int, begin: int, count: int) -> None:
         """Refuse ``count`` cells that are not there even without what they replace and snapshots hold."""
-        table, row = self._table, self._table.rows[seq]
+        table, row = self.storage.table, self.storage.table.rows[seq]
         saved = table.save_row(seq)
         table.drop(seq, row.index(begin), len(row))
         try:
-            self._reclaim(count)
+            self.reclaim(count)
             if count > table.free:
                 raise CacheFullError(count, table.unowned, table.held(), op="restore")
         finally:
@@ -315,14 +258,14 @@ class AttentionSnapshots(BoundCache[ForwardPass]):
     def _share(self, seq: int, snapshot: AttentionSnapshot, count: int) -> None:
         """Own the snapshot's cells too."""
         assert snapshot.source is not None
-        table, row = self._table, self._table.rows[seq]
+        table, row = self.storage.table, self.storage.table.rows[seq]
         table.drop(seq, row.index(snapshot.begin), len(row))
         if count:
             table.adopt(seq, snapshot.positions[:count], snapshot.source.pin.cells[:count])
 
-    def _put_back(self, backend: ml.Backend, seq: int, snapshot: AttentionSnapshot, count: int) -> None:
+    def _put_back(self, seq: int, snapshot: AttentionSnapshot, count: int) -> None:
         """Replace the row's end first, then the data; the row is changed back where the data fails."""
-        table, row = self._table, self._table.rows[seq]
+        table, row = self.storage.table, self.storage.table.rows[seq]
         saved, held = row.save_copy(), row.cells.copy()
         layers = snapshot.read()
         table.drop(seq, row.index(snapshot.begin), len(row))
@@ -333,7 +276,7 @@ class AttentionSnapshots(BoundCache[ForwardPass]):
         table.take(seq, snapshot.positions[:count], cells)
         writing = False
         try:
-            with backend.new_context() as ctx:
+            with self.storage.backend.new_context() as ctx:
                 buffers = {i: self._buffer(ctx, i, layer) for i, layer in layers.items()}
                 where = chosen if isinstance(chosen, int) else ctx.from_numpy(cells, ml.DType.I32)
                 writing = True
@@ -348,13 +291,14 @@ class AttentionSnapshots(BoundCache[ForwardPass]):
             table.restore_row(seq, saved)
             row.lost = row.lost or (writing and bool(np.isin(cells, held).any()))
             raise
-        self._buffers.update(buffers)
+        self.storage.buffers.update(buffers)
 
     def _buffer(self, ctx: ml.Context, i: int, layer: LayerSnapshot) -> LayerBuffers:
-        held = self._buffers.get(i)
+        held = self.storage.buffers.get(i)
         if held is not None:
             return held
-        return self._allocate(ctx, i, stored_shape(layer.key), stored_shape(layer.value), layer.activations)
+        key, value = stored_shape(layer.key), stored_shape(layer.value)
+        return self.storage.allocate(ctx, i, key, value, layer.activations)
 
     # Cutting and joining.
 
@@ -371,7 +315,7 @@ class AttentionSnapshots(BoundCache[ForwardPass]):
             return self._spanning(child if child.positions.size else parent, parent.begin, child.end)
         positions = np.concatenate((parent.positions, child.positions))
         one, other = parent.source, child.source
-        if one is not None and other is not None and one.table is other.table is self._table:
+        if one is not None and other is not None and one.table is other.table is self.storage.table:
             one.check()
             other.check()
             cells = np.concatenate((one.pin.cells, other.pin.cells))
@@ -381,7 +325,7 @@ class AttentionSnapshots(BoundCache[ForwardPass]):
         first, second = parent.read(), child.read()
         if first.keys() != second.keys():
             raise InvalidRangeError(f"merge: layers {[*first]} and {[*second]}")
-        with self._bound("merge").new_context() as ctx:
+        with self.storage.backend.new_context() as ctx:
             layers = joined(ctx, first, second)
             ctx.compute(*tensors_of(layers))
         return AttentionSnapshot(parent.begin, child.end, positions, parent.dtype, False, layers)
@@ -391,20 +335,20 @@ class AttentionSnapshots(BoundCache[ForwardPass]):
         first, last = parts[0], parts[-1]
         sources = [part.source for part in parts if part.source is not None]
         follow = all(one.end == other.begin for one, other in itertools.pairwise(parts))
-        here = len(sources) == len(parts) and all(source.table is self._table for source in sources)
-        if len(parts) == 1 or not follow or not here or self._whole:
+        here = len(sources) == len(parts) and all(source.table is self.storage.table for source in sources)
+        if len(parts) == 1 or not follow or not here or self.window is not None:
             return functools.reduce(self.merge, parts)
         for source in sources:
             source.check()
         cells = np.concatenate([source.pin.cells for source in sources])
         positions = np.concatenate([part.positions for part in parts])
-        found = InCache(sources[0].backend, self._table, sources[0].buffers, cells)
+        found = InCache(sources[0].backend, self.storage.table, sources[0].buffers, cells)
         return self._remember(first.begin, last.end, positions, found)
 
     def _spanning(self, snapshot: AttentionSnapshot, begin: int, end: int) -> AttentionSnapshot:
         """The same content, said to be of ``[begin, end)``."""
         source, positions = snapshot.source, snapshot.positions
-        if source is not None and source.table is self._table:
+        if source is not None and source.table is self.storage.table:
             return self._remember(begin, end, positions, source.part(0, positions.size))
         return AttentionSnapshot(begin, end, positions, snapshot.dtype, snapshot.whole, snapshot.read())
 
@@ -419,13 +363,13 @@ class AttentionSnapshots(BoundCache[ForwardPass]):
         count, size = int(np.searchsorted(positions, at)), positions.size
         before, after = positions[:count].copy(), positions[count:].copy()  # so that each can go alone
         source = snapshot.source
-        if source is not None and source.table is self._table:
+        if source is not None and source.table is self.storage.table:
             return (
                 self._remember(snapshot.begin, at, before, source.part(0, count)),
                 self._remember(at, snapshot.end, after, source.part(count, size)),
             )
         layers = snapshot.read()
-        with self._bound("split").new_context() as ctx:
+        with self.storage.backend.new_context() as ctx:
             first, second = (sliced(ctx, layers, *part) for part in ((0, count), (count, size)))
             ctx.compute(*tensors_of(first), *tensors_of(second))
         return (
@@ -435,18 +379,19 @@ class AttentionSnapshots(BoundCache[ForwardPass]):
 
     def _check(self, snapshot: AttentionSnapshot) -> None:
         """Refuse a snapshot that was taken of another kind of cache."""
-        if snapshot.dtype is not self._dtype or snapshot.whole is not self._whole:
+        dtype, buffers, whole = self.storage.dtype, self.storage.buffers, self.window is not None
+        if snapshot.dtype is not dtype or snapshot.whole is not whole:
             raise InvalidRangeError(
                 f"restore: a snapshot of {snapshot.dtype.name}, whole={snapshot.whole}, into a cache of "
-                f"{self._dtype.name}, whole={self._whole}"
+                f"{dtype.name}, whole={whole}"
             )
         layers = snapshot.shapes()
-        if snapshot.positions.size and self._buffers.keys() - layers.keys():
+        if snapshot.positions.size and buffers.keys() - layers.keys():
             raise InvalidRangeError(
-                f"restore: this cache stores layers {sorted(self._buffers)}, the snapshot {sorted(layers)}"
+                f"restore: this cache stores layers {sorted(buffers)}, the snapshot {sorted(layers)}"
             )
         for i, shapes in layers.items():
-            held = self._buffers.get(i)
+            held = buffers.get(i)
             if held is None:
                 continue
             for buffer, (heads, dim) in zip((held.key, held.value), shapes, strict=True):

@@ -3,110 +3,67 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import ml
-from kvcache.attention.batch import check_sequence
 from kvcache.cache import InvalidRangeError, NotSupportedError
-from kvcache.caches.base import Guarded
-from kvcache.caches.causal import CausalCache
 from kvcache.snapshots.schedule import SnapshotSchedule
-from kvcache.snapshots.snapshot import RecurrentSnapshot, carried_out, check_inside
-from kvcache.storage.state_slots import Checkpoint, HeldStates, StatePass, StateRow
+from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, check_inside
+from kvcache.storage.state_slots import Checkpoint, HeldStates, StateRow
 from kvcache.storage.state_table import StateTable, state_lost
 
 __all__ = ["StateSnapshots"]
 
 
-class StateSnapshots(Guarded[StatePass]):
-    """The part of a recurrent cache that takes, restores and joins snapshots."""
+class TakesSnapshots(Protocol):
+    """What is asked of the cache of the attention layers."""
 
-    conv_shape: tuple[int, ...]
-    state_shape: tuple[int, ...]
-    attention: CausalCache
-    _conv: ml.DType
-    _states: StateTable
-    _schedule: SnapshotSchedule[RecurrentSnapshot]
+    @property
+    def backend(self) -> ml.Backend: ...
+    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> AttentionSnapshot: ...
+    def prepare_restore_snapshot(
+        self, seq: int, snapshot: AttentionSnapshot, target: int | None = None
+    ) -> Callable[[], None] | None: ...
+    def merge(self, parent: AttentionSnapshot | None, child: AttentionSnapshot) -> AttentionSnapshot: ...
 
-    def _bound(self, op: str) -> ml.Backend:
-        return self.attention._bound(op)
 
-    def offset(self, seq: int) -> int:
-        """How many tokens the state has seen: where the next batch of this sequence begins."""
-        self._bound("offset")
-        check_sequence("offset", seq, self._max_sequences)
-        return self._states.rows[seq].offset
+class StateSnapshots:
+    """The snapshots of a recurrent cache: states, with what the cache of its attention layers holds.
 
-    def checkpoints(self, seq: int) -> tuple[int, ...]:
-        """The positions that a sequence can go back to exactly, ascending."""
-        self._bound("checkpoints")
-        check_sequence("checkpoints", seq, self._max_sequences)
-        return tuple(sorted(point.offset for point in self._states.rows[seq].checkpoints))
+    It knows nothing of passes: who restores a snapshot ends the pass under way.
+    """
 
-    # Ahead of time.
+    def __init__(self, attention: TakesSnapshots) -> None:
+        self.attention = attention
+        self.schedule: SnapshotSchedule[RecurrentSnapshot] = SnapshotSchedule()
+        self.states = StateTable(0)
+        self._kinds: Mapping[str, tuple[tuple[int, ...], ml.DType]] = {}
 
-    def schedule_snapshots(self, seq: int, positions: Sequence[int]) -> None:
-        """As CausalCache.schedule_snapshots, but a batch has to end at each of ``positions``.
+    def bind(self, states: StateTable, kinds: Mapping[str, tuple[tuple[int, ...], ml.DType]]) -> None:
+        """Take snapshots of ``states``; ``kinds`` gives the shape of one sequence's, and its dtype."""
+        self.states, self._kinds = states, kinds
 
-        The state inside a batch is never there to be copied: a position that a batch runs past is
-        not taken, and ``skipped_snapshots`` lists it. ``next_snapshot(seq)`` says where to end one.
-        """
-        self._schedule.add(seq, positions, self.offset(seq))
+    def close(self) -> None:
+        """Copy out what still lies in slots, and forget what was scheduled."""
+        self.states.buffers.release_all()
+        self.states, self.schedule = StateTable(0), SnapshotSchedule()
 
-    def cancel_snapshots(self, seq: int) -> None:
-        """As CausalCache.cancel_snapshots."""
-        self.offset(seq)
-        self._schedule.drop(seq)
-
-    def next_snapshot(self, seq: int) -> int | None:
-        """The next position at which a batch of this sequence should end; None: anywhere."""
-        return self._schedule.next(seq, self.offset(seq))
-
-    def take_snapshots(self, seq: int, upto: int | None = None) -> list[RecurrentSnapshot]:
-        """The scheduled snapshots that were taken since the last call, by position; those up to ``upto``."""
-        self.snapshots_taken(seq)
-        return self._schedule.take(seq, upto)
-
-    def snapshots_taken(self, seq: int) -> list[RecurrentSnapshot]:
-        """As CausalCache.snapshots_taken; takes the one that is due where the sequence is."""
-        self.offset(seq)
-        self._capture(seq)
-        return self._schedule.waiting(seq)
-
-    def skipped_snapshots(self, seq: int) -> list[int]:
-        """As CausalCache.skipped_snapshots: the positions that a batch ran past."""
-        self.snapshots_taken(seq)
-        return self._schedule.skipped(seq)
-
-    def rolled_back(self, seq: int) -> int | None:
-        """As CausalCache.rolled_back."""
-        self.offset(seq)
-        return self._schedule.lowest_cut(seq)
-
-    def _capture(self, seq: int) -> None:
+    def capture(self, seq: int) -> None:
         """Take what is due, when a pass has set the states of all layers."""
-        offset = self._states.rows[seq].offset
-        for begin, end in self._schedule.due(seq, offset):
+        offset = self.states.rows[seq].offset
+        for begin, end in self.schedule.due(seq, offset):
             if end == offset:
-                self._schedule.taken(seq, self.snapshot(seq, begin, end))
+                self.schedule.taken(seq, self.snapshot(seq, begin, end))
             else:
-                self._schedule.skip(seq, end)
+                self.schedule.skip(seq, end)
 
     # Taking.
 
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> RecurrentSnapshot:
-        """The state at ``end`` (None: where the sequence is), with the attention layers' [begin, end).
-
-        Nothing is copied until the state is about to be written over, by a pass of the sequence mostly.
-        Views that ``conv_state`` and ``recurrent_state`` gave before are not to be written any more: ask
-        for them again.
-
-        Raises NotSupportedError where no state of ``end`` is there: it is ``offset(seq)``, 0, or one of
-        ``checkpoints(seq)``.
-        """
-        self._bound("snapshot")
-        offset, row = self.offset(seq), self._states.rows[seq]
-        end = offset if end is None else end
+        """See ``RecurrentCache.snapshot``."""
+        row = self.states.rows[seq]
+        end = row.offset if end is None else end
         if row.lost:
             raise state_lost("snapshot", seq)
         attention = self.attention.snapshot(seq, begin, end)
@@ -115,35 +72,25 @@ class StateSnapshots(Guarded[StatePass]):
     def _state_of(self, seq: int, row: StateRow, end: int) -> HeldStates:
         if not end:
             return HeldStates()
-        point = self._states.point(row) if end == row.offset else row.nearest(end)
+        point = self.states.point(row) if end == row.offset else row.nearest(end)
         if point is None or point.offset != end:
             raise NotSupportedError(
                 f"snapshot: sequence {seq} has no state of position {end}; there are those of "
-                f"{[*self.checkpoints(seq), row.offset]}"
+                f"{[*row.positions, row.offset]}"
             )
         return point.state
 
     # Restoring.
 
-    def restore(self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None) -> bool:
-        """Make the sequence what it was at ``snapshot.end``: a state is whole, no other target will do.
-
-        A state that still lies in its slot is shared until one of its sequences goes on.
-        False, and nothing touched, for another target or where ``[0, begin)`` is not stored. What is
-        raised leaves the sequence as it was, as in CausalCache.restore.
-        """
-        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
-
     def prepare_restore_snapshot(
         self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None
     ) -> Callable[[], None] | None:
         """Check all that ``restore`` may refuse; None where it would give False."""
-        backend = self._check_restore(seq, snapshot, RecurrentSnapshot)
         if target not in (None, snapshot.end):
             return None
-        here = snapshot.state.slot_in(self._states.buffers) is not None
+        here = snapshot.state.slot_in(self.states.buffers) is not None
         if not here:
-            self._check_states(backend, snapshot)
+            self._check_states(snapshot)
         put_back = self.attention.prepare_restore_snapshot(seq, snapshot.attention)
         if put_back is None:
             return None
@@ -151,29 +98,24 @@ class StateSnapshots(Guarded[StatePass]):
 
         def commit() -> None:
             put_back()
-            self._pass = None
             point = Checkpoint(snapshot.end, state)
-            self._states.resume(seq, point, snapshot.begin)
-            self._schedule.cut(seq, snapshot.begin)
+            self.states.resume(seq, point, snapshot.begin)
+            self.schedule.cut(seq, snapshot.begin)
             if snapshot.end:
-                self._states.keep(self._states.rows[seq], point)
+                self.states.keep(self.states.rows[seq], point)
 
         return commit
 
-    def _check_states(self, backend: ml.Backend, snapshot: RecurrentSnapshot) -> None:
-        here = {
-            "conv": ((1, *self.conv_shape), self._conv),
-            "recurrent": ((1, *self.state_shape), ml.DType.F32),
-        }
-        with backend.new_context() as ctx:
+    def _check_states(self, snapshot: RecurrentSnapshot) -> None:
+        with self.attention.backend.new_context() as ctx:
             states = snapshot.state.read(ctx)
-        known = self._states.buffers.tensors.keys()
+        known = self.states.buffers.tensors.keys()
         if snapshot.end and known and known != states.keys():
             raise InvalidRangeError(
                 f"restore: the states {sorted(states)}, as (kind, layer); this cache has {sorted(known)}"
             )
         for (kind, layer), tensor in states.items():
-            shape, dtype = here[kind]
+            shape, dtype = (1, *self._kinds[kind][0]), self._kinds[kind][1]
             if tensor.shape != shape or tensor.dtype is not dtype:
                 raise InvalidRangeError(
                     f"restore: the {kind} state {tensor.shape} {tensor.dtype.name} of layer {layer}; here it "

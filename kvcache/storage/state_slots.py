@@ -139,6 +139,11 @@ class StateRow:
     checkpoints: tuple[Checkpoint, ...] = ()
     lost: bool = False
 
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Where the checkpoints are, ascending."""
+        return tuple(sorted(point.offset for point in self.checkpoints))
+
     def nearest(self, position: int) -> Checkpoint | None:
         """The latest checkpoint at or before ``position``."""
         return max(

@@ -1,16 +1,15 @@
 """Where each sequence's recurrent state lies, in which slot or checkpoint, and how a pass gets it into place.
 
-What CellTable is for K and V, for states: the rows of all sequences, over the slots of states.py.
+What CellTable is for K and V, for states: the rows of all sequences, over the slots of state_slots.py.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import ml
-from kvcache.attention.batch import SequenceTokens
 from kvcache.cache import SequenceLostError
 from kvcache.storage.state_slots import (
     Arrangement,
@@ -100,23 +99,26 @@ class StateTable:
 
     # One pass.
 
-    def start(self, order: tuple[int, ...], groups: Iterable[SequenceTokens]) -> StatePass:
-        """Take due checkpoints, then move the states of ``order`` side by side; only the last step writes.
+    def start(self, tokens: Mapping[int, int]) -> StatePass:
+        """Take due checkpoints, then move the sequences' states side by side; only the last step writes.
+
+        ``tokens`` says how many each sequence of the pass brings, in the order that the states get.
 
         A device that fails in the last step leaves the sequences lost whose states were written over.
         """
+        order = tuple(tokens)
         plan = arrange(self.rows, order, self.buffers.held().keys())
         moved = (seq for seq, slot in plan.slots.items() if self.rows[seq].slot != slot)
         before = {seq: replace(self.rows[seq]) for seq in {*order, *moved}}
         taken = self._carry_out(order, plan)
         for seq, slot in plan.slots.items():
             self.rows[seq].slot = slot
-        for group in groups:
-            row = self.rows[group.seq]
+        for seq, count in tokens.items():
+            row = self.rows[seq]
             row.pending = None
-            row.offset += len(group)
-            if group.seq in taken:
-                self.keep(row, taken[group.seq])
+            row.offset += count
+            if seq in taken:
+                self.keep(row, taken[seq])
         return StatePass(order, plan.start, before)
 
     def _carry_out(self, order: tuple[int, ...], plan: Arrangement) -> dict[int, Checkpoint]:

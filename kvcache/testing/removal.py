@@ -263,7 +263,7 @@ class RemovalTests(CacheCase):
                 raise ZeroDivisionError("in the model")
             return values.shift_positions(ctx, layer, key, offsets)
 
-        r.cache._shift = shift
+        r.cache.editor.shift = shift
         with pytest.raises(ZeroDivisionError):
             r.cache.remove(0, 0, 2)
         r.check_figures()
@@ -273,7 +273,7 @@ class RemovalTests(CacheCase):
     def test_a_shift_function_that_gives_another_shape_is_refused(self, rig: MakeRig) -> None:
         r = rig()
         r.forward([0, 1, 2, 3], 0)
-        r.cache._shift = lambda ctx, layer, key, offsets: key.slice(ctx, 0, 0, 1)
+        r.cache.editor.shift = lambda ctx, layer, key, offsets: key.slice(ctx, 0, 0, 1)
         with pytest.raises(kvcache.InvalidRangeError):
             r.cache.remove(0, 0, 2)
         r.check_figures()

@@ -98,11 +98,11 @@ class WrapperTests(CacheCase):
             raise ValueError("no shift today")
 
         cache = r.rigs[broken].cache
-        shift, cache._shift = cache._shift, fail
+        shift, cache.editor.shift = cache.editor.shift, fail
         with pytest.raises(ValueError, match="no shift today"):
             r.cache.remove(0, 1, 3)
         r.check()
-        cache._shift = shift
+        cache.editor.shift = shift
         assert r.remove(0, 1, 3)
         r.extend(0)
         r.drain()

@@ -63,7 +63,7 @@ def map_of(cache: CausalCache) -> CellMap:
     table = cache._table
     labels, owners = _owners(table)
     held_by = np.array([len(group) for group in owners])[labels]
-    lower = cache._lower()
+    lower = cache.lower_bound()
     views = (_sequence(seq, row, held_by, lower) for seq, row in table.occupied())
     runs = _runs(table, labels, owners)
     return CellMap(type(cache).__name__, _note(cache), table.cells, cache.nbytes, tuple(views), runs)
