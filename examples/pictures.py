@@ -96,7 +96,7 @@ def mask(cache: Callable[[], Any], batches: Sequence[Tokens]) -> Callable[[Desk]
     return draw
 
 
-def trie(desk: Desk) -> Picture:
+def prefix_tree(desk: Desk) -> Picture:
     """Conversations of one assistant, in all tiers."""
     cache = desk.bind(CausalCache(), 3, 160, 512)
     system = "You are a helpful assistant. "
@@ -138,7 +138,7 @@ PICTURES: dict[str, Callable[[Desk], Picture]] = {
     "mask-batch": mask(
         CausalCache, [[*run_of(0, 0, 5), *run_of(1, 0, 3)], [(0, 5), (1, 3), (1, 4), (0, 6), (0, 7)]]
     ),
-    "trie": trie,
+    "prefix-tree": prefix_tree,
 }
 
 

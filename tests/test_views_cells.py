@@ -24,7 +24,7 @@ from kvcache import (
 )
 from kvcache.views import Occupancy, look_at_mask
 from kvcache.views.binning import binned, thinned
-from kvcache.views.models import CellMap, CellRun, EncoderView, OtherView, StatesView
+from kvcache.views.data import CellMap, CellRun, EncoderView, OtherView, StatesView
 
 from .views_rig import bound, store, store_batch
 

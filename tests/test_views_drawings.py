@@ -18,16 +18,8 @@ from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.views import look_at_mask
 from kvcache.views.canvas import fitted
 from kvcache.views.colors import sequence_color, sgr
-from kvcache.views.models import (
-    CachePicture,
-    CellMap,
-    CellRun,
-    MaskPicture,
-    NodeView,
-    Picture,
-    PrefixPicture,
-    SequenceView,
-)
+from kvcache.views.data import CellMap, CellRun, NodeView, SequenceView
+from kvcache.views.pictures import CachePicture, MaskPicture, Picture, PrefixPicture
 from kvcache.views.text import cells_wide
 from kvcache.views.words import age_text, bytes_text, counted, preview, printable
 

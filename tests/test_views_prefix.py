@@ -12,7 +12,8 @@ import ml
 from kvcache import CausalCache, ClosedError, HostTier, InvalidRangeError, SlidingWindowCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import MemoryStore
-from kvcache.views.models import NodeView, PrefixPicture
+from kvcache.views.data import NodeView
+from kvcache.views.pictures import PrefixPicture
 
 from .views_rig import bound, talk
 

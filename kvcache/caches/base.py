@@ -11,7 +11,7 @@ from kvcache.cache import ClosedError, InvalidRangeError, OrderError
 from kvcache.snapshots.snapshot import check_kind
 
 if TYPE_CHECKING:
-    from kvcache.views.models import CachePicture
+    from kvcache.views.pictures import CachePicture
 
 __all__ = ["BoundCache", "Guarded"]
 

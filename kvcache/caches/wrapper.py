@@ -22,7 +22,7 @@ from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.snapshot import WrapperSnapshot, carried_out, check_following, check_inside, check_kind
 
 if TYPE_CHECKING:
-    from kvcache.views.models import CachePicture
+    from kvcache.views.pictures import CachePicture
 
 __all__ = ["SupportsPrepare", "WrapperCache"]
 

@@ -47,7 +47,7 @@ from kvcache.runner.requests import Settings, Token
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
 from kvcache.stores.redaction import without_secrets
-from kvcache.views.models import Picture
+from kvcache.views.pictures import Picture
 from kvcache.views.terminal import Beneath
 
 __all__ = ["Chat", "chat"]

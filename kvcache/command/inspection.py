@@ -32,7 +32,7 @@ from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
 from kvcache.stores.sizes import parse_bytes
 from kvcache.views.disk import is_store, look_at_page, look_at_store, page_meta
-from kvcache.views.models import Picture
+from kvcache.views.pictures import Picture
 from kvcache.views.terminal import Watched
 from kvcache.views.words import Decode
 

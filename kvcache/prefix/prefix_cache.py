@@ -37,7 +37,7 @@ from kvcache.stores import Keys, SnapshotStore, open_store
 from kvcache.stores.closing import Closing
 
 if TYPE_CHECKING:
-    from kvcache.views.models import PrefixPicture
+    from kvcache.views.pictures import PrefixPicture
     from kvcache.views.words import Decode
 
 __all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError"]

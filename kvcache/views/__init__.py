@@ -16,7 +16,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvcache.views.models import CachePicture, CellMap, MaskPicture, Picture, PrefixPicture
+from kvcache.views.data import CellMap
+from kvcache.views.pictures import (
+    CachePicture,
+    MaskPicture,
+    PagePicture,
+    Picture,
+    PrefixPicture,
+    StorePicture,
+)
 
 if TYPE_CHECKING:
     from kvcache.views import plots
@@ -28,8 +36,9 @@ if TYPE_CHECKING:
     from kvcache.views.terminal import Watched
 
 __all__ = [
-    "CachePicture", "CellMap", "MaskPicture", "Occupancy", "Picture", "PrefixPicture", "Watched", "look",
-    "look_at_mask", "look_at_page", "look_at_prefix", "look_at_store", "plots",
+    "CachePicture", "CellMap", "MaskPicture", "Occupancy", "PagePicture", "Picture", "PrefixPicture",
+    "StorePicture", "Watched", "look", "look_at_mask", "look_at_page", "look_at_prefix", "look_at_store",
+    "plots",
 ]  # fmt: skip
 
 _LATER = {

@@ -15,8 +15,7 @@ from kvcache.caches.recurrent import RecurrentCache
 from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.storage.cell_table import CellTable, Pin, Row
-from kvcache.views.models import (
-    CachePicture,
+from kvcache.views.data import (
     CellMap,
     CellRun,
     EncoderEntry,
@@ -27,6 +26,7 @@ from kvcache.views.models import (
     StatesView,
     StateView,
 )
+from kvcache.views.pictures import CachePicture
 
 __all__ = ["look", "map_of"]
 

@@ -11,7 +11,7 @@ from kvcache.cache import NotSupportedError, OrderError
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.recurrent import RecurrentCache
 from kvcache.caches.wrapper import WrapperCache
-from kvcache.views.models import MaskPicture
+from kvcache.views.pictures import MaskPicture
 
 __all__ = ["look_at_mask"]
 

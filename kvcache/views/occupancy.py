@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache.views.caches import look
-from kvcache.views.models import CachePicture, CellMap
+from kvcache.views.data import CacheData, CellMap
 
 __all__ = ["Filled", "Occupancy", "Sample"]
 
@@ -63,7 +63,7 @@ class Occupancy:
         return [asdict(sample) for sample in self.samples]
 
 
-def _filled(picture: CachePicture) -> tuple[Filled, ...]:
+def _filled(picture: CacheData) -> tuple[Filled, ...]:
     return tuple(_counts(cells) for cells in picture.maps)
 
 

@@ -12,7 +12,8 @@ from kvcache.cache import InvalidRangeError
 from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
 from kvcache.prefix.radix_tree import Node
 from kvcache.views.caches import look
-from kvcache.views.models import NodeView, PrefixPicture, SessionView, TierView
+from kvcache.views.data import NodeView, SessionView, TierView
+from kvcache.views.pictures import PrefixPicture
 from kvcache.views.words import HEAD, Decode, preview, printable
 
 if TYPE_CHECKING:

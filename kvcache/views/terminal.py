@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvcache.cache import ClosedError
 from kvcache.views.colors import rich_style
-from kvcache.views.models import Picture
+from kvcache.views.data import PictureData
 from kvcache.views.text import draw
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ __all__ = ["Beneath", "Watched", "renderable"]
 class _Drawn:
     """A picture at the width that the console has for it."""
 
-    def __init__(self, picture: Picture) -> None:
+    def __init__(self, picture: PictureData) -> None:
         self._picture = picture
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
@@ -35,7 +35,7 @@ class _Drawn:
             yield text
 
 
-def renderable(picture: Picture) -> RenderableType:
+def renderable(picture: PictureData) -> RenderableType:
     return _Drawn(picture)
 
 
@@ -47,7 +47,7 @@ class Watched:
     (``Live(..., auto_refresh=False)`` and ``refresh()`` see to that).
     """
 
-    def __init__(self, take: Callable[[], Picture]) -> None:
+    def __init__(self, take: Callable[[], PictureData]) -> None:
         self._take = take
         self._last = take()
 
@@ -63,7 +63,7 @@ class Beneath:
     Whole lines are printed above the live part, so that a long text scrolls as any other output does.
     """
 
-    def __init__(self, take: Callable[[], Picture], console: Console) -> None:
+    def __init__(self, take: Callable[[], PictureData], console: Console) -> None:
         self._console = console
         self._watched = Watched(take)
         self._line = ""
