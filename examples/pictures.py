@@ -15,7 +15,7 @@ import ml
 from kvcache import Batch, CausalCache, ChunkedCache, HostTier, SlidingWindowCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import MemoryStore
-from kvcache.views import Occupancy, Picture, look_at_mask
+from kvcache.views import Occupancy, Picture, look_at_mask, render
 
 Tokens = Sequence[tuple[int, int]]
 """(sequence, position) of each token of a batch."""
@@ -58,7 +58,7 @@ def cells(desk: Desk) -> Picture:
     desk.store(cache, run_of(0, 0, 4))
     cache.copy_prefix(0, 1, 2)
     desk.store(cache, run_of(1, 2, 5))
-    return cache.render()  # type: ignore[no-any-return]
+    return render(cache)
 
 
 def kept(desk: Desk) -> Picture:
@@ -69,7 +69,7 @@ def kept(desk: Desk) -> Picture:
     snapshot = cache.snapshot(0, 0, 5)
     cache.remove(0, 0)
     cache.remove(1, 4)
-    picture: Picture = cache.render()
+    picture: Picture = render(cache)
     assert snapshot.in_cache
     return picture
 
@@ -81,7 +81,7 @@ def window(desk: Desk) -> Picture:
     desk.store(cache, run_of(1, 0, 4))
     for position in range(8, 20):
         desk.store(cache, [(0, position)])
-    return cache.render()  # type: ignore[no-any-return]
+    return render(cache)
 
 
 def mask(cache: Callable[[], Any], batches: Sequence[Tokens]) -> Callable[[Desk], Picture]:
@@ -108,7 +108,7 @@ def prefix_tree(desk: Desk) -> Picture:
         desk.say(prefix, f"{system}Tell me of Moses. And then?").close()
         prefix.pin([ord(c) for c in system])
         desk.say(prefix, f"{system}Sing a song.")
-        return prefix.render(lambda ids: "".join(map(chr, ids)))
+        return render(prefix, lambda ids: "".join(map(chr, ids)))
 
 
 def occupancy(desk: Desk) -> Any:

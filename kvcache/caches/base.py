@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import ml
 from kvcache.attention.batch import check_sequence, check_whole
 from kvcache.cache import ClosedError, InvalidRangeError, OrderError
 from kvcache.snapshots.snapshot import check_kind
-
-if TYPE_CHECKING:
-    from kvcache.views.pictures import CachePicture
 
 __all__ = ["BoundCache", "Guarded"]
 
@@ -69,15 +66,6 @@ class Guarded(Generic[P]):
     def max_sequences(self) -> int:
         self._bound("max_sequences")
         return self._max_sequences
-
-    def render(self) -> CachePicture:
-        """A picture of what the cache holds: ``print`` it, or ``save`` it as .html, .svg or .json.
-
-        Plain data that the next pass leaves as it is; taking it changes nothing and copies no tensor.
-        """
-        from kvcache.views.caches import look
-
-        return look(self)
 
 
 class BoundCache(Guarded[P]):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -35,10 +35,6 @@ from kvcache.snapshots.layer_shapes import Layers
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import Keys, SnapshotStore, open_store
 from kvcache.stores.closing import Closing
-
-if TYPE_CHECKING:
-    from kvcache.views.pictures import PrefixPicture
-    from kvcache.views.words import Decode
 
 __all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError"]
 
@@ -235,6 +231,10 @@ class PrefixCache(Closing):
         self._closed = True
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     def sessions(self) -> tuple[Session, ...]:
         """Those that are open."""
         return tuple(self._sessions.values())
@@ -277,16 +277,6 @@ class PrefixCache(Closing):
             "host": self.tree.failed,
             "store": 0 if self.tree.store is None else self.tree.store.failed,
         }
-
-    def render(self, decode: Decode | None = None, nodes: int = 200) -> PrefixPicture:
-        """A picture of radix tree, tiers, sessions and cache: ``print`` it, or ``save`` it as .html.
-
-        ``decode`` gives the text of token ids (None: the ids are shown); of a larger radix tree the ``nodes``
-        that were used last are drawn. Taking it is no use: the order in which things are evicted stays.
-        """
-        from kvcache.views.prefixes import look_at_prefix
-
-        return look_at_prefix(self, decode, nodes)
 
     # Keeping what a session computed.
 

@@ -40,7 +40,7 @@ def renderable(picture: PictureData) -> RenderableType:
 
 
 class Watched:
-    """Draws anew whenever it is shown: ``Live(Watched(prefix.render))`` follows a PrefixCache.
+    """Draws anew whenever it is shown: ``Live(Watched(lambda: render(prefix)))`` follows a PrefixCache.
 
     ``take`` gives the picture of the moment. Once the cache is closed, the last one stays. Draw where the
     cache is used, between its calls: a look from another thread may find it in the middle of a change
