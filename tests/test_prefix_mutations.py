@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import prefix
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
 from kvcache.offload import tiers
@@ -22,12 +21,14 @@ from kvcache.offload.buffer_pool import Lender
 from kvcache.offload.eviction import LRUQueue
 from kvcache.offload.tiers import StoreTier
 from kvcache.offload.worker import OffloadJob, OffloadWorker
+from kvcache.prefix import prefix_cache as prefix
 from kvcache.prefix import prefix_tree as tree
 from kvcache.prefix import radix_tree as radix_tree
 from kvcache.prefix.matcher import PrefixMatcher
-from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.prefix.open_sessions import OpenSessions
 from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
 from kvcache.prefix.radix_tree import Alphabet
+from kvcache.prefix.session import Session
 from kvcache.snapshots import cut as cutting
 from kvcache.snapshots import serialize as paging
 from kvcache.snapshots.schedule import REPLACED, SnapshotSchedule
@@ -183,13 +184,13 @@ def snapshots_of_whole_content_without_what_they_follow(patch: Patch) -> None:
 
 @bug()
 def a_session_closed_that_leaves_its_tokens(patch: Patch) -> None:
-    original = PrefixCache._end
+    original = OpenSessions.end
 
-    def end(self: PrefixCache, session: Session, *rest: Any) -> None:
-        patch.setattr(self.cache, "remove", lambda *args: None)
+    def end(self: OpenSessions, session: Session, *rest: Any) -> None:
+        patch.setattr(self._cache, "remove", lambda *args: None)
         original(self, session, *rest)
 
-    patch.setattr(PrefixCache, "_end", end)
+    patch.setattr(OpenSessions, "end", end)
 
 
 @bug()
@@ -371,7 +372,7 @@ def a_prefix_copied_to_be_shared(patch: Patch) -> None:
 
 @bug("test_what_diverges_shares_all_up_to_the_nearest_snapshot", "recurrent")
 def no_snapshot_where_conversations_part(patch: Patch) -> None:
-    patch.setattr(PrefixCache, "_schedule", lambda self, *args: None)
+    patch.setattr(OpenSessions, "_schedule", lambda self, *args: None)
 
 
 @bug("test_clear_forgets_all_but_open_sessions_and_stores", "causal")
@@ -402,13 +403,13 @@ def a_sequence_that_is_replaced_in_silence(patch: Patch) -> None:
 
 @bug("test_nothing_is_kept_of_a_sequence_that_was_replaced", "recurrent")
 def tokens_of_another_kept_under_the_sessions_own(patch: Patch) -> None:
-    original = PrefixCache._rolled_back
+    original = OpenSessions.rolled_back
 
-    def rolled_back(self: PrefixCache, seq: int) -> int | None:
+    def rolled_back(self: OpenSessions, seq: int) -> int | None:
         low = original(self, seq)
         return None if low == REPLACED else low
 
-    patch.setattr(PrefixCache, "_rolled_back", rolled_back)
+    patch.setattr(OpenSessions, "rolled_back", rolled_back)
 
 
 @bug("test_a_cache_takes_one_prefix_cache_at_a_time")
@@ -418,17 +419,17 @@ def two_that_use_the_same_sequences(patch: Patch) -> None:
 
 @bug("test_going_back_goes_to_the_nearest_snapshot", "sliding", 7)
 def a_way_back_that_asks_the_cache_alone(patch: Patch) -> None:
-    patch.setattr(PrefixCache, "_restore_nearest", lambda self, seq, *args: self.cache.remove(seq, 0) or 0)
+    patch.setattr(OpenSessions, "_restore_nearest", lambda self, seq, *args: self._cache.remove(seq, 0) or 0)
 
 
 @bug()
 def a_way_back_to_a_snapshot_of_other_tokens(patch: Patch) -> None:
-    original = PrefixCache._restore_nearest
+    original = OpenSessions._restore_nearest
 
-    def restore_nearest(self: PrefixCache, seq: int, ids: np.ndarray, source: Any) -> int:
+    def restore_nearest(self: OpenSessions, seq: int, ids: np.ndarray, source: Any) -> int:
         return original(self, seq, ids, source) + 1
 
-    patch.setattr(PrefixCache, "_restore_nearest", restore_nearest)
+    patch.setattr(OpenSessions, "_restore_nearest", restore_nearest)
 
 
 @bug("test_a_conversation_is_not_evaluated_twice", "encoder")
