@@ -21,9 +21,11 @@ from kvcache.offload.buffer_pool import Lender
 from kvcache.offload.eviction import LRUQueue
 from kvcache.offload.tiers import StoreTier
 from kvcache.offload.worker import OffloadJob, OffloadWorker
+from kvcache.prefix import evictor
 from kvcache.prefix import prefix_cache as prefix
 from kvcache.prefix import prefix_tree as tree
 from kvcache.prefix import radix_tree as radix_tree
+from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.matcher import PrefixMatcher
 from kvcache.prefix.open_sessions import OpenSessions
 from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
@@ -266,37 +268,37 @@ def a_budget_one_byte_too_large(patch: Patch) -> None:
 
 @bug("test_what_a_refused_prompt_has_brought_back_is_within_the_budget")
 def a_budget_that_a_refused_call_forgets(patch: Patch) -> None:
-    patch.setattr(PrefixTree, "within_budgets", lambda self: contextlib.nullcontext())
+    patch.setattr(Evictor, "within_budgets", lambda self: contextlib.nullcontext())
 
 
 @bug("test_the_end_of_an_edge_goes_first", "causal")
 def an_edge_that_is_evicted_whole(patch: Patch) -> None:
-    patch.setattr(PrefixTree, "_end_of", lambda self, node, tokens: node)
+    patch.setattr(Evictor, "_end_of", lambda self, node, tokens: node)
 
 
 @bug("test_what_an_open_session_uses_goes_later_than_all_that_is_not_in_use")
 def what_is_in_use_evicted_first(patch: Patch) -> None:
-    patch.setattr(tree, "_frees", tree._holds_cells)
+    patch.setattr(evictor, "_frees", evictor._holds_cells)
 
 
 @bug("test_the_end_of_an_edge_is_no_newer_for_a_prompt_that_parted_before_it")
 def an_end_as_new_as_its_beginning(patch: Patch) -> None:
-    original = PrefixTree._use
-    patch.setattr(PrefixTree, "_use", lambda self, last, whole=True: original(self, last))
+    original = PrefixTree.use
+    patch.setattr(PrefixTree, "use", lambda self, last, whole=True: original(self, last))
 
 
 @bug("test_what_an_eviction_costs_does_not_grow_with_what_is_kept")
 def every_snapshot_looked_at_for_each_eviction(patch: Patch) -> None:
-    def next_freeing(self: PrefixTree) -> Any:
-        found = [node for node in self.device if tree._frees(node)]
+    def next_freeing(self: Evictor) -> Any:
+        found = [node for node in self._tree.device if evictor._frees(node)]
         return min(found, key=tree._priority, default=None)
 
-    patch.setattr(PrefixTree, "_next_freeing", next_freeing)
+    patch.setattr(Evictor, "_next_freeing", next_freeing)
 
 
 @bug("test_what_was_copied_out_of_the_cache_goes_in_its_turn")
 def what_takes_no_cells_kept_for_ever(patch: Patch) -> None:
-    patch.setattr(tree, "_holds_cells", lambda node: True)
+    patch.setattr(evictor, "_holds_cells", lambda node: True)
 
 
 @bug("test_a_parted_edges_pages_take_the_memory_that_they_count")
@@ -313,13 +315,13 @@ def halves_that_keep_the_whole(patch: Patch) -> None:
 
 @bug("test_an_edge_that_cannot_be_parted_stays_as_it_is")
 def an_edge_parted_before_its_snapshot(patch: Patch) -> None:
-    original = PrefixTree._split
+    original = PrefixTree.split
 
     def split(self: PrefixTree, node: Any, at: int) -> Any:
         self.radix_tree.split(node, at)
         return original(self, node, at + 1)
 
-    patch.setattr(PrefixTree, "_split", split)
+    patch.setattr(PrefixTree, "split", split)
 
 
 @bug("test_each_tier_gives_back_what_it_was_given", "causal")

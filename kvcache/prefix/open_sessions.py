@@ -7,6 +7,7 @@ import logging
 import numpy as np
 
 from kvcache.cache import CacheFullError, SequenceLostError
+from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.matcher import PrefixMatcher, Source
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.session import PrefixStats, Session
@@ -24,18 +25,21 @@ class OpenSessions:
     ``interval`` is how far apart snapshots of content that is whole are taken in a prompt.
     """
 
-    def __init__(self, tree: PrefixTree, lookup: StoreLookup, interval: int, stats: PrefixStats) -> None:
+    def __init__(
+        self, tree: PrefixTree, evictor: Evictor, lookup: StoreLookup, interval: int, stats: PrefixStats
+    ) -> None:
         self.alphabet = tree.alphabet
         self.sessions: dict[int, Session] = {}
         """By sequence."""
         self.free = list(range(tree.cache.max_sequences))
         self.matcher = PrefixMatcher(tree, self.sessions, lookup)
-        self._cache, self._tree, self._interval, self._stats = tree.cache, tree, interval, stats
+        self._cache, self._tree, self._evictor = tree.cache, tree, evictor
+        self._interval, self._stats = interval, stats
 
     def begin(self, ids: np.ndarray) -> Session:
         """A session over ``ids`` in a free sequence, which holds the longest prefix that can be had."""
         seq = min(self.free)  # which depends on nothing but the ones that are in use
-        with self._tree.within_budgets():
+        with self._evictor.within_budgets():
             try:
                 cached = self.matcher.fill(seq, ids)
                 self._schedule(seq, ids, cached)
@@ -76,7 +80,7 @@ class OpenSessions:
         pieces = [part for part in self._cache.take_snapshots(seq) if part.end <= ids.size]
         if pieces:
             session.kept = pieces[-1].end
-            with self._tree.within_budgets():
+            with self._evictor.within_budgets():
                 self._tree.insert(seq, ids[: pieces[-1].end], pieces)
 
     def _note_skipped(self, seq: int) -> None:
@@ -96,7 +100,7 @@ class OpenSessions:
     def end(self, session: Session, keep: bool, upto: int | None) -> None:
         """Free the sequence; with ``keep`` what it holds of the first ``upto`` tokens stays for others."""
         seq = session.seq
-        with self._tree.within_budgets():
+        with self._evictor.within_budgets():
             try:
                 if keep:
                     self._note_skipped(seq)
@@ -133,7 +137,7 @@ class OpenSessions:
     def _restore_nearest(self, seq: int, ids: np.ndarray, source: Source) -> int:
         """Restore along nodes; where one fails, along those that are left. Returns how far that went."""
         self._cache.cancel_snapshots(seq)
-        with self._tree.within_budgets():
+        with self._evictor.within_budgets():
             try:
                 while not self.matcher.from_source(seq, ids, source):
                     length, nodes = self._tree.along(ids)

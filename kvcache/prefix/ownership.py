@@ -12,7 +12,7 @@ __all__ = ["check_unowned", "disown", "own"]
 
 
 class Owner(Protocol):
-    """A PrefixCache."""
+    """What lives as long as a PrefixCache or one of its open sessions does."""
 
     @property
     def sessions(self) -> Sized:

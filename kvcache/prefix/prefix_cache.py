@@ -22,6 +22,7 @@ from typing import Any
 from kvcache.cache import ClosedError, InvalidRangeError
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
+from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.open_sessions import OpenSessions
 from kvcache.prefix.ownership import check_unowned, disown, own
 from kvcache.prefix.prefix_tree import PrefixTree, SnapshotCache
@@ -93,10 +94,12 @@ class PrefixCache(Closing):
         store = StoreTier(stores, backlog) if stores else None
         self.tree = PrefixTree(cache, budget, host, store, keys, worker)
         self.alphabet = self.tree.alphabet
-        self._open = OpenSessions(self.tree, StoreLookup(self.tree, layers or {}), interval, self.stats)
+        self.evictor = Evictor(self.tree)
+        lookup = StoreLookup(self.tree, layers or {})
+        self._open = OpenSessions(self.tree, self.evictor, lookup, interval, self.stats)
         self._closed = False
-        cache.on_pressure = self.tree.relieve
-        own(cache, self)
+        cache.on_pressure = self.evictor.relieve
+        own(cache, self._open)
 
     # Sessions.
 
@@ -130,7 +133,7 @@ class PrefixCache(Closing):
             raise SessionLimitError(f"adopt: {len(self._open.sessions)} sessions are open; close one first")
         self.tree.settle()
         seq = self._open.free[0]
-        with self.tree.within_budgets():
+        with self.evictor.within_budgets():
             try:
                 if snapshot.end != ids.size or not self.cache.restore(seq, snapshot):
                     return False
@@ -165,7 +168,7 @@ class PrefixCache(Closing):
         They are in host memory when this returns, and may still be on their way to stores.
         """
         self._check("evict")
-        count = self.tree.evict(nbytes)
+        count = self.evictor.evict(nbytes)
         self.tree.settle()
         return count
 
