@@ -15,7 +15,7 @@ import ml
 from kvcache import Batch, CausalCache, ChunkedCache, HostTier, SlidingWindowCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import MemoryStore
-from kvcache.views import Occupancy, Picture, look_at_mask
+from kvcache.views import Occupancy, Picture, look_at_mask, render
 
 Tokens = Sequence[tuple[int, int]]
 """(sequence, position) of each token of a batch."""
@@ -58,7 +58,7 @@ def cells(desk: Desk) -> Picture:
     desk.store(cache, run_of(0, 0, 4))
     cache.copy_prefix(0, 1, 2)
     desk.store(cache, run_of(1, 2, 5))
-    return cache.render()  # type: ignore[no-any-return]
+    return render(cache)
 
 
 def kept(desk: Desk) -> Picture:
@@ -69,7 +69,7 @@ def kept(desk: Desk) -> Picture:
     snapshot = cache.snapshot(0, 0, 5)
     cache.remove(0, 0)
     cache.remove(1, 4)
-    picture: Picture = cache.render()
+    picture: Picture = render(cache)
     assert snapshot.in_cache
     return picture
 
@@ -81,7 +81,7 @@ def window(desk: Desk) -> Picture:
     desk.store(cache, run_of(1, 0, 4))
     for position in range(8, 20):
         desk.store(cache, [(0, position)])
-    return cache.render()  # type: ignore[no-any-return]
+    return render(cache)
 
 
 def mask(cache: Callable[[], Any], batches: Sequence[Tokens]) -> Callable[[Desk], Picture]:
@@ -96,7 +96,7 @@ def mask(cache: Callable[[], Any], batches: Sequence[Tokens]) -> Callable[[Desk]
     return draw
 
 
-def trie(desk: Desk) -> Picture:
+def prefix_tree(desk: Desk) -> Picture:
     """Conversations of one assistant, in all tiers."""
     cache = desk.bind(CausalCache(), 3, 160, 512)
     system = "You are a helpful assistant. "
@@ -108,7 +108,7 @@ def trie(desk: Desk) -> Picture:
         desk.say(prefix, f"{system}Tell me of Moses. And then?").close()
         prefix.pin([ord(c) for c in system])
         desk.say(prefix, f"{system}Sing a song.")
-        return prefix.render(lambda ids: "".join(map(chr, ids)))
+        return render(prefix, lambda ids: "".join(map(chr, ids)))
 
 
 def occupancy(desk: Desk) -> Any:
@@ -138,7 +138,7 @@ PICTURES: dict[str, Callable[[Desk], Picture]] = {
     "mask-batch": mask(
         CausalCache, [[*run_of(0, 0, 5), *run_of(1, 0, 3)], [(0, 5), (1, 3), (1, 4), (0, 6), (0, 7)]]
     ),
-    "trie": trie,
+    "prefix-tree": prefix_tree,
 }
 
 

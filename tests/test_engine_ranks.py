@@ -160,7 +160,7 @@ def test_after_a_pass_without_room_all_go_on_from_where_each_of_them_can(
 
     def work(model: Any, group: Any) -> Any:
         with Engine(model, None, OPTIONS) as engine:
-            real, left = engine.prefix._rewind, iter([True])
+            real, left = engine.prefix._open.rewind, iter([True])
 
             def rewind(session: Any, ids: np.ndarray, trusted: int) -> int:
                 if next(left, False) is False:
@@ -171,7 +171,7 @@ def test_after_a_pass_without_room_all_go_on_from_where_each_of_them_can(
 
             if group.rank == 1:
                 failing_once(engine.cache, "start_forward", full(), monkeypatch, after)
-                monkeypatch.setattr(engine.prefix, "_rewind", rewind)
+                monkeypatch.setattr(engine.prefix._open, "rewind", rewind)
             found = answered(engine, prompts, 10, lambda: None)
             assert next(left, None) is None or group.rank == 0
             return found
@@ -232,7 +232,7 @@ def test_a_rank_that_cannot_keep_what_it_computed_goes_on_with_the_others(
     def work(model: Any, group: Any) -> Any:
         with Engine(model, None, OPTIONS) as engine:
             if group.rank == 1:
-                failing_once(engine.prefix, "_keep", OSError("a bad disk"), monkeypatch)
+                failing_once(engine.prefix._open, "keep", OSError("a bad disk"), monkeypatch)
             return answered(engine, prompts, 3, lambda: None)
 
     found = on_ranks(model, work)

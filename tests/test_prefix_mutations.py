@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import prefix
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
 from kvcache.offload import tiers
@@ -22,12 +21,16 @@ from kvcache.offload.buffer_pool import Lender
 from kvcache.offload.eviction import LRUQueue
 from kvcache.offload.tiers import StoreTier
 from kvcache.offload.worker import OffloadJob, OffloadWorker
+from kvcache.prefix import evictor
+from kvcache.prefix import prefix_cache as prefix
 from kvcache.prefix import prefix_tree as tree
 from kvcache.prefix import radix_tree as radix_tree
+from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.matcher import PrefixMatcher
-from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.prefix.open_sessions import OpenSessions
 from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
 from kvcache.prefix.radix_tree import Alphabet
+from kvcache.prefix.session import Session
 from kvcache.snapshots import cut as cutting
 from kvcache.snapshots import serialize as paging
 from kvcache.snapshots.schedule import REPLACED, SnapshotSchedule
@@ -183,13 +186,13 @@ def snapshots_of_whole_content_without_what_they_follow(patch: Patch) -> None:
 
 @bug()
 def a_session_closed_that_leaves_its_tokens(patch: Patch) -> None:
-    original = PrefixCache._end
+    original = OpenSessions.end
 
-    def end(self: PrefixCache, session: Session, *rest: Any) -> None:
-        patch.setattr(self.cache, "remove", lambda *args: None)
+    def end(self: OpenSessions, session: Session, *rest: Any) -> None:
+        patch.setattr(self._cache, "remove", lambda *args: None)
         original(self, session, *rest)
 
-    patch.setattr(PrefixCache, "_end", end)
+    patch.setattr(OpenSessions, "end", end)
 
 
 @bug()
@@ -265,37 +268,37 @@ def a_budget_one_byte_too_large(patch: Patch) -> None:
 
 @bug("test_what_a_refused_prompt_has_brought_back_is_within_the_budget")
 def a_budget_that_a_refused_call_forgets(patch: Patch) -> None:
-    patch.setattr(PrefixTree, "within_budgets", lambda self: contextlib.nullcontext())
+    patch.setattr(Evictor, "within_budgets", lambda self: contextlib.nullcontext())
 
 
 @bug("test_the_end_of_an_edge_goes_first", "causal")
 def an_edge_that_is_evicted_whole(patch: Patch) -> None:
-    patch.setattr(PrefixTree, "_end_of", lambda self, node, tokens: node)
+    patch.setattr(Evictor, "_end_of", lambda self, node, tokens: node)
 
 
 @bug("test_what_an_open_session_uses_goes_later_than_all_that_is_not_in_use")
 def what_is_in_use_evicted_first(patch: Patch) -> None:
-    patch.setattr(tree, "_frees", tree._holds_cells)
+    patch.setattr(evictor, "_frees", evictor._holds_cells)
 
 
 @bug("test_the_end_of_an_edge_is_no_newer_for_a_prompt_that_parted_before_it")
 def an_end_as_new_as_its_beginning(patch: Patch) -> None:
-    original = PrefixTree._use
-    patch.setattr(PrefixTree, "_use", lambda self, last, whole=True: original(self, last))
+    original = PrefixTree.use
+    patch.setattr(PrefixTree, "use", lambda self, last, whole=True: original(self, last))
 
 
 @bug("test_what_an_eviction_costs_does_not_grow_with_what_is_kept")
 def every_snapshot_looked_at_for_each_eviction(patch: Patch) -> None:
-    def next_freeing(self: PrefixTree) -> Any:
-        found = [node for node in self.device if tree._frees(node)]
+    def next_freeing(self: Evictor) -> Any:
+        found = [node for node in self._tree.device if evictor._frees(node)]
         return min(found, key=tree._priority, default=None)
 
-    patch.setattr(PrefixTree, "_next_freeing", next_freeing)
+    patch.setattr(Evictor, "_next_freeing", next_freeing)
 
 
 @bug("test_what_was_copied_out_of_the_cache_goes_in_its_turn")
 def what_takes_no_cells_kept_for_ever(patch: Patch) -> None:
-    patch.setattr(tree, "_holds_cells", lambda node: True)
+    patch.setattr(evictor, "_holds_cells", lambda node: True)
 
 
 @bug("test_a_parted_edges_pages_take_the_memory_that_they_count")
@@ -312,13 +315,13 @@ def halves_that_keep_the_whole(patch: Patch) -> None:
 
 @bug("test_an_edge_that_cannot_be_parted_stays_as_it_is")
 def an_edge_parted_before_its_snapshot(patch: Patch) -> None:
-    original = PrefixTree._split
+    original = PrefixTree.split
 
     def split(self: PrefixTree, node: Any, at: int) -> Any:
         self.radix_tree.split(node, at)
         return original(self, node, at + 1)
 
-    patch.setattr(PrefixTree, "_split", split)
+    patch.setattr(PrefixTree, "split", split)
 
 
 @bug("test_each_tier_gives_back_what_it_was_given", "causal")
@@ -371,7 +374,7 @@ def a_prefix_copied_to_be_shared(patch: Patch) -> None:
 
 @bug("test_what_diverges_shares_all_up_to_the_nearest_snapshot", "recurrent")
 def no_snapshot_where_conversations_part(patch: Patch) -> None:
-    patch.setattr(PrefixCache, "_schedule", lambda self, *args: None)
+    patch.setattr(OpenSessions, "_schedule", lambda self, *args: None)
 
 
 @bug("test_clear_forgets_all_but_open_sessions_and_stores", "causal")
@@ -402,13 +405,13 @@ def a_sequence_that_is_replaced_in_silence(patch: Patch) -> None:
 
 @bug("test_nothing_is_kept_of_a_sequence_that_was_replaced", "recurrent")
 def tokens_of_another_kept_under_the_sessions_own(patch: Patch) -> None:
-    original = PrefixCache._rolled_back
+    original = OpenSessions.rolled_back
 
-    def rolled_back(self: PrefixCache, seq: int) -> int | None:
+    def rolled_back(self: OpenSessions, seq: int) -> int | None:
         low = original(self, seq)
         return None if low == REPLACED else low
 
-    patch.setattr(PrefixCache, "_rolled_back", rolled_back)
+    patch.setattr(OpenSessions, "rolled_back", rolled_back)
 
 
 @bug("test_a_cache_takes_one_prefix_cache_at_a_time")
@@ -418,17 +421,17 @@ def two_that_use_the_same_sequences(patch: Patch) -> None:
 
 @bug("test_going_back_goes_to_the_nearest_snapshot", "sliding", 7)
 def a_way_back_that_asks_the_cache_alone(patch: Patch) -> None:
-    patch.setattr(PrefixCache, "_restore_nearest", lambda self, seq, *args: self.cache.remove(seq, 0) or 0)
+    patch.setattr(OpenSessions, "_restore_nearest", lambda self, seq, *args: self._cache.remove(seq, 0) or 0)
 
 
 @bug()
 def a_way_back_to_a_snapshot_of_other_tokens(patch: Patch) -> None:
-    original = PrefixCache._restore_nearest
+    original = OpenSessions._restore_nearest
 
-    def restore_nearest(self: PrefixCache, seq: int, ids: np.ndarray, source: Any) -> int:
+    def restore_nearest(self: OpenSessions, seq: int, ids: np.ndarray, source: Any) -> int:
         return original(self, seq, ids, source) + 1
 
-    patch.setattr(PrefixCache, "_restore_nearest", restore_nearest)
+    patch.setattr(OpenSessions, "_restore_nearest", restore_nearest)
 
 
 @bug("test_a_conversation_is_not_evaluated_twice", "encoder")

@@ -22,9 +22,9 @@ from kvcache import (
     SlidingWindowCache,
     WrapperCache,
 )
-from kvcache.views import Occupancy, look_at_mask
+from kvcache.views import Occupancy, look_at_mask, render
 from kvcache.views.binning import binned, thinned
-from kvcache.views.models import CellMap, CellRun, EncoderView, OtherView, StatesView
+from kvcache.views.data import CellMap, CellRun, EncoderView, OtherView, StatesView
 
 from .views_rig import bound, store, store_batch
 
@@ -32,7 +32,7 @@ F32 = ml.DType.F32
 
 
 def the_map(cache: Any) -> CellMap:
-    (cells,) = cache.render().maps
+    (cells,) = render(cache).maps
     return cells
 
 
@@ -169,7 +169,7 @@ def test_looking_changes_nothing(numpy_backend: ml.Backend) -> None:
         return rows, table.references.tolist(), table.free, [*table.pins], len(table._dropped)
 
     before = state()
-    picture = cache.render()
+    picture = render(cache)
     look_at_mask(cache)
     for drawn in (picture.text(), picture.ansi(), picture.svg(), picture.html(), picture.json()):
         assert drawn
@@ -182,7 +182,7 @@ def test_looking_changes_nothing(numpy_backend: ml.Backend) -> None:
 
 def test_a_wrapper_shows_every_cache_inside(numpy_backend: ml.Backend) -> None:
     cache = bound(WrapperCache(SlidingWindowCache(2), CausalCache(), EncoderCache()), numpy_backend)
-    picture = cache.render()
+    picture = render(cache)
     assert [part.name for part in picture.parts] == ["SlidingWindowCache", "CausalCache", "EncoderCache"]
     assert len(picture.maps) == 2
 
@@ -191,9 +191,7 @@ def test_a_cache_of_another_package_shows_its_name(numpy_backend: ml.Backend) ->
     class Theirs:
         nbytes = 77
 
-    from kvcache.views import look
-
-    assert look(Theirs()).parts == (OtherView("Theirs", 77),)
+    assert render(Theirs()).parts == (OtherView("Theirs", 77),)
 
 
 def test_recurrent_states_with_their_checkpoints(numpy_backend: ml.Backend) -> None:
@@ -203,7 +201,7 @@ def test_recurrent_states_with_their_checkpoints(numpy_backend: ml.Backend) -> N
         with numpy_backend.new_context() as ctx:
             cache.conv_state(ctx, 0)
             cache.recurrent_state(ctx, 0)
-    cells, states = cache.render().parts
+    cells, states = render(cache).parts
     assert isinstance(cells, CellMap)
     assert isinstance(states, StatesView)
     (row,) = states.rows
@@ -219,7 +217,7 @@ def test_an_encoders_output_is_shown_once_for_all_that_share_it(numpy_backend: m
         cache.set_layer(0)
         cache.put(ctx, ctx.zeros((6, 1, 4), F32), ctx.zeros((6, 1, 4), F32))
     cache.copy_prefix(1, 2, 1)
-    (view,) = cache.render().parts
+    (view,) = render(cache).parts
     assert isinstance(view, EncoderView)
     (entry,) = view.rows
     assert (entry.sequences, entry.position, entry.length, entry.layers, entry.nbytes) == (
@@ -235,11 +233,11 @@ def test_an_encoders_output_is_shown_once_for_all_that_share_it(numpy_backend: m
 def test_a_cache_without_a_backend_says_so(make: Any, numpy_backend: ml.Backend) -> None:
     cache = make()
     with pytest.raises(OrderError, match="render"):
-        cache.render()
+        render(cache)
     bound(cache, numpy_backend)
     cache.close()
     with pytest.raises(ClosedError, match="render"):
-        cache.render()
+        render(cache)
 
 
 # Masks.
@@ -327,3 +325,9 @@ def test_occupancy_counts_every_cell_at_every_sample(numpy_backend: ml.Backend) 
     assert counts == [({}, 0, 0, 16), ({0: 1}, 3, 0, 12), ({1: 3}, 0, 1, 12)]
     assert snapshot.in_cache
     assert occupancy.record()[2]["maps"][0]["kept"] == last.maps[0].kept
+
+
+def test_what_is_of_a_prefix_tree_is_refused_for_a_cache(numpy_backend: ml.Backend) -> None:
+    for options in ({"nodes": 10}, {"decode": str}):
+        with pytest.raises(NotSupportedError, match="PrefixCache"):
+            render(bound(CausalCache(), numpy_backend), **options)  # type: ignore[call-overload]

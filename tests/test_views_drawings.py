@@ -15,19 +15,11 @@ import pytest
 import ml
 from kvcache import CausalCache, EncoderCache, HostTier, InvalidRangeError, WrapperCache
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.views import look_at_mask
+from kvcache.views import look_at_mask, render
 from kvcache.views.canvas import fitted
 from kvcache.views.colors import sequence_color, sgr
-from kvcache.views.models import (
-    CachePicture,
-    CellMap,
-    CellRun,
-    MaskPicture,
-    NodeView,
-    Picture,
-    PrefixPicture,
-    SequenceView,
-)
+from kvcache.views.data import CellMap, CellRun, NodeView, SequenceView
+from kvcache.views.pictures import CachePicture, MaskPicture, Picture, PrefixPicture
 from kvcache.views.text import cells_wide
 from kvcache.views.words import age_text, bytes_text, counted, preview, printable
 
@@ -46,7 +38,7 @@ def prefix_picture(numpy_backend: ml.Backend) -> PrefixPicture:
         talk(prefix, numpy_backend, [1, 2, 3, 7, 8]).close()
         prefix.pin([1, 2, 3])
         talk(prefix, numpy_backend, [1, 2, 9, 10])
-        return prefix.render(decode=lambda ids: f"{HOSTILE}{ids[0]}")
+        return render(prefix, decode=lambda ids: f"{HOSTILE}{ids[0]}")
 
 
 def drawn(numpy_backend: ml.Backend) -> CachePicture:
@@ -54,7 +46,7 @@ def drawn(numpy_backend: ml.Backend) -> CachePicture:
     store(cache, numpy_backend, 0, range(4))
     cache.copy_prefix(0, 1, 2)
     store(cache, numpy_backend, 1, [2])
-    picture: CachePicture = cache.render()
+    picture: CachePicture = render(cache)
     return picture
 
 
@@ -87,7 +79,7 @@ def test_a_trie_as_text(numpy_backend: ml.Backend) -> None:
     with PrefixCache(bound(CausalCache(), numpy_backend)) as prefix:
         for tokens in ([1, 2, 3, 4], [1, 2, 5], [9]):
             talk(prefix, numpy_backend, tokens).close()
-        lines = ESCAPES.sub("", prefix.render().text()).splitlines()
+        lines = ESCAPES.sub("", render(prefix).text()).splitlines()
     assert lines[2:6] == [
         "├─ 1 2  cache  2 tokens, 64 B, 0 s old, 1 used since",
         "│  ├─ 3 4  cache  2 tokens, 64 B, 0 s old, 2 used since, leaves first",
@@ -167,7 +159,7 @@ def test_a_watched_cache_is_drawn_as_it_is_now(numpy_backend: ml.Backend) -> Non
     from kvcache.views import Watched
 
     cache = bound(CausalCache(), numpy_backend)
-    watched = Watched(cache.render)
+    watched = Watched(lambda: render(cache))
 
     def shown() -> str:
         stream = io.StringIO()
@@ -192,7 +184,7 @@ def test_every_run_of_cells_is_a_box_that_says_whose_it_is(numpy_backend: ml.Bac
     kept = cache.snapshot(0, 0, 4)
     cache.remove(0, 1)
     assert kept.in_cache
-    found = dict.fromkeys(tips(cache.render().svg()))
+    found = dict.fromkeys(tips(render(cache).svg()))
     assert list(found) == [
         "cell 0: sequences 0, 1, positions 0 to 0, in 1 snapshot",
         "cell 1: sequence 1, positions 1 to 1, in 1 snapshot",
@@ -316,7 +308,7 @@ def every_picture(numpy_backend: ml.Backend) -> list[Picture]:
     wrapper = bound(WrapperCache(CausalCache(), EncoderCache()), numpy_backend)
     cache = bound(CausalCache(), numpy_backend)
     store(cache, numpy_backend, 0, range(3))
-    return [wrapper.render(), cache.render(), look_at_mask(cache)]
+    return [render(wrapper), render(cache), look_at_mask(cache)]
 
 
 def test_every_picture_has_every_form(numpy_backend: ml.Backend, tmp_path: Path) -> None:
@@ -367,7 +359,7 @@ def test_lines_of_free_cells_are_drawn_once(numpy_backend: ml.Backend) -> None:
     cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=512)
     store(cache, numpy_backend, 0, range(3))
     store(cache, numpy_backend, 1, range(2))
-    lines = cache.render().text().splitlines()[2:8]
+    lines = render(cache).text().splitlines()[2:8]
     free = "·" * 64
     assert lines == [
         "   0  000" + free[3:],
@@ -403,7 +395,7 @@ def test_a_picture_beneath_text_goes_when_the_text_has_ended(numpy_backend: ml.B
 
     cache = bound(CausalCache(), numpy_backend)
     stream = io.StringIO()
-    with Beneath(cache.render, console(file=stream, force_terminal=True, width=80)) as below:
+    with Beneath(lambda: render(cache), console(file=stream, force_terminal=True, width=80)) as below:
         below.write("In the [bold]begin")
         store(cache, numpy_backend, 0, range(5))
         below.write("ning\nGod")
@@ -414,6 +406,6 @@ def test_a_picture_beneath_text_goes_when_the_text_has_ended(numpy_backend: ml.B
     assert "  5 of 48 cells used, 1.5 KiB" in lines
     assert on_screen(stream.getvalue()) == ["In the [bold]beginning", "God"]
     silent = io.StringIO()
-    with Beneath(cache.render, console(file=silent, force_terminal=False, width=80)) as below:
+    with Beneath(lambda: render(cache), console(file=silent, force_terminal=False, width=80)) as below:
         below.write("a\nb")
     assert silent.getvalue() == "a\nb"

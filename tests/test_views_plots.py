@@ -13,7 +13,7 @@ import pytest
 import ml
 from kvcache import CausalCache, EncoderCache, HostTier, InvalidRangeError, NotSupportedError
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.views import Occupancy, look_at_mask, plots
+from kvcache.views import Occupancy, look_at_mask, plots, render
 from kvcache.views.colors import FREE, SHARED, sequence_color
 
 from .views_rig import bound, store, talk
@@ -35,7 +35,7 @@ def test_a_plot_of_cells_has_the_colour_of_each_cell(numpy_backend: ml.Backend) 
     cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=100)
     store(cache, numpy_backend, 0, range(5))
     cache.copy_prefix(0, 1, 3)
-    axes = plots.cells(cache.render())
+    axes = plots.cells(render(cache))
     pixels = image(axes).reshape(-1, 3)[:200]
     expected = [rgb(SHARED)] * 3 + [rgb(sequence_color(0))] * 2 + [rgb(FREE)] * 195
     assert np.allclose(pixels, expected)
@@ -89,14 +89,14 @@ def test_axes_of_ones_own_are_used(numpy_backend: ml.Backend) -> None:
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
-    assert plots.cells(bound(CausalCache(), numpy_backend).render(), axes) is axes
+    assert plots.cells(render(bound(CausalCache(), numpy_backend)), axes) is axes
 
 
 def test_what_cannot_be_plotted_is_refused(numpy_backend: ml.Backend) -> None:
     with pytest.raises(InvalidRangeError, match="0 samples"):
         plots.occupancy([])
     with pytest.raises(NotSupportedError, match="EncoderCache has no cells"):
-        plots.cells(bound(EncoderCache(), numpy_backend).render())
+        plots.cells(render(bound(EncoderCache(), numpy_backend)))
     cache = bound(CausalCache(), numpy_backend)
     occupancy = Occupancy(cache)
     occupancy.sample()
@@ -110,9 +110,9 @@ def test_pictures_need_neither_rich_nor_matplotlib() -> None:
         "import ml, kvcache\n"
         "assert not [name for name in sys.modules if name.startswith('kvcache.views')]\n"
         "cache = kvcache.CausalCache()\ncache.init(ml.open_backend('numpy'), ml.DType.F32, 1, 8, 8)\n"
-        "print(cache.render().ansi(), cache.render().html())\n"
-        "from kvcache.views import plots\n"
-        "try: plots.cells(cache.render())\n"
+        "from kvcache.views import plots, render\n"
+        "print(render(cache).ansi(), render(cache).html())\n"
+        "try: plots.cells(render(cache))\n"
         "except ml.NotSupportedError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)

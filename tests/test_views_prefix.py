@@ -12,7 +12,9 @@ import ml
 from kvcache import CausalCache, ClosedError, HostTier, InvalidRangeError, SlidingWindowCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import MemoryStore
-from kvcache.views.models import NodeView, PrefixPicture
+from kvcache.views import render
+from kvcache.views.data import NodeView
+from kvcache.views.pictures import PrefixPicture
 
 from .views_rig import bound, talk
 
@@ -39,7 +41,7 @@ def test_two_conversations_that_begin_alike(prefix: PrefixCache, numpy_backend: 
     talk(prefix, numpy_backend, [1, 2, 3, 7, 8]).close()
     session = talk(prefix, numpy_backend, [1, 2, 9, 10])
     session.extend([11])
-    picture = prefix.render()
+    picture = render(prefix)
     assert nodes_of(picture) == [
         (None, 0, 3, "cache", 3 * CELL),
         (0, 3, 6, "cache", 3 * CELL),
@@ -65,13 +67,13 @@ def test_what_was_paged_out_lies_in_host_memory(prefix: PrefixCache, numpy_backe
     talk(prefix, numpy_backend, [5, 6]).close()
     (node,) = [node for node in prefix.tree.radix_tree if node.end == 2]
     node.data.snapshot.detach()  # type: ignore[union-attr]
-    assert by_text(prefix.render())["5 6"].tiers == ("device",)
+    assert by_text(render(prefix))["5 6"].tiers == ("device",)
     prefix.evict()
-    picture = prefix.render()
+    picture = render(prefix)
     assert {node.text: node.tiers for node in picture.nodes} == {"1 2 3": ("host",), "5 6": ("host",)}
     assert sum(node.nbytes for node in picture.nodes) == prefix.nbytes["host"] > 0
     talk(prefix, numpy_backend, [1, 2, 3, 4])
-    assert by_text(prefix.render())["1 2 3"].tiers == ("cache", "host"), "it came back, and its page stays"
+    assert by_text(render(prefix))["1 2 3"].tiers == ("cache", "host"), "it came back, and its page stays"
 
 
 def test_tiers_beyond_host_memory(numpy_backend: ml.Backend) -> None:
@@ -79,9 +81,9 @@ def test_tiers_beyond_host_memory(numpy_backend: ml.Backend) -> None:
     cache = bound(CausalCache(), numpy_backend)
     with PrefixCache(cache, tiers=[HostTier(), store], identity={"model": "test"}) as prefix:
         talk(prefix, numpy_backend, [1, 2, 3]).close()
-        assert prefix.render().nodes[0].tiers == ("cache",)
+        assert render(prefix).nodes[0].tiers == ("cache",)
         prefix.flush()
-        picture = prefix.render()
+        picture = render(prefix)
         assert picture.nodes[0].tiers == ("cache", "store")
         assert [tier.name for tier in picture.tiers] == ["device", "host", "writing", "store"]
         assert picture.tiers[3].note == "MemoryStore"
@@ -91,12 +93,12 @@ def test_pins_order_of_use_and_what_leaves_first(prefix: PrefixCache, numpy_back
     for tokens in ([1, 2], [3, 4], [5, 6]):
         talk(prefix, numpy_backend, tokens).close()
     prefix.pin([1, 2])
-    views = by_text(prefix.render())
+    views = by_text(render(prefix))
     assert [views[text].pins for text in ("1 2", "3 4", "5 6")] == [1, 0, 0]
     assert [views[text].next_out for text in ("1 2", "3 4", "5 6")] == [False, True, False]
     assert views["1 2"].idle > views["3 4"].idle > views["5 6"].idle == 0
     talk(prefix, numpy_backend, [3, 4, 9]).close(keep=False)
-    assert by_text(prefix.render())["5 6"].next_out, "a hit makes 3 4 the last to go, and 1 2 is pinned"
+    assert by_text(render(prefix))["5 6"].next_out, "a hit makes 3 4 the last to go, and 1 2 is pinned"
 
 
 def test_looking_is_no_use_and_copies_nothing(prefix: PrefixCache, numpy_backend: ml.Backend) -> None:
@@ -118,7 +120,7 @@ def test_looking_is_no_use_and_copies_nothing(prefix: PrefixCache, numpy_backend
 
     session.extend([7, b"picture"])
     before = state()
-    picture = prefix.render(decode=lambda ids: "".join(map(chr, ids)))
+    picture = render(prefix, decode=lambda ids: "".join(map(chr, ids)))
     for drawn in (picture.text(), picture.ansi(), picture.svg(), picture.html(), picture.json()):
         assert drawn
     assert state() == before
@@ -136,7 +138,7 @@ def test_evictions_go_the_same_way_with_and_without_looking(numpy_backend: ml.Ba
                 tokens = [rng.randrange(3) for _ in range(rng.randint(1, 9))]
                 session = talk(prefix, numpy_backend, tokens)
                 if look:
-                    prefix.render().json()
+                    render(prefix).json()
                 session.close()
                 nbytes = {**prefix.nbytes, "leaving": None}  # how far a thread has got is no matter of ours
                 seen.append((session.cached, nbytes, prefix.tree.evicted, len(prefix.tree.radix_tree)))
@@ -154,7 +156,7 @@ def test_a_node_without_content_is_as_recent_as_what_it_leads_to(numpy_backend: 
         (upper,) = [node for node in prefix.tree.radix_tree if node.end == 3 and node.children]
         prefix.tree.drop(upper)
         talk(prefix, numpy_backend, [1, 2, 3, 7, 8, 9, 9]).close(keep=False)
-        whole, cut = prefix.render(), prefix.render(nodes=2)
+        whole, cut = render(prefix), render(prefix, nodes=2)
     views = by_text(whole)
     assert (views["1 2 3"].tier, views["1 2 3"].nbytes, views["1 2 3"].age) == ("none", 0, 0)
     assert "nothing kept here" in whole.text(120)
@@ -168,7 +170,7 @@ def test_a_large_trie_is_cut_to_what_was_used_last(numpy_backend: ml.Backend) ->
             for second in range(3):
                 talk(prefix, numpy_backend, [first, 100 + second, 7]).close()
         assert len(prefix.tree.radix_tree) == 80
-        picture = prefix.render(nodes=10)
+        picture = render(prefix, nodes=10)
         assert len(picture.nodes) == 10
         shown = {node.text for node in picture.nodes if node.depth == 0}
         assert shown <= {str(first) for first in range(16, 20)}, "those that were used last"
@@ -180,8 +182,8 @@ def test_a_large_trie_is_cut_to_what_was_used_last(numpy_backend: ml.Backend) ->
             )
         assert f"... {picture.hidden} more" in picture.text()
         assert f"... {picture.hidden} more" in picture.svg()
-        assert len(prefix.render().nodes) == 80
-        nothing = prefix.render(nodes=0)
+        assert len(render(prefix).nodes) == 80
+        nothing = render(prefix, nodes=0)
         assert (nothing.nodes, nothing.hidden) == ((), 80)
 
 
@@ -190,9 +192,9 @@ def test_tokens_are_shown_as_text_where_they_can_be_decoded(
 ) -> None:
     talk(prefix, numpy_backend, [72, 105, b"\xca\xfe\xba\xbe\x00", 33]).close()
     talk(prefix, numpy_backend, [ord(c) for c in "x" * 30]).close()
-    decoded = prefix.render(decode=lambda ids: "".join(map(chr, ids)))
+    decoded = render(prefix, decode=lambda ids: "".join(map(chr, ids)))
     assert [node.text for node in decoded.nodes] == ["Hi<item cafebabe>!", "x" * 30]
-    assert prefix.render().nodes[0].text == "72 105 <item cafebabe> 33"
+    assert render(prefix).nodes[0].text == "72 105 <item cafebabe> 33"
 
 
 def test_ages_are_seconds_since_a_node_was_made(
@@ -203,7 +205,7 @@ def test_ages_are_seconds_since_a_node_was_made(
     assert node.data is not None
     later = node.data.since + 7200.5
     monkeypatch.setattr("kvcache.views.prefixes.time.monotonic", lambda: later)
-    picture = prefix.render()
+    picture = render(prefix)
     assert picture.nodes[0].age == pytest.approx(7200.5)
     assert "2 h old" in picture.text()
     assert "2 h old" in picture.html()
@@ -212,7 +214,7 @@ def test_ages_are_seconds_since_a_node_was_made(
 def test_what_cannot_be_drawn_is_refused(numpy_backend: ml.Backend) -> None:
     prefix = PrefixCache(bound(CausalCache(), numpy_backend))
     with pytest.raises(InvalidRangeError, match="nodes=-1"):
-        prefix.render(nodes=-1)
+        render(prefix, nodes=-1)
     prefix.close()
     with pytest.raises(ClosedError, match="render"):
-        prefix.render()
+        render(prefix)

@@ -10,7 +10,7 @@ import pytest
 import kvcache
 import ml
 from kvcache.stores import open_store
-from kvcache.views import PrefixPicture, look_at_store
+from kvcache.views import PrefixPicture, look_at_store, render
 from kvcache.views.summaries import tabled
 from kvcache.views.text import cells_wide, draw, plain
 
@@ -35,7 +35,7 @@ def picture() -> PrefixPicture:
                 cache.put(ctx, rows, rows)
                 if last < 3:
                     session.close()
-            return prefix.render(lambda tokens: SAID, 10)
+            return render(prefix, lambda tokens: SAID, 10)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

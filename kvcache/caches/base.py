@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import ml
 from kvcache.attention.batch import check_sequence, check_whole
 from kvcache.cache import ClosedError, InvalidRangeError, OrderError
 from kvcache.snapshots.snapshot import check_kind
-
-if TYPE_CHECKING:
-    from kvcache.views.models import CachePicture
 
 __all__ = ["BoundCache"]
 
@@ -84,15 +81,6 @@ class BoundCache(Generic[P]):
     def max_sequences(self) -> int:
         self._bound("max_sequences")
         return self._max_sequences
-
-    def render(self) -> CachePicture:
-        """A picture of what the cache holds: ``print`` it, or ``save`` it as .html, .svg or .json.
-
-        Plain data that the next pass leaves as it is; taking it changes nothing and copies no tensor.
-        """
-        from kvcache.views.caches import look
-
-        return look(self)
 
     def _check_init(self, dtype: object, **sizes: int) -> None:
         """Refuse to bind twice, a dtype that K and V cannot have, and sizes below 1."""

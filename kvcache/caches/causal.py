@@ -596,6 +596,19 @@ class CausalCache(BoundCache[ForwardPass]):
         return self._table.unowned
 
     @property
+    def cell_table(self) -> CellTable:
+        """Which sequence and which snapshot holds which cell: to be read, the cache alone changes it."""
+        self._bound("cell_table")
+        return self._table
+
+    def visible(self, seq: int) -> int:
+        """How many of its stored tokens the next token of a sequence attends to."""
+        self._bound("visible")
+        check_sequence("visible", seq, self._max_sequences)
+        row, lower = self._table.rows[seq], self.lower_bound()
+        return len(row) if lower is None else len(row) - row.index(int(lower(np.array([row.last + 1]))[0]))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all buffers that are allocated."""
         return sum(buffers.nbytes for buffers in self._buffers.values())

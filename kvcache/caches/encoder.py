@@ -7,7 +7,7 @@ belongs to sequences of the batch and stays until the token it came with is remo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -374,6 +374,12 @@ class EncoderCache(BoundCache[_Pass]):
             replace(snapshot if first else empty, end=at),
             replace(empty if first else snapshot, begin=at),
         )
+
+    @property
+    def outputs(self) -> Mapping[int, _Entry]:
+        """By sequence, the encoder output that it holds: one object for those that share it."""
+        self._bound("outputs")
+        return self._entries
 
     @property
     def nbytes(self) -> int:

@@ -490,6 +490,12 @@ class RecurrentCache(BoundCache[StatePass]):
         self.attention.on_pressure = call
 
     @property
+    def state_table(self) -> StateTable:
+        """Where the state of each sequence lies: to be read, the cache alone changes it."""
+        self._bound("state_table")
+        return self._states
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the states' buffers, of checkpoints that are copies, and of the attention layers."""
         points = (point for row in self._states.rows for point in row.checkpoints)

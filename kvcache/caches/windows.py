@@ -77,6 +77,12 @@ class SlidingWindowCache(CausalCache):
         self._bound("reach")
         return None if self._unlimited else max(0, self._kept - max(self.window, 1))
 
+    @property
+    def kept(self) -> int | None:
+        """How many of a sequence's last tokens stay stored; None: all."""
+        self._bound("kept")
+        return None if self._unlimited else self._kept
+
     def settings(self) -> dict[str, object]:
         return {**super().settings(), "window": self.window}
 

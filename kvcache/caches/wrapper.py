@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml
 from kvcache.cache import (
@@ -28,9 +28,6 @@ from kvcache.cache import (
 )
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.snapshot import WrapperSnapshot, carried_out, check_following, check_inside, check_kind
-
-if TYPE_CHECKING:
-    from kvcache.views.models import CachePicture
 
 __all__ = ["WrapperCache"]
 
@@ -366,12 +363,6 @@ class WrapperCache:
     def nbytes(self) -> int:
         """Bytes of the caches that tell."""
         return sum(getattr(cache, "nbytes", 0) for cache in self.caches)
-
-    def render(self) -> CachePicture:
-        """As CausalCache.render."""
-        from kvcache.views.caches import look
-
-        return look(self)
 
     def mark_lost(self, seq: int) -> None:
         """Mark a sequence lost in all caches that can: some have changed it where others failed to."""

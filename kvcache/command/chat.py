@@ -45,7 +45,8 @@ from kvcache.runner.requests import GenerationOptions, Token
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
 from kvcache.stores.redaction import without_secrets
-from kvcache.views.models import Picture
+from kvcache.views.pictures import Picture
+from kvcache.views.rendering import render
 from kvcache.views.terminal import Beneath
 
 __all__ = ["Chat", "chat"]
@@ -243,7 +244,7 @@ class Chat:
 
     def _picture(self, nodes: int = 100) -> Picture:
         decode = self.conversations.tokenizer.decode
-        return self.conversations.engine.prefix.render(decode, nodes)
+        return render(self.conversations.engine.prefix, decode, nodes)
 
     # Commands.
 

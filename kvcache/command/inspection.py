@@ -31,7 +31,8 @@ from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
 from kvcache.stores.sizes import parse_bytes
 from kvcache.views.disk import is_store, look_at_page, look_at_store, page_meta
-from kvcache.views.models import Picture
+from kvcache.views.pictures import Picture
+from kvcache.views.rendering import render
 from kvcache.views.terminal import Watched
 from kvcache.views.words import Decode
 
@@ -147,7 +148,7 @@ def demonstrate(
         with Engine(loaded, tokenizer, options, [HostTier(HOST_BUDGET)]) as engine:
 
             def take() -> Picture:
-                return engine.prefix.render(tokenizer.decode, nodes)
+                return render(engine.prefix, tokenizer.decode, nodes)
 
             if console is None:
                 return _run(engine, tokens, max_tokens, take, bars.event)

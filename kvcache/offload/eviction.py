@@ -69,6 +69,10 @@ class LRUQueue(Generic[N]):
         """The entry that goes first; it stays counted."""
         return next(self.in_order(), None)
 
+    def peek(self) -> N | None:
+        """As ``first``, by a look at all entries that leaves the queue as it is."""
+        return min(self, key=self._priority, default=None)
+
     def in_order(self) -> Generator[N, None, None]:
         """The entries, as they go one after another; nothing is to change before this is closed."""
         passed: dict[int, tuple[Priority, int, N]] = {}

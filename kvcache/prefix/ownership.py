@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sized
+from typing import Any, Protocol
 
 from kvcache.cache import InvalidRangeError
 
-if TYPE_CHECKING:
-    from kvcache.prefix.prefix_cache import PrefixCache
-
 __all__ = ["check_unowned", "disown", "own"]
 
-_OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[PrefixCache]] = weakref.WeakKeyDictionary()
+
+class Owner(Protocol):
+    """What lives as long as a PrefixCache or one of its open sessions does."""
+
+    @property
+    def sessions(self) -> Sized:
+        """Those that are open."""
+
+
+_OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
 """By cache, those that a wrapper wraps included. One that is gone without ``close`` owns nothing."""
 
 
@@ -29,7 +35,7 @@ def check_unowned(cache: Any) -> None:
             )
 
 
-def own(cache: Any, owner: PrefixCache) -> None:
+def own(cache: Any, owner: Owner) -> None:
     """``owner`` uses the cache, and all that it wraps."""
     for part in _parts(cache):
         _OWNERS[part] = weakref.ref(owner)

@@ -15,34 +15,25 @@ that another session holds right now::
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from kvcache.cache import CacheFullError, ClosedError, InvalidRangeError, SequenceLostError, SnapshotCache
+from kvcache.cache import ClosedError, InvalidRangeError, SnapshotCache
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
-from kvcache.prefix.matcher import PrefixMatcher, Source
+from kvcache.prefix.evictor import Evictor
+from kvcache.prefix.open_sessions import OpenSessions
 from kvcache.prefix.ownership import check_unowned, disown, own
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.session import PrefixStats, Session, SessionLimitError, SessionReplacedError, Tokens
-from kvcache.prefix.snapshot_points import pieces_of, positions_due
 from kvcache.prefix.store_lookup import StoreLookup
 from kvcache.snapshots.layer_shapes import Layers
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import Keys, SnapshotStore, open_store
 from kvcache.stores.closing import Closing
 
-if TYPE_CHECKING:
-    from kvcache.views.models import PrefixPicture
-    from kvcache.views.words import Decode
-
 __all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError"]
-
-log = logging.getLogger("kvcache")
 
 
 class PrefixCache(Closing):
@@ -99,17 +90,16 @@ class PrefixCache(Closing):
         host, stores, self._opened = _sorted_tiers(tiers)
         self.cache = cache
         self.stats = PrefixStats()
-        self.interval = interval
         worker = OffloadWorker(cache.backend, in_flight) if in_flight and tiers else None
         store = StoreTier(stores, backlog) if stores else None
         self.tree = PrefixTree(cache, budget, host, store, keys, worker)
         self.alphabet = self.tree.alphabet
-        self._sessions: dict[int, Session] = {}
-        self._free = list(range(cache.max_sequences))
-        self._matcher = PrefixMatcher(self.tree, self._sessions, StoreLookup(self.tree, layers or {}))
+        self.evictor = Evictor(self.tree)
+        lookup = StoreLookup(self.tree, layers or {})
+        self._open = OpenSessions(self.tree, self.evictor, lookup, interval, self.stats)
         self._closed = False
-        cache.on_pressure = self.tree.relieve
-        own(cache, self)
+        cache.on_pressure = self.evictor.relieve
+        own(cache, self._open)
 
     # Sessions.
 
@@ -124,25 +114,12 @@ class PrefixCache(Closing):
         ids = self.alphabet.encode(tokens)
         if not ids.size:
             raise InvalidRangeError("begin: no tokens; a prompt has at least one")
-        if not self._free:
+        if not self._open.free:
             raise SessionLimitError(
-                f"begin: {len(self._sessions)} sessions are open, one per sequence; close one first"
+                f"begin: {len(self._open.sessions)} sessions are open, one per sequence; close one first"
             )
         self.tree.settle()
-        seq = min(self._free)  # which depends on nothing but the ones that are in use
-        with self.tree.within_budgets():
-            try:
-                cached = self._matcher.fill(seq, ids)
-                self._schedule(seq, ids, cached)
-                self._rolled_back(seq)
-            except BaseException:
-                self.cache.cancel_snapshots(seq)
-                self.cache.remove(seq, 0)
-                raise
-        self._free.remove(seq)
-        session = self._sessions[seq] = Session(self, seq, ids, cached)
-        self.stats.add(int(ids.size), self._matcher.origins)
-        return session
+        return self._open.begin(ids)
 
     def adopt(self, tokens: Tokens, snapshot: Snapshot) -> bool:
         """Keep a snapshot of all of ``tokens`` that came from elsewhere, as if a session had computed it.
@@ -152,11 +129,11 @@ class PrefixCache(Closing):
         """
         self._check("adopt")
         ids = self.alphabet.encode(tokens)
-        if not self._free:
-            raise SessionLimitError(f"adopt: {len(self._sessions)} sessions are open; close one first")
+        if not self._open.free:
+            raise SessionLimitError(f"adopt: {len(self._open.sessions)} sessions are open; close one first")
         self.tree.settle()
-        seq = self._free[0]
-        with self.tree.within_budgets():
+        seq = self._open.free[0]
+        with self.evictor.within_budgets():
             try:
                 if snapshot.end != ids.size or not self.cache.restore(seq, snapshot):
                     return False
@@ -167,14 +144,13 @@ class PrefixCache(Closing):
 
     def next_snapshot(self, seq: int) -> int | None:
         """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
-        found = getattr(self.cache, "next_snapshot", None)
-        return None if found is None else found(seq)
+        return self._open.next_snapshot(seq)
 
     def longest(self, tokens: Tokens) -> int:
         """How many of the tokens ``begin`` would find now, without a look into the stores."""
         self._check("longest")
         ids = self.alphabet.encode(tokens)
-        return self._matcher.best(ids, int(ids.size) - 1).length if ids.size else 0
+        return self._open.matcher.best(ids, int(ids.size) - 1).length if ids.size else 0
 
     def pin(self, tokens: Tokens) -> int:
         """Evict what is kept of this prefix last; returns how many of the tokens that is."""
@@ -192,7 +168,7 @@ class PrefixCache(Closing):
         They are in host memory when this returns, and may still be on their way to stores.
         """
         self._check("evict")
-        count = self.tree.evict(nbytes)
+        count = self.evictor.evict(nbytes)
         self.tree.settle()
         return count
 
@@ -221,7 +197,7 @@ class PrefixCache(Closing):
         """Close open sessions, write what is kept to the stores (``flush``), and let go of the cache."""
         if self._closed:
             return
-        for session in list(self._sessions.values()):
+        for session in list(self._open.sessions.values()):
             session.close()
         if flush:
             self.tree.flush()
@@ -235,9 +211,13 @@ class PrefixCache(Closing):
         self._closed = True
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     def sessions(self) -> tuple[Session, ...]:
         """Those that are open."""
-        return tuple(self._sessions.values())
+        return tuple(self._open.sessions.values())
 
     @property
     def on_restore(self) -> Callable[[int, int], None] | None:
@@ -245,11 +225,11 @@ class PrefixCache(Closing):
 
         By the thread that restores it, for a bar, say; it raises nothing, and leaves the PrefixCache alone.
         """
-        return self._matcher.on_restore
+        return self._open.matcher.on_restore
 
     @on_restore.setter
     def on_restore(self, told: Callable[[int, int], None] | None) -> None:
-        self._matcher.on_restore = told
+        self._open.matcher.on_restore = told
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -277,108 +257,6 @@ class PrefixCache(Closing):
             "host": self.tree.failed,
             "store": 0 if self.tree.store is None else self.tree.store.failed,
         }
-
-    def render(self, decode: Decode | None = None, nodes: int = 200) -> PrefixPicture:
-        """A picture of radix tree, tiers, sessions and cache: ``print`` it, or ``save`` it as .html.
-
-        ``decode`` gives the text of token ids (None: the ids are shown); of a larger radix tree the ``nodes``
-        that were used last are drawn. Taking it is no use: the order in which things are evicted stays.
-        """
-        from kvcache.views.prefixes import look_at_prefix
-
-        return look_at_prefix(self, decode, nodes)
-
-    # Keeping what a session computed.
-
-    def _schedule(self, seq: int, ids: np.ndarray, cached: int) -> None:
-        """Snapshots of whole content: where prompts part, at intervals, before the last token."""
-        if self.tree.divisible:
-            return
-        others = (other.encoded() for other in self._sessions.values())
-        positions = positions_due(self.tree, ids, cached, self.interval, others)
-        if positions:
-            self.cache.schedule_snapshots(seq, positions)
-
-    def _keep(self, session: Session) -> None:
-        seq, ids = session.seq, session.computed()
-        if self.tree.divisible:
-            return
-        self._note_skipped(seq)
-        pieces = [part for part in self.cache.take_snapshots(seq) if part.end <= ids.size]
-        if pieces:
-            session.kept = pieces[-1].end
-            with self.tree.within_budgets():
-                self.tree.insert(seq, ids[: pieces[-1].end], pieces)
-
-    def _note_skipped(self, seq: int) -> None:
-        """Count what could not be taken, and say so the first time."""
-        skipped = self.cache.skipped_snapshots(seq)
-        if skipped and not self.stats.skipped:
-            log.warning(
-                "a batch of sequence %d ran past %s, where snapshots were due: a recurrent state is there at "
-                "the end of a batch only. Prompts that part at these positions go on from earlier ones; end "
-                "batches where session.chunks() and prefix.next_snapshot() say. prefix.stats.skipped counts "
-                "all such snapshots",
-                seq,
-                skipped,
-            )
-        self.stats.skipped += len(skipped)
-
-    def _end(self, session: Session, keep: bool, upto: int | None) -> None:
-        seq = session.seq
-        with self.tree.within_budgets():
-            try:
-                if keep:
-                    self._note_skipped(seq)
-                    ids = session.computed()[:upto]
-                    self.tree.insert(seq, ids, pieces_of(self.tree, seq, ids, session.kept))
-            except SequenceLostError:
-                pass  # there is nothing to keep
-            finally:
-                self.cache.cancel_snapshots(seq)
-                self.cache.remove(seq, 0)
-                del self._sessions[seq]
-                self._free.append(seq)
-        self.tree.settle()
-
-    def _rewind(self, session: Session, ids: np.ndarray, trusted: int) -> int:
-        """Make the sequence hold ``ids``, or what it can go on from; returns where.
-
-        Up to ``trusted`` it holds them. A snapshot that reaches further than the cache itself is restored.
-        """
-        seq = session.seq
-        point = self.cache.resume_point(seq, min(trusted, self.cache.offset(seq)))
-        if not self.tree.divisible and point < ids.size:
-            self._keep(session)
-            length, nodes = self.tree.along(ids)
-            if length > point:
-                reached = self._restore_nearest(seq, ids, Source(length, nodes=nodes))
-                session.kept = reached
-                self._rolled_back(seq)
-                return reached
-        self.cache.remove(seq, point)
-        self._rolled_back(seq)
-        return point
-
-    def _restore_nearest(self, seq: int, ids: np.ndarray, source: Source) -> int:
-        """Restore along nodes; where one fails, along those that are left. Returns how far that went."""
-        self.cache.cancel_snapshots(seq)
-        with self.tree.within_budgets():
-            try:
-                while not self._matcher.from_source(seq, ids, source):
-                    length, nodes = self.tree.along(ids)
-                    source = Source(length, nodes=nodes)
-            except CacheFullError:  # others hold the cells: there is nothing left to go on from
-                self.cache.remove(seq, 0)
-                source = Source()
-            self.tree.touch(ids[: source.length])
-            self._schedule(seq, ids, source.length)
-        return source.length
-
-    def _rolled_back(self, seq: int) -> int | None:
-        """The lowest position that was taken out of the cache since the last call."""
-        found = getattr(self.cache, "rolled_back", None)
-        return None if found is None else found(seq)
 
     def _check(self, op: str) -> None:
         if self._closed:

@@ -33,10 +33,6 @@ from kvcache.stores.errors import SnapshotCorrupt
 __all__ = ["PrefixTree", "TreeEntry", "span_of"]
 
 
-BLOCK = 16
-"""Tokens: no fewer are evicted at a time of an edge that has more."""
-
-
 @dataclass(eq=False, slots=True)
 class TreeEntry:
     """What a node of the radix tree keeps: its snapshot on the device, its page in host memory, or both."""
@@ -103,8 +99,6 @@ class PrefixTree:
         """Snapshots that went from everywhere."""
         self.failed = 0
         """Of these, those that the device did not give to host memory."""
-        self.grain = BLOCK if host is None and store is None else -(-BLOCK // keys.chunk) * keys.chunk
-        """Edges are parted at multiples of so many tokens when their end is evicted."""
         self._clock = 0
 
     # Finding.
@@ -204,7 +198,7 @@ class PrefixTree:
             match = self.radix_tree.match(ids)
         node = match.nodes[-1] if match.nodes else self.radix_tree.root
         if match.inside:
-            node = self._split(node, match.length)
+            node = self.split(node, match.length)
         if match.length < ids.size:
             node = self.radix_tree.add(node, ids[match.length :])
         return node
@@ -216,7 +210,7 @@ class PrefixTree:
         self.drain()
         return True
 
-    def _split(self, node: Node[TreeEntry], at: int) -> Node[TreeEntry]:
+    def split(self, node: Node[TreeEntry], at: int) -> Node[TreeEntry]:
         """Part an edge; content that is divisible is parted with it."""
         held = node.data
         if held is None or not self.divisible:
@@ -257,10 +251,10 @@ class PrefixTree:
 
     def touch(self, ids: np.ndarray) -> None:
         """A prefix was used: it goes later than all others."""
-        self._clock += 1
+        self.tick()
         match = self.radix_tree.match(ids)
         if match.nodes:
-            self._use(match.nodes[-1], whole=not match.inside)
+            self.use(match.nodes[-1], whole=not match.inside)
 
     def pin(self, ids: np.ndarray, change: int) -> int:
         """Pin (1) or unpin (-1) what is kept of a prefix; returns how many tokens that is."""
@@ -271,7 +265,11 @@ class PrefixTree:
                 self._reorder(node)
         return match.length
 
-    def _use(self, last: Node[TreeEntry], whole: bool = True) -> None:
+    def tick(self) -> None:
+        """What is used from here on was used later than all before."""
+        self._clock += 1
+
+    def use(self, last: Node[TreeEntry], whole: bool = True) -> None:
         """Note that a node, or the beginning of its edge, and those that lead to it are used now.
 
         What leads to a node that was used now was, too.
@@ -290,80 +288,7 @@ class PrefixTree:
         if self.host is not None:
             self.host.touch(node)
 
-    # Evicting.
-
-    @contextlib.contextmanager
-    def within_budgets(self) -> Iterator[None]:
-        """Whatever becomes of the block, every tier is within its budget after it."""
-        try:
-            yield
-        finally:
-            self.enforce()
-
-    def enforce(self) -> None:
-        """Bring every tier within its budget."""
-        while (excess := self.device.excess) and (node := self.device.first()) is not None:
-            self.page_out(self._end_of(node, _tokens(node, excess)))
-        self._shrink_host()
-
-    def evict(self, nbytes: int | None = None) -> int:
-        """Page out the device's least recently used snapshots, ``nbytes`` of them or all; how many."""
-        goal = 0 if nbytes is None else max(0, self.device.nbytes - nbytes)
-        count = 0
-        while (self.device.nbytes > goal or nbytes is None) and (node := self.device.first()) is not None:
-            self.page_out(node if not goal else self._end_of(node, _tokens(node, self.device.nbytes - goal)))
-            count += 1
-        if self.worker is not None:
-            self.worker.drain()
-        return count
-
-    def relieve(self, missing: int) -> bool:
-        """The cache needs cells: page out what was least recently used of all that would free some."""
-        self._clock += 1
-        while (node := self._next_freeing()) is not None:
-            end = self._end_of(node, missing)
-            frees = _frees(end)
-            self.page_out(end)
-            if frees:
-                return True
-        with contextlib.closing(self.device.in_order()) as nodes:
-            shared = next(filter(_holds_cells, nodes), None)
-        if shared is not None:  # with other snapshots: all of them have to go
-            self.page_out(shared)
-        return shared is not None
-
-    def _next_freeing(self) -> Node[TreeEntry] | None:
-        """The least recently used snapshot that alone holds a cell.
-
-        Those before it that hold none alone are in use, by open sessions: they go later than all that are
-        not. Those that were copied out of the cache go now: they are memory beside it, and as old.
-        """
-        passed: list[Node[TreeEntry]] = []
-        found: Node[TreeEntry] | None = None
-        with contextlib.closing(self.device.in_order()) as nodes:
-            for node in nodes:
-                if _frees(node):
-                    found = node
-                    break
-                passed.append(node)
-        for node in passed:
-            if _holds_cells(node):
-                self._use(node)
-            else:
-                self.page_out(node)
-        return found
-
-    def _end_of(self, node: Node[TreeEntry], tokens: int) -> Node[TreeEntry]:
-        """The last ``tokens`` of an edge, and up to ``grain`` more; all of it where that is no less work."""
-        held = node.data
-        assert held is not None
-        at = node.end - tokens
-        at -= at % self.grain
-        kept_below = held.host is not None or held.leaving is not None
-        if self.divisible and node.begin < at and not kept_below and _holds_cells(node):
-            with contextlib.suppress(SequenceLostError):  # a device failure took it, and all of it goes
-                self._split(node, at)
-        return node
+    # From tier to tier.
 
     def page_out(self, node: Node[TreeEntry]) -> None:
         """Move a snapshot from the device to the next tier, or drop it where there is none."""
@@ -380,7 +305,7 @@ class PrefixTree:
         self._off_device(node)
         self._prune(node)
         self._land()
-        self._shrink_host()
+        self.shrink_host()
 
     def _is_wanted(self, held: TreeEntry) -> bool:
         """Whether there is a place below the device for what a node holds."""
@@ -421,7 +346,8 @@ class PrefixTree:
                 self.host.discard(node)
             self._prune(node)
 
-    def _shrink_host(self) -> None:
+    def shrink_host(self) -> None:
+        """Bring host memory within its budget."""
         while self.host is not None and self.host.excess and (other := self.host.first()) is not None:
             self._leave_host(other)
 
@@ -525,7 +451,7 @@ class PrefixTree:
     def settle(self) -> None:
         """Take note of what has left the device, and of what the stores have by now."""
         self._land()
-        self._shrink_host()
+        self.shrink_host()
         for store_write in () if self.store is None else self.store.finished():
             node = store_write.owner
             assert isinstance(node, Node)
@@ -582,20 +508,6 @@ def _content(held: TreeEntry) -> Snapshot | SerializedSnapshot:
 
 def _in_cache(held: TreeEntry) -> bool:
     return held.snapshot is not None and held.snapshot.in_cache
-
-
-def _holds_cells(node: Node[TreeEntry]) -> bool:
-    return node.data is not None and node.data.snapshot is not None and node.data.snapshot.holds_cells
-
-
-def _frees(node: Node[TreeEntry]) -> bool:
-    return node.data is not None and node.data.snapshot is not None and node.data.snapshot.frees_cells
-
-
-def _tokens(node: Node[TreeEntry], nbytes: int) -> int:
-    """How many tokens of a node's snapshot take so many bytes, or more."""
-    size = 0 if node.data is None or node.data.snapshot is None else node.data.snapshot.nbytes
-    return -(-nbytes * (node.end - node.begin) // max(1, size))
 
 
 def _is_present(node: Node[TreeEntry]) -> bool:

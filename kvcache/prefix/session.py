@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 import numpy as np
 
 from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError
+from kvcache.prefix.radix_tree import Alphabet
 from kvcache.snapshots.schedule import REPLACED
-
-if TYPE_CHECKING:
-    from kvcache.prefix.prefix_cache import PrefixCache
 
 __all__ = ["PrefixStats", "Session", "SessionLimitError", "SessionReplacedError", "Tokens"]
 
@@ -55,6 +53,30 @@ class PrefixStats:
             setattr(self, origin, getattr(self, origin) + count)
 
 
+class SessionOwner(Protocol):
+    """What a session asks of those that share the cache with it."""
+
+    alphabet: Alphabet
+
+    def offset(self, seq: int) -> int:
+        """How many tokens of a sequence are evaluated."""
+
+    def next_snapshot(self, seq: int) -> int | None:
+        """Where a batch of the sequence should end; None: anywhere."""
+
+    def rolled_back(self, seq: int) -> int | None:
+        """The lowest position that was taken out of the cache since the last call."""
+
+    def rewind(self, session: Session, ids: np.ndarray, trusted: int) -> int:
+        """Make the sequence hold ``ids``, of which it has the first ``trusted``; returns how far it does."""
+
+    def keep(self, session: Session) -> None:
+        """Let others start from the snapshots that were taken."""
+
+    def end(self, session: Session, keep: bool, upto: int | None) -> None:
+        """Give the sequence back; with ``keep`` the first ``upto`` tokens (None: all) stay for others."""
+
+
 class Session:
     """One conversation in the cache: ``seq`` is its sequence, ``cached`` of its tokens are there already.
 
@@ -69,7 +91,7 @@ class Session:
     SessionReplacedError, and nothing is kept of it.
     """
 
-    def __init__(self, owner: PrefixCache, seq: int, tokens: np.ndarray, cached: int) -> None:
+    def __init__(self, owner: SessionOwner, seq: int, tokens: np.ndarray, cached: int) -> None:
         self._owner = owner
         self.seq = seq
         self.cached = cached
@@ -133,7 +155,7 @@ class Session:
         if not 0 <= length <= tokens.size:
             raise InvalidRangeError(f"rewind: to {length}; the session has {tokens.size} tokens")
         trusted = min(length, int(self.computed().size))
-        self.cached = self._owner._rewind(self, tokens[:length], trusted)
+        self.cached = self._owner.rewind(self, tokens[:length], trusted)
         self._tokens, self._prompt, self._certain = tokens[:length], length, None
         self._sure, self.kept, self._replaced = self.cached, min(self.kept, self.cached), False
         return self.cached
@@ -144,7 +166,7 @@ class Session:
         Divisible content needs none: other sessions share it with this one as it is.
         """
         self._check("keep")
-        self._owner._keep(self)
+        self._owner.keep(self)
 
     def close(self, keep: bool = True) -> None:
         """End the session. What the cache holds of it is kept for others, unless ``keep`` is False.
@@ -158,15 +180,15 @@ class Session:
     def _close(self, keep: bool, upto: int | None = None) -> None:
         if not self.closed:
             self.closed = True
-            self._owner._end(self, keep, upto)
+            self._owner.end(self, keep, upto)
 
     def _evaluated(self) -> None:
         """The caller goes on: what it evaluated is whole."""
-        self._sure = self._owner.cache.offset(self.seq)
+        self._sure = self._owner.offset(self.seq)
 
     def _notice(self) -> None:
         """Take note of what was removed from the cache since the last time."""
-        low = self._owner._rolled_back(self.seq)
+        low = self._owner.rolled_back(self.seq)
         self._replaced = self._replaced or low == REPLACED
         if low is not None and low < self._tokens.size + len(self._more):
             self._certain = max(0, low if self._certain is None else min(low, self._certain))
@@ -189,7 +211,7 @@ class Session:
         """The tokens that the cache holds K and V of, as far as that is certain."""
         self._notice()
         tokens = self.encoded()
-        size = min(int(tokens.size), self._owner.cache.offset(self.seq))
+        size = min(int(tokens.size), self._owner.offset(self.seq))
         return tokens[: size if self._certain is None else min(size, self._certain)]
 
     def encoded(self) -> np.ndarray:

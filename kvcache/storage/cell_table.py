@@ -216,6 +216,11 @@ class CellTable:
         while self._dropped:
             self.unpin(self._dropped.popleft())
 
+    def live_pins(self) -> list[Pin]:
+        """The pins whose snapshots are still there; unlike ``sweep``, nothing changes."""
+        gone = {id(self._dropped[i]) for i in range(len(self._dropped))}  # a collection may add to it now
+        return [pin for key, pin in list(self.pins.items()) if key not in gone]
+
     @property
     def unowned(self) -> int:
         """Cells that no sequence holds: free ones, and those that only pins keep."""

@@ -248,6 +248,10 @@ class PrefixSessionTests(PrefixCase):
         PrefixCache(own)
         with PrefixCache(own) as dropped:
             assert dropped.sessions == (), "one that is gone without close is no obstacle"
+        held = PrefixCache(own).begin([1, 2])
+        with pytest.raises(kvcache.InvalidRangeError, match="another PrefixCache, with 1 open session"):
+            PrefixCache(own)
+        held.close()
 
     def test_a_cache_without_positions_is_refused(self, backend: ml.Backend) -> None:
         cache: Any = kvcache.EncoderCache()

@@ -155,7 +155,7 @@ class Trace:
             self.setup.talk, self.backend, self.setup.budget, tiers,
             identity={"model": "digests"}, backlog=self.setup.backlog, in_flight=self.setup.in_flight,
         )  # fmt: skip
-        self.rig.prefix.tree.grain = self.setup.grain
+        self.rig.prefix.evictor.grain = self.setup.grain
         self.live: list[Chat] = []
 
     def run(self, op: Op) -> None:

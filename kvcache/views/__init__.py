@@ -2,8 +2,8 @@
 
 ::
 
-    print(cache.render())                        # text; rich, notebooks and .html show it in colours
-    prefix.render(tokenizer.decode).save("prefix.html")
+    print(views.render(cache))                   # text; rich, notebooks and .html show it in colours
+    views.render(prefix, tokenizer.decode).save("prefix.html")
     print(views.look_at_mask(cache))             # of the pass under way
     occupancy = views.Occupancy(cache)           # occupancy.sample() once a step
     views.plots.occupancy(occupancy.samples)     # matplotlib: pip install 'ml-kvcache[plots]'
@@ -16,30 +16,36 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvcache.views.models import CachePicture, CellMap, MaskPicture, Picture, PrefixPicture
+from kvcache.views.data import CellMap
+from kvcache.views.pictures import (
+    CachePicture,
+    MaskPicture,
+    PagePicture,
+    Picture,
+    PrefixPicture,
+    StorePicture,
+)
 
 if TYPE_CHECKING:
     from kvcache.views import plots
-    from kvcache.views.caches import look
     from kvcache.views.disk import look_at_page, look_at_store
     from kvcache.views.masks import look_at_mask
     from kvcache.views.occupancy import Occupancy
-    from kvcache.views.prefixes import look_at_prefix
+    from kvcache.views.rendering import render
     from kvcache.views.terminal import Watched
 
 __all__ = [
-    "CachePicture", "CellMap", "MaskPicture", "Occupancy", "Picture", "PrefixPicture", "Watched", "look",
-    "look_at_mask", "look_at_page", "look_at_prefix", "look_at_store", "plots",
+    "CachePicture", "CellMap", "MaskPicture", "Occupancy", "PagePicture", "Picture", "PrefixPicture",
+    "StorePicture", "Watched", "look_at_mask", "look_at_page", "look_at_store", "plots", "render",
 ]  # fmt: skip
 
 _LATER = {
     "Occupancy": "occupancy",
     "Watched": "terminal",
-    "look": "caches",
     "look_at_mask": "masks",
     "look_at_page": "disk",
-    "look_at_prefix": "prefixes",
     "look_at_store": "disk",
+    "render": "rendering",
 }
 """What is imported when it is first asked for."""
 

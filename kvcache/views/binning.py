@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.views.models import CellMap
+from kvcache.views.data import CellMap
 
 __all__ = ["Binned", "binned", "thinned"]
 

@@ -1,4 +1,4 @@
-"""Looking at a cache: which sequence and which snapshot holds what. Nothing is changed or copied out."""
+"""A picture of a cache: which sequence and which snapshot holds what. Nothing is changed or copied out."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.attention.read_plan import LowerBound
+from kvcache.cache import ClosedError, OrderError
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.recurrent import RecurrentCache
 from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
 from kvcache.caches.wrapper import WrapperCache
-from kvcache.storage.cell_table import CellTable, Pin, Row
-from kvcache.views.models import (
-    CachePicture,
+from kvcache.storage.cell_table import CellTable, Row
+from kvcache.views.data import (
     CellMap,
     CellRun,
     EncoderEntry,
@@ -27,15 +26,13 @@ from kvcache.views.models import (
     StatesView,
     StateView,
 )
+from kvcache.views.pictures import CachePicture
 
-__all__ = ["look", "map_of"]
+__all__ = ["check_bound", "render_cache"]
 
 
-def look(cache: Any) -> CachePicture:
-    """A picture of any cache; caches of other packages show their name and ``nbytes`` alone.
-
-    Raises OrderError or ClosedError for a cache that is bound to no backend.
-    """
+def render_cache(cache: Any) -> CachePicture:
+    """As ``render``."""
     parts = tuple(_parts(cache))
     return CachePicture(type(cache).__name__, int(getattr(cache, "nbytes", 0)), parts)
 
@@ -45,33 +42,38 @@ def _parts(cache: Any) -> Iterator[Part]:
         for wrapped in cache.caches:
             yield from _parts(wrapped)
     elif isinstance(cache, RecurrentCache):
-        cache._bound("render")
-        yield map_of(cache.attention)
+        yield _map_of(cache.attention)
         yield _states(cache)
     elif isinstance(cache, EncoderCache):
-        cache._bound("render")
+        check_bound(cache)
         yield _encoder(cache)
     elif isinstance(cache, CausalCache):
-        yield map_of(cache)
+        yield _map_of(cache)
     else:
         yield OtherView(type(cache).__name__, int(getattr(cache, "nbytes", 0)))
 
 
-def map_of(cache: CausalCache) -> CellMap:
-    """The cells of one attention cache."""
-    cache._bound("render")
-    table = cache._table
+def check_bound(cache: Any) -> None:
+    """OrderError or ClosedError for a cache that is bound to no backend."""
+    try:
+        assert cache.backend is not None
+    except (OrderError, ClosedError) as error:
+        raise type(error)(f"render: {error}") from error
+
+
+def _map_of(cache: CausalCache) -> CellMap:
+    check_bound(cache)
+    table = cache.cell_table
     labels, owners = _owners(table)
     held_by = np.array([len(group) for group in owners])[labels]
-    lower = cache.lower_bound()
-    views = (_sequence(seq, row, held_by, lower) for seq, row in table.occupied())
+    views = (_sequence(seq, row, held_by, cache.visible(seq)) for seq, row in table.occupied())
     runs = _runs(table, labels, owners)
     return CellMap(type(cache).__name__, _note(cache), table.cells, cache.nbytes, tuple(views), runs)
 
 
 def _note(cache: CausalCache) -> str:
     if isinstance(cache, SlidingWindowCache):
-        kept = "all kept" if cache._unlimited else f"the last {cache._kept} kept"
+        kept = "all kept" if cache.kept is None else f"the last {cache.kept} kept"
         return f"window {cache.window}, {kept}"
     return f"chunks of {cache.chunk}" if isinstance(cache, ChunkedCache) else ""
 
@@ -87,18 +89,15 @@ def _owners(table: CellTable) -> tuple[np.ndarray, list[tuple[int, ...]]]:
     return labels, owners
 
 
-def _sequence(seq: int, row: Row, held_by: np.ndarray, lower: LowerBound | None) -> SequenceView:
-    sees = 0 if lower is None else int(lower(np.array([row.last + 1]))[0])
+def _sequence(seq: int, row: Row, held_by: np.ndarray, visible: int) -> SequenceView:
     runs = 1 if row.contiguous else 1 + int((np.diff(row.cells) != 1).sum())
     shared = int((held_by[row.cells] > 1).sum())
-    return SequenceView(
-        seq, len(row), row.first, row.last, shared, len(row) - row.index(sees), runs, bool(row.lost)
-    )
+    return SequenceView(seq, len(row), row.first, row.last, shared, visible, runs, bool(row.lost))
 
 
 def _runs(table: CellTable, labels: np.ndarray, owners: list[tuple[int, ...]]) -> tuple[CellRun, ...]:
     snapshots = np.zeros(table.cells, dtype=np.int64)
-    for pin in _pins(table):
+    for pin in table.live_pins():
         snapshots[pin.cells] += 1
     positions = np.full(table.cells, -1, dtype=np.int64)
     for _, row in table.occupied():  # those that share a cell have it at one position
@@ -117,27 +116,22 @@ def _runs(table: CellTable, labels: np.ndarray, owners: list[tuple[int, ...]]) -
     )
 
 
-def _pins(table: CellTable) -> list[Pin]:
-    """Those of snapshots that are still there; ``table.sweep`` takes the others out when cells are needed."""
-    waiting = table._dropped
-    gone = {id(waiting[i]) for i in range(len(waiting))}  # a garbage collection may add to it meanwhile
-    return [pin for key, pin in list(table.pins.items()) if key not in gone]
-
-
 def _states(cache: RecurrentCache) -> StatesView:
     rows = (
         StateView(seq, row.offset, row.slot, cache.checkpoints(seq), bool(row.lost))
-        for seq, row in enumerate(cache._states.rows)
+        for seq, row in enumerate(cache.state_table.rows)
         if row.offset or row.lost or row.checkpoints
     )
     nbytes = cache.nbytes - cache.attention.nbytes
-    return StatesView("recurrent states and checkpoints", cache._states.buffers.slots, nbytes, tuple(rows))
+    return StatesView(
+        "recurrent states and checkpoints", cache.state_table.buffers.slots, nbytes, tuple(rows)
+    )
 
 
 def _encoder(cache: EncoderCache) -> EncoderView:
     sharing: dict[int, list[int]] = {}
-    entries = {id(entry): entry for entry in cache._entries.values()}
-    for seq, entry in cache._entries.items():
+    entries = {id(entry): entry for entry in cache.outputs.values()}
+    for seq, entry in cache.outputs.items():
         sharing.setdefault(id(entry), []).append(seq)
     rows = (
         EncoderEntry(

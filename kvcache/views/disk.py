@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,121 +19,18 @@ from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable
 from kvcache.stores.folder import LOCK, PAGES, STORE_FORMAT, WRITING
 from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, TEMPORARY, Manifest, unkeyed_digest
 from kvcache.stores.serialized_snapshot import SNAPSHOT_DIGEST, SerializedSnapshot, digest_of_snapshot, unpack
-from kvcache.views.models import Picture
-from kvcache.views.summaries import Table, tabled
-from kvcache.views.words import Decode, age_text, bytes_text, counted, preview, printable
+from kvcache.views.data import EntryView, PagePart
+from kvcache.views.pictures import PagePicture, StorePicture
+from kvcache.views.summaries import NOT_CHECKED
+from kvcache.views.words import Decode, preview, printable
 
-__all__ = [
-    "EntryView",
-    "PagePart",
-    "PagePicture",
-    "StorePicture",
-    "is_store",
-    "look_at_page",
-    "look_at_store",
-    "page_meta",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class PagePart:
-    """One cache's share of a page: K and V of ``tokens`` positions in ``layers`` layers, or states."""
-
-    kind: str
-    tokens: int
-    layers: int
-    dtype: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class PagePicture(Picture):
-    """A snapshot in a file, in the layout of ``kvcache.stores.SerializedSnapshot``."""
-
-    name: str
-    nbytes: int
-    begin: int
-    end: int
-    parts: tuple[PagePart, ...]
-    tokens: int | None
-    """How many token ids the file holds too; None: none."""
-    facts: tuple[tuple[str, str], ...]
-    """How its tokens begin, and what else its meta says."""
-
-    def summary(self) -> str:
-        span = f"[{self.begin}, {self.end})"
-        tokens = "" if self.tokens is None else f", {counted(self.tokens, 'token')}"
-        return f"positions {span}{tokens}, {bytes_text(self.nbytes)}"
-
-    def table(self) -> Table:
-        rows = [
-            (part.kind, f"{part.tokens:,}", f"{part.layers}", part.dtype, bytes_text(part.nbytes))
-            for part in self.parts
-        ]
-        return tabled(("kind", "positions", "layers", "dtype", "bytes"), rows, ["title"] * len(rows))
-
-
-@dataclass(frozen=True, slots=True)
-class EntryView:
-    """An entry of a store; ``problem`` says why it cannot be read, "" where it can.
-
-    ``note`` says what was not looked at, "" where all was.
-    """
-
-    key: str
-    nbytes: int
-    age: float
-    """Seconds since it was last used."""
-    begin: int = 0
-    end: int = 0
-    kind: str = ""
-    problem: str = ""
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class StorePicture(Picture):
-    """The folder of a FileStore: the entries that were used last, and totals of all."""
-
-    name: str
-    total: int
-    nbytes: int
-    budget: int | None
-    entries: tuple[EntryView, ...]
-    writing: int
-    """Temporary files: of writers at work, or of ones that died."""
-
-    def summary(self) -> str:
-        limit = "" if self.budget is None else f" of {bytes_text(self.budget)}"
-        writing = f", {counted(self.writing, 'temporary file')}" if self.writing else ""
-        count = sum(bool(entry.problem) for entry in self.entries)
-        broken = f", {count} broken" if count else ""
-        unchecked = sum(bool(entry.note) for entry in self.entries)
-        note = f"; {_NOT_CHECKED}: {counted(unchecked, 'entry')}" if unchecked else ""
-        return f"{counted(self.total, 'entry')}, {bytes_text(self.nbytes)}{limit}{broken}{writing}{note}"
-
-    def table(self) -> Table:
-        rows = [
-            (
-                entry.key[:16] + ("…" if len(entry.key) > 16 else ""),
-                f"[{entry.begin}, {entry.end})" if entry.kind else "-",
-                entry.kind or "-",
-                bytes_text(entry.nbytes),
-                age_text(entry.age),
-                entry.problem or entry.note,
-            )
-            for entry in self.entries
-        ]
-        styles = ["tier:none" if entry.problem else "tier:store" for entry in self.entries]
-        head = ("key", "positions", "kind", "bytes", "last used", "")
-        return tabled(head, rows, styles, self.total - len(rows))
+__all__ = ["is_store", "look_at_page", "look_at_store", "page_meta"]
 
 
 # Stores.
 
 _BLOCK = 1 << 19
 """Bytes that are read and digested at a time."""
-_NOT_CHECKED = "digest not checked without the key"
 
 
 def is_store(path: Path) -> bool:
@@ -209,7 +105,7 @@ def _entry(pages: Path, key: str, size: int | None, age: float) -> EntryView:
     except (OSError, ValueError, SnapshotCorrupt) as error:
         return EntryView(name, size, age, problem=printable(str(error)))
     kind = printable(str(page.meta["snapshot"].get("kind", "?")))
-    return EntryView(name, size, age, begin, end, kind, note="" if checked else _NOT_CHECKED)
+    return EntryView(name, size, age, begin, end, kind, note="" if checked else NOT_CHECKED)
 
 
 def _check_entry(data: Path) -> bool:

@@ -5,8 +5,17 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator
 
-from kvcache.views.disk import PagePicture, StorePicture
-from kvcache.views.models import CachePicture, CellMap, EncoderView, Part, Picture, PrefixPicture, StatesView
+from kvcache.views.data import (
+    CacheData,
+    CellMap,
+    EncoderView,
+    PageData,
+    Part,
+    PictureData,
+    PrefixData,
+    StatesView,
+    StoreData,
+)
 from kvcache.views.summaries import (
     LISTED,
     Table,
@@ -33,7 +42,7 @@ _STYLE = (
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def page(picture: Picture, title: str = "") -> str:
+def page(picture: PictureData, title: str = "") -> str:
     """A whole document. What tokens, keys or paths say is escaped, and nothing may be loaded or run."""
     name = html.escape(title or _title(picture))
     head = (
@@ -45,30 +54,30 @@ def page(picture: Picture, title: str = "") -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
 
 
-def fragment(picture: Picture) -> str:
+def fragment(picture: PictureData) -> str:
     """The drawing and its tables, for a page or a notebook."""
     tables = "\n".join(_table(caption, table) for caption, table in _tables(picture) if table.rows)
     return f"{document(picture)}{tables}\n"
 
 
-def _title(picture: Picture) -> str:
-    if isinstance(picture, PrefixPicture):
+def _title(picture: PictureData) -> str:
+    if isinstance(picture, PrefixData):
         return "Prefix cache"
-    if isinstance(picture, StorePicture | PagePicture):
+    if isinstance(picture, StoreData | PageData):
         return picture.name
     return str(getattr(picture, "name", "Cache"))
 
 
-def _tables(picture: Picture) -> Iterator[tuple[str, Table]]:
-    if isinstance(picture, PrefixPicture):
+def _tables(picture: PictureData) -> Iterator[tuple[str, Table]]:
+    if isinstance(picture, PrefixData):
         yield "Tiers", tabled(("tier",), [(tier_text(tier),) for tier in picture.tiers], [""] * LISTED)
         yield "Open sessions", session_table(picture)
         yield "Nodes", _nodes(picture)
         yield from _tables(picture.cache)
-    elif isinstance(picture, CachePicture):
+    elif isinstance(picture, CacheData):
         for part in picture.parts:
             yield from _part(part)
-    elif isinstance(picture, PagePicture) and picture.facts:
+    elif isinstance(picture, PageData) and picture.facts:
         yield "Meta", tabled(("name", "value"), list(picture.facts), [""] * LISTED)
 
 
@@ -81,7 +90,7 @@ def _part(part: Part) -> Iterator[tuple[str, Table]]:
         yield part.name, encoder_table(part)
 
 
-def _nodes(picture: PrefixPicture) -> Table:
+def _nodes(picture: PrefixData) -> Table:
     """Every node with all that is known of it, in the order of the drawing."""
     rows = [
         (" ".join([*("·" * node.depth)]) + f" {node.text}", "+".join(node.tiers), ", ".join(node_facts(node)))

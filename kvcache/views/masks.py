@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.read_plan import plan_read
 from kvcache.cache import NotSupportedError, OrderError
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.recurrent import RecurrentCache
 from kvcache.caches.wrapper import WrapperCache
-from kvcache.views.models import MaskPicture
+from kvcache.views.caches import check_bound
+from kvcache.views.pictures import MaskPicture
 
 __all__ = ["look_at_mask"]
 
@@ -23,7 +25,10 @@ def look_at_mask(cache: Any) -> MaskPicture:
     Raises OrderError where no pass is under way, NotSupportedError for a cache with no cells.
     """
     cache = _with_cells(cache)
-    forward = cache._started("render")
+    check_bound(cache)
+    forward = cache.pass_under_way()
+    if not isinstance(forward, ForwardPass):
+        raise OrderError("render: no pass is under way; call start_forward first")
     if forward.reserve:
         raise OrderError("render: the pass under way reserves memory and stores nothing; it has no mask yet")
     reading = plan_read(forward.table, forward.groups, forward.config.cache_padding)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvcache.views.caches import look
-from kvcache.views.models import CachePicture, CellMap
+from kvcache.views.caches import render_cache
+from kvcache.views.data import CacheData, CellMap
 
 __all__ = ["Filled", "Occupancy", "Sample"]
 
@@ -54,7 +54,7 @@ class Occupancy:
         if self._began is None:
             self._began = now
         tiers = {} if self._prefix is None else dict(self._prefix.nbytes)
-        found = Sample(now - self._began, _filled(look(self._cache)), tiers)
+        found = Sample(now - self._began, _filled(render_cache(self._cache)), tiers)
         self.samples.append(found)
         return found
 
@@ -63,7 +63,7 @@ class Occupancy:
         return [asdict(sample) for sample in self.samples]
 
 
-def _filled(picture: CachePicture) -> tuple[Filled, ...]:
+def _filled(picture: CacheData) -> tuple[Filled, ...]:
     return tuple(_counts(cells) for cells in picture.maps)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from kvcache.cache import InvalidRangeError, NotSupportedError
 from kvcache.views import binning
 from kvcache.views.colors import FREE, KEPT, SHARED, sequence_color, tier_color
-from kvcache.views.models import CachePicture, CellMap, MaskPicture
+from kvcache.views.data import CacheData, CellMap, MaskData
 from kvcache.views.occupancy import Sample
 
 __all__ = ["cells", "mask", "occupancy", "tiers"]
@@ -22,7 +22,7 @@ __all__ = ["cells", "mask", "occupancy", "tiers"]
 _PER_LINE = 128
 
 
-def cells(picture: CachePicture | CellMap, axes: Any = None) -> Any:
+def cells(picture: CacheData | CellMap, axes: Any = None) -> Any:
     """The map of cells, 128 to a line; of a picture of several maps the first."""
     found = picture if isinstance(picture, CellMap) else _first_map(picture)
     binned = binning.binned(found, _PER_LINE * 64)
@@ -39,7 +39,7 @@ def cells(picture: CachePicture | CellMap, axes: Any = None) -> Any:
     return axes
 
 
-def mask(picture: MaskPicture, axes: Any = None) -> Any:
+def mask(picture: MaskData, axes: Any = None) -> Any:
     """Who sees what: a row for each token of the batch, in its sequence's colour; columns are cells."""
     part, down, _ = binning.thinned(picture.seen, 1024, 2048)
     owners = [picture.queries[i * down][0] for i in range(part.shape[0])]
@@ -89,7 +89,7 @@ def tiers(samples: Sequence[Sample], axes: Any = None) -> Any:
     return axes
 
 
-def _first_map(picture: CachePicture) -> CellMap:
+def _first_map(picture: CacheData) -> CellMap:
     if not picture.maps:
         raise NotSupportedError(f"cells: {picture.name} has no cells")
     return picture.maps[0]

@@ -1,4 +1,4 @@
-"""Looking at a PrefixCache: its tree, tiers and sessions. No order of use changes, nothing is copied out."""
+"""A picture of a PrefixCache: tree, tiers and sessions. No order of use changes, nothing is copied out."""
 
 from __future__ import annotations
 
@@ -6,32 +6,28 @@ import bisect
 import heapq
 import itertools
 import time
-from typing import TYPE_CHECKING
 
-from kvcache.cache import InvalidRangeError
+from kvcache.cache import ClosedError, InvalidRangeError
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
 from kvcache.prefix.radix_tree import Node
-from kvcache.views.caches import look
-from kvcache.views.models import NodeView, PrefixPicture, SessionView, TierView
+from kvcache.prefix.session import Session
+from kvcache.views.caches import render_cache
+from kvcache.views.data import NodeView, SessionView, TierView
+from kvcache.views.pictures import PrefixPicture
 from kvcache.views.words import HEAD, Decode, preview, printable
 
-if TYPE_CHECKING:
-    from kvcache.prefix.prefix_cache import PrefixCache, Session
-
-__all__ = ["look_at_prefix"]
+__all__ = ["render_prefix"]
 
 HeldNode = Node[TreeEntry]
 
 
-def look_at_prefix(prefix: PrefixCache, decode: Decode | None = None, nodes: int = 200) -> PrefixPicture:
-    """A picture of a PrefixCache with at most ``nodes`` nodes of its radix tree, the last used first of all.
-
-    ``decode`` (``Tokenizer.decode``, say) gives the text of token ids; None shows the ids. Raises
-    ClosedError when the PrefixCache is closed, InvalidRangeError for nodes < 0.
-    """
-    prefix._check("render")
+def render_prefix(prefix: PrefixCache, decode: Decode | None, nodes: int) -> PrefixPicture:
+    """As ``render``."""
+    if prefix.closed:
+        raise ClosedError("render: the PrefixCache is closed")
     if nodes < 0:
-        raise InvalidRangeError(f"render: nodes={nodes}; it is >= 0")
+        raise InvalidRangeError(f"render: nodes={nodes}; it must be >= 0")
     tree = prefix.tree
     chosen, sizes, uses = _choose(tree.radix_tree.root, nodes)
     return PrefixPicture(
@@ -43,7 +39,7 @@ def look_at_prefix(prefix: PrefixCache, decode: Decode | None = None, nodes: int
         tokens=prefix.stats.tokens,
         reused=prefix.stats.reused,
         evicted=tree.evicted,
-        cache=look(prefix.cache),
+        cache=render_cache(prefix.cache),
     )
 
 
@@ -90,8 +86,7 @@ class _Look:
     ) -> None:
         self.tree, self.chosen, self.sizes, self.uses, self.decode = tree, chosen, sizes, uses, decode
         self.now = time.monotonic()
-        # What ``tree.device.first()`` gives, without tidying the ledger's queue.
-        self.first = min(tree.device, key=tree.device._priority, default=None)
+        self.first = tree.device.peek()
 
     def views(self) -> list[NodeView]:
         """Parents before children, siblings in the order in which they were made."""
@@ -159,8 +154,6 @@ def _tiers(prefix: PrefixCache) -> list[TierView]:
 
 
 def _session(prefix: PrefixCache, session: Session, decode: Decode | None) -> SessionView:
-    tokens = session._tokens
-    size = int(tokens.size) + len(session._more)
-    head = [*prefix.alphabet.decode(tokens[:HEAD]), *session._more[: max(0, HEAD - int(tokens.size))]]
-    evaluated = prefix.cache.offset(session.seq)
-    return SessionView(session.seq, size, session.cached, evaluated, preview(head, decode))
+    tokens, evaluated = session.tokens, prefix.cache.offset(session.seq)
+    text = preview(tokens[:HEAD], decode)
+    return SessionView(session.seq, len(tokens), session.cached, evaluated, text)

@@ -5,24 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvcache.views.models import (
+from kvcache.views.data import (
     CellMap,
     EncoderView,
-    MaskPicture,
+    MaskData,
     NodeView,
-    PrefixPicture,
+    PageData,
+    PrefixData,
     StatesView,
+    StoreData,
     TierView,
 )
 from kvcache.views.words import age_text, bytes_text, counted
 
 __all__ = [
-    "Table", "cells_line", "encoder_table", "mask_line", "node_facts", "prefix_line", "sequence_table",
-    "session_table", "states_table", "tabled", "tier_text",
+    "NOT_CHECKED", "Table", "cells_line", "encoder_table", "mask_line", "node_facts", "page_line",
+    "page_table", "prefix_line", "sequence_table", "session_table", "states_table", "store_line",
+    "store_table", "tabled", "tier_text",
 ]  # fmt: skip
 
 LISTED = 64
 """Rows of a table; what is left out is counted."""
+NOT_CHECKED = "digest not checked without the key"
+"""The note of an entry whose digest is keyed by a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ def encoder_table(view: EncoderView) -> Table:
     return tabled(head, rows, [f"seq{row.sequences[0]}" for row in view.rows])
 
 
-def session_table(picture: PrefixPicture) -> Table:
+def session_table(picture: PrefixData) -> Table:
     rows = [
         (f"{view.seq}", f"{view.tokens:,}", f"{view.evaluated:,}", f"{view.cached:,}", view.text)
         for view in picture.sessions
@@ -120,7 +125,7 @@ def tabled(
     return Table(picked[0], tuple(picked[1:]), tuple(colors[:LISTED]), more + len(rows) - len(shown))
 
 
-def prefix_line(picture: PrefixPicture) -> str:
+def prefix_line(picture: PrefixData) -> str:
     parts = [counted(picture.total, "node")]
     if picture.tokens:
         share = f"{100 * picture.reused / picture.tokens:.0f} %"
@@ -160,9 +165,49 @@ def node_facts(node: NodeView, ages: bool = True, span: bool = True) -> Iterator
         yield "leaves first"
 
 
-def mask_line(picture: MaskPicture) -> str:
+def mask_line(picture: MaskData) -> str:
     tokens, history = picture.seen.shape
     seen = int(picture.seen.sum())
     return (
         f"{counted(tokens, 'token')} over {counted(history, 'cell')}, {seen:,} of {tokens * history:,} pairs"
     )
+
+
+def page_line(picture: PageData) -> str:
+    tokens = "" if picture.tokens is None else f", {counted(picture.tokens, 'token')}"
+    return f"positions [{picture.begin}, {picture.end}){tokens}, {bytes_text(picture.nbytes)}"
+
+
+def page_table(picture: PageData) -> Table:
+    rows = [
+        (part.kind, f"{part.tokens:,}", f"{part.layers}", part.dtype, bytes_text(part.nbytes))
+        for part in picture.parts
+    ]
+    return tabled(("kind", "positions", "layers", "dtype", "bytes"), rows, ["title"] * len(rows))
+
+
+def store_line(picture: StoreData) -> str:
+    limit = "" if picture.budget is None else f" of {bytes_text(picture.budget)}"
+    writing = f", {counted(picture.writing, 'temporary file')}" if picture.writing else ""
+    count = sum(bool(entry.problem) for entry in picture.entries)
+    broken = f", {count} broken" if count else ""
+    unchecked = sum(bool(entry.note) for entry in picture.entries)
+    note = f"; {NOT_CHECKED}: {counted(unchecked, 'entry')}" if unchecked else ""
+    return f"{counted(picture.total, 'entry')}, {bytes_text(picture.nbytes)}{limit}{broken}{writing}{note}"
+
+
+def store_table(picture: StoreData) -> Table:
+    rows = [
+        (
+            entry.key[:16] + ("…" if len(entry.key) > 16 else ""),
+            f"[{entry.begin}, {entry.end})" if entry.kind else "-",
+            entry.kind or "-",
+            bytes_text(entry.nbytes),
+            age_text(entry.age),
+            entry.problem or entry.note,
+        )
+        for entry in picture.entries
+    ]
+    styles = ["tier:none" if entry.problem else "tier:store" for entry in picture.entries]
+    head = ("key", "positions", "kind", "bytes", "last used", "")
+    return tabled(head, rows, styles, picture.total - len(rows))

@@ -8,18 +8,19 @@ from collections.abc import Iterator
 from kvcache.views import binning
 from kvcache.views.canvas import WIDTH, Canvas, fitted
 from kvcache.views.colors import KEPT, SHARED, sequence_color, tier_color
-from kvcache.views.disk import PagePicture, StorePicture
-from kvcache.views.models import (
-    CachePicture,
+from kvcache.views.data import (
+    CacheData,
     CellMap,
     CellRun,
     EncoderView,
-    MaskPicture,
+    MaskData,
     NodeView,
+    PageData,
     Part,
-    Picture,
-    PrefixPicture,
+    PictureData,
+    PrefixData,
     StatesView,
+    StoreData,
     TierView,
 )
 from kvcache.views.summaries import (
@@ -28,8 +29,12 @@ from kvcache.views.summaries import (
     encoder_table,
     mask_line,
     node_facts,
+    page_line,
+    page_table,
     prefix_line,
     states_table,
+    store_line,
+    store_table,
     tier_text,
 )
 from kvcache.views.words import bytes_text, counted
@@ -47,26 +52,29 @@ _NAMED = 8
 """Sequences in a legend."""
 
 
-def document(picture: Picture) -> str:
+def document(picture: PictureData) -> str:
     """The SVG of any picture."""
-    canvas = Canvas(_mask_width(picture) if isinstance(picture, MaskPicture) else WIDTH)
-    if isinstance(picture, PrefixPicture):
-        draw_trie(canvas, picture)
+    canvas = Canvas(_mask_width(picture) if isinstance(picture, MaskData) else WIDTH)
+    if isinstance(picture, PrefixData):
+        draw_prefix_tree(canvas, picture)
         draw_cache(canvas, picture.cache)
-    elif isinstance(picture, CachePicture):
+    elif isinstance(picture, CacheData):
         draw_cache(canvas, picture)
-    elif isinstance(picture, MaskPicture):
+    elif isinstance(picture, MaskData):
         draw_mask(canvas, picture)
-    elif isinstance(picture, StorePicture | PagePicture):
-        canvas.title(fitted(picture.name, WIDTH - 16), picture.summary())
-        _rows(canvas, picture.table())
+    elif isinstance(picture, StoreData):
+        canvas.title(fitted(picture.name, WIDTH - 16), store_line(picture))
+        _rows(canvas, store_table(picture))
+    elif isinstance(picture, PageData):
+        canvas.title(fitted(picture.name, WIDTH - 16), page_line(picture))
+        _rows(canvas, page_table(picture))
     return canvas.document()
 
 
 # Cells.
 
 
-def draw_cache(canvas: Canvas, picture: CachePicture) -> None:
+def draw_cache(canvas: Canvas, picture: CacheData) -> None:
     for part in picture.parts:
         _part(canvas, part)
 
@@ -197,7 +205,7 @@ _DEEPEST = 14
 """Depths beyond are drawn at this one."""
 
 
-def draw_trie(canvas: Canvas, picture: PrefixPicture) -> None:
+def draw_prefix_tree(canvas: Canvas, picture: PrefixData) -> None:
     """A row for each node: how its edge begins, and where it lies among positions."""
     canvas.title("Prefix tree", prefix_line(picture))
     for tier in picture.tiers:
@@ -277,12 +285,12 @@ _MASK_LEAST = 330.0
 """Pixels that the heading of a small mask needs."""
 
 
-def _mask_width(picture: MaskPicture) -> float:
+def _mask_width(picture: MaskData) -> float:
     columns = min(_MASK_COLUMNS, int(picture.seen.shape[1]))
     return min(WIDTH, max(_MASK_LEAST, _LEFT + 8 + columns * _MASK_STEP))
 
 
-def draw_mask(canvas: Canvas, picture: MaskPicture) -> None:
+def draw_mask(canvas: Canvas, picture: MaskData) -> None:
     canvas.title(f"Mask of {picture.name}", mask_line(picture))
     part, down, across = binning.thinned(picture.seen, _MASK_ROWS, _MASK_COLUMNS)
     rows, columns = part.shape

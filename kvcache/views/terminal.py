@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvcache.cache import ClosedError
 from kvcache.views.colors import rich_style
-from kvcache.views.models import Picture
+from kvcache.views.data import PictureData
 from kvcache.views.text import draw
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ __all__ = ["Beneath", "Watched", "renderable"]
 class _Drawn:
     """A picture at the width that the console has for it."""
 
-    def __init__(self, picture: Picture) -> None:
+    def __init__(self, picture: PictureData) -> None:
         self._picture = picture
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
@@ -35,19 +35,19 @@ class _Drawn:
             yield text
 
 
-def renderable(picture: Picture) -> RenderableType:
+def renderable(picture: PictureData) -> RenderableType:
     return _Drawn(picture)
 
 
 class Watched:
-    """Draws anew whenever it is shown: ``Live(Watched(prefix.render))`` follows a PrefixCache.
+    """Draws anew whenever it is shown: ``Live(Watched(lambda: render(prefix)))`` follows a PrefixCache.
 
     ``take`` gives the picture of the moment. Once the cache is closed, the last one stays. Draw where the
     cache is used, between its calls: a look from another thread may find it in the middle of a change
     (``Live(..., auto_refresh=False)`` and ``refresh()`` see to that).
     """
 
-    def __init__(self, take: Callable[[], Picture]) -> None:
+    def __init__(self, take: Callable[[], PictureData]) -> None:
         self._take = take
         self._last = take()
 
@@ -63,7 +63,7 @@ class Beneath:
     Whole lines are printed above the live part, so that a long text scrolls as any other output does.
     """
 
-    def __init__(self, take: Callable[[], Picture], console: Console) -> None:
+    def __init__(self, take: Callable[[], PictureData], console: Console) -> None:
         self._console = console
         self._watched = Watched(take)
         self._line = ""

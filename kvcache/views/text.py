@@ -11,17 +11,18 @@ from dataclasses import dataclass
 
 from kvcache.views import binning
 from kvcache.views.colors import sgr
-from kvcache.views.disk import PagePicture, StorePicture
-from kvcache.views.models import (
-    CachePicture,
+from kvcache.views.data import (
+    CacheData,
     CellMap,
     EncoderView,
-    MaskPicture,
+    MaskData,
     OtherView,
+    PageData,
     Part,
-    Picture,
-    PrefixPicture,
+    PictureData,
+    PrefixData,
     StatesView,
+    StoreData,
 )
 from kvcache.views.summaries import (
     Table,
@@ -29,10 +30,14 @@ from kvcache.views.summaries import (
     encoder_table,
     mask_line,
     node_facts,
+    page_line,
+    page_table,
     prefix_line,
     sequence_table,
     session_table,
     states_table,
+    store_line,
+    store_table,
     tier_text,
 )
 from kvcache.views.words import bytes_text, counted
@@ -52,30 +57,36 @@ _LEAST = 8
 """Columns that a column of words keeps, however narrow the terminal is."""
 
 
-def draw(picture: Picture, width: int = 80) -> list[Line]:
+def draw(picture: PictureData, width: int = 80) -> list[Line]:
     """Any picture as lines; those that are longer than ``width`` (>= 24) are cut."""
     return [_cut(line, width) for line in _lines(picture, max(24, width))]
 
 
-def _lines(picture: Picture, width: int) -> Iterator[Line]:
-    if isinstance(picture, PrefixPicture):
+def _lines(picture: PictureData, width: int) -> Iterator[Line]:
+    if isinstance(picture, PrefixData):
         yield from _prefix(picture, width)
-    elif isinstance(picture, CachePicture):
+    elif isinstance(picture, CacheData):
         yield from _cache(picture, width)
-    elif isinstance(picture, MaskPicture):
+    elif isinstance(picture, MaskData):
         yield from _mask(picture, width)
-    elif isinstance(picture, StorePicture | PagePicture):
-        yield [(picture.name, "title")]
-        yield from _wrapped(picture.summary(), 2, width, "")
-        yield from _table(picture.table(), width)
-        for name, value in picture.facts if isinstance(picture, PagePicture) else ():
+    elif isinstance(picture, StoreData):
+        yield from _on_disk(picture.name, store_line(picture), store_table(picture), width)
+    elif isinstance(picture, PageData):
+        yield from _on_disk(picture.name, page_line(picture), page_table(picture), width)
+        for name, value in picture.facts:
             yield [(f"  {name}  ", "dim"), (value, "")]
+
+
+def _on_disk(name: str, line: str, table: Table, width: int) -> Iterator[Line]:
+    yield [(name, "title")]
+    yield from _wrapped(line, 2, width, "")
+    yield from _table(table, width)
 
 
 # A cache.
 
 
-def _cache(picture: CachePicture, width: int) -> Iterator[Line]:
+def _cache(picture: CacheData, width: int) -> Iterator[Line]:
     if len(picture.parts) > 1:
         yield [(picture.name, "title"), (f"  {bytes_text(picture.nbytes)} in {len(picture.parts)} parts", "")]
         yield []
@@ -148,7 +159,7 @@ def _legend(cells: CellMap, size: int) -> str:
 # A PrefixCache.
 
 
-def _prefix(picture: PrefixPicture, width: int) -> Iterator[Line]:
+def _prefix(picture: PrefixData, width: int) -> Iterator[Line]:
     yield from _titled("prefix tree", prefix_line(picture), width)
     for tier in picture.tiers:
         yield [("  ", ""), (tier_text(tier), f"tier:{tier.name}")]
@@ -171,7 +182,7 @@ class _Step:
     hidden: int = 0
 
 
-def _tree(picture: PrefixPicture, width: int) -> Iterator[Line]:
+def _tree(picture: PrefixData, width: int) -> Iterator[Line]:
     """Depth-first, without recursion: conversations nest deep."""
     children = picture.children()
 
@@ -203,7 +214,7 @@ def _tree(picture: PrefixPicture, width: int) -> Iterator[Line]:
 # A mask.
 
 
-def _mask(picture: MaskPicture, width: int) -> Iterator[Line]:
+def _mask(picture: MaskData, width: int) -> Iterator[Line]:
     yield [(f"mask of {picture.name}", "title"), (f"  {mask_line(picture)}", "")]
     labels = [f"{seq}:{position}" for seq, position in picture.queries]
     margin = max([len(label) for label in labels], default=0) + 1

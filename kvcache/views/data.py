@@ -1,87 +1,33 @@
-"""Pictures as plain data: what a cache or a PrefixCache held at one moment.
+"""What pictures hold, as plain data: a cache, a prefix cache, a mask, a store or a page at one moment.
 
-A picture holds no tensor and no reference to the cache: it may be kept, compared, sent as JSON. Everything
-that draws (text, terminal, SVG, HTML, plots) works on these alone.
+No tensor and no reference to what was looked at: it may be kept, compared, sent as JSON. Everything that
+draws (text, terminal, SVG, HTML, plots) works on this alone; ``pictures.py`` has the classes that users hold.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from kvcache.cache import InvalidRangeError
-
 __all__ = [
-    "CachePicture", "CellMap", "CellRun", "EncoderEntry", "EncoderView", "Kind", "MaskPicture", "NodeView",
-    "OtherView", "Part", "Picture", "PrefixPicture", "SequenceView", "SessionView", "StateView", "StatesView",
-    "TierView",
+    "CacheData", "CellMap", "CellRun", "EncoderEntry", "EncoderView", "EntryView", "Kind", "MaskData",
+    "NodeView", "OtherView", "PageData", "PagePart", "Part", "PictureData", "PrefixData", "SequenceView",
+    "SessionView", "StateView", "StatesView", "StoreData", "TierView",
 ]  # fmt: skip
 
 Kind = Literal["free", "kept", "shared", "own"]
 
 
-class Picture:
-    """What all pictures can do. ``print(picture)`` draws it as text, a notebook as HTML, rich in colours."""
-
-    def text(self, width: int = 80) -> str:
-        """Plain text of at most ``width`` columns, with no escape codes."""
-        from kvcache.views.text import draw, plain
-
-        return plain(draw(self, width))
-
-    def ansi(self, width: int = 80) -> str:
-        """The same with colours, for a terminal."""
-        from kvcache.views.text import ansi, draw
-
-        return ansi(draw(self, width))
-
-    def svg(self) -> str:
-        """The drawing alone, as an SVG document."""
-        from kvcache.views.svg import document
-
-        return document(self)
-
-    def html(self, title: str = "") -> str:
-        """A page that needs nothing but itself: drawings as inline SVG, tables, no script."""
-        from kvcache.views.html import page
-
-        return page(self, title)
+class PictureData:
+    """What every picture holds; the base that drawings take."""
 
     def record(self) -> dict[str, Any]:
         """All of it as dicts, lists, numbers and strings."""
         return {"picture": type(self).__name__, **_fields(self)}
-
-    def json(self) -> str:
-        return json.dumps(self.record(), ensure_ascii=False)
-
-    def save(self, path: str | Path) -> Path:
-        """Write it as the ending of ``path`` says: .html, .svg, .json, .txt; InvalidRangeError for others."""
-        path = Path(path)
-        makers = {".html": self.html, ".svg": self.svg, ".json": self.json, ".txt": self.text}
-        maker = makers.get(path.suffix.lower())
-        if maker is None:
-            raise InvalidRangeError(f"save: {path}; a picture ends in {', '.join(makers)}")
-        path.write_text(maker(), encoding="utf-8")
-        return path
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def __rich__(self) -> Any:
-        from kvcache.views.terminal import renderable
-
-        return renderable(self)
-
-    def _repr_html_(self) -> str:
-        from kvcache.views.html import fragment
-
-        return fragment(self)
 
 
 # The cells of a cache.
@@ -225,7 +171,7 @@ Part = CellMap | StatesView | EncoderView | OtherView
 
 
 @dataclass(frozen=True)
-class CachePicture(Picture):
+class CacheData(PictureData):
     """A cache: one part for each table of cells, set of states, or encoder's outputs in it."""
 
     name: str
@@ -245,7 +191,7 @@ class NodeView:
     """A node of the radix tree: the edge ``[begin, end)``, and what is kept of it."""
 
     parent: int | None
-    """Index of its parent in ``PrefixPicture.nodes``; None below the root."""
+    """Index of its parent in ``PrefixData.nodes``; None below the root."""
     depth: int
     begin: int
     end: int
@@ -299,7 +245,7 @@ class TierView:
 
 
 @dataclass(frozen=True)
-class PrefixPicture(Picture):
+class PrefixData(PictureData):
     """A PrefixCache: its tree (the most recently used nodes, parents before children), tiers and sessions."""
 
     nodes: tuple[NodeView, ...]
@@ -314,7 +260,7 @@ class PrefixPicture(Picture):
     reused: int
     """How many of them were found."""
     evicted: int
-    cache: CachePicture
+    cache: CacheData
 
     def children(self) -> dict[int | None, list[int]]:
         """Indices of the shown nodes right below each one; None: below the root."""
@@ -328,7 +274,7 @@ class PrefixPicture(Picture):
 
 
 @dataclass(frozen=True, eq=False)
-class MaskPicture(Picture):
+class MaskData(PictureData):
     """Who sees what in one pass: ``seen[i, j]``, whether token i of the batch attends to cell j."""
 
     name: str
@@ -338,6 +284,66 @@ class MaskPicture(Picture):
     """(sequence, position) of each row."""
     cells: np.ndarray
     """The cell of each column."""
+
+
+# What lies on disk.
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """One cache's share of a page: K and V of ``tokens`` positions in ``layers`` layers, or states."""
+
+    kind: str
+    tokens: int
+    layers: int
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class PageData(PictureData):
+    """A snapshot in a file, in the layout of ``kvcache.stores.SerializedSnapshot``."""
+
+    name: str
+    nbytes: int
+    begin: int
+    end: int
+    parts: tuple[PagePart, ...]
+    tokens: int | None
+    """How many token ids the file holds too; None: none."""
+    facts: tuple[tuple[str, str], ...]
+    """How its tokens begin, and what else its meta says."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryView:
+    """An entry of a store; ``problem`` says why it cannot be read, "" where it can.
+
+    ``note`` says what was not looked at, "" where all was.
+    """
+
+    key: str
+    nbytes: int
+    age: float
+    """Seconds since it was last used."""
+    begin: int = 0
+    end: int = 0
+    kind: str = ""
+    problem: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class StoreData(PictureData):
+    """The folder of a FileStore: the entries that were used last, and totals of all."""
+
+    name: str
+    total: int
+    nbytes: int
+    budget: int | None
+    entries: tuple[EntryView, ...]
+    writing: int
+    """Temporary files: of writers at work, or of ones that died."""
 
 
 def _fields(view: Any) -> dict[str, Any]:

@@ -1,0 +1,112 @@
+"""What leaves the device when a tier is over its budget, or when the cache needs cells."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from kvcache.cache import SequenceLostError
+from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
+from kvcache.prefix.radix_tree import Node
+
+__all__ = ["Evictor"]
+
+BLOCK = 16
+"""Tokens: no fewer are evicted at a time of an edge that has more."""
+
+
+class Evictor:
+    """Pages out the least recently used snapshots of a tree, of an edge no more than has to go."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
+        size = tree.keys.chunk
+        self.grain = BLOCK if tree.host is None and tree.store is None else -(-BLOCK // size) * size
+        """Edges are parted at multiples of so many tokens when their end is evicted."""
+
+    @contextlib.contextmanager
+    def within_budgets(self) -> Iterator[None]:
+        """Whatever becomes of the block, every tier is within its budget after it."""
+        try:
+            yield
+        finally:
+            self.enforce()
+
+    def enforce(self) -> None:
+        """Bring every tier within its budget."""
+        while (excess := self._tree.device.excess) and (node := self._tree.device.first()) is not None:
+            self._tree.page_out(self._end_of(node, _tokens(node, excess)))
+        self._tree.shrink_host()
+
+    def evict(self, nbytes: int | None = None) -> int:
+        """Page out the device's least recently used snapshots, ``nbytes`` of them or all; how many."""
+        device, count = self._tree.device, 0
+        goal = 0 if nbytes is None else max(0, device.nbytes - nbytes)
+        while (device.nbytes > goal or nbytes is None) and (node := device.first()) is not None:
+            self._tree.page_out(node if not goal else self._end_of(node, _tokens(node, device.nbytes - goal)))
+            count += 1
+        if self._tree.worker is not None:
+            self._tree.worker.drain()
+        return count
+
+    def relieve(self, missing: int) -> bool:
+        """The cache needs cells: page out what was least recently used of all that would free some."""
+        self._tree.tick()
+        while (node := self._next_freeing()) is not None:
+            end = self._end_of(node, missing)
+            frees = _frees(end)
+            self._tree.page_out(end)
+            if frees:
+                return True
+        with contextlib.closing(self._tree.device.in_order()) as nodes:
+            shared = next(filter(_holds_cells, nodes), None)
+        if shared is not None:  # with other snapshots: all of them have to go
+            self._tree.page_out(shared)
+        return shared is not None
+
+    def _next_freeing(self) -> Node[TreeEntry] | None:
+        """The least recently used snapshot that alone holds a cell.
+
+        Those before it that hold none alone are in use, by open sessions: they go later than all that are
+        not. Those that were copied out of the cache go now: they are memory beside it, and as old.
+        """
+        passed: list[Node[TreeEntry]] = []
+        found: Node[TreeEntry] | None = None
+        with contextlib.closing(self._tree.device.in_order()) as nodes:
+            for node in nodes:
+                if _frees(node):
+                    found = node
+                    break
+                passed.append(node)
+        for node in passed:
+            if _holds_cells(node):
+                self._tree.use(node)
+            else:
+                self._tree.page_out(node)
+        return found
+
+    def _end_of(self, node: Node[TreeEntry], tokens: int) -> Node[TreeEntry]:
+        """The last ``tokens`` of an edge, and up to ``grain`` more; all of it where that is no less work."""
+        held = node.data
+        assert held is not None
+        at = node.end - tokens
+        at -= at % self.grain
+        kept_below = held.host is not None or held.leaving is not None
+        if self._tree.divisible and node.begin < at and not kept_below and _holds_cells(node):
+            with contextlib.suppress(SequenceLostError):  # a device failure took it, and all of it goes
+                self._tree.split(node, at)
+        return node
+
+
+def _holds_cells(node: Node[TreeEntry]) -> bool:
+    return node.data is not None and node.data.snapshot is not None and node.data.snapshot.holds_cells
+
+
+def _frees(node: Node[TreeEntry]) -> bool:
+    return node.data is not None and node.data.snapshot is not None and node.data.snapshot.frees_cells
+
+
+def _tokens(node: Node[TreeEntry], nbytes: int) -> int:
+    """How many tokens of a node's snapshot take so many bytes, or more."""
+    size = 0 if node.data is None or node.data.snapshot is None else node.data.snapshot.nbytes
+    return -(-nbytes * (node.end - node.begin) // max(1, size))

@@ -1,0 +1,155 @@
+"""The open sessions of a PrefixCache: which sequence each has, and what is kept of it for others."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from kvcache.cache import CacheFullError, SequenceLostError
+from kvcache.prefix.evictor import Evictor
+from kvcache.prefix.matcher import PrefixMatcher, Source
+from kvcache.prefix.prefix_tree import PrefixTree
+from kvcache.prefix.session import PrefixStats, Session
+from kvcache.prefix.snapshot_points import pieces_of, positions_due
+from kvcache.prefix.store_lookup import StoreLookup
+
+__all__ = ["OpenSessions"]
+
+log = logging.getLogger("kvcache")
+
+
+class OpenSessions:
+    """Begins sessions in free sequences of the cache of ``tree``, rewinds and ends them.
+
+    ``interval`` is how far apart snapshots of content that is whole are taken in a prompt.
+    """
+
+    def __init__(
+        self, tree: PrefixTree, evictor: Evictor, lookup: StoreLookup, interval: int, stats: PrefixStats
+    ) -> None:
+        self.alphabet = tree.alphabet
+        self.sessions: dict[int, Session] = {}
+        """By sequence."""
+        self.free = list(range(tree.cache.max_sequences))
+        self.matcher = PrefixMatcher(tree, self.sessions, lookup)
+        self._cache, self._tree, self._evictor = tree.cache, tree, evictor
+        self._interval, self._stats = interval, stats
+
+    def begin(self, ids: np.ndarray) -> Session:
+        """A session over ``ids`` in a free sequence, which holds the longest prefix that can be had."""
+        seq = min(self.free)  # which depends on nothing but the ones that are in use
+        with self._evictor.within_budgets():
+            try:
+                cached = self.matcher.fill(seq, ids)
+                self._schedule(seq, ids, cached)
+                self.rolled_back(seq)
+            except BaseException:
+                self._cache.cancel_snapshots(seq)
+                self._cache.remove(seq, 0)
+                raise
+        self.free.remove(seq)
+        session = self.sessions[seq] = Session(self, seq, ids, cached)
+        self._stats.add(int(ids.size), self.matcher.origins)
+        return session
+
+    def offset(self, seq: int) -> int:
+        """How many tokens of a sequence are evaluated."""
+        return self._cache.offset(seq)
+
+    def next_snapshot(self, seq: int) -> int | None:
+        """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
+        found = getattr(self._cache, "next_snapshot", None)
+        return None if found is None else found(seq)
+
+    def _schedule(self, seq: int, ids: np.ndarray, cached: int) -> None:
+        """Snapshots of whole content: where prompts part, at intervals, before the last token."""
+        if self._tree.divisible:
+            return
+        others = (other.encoded() for other in self.sessions.values())
+        positions = positions_due(self._tree, ids, cached, self._interval, others)
+        if positions:
+            self._cache.schedule_snapshots(seq, positions)
+
+    def keep(self, session: Session) -> None:
+        """Let others start from the snapshots that were taken of an open session."""
+        seq, ids = session.seq, session.computed()
+        if self._tree.divisible:
+            return
+        self._note_skipped(seq)
+        pieces = [part for part in self._cache.take_snapshots(seq) if part.end <= ids.size]
+        if pieces:
+            session.kept = pieces[-1].end
+            with self._evictor.within_budgets():
+                self._tree.insert(seq, ids[: pieces[-1].end], pieces)
+
+    def _note_skipped(self, seq: int) -> None:
+        """Count what could not be taken, and say so the first time."""
+        skipped = self._cache.skipped_snapshots(seq)
+        if skipped and not self._stats.skipped:
+            log.warning(
+                "a batch of sequence %d ran past %s, where snapshots were due: a recurrent state is there at "
+                "the end of a batch only. Prompts that part at these positions go on from earlier ones; end "
+                "batches where session.chunks() and prefix.next_snapshot() say. prefix.stats.skipped counts "
+                "all such snapshots",
+                seq,
+                skipped,
+            )
+        self._stats.skipped += len(skipped)
+
+    def end(self, session: Session, keep: bool, upto: int | None) -> None:
+        """Free the sequence; with ``keep`` what it holds of the first ``upto`` tokens stays for others."""
+        seq = session.seq
+        with self._evictor.within_budgets():
+            try:
+                if keep:
+                    self._note_skipped(seq)
+                    ids = session.computed()[:upto]
+                    self._tree.insert(seq, ids, pieces_of(self._tree, seq, ids, session.kept))
+            except SequenceLostError:
+                pass  # there is nothing to keep
+            finally:
+                self._cache.cancel_snapshots(seq)
+                self._cache.remove(seq, 0)
+                del self.sessions[seq]
+                self.free.append(seq)
+        self._tree.settle()
+
+    def rewind(self, session: Session, ids: np.ndarray, trusted: int) -> int:
+        """Make the sequence hold ``ids``, or what it can go on from; returns where.
+
+        Up to ``trusted`` it holds them. A snapshot that reaches further than the cache itself is restored.
+        """
+        seq = session.seq
+        point = self._cache.resume_point(seq, min(trusted, self._cache.offset(seq)))
+        if not self._tree.divisible and point < ids.size:
+            self.keep(session)
+            length, nodes = self._tree.along(ids)
+            if length > point:
+                reached = self._restore_nearest(seq, ids, Source(length, nodes=nodes))
+                session.kept = reached
+                self.rolled_back(seq)
+                return reached
+        self._cache.remove(seq, point)
+        self.rolled_back(seq)
+        return point
+
+    def _restore_nearest(self, seq: int, ids: np.ndarray, source: Source) -> int:
+        """Restore along nodes; where one fails, along those that are left. Returns how far that went."""
+        self._cache.cancel_snapshots(seq)
+        with self._evictor.within_budgets():
+            try:
+                while not self.matcher.from_source(seq, ids, source):
+                    length, nodes = self._tree.along(ids)
+                    source = Source(length, nodes=nodes)
+            except CacheFullError:  # others hold the cells: there is nothing left to go on from
+                self._cache.remove(seq, 0)
+                source = Source()
+            self._tree.touch(ids[: source.length])
+            self._schedule(seq, ids, source.length)
+        return source.length
+
+    def rolled_back(self, seq: int) -> int | None:
+        """The lowest position that was taken out of the cache since the last call."""
+        found = getattr(self._cache, "rolled_back", None)
+        return None if found is None else found(seq)
