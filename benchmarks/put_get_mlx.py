@@ -43,7 +43,7 @@ class OursOnMlx(Decoding):
         self.held = [pair[:2] for pair in views]
         del views
         backend: Any = self.backend
-        backend.drain(backend.epoch)
+        backend.work.drain(backend.work.epoch)
 
 
 def _array(tensor: Any) -> Any:

@@ -101,7 +101,7 @@ def raw_sum(backend: Any, group: Any, tensor: Any) -> Callable[[], object]:
         return lambda: dist.all_reduce(array)
     import mlx.core as mx
 
-    native, stream = group._native, backend.stream
+    native, stream = group._native, backend.work.stream
     array = tensor.native
     return lambda: mx.eval(mx.distributed.all_sum(array, group=native, stream=stream))
 
@@ -112,7 +112,7 @@ def ours_sum(ctx: Any, group: Any, tensor: Any) -> Callable[[], object]:
         if ctx.backend.name == "mlx":
             import mlx.core as mx
 
-            mx.synchronize(ctx.backend.stream)
+            mx.synchronize(ctx.backend.work.stream)
 
     return call
 

@@ -17,10 +17,11 @@ from ml.nn import LinearScaling, RopeSpec, YarnScaling, apply_rope, generic_atte
 
 mx = pytest.importorskip("mlx.core")
 
-from backends.mlx import backend as backend_module  # noqa: E402
-from backends.mlx.backend import PENDING_RESULTS, MlxBackend, MlxContext  # noqa: E402
+from backends.mlx import work as work_module  # noqa: E402
+from backends.mlx.backend import MlxBackend, MlxContext  # noqa: E402
 from backends.mlx.regions import is_contiguous, region_of, row_region_of, runs_of  # noqa: E402
 from backends.mlx.tensor import MlxTensor  # noqa: E402
+from backends.mlx.work import PENDING_RESULTS  # noqa: E402
 
 FLOATS = {DType.F32: mx.float32, DType.F16: mx.float16, DType.BF16: mx.bfloat16}
 HEADS, CELLS, DIM = 4, 4096, 64
@@ -49,11 +50,11 @@ def cells_of(ctx: MlxContext, dtype: DType = DType.F32) -> Any:
 def taken(backend: MlxBackend, work: Callable[[], Any]) -> int:
     """Bytes that MLX held at the most during ``work``, beyond what it held before."""
     gc.collect()
-    mx.synchronize(backend.stream)
+    mx.synchronize(backend.work.stream)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     keep = work()
-    mx.synchronize(backend.stream)
+    mx.synchronize(backend.work.stream)
     peak: int = mx.get_peak_memory()
     del keep
     return max(0, peak - before)
@@ -108,7 +109,7 @@ def test_chained_writes_cost_no_copy_and_a_bounded_graph(backend: MlxBackend, ct
         for position in range(count):
             token.copy(ctx, cells.slice(ctx, 0, position, position + 1))
             held.append(cells.slice(ctx, 0, 0, position + 1))
-            assert len(backend._pending) <= PENDING_RESULTS
+            assert backend.work.pending <= PENDING_RESULTS
         cells.slice(ctx, 0, count, count + 1).to_numpy()
         return held
 
@@ -119,14 +120,14 @@ def test_chained_writes_cost_no_copy_and_a_bounded_graph(backend: MlxBackend, ct
 def test_much_written_data_is_not_left_waiting(
     backend: MlxBackend, ctx: MlxContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend_module, "PENDING_BYTES", 1000)
+    monkeypatch.setattr(work_module, "PENDING_BYTES", 1000)
     x = ctx.zeros((100,), DType.F32)
-    before = backend.epoch
+    before = backend.work.epoch
     ctx.zeros((100,), DType.F32).copy(ctx, x)
     ctx.zeros((100,), DType.F32).copy(ctx, x)
-    assert backend.epoch == before
+    assert backend.work.epoch == before
     ctx.zeros((100,), DType.F32).copy(ctx, x)
-    assert backend.epoch == before + 1
+    assert backend.work.epoch == before + 1
 
 
 def test_a_write_waits_for_readers_in_flight_instead_of_copying(backend: MlxBackend, ctx: MlxContext) -> None:
@@ -351,7 +352,7 @@ def test_a_late_error_surfaces_at_compute_and_at_to_numpy(
 
     x = ctx.full((3,), 1, DType.F32).exp(ctx)
     with monkeypatch.context() as patched:
-        patched.setattr(backend_module, "schedule", failing)
+        patched.setattr(work_module, "schedule", failing)
         with pytest.raises(ml.DeviceError, match="no memory"):
             ctx.compute(x)
         with pytest.raises(ml.DeviceError, match="no memory"):
@@ -363,14 +364,14 @@ def test_an_error_of_another_result_does_not_spoil_this_one(
     ctx: MlxContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     healthy, other = ctx.full((3,), 1, DType.F32), ctx.full((3,), 2, DType.F32)
-    real = backend_module.schedule
+    real = work_module.schedule
 
     def failing_together(*arrays: Any) -> None:
         if len(arrays) > 1:
             raise RuntimeError("one of them fails")
         real(*arrays)
 
-    monkeypatch.setattr(backend_module, "schedule", failing_together)
+    monkeypatch.setattr(work_module, "schedule", failing_together)
     assert healthy.to_numpy().tolist() == [1, 1, 1]
     assert other.to_numpy().tolist() == [2, 2, 2]
 
@@ -420,7 +421,7 @@ def test_memory_follows_tensors(backend: MlxBackend, ctx: MlxContext) -> None:
     del view
     gc.collect()
     assert backend.memory().allocated == 0
-    assert not backend.boxes
+    assert not backend.work.storages
 
 
 # Attention, rope, caches.
@@ -445,7 +446,7 @@ def reference(query: Any, key: Any, value: Any, mask: np.ndarray | None, scale: 
 def test_attention_matches_float64(
     backend: MlxBackend, ctx: MlxContext, dtype: DType, tokens: int, widens: bool
 ) -> None:
-    backend.widens = widens
+    backend.work.widens = widens
     random = np.random.default_rng(tokens)
     query = ctx.from_numpy(random.normal(size=(tokens, 8, 16)), dtype)
     buffers = [ctx.from_numpy(random.normal(size=(2, 40, 16)), dtype) for _ in range(2)]

@@ -27,4 +27,4 @@ class TestMlxAsLargeBoxes(AliasingTests, CopyTests, OrderTests, RowTests):
         monkeypatch.setattr("backends.mlx.storage.WAIT_BYTES", 0)
         monkeypatch.setattr("backends.mlx.tensor.WAIT_BYTES", 0)
         monkeypatch.setattr("backends.mlx.tensor.RUNS_LIMIT", 0)
-        monkeypatch.setattr("backends.mlx.backend.PENDING_RESULTS", 3)
+        monkeypatch.setattr("backends.mlx.work.PENDING_RESULTS", 3)

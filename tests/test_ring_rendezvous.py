@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import ml
-from backends.mlx.rendezvous import interrupted, meet
+from backends.mlx.rendezvous import interrupted, rendezvous
 from ml.distributed import free_ports, local_ranks
 
 
@@ -32,7 +32,7 @@ def together(
 
     def run(rank: int) -> None:
         try:
-            meet(ring, rank, seconds)
+            rendezvous(ring, rank, seconds)
         except ml.GroupError as error:
             told[rank] = f"{'late' if error.late else 'lost'}: {error}"
         else:
@@ -105,9 +105,9 @@ def test_an_address_that_cannot_be_used_is_told() -> None:
         taken.bind(("127.0.0.1", int(ring[0][0].split(":")[1])))
         taken.listen()
         with pytest.raises(ml.GroupError, match=r"its address 127\.0\.0\.1:\d+ cannot be used"):
-            meet(ring, 0, 1.0)
+            rendezvous(ring, 0, 1.0)
     with pytest.raises(ml.GroupError, match=r"'localhost' in MLX_HOSTFILE is no address host:port"):
-        meet([["localhost"], ring[1]], 0, 1.0)
+        rendezvous([["localhost"], ring[1]], 0, 1.0)
 
 
 def test_a_call_that_waits_is_interrupted_and_the_alarm_of_others_is_put_back() -> None:
@@ -202,9 +202,9 @@ def test_ranks_that_start_one_after_the_other_join(engine: str) -> None:
 
 ARRIVES = """
 import os, sys, time
-from backends.mlx.rendezvous import meet
+from backends.mlx.rendezvous import rendezvous
 from ml.distributed import ring_hosts
-meet(ring_hosts(), int(os.environ["MLX_RANK"]), 30.0)
+rendezvous(ring_hosts(), int(os.environ["MLX_RANK"]), 30.0)
 print("met", flush=True)
 sys.stdin.read()
 """

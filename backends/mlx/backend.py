@@ -1,12 +1,8 @@
-"""Backend and Context on MLX: one stream, and the rule for when lazy work is handed to it."""
+"""Backend and Context on MLX."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import sys
-import threading
-import weakref
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -15,12 +11,13 @@ import mlx.core as mx
 import numpy as np
 
 from backends.mlx import fused
-from backends.mlx.arrays import BITS, MLX_DTYPES, from_host, from_mlx_dtype, scalar, schedule, to_host
+from backends.mlx.arrays import MLX_DTYPES, from_host, from_mlx_dtype, scalar, schedule
 from backends.mlx.distributed import MlxGroup, join
-from backends.mlx.errors import MLX_ERRORS, device_errors
-from backends.mlx.storage import SIZE_LIMIT, WAIT_BYTES, Box
+from backends.mlx.errors import device_errors
+from backends.mlx.storage import SIZE_LIMIT, WAIT_BYTES, MlxStorage
 from backends.mlx.store import MlxKVStore
 from backends.mlx.tensor import MlxTensor
+from backends.mlx.work import MlxWork
 from backends.placement import only_device
 from ml.base import BaseBackend, BaseContext, BaseGroup, BaseTensor
 from ml.capabilities import CacheConfig, CausalMask, Layout
@@ -34,30 +31,13 @@ from ml.strided import Shape, contiguous_strides, overlaps_itself
 
 __all__ = ["MlxBackend", "MlxContext"]
 
-PENDING_RESULTS = 512
-"""Results and writes that may wait unscheduled; one more hands them all to the stream."""
-PENDING_BYTES = 64 << 20
-"""Bytes that waiting writes may carry: their sources stay in memory until they are done."""
-_ALONE = contextlib.nullcontext()
-
 
 class MlxBackend(BaseBackend):
     """``open_backend("mlx", device=None, dtype=DType.F32)``; device "gpu" or "cpu", None: the best there is.
 
     ``devices=["gpu"], layers=32`` says the same; several devices are refused.
 
-    **One stream.** Everything runs in order on a stream that any thread may use (MLX's default
-    streams belong to one thread each, and work begun on them cannot be finished elsewhere).
-    Neither the default device nor a default stream is touched. ``lock`` guards what MLX leaves to
-    its users: the replacement of a box's array, and evaluation.
-
-    **When work happens.** Operations build a graph. Live results and written boxes are noted
-    weakly, and ``flush`` hands all of them to the stream without waiting: at ``compute``,
-    ``to_numpy`` and ``native``, and by itself after PENDING_RESULTS of them or PENDING_BYTES of
-    written data, so that no graph grows without bound, whether or not anyone calls ``compute``.
-
-    **Epochs.** ``epoch`` counts flushes, and ``drained`` is the last epoch whose work has all run:
-    what was last touched by then may be written without MLX seeing anything in flight.
+    ``work``: the stream that everything runs on, and when it is handed over.
     """
 
     def __init__(
@@ -69,103 +49,14 @@ class MlxBackend(BaseBackend):
     ) -> None:
         target = _device(only_device("mlx", device, devices, layers))
         super().__init__("mlx", (_device_info(target),), dtype)
-        self.stream, self.lock = _stream(target.type == mx.gpu)
-        self.on_stream: Any = mx.stream(self.stream)
-        """To be entered under the lock, and not inside itself; made once, since making it costs as much."""
-        self.widens = target.type == mx.cpu
-        """Compute F16 and BF16 in F32: MLX's kernels do so themselves on a GPU, but not on the CPU."""
+        memory = _total_memory(self.devices[0].kind) or sys.maxsize
+        self.work = MlxWork(target.type == mx.gpu, memory)
         self.fused_rope = target.type == mx.gpu
         """On the CPU mx.fast.rope is slower than the generic body, whose tables serve all layers."""
-        self.boxes: dict[int, weakref.ref[Box]] = {}
-        self.epoch, self.drained = 1, 0
-        self._pending: list[weakref.ref[Box]] = []
-        self._pending_bytes = 0
-        self._limit = _total_memory(self.devices[0].kind) or sys.maxsize
         self.group: BaseGroup | None = None
 
     def _new_context(self, max_graph_nodes: int) -> MlxContext:
         return MlxContext(self, max_graph_nodes)
-
-    # When work happens.
-
-    def new_box(self, array: Any, raw: bool = True) -> Box:
-        """A storage around a pending result; DeviceError where no memory of this machine could hold it."""
-        if array.nbytes > self._limit or array.size > SIZE_LIMIT:
-            # The system may promise memory that it has not, and end the process when it is touched.
-            raise DeviceError(
-                f"allocate: {array.nbytes} bytes for {array.shape} of {array.dtype}; "
-                f"the device has {self._limit}, and MLX counts up to {SIZE_LIMIT} elements"
-            )
-        box = Box(self, array, raw)
-        self.defer(box)
-        return box
-
-    def defer(self, box: Box, nbytes: int = 0) -> None:
-        """Note a result or a write that is not evaluated yet."""
-        self._pending.append(weakref.ref(box))
-        self._pending_bytes += nbytes
-        if len(self._pending) > PENDING_RESULTS or self._pending_bytes > PENDING_BYTES:
-            self.flush()
-
-    def defer_pair(self, first: weakref.ref[Box], second: weakref.ref[Box], nbytes: int) -> None:
-        """Note two writes at once."""
-        pending = self._pending
-        pending += (first, second)
-        self._pending_bytes += nbytes
-        if len(pending) > PENDING_RESULTS or self._pending_bytes > PENDING_BYTES:
-            self.flush()
-
-    def flush(self, *arrays: Any) -> int:
-        """Hand every pending result, and ``arrays`` after them, to the stream; returns the epoch that ends.
-
-        Does not wait: the stream runs in order, so that whoever waits for the last has them all.
-        """
-        with self.lock:
-            pending, self._pending, self._pending_bytes = self._pending, [], 0
-            self.epoch += 1
-            boxes = dict.fromkeys([ref() for ref in pending])  # each once, in order
-            try:
-                with self.waiting("compute"):
-                    schedule([box.array for box in boxes if box is not None], *arrays)
-            except GroupError:
-                raise
-            except MLX_ERRORS as error:
-                raise DeviceError(f"compute: MLX failed: {error}") from error
-            return self.epoch - 1
-
-    def drain(self, epoch: int, *arrays: Any) -> None:
-        """Return when no work of ``epoch`` or before is pending or in flight; evaluates ``arrays`` too."""
-        if epoch <= self.drained:
-            return
-        if epoch == self.epoch:
-            self.flush(*arrays)
-        last = self.epoch - 1
-        with self.waiting("compute"):
-            mx.synchronize(self.stream)
-        self.drained = max(self.drained, last)
-
-    def fetch(self, array: Any, dtype: DType) -> np.ndarray:
-        """A host copy of an array, computed now."""
-        # A node of its own, last in this flush, even where the array was computed long ago: waiting
-        # for it is waiting for the stream. As bits, since NumPy cannot read MLX's bfloat16.
-        bits = mx.view(array, BITS[dtype], stream=self.stream)
-        epoch = 0
-        try:
-            epoch = self.flush(bits)
-        except DeviceError:  # of another result, maybe: then this one still has its value
-            with self.lock, device_errors("to_numpy"):
-                schedule(bits)
-        with device_errors("to_numpy"):
-            if isinstance(self.group, MlxGroup):  # NumPy's way to the array is not told that a rank has ended
-                with self.waiting("to_numpy"):
-                    mx.eval(bits)
-            host = to_host(bits, dtype)
-        self.drained = max(self.drained, epoch)
-        return host
-
-    def waiting(self, op: str) -> contextlib.AbstractContextManager[None]:
-        """Around what waits for the stream: other ranks may be what it waits for."""
-        return self.group.waiting(op) if isinstance(self.group, MlxGroup) else _ALONE
 
     # Capabilities.
 
@@ -174,12 +65,13 @@ class MlxBackend(BaseBackend):
         self.check("distributed")
         if self.group is not None and not self.group.closed:
             raise GroupError(f"distributed: {self.group!r} is open on this backend; close it first")
-        self.group = join(self, timeout)
+        self.group = join(self, self.work, timeout)
+        self.work.ranks = self.group if isinstance(self.group, MlxGroup) else None
         return self.group
 
     def kv_store(self, key: MlxTensor, value: MlxTensor) -> MlxKVStore | None:
         """See :class:`ml.SupportsKVStore`."""
-        return MlxKVStore.over(self, key, value)
+        return MlxKVStore.over(self, self.work, key, value)
 
     def overwrite(self, ctx: Any, tensor: MlxTensor) -> np.ndarray | None:
         """See :class:`ml.SupportsHostWrite`. None on a GPU."""
@@ -208,11 +100,11 @@ class MlxBackend(BaseBackend):
         sinks: Tensor | None = None,
     ) -> Any:
         ctx.check("attention")
-        return fused.attention(self, ctx, query, key, value, mask, scale, sinks)
+        return fused.attention(ctx, query, key, value, mask, scale, sinks)
 
     def rope(self, ctx: Any, x: Any, positions: Any, spec: RopeSpec) -> Any:
         ctx.check("rope")
-        return fused.rope(self, x, positions, spec) if self.fused_rope else None
+        return fused.rope(x, positions, spec) if self.fused_rope else None
 
     # Memory.
 
@@ -227,21 +119,18 @@ class MlxBackend(BaseBackend):
 
     def close(self) -> None:
         """Frees the arrays of all tensors, held or not, and MLX's cache of freed buffers."""
-        with self.lock:
+        with self.work.lock:
             if self.closed:
                 return
             super().close()
             if isinstance(self.group, MlxGroup):
-                whole = self.group.finish(self.stream)
+                whole = self.group.finish(self.work.stream)
             else:
                 whole = True
-                mx.synchronize(self.stream)
+                mx.synchronize(self.work.stream)
             if self.group is not None:
                 self.group.close()
-            for ref in list(self.boxes.values()):
-                if (box := ref()) is not None:
-                    box.array = None
-            self._pending = []
+            self.work.discard()
             self.allocations.clear()
             if whole:  # a stream that waits for a rank that is lost would not let go of it
                 mx.clear_cache()
@@ -254,10 +143,10 @@ class MlxContext(BaseContext):
 
     def _own(self, array: Any, dtype: DType) -> MlxTensor:
         """A new storage, in C order, around an array that no one else holds."""
-        box = self.backend.new_box(array, raw=False)
-        if box.nbytes >= WAIT_BYTES:
-            self.backend.flush()  # take the memory now: its lack shows here, the first write finds it
-        return MlxTensor.whole(box, dtype, box.shape)
+        storage = MlxStorage.around(self.backend, self.backend.work, array, raw=False)
+        if storage.nbytes >= WAIT_BYTES:
+            self.backend.work.flush()  # take the memory now: its lack shows here, the first write finds it
+        return MlxTensor.whole(storage, dtype, storage.shape)
 
     def _empty(self, shape: Shape, dtype: DType) -> MlxTensor:
         return self._full(shape, 0, dtype)  # MLX has no uninitialised arrays
@@ -265,7 +154,7 @@ class MlxContext(BaseContext):
     def _full(self, shape: Shape, value: float, dtype: DType) -> MlxTensor:
         with device_errors("allocate"):
             fill = from_host(scalar(value, dtype))
-            array = mx.full(shape, fill, MLX_DTYPES[dtype], stream=self.backend.stream)
+            array = mx.full(shape, fill, MLX_DTYPES[dtype], stream=self.backend.work.stream)
         return self._own(array, dtype)
 
     def _from_array(self, array: np.ndarray, dtype: DType) -> MlxTensor:
@@ -280,21 +169,16 @@ class MlxContext(BaseContext):
         dtype = from_mlx_dtype("from_native", array.dtype)
         if array.size > SIZE_LIMIT:
             raise DeviceError(f"from_native: {array.size} elements; views of them need at most {SIZE_LIMIT}")
-        with self.backend.lock, device_errors("from_native"):
+        with self.backend.work.lock, device_errors("from_native"):
             schedule(array)  # here: pending work of another stream may be bound to this thread
-            box = Box(self.backend, array.__copy__(), owned=False)
-        return MlxTensor(box, dtype, 0, box.shape, contiguous_strides(box.shape))
+            storage = MlxStorage(self.backend, self.backend.work, array.__copy__(), owned=False)
+        return MlxTensor(storage, dtype, 0, storage.shape, contiguous_strides(storage.shape))
 
     def _compute(self, tensors: tuple[BaseTensor, ...]) -> None:
         """Hand everything that is pending to the stream. Waiting is left to whoever reads the result."""
-        self.backend.flush(*(tensor.storage.array for tensor in tensors if isinstance(tensor, MlxTensor)))
-
-
-@functools.lru_cache(maxsize=2)
-def _stream(gpu: bool) -> tuple[Any, Any]:
-    """The device's stream and its lock, shared by all instances: MLX keeps a thread per stream for good."""
-    make = getattr(mx, "new_thread_unsafe_stream", mx.new_stream)
-    return make(mx.Device(mx.gpu if gpu else mx.cpu, 0)), threading.RLock()
+        self.backend.work.flush(
+            *(tensor.storage.array for tensor in tensors if isinstance(tensor, MlxTensor))
+        )
 
 
 def _device(name: str | None) -> Any:

@@ -13,21 +13,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
 from backends.mlx.errors import MLX_ERRORS
-from backends.mlx.rendezvous import JOINING, interrupted, meet
+from backends.mlx.rendezvous import JOINING, interrupted, rendezvous
 from backends.mlx.tensor import MlxTensor
-from ml.base import BaseGroup, SoloGroup
+from backends.mlx.work import MlxWork
+from ml.base import BaseBackend, BaseGroup, SoloGroup
 from ml.base.group import check_timeout
 from ml.distributed import ring_hosts
 from ml.dtypes import DType
 from ml.errors import GroupError
-
-if TYPE_CHECKING:
-    from backends.mlx.backend import MlxBackend
 
 __all__ = ["MlxGroup", "join"]
 
@@ -36,7 +34,7 @@ _TICKS = 20
 """How often a limit is looked at before it is over."""
 
 
-def join(backend: MlxBackend, timeout: float) -> BaseGroup:
+def join(backend: BaseBackend, work: MlxWork, timeout: float) -> BaseGroup:
     """The ranks that mlx.launch, or whoever sets its variables, has started; else this process alone."""
     seconds = check_timeout(timeout)
     rank = os.environ.get("MLX_RANK", "")
@@ -48,7 +46,7 @@ def join(backend: MlxBackend, timeout: float) -> BaseGroup:
         return SoloGroup(backend, seconds)
     until = time.monotonic() + seconds
     if ring:
-        meet(hosts, _number(rank, len(hosts)), seconds)
+        rendezvous(hosts, _number(rank, len(hosts)), seconds)
     try:
         with interrupted(max(until, time.monotonic() + JOINING)):
             native = mx.distributed.init(strict=True, backend="ring" if ring else "any")
@@ -60,7 +58,7 @@ def join(backend: MlxBackend, timeout: float) -> BaseGroup:
         failure.late = time.monotonic() >= until
         raise failure from error
     connections = _connections(hosts, native.rank()) if ring and native.size() > 1 else []
-    return MlxGroup(backend, native, seconds, connections)
+    return MlxGroup(backend, work, native, seconds, connections)
 
 
 def _number(rank: str, size: int) -> int:
@@ -73,24 +71,29 @@ class MlxGroup(BaseGroup):
     """Operations are handed to the stream as they are called, so that all ranks run them in one order."""
 
     def __init__(
-        self, backend: MlxBackend, native: Any, timeout: float, connections: list[socket.socket]
+        self,
+        backend: BaseBackend,
+        work: MlxWork,
+        native: Any,
+        timeout: float,
+        connections: list[socket.socket],
     ) -> None:
         super().__init__(backend, native.rank(), native.size(), timeout)
         self._native = native
         on_cpu = backend.devices[0].kind == "cpu"
-        self._stream = backend.stream if on_cpu else _cpu_stream()  # the engine works in host memory
+        self._stream = work.stream if on_cpu else _cpu_stream()  # the engine works in host memory
         self._last: Any = None
         self._watch = _Watch(timeout, connections)
 
     def _all_reduce(self, ctx: Any, tensor: MlxTensor) -> MlxTensor:
         array = tensor.read()
         if tensor.dtype in _NARROW:
-            array = mx.astype(array, mx.float32, stream=tensor.storage.backend.stream)
+            array = mx.astype(array, mx.float32, stream=tensor.storage.work.stream)
         total = mx.distributed.all_sum(array, group=self._native, stream=self._stream)
         return self._scheduled("all_reduce", tensor.result(total))
 
     def _all_gather(self, ctx: Any, tensor: MlxTensor, axis: int) -> MlxTensor:
-        stream = tensor.storage.backend.stream
+        stream = tensor.storage.work.stream
         mine = mx.expand_dims(tensor.read(), 0, stream=stream)
         parts = mx.distributed.all_gather(mine, group=self._native, stream=self._stream)
         shape = [size * self.size if k == axis else size for k, size in enumerate(tensor.shape)]
@@ -105,7 +108,7 @@ class MlxGroup(BaseGroup):
     def _scheduled(self, op: str, result: MlxTensor) -> MlxTensor:
         """Hand it over, and wait for the one before: a wait is then for one exchange at a time."""
         array = result.read()
-        result.storage.backend.flush(array)
+        result.storage.work.flush(array)
         before, self._last = self._last, array
         if before is not None:
             with self.waiting(op):

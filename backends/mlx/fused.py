@@ -14,14 +14,12 @@ from ml.nn.attention import generic_attention
 from ml.nn.rope import RopeSpec
 
 if TYPE_CHECKING:
-    from backends.mlx.backend import MlxBackend
     from backends.mlx.tensor import MlxTensor
 
 __all__ = ["attention", "rope"]
 
 
 def attention(
-    backend: MlxBackend,
     ctx: Any,
     query: MlxTensor,
     key: MlxTensor,
@@ -39,8 +37,8 @@ def attention(
     tokens, heads, _ = query.shape
     if 0 in query.shape or 0 in value.shape:
         return cast("MlxTensor", generic_attention(ctx, query, key, value, mask, scale, sinks))
-    dtype = mx.float32 if backend.widens else query.read().dtype
-    stream = backend.stream
+    dtype = mx.float32 if query.storage.work.widens else query.read().dtype
+    stream = query.storage.work.stream
     q, k, v = (mx.astype(_by_head(x), dtype, stream=stream) for x in (query, key, value))
     result = mx.fast.scaled_dot_product_attention(
         q,
@@ -71,7 +69,7 @@ def _mask(mask: Any, tokens: int, dtype: Any, stream: Any) -> Any:
     return mx.astype(mask.part(0, 0, tokens).read(), dtype, stream=stream)
 
 
-def rope(backend: MlxBackend, x: MlxTensor, positions: MlxTensor, spec: RopeSpec) -> MlxTensor | None:
+def rope(x: MlxTensor, positions: MlxTensor, spec: RopeSpec) -> MlxTensor | None:
     """``mx.fast.rope``, each token a batch row with an offset of its own: positions need not follow on.
 
     None for YaRN's temperature, which the kernel does not apply, and where MLX is too old for an
@@ -79,7 +77,7 @@ def rope(backend: MlxBackend, x: MlxTensor, positions: MlxTensor, spec: RopeSpec
     """
     if spec.attention_factor != 1.0 or 0 in x.shape:
         return None
-    stream = backend.stream
+    stream = x.storage.work.stream
     tokens, heads, size = x.shape
     try:
         result = mx.fast.rope(

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 
 from ml.errors import GroupError
 
-__all__ = ["JOINING", "interrupted", "meet"]
+__all__ = ["JOINING", "interrupted", "rendezvous"]
 
 JOINING = 5.0
 """Seconds that MLX has at least, once all ranks have met. It takes one that comes too early a second."""
@@ -31,7 +31,7 @@ _LEAD = 0.05
 _ALL_HERE, _FREE = b"h", b"f"
 
 
-def meet(hosts: Sequence[Sequence[str]], rank: int, seconds: float) -> None:
+def rendezvous(hosts: Sequence[Sequence[str]], rank: int, seconds: float) -> None:
     """Return when all ranks, whose addresses "host:port" ``hosts`` lists, have called this.
 
     Raises GroupError after ``seconds``, or as soon as one that was there has gone: it says which.

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from backends.mlx.errors import MLX_ERRORS
-from backends.mlx.storage import Box
+from backends.mlx.storage import MlxStorage
 from backends.mlx.tensor import MlxTensor
+from backends.mlx.work import MlxWork
+from ml.base import BaseBackend, Storage
 from ml.protocols import Tensor
 from ml.strided import Shape, contiguous_strides
-
-if TYPE_CHECKING:
-    from backends.mlx.backend import MlxBackend
 
 __all__ = ["MlxKVStore"]
 
@@ -21,34 +20,36 @@ _new = object.__new__
 
 
 class _Half:
-    """The keys, or the values: a whole box, and along which of its axes the rows lie."""
+    """The keys, or the values: a whole storage, and along which of its axes the rows lie."""
 
-    __slots__ = ("axis", "before", "box", "dtype", "one", "order", "ref", "row", "shape", "strides", "whole")
+    __slots__ = (
+        "axis", "before", "dtype", "one", "order", "ref", "row", "shape", "storage", "strides", "whole",
+    )  # fmt: skip
 
     def __init__(self, tensor: MlxTensor) -> None:
-        self.box: Box = tensor.storage
-        self.ref = weakref.ref(self.box)
+        self.storage: MlxStorage = tensor.storage
+        self.ref: weakref.ref[Storage] = weakref.ref(self.storage)
         self.dtype = tensor.dtype
         self.shape: Shape = tensor.shape[1:]
         self.row: Shape = (1, *self.shape)
         self.strides: Shape = tensor.strides
-        sizes = self.box.shape
+        sizes = self.storage.shape
         self.order: Shape = tuple(tensor.strides.index(step) for step in contiguous_strides(sizes))
-        """Box axis k is the tensor's axis ``order[k]``."""
+        """The storage's axis k is the tensor's axis ``order[k]``."""
         self.axis = self.order.index(0)
         self.before = (slice(None),) * self.axis
         self.one: Shape = (*sizes[: self.axis], 1, *sizes[self.axis + 1 :])
-        """One row as it lies in the box."""
+        """One row as it lies in the storage."""
         self.whole = tensor.offset == 0 and tuple(tensor.shape[axis] for axis in self.order) == sizes
 
-    def accept(self, source: Any, count: int, backend: MlxBackend) -> Any:
-        """The array of ``source``, its axes in the order of the box; None unless it is plain."""
+    def accept(self, source: Any, count: int, backend: BaseBackend) -> Any:
+        """The array of ``source``, its axes in the order of the storage; None unless it is plain."""
         if type(source) is not MlxTensor or source.dtype is not self.dtype or source.backend is not backend:
             return None
         held, strides, shape = source.storage, source.strides, source.shape
         if shape != (self.row if count == 1 else (count, *self.shape)):
             return None
-        if held is self.box or held.array is None:
+        if held is self.storage or held.array is None:
             return None
         if (
             count == 1
@@ -57,7 +58,7 @@ class _Half:
             and strides[2] == 1
             and strides[1] == shape[2]
         ):
-            held.read_at = backend.epoch
+            held.read_at = held.work.epoch
             return held.array
         i, j, k = self.order
         return held.read(source.offset, (shape[i], shape[j], shape[k]), (strides[i], strides[j], strides[k]))
@@ -65,8 +66,8 @@ class _Half:
     def view(self, start: int, count: int) -> MlxTensor:
         """Rows ``[start, start + count)``; as MlxTensor's constructor makes it, in line."""
         made = _new(MlxTensor)
-        made.storage = box = self.box
-        made.backend = box.backend
+        made.storage = storage = self.storage
+        made.backend = storage.backend
         made.dtype = self.dtype
         made.strides = strides = self.strides
         made.offset = start * strides[0]
@@ -77,15 +78,16 @@ class _Half:
 class MlxKVStore:
     """See :class:`ml.KVStore`; over two tensors (rows, heads, dim), each all of its storage."""
 
-    __slots__ = ("_backend", "_bytes", "_key", "_rows", "_value")
+    __slots__ = ("_backend", "_bytes", "_key", "_rows", "_value", "_work")
 
-    def __init__(self, backend: MlxBackend, key: _Half, value: _Half, rows: int) -> None:
+    def __init__(self, backend: BaseBackend, work: MlxWork, key: _Half, value: _Half, rows: int) -> None:
         self._backend = backend
+        self._work = work
         self._key, self._value, self._rows = key, value, rows
         self._bytes = sum(math.prod(half.shape) * half.dtype.itemsize for half in (key, value))
 
     @classmethod
-    def over(cls, backend: MlxBackend, key: MlxTensor, value: MlxTensor) -> MlxKVStore | None:
+    def over(cls, backend: BaseBackend, work: MlxWork, key: MlxTensor, value: MlxTensor) -> MlxKVStore | None:
         """None unless both show all of a storage of their own, rows along the same axis of it."""
         for tensor in (key, value):
             if len(tensor.shape) != 3 or len(tensor.storage.shape) != 3 or min(tensor.shape) < 2:
@@ -95,7 +97,7 @@ class MlxKVStore:
         halves = _Half(key), _Half(value)
         if not (halves[0].whole and halves[1].whole) or halves[0].axis != halves[1].axis:
             return None
-        return cls(backend, *halves, key.shape[0])
+        return cls(backend, work, *halves, key.shape[0])
 
     def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:
         backend = self._backend
@@ -105,21 +107,27 @@ class MlxKVStore:
             return False
         keys, values = self._key, self._value
         new_key, new_value = keys.accept(key, count, backend), values.accept(value, count, backend)
-        if new_key is None or new_value is None or key.storage is values.box or value.storage is keys.box:
+        if (
+            new_key is None
+            or new_value is None
+            or key.storage is values.storage
+            or value.storage is keys.storage
+        ):
             return False
         index = (*keys.before, slice(start, start + count))
-        box, other = keys.box, values.box
+        storage, other = keys.storage, values.storage
         try:
-            with backend.lock:
-                if not (box.claim() and other.claim()):
-                    box.prepare_write(new_key)
+            work = self._work
+            with work.lock:
+                if not (storage.claim() and other.claim()):
+                    storage.prepare_write(new_key)
                     other.prepare_write(new_value)
-                with backend.on_stream:
+                with work.on_stream:
                     # In place: nobody holds these Python objects beyond one operation, and no local
                     # variable may, or MLX would copy the buffer.
-                    box.array[index] = new_key
+                    storage.array[index] = new_key
                     other.array[index] = new_value
-                backend.defer_pair(keys.ref, values.ref, count * self._bytes)
+                work.defer_pair(keys.ref, values.ref, count * self._bytes)
         except MLX_ERRORS:
             return False
         return True

@@ -1,4 +1,4 @@
-"""Tensor on MLX: geometry over a :class:`Box`, and one translation per operation."""
+"""Tensor on MLX: geometry over a :class:`MlxStorage`, and one translation per operation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from backends.mlx.arrays import MLX_DTYPES, from_host, scalar
 from backends.mlx.errors import translated
 from backends.mlx.regions import element_offsets, region_of, row_region_of, runs_of
-from backends.mlx.storage import WAIT_BYTES, Box
+from backends.mlx.storage import WAIT_BYTES, MlxStorage
 from ml.base import StridedTensor
 from ml.dtypes import DType
 from ml.strided import Shape, contiguous_strides
@@ -31,7 +31,7 @@ class MlxTensor(StridedTensor):
 
     __slots__ = ()
 
-    storage: Box
+    storage: MlxStorage
 
     def read(self) -> Any:
         """The array of this view as it is now: to be dropped before the next write."""
@@ -39,23 +39,23 @@ class MlxTensor(StridedTensor):
 
     def wrap(self, array: Any, dtype: DType | None = None) -> Self:
         """A tensor of its own around a result; results are lazy, and in whatever layout MLX chose."""
-        box = self.storage.backend.new_box(array)
-        shape = box.shape
-        return type(self)(box, self.dtype if dtype is None else dtype, 0, shape, contiguous_strides(shape))
+        storage = MlxStorage.around(self.backend, self.storage.work, array)
+        shape = storage.shape
+        return type(self)(
+            storage, self.dtype if dtype is None else dtype, 0, shape, contiguous_strides(shape)
+        )
 
     @property
     def native(self) -> Any:
         """A snapshot as an ``mx.array``, scheduled already, so that any thread may go on with it."""
-        backend = self.storage.backend
-        backend.check("native")
+        self.backend.check("native")
         array = self.read().__copy__()
-        backend.flush(array)
+        self.storage.work.flush(array)
         return array
 
     def to_numpy(self) -> np.ndarray:
-        backend = self.storage.backend
-        backend.check("to_numpy")
-        return backend.fetch(self.read(), self.dtype)
+        self.backend.check("to_numpy")
+        return self.storage.work.fetch(self.read(), self.dtype)
 
     # Storage.
 
@@ -83,11 +83,11 @@ class MlxTensor(StridedTensor):
 
     def _apart(self, array: Any) -> Any:
         """A copy in C order; of MLX's operations ``full`` is one that never answers with an alias."""
-        return mx.full(array.shape, array, array.dtype, stream=self.storage.backend.stream)
+        return mx.full(array.shape, array, array.dtype, stream=self.storage.work.stream)
 
     def _astype(self, array: Any, dtype: DType) -> Any:
         """Values converted; integers reach the narrow floats by way of F32, as on every backend."""
-        stream = self.storage.backend.stream
+        stream = self.storage.work.stream
         if self.dtype.is_integer and dtype in _NARROW:
             array = mx.astype(array, mx.float32, stream=stream)
         return mx.astype(array, MLX_DTYPES[dtype], stream=stream)
@@ -97,8 +97,8 @@ class MlxTensor(StridedTensor):
             return self.wrap(self._astype(self.read(), dtype), dtype)
         if self.storage.nbytes >= WAIT_BYTES:
             return self.detached()
-        # Two boxes may share an array: the first write to either gives it its own (a small one here).
-        return self.wrap(mx.contiguous(self.read(), stream=self.storage.backend.stream))
+        # Two storages may share an array: the first write to either gives it its own (a small one here).
+        return self.wrap(mx.contiguous(self.read(), stream=self.storage.work.stream))
 
     def _index(self, indices: Any) -> Any:
         if isinstance(indices, MlxTensor):
@@ -106,7 +106,7 @@ class MlxTensor(StridedTensor):
         return from_host(indices.astype(np.int32))
 
     def _gather(self, ctx: Any, indices: Any, axis: int) -> Self:
-        stream = self.storage.backend.stream
+        stream = self.storage.work.stream
         shape = (*self.shape[:axis], indices.shape[0], *self.shape[axis + 1 :])
         if 0 in shape:
             return self.wrap(mx.zeros(shape, MLX_DTYPES[self.dtype], stream=stream))
@@ -132,67 +132,65 @@ class MlxTensor(StridedTensor):
 
     def _scatter_scattered(self, src: Self, indices: Any, axis: int) -> None:
         """Whole layers of the storage where the rows are such, else element by element."""
-        box, stream = self.storage, self.storage.backend.stream
-        rows = row_region_of(box.shape, self.offset, self.shape, self.strides, axis)
+        storage, stream = self.storage, self.storage.work.stream
+        rows = row_region_of(storage.shape, self.offset, self.shape, self.strides, axis)
         if rows is not None:
             indices = _affine(indices, rows.step, rows.first, stream)
             shape = tuple(src.shape[k] if k >= 0 else 1 for k in rows.sources)
             strides = tuple(src.strides[k] if k >= 0 else 1 for k in rows.sources)
-            box.put_layers(rows.axis, indices, src.value_for(self, shape, strides))
+            storage.put_layers(rows.axis, indices, src.value_for(self, shape, strides))
             return
         one = (*self.shape[:axis], 1, *self.shape[axis + 1 :])
         base = self._index(element_offsets(self.offset, one, self.strides))
         steps = _affine(mx.astype(indices, base.dtype, stream=stream), self.strides[axis], 0, stream)
         steps = mx.reshape(steps, (-1, *(1,) * (len(one) - axis - 1)), stream=stream)
-        box.put_elements(mx.add(base, steps, stream=stream), src.value_for(self, src.shape, src.strides))
+        storage.put_elements(mx.add(base, steps, stream=stream), src.value_for(self, src.shape, src.strides))
 
     def _concat(self, ctx: Any, other: Self, axis: int) -> Self:
-        return self.wrap(
-            mx.concatenate([self.read(), other.read()], axis, stream=self.storage.backend.stream)
-        )
+        return self.wrap(mx.concatenate([self.read(), other.read()], axis, stream=self.storage.work.stream))
 
     def _repeat(self, ctx: Any, axis: int, n: int) -> Self:
         if n == 1:
             return self._cast(ctx, self.dtype)
         if n == 0 or 0 in self.shape:
             shape = (*self.shape[:axis], self.shape[axis] * n, *self.shape[axis + 1 :])
-            return self.wrap(mx.zeros(shape, MLX_DTYPES[self.dtype], stream=self.storage.backend.stream))
+            return self.wrap(mx.zeros(shape, MLX_DTYPES[self.dtype], stream=self.storage.work.stream))
         reps = [1] * len(self.shape)
         reps[axis] = int(n)
-        return self.wrap(mx.tile(self.read(), reps, stream=self.storage.backend.stream))
+        return self.wrap(mx.tile(self.read(), reps, stream=self.storage.work.stream))
 
     # Compute.
 
     def wide(self, always: bool = True) -> Any:
         """The array, narrow floats in F32: ``always``, or where the device's kernels do not widen."""
         array = self.read()
-        if self.dtype in _NARROW and (always or self.storage.backend.widens):
-            return mx.astype(array, mx.float32, stream=self.storage.backend.stream)
+        if self.dtype in _NARROW and (always or self.storage.work.widens):
+            return mx.astype(array, mx.float32, stream=self.storage.work.stream)
         return array
 
     def result(self, array: Any, dtype: DType | None = None) -> Self:
         """Rounded to ``dtype``, this tensor's when None."""
         target = self.dtype if dtype is None else dtype
-        return self.wrap(mx.astype(array, MLX_DTYPES[target], stream=self.storage.backend.stream), target)
+        return self.wrap(mx.astype(array, MLX_DTYPES[target], stream=self.storage.work.stream), target)
 
     def _binary(self, ctx: Any, op: str, other: Self) -> Self:
         # One operation on narrow floats rounds once, as it would by way of F32.
-        return self.wrap(_BINARY[op](self.read(), other.read(), stream=self.storage.backend.stream))
+        return self.wrap(_BINARY[op](self.read(), other.read(), stream=self.storage.work.stream))
 
     def _unary(self, ctx: Any, op: str) -> Self:
         if not self.dtype.is_float and (op == "round" or (self.dtype is DType.U8 and op != "neg")):
             return self._cast(ctx, self.dtype)  # MLX may answer with the operand itself
         if op in _EXACT:
-            return self.wrap(_EXACT[op](self.read(), self.storage.backend.stream))
-        return self.result(_UNARY[op](self.wide(), self.storage.backend.stream))
+            return self.wrap(_EXACT[op](self.read(), self.storage.work.stream))
+        return self.result(_UNARY[op](self.wide(), self.storage.work.stream))
 
     def _scale(self, ctx: Any, x: float) -> Self:
-        stream = self.storage.backend.stream
+        stream = self.storage.work.stream
         factor = mx.array(x, mx.float32) if self.dtype.is_float else mx.array(int(x), MLX_DTYPES[self.dtype])
         return self.result(mx.multiply(self.wide(), factor, stream=stream))
 
     def _gelu(self, ctx: Any, tanh: bool) -> Self:
-        stream, x = self.storage.backend.stream, self.wide()
+        stream, x = self.storage.work.stream, self.wide()
         if tanh:
             cubic = _affine(mx.square(x, stream=stream), 0.044715, 1.0, stream)
             inner = _affine(mx.multiply(x, cubic, stream=stream), _SQRT_2_OVER_PI, 0, stream)
@@ -205,23 +203,23 @@ class MlxTensor(StridedTensor):
     def _clamp(self, ctx: Any, lo: float | None, hi: float | None) -> Self:
         if lo is None and hi is None:
             return self._cast(ctx, self.dtype)
-        array, stream = self.read(), self.storage.backend.stream
+        array, stream = self.read(), self.storage.work.stream
         for limit, bound in ((mx.maximum, lo), (mx.minimum, hi)):
             if bound is not None:
                 array = limit(array, from_host(scalar(bound, self.dtype)), stream=stream)
         return self.wrap(array)
 
     def _matmul(self, ctx: Any, other: Self) -> Self:
-        product = mx.matmul(self.wide(False), other.wide(False), stream=self.storage.backend.stream)
+        product = mx.matmul(self.wide(False), other.wide(False), stream=self.storage.work.stream)
         return self.result(product)
 
     def _softmax(self, ctx: Any, axis: int) -> Self:
         if 0 in self.shape:
             return self._cast(ctx, self.dtype)
-        return self.result(mx.softmax(self.wide(), axis, precise=True, stream=self.storage.backend.stream))
+        return self.result(mx.softmax(self.wide(), axis, precise=True, stream=self.storage.work.stream))
 
     def _reduce(self, ctx: Any, op: str, axis: int, keepdims: bool) -> Self:
-        dtype, stream = _reduced_dtype(op, self.dtype), self.storage.backend.stream
+        dtype, stream = _reduced_dtype(op, self.dtype), self.storage.work.stream
         if op != "sum" and 0 in self.shape:  # the axis itself is not empty (checked): the result is
             sizes = [1 if k == axis else size for k, size in enumerate(self.shape) if keepdims or k != axis]
             return self.wrap(mx.zeros(sizes, MLX_DTYPES[dtype], stream=stream), dtype)
@@ -231,11 +229,11 @@ class MlxTensor(StridedTensor):
         return self.result(getattr(mx, op)(x, axis=axis, keepdims=keepdims, stream=stream), dtype)
 
     def _argsort(self, ctx: Any, axis: int) -> Self:
-        return self.result(mx.argsort(self.read(), axis, stream=self.storage.backend.stream), DType.I32)
+        return self.result(mx.argsort(self.read(), axis, stream=self.storage.work.stream), DType.I32)
 
     def _top_k(self, ctx: Any, k: int) -> tuple[Self, Self]:
         # A stable ascending sort of the reversed axis, read backwards: ties keep their order.
-        stream, size, x = self.storage.backend.stream, self.shape[-1], self.read()
+        stream, size, x = self.storage.work.stream, self.shape[-1], self.read()
         backwards = mx.array(np.arange(size - 1, -1, -1, dtype=np.int32))
         order = mx.argsort(mx.take(x, backwards, -1, stream=stream), -1, stream=stream)
         order = mx.take(
@@ -250,14 +248,14 @@ class MlxTensor(StridedTensor):
         if 0 in self.shape:
             return self._cast(ctx, self.dtype)
         w = None if weight is None else weight.wide(False)
-        return self.result(mx.fast.rms_norm(self.wide(False), w, eps, stream=self.storage.backend.stream))
+        return self.result(mx.fast.rms_norm(self.wide(False), w, eps, stream=self.storage.work.stream))
 
     def _compare(self, ctx: Any, op: str, other: Self) -> Self:
-        result = _COMPARE[op](self.read(), other.read(), stream=self.storage.backend.stream)
+        result = _COMPARE[op](self.read(), other.read(), stream=self.storage.work.stream)
         return self.wrap(result, DType.BOOL)
 
     def _where(self, ctx: Any, a: Self, b: Self) -> Self:
-        result = mx.where(self.read(), a.read(), b.read(), stream=self.storage.backend.stream)
+        result = mx.where(self.read(), a.read(), b.read(), stream=self.storage.work.stream)
         return self.wrap(result, a.dtype)
 
 
