@@ -20,7 +20,7 @@ import ml
 from kvcache.cache import Batch, Cache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError
-from kvcache.runner.models.loader import Linear, Loader, Progress, Shape, Shapes, Weights
+from kvcache.runner.loader import Linear, Loader, Progress, Shape, Shapes, Weights
 from kvcache.runner.parallel import Share
 from ml import nn
 

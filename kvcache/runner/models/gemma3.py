@@ -22,6 +22,7 @@ import ml
 from kvcache.cache import Batch, Cache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import common_fields, refuse
+from kvcache.runner.loader import Loader, Shape
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, qk_norm
 from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.feedforward import GatedMLP, geglu, load_mlp, mlp_shapes
@@ -33,7 +34,6 @@ from kvcache.runner.models.layer_types import (
     parse_rope,
     sliding_cache,
 )
-from kvcache.runner.models.loader import Loader, Shape
 from ml import nn
 
 __all__ = ["Gemma3", "Gemma3Config", "make_cache", "parse", "shapes"]

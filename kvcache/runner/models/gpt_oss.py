@@ -19,6 +19,7 @@ import ml
 from kvcache.cache import Batch, Cache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import common_fields, refuse
+from kvcache.runner.loader import Loader, Shape
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
 from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.feedforward import Activation
@@ -30,7 +31,6 @@ from kvcache.runner.models.layer_types import (
     parse_rope,
     sliding_cache,
 )
-from kvcache.runner.models.loader import Loader, Shape
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import SparseMLP, load_experts
 from ml import nn
