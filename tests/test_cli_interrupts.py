@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "And God said unto Noah,"
 
 OPENING = "ml:open_backend:1"
-LOADING = "kvcache.runner.loader:Loader.take:5"
+LOADING = "kvcache.runner.weights:Loader.take:5"
 PREFILL = "kvcache.caches.causal:CausalCache.start_forward:1"
 DECODE = "kvcache.caches.causal:CausalCache.start_forward:3"
 READING = "kvcache.runner.saved:digest_of_snapshot:1"

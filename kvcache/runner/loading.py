@@ -13,9 +13,9 @@ from kvcache.runner.checkpoints.weights import open_weights
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
 from kvcache.runner.generate import LanguageModel
-from kvcache.runner.loader import Weights
 from kvcache.runner.memory import check_memory
 from kvcache.runner.models.families import expected_shapes, family_of, parameter_count, parse_config
+from kvcache.runner.weights import Weights
 
 __all__ = ["bundled_model", "check_weights", "load_config", "load_model"]
 

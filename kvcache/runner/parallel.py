@@ -25,7 +25,7 @@ import ml
 from kvcache.cache import Batch, CacheFullError
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
-from kvcache.runner.loader import Weights
+from kvcache.runner.weights import Weights
 
 __all__ = [
     "FAILED",

@@ -10,7 +10,7 @@ import numpy as np
 import ml
 from kvcache.cache import Cache
 from kvcache.runner.config import ModelConfig
-from kvcache.runner.loader import Linear, Loader, Shape
+from kvcache.runner.weights import Linear, Loader, Shape
 from ml import nn
 
 __all__ = ["Attention", "attention_shapes", "load_attention", "merge_heads", "qk_norm"]

@@ -20,8 +20,8 @@ import ml
 from kvcache.cache import Batch, Cache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError
-from kvcache.runner.loader import Linear, Loader, Progress, Shape, Shapes, Weights
 from kvcache.runner.parallel import Share
+from kvcache.runner.weights import Linear, Loader, Progress, Shape, Shapes, Weights
 from ml import nn
 
 __all__ = ["CausalModel", "Decoder", "Layer", "Step", "model_shapes", "token_ids"]

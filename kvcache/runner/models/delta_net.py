@@ -12,9 +12,9 @@ import numpy as np
 
 import ml
 from kvcache.caches.recurrent import RecurrentCache
-from kvcache.runner.loader import Linear, Loader
 from kvcache.runner.models.decoder import Step
 from kvcache.runner.models.delta import chunk_masks, chunk_size, gated_delta_rule
+from kvcache.runner.weights import Linear, Loader
 from ml import DType
 
 __all__ = ["DeltaNet", "DeltaSizes", "Runs", "begin_delta", "delta_shapes", "load_delta_net"]

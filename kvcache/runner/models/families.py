@@ -18,9 +18,9 @@ import ml
 from kvcache.cache import Cache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
-from kvcache.runner.loader import Shapes
 from kvcache.runner.models import gemma3, gpt_oss, llama, llama4, qwen3_next, whisper
 from kvcache.runner.parallel import Share, check_ranks, share_of
+from kvcache.runner.weights import Shapes
 
 __all__ = [
     "FAMILIES",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.runner.loader import Linear, Loader, Shape
+from kvcache.runner.weights import Linear, Loader, Shape
 from ml import nn
 
 __all__ = ["Activation", "Experts", "GatedMLP", "geglu", "load_mlp", "mlp_shapes", "swiglu"]

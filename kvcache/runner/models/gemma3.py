@@ -22,7 +22,6 @@ import ml
 from kvcache.cache import Batch, Cache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import common_fields, refuse
-from kvcache.runner.loader import Loader, Shape
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, qk_norm
 from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.feedforward import GatedMLP, geglu, load_mlp, mlp_shapes
@@ -34,6 +33,7 @@ from kvcache.runner.models.layer_types import (
     parse_rope,
     sliding_cache,
 )
+from kvcache.runner.weights import Loader, Shape
 from ml import nn
 
 __all__ = ["Gemma3", "Gemma3Config", "make_cache", "parse", "shapes"]

@@ -19,7 +19,6 @@ import ml
 from kvcache.cache import Batch, Cache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import common_fields, refuse
-from kvcache.runner.loader import Loader, Shape
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
 from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.feedforward import Activation
@@ -33,6 +32,7 @@ from kvcache.runner.models.layer_types import (
 )
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import SparseMLP, load_experts
+from kvcache.runner.weights import Loader, Shape
 from ml import nn
 
 __all__ = ["GptOss", "GptOssConfig", "make_cache", "parse", "shapes"]

@@ -20,12 +20,12 @@ from kvcache.cache import Batch, Cache, ShiftFunction
 from kvcache.caches.causal import CausalCache
 from kvcache.runner.config import ModelConfig, common_fields, refuse
 from kvcache.runner.errors import ModelError
-from kvcache.runner.loader import Loader, Shape, Weights
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, qk_norm
 from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.rope_config import rope_from_config
+from kvcache.runner.weights import Loader, Shape, Weights
 from ml import nn
 
 __all__ = ["MODEL_TYPES", "Llama", "Weights", "make_cache", "parse", "shapes"]

@@ -21,13 +21,13 @@ from kvcache.caches.causal import CausalCache
 from kvcache.caches.windows import ChunkedCache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import ModelConfig, common_fields, refuse
-from kvcache.runner.loader import Loader, Shape
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
 from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types, parse_rope
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import SparseMLP, load_experts
+from kvcache.runner.weights import Loader, Shape
 from ml import nn
 
 __all__ = ["Llama4", "Llama4Config", "make_cache", "parse", "shapes"]

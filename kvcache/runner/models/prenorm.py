@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import ml
-from kvcache.runner.loader import Loader
 from kvcache.runner.models.decoder import Step
+from kvcache.runner.weights import Loader
 
 __all__ = ["PreNormLayer", "load_norms", "norm_shapes"]
 

@@ -22,7 +22,6 @@ from kvcache.cache import Batch, Cache
 from kvcache.caches.recurrent import RecurrentCache
 from kvcache.runner.config import ModelConfig, common_fields, refuse
 from kvcache.runner.errors import ModelError
-from kvcache.runner.loader import Loader, Shape
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, qk_norm
 from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.delta_net import DeltaNet, DeltaSizes, begin_delta, delta_shapes, load_delta_net
@@ -30,6 +29,7 @@ from kvcache.runner.models.feedforward import Experts, load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types, parse_rope
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import SparseMLP
+from kvcache.runner.weights import Loader, Shape
 from ml import nn
 
 __all__ = ["Qwen3Next", "Qwen3NextConfig", "make_cache", "parse", "parse_dense", "shapes"]

@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 
 import ml
-from kvcache.runner.loader import Linear, Loader
 from kvcache.runner.models.feedforward import Activation, Experts, GatedMLP, swiglu
+from kvcache.runner.weights import Linear, Loader
 
 __all__ = ["Routing", "SparseMLP", "load_experts"]
 

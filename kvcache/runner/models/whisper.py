@@ -25,9 +25,9 @@ from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import read_token_ids, refuse, refuse_quantized
 from kvcache.runner.errors import RequestError
-from kvcache.runner.loader import Linear, Loader, Progress, Shape, Weights
 from kvcache.runner.models.attention import Attention, merge_heads
 from kvcache.runner.models.decoder import Decoder, Step, token_ids
+from kvcache.runner.weights import Linear, Loader, Progress, Shape, Weights
 from ml import nn
 
 __all__ = ["Whisper", "WhisperConfig", "make_cache", "parse", "shapes"]
