@@ -1,1 +1,1 @@
-"""What ``kvcache bench`` measures, and how."""
+"""What ``kvcache bench`` measures, and how: ``measure`` and ``Contender``."""

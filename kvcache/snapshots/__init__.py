@@ -1,1 +1,6 @@
-"""What a sequence held: taken, cut, joined, restored, serialized."""
+"""What a sequence held: taken, scheduled, cut, joined, restored, serialized.
+
+Others use the snapshot classes of ``snapshot``, the managers ``AttentionSnapshots`` and ``StateSnapshots``,
+``SnapshotSchedule``, ``CellReservation`` and ``IncomingSnapshot`` (cells held for content still to come),
+``serialize`` and ``deserialize``, ``cut_page``, ``check_page`` and ``check_layers``.
+"""

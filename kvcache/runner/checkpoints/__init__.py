@@ -1,1 +1,4 @@
-"""Weights and configurations of checkpoints: safetensors, GGUF."""
+"""Weights, configurations and vocabularies in files: safetensors, GGUF.
+
+Others use ``weights`` and ``source``; ``kvcache.runner.loading`` puts models together from them.
+"""

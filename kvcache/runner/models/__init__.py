@@ -1,1 +1,4 @@
-"""Model families, as one decoder and what differs."""
+"""Model families: one decoder, and what differs.
+
+Others use ``families``: the family of a configuration, its cache, its shapes.
+"""
