@@ -202,7 +202,7 @@ def from_disk(backend: ml.Backend, dtype: ml.DType, count: int, rounds: int, chu
         cache = _filled(backend, dtype, count)
         cache.remove(0, 0)
         cache.remove(1, 0)
-        prefix = PrefixCache(cache, tiers=(store,), identity={"model": "benchmark"}, chunk=chunk)
+        prefix = PrefixCache(cache, tiers=(store,), identity={"model": "benchmark"}, block_size=chunk)
         host = np.random.default_rng(0).normal(size=(count, HEADS, DIM)).astype(np.float32)
         with prefix.begin(tokens) as session, backend.new_context() as ctx:
             cache.start_forward(ctx, Batch(range(count), [session.seq] * count))

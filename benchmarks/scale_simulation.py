@@ -89,7 +89,7 @@ class Host:
             budget=None if budget is None else budget * BYTES,
             tiers=stores,
             identity={"model": "synthetic"},
-            chunk=16,
+            block_size=16,
         )
 
     def rank_by(self, priority: Priority) -> None:

@@ -118,7 +118,7 @@ def test_the_path_of_a_folder_is_a_tier(numpy: ml.Backend, tmp_path: Path) -> No
     for expected in (0, 4):
         cache = CausalCache()
         cache.init(numpy, ml.DType.F32, 2, 8, 8)
-        prefix = PrefixCache(cache, tiers=[tmp_path / "pages"], identity={"model": "example"}, chunk=2)
+        prefix = PrefixCache(cache, tiers=[tmp_path / "pages"], identity={"model": "example"}, block_size=2)
         with prefix.begin([1, 2, 3, 4, 5]) as session, numpy.new_context() as ctx:
             assert session.cached == expected
             rest = session.remaining

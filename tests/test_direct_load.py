@@ -76,7 +76,7 @@ def unused(backend: ml.Backend, dtype: DType = DType.F32, kind: str = "causal", 
 
 
 def over(cache: Any, *tiers: Any) -> PrefixCache:
-    return PrefixCache(cache, tiers=tiers, identity={"model": "a"}, chunk=CHUNK)
+    return PrefixCache(cache, tiers=tiers, identity={"model": "a"}, block_size=CHUNK)
 
 
 def evaluate(cache: Any, seq: int, begin: int, tokens: Sequence[int]) -> None:

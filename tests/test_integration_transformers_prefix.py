@@ -59,7 +59,7 @@ def test_a_chat_is_never_read_again(name: str) -> None:
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
 def test_a_store_serves_another_process(name: str) -> None:
     made, ids, store = hf.model(name), hf.tokens(1, 40), MemoryStore()
-    options: dict[str, Any] = {"capacity": 100, "lookback": 8, "interval": 16, "chunk": 16}
+    options: dict[str, Any] = {"capacity": 100, "lookback": 8, "interval": 16, "block_size": 16}
     identity = {"model": name}
     with HFPrefixCache(made, tiers=[store], identity=identity, **options) as first:
         first.generate(ids, **OPTIONS)

@@ -63,7 +63,7 @@ def evaluate(cache: Any, seq: int, begin: int, tokens: Sequence[int]) -> None:
 
 
 def over(cache: Any, store: FileStore, **options: Any) -> PrefixCache:
-    return PrefixCache(cache, tiers=[store], identity={"model": "a"}, chunk=8, **options)
+    return PrefixCache(cache, tiers=[store], identity={"model": "a"}, block_size=8, **options)
 
 
 def talk(prefix: PrefixCache) -> int:

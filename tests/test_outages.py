@@ -114,7 +114,7 @@ def test_a_store_that_is_full_is_one_line_until_it_has_room(
     backend: ml.Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = FlakyStore()
-    r = Rig(ConversationSetup("causal", options={"chunk": 100}), backend, tiers=[store])
+    r = Rig(ConversationSetup("causal", options={"block_size": 100}), backend, tiers=[store])
 
     def keep(first: int, count: int, error: type[Exception] | None) -> list[str]:
         caplog.clear()

@@ -112,15 +112,15 @@ def all_items_taken_for_one(patch: Patch) -> None:
 @bug()
 def a_key_that_names_the_last_chunk_alone(patch: Patch) -> None:
     def at(self: Chain, position: int) -> str:
-        rest = position % self.chunk
-        digest = self._digests[(position - rest) // self.chunk][:1]
+        rest = position % self.block_size
+        digest = self._digests[(position - rest) // self.block_size][:1]
         return (digest + bytes([rest])).hex()
 
     patch.setattr(Chain, "at", at)
     patch.setattr(
         Chain,
         "aligned",
-        property(lambda self: [self.at(i * self.chunk) for i in range(1, len(self._digests))]),
+        property(lambda self: [self.at(i * self.block_size) for i in range(1, len(self._digests))]),
     )
 
 

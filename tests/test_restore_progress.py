@@ -40,7 +40,7 @@ class Reading:
 def over(backend: ml.Backend, window: int | None, *tiers: Any) -> PrefixCache:
     cache: Any = kvcache.CausalCache() if window is None else kvcache.SlidingWindowCache(window)
     cache.init(backend, ml.DType.F32, 2, 2 * LENGTH, LENGTH)
-    return PrefixCache(cache, tiers=tiers, identity={"model": "a"}, chunk=CHUNK, interval=CHUNK)
+    return PrefixCache(cache, tiers=tiers, identity={"model": "a"}, block_size=CHUNK, interval=CHUNK)
 
 
 def evaluate(prefix: PrefixCache, tokens: Sequence[int]) -> int:

@@ -16,8 +16,8 @@ from kvcache.stores import SNAPSHOT_FORMAT, Keys, StoreValueError, check_key
 IDENTITY = {"model": "m", "weights": "w", "dtype": "F16", "rope": {"base": 10000.0, "scale": None}, "rank": 0}
 
 
-def every_key(tokens: Any, chunk: int = 4, **identity: Any) -> list[str]:
-    chain = Keys({**IDENTITY, **identity}, chunk).chain(tokens)
+def every_key(tokens: Any, block_size: int = 4, **identity: Any) -> list[str]:
+    chain = Keys({**IDENTITY, **identity}, block_size).chain(tokens)
     return [chain.at(position) for position in range(len(chain) + 1)]
 
 
@@ -147,10 +147,10 @@ def test_an_identity_that_json_cannot_say_is_refused(identity: Any) -> None:
         Keys(identity)
 
 
-@pytest.mark.parametrize("chunk", [0, -1, 2.0, True])
-def test_a_chunk_is_a_positive_integer(chunk: Any) -> None:
-    with pytest.raises(StoreValueError, match="chunk"):
-        Keys(IDENTITY, chunk)
+@pytest.mark.parametrize("block_size", [0, -1, 2.0, True])
+def test_a_chunk_is_a_positive_integer(block_size: Any) -> None:
+    with pytest.raises(StoreValueError, match="block_size"):
+        Keys(IDENTITY, block_size)
 
 
 @pytest.mark.parametrize("position", [-1, 10])

@@ -405,7 +405,7 @@ def cached(tiers: list[Any], tokens: list[int]) -> int:
     with ml.open_backend("numpy") as backend:
         cache = kvcache.CausalCache()
         cache.init(backend, ml.DType.F32, max_sequences=1, capacity=64, max_batch=64)
-        with PrefixCache(cache, tiers=tiers, identity={"model": "test"}, chunk=8) as prefix:
+        with PrefixCache(cache, tiers=tiers, identity={"model": "test"}, block_size=8) as prefix:
             with prefix.begin(tokens) as session:
                 found = session.cached
                 evaluate(cache, session.seq, found, [int(token) for token in session.remaining])

@@ -38,7 +38,7 @@ def stored(path: Path, backend: ml.Backend, **options: Any) -> Path:
     """A store with three pages: [0, 4), [4, 6) and [0, 3)."""
     with FileStore(path, **options) as files:
         cache = bound(CausalCache(), backend)
-        with PrefixCache(cache, tiers=[files], identity={"model": "test"}, chunk=4) as prefix:
+        with PrefixCache(cache, tiers=[files], identity={"model": "test"}, block_size=4) as prefix:
             talk(prefix, backend, [1, 2, 3, 4, 5, 6]).close()
             talk(prefix, backend, [7, 8, 9]).close()
     return path

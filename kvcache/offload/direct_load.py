@@ -63,7 +63,7 @@ def page_in(
 ) -> int:
     """Put pages of a store straight behind the first ``reached`` positions; how far that went.
 
-    ``ends`` are where pages end that follow one another, the last one of each chunk: conversations that part
+    ``ends`` are where pages end that follow one another, the last one of each block: conversations that part
     inside one leave several pages of it, of which each tells of the one before. What cannot be had in
     this way ends it: whoever goes on there in the ordinary way finds out what is wrong. ``told``, which is
     called by this thread and raises nothing, hears now and then how far it is.

@@ -145,7 +145,7 @@ class StoreTier:
     def longest(self, chain: Chain, floor: int, limit: int, divisible: bool) -> int:
         """The longest prefix in (floor, limit] whose end is stored, or ``floor``.
 
-        Content that is ``divisible`` is stored up to every multiple of the chain's chunk, so that a
+        Content that is ``divisible`` is stored up to every multiple of the chain's block size, so that a
         run of these is looked for first; what is whole ends anywhere.
         """
         best = floor
@@ -266,7 +266,7 @@ def _warn(what: str, error: Exception, follows: str) -> None:
 
 
 def _longest(store: SnapshotStore, chain: Chain, floor: int, limit: int, divisible: bool) -> int:
-    size = chain.chunk
+    size = chain.block_size
     if not divisible:
         return _last_stored(store, chain, floor, limit)
     first = floor // size

@@ -20,7 +20,7 @@ class Evictor:
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
-        size = tree.keys.chunk
+        size = tree.keys.block_size
         self.grain = BLOCK if tree.host is None and tree.store is None else -(-BLOCK // size) * size
         """Edges are parted at multiples of so many tokens when their end is evicted."""
 

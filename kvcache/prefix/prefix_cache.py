@@ -44,7 +44,7 @@ class PrefixCache(Closing):
     the Path of a folder. Whatever is evicted goes to the next tier, the least recently used first.
 
     ``identity`` says what computed K and V: model, weights, rope settings, tensor-parallel rank. A
-    store, which others may use too, needs it. ``salt`` keeps apart what must not be shared. ``chunk`` is
+    store, which others may use too, needs it. ``salt`` keeps apart what must not be shared. ``block_size`` is
     how many tokens a stored key covers; ``interval``, how far apart snapshots of content that is whole
     (windows, recurrent states) are taken in a prompt; ``backlog`` bounds the bytes that wait to be
     written to the stores; ``in_flight``, those on their way from the device to host memory, which a thread
@@ -65,7 +65,7 @@ class PrefixCache(Closing):
         *,
         identity: Mapping[str, Any] | None = None,
         salt: str = "",
-        chunk: int = 512,
+        block_size: int = 512,
         interval: int = 512,
         backlog: int = 256 << 20,
         in_flight: int = 256 << 20,
@@ -80,7 +80,7 @@ class PrefixCache(Closing):
                 "PrefixCache: a store keeps snapshots for others and for later; identity= has to say which "
                 "model and weights they are of"
             )
-        keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": cache.settings()}, chunk)
+        keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": cache.settings()}, block_size)
         if not hasattr(cache, "offset"):
             raise InvalidRangeError(
                 f"PrefixCache: {type(cache).__name__} knows no positions; wrap it with the cache of the "

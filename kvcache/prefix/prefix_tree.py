@@ -218,7 +218,7 @@ class PrefixTree:
         snapshots = None if held.snapshot is None else self.cache.split(held.snapshot, at)
         pages = None if held.page is None else cut_page(held.page, at, own=True)
         upper = self.radix_tree.split(node, at)
-        stored = held.stored and at % self.keys.chunk == 0
+        stored = held.stored and at % self.keys.block_size == 0
         upper.data = TreeEntry(held.begin, stored=stored, pins=held.pins, since=held.since)
         upper.data.used = upper.data.end_used = held.used
         held.begin, held.used = at, held.end_used
@@ -461,7 +461,7 @@ class PrefixTree:
                 self._prune(node)
 
     def _submit(self, node: Node[TreeEntry], page: SerializedSnapshot) -> None:
-        """Have a node's content written: cut at multiples of the chunk where it is divisible."""
+        """Have a node's content written: cut at multiples of the block size where it is divisible."""
         assert self.store is not None
         assert node.data is not None
         chain = self.keys.chain(self.alphabet.named(node.prefix()))
@@ -472,7 +472,7 @@ class PrefixTree:
     def _cut(self, page: SerializedSnapshot, chain: Chain) -> Iterator[tuple[int, SerializedSnapshot]]:
         """(end, page) of the parts of a page; an empty end of one has no part of its own."""
         begin, end = span_of(page)
-        cuts = range(begin - begin % chain.chunk + chain.chunk, end, chain.chunk)
+        cuts = range(begin - begin % chain.block_size + chain.block_size, end, chain.block_size)
         if not self.divisible or not cuts:
             yield end, page
             return

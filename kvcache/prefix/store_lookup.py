@@ -46,7 +46,7 @@ class StoreLookup:
         In order, each when it is read, as far as they follow one another. For content that is divisible.
         ``told``, which raises nothing, hears now and then how far it is.
         """
-        size = self._tree.keys.chunk
+        size = self._tree.keys.block_size
         chain = self._chain(ids)
         ends = (*range(reached - reached % size + size, int(ids.size), size), int(ids.size))
         go_on = self._straight if self._store.reads_straight else self._ahead

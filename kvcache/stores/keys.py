@@ -2,9 +2,9 @@
 
 Two prefixes have one key exactly when model, settings and all tokens up to there are the same::
 
-    root = sha256(JSON of format, chunk and identity)
-    key 0 = sha256(root  | chunk 0)          names tokens [0, C)
-    key 1 = sha256(key 0 | chunk 1)          names tokens [0, 2C)
+    root = sha256(JSON of format, block_size and identity)
+    key 0 = sha256(root  | block_size 0)          names tokens [0, C)
+    key 1 = sha256(key 0 | block_size 1)          names tokens [0, 2C)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcache.stores.serialized_snapshot import SNAPSHOT_FORMAT
 __all__ = ["Chain", "Keys"]
 
 _INTEGERS, _MIXED = b"i", b"m"
-"""What a hashed chunk is: 8 bytes per token, or items that each say their kind and length."""
+"""What a hashed block_size is: 8 bytes per token, or items that each say their kind and length."""
 
 
 class Keys:
@@ -32,21 +32,21 @@ class Keys:
 
     ``identity`` is JSON-able and holds everything that changes K and V: model and weights, dtype, layout,
     rope and window settings, tensor-parallel rank, a salt. The snapshot format's version is added here, so
-    that a new format never reads the old one. ``chunk`` is how many tokens an aligned key covers more
+    that a new format never reads the old one. ``block_size`` is how many tokens an aligned key covers more
     than the one before it.
 
-    Raises StoreValueError for an identity that is not JSON-able and a chunk < 1.
+    Raises StoreValueError for an identity that is not JSON-able and a block size < 1.
     """
 
-    def __init__(self, identity: Mapping[str, Any], chunk: int = 256) -> None:
-        if type(chunk) is not int or chunk < 1:
-            raise StoreValueError(f"Keys: chunk={chunk!r}; it must be an integer of at least 1")
-        record = {"format": SNAPSHOT_FORMAT, "chunk": chunk, "identity": dict(identity)}
+    def __init__(self, identity: Mapping[str, Any], block_size: int = 256) -> None:
+        if type(block_size) is not int or block_size < 1:
+            raise StoreValueError(f"Keys: block_size={block_size!r}; it must be an integer of at least 1")
+        record = {"format": SNAPSHOT_FORMAT, "chunk": block_size, "identity": dict(identity)}
         try:
             text = strict_json.encode(record, canonical=True)
         except ValueError as error:
             raise StoreValueError(f"Keys: the identity is {error}") from error
-        self.chunk = chunk
+        self.block_size = block_size
         self._root = hashlib.sha256(text.encode("ascii")).digest()
 
     @property
@@ -59,32 +59,32 @@ class Keys:
 
         Raises StoreValueError for anything else.
         """
-        return Chain(self._root, self.chunk, _items(tokens))
+        return Chain(self._root, self.block_size, _items(tokens))
 
 
 class Chain:
     """The keys of the prefixes of one token sequence, of length ``len(chain)``."""
 
-    def __init__(self, root: bytes, chunk: int, items: _Items) -> None:
-        self.chunk = chunk
+    def __init__(self, root: bytes, block_size: int, items: _Items) -> None:
+        self.block_size = block_size
         self._items = items
         self._digests = [root]
-        for start in range(0, len(items) - chunk + 1, chunk):
-            self._digests.append(_link(self._digests[-1], items.encoded(start, start + chunk)))
+        for start in range(0, len(items) - block_size + 1, block_size):
+            self._digests.append(_link(self._digests[-1], items.encoded(start, start + block_size)))
 
     def __len__(self) -> int:
         return len(self._items)
 
     @property
     def aligned(self) -> list[str]:
-        """Key k covers tokens ``[0, (k + 1) * chunk)``; the full chunks only."""
+        """Key k covers tokens ``[0, (k + 1) * block_size)``; the full blocks only."""
         return [digest.hex() for digest in self._digests[1:]]
 
     def at(self, position: int) -> str:
         """The key of tokens ``[0, position)``; 0 is the root. StoreValueError outside [0, len(chain)]."""
         if not 0 <= position <= len(self):
             raise StoreValueError(f"Chain.at: position {position}; the chain has [0, {len(self)}]")
-        full, rest = divmod(position, self.chunk)
+        full, rest = divmod(position, self.block_size)
         if not rest:
             return self._digests[full].hex()
         return _link(self._digests[full], self._items.encoded(position - rest, position)).hex()

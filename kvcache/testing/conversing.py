@@ -109,7 +109,7 @@ class ConversationSetup:
     max_batch: int = 48
     dtype: DType = DType.F32
     config: ml.CacheConfig | None = None
-    options: dict[str, Any] = field(default_factory=lambda: {"chunk": 4, "interval": 8})
+    options: dict[str, Any] = field(default_factory=lambda: {"block_size": 4, "interval": 8})
 
     def make(self, backend: ml.Backend) -> Any:
         cache = CACHES[self.cache][0]()

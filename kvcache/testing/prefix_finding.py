@@ -184,7 +184,7 @@ class PrefixFindingTests(PrefixCase):
         assert chat.cached == 4, "numbers that this one gave other items mean nothing to that one"
         assert chat.session.tokens == [1, b"a dog", 2, 3, b"a cat"]
 
-    @pytest.mark.parametrize("what", ["salt", "identity", "dtype", "window", "chunk"])
+    @pytest.mark.parametrize("what", ["salt", "identity", "dtype", "window", "block_size"])
     def test_what_was_computed_otherwise_is_never_shared(self, talk: Talk, what: str) -> None:
         store = MemoryStore()
         cache = "sliding" if what == "window" else "causal"
@@ -192,7 +192,7 @@ class PrefixFindingTests(PrefixCase):
             "salt": {"salt": "another"},
             "identity": {"identity": {"model": "another"}},
             "dtype": {"dtype": DType.F16},
-            "chunk": {"options": {"chunk": 5, "interval": 8}},
+            "block_size": {"options": {"block_size": 5, "interval": 8}},
         }
         first = talk(cache, tiers=[store])
         first.keep(LONG)
@@ -200,7 +200,7 @@ class PrefixFindingTests(PrefixCase):
         if what == "window":
             wide = kvcache.SlidingWindowCache(4)
             wide.init(first.backend, DType.F32, 2, 32, 32)
-            prefix = PrefixCache(wide, tiers=[store], identity={"model": "digests"}, chunk=4, interval=8)
+            prefix = PrefixCache(wide, tiers=[store], identity={"model": "digests"}, block_size=4, interval=8)
             assert prefix.begin([*LONG, 1]).cached == 0
             return
         second = talk(cache, tiers=[store], **others[what])

@@ -313,5 +313,7 @@ class PrefixSessionTests(PrefixCase):
             with pytest.raises(kvcache.ClosedError):
                 use()
         chat.close()
-        with PrefixCache(r.cache, tiers=[store], identity={"model": "digests"}, chunk=4, interval=8) as again:
+        with PrefixCache(
+            r.cache, tiers=[store], identity={"model": "digests"}, block_size=4, interval=8
+        ) as again:
             assert again.begin([*LONG, 1]).cached == 20, "the caller's store stays open"

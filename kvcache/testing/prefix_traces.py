@@ -108,7 +108,7 @@ def random_prefix_setup(rnd: random.Random, floats: Sequence[DType]) -> PrefixSe
         max_batch=32,
         dtype=rnd.choice(list(floats)),
         config=config,
-        options={"chunk": rnd.choice((1, 3, 4, 8)), "interval": rnd.choice((4, 8, 16))},
+        options={"block_size": rnd.choice((1, 3, 4, 8)), "interval": rnd.choice((4, 8, 16))},
     )
     return PrefixSetup(
         talk,
@@ -203,7 +203,7 @@ class Trace:
         if self.setup.exact:
             assert chat.cached >= longest
         elif self.setup.talk.cache in DIVISIBLE and self.reliable:
-            assert chat.cached >= longest - longest % self.setup.talk.options["chunk"]
+            assert chat.cached >= longest - longest % self.setup.talk.options["block_size"]
 
     def say(self, which: int, seed: int, _: int) -> None:
         if self.live:
