@@ -79,9 +79,18 @@ class RecurrentCache(BoundCache[StatePass]):
         self._max_sequences = max_sequences
         self._states = StateTable(max_sequences, backend, self._checkpoints, self._interval)
         self._conv = self._conv_dtype or (ml.DType.F32 if dtype.is_quantized else dtype)
-        kinds = {"conv": (self.conv_shape, self._conv), "recurrent": (self.state_shape, ml.DType.F32)}
-        self.snapshots.bind(self._states, kinds)
         self._backend, self._closed = backend, False
+        self.learn_shapes()
+
+    def learn_shapes(self, conv: tuple[int, ...] = (), state: tuple[int, ...] = ()) -> None:
+        """Say ``conv_shape`` or ``state_shape`` where the constructor was given (); one that is known stays.
+
+        For models whose configuration does not tell, before the first such state is stored or restored.
+        """
+        self.conv_shape, self.state_shape = self.conv_shape or tuple(conv), self.state_shape or tuple(state)
+        if self._backend is not None:
+            kinds = {"conv": (self.conv_shape, self._conv), "recurrent": (self.state_shape, ml.DType.F32)}
+            self.snapshots.bind(self._states, kinds)
 
     @property
     def config(self) -> ml.CacheConfig:

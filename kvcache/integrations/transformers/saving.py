@@ -45,9 +45,9 @@ def prepare_states(family: Family, snapshot: Snapshot) -> None:
     for part in parts:
         for (kind, _), tensor in part.states.items() if isinstance(part, RecurrentSnapshot) else ():
             if kind == "conv":
-                cache.conv_shape = cache.conv_shape or tuple(tensor.shape[1:])
+                cache.learn_shapes(conv=tuple(tensor.shape[1:]))
             else:
-                cache.state_shape = cache.state_shape or tuple(tensor.shape[1:])
+                cache.learn_shapes(state=tuple(tensor.shape[1:]))
 
 
 def save(store: SnapshotStore, key: str, backend: ml.Backend, snapshot: HFSnapshot) -> bool:

@@ -80,7 +80,7 @@ class States:
             rows.enter(layer, tokens, inputs.shape[0], inputs)
         cache, pool = self._cache, rows.pool
         if not cache.conv_shape:
-            cache.conv_shape = (inputs.shape[1], kernel or tokens)
+            cache.learn_shapes(conv=(inputs.shape[1], kernel or tokens))
         size = cache.conv_shape[-1]
         if started:
             state = self._alias(cache.conv_state(pool.ctx, layer))
@@ -115,7 +115,7 @@ class States:
                 "convolution inputs, which tell of how many tokens it is"
             )
         if not cache.state_shape:
-            cache.state_shape = tuple(states.shape[1:])
+            cache.learn_shapes(state=tuple(states.shape[1:]))
         cache.set_recurrent_state(pool.ctx, layer, pool.bridge.to_backend(pool.ctx, states))
         current.states[layer, "recurrent"] = False
         return states

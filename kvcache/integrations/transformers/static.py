@@ -284,14 +284,14 @@ class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         self.dtype, self.device = like.dtype, like.device
         if conv_states is not None:
             size = conv_kernel_size or conv_states.shape[-1]
-            cache.conv_shape = cache.conv_shape or (conv_states.shape[1], size)
+            cache.learn_shapes(conv=(conv_states.shape[1], size))
             self.conv_kernel_size[state_idx] = size
             self.conv_states[state_idx] = _addressed(
                 pool.bridge.alias(cache.conv_state(pool.ctx, self.layer))
             )
             self.is_conv_states_initialized[state_idx] = True
         if recurrent_states is not None:
-            cache.state_shape = cache.state_shape or tuple(recurrent_states.shape[1:])
+            cache.learn_shapes(state=tuple(recurrent_states.shape[1:]))
             found = pool.bridge.alias(cache.recurrent_state(pool.ctx, self.layer))
             self.recurrent_states[state_idx] = _addressed(found)
             self.is_recurrent_states_initialized[state_idx] = True
