@@ -210,10 +210,13 @@ def _end(ranks: Sequence[RankProcess], seconds: float, ask: bool = False) -> Non
     ``ask``: rank 0 by SIGTERM at first, which leaves the terminal as it was, and half of the time to obey.
     """
     until = time.monotonic() + seconds
+    ask = ask and ranks[0].there and not ranks[0].stopped
+    if ask:  # while the others live, or it might speak of their end rather than of its own
+        ranks[0].signal(signal.SIGTERM)
+        _gone(ranks[:1], until - seconds * 3 / 4)
     for rank in ranks[1:]:
         rank.signal(signal.SIGKILL)
-    if ask and ranks[0].there and not ranks[0].stopped:
-        ranks[0].signal(signal.SIGTERM)
+    if ask:  # what it waited for of the others lets it go now
         _gone(ranks[:1], until - seconds / 2)
     ranks[0].signal(signal.SIGKILL)
     _gone(ranks, until)
