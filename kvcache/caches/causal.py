@@ -14,7 +14,7 @@ The cache puts together its ``storage`` (a cell table and the buffers of each la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -36,10 +36,10 @@ from kvcache.cache import (
     ShiftFunction,
 )
 from kvcache.caches.base import BoundCache
+from kvcache.caches.managed import ManagedSnapshots
 from kvcache.caches.sequences import SequenceEditor, drop_middle, lost_error
 from kvcache.snapshots.attention import AttentionSnapshots, Window
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot
-from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import AttentionSnapshot, carried_out
 from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.cell_table import CellTable, SavedRow
@@ -49,7 +49,7 @@ from ml import nn
 __all__ = ["CausalCache", "drop_middle"]
 
 
-class CausalCache(BoundCache[ForwardPass]):
+class CausalCache(BoundCache[ForwardPass], ManagedSnapshots[AttentionSnapshot]):
     """Keeps every token; a query sees all of its own sequence up to itself.
 
     ``shift`` re-encodes stored keys for new positions; without it, tokens cannot be removed from the
@@ -58,7 +58,7 @@ class CausalCache(BoundCache[ForwardPass]):
 
     def __init__(self, shift: ShiftFunction | None = None) -> None:
         super().__init__()
-        self.snapshots = AttentionSnapshots()
+        self.snapshots: AttentionSnapshots = AttentionSnapshots()
         """Takes and restores what sequences hold."""
         self.editor = SequenceEditor(self.snapshots, shift)
         """Shares, removes and moves what sequences hold."""
@@ -507,23 +507,6 @@ class CausalCache(BoundCache[ForwardPass]):
         check_sequence("land", seq, self._max_sequences)
         return self.snapshots.land(seq, incoming)
 
-    def merge(self, parent: AttentionSnapshot | None, child: AttentionSnapshot) -> AttentionSnapshot:
-        """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; a window keeps the child."""
-        self._bound("merge")
-        return self.snapshots.merge(parent, child)
-
-    def join(self, parts: Sequence[AttentionSnapshot]) -> AttentionSnapshot:
-        """``merge`` of one or more, in order; in one step where all of them lie in this cache."""
-        self._bound("join")
-        return self.snapshots.join(parts)
-
-    def split(
-        self, snapshot: AttentionSnapshot, at: int
-    ) -> tuple[AttentionSnapshot | None, AttentionSnapshot]:
-        """Cut ``[a, c)`` into ``[a, at)`` and ``[at, c)``; (None, snapshot) for a window, or at ``a``."""
-        self._bound("split")
-        return self.snapshots.split(snapshot, at)
-
     @property
     def on_pressure(self) -> Callable[[int], bool | None] | None:
         """Called with the number of cells that are missing, before lazy snapshots are copied out.
@@ -535,45 +518,6 @@ class CausalCache(BoundCache[ForwardPass]):
     @on_pressure.setter
     def on_pressure(self, call: Callable[[int], bool | None] | None) -> None:
         self.snapshots.on_pressure = call
-
-    def schedule_snapshots(self, seq: int, positions: list[int]) -> None:
-        """Take a snapshot at each of ``positions`` when a batch reaches it, also from its middle.
-
-        They are those of a sequence that has just ``position`` tokens; each spans from the one before
-        it, the first from where the sequence stands now. Positions that it has passed already are
-        refused with InvalidRangeError. ``remove`` of a position that one has reached drops it, and
-        schedules it anew. Where none can be taken, as of a window with a gap, ``skipped_snapshots`` says so.
-        """
-        offset = self.offset(seq)
-        self.snapshots.schedule.add(seq, positions, offset)
-
-    def take_snapshots(self, seq: int, upto: int | None = None) -> list[AttentionSnapshot]:
-        """The scheduled snapshots that were taken since the last call, by position; those up to ``upto``."""
-        return self._scheduled(seq).take(seq, upto)
-
-    def skipped_snapshots(self, seq: int) -> list[int]:
-        """The scheduled positions, ascending, that were reached since the last call and not taken."""
-        return self._scheduled(seq).skipped(seq)
-
-    def cancel_snapshots(self, seq: int) -> None:
-        """Forget what was scheduled for a sequence, and what was taken of it and not handed over."""
-        self._scheduled(seq).drop(seq)
-
-    def snapshots_taken(self, seq: int) -> list[AttentionSnapshot]:
-        """What ``take_snapshots`` would hand over, and still has then."""
-        return self._scheduled(seq).waiting(seq)
-
-    def rolled_back(self, seq: int) -> int | None:
-        """The lowest position that was removed since this was last asked; None: nothing was.
-
-        -1 where ``copy_prefix`` replaced all of it (kvcache.snapshots.schedule.REPLACED). For those who keep
-        account of a sequence's tokens: what they know from there on may be wrong.
-        """
-        return self._scheduled(seq).lowest_cut(seq)
-
-    def _scheduled(self, seq: int) -> SnapshotSchedule[AttentionSnapshot]:
-        self.offset(seq)  # refuses an unknown sequence
-        return self.snapshots.schedule
 
     # Looking in.
 
@@ -594,12 +538,6 @@ class CausalCache(BoundCache[ForwardPass]):
         """Cells that no sequence holds; snapshots that lie in some make room when it is needed."""
         self._bound("free_cells")
         return self._table.unowned
-
-    @property
-    def cell_table(self) -> CellTable:
-        """Which sequence and which snapshot holds which cell: to be read, the cache alone changes it."""
-        self._bound("cell_table")
-        return self._table
 
     def visible(self, seq: int) -> int:
         """How many of its stored tokens the next token of a sequence attends to."""

@@ -11,7 +11,7 @@ checkpoint, and computing again from there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -20,8 +20,10 @@ from kvcache.attention.batch import SequenceTokens, check_sequence, check_whole,
 from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, Mask, OrderError, ShiftFunction
 from kvcache.caches.base import BoundCache
 from kvcache.caches.causal import CausalCache
+from kvcache.caches.managed import ManagedSnapshots
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.recurrent import StateSnapshots
+from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import RecurrentSnapshot, carried_out
 from kvcache.storage.state_slots import Checkpoint, HeldStates, StatePass
 from kvcache.storage.state_table import StateTable, shifted, state_lost
@@ -29,7 +31,7 @@ from kvcache.storage.state_table import StateTable, shifted, state_lost
 __all__ = ["RecurrentCache"]
 
 
-class RecurrentCache(BoundCache[StatePass]):
+class RecurrentCache(BoundCache[StatePass], ManagedSnapshots[RecurrentSnapshot]):
     """Per-sequence states, checkpoints of them, and a causal cache for the attention layers.
 
     ``conv_shape`` and ``state_shape`` are one sequence's: (channels, kernel - 1) and (heads, key_dim,
@@ -63,7 +65,7 @@ class RecurrentCache(BoundCache[StatePass]):
                 check_whole("RecurrentCache", f"{name} {shape}: size", size, least=1)
         self.attention = CausalCache(shift)
         """The cache of the attention layers."""
-        self.snapshots = StateSnapshots(self.attention)
+        self.snapshots: StateSnapshots = StateSnapshots(self.attention)
         """Takes and restores what sequences hold."""
         self._checkpoints, self._interval = checkpoints, checkpoint_interval
         self._conv_dtype = conv_dtype
@@ -399,44 +401,14 @@ class RecurrentCache(BoundCache[StatePass]):
 
     # Snapshots.
 
-    def schedule_snapshots(self, seq: int, positions: Sequence[int]) -> None:
-        """As CausalCache.schedule_snapshots, but a batch has to end at each of ``positions``.
-
-        The state inside a batch is never there to be copied: a position that a batch runs past is
-        not taken, and ``skipped_snapshots`` lists it. ``next_snapshot(seq)`` says where to end one.
-        """
-        offset = self.offset(seq)
-        self.snapshots.schedule.add(seq, positions, offset)
-
-    def cancel_snapshots(self, seq: int) -> None:
-        """As CausalCache.cancel_snapshots."""
-        self.offset(seq)
-        self.snapshots.schedule.drop(seq)
-
     def next_snapshot(self, seq: int) -> int | None:
         """The next position at which a batch of this sequence should end; None: anywhere."""
         return self.snapshots.schedule.next(seq, self.offset(seq))
 
-    def take_snapshots(self, seq: int, upto: int | None = None) -> list[RecurrentSnapshot]:
-        """The scheduled snapshots that were taken since the last call, by position; those up to ``upto``."""
-        self.snapshots_taken(seq)
-        return self.snapshots.schedule.take(seq, upto)
-
-    def snapshots_taken(self, seq: int) -> list[RecurrentSnapshot]:
-        """As CausalCache.snapshots_taken; takes the one that is due where the sequence is."""
+    def _reached(self, seq: int) -> SnapshotSchedule[RecurrentSnapshot]:
         self.offset(seq)
         self.snapshots.capture(seq)
-        return self.snapshots.schedule.waiting(seq)
-
-    def skipped_snapshots(self, seq: int) -> list[int]:
-        """As CausalCache.skipped_snapshots: the positions that a batch ran past."""
-        self.snapshots_taken(seq)
-        return self.snapshots.schedule.skipped(seq)
-
-    def rolled_back(self, seq: int) -> int | None:
-        """As CausalCache.rolled_back."""
-        self.offset(seq)
-        return self.snapshots.schedule.lowest_cut(seq)
+        return self.snapshots.schedule
 
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> RecurrentSnapshot:
         """The state at ``end`` (None: where the sequence is), with the attention layers' [begin, end).
@@ -474,20 +446,6 @@ class RecurrentCache(BoundCache[StatePass]):
             self._pass = None
 
         return commit
-
-    def merge(self, parent: RecurrentSnapshot | None, child: RecurrentSnapshot) -> RecurrentSnapshot:
-        """The child's states; its attention layers joined with the parent's where those end as it begins."""
-        return self.snapshots.merge(parent, child)
-
-    def join(self, parts: Sequence[RecurrentSnapshot]) -> RecurrentSnapshot:
-        """``merge`` of one or more, in order."""
-        return self.snapshots.join(parts)
-
-    def split(
-        self, snapshot: RecurrentSnapshot, at: int
-    ) -> tuple[RecurrentSnapshot | None, RecurrentSnapshot]:
-        """(None, snapshot): there is no state of ``at`` in it."""
-        return self.snapshots.split(snapshot, at)
 
     @property
     def on_pressure(self) -> Callable[[int], bool | None] | None:

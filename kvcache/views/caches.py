@@ -63,7 +63,7 @@ def check_bound(cache: Any) -> None:
 
 def _map_of(cache: CausalCache) -> CellMap:
     check_bound(cache)
-    table = cache.cell_table
+    table = cache.storage.table
     labels, owners = _owners(table)
     held_by = np.array([len(group) for group in owners])[labels]
     views = (_sequence(seq, row, held_by, cache.visible(seq)) for seq, row in table.occupied())
