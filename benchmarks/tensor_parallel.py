@@ -28,7 +28,8 @@ from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.models.families import parse_config
 from kvcache.runner.models.llama import Llama
 from kvcache.runner.parallel import join, share_of
-from kvcache.runner.ranks import job_of_rank, run_ranks
+from kvcache.runner.rank import job_of_rank, leave
+from kvcache.runner.ranks import run_ranks
 
 __all__ = ["main"]
 
@@ -73,6 +74,7 @@ def rank_main() -> None:
         group.barrier()
         if group.rank == 0:
             Path(job["out"]).write_text(json.dumps(found), encoding="utf-8")
+    leave(0)
 
 
 def exchanges(backend: Any, group: Any, job: Any) -> dict[str, dict[str, float]]:
@@ -173,7 +175,10 @@ def measured(job: dict[str, Any], threads: int) -> Any:
             "from benchmarks.tensor_parallel import rank_main; rank_main()",
         ]
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        run_ranks(command, job["size"], json.dumps({**job, "out": str(out)}).encode(), 120.0, environ)
+        launcher = ml.plugins.registry().specs()[job["backend"]].launcher
+        assert launcher is not None
+        text = json.dumps({**job, "out": str(out)})
+        run_ranks(launcher(job["size"]), command, job["size"], text.encode(), 120.0, environ)
         return json.loads(out.read_text(encoding="utf-8"))
 
 

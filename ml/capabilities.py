@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
 
@@ -323,7 +323,8 @@ class BackendSpec:
     """A plugin's record. Making one imports no framework; ``probe`` and ``open`` may.
 
     ``requires`` names the packages; ``install_hint`` is the command that brings them.
-    ``features`` is what the shipped conformance suite holds the backend to.
+    ``features`` is what the shipped conformance suite holds the backend to. ``launcher(size)`` is the command
+    that starts so many ranks on this machine, each of them what is written after it; None: none joins others.
     """
 
     name: str
@@ -333,10 +334,13 @@ class BackendSpec:
     probe: Callable[[], Availability]
     open: Callable[..., Backend]
     features: Features = field(default_factory=Features)
+    launcher: Callable[[int], Sequence[str]] | None = None
 
     def __post_init__(self) -> None:
         check(self, name=NAME, priority=INTEGER, requires=TEXTS, install_hint=TEXT)
         check(self, probe=CALLABLE, open=CALLABLE, features=instance("an ml.Features", Features))
+        if self.launcher is not None:
+            check(self, launcher=CALLABLE)
 
 
 @dataclass(frozen=True, slots=True)

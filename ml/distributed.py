@@ -1,8 +1,8 @@
 """Where the ranks of a group find each other: the environment that launchers set.
 
 torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; mlx.launch sets
-MLX_RANK, and MLX_HOSTFILE with the name of a file that lists every rank's addresses. ``local_ranks`` sets
-both, for ranks on this machine, so that a rank of any backend finds what its framework reads.
+MLX_RANK, and MLX_HOSTFILE with the name of a file that lists every rank's addresses, or MLX_WORLD_SIZE
+between CUDA devices.
 
 Sources: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables and
 https://ml-explore.github.io/mlx/build/html/usage/distributed.html.
@@ -10,18 +10,16 @@ https://ml-explore.github.io/mlx/build/html/usage/distributed.html.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import socket
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from ml.errors import GroupError, ShapeError
+from ml.errors import GroupError
 
-__all__ = ["free_ports", "launched", "local_ranks", "ring_hosts"]
+__all__ = ["free_ports", "launched", "ring_hosts"]
 
 LOOPBACK = "127.0.0.1"
 _PORTS = range(20_000, 32_000)
@@ -35,6 +33,8 @@ def launched(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _rank("RANK", environ["RANK"], "WORLD_SIZE", environ["WORLD_SIZE"])
+    if "MLX_RANK" in environ and "MLX_WORLD_SIZE" in environ:
+        return _rank("MLX_RANK", environ["MLX_RANK"], "MLX_WORLD_SIZE", environ["MLX_WORLD_SIZE"])
     if environ.get("MLX_HOSTFILE") and "MLX_RANK" in environ:
         return _rank("MLX_RANK", environ["MLX_RANK"], "hosts", str(len(ring_hosts(environ))))
     return None
@@ -53,52 +53,24 @@ def ring_hosts(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
     return found
 
 
-@contextlib.contextmanager
-def local_ranks(size: int) -> Iterator[tuple[dict[str, str], ...]]:
-    """The variables of each of ``size`` ranks on this machine, to be added to their environments.
-
-    The ranks talk over the loopback interface alone, on ports that are free now. The file that
-    MLX_HOSTFILE names is there inside of the ``with`` block.
-    """
-    if size < 1:
-        raise ShapeError(f"local_ranks: size={size}; a group has at least one rank")
-    master, *ports = free_ports(size + 1)
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        hosts = Path(folder) / "hosts.json"
-        hosts.write_text(json.dumps([[f"{LOOPBACK}:{port}"] for port in ports]), encoding="utf-8")
-        common = {
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(master),
-            "MLX_HOSTFILE": str(hosts),
-            **_gloo_interface(),
-        }
-        yield tuple(
-            {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "MLX_RANK": str(rank)}
-            for rank in range(size)
-        )
-
-
 def free_ports(count: int) -> list[int]:
-    """So many ports of the loopback interface that nobody listens on now. GroupError where there are none."""
-    found: list[int] = []
-    for port in random.sample(_PORTS, k=len(_PORTS)):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
-            try:
-                trial.bind((LOOPBACK, port))
-            except OSError:
-                continue
-        found.append(port)
-        if len(found) == count:
+    """So many ports of the loopback interface in a row that nobody listens on. GroupError without any."""
+    for first in random.sample(_PORTS[: len(_PORTS) - count], k=1000):
+        found = list(range(first, first + count))
+        if all(map(_free, found)):
             return found
-    raise GroupError(f"local_ranks: {count} free ports in [{_PORTS.start}, {_PORTS.stop}); {len(found)} are")
+    raise GroupError(
+        f"free_ports: {count} free ports in a row in [{_PORTS.start}, {_PORTS.stop}); none found"
+    )
 
 
-def _gloo_interface() -> dict[str, str]:
-    """gloo takes the interface of the machine's name, unless it is told another."""
-    names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
-    return next(({"GLOO_SOCKET_IFNAME": name} for name in ("lo", "lo0") if name in names), {})
+def _free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+        try:
+            trial.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
 
 
 def _rank(first: str, rank: str, second: str, size: str) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from kvcache.cache import Batch
 from kvcache.runner import Engine, EngineOptions, GenerationOptions, Generator, GeneratorOptions, load_model
 from kvcache.runner.fingerprint import model_identity
 from kvcache.runner.parallel import join, of_all
-from kvcache.runner.ranks import LOST, job_of_rank
+from kvcache.runner.rank import LOST, job_of_rank, leave
 from kvcache.runner.saved import ConversationError, adopt, capture, read, write
 from kvcache.stores import FileStore
 from ml import DType
@@ -333,10 +333,9 @@ def main() -> None:
                     f"kvcache: {name}: {type(error).__name__}: {' '.join(str(error).split())}",
                     file=sys.stderr,
                 )
-                if isinstance(error, ml.GroupError):
-                    sys.exit(LOST)
-                raise
+                leave(LOST if isinstance(error, ml.GroupError) else 1)
         rank.group.barrier()
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ import pytest
 
 import ml
 from backends.mlx.rendezvous import interrupted, rendezvous
-from ml.distributed import free_ports, local_ranks
+from ml.distributed import free_ports
+
+from .local_launcher import local_ranks
 
 
 def hosts(size: int) -> list[list[str]]:

@@ -28,10 +28,11 @@ from kvcache.runner.config import ModelConfig
 from kvcache.runner.loading import load_config
 from kvcache.runner.models.families import FAMILIES, expected_shapes, family_of, parameter_count
 from kvcache.runner.parallel import device_of_rank, join, share_of, sizes_of
-from kvcache.runner.ranks import RanksError, run_ranks
-from ml.distributed import free_ports, launched, local_ranks
+from kvcache.runner.rank import RanksError
+from kvcache.runner.ranks import run_ranks
+from ml.distributed import free_ports, launched
 
-from . import small_models
+from . import local_launcher, small_models
 
 PROGRAM = Path(__file__).with_name("parallel_ranks.py")
 STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
@@ -150,16 +151,15 @@ def test_each_rank_of_a_machine_gets_an_accelerator_of_its_own_or_there_are_too_
 # What launchers say.
 
 
-def test_local_ranks_say_to_each_what_torchrun_and_mlx_launch_would() -> None:
-    with local_ranks(3) as variables:
-        assert [launched(own) for own in variables] == [(0, 3), (1, 3), (2, 3)]
-        only_mlx = [{k: v for k, v in own.items() if k.startswith("MLX_")} for own in variables]
-        assert [launched(own) for own in only_mlx] == [(0, 3), (1, 3), (2, 3)]
-        hosts = Path(variables[0]["MLX_HOSTFILE"])
-        addresses = [address for (address,) in json.loads(hosts.read_text())]
-        assert len({variables[0]["MASTER_PORT"], *(a.split(":")[1] for a in addresses)}) == 4
-        assert {a.split(":")[0] for a in addresses} == {variables[0]["MASTER_ADDR"]} == {"127.0.0.1"}
-    assert not hosts.exists()
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "1", "WORLD_SIZE": "3", "MLX_RANK": "0", "MLX_WORLD_SIZE": "3"},
+        {"MLX_RANK": "1", "MLX_WORLD_SIZE": "3"},
+    ],
+)
+def test_a_process_knows_its_rank_by_what_its_launcher_has_set(variables: dict[str, str]) -> None:
+    assert launched(variables) == (1, 3)
     assert launched({}) is None
 
 
@@ -177,9 +177,9 @@ def test_variables_that_make_no_sense_are_told(variables: dict[str, str]) -> Non
         launched(variables)
 
 
-def test_ports_are_free_and_differ() -> None:
+def test_ports_are_free_and_follow_each_other() -> None:
     ports = free_ports(20)
-    assert len(set(ports)) == 20
+    assert ports == list(range(ports[0], ports[0] + 20))
     assert not {port for port in ports if port >= 32768}, "systems give those to outgoing connections"
 
 
@@ -212,7 +212,7 @@ def start(engine: str, size: int, checks: Sequence[str], **job: Any) -> None:
     record = {"backend": engine, "size": size, "timeout": 60.0, "checks": list(checks), **job}
     command = [sys.executable, "-P", str(PROGRAM)]
     try:
-        run_ranks(command, size, json.dumps(record).encode(), 60.0)
+        run_ranks(local_launcher.launcher(size), command, size, json.dumps(record).encode(), 60.0)
     except RanksError as error:
         print("\n".join(error.told))  # pytest shows it where the test fails
         raise

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from ml import Availability, Backend, BackendSpec, hookimpl
+from ml.distributed import free_ports
 
 __all__ = ["ml_backend"]
 
@@ -26,8 +30,16 @@ def open_mlx(**options: Any) -> Backend:
     return MlxBackend(**options)
 
 
+def mlx_launch(size: int) -> Sequence[str]:
+    """On ports of its own: mlx.launch takes the same ones each time."""
+    beside = shutil.which("mlx.launch", path=str(Path(sys.executable).parent))
+    port = free_ports(size)[0]
+    return [beside or "mlx.launch", f"--repeat-hosts={size}", f"--starting-port={port}", "--"]
+
+
 @hookimpl
 def ml_backend() -> BackendSpec:
     """On a Mac it is what runs fastest; elsewhere PyTorch goes first."""
     priority = 60 if sys.platform == "darwin" else 40
-    return BackendSpec("mlx", priority, ("mlx",), "pip install 'ml-kvcache[mlx]'", probe, open_mlx)
+    hint = "pip install 'ml-kvcache[mlx]'"
+    return BackendSpec("mlx", priority, ("mlx",), hint, probe, open_mlx, launcher=mlx_launch)

@@ -25,6 +25,7 @@ from ml.errors import GroupError, NotSupportedError
 __all__ = ["TorchGroup", "join"]
 
 _NARROW = (DType.F16, DType.BF16)
+_LOOPBACK = "127.0.0.1"
 _joined = itertools.count()
 """How often this process has joined: as often as every other rank."""
 
@@ -46,6 +47,7 @@ def join(backend: BaseBackend, device: torch.device, timeout: float) -> BaseGrou
         if there:  # the user has joined them already: a group of ours beside theirs
             native: Any = dist.new_group(backend=engine, timeout=limit)
         else:
+            _keep_to_loopback()
             rank, size = launched() or (0, 1)
             store = _rendezvous(rank, size, began + seconds)
             dist.init_process_group(engine, store=store, rank=rank, world_size=size, timeout=limit)
@@ -56,6 +58,13 @@ def join(backend: BaseBackend, device: torch.device, timeout: float) -> BaseGrou
         late = time.monotonic() - began > 0.95 * seconds
         raise _not_joined(engine, seconds, str(error).strip().split("\n", 1)[0][:200], late) from error
     return TorchGroup(backend, device, native, seconds, owned=not there)
+
+
+def _keep_to_loopback() -> None:
+    """Where rank 0 is there, gloo is too; it takes the interface of the host's name unless it is told one."""
+    names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
+    if os.environ.get("MASTER_ADDR") == _LOOPBACK and (found := names & {"lo", "lo0"}):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", min(found))
 
 
 def _rendezvous(rank: int, size: int, until: float) -> Any:

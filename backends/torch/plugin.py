@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from ml import Availability, Backend, BackendSpec, hookimpl
@@ -32,6 +34,11 @@ def open_torch(**options: Any) -> Backend:
     return TorchBackend(**options)
 
 
+def torchrun(size: int) -> Sequence[str]:
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    return [*run, f"--nproc-per-node={size}", "--no-python"]
+
+
 @hookimpl
 def ml_backend() -> BackendSpec:
-    return BackendSpec("torch", 50, ("torch",), INSTALL_HINT, probe, open_torch)
+    return BackendSpec("torch", 50, ("torch",), INSTALL_HINT, probe, open_torch, launcher=torchrun)

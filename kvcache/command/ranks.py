@@ -1,7 +1,7 @@
 """``kvcache generate --tensor-parallel N``: starting the ranks, and what each of them does.
 
-A rank is a process of its own that runs ``main``. Ranks that torchrun or mlx.launch has started run
-``kvcache generate --tensor-parallel N`` themselves, which then starts none.
+A rank is a process of its own that runs ``main``. Under torchrun or mlx.launch that a user has started, each
+rank runs ``kvcache generate --tensor-parallel N`` itself, which then starts none.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from kvcache.command.screen import Screen, screen_for
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.generate import GeneratorOptions
 from kvcache.runner.models.families import family_of
-from kvcache.runner.parallel import device_of_rank, join, of_all
+from kvcache.runner.parallel import device_of_rank, join, no_engine, of_all
+from kvcache.runner.rank import RanksError, exit_code, job_of_rank, leave
 from kvcache.runner.rank_limits import Limits
-from kvcache.runner.ranks import RanksError, exit_code, job_of_rank, run_ranks
+from kvcache.runner.ranks import run_ranks
 from kvcache.runner.requests import Event, GenerationOptions, Statistics
 from ml.distributed import launched
 
@@ -86,9 +87,13 @@ def run(job: Job, config: ModelConfig) -> None:
     if launched() is not None:
         _work(job, lambda _: 1)
         return
+    registry = ml.plugins.registry()
+    spec = registry.specs().get(job.backend) or registry.usable(job.backend)  # unknown: told what there is
+    if spec.launcher is None:
+        raise no_engine(spec.name)
     command = [sys.executable, "-P", "-c", "from kvcache.command.ranks import main; main()"]
     try:
-        run_ranks(command, job.ranks, job.encoded(), job.timeout)
+        run_ranks(spec.launcher(job.ranks), command, job.ranks, job.encoded(), job.timeout)
     except RanksError as error:
         gc.freeze()  # the interpreter's end looks at no object then: it is part of the timeout
         if job.debug:
@@ -111,7 +116,7 @@ def main() -> NoReturn:
     except ml.MLError as error:
         typer.echo(f"kvcache: {error}", err=True)
         code = 1
-    _leave(code)
+    leave(code)
 
 
 def _work(job: Job, lost: Callable[[ml.GroupError], int]) -> None:
@@ -126,7 +131,7 @@ def _work(job: Job, lost: Callable[[ml.GroupError], int]) -> None:
             if job.debug:
                 traceback.print_exc()
             typer.echo(f"kvcache: {one_line(error)}", err=True)
-            _leave(lost(error))
+            leave(lost(error))
 
 
 def _as_rank(job: Job, backend: ml.Backend) -> None:
@@ -142,13 +147,6 @@ def _as_rank(job: Job, backend: ml.Backend) -> None:
         screen = screen_for(job.prompts, job.as_json, head, job.quiet)
     continue_prompts(backend, job.model, job.dtype, job.prompts, settings, job.options, screen, group)
     group.barrier()
-
-
-def _leave(code: int) -> NoReturn:
-    """At once: a framework that still waits for another rank would not let us go."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
 
 
 def _device(job: Job) -> str | None:

@@ -35,6 +35,7 @@ __all__ = [
     "device_of_rank",
     "full_elsewhere",
     "join",
+    "no_engine",
     "of_all",
     "share_of",
     "sizes_of",
@@ -52,10 +53,7 @@ def join(backend: ml.Backend, size: int | None = None, timeout: float = 60.0) ->
     Raises NotSupportedError where the backend cannot join processes, GroupError where there are others.
     """
     if not isinstance(backend, ml.SupportsDistributed):
-        raise ml.NotSupportedError(
-            f"tensor parallelism: backend {backend.name!r} has nothing to join processes with; take torch or "
-            "mlx, or a single rank"
-        )
+        raise no_engine(backend.name)
     group = backend.distributed(timeout)
     if size is not None and group.size != size:
         found = group.size
@@ -65,6 +63,14 @@ def join(backend: ml.Backend, size: int | None = None, timeout: float = 60.0) ->
             "give both the same number"
         )
     return group
+
+
+def no_engine(backend: str) -> ml.NotSupportedError:
+    """The error of a backend that joins no processes."""
+    return ml.NotSupportedError(
+        f"tensor parallelism: backend {backend!r} has nothing to join processes with; take torch or mlx, "
+        "or a single rank"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,21 +15,17 @@ RESERVE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``timeout``: seconds from the moment in which a rank takes part no longer to the end of all.
+    """``timeout``: seconds from the moment at which a rank stops taking part to the end of all of them.
 
-    That moment is when its process is stopped or ends; of one that runs and does not come, when another
-    begins to wait for it. A third of the timeout, at most RESERVE, is kept for noticing and ending::
-
-        waiting                                          reserve
-        |----------------------------------------------|----------|
-        others wait, or the process is left stopped      poll, settling, hearing, ending, and the exit
+    That moment is when its process ends; for one that is there and does not come, when another begins to
+    wait for it. A third of the timeout, at most RESERVE, is kept for finding the cause and for ending.
     """
 
     timeout: float
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout) and self.timeout > 0):
-            raise RunnerError(f"ranks: timeout={self.timeout}; it is a number of seconds > 0")
+            raise RunnerError(f"ranks: timeout={self.timeout}; it must be a number of seconds > 0")
 
     @property
     def reserve(self) -> float:
@@ -37,26 +33,13 @@ class Limits:
 
     @property
     def waiting(self) -> float:
-        """How long ranks wait for another: the timeout of their group. And how long one may be stopped."""
+        """How long ranks wait for another: the timeout of their group."""
         return self.timeout - self.reserve
 
     @property
-    def poll(self) -> float:
-        """How often the ranks are looked at."""
-        return min(self.reserve / 16, 0.02)
-
-    def settling(self, late: bool) -> float:
-        """How long to look for the cause after one failed for want of another.
-
-        ``late``: it has waited itself. Otherwise the other one may be about to end and to say why; or it has
-        waited, and has ended the connection.
-        """
-        return self.reserve / (8 if late else 2)
-
-    @property
-    def hearing(self) -> float:
-        """How long to wait for what the ranks that have ended said, in all."""
-        return self.reserve / 16
+    def settling(self) -> float:
+        """How long to look for the cause after a rank failed for want of another."""
+        return self.reserve / 4
 
     @property
     def ending(self) -> float:

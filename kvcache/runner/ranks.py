@@ -1,231 +1,307 @@
-"""Starting the ranks of a group on this machine, watching them, and ending all when one fails.
+"""Ranks of a group on this machine, started by their framework's launcher: watched, and ended together.
 
-torchrun and mlx.launch start ranks too, and ranks that they start are as good. Here all backends get the
-same, and something more: a rank that is stopped (and will not end by itself) is noticed, nothing outlives
-whoever started it, all is over within one limit, and what went wrong is told in one line.
-
-A rank reads its job, a line, from standard input, which stays open for as long as its starter lives.
+torchrun and mlx.launch start the ranks; each reports here, over a socket, its process id and what it exits
+with. That is for what the launchers lack (docs/tensor-parallel.md has it measured): all are gone in time,
+also those that are stopped or whose starter was killed, rank 0 has the terminal, and the cause is one line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import signal
+import socket
+import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import IO
 
 import ml
-from kvcache.runner.errors import RunnerError
+from kvcache.runner.rank import ADDRESS, LATE, LOST, RanksError
 from kvcache.runner.rank_limits import Limits
-from kvcache.runner.rank_process import RankProcess
-from ml.distributed import local_ranks
 
-__all__ = ["LATE", "LOST", "RanksError", "exit_code", "job_of_rank", "run_ranks", "watch"]
+__all__ = ["run_ranks"]
 
-LOST = 75
-"""What a rank exits with that failed because another did (EX_TEMPFAIL)."""
-LATE = 76
-"""What a rank exits with that has waited for another for as long as its limit let it."""
-
+_PREFIX = "kvcache: "
+_POLL = 0.02
 _GRACE = 4.0
 """Seconds that ranks have to be gone after Ctrl-C."""
-Clock = Callable[[], float]
-
-
-class RanksError(RunnerError):
-    """A rank failed, ended or stopped; all others were ended. ``told``: what each wrote to standard error."""
-
-    told: tuple[str, ...] = ()
+_INTERRUPTED = 130
+_KEPT = 1 << 16
+"""Bytes of standard error that are kept of each rank."""
 
 
 def run_ranks(
-    command: Sequence[str], size: int, job: bytes, timeout: float, environ: Mapping[str, str] = os.environ
+    launcher: Sequence[str],
+    command: Sequence[str],
+    size: int,
+    job: bytes,
+    timeout: float,
+    environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Run ``command`` as ``size`` ranks of this machine until all are done; rank 0 writes to our stdout.
+    """Run ``command`` as ``size`` ranks by ``launcher`` until all are done; rank 0 writes to our stdout.
 
-    ``job``: a line that each reads with :func:`job_of_rank`. ``timeout``: seconds from the moment in which
-    a rank is stopped (SIGSTOP) or ends in failure to the moment in which this raises, with all of them
-    killed. So that this holds for one that runs and does not come, too, the ranks have to give their group
-    ``Limits(timeout).waiting`` and, where that raises GroupError, exit at once with its :func:`exit_code`:
-    then another one is looked for as the cause. After one has ended well, the others have so long to end;
-    only rank 0, whose output somebody may be reading slowly, has any time.
+    ``launcher``: what goes before the command, as ``ml.BackendSpec.launcher(size)`` gives it. A rank reads
+    ``job`` with ``kvcache.runner.rank.job_of_rank`` and ends with ``leave``. ``timeout``: seconds from the
+    moment at which a rank fails to the moment at which this raises, with all of them killed. For one that is
+    stopped or hangs, the ranks give their group ``Limits(timeout).waiting`` and, where that raises
+    GroupError, leave with its ``exit_code``: then another one is looked for as the cause. After one has
+    ended well the others have as long to end; only rank 0, whose output somebody may be reading slowly,
+    has any time.
 
     Raises RanksError, and KeyboardInterrupt on Ctrl-C: no rank is left then. RunnerError for a timeout
     that is no number of seconds > 0.
     """
-    if not hasattr(os, "WUNTRACED"):
+    if not hasattr(socket, "AF_UNIX"):
         raise ml.NotSupportedError("starting ranks needs a POSIX system; start them with torchrun")
     limits = Limits(timeout)
-    with local_ranks(size) as variables:
-        ranks = [RankProcess(i, size) for i in range(size)]
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _Ranks(Path(folder), size, job) as ranks:
         try:
-            for rank, own in zip(ranks, variables, strict=True):
-                rank.start(command, {**environ, **_shared(environ, size), **own}, job)
-            watch(ranks, limits)
+            ranks.start([*launcher, *command], environ)
+            ranks.watch(limits)
         except KeyboardInterrupt:
-            _end(ranks, _GRACE, ask=True)
-            raise KeyboardInterrupt(ranks[0].told) from None
-        except SystemExit:  # told to end: rank 0 shows what it has
-            _end(ranks, _GRACE, ask=True)
+            ranks.end(_GRACE, ask=True)
+            raise KeyboardInterrupt(ranks.told(0)) from None
+        except SystemExit:  # asked to end: rank 0 shows what it has
+            ranks.end(_GRACE, ask=True)
             raise
         except RanksError as error:
-            _end(ranks, limits.ending, ask=sys.stdout.isatty())
-            error.told = tuple(rank.said for rank in ranks)
+            ranks.end(limits.ending, ask=sys.stdout.isatty())
+            error.told = tuple(rank.said.decode("utf-8", "replace") for rank in ranks.all)
+            if sys.stdout.isatty():
+                sys.stdout.write("\x1b[?25h\n")  # rank 0 may have hidden the cursor
+                sys.stdout.flush()
             raise
         finally:
-            _end(ranks, limits.ending)
-            for rank in ranks:
-                rank.release()
-            if (ranks[0].code or 0) < 0 and sys.stdout.isatty():
-                sys.stdout.write("\x1b[?25h\n")  # it may have hidden the cursor
-                sys.stdout.flush()
+            ranks.end(limits.ending)
 
 
-def exit_code(error: ml.GroupError) -> int:
-    """What a rank exits with after it."""
-    return LATE if error.late else LOST
+class _Rank:
+    """``code``: what it exited with; None while it is there, and of one that ended without saying."""
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number, self.size = number, size
+        self.pid: int | None = None
+        self.code: int | None = None
+        self.ended = False
+        self.over_at = 0.0
+        self.said = bytearray()
+
+    @property
+    def there(self) -> bool:
+        return self.pid is not None and not self.ended
+
+    @property
+    def vanished(self) -> bool:
+        return self.ended and self.code is None
+
+    @property
+    def failed(self) -> bool:
+        return self.ended and self.code != 0
+
+    @property
+    def own(self) -> bool:
+        """Whether it failed for a reason of its own."""
+        return self.failed and self.code not in (LOST, LATE, _INTERRUPTED)
+
+    def signal(self, number: int) -> None:
+        if self.there and self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def __str__(self) -> str:
+        return f"rank {self.number} of {self.size}"
 
 
-def job_of_rank() -> bytes:
-    """The line that ``run_ranks`` gave; from now on this process ends as soon as its starter has."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            raise RanksError("this process is a rank that something else starts; it was given no job")
-        line += byte
-    threading.Thread(target=_end_with_starter, name="starter", daemon=True).start()
-    return bytes(line)
+class _Ranks:
+    """A launcher, the ranks that have reported, and what all of them write to standard error."""
 
+    def __init__(self, folder: Path, size: int, job: bytes) -> None:
+        self.all = [_Rank(number, size) for number in range(size)]
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._says = bytearray()
+        self._folder = folder
+        (folder / "job").write_bytes(job)
+        self._waiting = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / "ranks"))
+        self._listener.listen(size)
+        self._sources: set[IO[bytes] | socket.socket] = set()
+        self._open(self._listener, self._join)
 
-def _end_with_starter() -> NoReturn:
-    with contextlib.suppress(OSError):
-        while os.read(0, 1 << 12):
-            pass
-    os._exit(LOST)
+    def __enter__(self) -> _Ranks:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        for source in self._sources:
+            source.close()
+        self._waiting.close()
 
-def _shared(environ: Mapping[str, str], size: int) -> dict[str, str]:
-    """The same modules as here, and threads for each rank's part of the machine."""
-    found = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    if "OMP_NUM_THREADS" not in environ:
-        found["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // size))
-    return found
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """In a session of its own: Ctrl-C is for this process, which asks rank 0 to show what it has."""
+        own = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), ADDRESS: self._address}
+        if "OMP_NUM_THREADS" not in environ:
+            own["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(self.all)))
+        try:
+            self._launcher = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,  # mlx.launch turns without a pause on one that has ended
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env={**environ, **own},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RanksError(f"the launcher cannot be started: {error}") from error
+        self._hear(self._launcher.stderr, self._says)
 
+    def watch(self, limits: Limits) -> None:
+        """Return when all have ended well; RanksError as soon as one has not."""
+        while not all(rank.code == 0 for rank in self.all):
+            self._look(_POLL)
+            if any(rank.failed for rank in self.all):
+                until = time.monotonic() + limits.settling
+                while not any(rank.own for rank in self.all) and time.monotonic() < until:
+                    self._look(_POLL)
+                raise RanksError(self._cause())
+            self._check_left_behind(limits)
+            if self._launcher is not None and self._launcher.poll() is not None:
+                self._check_begun()
 
-def watch(
-    ranks: Sequence[RankProcess],
-    limits: Limits,
-    clock: Clock = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Return when all have ended well; RanksError as soon as one has not, or has been stopped for too long.
+    def end(self, seconds: float, ask: bool = False) -> None:
+        """End all that are there, in ``seconds``; one that the system itself holds goes when it lets it.
 
-    Time for which this process was stopped itself (Ctrl-Z stops all of them) does not count.
-    """
-    counted, last = 0.0, clock()
-    while not all(rank.code == 0 for rank in ranks):
-        sleep(limits.poll)
-        now = clock()
-        counted, last = counted + min(now - last, limits.waiting / 4), now
-        for rank in ranks:
-            rank.look(counted)
-        if any(rank.code for rank in ranks):
-            _settle(ranks, limits, counted, clock, sleep)
-            raise RanksError(_cause(ranks, limits))
-        _check_stopped(ranks, limits, counted)
-        _check_left_behind(ranks, limits, counted)
+        ``ask``: rank 0 by SIGTERM at first, which leaves the terminal as it was; it has half of the time.
+        """
+        first, until = self.all[0], time.monotonic() + seconds
+        if ask and first.there:  # while the others live, or it might speak of their end, not of its own
+            first.signal(signal.SIGTERM)
+            self._gone([first], until - seconds * 3 / 4)
+            for rank in self.all[1:]:
+                rank.signal(signal.SIGKILL)
+            self._gone([first], until - seconds / 2)  # what it waited for of the others lets it go
+        for rank in self.all:
+            rank.signal(signal.SIGKILL)
+        if self._launcher is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if all(rank.code == 0 for rank in self.all):
+                    self._launcher.wait(seconds / 2)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._launcher.pid, signal.SIGKILL)
+            self._launcher.wait()
+            if self._launcher.stdin is not None:
+                self._launcher.stdin.close()
+            self._launcher = None
+        self._gone(self.all, until)
 
+    def told(self, number: int) -> str:
+        """A rank's error, in one line: what it wrote to standard error last, frameworks' own words aside."""
+        return _last_line(self.all[number].said) or f"exit code {self.all[number].code}, and no word"
 
-def _check_stopped(ranks: Sequence[RankProcess], limits: Limits, now: float) -> None:
-    if any(rank.stopped_since is not None and now - rank.stopped_since >= limits.waiting for rank in ranks):
-        raise RanksError(_cause(ranks, limits))
+    @property
+    def _address(self) -> str:
+        return str(self._folder / "ranks")
 
-
-def _check_left_behind(ranks: Sequence[RankProcess], limits: Limits, now: float) -> None:
-    done = [rank for rank in ranks if rank.code == 0]
-    left = [rank for rank in ranks[1:] if rank.code is None]
-    if done and left and now - min(rank.ended for rank in done) >= limits.waiting:
-        raise RanksError(
-            f"{left[0]} has not ended although {done[0]} is done, for as long as the timeout of "
-            f"{limits.timeout:g} s lets it; it was ended"
-        )
-
-
-def _settle(
-    ranks: Sequence[RankProcess], limits: Limits, counted: float, clock: Clock, sleep: Callable[[float], None]
-) -> None:
-    """Let the cause come to light, and what came of it a moment later; all that has ended has been heard."""
-    late = any(rank.code == LATE for rank in ranks)
-    began = clock()
-    until = began + limits.settling(late)
-    while not _known(ranks) and clock() < until and any(rank.code is None for rank in ranks):
-        sleep(limits.poll)
-        for rank in ranks:
-            rank.look(counted + clock() - began)
-    for rank in ranks:
-        rank.hear(limits.hearing / len(ranks))
-
-
-def _known(ranks: Sequence[RankProcess]) -> bool:
-    return any(rank.stopped or rank.code not in (None, 0, LOST, LATE) for rank in ranks)
-
-
-def _cause(ranks: Sequence[RankProcess], limits: Limits) -> str:
-    """What all came from: a signal, a rank that is stopped, or what a rank said itself."""
-    failed = [rank for rank in ranks if rank.code]
-    for rank in failed:
-        if rank.code is not None and rank.code < 0:
+    def _cause(self) -> str:
+        """What all came from: a rank that was killed, or what a rank said itself."""
+        failed = [rank for rank in self.all if rank.failed]
+        first = min([rank for rank in failed if rank.own] or failed, key=lambda rank: rank.over_at)
+        if first.vanished:
+            last = _last_line(first.said)
             return (
-                f"{rank} was ended by {_signal_name(-rank.code)}, and all others with it; where nobody did "
+                f"{first} was killed, and all others with it{f' ({last})' if last else ''}; where nobody did "
                 "that, the machine may be out of memory: take a smaller --capacity or a narrower --dtype"
             )
-    own = [rank for rank in failed if rank.code not in (LOST, LATE)]
-    stopped = [rank for rank in ranks if rank.stopped]
-    if stopped and not own:
-        return (
-            f"{stopped[0]} is stopped and was waited for as long as the timeout of {limits.timeout:g} s lets "
-            "it; all ranks were ended, run it again"
-        )
-    told = own or failed
-    first = min(told, key=lambda rank: rank.ended)
-    alone = first.number > 0 and (len(told) == 1 or len({rank.told for rank in told}) > 1)
-    return f"{first}: {first.told}" if alone else first.told
+        told = self.told(first.number)
+        shared = len([rank for rank in failed if self.told(rank.number) == told]) > 1
+        return told if first.number == 0 or shared else f"{first}: {told}"
+
+    def _check_left_behind(self, limits: Limits) -> None:
+        done = [rank for rank in self.all if rank.code == 0]
+        left = [rank for rank in self.all[1:] if rank.there]
+        if done and left and time.monotonic() - min(rank.over_at for rank in done) >= limits.waiting:
+            raise RanksError(
+                f"{left[0]} has not ended although {done[0]} is done, for as long as the timeout of "
+                f"{limits.timeout:g} s lets it; it was ended"
+            )
+
+    def _check_begun(self) -> None:
+        """The launcher has ended: what ranks still say comes at once, and no other rank will."""
+        self._look(_POLL)
+        missing = [rank for rank in self.all if rank.pid is None]
+        if missing:
+            raise RanksError(f"{missing[0]} did not begin: {_last_line(self._says) or 'the launcher ended'}")
+
+    # What comes in.
+
+    def _look(self, seconds: float) -> None:
+        """Hear what there is within ``seconds``."""
+        for key, _ in self._waiting.select(seconds):
+            key.data()
+
+    def _gone(self, ranks: Sequence[_Rank], until: float) -> None:
+        while any(rank.there for rank in ranks) and time.monotonic() < until:
+            self._look(_POLL)
+        self._look(0)
+
+    def _join(self) -> None:
+        """A rank reports: it is given its output, and its process is known from now on."""
+        link, _ = self._listener.accept()
+        link.settimeout(1.0)
+        reads, writes = os.pipe()
+        pipe = open(reads, "rb", buffering=0)  # noqa: SIM115
+        try:
+            number, pid = map(int, link.recv(64).split())
+            rank = self.all[number]
+            with open(os.devnull, "wb") as nowhere:
+                socket.send_fds(link, [b"\n"], [nowhere.fileno() if number else 1, writes])
+        except (OSError, ValueError, IndexError):  # it has ended already, or is no rank
+            link.close()
+            pipe.close()
+            return
+        finally:
+            os.close(writes)
+        rank.pid = pid
+        self._hear(pipe, rank.said)
+        self._open(link, lambda: self._end_of(rank, link))
+
+    def _end_of(self, rank: _Rank, link: socket.socket) -> None:
+        if rank.code is None:
+            rank.over_at = time.monotonic()
+        with contextlib.suppress(OSError, ValueError):
+            if code := link.recv(16):
+                rank.code = int(code)
+                return  # the connection closes as the process ends
+        rank.ended = True
+        self._close(link)
+
+    def _hear(self, pipe: IO[bytes] | None, said: bytearray) -> None:
+        assert pipe is not None
+
+        def read() -> None:
+            if part := os.read(pipe.fileno(), 1 << 12):
+                said.extend(part)
+                del said[:-_KEPT]
+            else:
+                self._close(pipe)
+
+        self._open(pipe, read)
+
+    def _open(self, source: IO[bytes] | socket.socket, read: Callable[[], None]) -> None:
+        self._waiting.register(source, selectors.EVENT_READ, read)
+        self._sources.add(source)
+
+    def _close(self, source: IO[bytes] | socket.socket) -> None:
+        self._waiting.unregister(source)
+        self._sources.discard(source)
+        source.close()
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
-
-
-def _end(ranks: Sequence[RankProcess], seconds: float, ask: bool = False) -> None:
-    """End all that are there, in ``seconds``; one that the system itself holds goes when it lets it.
-
-    ``ask``: rank 0 by SIGTERM at first, which leaves the terminal as it was, and half of the time to obey.
-    """
-    until = time.monotonic() + seconds
-    ask = ask and ranks[0].there and not ranks[0].stopped
-    if ask:  # while the others live, or it might speak of their end rather than of its own
-        ranks[0].signal(signal.SIGTERM)
-        _gone(ranks[:1], until - seconds * 3 / 4)
-    for rank in ranks[1:]:
-        rank.signal(signal.SIGKILL)
-    if ask:  # what it waited for of the others lets it go now
-        _gone(ranks[:1], until - seconds / 2)
-    ranks[0].signal(signal.SIGKILL)
-    _gone(ranks, until)
-    for rank in ranks:
-        rank.hear(max(0.0, until - time.monotonic()))
-
-
-def _gone(ranks: Sequence[RankProcess], until: float) -> None:
-    while any(rank.there for rank in ranks) and time.monotonic() < until:
-        time.sleep(0.002)
-        for rank in ranks:
-            rank.look()
+def _last_line(said: bytearray) -> str:
+    lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith(_PREFIX)] or lines
+    return own[-1].removeprefix(_PREFIX).strip() if own else ""

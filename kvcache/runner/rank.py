@@ -1,0 +1,77 @@
+"""One rank of those that ``kvcache.runner.ranks`` has had started: its job, its output, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+import ml
+from kvcache.runner.errors import RunnerError
+from ml.distributed import launched
+
+__all__ = ["ADDRESS", "LATE", "LOST", "RanksError", "exit_code", "job_of_rank", "leave"]
+
+ADDRESS = "KVCACHE_RANKS"
+"""The variable with the path of the socket at which a rank reports to its starter."""
+LOST = 75
+"""What a rank exits with that failed because another did (EX_TEMPFAIL)."""
+LATE = 76
+"""What a rank exits with that has waited for another for as long as its limit let it."""
+
+_starter: socket.socket | None = None
+
+
+class RanksError(RunnerError):
+    """A rank failed or ended; all others were ended. ``told``: what each wrote to standard error."""
+
+    told: tuple[str, ...] = ()
+
+
+def job_of_rank() -> bytes:
+    """The job that ``run_ranks`` was given; from now on this process ends as soon as its starter has.
+
+    Standard output and error are the starter's for rank 0; of the others it hears standard error alone.
+    """
+    global _starter
+    address = os.environ.get(ADDRESS, "")
+    number = (launched() or (0, 1))[0]
+    _starter = socket.socket(socket.AF_UNIX)
+    try:
+        _starter.connect(address)
+        _starter.sendall(f"{number} {os.getpid()}\n".encode())
+        _, streams, _, _ = socket.recv_fds(_starter, 1, 2)
+        job = Path(address).with_name("job").read_bytes()
+    except OSError as error:
+        raise RanksError(f"{ADDRESS}={address!r}: there is nobody who has started this rank") from error
+    for stream, place in zip(streams, (1, 2), strict=True):
+        os.dup2(stream, place)
+        os.close(stream)
+    threading.Thread(target=_end_with_starter, args=(_starter,), name="starter", daemon=True).start()
+    return job
+
+
+def leave(code: int) -> NoReturn:
+    """End at once: a framework that still waits for another rank would not let this one go."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if _starter is not None:
+        with contextlib.suppress(OSError):
+            _starter.sendall(f"{code}\n".encode())
+    os._exit(code)
+
+
+def exit_code(error: ml.GroupError) -> int:
+    """What a rank exits with after it."""
+    return LATE if error.late else LOST
+
+
+def _end_with_starter(starter: socket.socket) -> NoReturn:
+    with contextlib.suppress(OSError):
+        while starter.recv(1):
+            pass
+    os._exit(LOST)
