@@ -44,7 +44,9 @@ def ring_hosts(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
     """Every rank's addresses, "host:port", from the file that MLX_HOSTFILE names. GroupError without it."""
     path = environ.get("MLX_HOSTFILE", "")
     try:
-        hosts = json.loads(Path(path).read_text(encoding="utf-8"))
+        hosts = json.loads(
+            Path(path).read_text(encoding="utf-8").strip() or "[[]]"
+        )  # empty: of a single rank
         found = [[node] if isinstance(node, str) else [str(address) for address in node] for node in hosts]
     except (OSError, ValueError, TypeError) as error:
         raise GroupError(

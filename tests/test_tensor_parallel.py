@@ -163,6 +163,12 @@ def test_a_process_knows_its_rank_by_what_its_launcher_has_set(variables: dict[s
     assert launched({}) is None
 
 
+def test_a_ring_of_one_has_a_file_without_hosts(tmp_path: Path) -> None:
+    """As ``mlx.launch -n 1`` makes it."""
+    (tmp_path / "hosts").write_text("\n")
+    assert launched({"MLX_RANK": "0", "MLX_HOSTFILE": str(tmp_path / "hosts")}) == (0, 1)
+
+
 @pytest.mark.parametrize(
     "variables",
     [

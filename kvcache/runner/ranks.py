@@ -302,6 +302,7 @@ class _Ranks:
 
 
 def _last_line(said: bytearray) -> str:
-    lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+    lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip("\x1b ")]
+    lines = [line for line in lines if not line.startswith("\x1b")] or lines  # launchers' own, in colours
     own = [line for line in lines if line.startswith(_PREFIX)] or lines
     return own[-1].removeprefix(_PREFIX).strip() if own else ""
