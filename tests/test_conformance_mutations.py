@@ -37,23 +37,19 @@ from .backend_mutants import MUTANTS
 NUMBERS = itertools.count()
 
 
-def load(path: str | Path, name: str) -> ModuleType:
-    """A module of its own from that file."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 AREAS = [area for area in BackendTests.__mro__ if issubclass(area, BackendCase)][1:-1]
 
 
 @pytest.fixture
 def copy() -> ModuleType:
     """The module of the NumPy backend once more, with classes of its own."""
-    return load(backends.numpy.backend.__file__, "copy_of_the_numpy_backend")
+    name = "copy_of_the_numpy_backend"
+    spec = importlib.util.spec_from_file_location(name, backends.numpy.backend.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Plugin:
@@ -88,6 +84,12 @@ class Reports:
         assert not report.failed, report.longreprtext
 
 
+def session(*arguments: str) -> tuple[int, Reports]:
+    reports = Reports()
+    fixed = ["-Werror", "--import-mode=importlib", "-pno:cacheprovider"]
+    return pytest.main([*fixed, *arguments], [reports]), reports
+
+
 @pytest.fixture
 def run_suite(tmp_path: Path) -> Iterator[Any]:
     """run_suite(module, area, features) -> Reports."""
@@ -107,18 +109,9 @@ def run_suite(tmp_path: Path) -> Iterator[Any]:
         file = tmp_path / f"test_{next(NUMBERS)}.py"
         file.write_text(
             f"from {area.__module__} import {area.__name__}\n\n"
-            f"class TestMutant({area.__name__}):\n    backend_name = 'mutant'\n"
+            f"class TestMutant({area.__name__}):\n    backend_name = 'mutant'\n    examples = 5\n"
         )
-        reports = Reports()
-        arguments = [
-            str(file),
-            f"--rootdir={tmp_path}",
-            "-Werror",
-            "--import-mode=importlib",
-            "-pno:cacheprovider",
-            "-pno:terminal",
-        ]
-        pytest.main([*arguments, *options, *(["-x"] if stop else [])], plugins=[reports])
+        _, reports = session(str(file), f"--rootdir={tmp_path}", "-pno:terminal", *options, *["-x"] * stop)
         return reports
 
     yield run
@@ -223,14 +216,7 @@ def test_a_backend_without_some_dtypes_that_says_so_passes(copy: ModuleType, run
     assert run_suite(copy, RefusalTests).failed
 
 
-# The command line, and suites of strangers.
-
-
-def session(*arguments: str) -> tuple[int, Reports]:
-    reports = Reports()
-    return pytest.main(
-        ["-Werror", "--import-mode=importlib", "-pno:cacheprovider", *arguments], [reports]
-    ), reports
+# The command line, and test files of other projects.
 
 
 def test_the_shipped_suite_runs_by_package_name(tmp_path: Path) -> None:
@@ -259,7 +245,7 @@ def test_a_wrong_command_line_is_a_usage_error(
     assert re.search(message, capfd.readouterr().err.replace("\n", " "))
 
 
-STRANGER = """
+THIRD_PARTY = """
 import ml, pytest
 from ml.testing.{module} import {area}
 
@@ -274,9 +260,9 @@ class TestMine({area}):
 
 
 @pytest.mark.parametrize(("module", "area"), [("refusals", "RefusalTests"), ("order", "OrderTests")])
-def test_a_stranger_may_override_the_backend_fixture(tmp_path: Path, module: str, area: str) -> None:
+def test_a_third_party_may_override_the_backend_fixture(tmp_path: Path, module: str, area: str) -> None:
     file = tmp_path / f"test_{next(NUMBERS)}.py"
-    file.write_text(STRANGER.format(module=module, area=area))
+    file.write_text(THIRD_PARTY.format(module=module, area=area))
     code, reports = session(f"--rootdir={tmp_path}", "-pno:terminal", str(file))
     assert code == pytest.ExitCode.OK
     assert reports.outcomes["passed"] > 10

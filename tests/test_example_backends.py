@@ -1,4 +1,4 @@
-"""The two example plugins, installed as a stranger installs them and held to the shipped suites."""
+"""The two example plugins, installed as third parties install theirs and held to the shipped suites."""
 
 from __future__ import annotations
 

@@ -134,12 +134,6 @@ class MovementTests(BackendCase):
 
     # Aliasing. Walks of many views and writes are in aliasing.py.
 
-    def test_a_stride_0_view_follows_writes_to_what_it_repeats(self, ctx: Context) -> None:
-        tensor = ctx.zeros((4,), DType.F32)
-        repeated = tensor.view(ctx, 1, (3, 2), (0, 1))
-        put(ctx, tensor, [5, 6, 7, 8])
-        assert_same(repeated, [[6, 7]] * 3, DType.F32)
-
     def test_two_contexts_share_storage_and_order(self, backend: Backend) -> None:
         with backend.new_context() as first, backend.new_context() as second:
             tensor = first.zeros((4,), DType.I32)

@@ -112,12 +112,12 @@ class CapabilityTests(BackendCase):
 
         return attend
 
-    @each(dtype=FLOATS, heads=HEADS, sizes=[(1, 1), (1, 9), (5, 9), (5, 5), (33, 70)])
+    @each(dtype=FLOATS, heads=HEADS, sizes=[(1, 1), (1, 9), (5, 9), (5, 5), (33, 70), (1, 600)])
     def test_attention_matches_float64_with_and_without_a_mask(
         self, attend: Attend, dtype: DType, heads: tuple[int, int], sizes: tuple[int, int]
     ) -> None:
         tokens, history = sizes
-        q, k, v = self._qkv(tokens, heads[0], history, heads[1], dtype)
+        q, k, v = self._qkv(tokens, heads[0], history, heads[1], dtype, v_dim=4 + 2 * heads[1])
         assert_attention(attend(q, k, v, None, 0.3), reference(q, k, v, None, 0.3), dtype)
         mask = causal_matrix(tokens, history)
         expected = reference(q, k, v, mask, 0.3)
