@@ -72,10 +72,13 @@ class Reports:
         self.outcomes: Counter[str] = Counter()
         self.failed: list[str] = []
         self.passed: list[str] = []
+        self.cases: list[object] = []
+        """Of tables, those that failed."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.failed.append(report.nodeid.split("::")[-1])
+            self.cases += [case for name, case in report.user_properties if name == "ml_case"]
         elif report.when == "call" or report.skipped:
             self.outcomes[report.outcome] += 1
             self.passed += [report.nodeid.split("::")[-1]] if report.passed else []
@@ -126,6 +129,12 @@ def run_suite(tmp_path: Path) -> Iterator[Any]:
 def test_the_bug_is_caught_by_its_area(mutant: Any, copy: ModuleType, run_suite: Any) -> None:
     mutant.plant(copy)
     assert len(run_suite(copy, mutant.area).failed) == 1
+
+
+def test_a_failure_names_the_cases_that_failed(copy: ModuleType, run_suite: Any) -> None:
+    (truncates,) = (one for one in MUTANTS if one.name == "f32_truncates_to_bf16")
+    truncates.plant(copy)
+    assert run_suite(copy, truncates.area).cases == ["F32-BF16-cast"]
 
 
 LEFT_TO_THE_WHOLE = {CapabilityTests, KVStoreTests, GroupTests, RefusalTests}

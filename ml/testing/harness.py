@@ -60,7 +60,7 @@ def each(**choices: Iterable[Any]) -> Callable[[_Test], _Test]:
                     ran += 1
                 except pytest.skip.Exception as skipped:
                     absent = str(skipped)
-                except Exception as error:
+                except (Exception, pytest.fail.Exception) as error:
                     first = first or error
                     failed[name] = f"{type(error).__name__}: {error}".strip()
             if failed:
