@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 from ml.base import BaseBackend, BaseContext
 from ml.devices import DeviceInfo
 from ml.dtypes import DType
 from ml.errors import BoundsError, DeviceError, ShapeError
 
-__all__ = ["PlacedBackend", "PlacedContext", "check_layers", "only_device"]
+__all__ = ["PlacedBackend", "PlacedContext", "asked_devices", "check_layers", "check_once", "only_device"]
+
+
+def asked_devices(device: Any, devices: Sequence[Any] | None) -> list[Any] | None:
+    """What ``device=`` or ``devices=`` names, None for neither. DeviceError for both and for none."""
+    if devices is None:
+        return None if device is None else [device]
+    if device is not None:
+        raise DeviceError("open_backend: both device= and devices= are given; one of them says it all")
+    if isinstance(devices, str):
+        raise DeviceError(f"open_backend: devices={devices!r}; it is a list of names")
+    return list(devices)
+
+
+def check_once(names: Sequence[Any]) -> None:
+    """Raise DeviceError where no device is named, or one twice."""
+    if not names:
+        raise DeviceError("open_backend: devices=[]; name at least one")
+    if len(set(names)) < len(names):
+        raise DeviceError(f"open_backend: devices={[*names]}; each is named once")
 
 
 def only_device(
@@ -21,18 +41,16 @@ def only_device(
     ``layers`` says nothing here: they all lie on it. Raises DeviceError for several devices.
     """
     check_layers(layers)
-    if devices is None:
-        return device
-    if device is not None:
-        raise DeviceError("open_backend: both device= and devices= are given; one of them says it all")
-    if isinstance(devices, str):
-        raise DeviceError(f"open_backend: devices={devices!r}; it is a list of names")
-    if len(devices) != 1:
+    asked = asked_devices(device, devices)
+    if asked is None:
+        return None
+    if len(asked) != 1:
         raise DeviceError(
-            f"open_backend: devices={[*devices]}; {name} keeps all layers on one device, name that: "
+            f"open_backend: devices={asked}; {name} keeps all layers on one device, name that: "
             "torch and cupy split them over several"
         )
-    return devices[0]
+    only: str = asked[0]
+    return only
 
 
 def check_layers(layers: int | None) -> None:

@@ -14,6 +14,7 @@ import pytest
 import ml
 from ml import CAUSAL, DType
 from ml.nn import LinearScaling, RopeSpec, YarnScaling, apply_rope, generic_attention, rope_tables
+from ml.testing.optional import causal_matrix, reference
 
 mx = pytest.importorskip("mlx.core")
 
@@ -431,15 +432,6 @@ def exact(tensor: MlxTensor) -> np.ndarray:
     return tensor.to_numpy().astype(np.float64)
 
 
-def reference(query: Any, key: Any, value: Any, mask: np.ndarray | None, scale: float) -> np.ndarray:
-    """Float64, from the definition."""
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat(group, 1), value.repeat(group, 1)
-    scores = np.einsum("thd,shd->hts", query, key) * scale + (0 if mask is None else mask)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("hts,shd->thd", weights / weights.sum(-1, keepdims=True), value)
-
-
 @pytest.mark.parametrize("widens", [True, False], ids=["as on the CPU", "as on a GPU"])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("tokens", [1, 7])
@@ -451,8 +443,7 @@ def test_attention_matches_float64(
     query = ctx.from_numpy(random.normal(size=(tokens, 8, 16)), dtype)
     buffers = [ctx.from_numpy(random.normal(size=(2, 40, 16)), dtype) for _ in range(2)]
     key, value = (buffer.permute(ctx, 1, 0, 2).slice(ctx, 0, 3, 33) for buffer in buffers)
-    late = np.triu(np.ones((tokens, 30), bool), 30 - tokens + 1)
-    matrix = np.where(late, -np.inf, 0.0)
+    matrix = causal_matrix(tokens, 30)
     mask = ctx.from_numpy(np.pad(matrix, [(0, 5), (0, 0)], constant_values=-np.inf), DType.F32)
     tolerance = {DType.F32: 1e-5, DType.F16: 2e-3, DType.BF16: 2e-2}[dtype]
     for given, seen in ((None, None), (CAUSAL, matrix), (mask, matrix)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 import ml
 from ml import CAUSAL, DType
+from ml.testing.optional import causal_matrix, reference
 
 torch = pytest.importorskip("torch")
 
@@ -326,79 +326,8 @@ def test_read_only_and_reversed_host_arrays_raise_no_warning(ctx: TorchContext) 
 # Attention, against a reference in float64.
 
 
-def reference(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None, scale: float, sinks: Any = None
-) -> np.ndarray:
-    """One query head at a time: softmax(scale * q @ k.T + mask, with the sink) @ v."""
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    tokens, heads, _ = q.shape
-    group = heads // k.shape[1]
-    out = np.zeros((tokens, heads, v.shape[2]))
-    for head in range(heads):
-        scores = scale * q[:, head] @ k[:, head // group].T
-        if mask is not None:
-            scores = scores + mask[:tokens]
-        top = scores.max(-1, keepdims=True)
-        weights = np.exp(scores - top)
-        total = weights.sum(-1, keepdims=True)
-        if sinks is not None:
-            total = total + np.exp(float(sinks[head]) - top)
-        out[:, head] = weights / total @ v[:, head // group]
-    return out
-
-
-def additive(tokens: int, history: int) -> np.ndarray:
-    """Causal and bottom-right aligned: row i of 3 over 5 keys sees 3, 4 and 5 of them."""
-    seen = np.arange(history)[None, :] <= np.arange(history - tokens, history)[:, None]
-    return np.where(seen, 0.0, -np.inf).astype(np.float32)
-
-
 def made(ctx: TorchContext, rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> TorchTensor:
     return ctx.from_numpy(rng.standard_normal(shape).astype(np.float32), dtype)  # type: ignore[return-value]
-
-
-def head_major(ctx: TorchContext, x: TorchTensor) -> TorchTensor:
-    """The same (history, kv_heads, size) as a view of (kv_heads, cells, size), as a cache gives it."""
-    history, heads, size = x.shape
-    cells = history + 3
-    buffer = ctx.full((heads, cells, size), math.nan, x.dtype)
-    shown = buffer.view(ctx, 0, (history, heads, size), (size, cells * size, 1))
-    x.copy(ctx, shown)
-    return shown
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-@pytest.mark.parametrize("form", ["mask", "causal", "none"])
-@pytest.mark.parametrize(
-    ("tokens", "history", "heads", "kv_heads", "head_dim", "v_dim"),
-    [(1, 9, 4, 2, 16, 16), (1, 9, 2, 2, 16, 16), (1, 600, 8, 2, 32, 32), (5, 9, 4, 2, 16, 16),
-     (9, 9, 6, 2, 16, 16), (5, 9, 4, 1, 16, 8), (5, 9, 4, 4, 8, 24), (1, 1, 2, 1, 8, 8)],
-)  # fmt: skip
-def test_attention_agrees_with_float64(
-    ctx: TorchContext, tokens: int, history: int, heads: int, kv_heads: int, head_dim: int, v_dim: int,
-    form: str, sinks: bool, dtype: DType,
-) -> None:  # fmt: skip
-    rng = np.random.default_rng(history * 7 + tokens)
-    q = made(ctx, rng, (tokens, heads, head_dim), dtype)
-    k = head_major(ctx, made(ctx, rng, (history, kv_heads, head_dim), dtype))
-    v = head_major(ctx, made(ctx, rng, (history, kv_heads, v_dim), dtype))
-    logits = made(ctx, rng, (heads,), dtype).scale(ctx, 3) if sinks else None
-    matrix = None if form == "none" else additive(tokens, history)
-    mask: Any = {"none": None, "causal": CAUSAL}.get(form)
-    if form == "mask":
-        mask = ctx.from_numpy(np.pad(additive(tokens, history), ((0, 3), (0, 0)), constant_values=-np.inf))
-    scale = 1.7 / math.sqrt(head_dim)
-    result = ctx.backend.attention(ctx, q, k, v, mask, scale, logits)
-    assert (result.dtype, result.shape, result.native.is_contiguous()) == (
-        dtype,
-        (tokens, heads, v_dim),
-        True,
-    )
-    host = [x.to_numpy() for x in (q, k, v)]
-    expected = reference(*host, matrix, scale, None if logits is None else logits.to_numpy())
-    tolerance = {DType.F32: 2e-6, DType.F16: 2e-3, DType.BF16: 1.5e-2}[dtype]
-    np.testing.assert_allclose(result.to_numpy().astype(np.float64), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_both_ways_to_share_a_kv_head_give_the_same(
@@ -406,7 +335,7 @@ def test_both_ways_to_share_a_kv_head_give_the_same(
 ) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (made(ctx, rng, shape, DType.F32) for shape in ((5, 4, 8), (9, 2, 8), (9, 2, 8)))
-    mask, sinks = ctx.from_numpy(additive(5, 9)), made(ctx, rng, (4,), DType.F32)
+    mask, sinks = ctx.from_numpy(causal_matrix(5, 9)), made(ctx, rng, (4,), DType.F32)
     stacked = [attend(ctx, ctx.backend.causal_masks, q, k, v, mask, 0.4, s).to_numpy() for s in (None, sinks)]
     monkeypatch.setattr("backends.torch.attention.STACKED_MASK_LIMIT", 0)
     grouped = [attend(ctx, ctx.backend.causal_masks, q, k, v, mask, 0.4, s).to_numpy() for s in (None, sinks)]
@@ -420,14 +349,14 @@ def test_the_body_without_sdpa_goes_in_blocks_of_queries(
     q, k, v = (made(ctx, rng, shape, DType.F32) for shape in ((7, 4, 8), (9, 2, 8), (9, 2, 6)))
     monkeypatch.setattr("backends.torch.attention.SCORES_LIMIT", 4 * 9 * 3)
     result = attend(ctx, ctx.backend.causal_masks, q, k, v, CAUSAL, 0.4, None).to_numpy()
-    expected = reference(*(x.to_numpy() for x in (q, k, v)), additive(7, 9), 0.4)
+    expected = reference(*(x.to_numpy() for x in (q, k, v)), causal_matrix(7, 9), 0.4)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_masks_of_any_float_dtype_and_layout_are_taken(ctx: TorchContext) -> None:
     rng = np.random.default_rng(2)
     q, k, v = (made(ctx, rng, shape, DType.F32) for shape in ((3, 2, 8), (6, 2, 8), (6, 2, 8)))
-    bias = np.where(additive(3, 6) < 0, -np.inf, rng.integers(-4, 4, (3, 6)) / 4).astype(np.float32)
+    bias = np.where(causal_matrix(3, 6) < 0, -np.inf, rng.integers(-4, 4, (3, 6)) / 4).astype(np.float32)
     expected = reference(*(x.to_numpy() for x in (q, k, v)), bias, 0.3)
     turned = ctx.from_numpy(np.ascontiguousarray(bias.T)).permute(ctx, 1, 0)
     spread = ctx.from_numpy(np.repeat(bias, 2, axis=1)).slice(ctx, 1, 0, 12, 2)
@@ -435,12 +364,6 @@ def test_masks_of_any_float_dtype_and_layout_are_taken(ctx: TorchContext) -> Non
         for sinks in (None, ctx.full((2,), -1e9, DType.BF16)):
             result = attend(ctx, ctx.backend.causal_masks, q, k, v, mask, 0.3, sinks).to_numpy()
             np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_no_query_and_no_history_give_no_rows_and_zeros(ctx: TorchContext) -> None:
-    empty, some = ctx.zeros((0, 2, 8), DType.F32), ctx.full((3, 2, 8), 1, DType.F32)
-    assert attend(ctx, ctx.backend.causal_masks, empty, some, some, None, 1.0, None).shape == (0, 2, 8)
-    assert not attend(ctx, ctx.backend.causal_masks, some, empty, empty, None, 1.0, None).to_numpy().any()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Both shipped suites, and a model, on NumPy arranged as compilers and ggml want it: padded and permuted.
 
-Every 16th test of the caches' suite and every 80th of the backends'; all of them with ML_LONG=1, which
+Every 16th test of the caches' suite and every 40th of the backends'; all of them with ML_LONG=1, which
 takes some 80 s of processor time.
 """
 
@@ -57,7 +57,7 @@ class TestCaches(sampled(CacheTests, 16)):
     state_traces = wrapper_traces = quantized_traces = encoder_traces = examples = 32 if LONG else 4
 
 
-class TestBackend(sampled(BackendTests, 80)):
+class TestBackend(sampled(BackendTests, 40)):
     pass
 
 

@@ -1,4 +1,4 @@
-"""The shipped suite on our CuPy backend, used exactly as a stranger uses it; it needs a GPU."""
+"""The shipped suite on our CuPy backend, used as the author of a plugin uses it; it needs a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped suite on our MLX backend, used exactly as a stranger uses it."""
+"""The shipped suite on our MLX backend, used as the author of a plugin uses it."""
 
 from __future__ import annotations
 

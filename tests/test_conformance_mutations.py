@@ -1,4 +1,4 @@
-"""The suite is itself tested: every deliberate bug of mutants/ is caught, an exact copy passes.
+"""The suite is itself tested: every deliberate bug of backend_mutants.py is caught, an exact copy passes.
 
 Each backend here is a copy of the NumPy backend, registered under a name of its own as a third
 party's would be; the suite runs on it in a nested pytest session in this process.
@@ -32,19 +32,9 @@ from ml.testing.quick import QUICK
 from ml.testing.refusals import RefusalTests
 from ml.testing.stores import KVStoreTests
 
-from .mutants import MUTANTS
+from .backend_mutants import MUTANTS
 
 NUMBERS = itertools.count()
-
-
-def load(path: str | Path, name: str) -> ModuleType:
-    """A module of its own from that file."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 AREAS = [area for area in BackendTests.__mro__ if issubclass(area, BackendCase)][1:-1]
@@ -53,7 +43,13 @@ AREAS = [area for area in BackendTests.__mro__ if issubclass(area, BackendCase)]
 @pytest.fixture
 def copy() -> ModuleType:
     """The module of the NumPy backend once more, with classes of its own."""
-    return load(backends.numpy.backend.__file__, "copy_of_the_numpy_backend")
+    name = "copy_of_the_numpy_backend"
+    spec = importlib.util.spec_from_file_location(name, backends.numpy.backend.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Plugin:
@@ -76,16 +72,25 @@ class Reports:
         self.outcomes: Counter[str] = Counter()
         self.failed: list[str] = []
         self.passed: list[str] = []
+        self.cases: list[object] = []
+        """Of tables, those that failed."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.failed.append(report.nodeid.split("::")[-1])
+            self.cases += [case for name, case in report.user_properties if name == "ml_case"]
         elif report.when == "call" or report.skipped:
             self.outcomes[report.outcome] += 1
             self.passed += [report.nodeid.split("::")[-1]] if report.passed else []
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         assert not report.failed, report.longreprtext
+
+
+def session(*arguments: str) -> tuple[int, Reports]:
+    reports = Reports()
+    fixed = ["-Werror", "--import-mode=importlib", "-pno:cacheprovider"]
+    return pytest.main([*fixed, *arguments], [reports]), reports
 
 
 @pytest.fixture
@@ -107,18 +112,9 @@ def run_suite(tmp_path: Path) -> Iterator[Any]:
         file = tmp_path / f"test_{next(NUMBERS)}.py"
         file.write_text(
             f"from {area.__module__} import {area.__name__}\n\n"
-            f"class TestMutant({area.__name__}):\n    backend_name = 'mutant'\n"
+            f"class TestMutant({area.__name__}):\n    backend_name = 'mutant'\n    examples = 5\n"
         )
-        reports = Reports()
-        arguments = [
-            str(file),
-            f"--rootdir={tmp_path}",
-            "-Werror",
-            "--import-mode=importlib",
-            "-pno:cacheprovider",
-            "-pno:terminal",
-        ]
-        pytest.main([*arguments, *options, *(["-x"] if stop else [])], plugins=[reports])
+        _, reports = session(str(file), f"--rootdir={tmp_path}", "-pno:terminal", *options, *["-x"] * stop)
         return reports
 
     yield run
@@ -132,12 +128,17 @@ def run_suite(tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_bug_is_caught_by_its_area(mutant: Any, copy: ModuleType, run_suite: Any) -> None:
     mutant.plant(copy)
-    (caught_by,) = run_suite(copy, mutant.area).failed
-    print(f"{mutant.name}: {caught_by}")
+    assert len(run_suite(copy, mutant.area).failed) == 1
 
 
-LEFT_TO_THE_WHOLE = {RefusalTests, CapabilityTests, KVStoreTests, GroupTests}
-"""Areas of which the quick part has nothing."""
+def test_a_failure_names_the_cases_that_failed(copy: ModuleType, run_suite: Any) -> None:
+    (truncates,) = (one for one in MUTANTS if one.name == "f32_truncates_to_bf16")
+    truncates.plant(copy)
+    assert run_suite(copy, truncates.area).cases == ["F32-BF16-cast"]
+
+
+LEFT_TO_THE_WHOLE = {CapabilityTests, KVStoreTests, GroupTests, RefusalTests}
+"""Areas of which the quick part has nothing, or little."""
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ LEFT_TO_THE_WHOLE = {RefusalTests, CapabilityTests, KVStoreTests, GroupTests}
 )
 def test_the_quick_part_catches_the_bugs_of_its_areas(mutant: Any, copy: ModuleType, run_suite: Any) -> None:
     mutant.plant(copy)
-    assert len(run_suite(copy, mutant.area, None, "--ml-quick").failed) == 1
+    assert len(run_suite(copy, BackendTests, None, "--ml-quick").failed) == 1
 
 
 def test_what_the_quick_part_names_exists(tmp_path: Path) -> None:
@@ -154,14 +155,13 @@ def test_what_the_quick_part_names_exists(tmp_path: Path) -> None:
     code, reports = session(f"--rootdir={tmp_path}", "-pno:terminal", "-c", os.devnull, *suites)
     assert code == pytest.ExitCode.OK
     ran = {re.split(r"\W", name)[0] for name in reports.passed}
-    assert ran == {test for tests in QUICK.values() for test in tests}
-    assert len(reports.passed) < 300
+    assert ran == QUICK.keys()
 
 
 def test_an_exact_copy_passes_everything(copy: ModuleType, run_suite: Any) -> None:
     reports = run_suite(copy, BackendTests)
     assert not reports.failed
-    assert reports.outcomes["passed"] > 2000
+    assert reports.outcomes["passed"] > 150
 
 
 def test_every_area_of_the_suite_has_a_bug_of_its_own() -> None:
@@ -192,8 +192,8 @@ def test_a_storage_only_backend_that_says_so_passes(copy: ModuleType, run_suite:
     without_compute(copy)
     reports = run_suite(copy, BackendTests, Features(absent=frozenset({"compute"})))
     assert not reports.failed
-    assert reports.outcomes["passed"] > 1000
-    assert reports.outcomes["skipped"] > 500
+    assert reports.outcomes["passed"] > 140
+    assert reports.outcomes["skipped"] > 15
 
 
 def test_a_storage_only_backend_that_does_not_say_so_fails(copy: ModuleType, run_suite: Any) -> None:
@@ -225,14 +225,7 @@ def test_a_backend_without_some_dtypes_that_says_so_passes(copy: ModuleType, run
     assert run_suite(copy, RefusalTests).failed
 
 
-# The command line, and suites of strangers.
-
-
-def session(*arguments: str) -> tuple[int, Reports]:
-    reports = Reports()
-    return pytest.main(
-        ["-Werror", "--import-mode=importlib", "-pno:cacheprovider", *arguments], [reports]
-    ), reports
+# The command line, and test files of other projects.
 
 
 def test_the_shipped_suite_runs_by_package_name(tmp_path: Path) -> None:
@@ -261,7 +254,7 @@ def test_a_wrong_command_line_is_a_usage_error(
     assert re.search(message, capfd.readouterr().err.replace("\n", " "))
 
 
-STRANGER = """
+THIRD_PARTY = """
 import ml, pytest
 from ml.testing.{module} import {area}
 
@@ -276,9 +269,9 @@ class TestMine({area}):
 
 
 @pytest.mark.parametrize(("module", "area"), [("refusals", "RefusalTests"), ("order", "OrderTests")])
-def test_a_stranger_may_override_the_backend_fixture(tmp_path: Path, module: str, area: str) -> None:
+def test_a_third_party_may_override_the_backend_fixture(tmp_path: Path, module: str, area: str) -> None:
     file = tmp_path / f"test_{next(NUMBERS)}.py"
-    file.write_text(STRANGER.format(module=module, area=area))
+    file.write_text(THIRD_PARTY.format(module=module, area=area))
     code, reports = session(f"--rootdir={tmp_path}", "-pno:terminal", str(file))
     assert code == pytest.ExitCode.OK
     assert reports.outcomes["passed"] > 10

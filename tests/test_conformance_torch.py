@@ -1,4 +1,4 @@
-"""The shipped suite on our PyTorch backend, used exactly as a stranger uses it."""
+"""The shipped suite on our PyTorch backend, used as the author of a plugin uses it."""
 
 import pytest
 

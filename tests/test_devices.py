@@ -326,25 +326,25 @@ def test_a_backend_of_one_device_takes_one_and_refuses_more(name: str) -> None:
         ml.open_backend(name, devices=["cpu"], layers=0)
 
 
-class Stranger:
+class OneDevice:
     """A plugin whose backend knows of one device and has no option for more."""
 
     @staticmethod
     @ml.hookimpl
     def ml_backend() -> ml.BackendSpec:
-        def open_stranger(device: str = "cpu") -> ml.Backend:
+        def open_one(device: str = "cpu") -> ml.Backend:
             return ml.open_backend("numpy", device=device)
 
-        return ml.BackendSpec("stranger", -5, (), "", lambda: ml.Availability(True), open_stranger)
+        return ml.BackendSpec("one-device", -5, (), "", lambda: ml.Availability(True), open_one)
 
 
 def test_a_backend_without_the_options_is_named_in_the_refusal() -> None:
     registry = ml.plugins.registry()
-    plugin = Stranger()
-    registry.register(plugin, "stranger")
+    plugin = OneDevice()
+    registry.register(plugin, "one-device")
     try:
-        with pytest.raises(ml.DeviceError, match="'stranger' takes no devices= and layers="):
-            open_on_devices("stranger", ["cpu", "npu"], load_config(bundled_model()))
+        with pytest.raises(ml.DeviceError, match="'one-device' takes no devices= and layers="):
+            open_on_devices("one-device", ["cpu", "npu"], load_config(bundled_model()))
     finally:
         registry.unregister(plugin)
 

@@ -167,63 +167,6 @@ def test_broken_plugins_hide_no_other(crowd: Any) -> None:
     assert [opened[name][0] for name in ("whole", "second", "numpy")] == ["whole", "second", "numpy"]
 
 
-def test_a_plugin_that_fails_to_open_is_named_and_the_next_one_is_tried(tmp_path: Path) -> None:
-    install(tmp_path, "open", "whole")
-    kind, message = ask(tmp_path, OPEN.format("'open'"))
-    assert kind == "BackendUnavailableError"
-    assert "'open' failed to open: RuntimeError: it went up in smoke" in message
-    code = (
-        "import warnings\n"
-        "with warnings.catch_warnings(record=True) as seen:\n"
-        "    warnings.simplefilter('always')\n"
-        "    with ml.open_backend() as backend:\n"
-        "        answer = [backend.name, [str(one.message) for one in seen]]"
-    )
-    name, warned = ask(tmp_path, code)
-    assert name == "whole"
-    assert "it went up in smoke" in warned[0]
-    assert "trying the next backend" in warned[0]
-
-
-def test_the_name_goes_before_the_environment_and_that_before_priority(tmp_path: Path) -> None:
-    install(tmp_path, "whole", "second")
-    code = """
-import os
-answer = []
-for name, variable, options in (
-    ((), None, {}), ((), "", {}), ((), "second", {}), (("numpy",), "second", {}), ((None,), "numpy", {}),
-    (("second",), "numpy", {"device": "npu"}),
-):
-    os.environ.pop("ML_BACKEND", None)
-    if variable is not None:
-        os.environ["ML_BACKEND"] = variable
-    with ml.open_backend(*name, **options) as backend:
-        answer.append([backend.name, backend.devices[0].name])
-"""
-    names = ["whole", "whole", "second", "numpy", "numpy", "second"]
-    assert ask(tmp_path, code) == [[name, "cpu"] for name in names[:-1]] + [["second", "npu"]]
-
-
-def test_an_unknown_name_lists_what_there_is_and_how_to_install_it(tmp_path: Path) -> None:
-    install(tmp_path, "whole", "missing")
-    for argument, variable in (("'nonesuch'", ""), ("", "nonesuch")):
-        kind, message = ask(tmp_path, OPEN.format(argument), ML_BACKEND=variable)
-        assert kind == "BackendNotFoundError"
-        assert "no backend 'nonesuch'" in message
-        assert "pip install whole" in message
-        assert "a_framework_that_is_not_there" in message
-
-
-def test_listing_imports_no_framework_that_is_not_asked(tmp_path: Path) -> None:
-    """Loading the records imports the plugins' modules only; a probe may import its own framework."""
-    install(tmp_path, "whole")
-    code = (
-        "import sys\nml.plugins.registry().specs()\n"
-        "answer = sorted({'torch', 'mlx', 'jax', 'cupy'} & set(sys.modules))"
-    )
-    assert ask(tmp_path, code) == []
-
-
 def test_the_command_shows_all_of_them(tmp_path: Path) -> None:
     pytest.importorskip("typer")
     install(tmp_path, "whole", "probe", "missing", "absent", "open", "memory")

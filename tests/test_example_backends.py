@@ -1,4 +1,4 @@
-"""The two example plugins, installed as a stranger installs them and held to the shipped suites."""
+"""The two example plugins, installed as third parties install theirs and held to the shipped suites."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from ml.testing import BackendTests
 class TestBackend(BackendTests):
     backend_name = "jax"
     examples = 4
+    case_stride = 25
 
 class TestCaches(CacheTests):
     backend_name = "jax"
@@ -91,7 +92,7 @@ def jax_plugin(plugins: Any) -> Any:
 
 
 def test_jax_passes_a_sample_of_both_suites(jax_plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every 40th test, and a few random traces: each shape is compiled, so all of them take minutes.
+    """Every 40th test and 25th case of a table: each shape is compiled, so all of them take minutes.
 
     Branches, whose traces have a hundred shapes each and ask of a backend what all others ask too, are left
     to ML_LONG.

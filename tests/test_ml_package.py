@@ -211,20 +211,9 @@ def test_features_know_what_is_absent() -> None:
 # The house.
 
 
-def test_the_folder_of_backends_is_not_on_the_path() -> None:
-    """There it would shadow the real torch, numpy and mlx."""
-    folder = ROOT / "backends"
-    assert folder not in [Path(entry).resolve() for entry in sys.path]
-
-
 @pytest.mark.parametrize("name", ["numpy", "torch", "mlx"])
 def test_the_real_framework_is_not_shadowed(name: str) -> None:
     framework = pytest.importorskip(name)
     paths = [framework.__file__] if framework.__file__ else list(framework.__path__)
     assert not [path for path in paths if Path(path).is_relative_to(ROOT / "backends")]
     assert importlib.import_module(f"backends.{name}") is not framework
-
-
-def test_the_packages_are_typed() -> None:
-    assert (ROOT / "ml" / "py.typed").exists()
-    assert (ROOT / "backends" / "py.typed").exists()

@@ -69,18 +69,18 @@ def test_ranks_say_who_is_missing_next_to_them(missing: int) -> None:
         assert f"rank {missing} ({ring[missing][0]}) did not come" in words
 
 
-def test_a_stranger_who_calls_is_left_alone() -> None:
+def test_a_call_from_something_else_is_ignored() -> None:
     ring = hosts(2)
     found: dict[int, str | None] = {}
     waiting = threading.Thread(target=lambda: found.update(together(ring, [0])))
     waiting.start()
     address = ("127.0.0.1", int(ring[0][0].split(":")[1]))
-    with socket.socket() as stranger:
+    with socket.socket() as other:
         for _ in range(500):
-            if stranger.connect_ex(address) == 0:
+            if other.connect_ex(address) == 0:
                 break
             time.sleep(0.01)
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        other.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert together(ring, [1]) == {1: None}
         waiting.join(60)
     assert found == {0: None}

@@ -34,15 +34,11 @@ def views(
 
 
 @fast
-@given(FILLED)
-def test_contiguous_strides_are_numpys(shape: tuple[int, ...]) -> None:
-    assert strided.contiguous_strides(shape) == np.empty(shape, np.int8).strides
-
-
-@fast
 @given(SHAPES)
-def test_contiguous_strides_are_positive_even_when_empty(shape: tuple[int, ...]) -> None:
-    assert all(stride > 0 for stride in strided.contiguous_strides(shape))
+def test_contiguous_strides_are_numpys_and_positive(shape: tuple[int, ...]) -> None:
+    found = strided.contiguous_strides(shape)
+    assert all(stride > 0 for stride in found)
+    assert 0 in shape or found == np.empty(shape, np.int8).strides
 
 
 @fast
@@ -73,19 +69,6 @@ def test_view_geometry_accepts_exactly_what_lies_inside(
             strided.view_geometry(size, first, offset, shape, strides)
 
 
-def test_view_geometry_without_strides_is_contiguous() -> None:
-    assert strided.view_geometry(24, 3, 1, [2, 3], None) == (4, (2, 3), (3, 1))
-
-
-@pytest.mark.parametrize(
-    ("shape", "strides"),
-    [((-1,), None), ((2,), (-1,)), ((2, 2), (1,)), ((2.0,), None), ((2,), (1.0,)), (None, None)],
-)
-def test_view_geometry_refuses_bad_shapes_and_strides(shape: Any, strides: Any) -> None:
-    with pytest.raises(ml.ShapeError):
-        strided.view_geometry(24, 0, 0, shape, strides)
-
-
 @fast
 @given(views(), st.data())
 def test_reshape_strides_says_yes_exactly_when_strides_can_say_it(view: Any, data: st.DataObject) -> None:
@@ -104,22 +87,6 @@ def test_reshape_strides_says_yes_exactly_when_strides_can_say_it(view: Any, dat
         assert positions(0, target, found) == where.ravel().tolist()
 
 
-@fast
-@given(views(), st.data())
-def test_reshape_strides_allows_whatever_numpy_does_without_a_copy(view: Any, data: st.DataObject) -> None:
-    shape, strides = view
-    base = np.arange(strided.extent(shape, strides))
-    array = np.lib.stride_tricks.as_strided(base, shape, [8 * stride for stride in strides])
-    target = data.draw(factorizations(math.prod(shape)))
-    reshaped = array.reshape(target)
-    found = strided.reshape_strides(shape, strides, target)
-    if found is not None:
-        again = np.lib.stride_tricks.as_strided(base, target, [8 * stride for stride in found])
-        np.testing.assert_array_equal(again, reshaped)
-    else:
-        assert not np.shares_memory(reshaped, base)
-
-
 @st.composite
 def factorizations(draw: st.DrawFn, count: int) -> tuple[int, ...]:
     """A shape that holds ``count`` elements, axes of size 1 included."""
@@ -131,11 +98,6 @@ def factorizations(draw: st.DrawFn, count: int) -> tuple[int, ...]:
             shape.append(count)
             break
     return tuple(shape) + (1,) * draw(st.integers(0, 1))
-
-
-def test_reshape_strides_of_the_docstring() -> None:
-    assert strided.reshape_strides((2, 3, 4), (24, 4, 1), (2, 12)) == (24, 1)
-    assert strided.reshape_strides((2, 3, 4), (24, 4, 1), (6, 4)) is None
 
 
 @pytest.mark.parametrize("target", [(0,), (3, 0), (0, 2, 5)])
@@ -172,19 +134,6 @@ def test_slice_length_is_ranges_and_never_wraps_or_clamps(
             strided.slice_length(size, 0, start, stop, step)
 
 
-@pytest.mark.parametrize(
-    ("axis", "ndim", "found"), [(0, 2, 0), (1, 2, 1), (-1, 2, 1), (-2, 2, 0), (np.int8(1), 3, 1)]
-)
-def test_normalize_axis_counts_from_the_front(axis: int, ndim: int, found: int) -> None:
-    assert strided.normalize_axis("op", axis, ndim) == found
-
-
-@pytest.mark.parametrize(("axis", "ndim"), [(2, 2), (-3, 2), (0, 0), (-1, 0), (0.0, 2), (None, 1)])
-def test_normalize_axis_refuses_what_is_not_there(axis: Any, ndim: int) -> None:
-    with pytest.raises(ml.ShapeError, match=r"^op: "):
-        strided.normalize_axis("op", axis, ndim)
-
-
 @fast
 @given(st.integers(0, 4).flatmap(lambda n: st.permutations(range(n))))
 def test_normalize_axes_takes_every_permutation(axes: list[int]) -> None:
@@ -192,14 +141,6 @@ def test_normalize_axes_takes_every_permutation(axes: list[int]) -> None:
         assert strided.normalize_axes("op", axes, len(axes)) == tuple(axes)
         assert strided.normalize_axes("op", [axis - len(axes) for axis in axes], len(axes)) == tuple(axes)
     assert strided.normalize_axes("op", (), len(axes)) == tuple(reversed(range(len(axes))))
-
-
-@pytest.mark.parametrize(
-    ("axes", "ndim"), [((0,), 2), ((0, 0), 2), ((0, -2), 2), ((0, 1, 2), 2), ((0, 2), 2)]
-)
-def test_normalize_axes_refuses_the_rest(axes: tuple[int, ...], ndim: int) -> None:
-    with pytest.raises(ml.ShapeError):
-        strided.normalize_axes("op", axes, ndim)
 
 
 @fast
@@ -265,20 +206,3 @@ def check_region(grid: np.ndarray, offset: int, shape: Any, strides: Any, found:
     assert all(box.shape[axis] == 1 for axis in dropped)
     rebuilt = box.transpose([*kept, *dropped]).reshape(shape)
     assert rebuilt.ravel().tolist() == positions(offset, shape, strides)
-
-
-def test_integers_takes_whatever_has_an_index_and_names_what_has_none() -> None:
-    assert strided.integers("op", 1, np.int64(2), True) == (1, 2, 1)
-    assert all(type(n) is int for n in strided.integers("op", np.uint8(3), np.int32(4)))
-    with pytest.raises(ml.ShapeError, match=r"^op: .*1\.5"):
-        strided.integers("op", 1, 1.5)
-
-
-@pytest.mark.parametrize("shape", [(2, 3), [2, 3], (np.int64(2), 3), range(2, 4)])
-def test_as_shape_takes_sequences_of_integers(shape: Any) -> None:
-    assert strided.as_shape("op", shape) == tuple(shape)
-    assert all(type(size) is int for size in strided.as_shape("op", shape))
-
-
-def test_as_shape_takes_one_integer() -> None:
-    assert strided.as_shape("op", 5) == (5,)

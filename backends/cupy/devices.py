@@ -9,6 +9,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from backends.placement import asked_devices, check_once
 from ml.devices import DeviceInfo
 from ml.errors import DeviceError, MLError
 
@@ -72,16 +73,9 @@ class Place:
 
 def find_places(device: Any, devices: Sequence[Any] | None, stream: Any) -> tuple[Place, ...]:
     """The places that ``open_backend`` was asked for. DeviceError for one that does not exist."""
-    if device is not None and devices is not None:
-        raise DeviceError("open_backend: both device= and devices= are given; one of them says it all")
-    if isinstance(devices, str):
-        raise DeviceError(f"open_backend: devices={devices!r}; it is a list of names")
-    wanted = ["cuda" if device is None else device] if devices is None else list(devices)
-    if not wanted:
-        raise DeviceError("open_backend: devices=[]; name at least one")
-    indices = [_index(one) for one in wanted]
-    if len(set(indices)) < len(indices):
-        raise DeviceError(f"open_backend: devices={wanted}; each is named once")
+    asked = asked_devices(device, devices)
+    indices = [_index(one) for one in (["cuda"] if asked is None else asked)]
+    check_once([f"cuda:{index}" for index in indices])
     _check_stream(stream, indices)
     return tuple(Place(index, stream) for index in indices)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from backends.placement import asked_devices, check_once
 from ml.devices import DeviceInfo
 from ml.errors import DeviceError
 
@@ -48,17 +49,9 @@ def find_places(
     device: str | torch.device | None, devices: Sequence[str | torch.device] | None
 ) -> tuple[Place, ...]:
     """The places that ``open_backend`` was asked for. DeviceError for one that does not exist."""
-    if device is not None and devices is not None:
-        raise DeviceError("open_backend: both device= and devices= are given; one of them says it all")
-    if isinstance(devices, str):
-        raise DeviceError(f"open_backend: devices={devices!r}; it is a list of names")
-    wanted = [existing_devices()[0] if device is None else device] if devices is None else list(devices)
-    if not wanted:
-        raise DeviceError("open_backend: devices=[]; name at least one")
-    places = tuple(map(_find, wanted))
-    names = [place.name for place in places]
-    if len(set(names)) < len(names):
-        raise DeviceError(f"open_backend: devices={names}; each is named once")
+    asked = asked_devices(device, devices)
+    places = tuple(map(_find, existing_devices()[:1] if asked is None else asked))
+    check_once([place.name for place in places])
     return places
 
 

@@ -217,8 +217,7 @@ def record(run: Run, selection: Selection) -> dict[str, Any]:
         "not_run": run.unfinished,
         "areas": [{"area": area, **counted(results)} for area, results in _areas(run).items()],
         "failures": [
-            {"area": one.area, "test": one.test, "operation": one.operation, "dtypes": one.dtypes,
-             "reason": one.reason}
+            {"area": one.area, "test": one.test, "cases": [*one.cases], "reason": one.reason}
             for one in run.results if one.outcome == "FAIL"
         ],
         "reasons": [{"reason": reason, "tests": count} for reason, count in sorted(reasons.items())],
@@ -248,8 +247,8 @@ def _show(run: Run, selection: Selection) -> None:
     if run.unfinished:
         typer.echo(f"Stopped at the first failure: {run.unfinished} of {run.tests} tests were not run.")
     for one in failures[:MOST]:
-        what = " ".join(filter(None, (one.test, one.operation, one.dtypes)))
-        typer.echo(f"FAILED {one.area}: {what}: {one.reason}")
+        parameters = f"[{one.cases[0]}]" if one.cases and "cases failed: " not in one.reason else ""
+        typer.echo(f"FAILED {one.area}: {one.test}{parameters}: {one.reason}")
     if failures:
         more = f"{len(failures) - MOST} more failed. " if len(failures) > MOST else ""
         typer.echo(f"{more}To look closer: {_command(run.name, selection, failures[0].test)}")

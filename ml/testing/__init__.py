@@ -1,4 +1,4 @@
-"""The conformance suite for backends, as strangers run it.
+"""The conformance suite for backends, as the author of a plugin runs it.
 
 From the shell, on any installed plugin::
 
@@ -14,7 +14,9 @@ or as a test file of the backend's own repository, which is ten lines::
 
 A backend that is no plugin overrides the fixture ``backend`` (function-scoped: tests close it) or
 ``open_backend``. Everything is required unless ``BackendSpec.features`` (or the class attribute
-``features``) declares it absent, and a declared absence has to raise NotSupportedError.
+``features``) declares it absent; a declared absence must raise NotSupportedError.
+
+Most tests are tables of cases over operations, dtypes and layouts. A test that fails names the cases that do.
 
 Importing this package is light: the suite, pytest and hypothesis load with the first test class.
 

@@ -11,7 +11,6 @@ from ml.testing.groups import GroupTests
 from ml.testing.movement import MovementTests
 from ml.testing.optional import CapabilityTests
 from ml.testing.order import OrderTests
-from ml.testing.reductions import ReductionTests
 from ml.testing.refusals import RefusalTests
 from ml.testing.rows import RowTests
 from ml.testing.stores import KVStoreTests
@@ -27,7 +26,6 @@ class BackendTests(
     RowTests,
     CastTests,
     ComputeTests,
-    ReductionTests,
     OrderTests,
     RefusalTests,
     CapabilityTests,

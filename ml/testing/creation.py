@@ -12,142 +12,115 @@ import pytest
 import ml
 from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
-from ml.testing.harness import BackendCase, assert_same, bits, needs, refused, unchanged
+from ml.testing.harness import BackendCase, assert_same, each, needs, unchanged
 from ml.testing.samples import DTYPES, FLOATS, INTEGERS, counting, special_values
 
 __all__ = ["CreationTests"]
 
 SHAPES = [(), (1,), (5,), (0,), (2, 3), (3, 0, 2), (1, 1, 1), (2, 1, 3, 2), (2, 1, 2, 1, 2, 3)]
+FILLED = [
+    *[(1.5, dtype) for dtype in FLOATS], (0.1, DType.F16), (0.1, DType.BF16), (1e6, DType.F16),
+    (1e300, DType.F32),
+    (2.0**-149, DType.F32), (-0.0, DType.F32), (float("nan"), DType.F32), (float("-inf"), DType.F32),
+    (float("-inf"), DType.F16), (float("inf"), DType.BF16), (-128, DType.I8), (127, DType.I8),
+    (255, DType.U8),
+    (-(2**31), DType.I32), (2**31 - 1, DType.I32), (3.0, DType.I32), (2**63 - 1, DType.I64),
+    (-(2**63), DType.I64),
+    (2**53 + 1, DType.I64), (True, DType.BOOL), (1, DType.BOOL), (False, DType.BOOL),
+]  # fmt: skip
+RANGES = [
+    (0, 10, 1),
+    (3, 20, 4),
+    (0, 0, 1),
+    (5, 2, 1),
+    (10, 0, -3),
+    (2, 10, 8),
+    (2, 10, 9),
+    (0, 2.5, 1),
+    (7, 8, 1),
+]
+FRACTIONS = [(-1, 1, 0.25), (1.5, -2, -0.5)]
+NATURAL: dict[str, tuple[Any, DType]] = {
+    "nested lists": ([[1.5, 2.0], [3.0, 4.0]], DType.F32), "integers": ([1, 2, 3], DType.I64),
+    "truth": ([True, False], DType.BOOL), "a float": (2.5, DType.F32), "an integer": (7, DType.I64),
+    "nothing": ([], DType.F32), "a mixture": ((1, 2.5), DType.F32),
+    "numpy's float64": (np.float64(2.5), DType.F32),
+    **{kind: (np.arange(3).astype(kind), wanted) for kind, wanted in (
+        ("uint16", DType.I64), ("int16", DType.I64), ("uint32", DType.I64), (">i4", DType.I32),
+        (">i8", DType.I64),
+        (">f2", DType.F16), (">f4", DType.F32), (">f8", DType.F32))},
+}  # fmt: skip
+NO_NUMBERS = {
+    "text": np.array(["a"]), "complex": np.array([1j]), "objects": np.array([object()]), "None": None,
+    "uint64 beyond I64": np.array([2**63], dtype=np.uint64), "dates": np.array(["2020-01-01"], dtype="M8[D]"),
+    "ragged": [[1, 2], [3]],
+}  # fmt: skip
 
 
 class CreationTests(BackendCase):
-    # Empty, zeros, full.
-
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_zeros_has_the_shape_dtype_bytes_and_c_strides_asked_for(
+    @each(shape=SHAPES, dtype=DTYPES)
+    def test_new_tensors_have_the_shape_dtype_bytes_and_c_strides_asked_for(
         self, ctx: Context, shape: tuple[int, ...], dtype: DType
     ) -> None:
-        tensor = ctx.zeros(shape, dtype)
-        assert_same(tensor, np.zeros(shape), dtype)
-        assert type(tensor.shape) is tuple
-        assert tensor.nbytes == np.zeros(shape, dtype.numpy).nbytes
+        zeros, values = ctx.zeros(shape, dtype), counting(shape, dtype)
+        assert_same(zeros, np.zeros(shape), dtype)
+        assert type(zeros.shape) is tuple
+        assert zeros.nbytes == values.nbytes
         if 0 not in shape:
-            assert len(tensor.strides) == len(shape)
-            expected = np.zeros(shape, np.int8).strides
-            for size, stride, wanted in zip(shape, tensor.strides, expected, strict=True):
-                assert size == 1 or stride == wanted
+            c_order = np.zeros(shape, np.int8).strides
+            sizes = zip(shape, zeros.strides, c_order, strict=True)
+            assert all(size == 1 or stride == wanted for size, stride, wanted in sizes)
+        assert_same(ctx.from_numpy(values), values)
+        empty = ctx.empty(shape, dtype)
+        assert (empty.shape, empty.dtype) == (shape, dtype)
+        ctx.from_numpy(values).copy(ctx, empty)
+        assert_same(empty, values)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0, 2)], ids=str)
-    def test_empty_can_be_written_then_read(self, ctx: Context, shape: tuple[int, ...], dtype: DType) -> None:
-        tensor = ctx.empty(shape, dtype)
-        assert tensor.shape == shape
-        assert tensor.dtype is dtype
-        values = counting(shape, dtype)
-        ctx.from_numpy(values).copy(ctx, tensor)
-        assert_same(tensor, values)
-
-    @pytest.mark.parametrize(
-        ("value", "dtype"),
-        [(1.5, DType.F32), (1.5, DType.F16), (1.5, DType.BF16), (0.1, DType.F16), (0.1, DType.BF16),
-         (-128, DType.I8), (127, DType.I8), (255, DType.U8), (-(2**31), DType.I32), (2**31 - 1, DType.I32),
-         (2**63 - 1, DType.I64), (-(2**63), DType.I64), (2**53 + 1, DType.I64), (True, DType.BOOL),
-         (1, DType.BOOL), (False, DType.BOOL), (3.0, DType.I32), (-0.0, DType.F32),
-         (float("-inf"), DType.F32), (float("-inf"), DType.F16), (float("inf"), DType.BF16),
-         (float("nan"), DType.F32), (1e6, DType.F16), (1e300, DType.F32), (2.0**-149, DType.F32)],
-        ids=str,
-    )  # fmt: skip
-    def test_full_repeats_the_value_as_that_dtype(self, ctx: Context, value: float, dtype: DType) -> None:
+    @each(filled=FILLED)
+    def test_full_repeats_the_value_as_that_dtype(self, ctx: Context, filled: tuple[float, DType]) -> None:
+        value, dtype = filled
         with np.errstate(over="ignore"):
             expected = np.full((2, 3), np.array(value).astype(dtype.numpy))
         assert_same(ctx.full((2, 3), value, dtype), expected)
         assert_same(ctx.full((), value, dtype), expected[0, 0])
         assert ctx.full((2, 0), value, dtype).shape == (2, 0)
 
-    @pytest.mark.parametrize(
-        ("value", "dtype"),
-        [(300, DType.U8), (-1, DType.U8), (128, DType.I8), (1.5, DType.I32), (2**31, DType.I32),
-         (2**63, DType.I64), (float("nan"), DType.I32), (float("inf"), DType.I64), (2, DType.BOOL)],
-        ids=str,
-    )  # fmt: skip
-    def test_full_refuses_a_value_that_the_integer_dtype_does_not_hold(
-        self, ctx: Context, value: float, dtype: DType
-    ) -> None:
-        with pytest.raises(ml.DTypeError):
-            ctx.full((2,), value, dtype)
-
-    # Ranges.
-
-    @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
-    @pytest.mark.parametrize(
-        ("start", "stop", "step"),
-        [(0, 10, 1), (3, 20, 4), (0, 0, 1), (5, 2, 1), (10, 0, -3), (2, 10, 8), (2, 10, 9), (0, 2.5, 1),
-         (7, 8, 1)],
-    )  # fmt: skip
+    @each(steps=[*RANGES, *FRACTIONS], dtype=[*FLOATS, *INTEGERS])
     def test_arange_is_start_plus_i_steps_up_to_but_without_stop(
-        self, ctx: Context, start: float, stop: float, step: float, dtype: DType
+        self, ctx: Context, steps: tuple[float, float, float], dtype: DType
     ) -> None:
-        assert_same(ctx.arange(start, stop, step, dtype), np.arange(start, stop, step), dtype)
+        if dtype.is_float or steps not in FRACTIONS:
+            assert_same(ctx.arange(*steps, dtype), np.arange(*steps), dtype)
 
-    @pytest.mark.parametrize("dtype", FLOATS)
-    def test_arange_takes_fractions_where_the_dtype_is_a_float(self, ctx: Context, dtype: DType) -> None:
-        assert_same(ctx.arange(-1, 1, 0.25, dtype), np.arange(-1, 1, 0.25), dtype)
-        assert_same(ctx.arange(1.5, -2, -0.5, dtype), np.arange(1.5, -2, -0.5), dtype)
-
-    def test_arange_of_many_does_not_gather_rounding_errors(self, ctx: Context) -> None:
+    def test_arange_neither_gathers_rounding_errors_nor_passes_through_a_float(self, ctx: Context) -> None:
         actual = ctx.arange(0, 1000, 0.1, DType.F32).to_numpy()
         np.testing.assert_allclose(actual, np.arange(10000) * 0.1, rtol=2e-7)
-
-    def test_arange_of_large_integers_is_exact(self, ctx: Context) -> None:
         first = 2**53 + 1
         assert_same(ctx.arange(first, first + 4, 1, DType.I64), first + np.arange(4, dtype=np.int64))
 
-    def test_arange_refuses_what_it_cannot_count(self, ctx: Context) -> None:
-        refused(
-            lambda: ctx.arange(0, 5, 0, DType.F32),
-            lambda: ctx.arange(0, float("inf"), 1, DType.F32),
-            lambda: ctx.arange(float("nan"), 5, 1, DType.F32),
-            error=ml.ShapeError,
-        )
-        for start, stop, step, dtype in (
-            (0.5, 5, 1, DType.I32), (0, 5, 0.5, DType.I32), (2**31 - 2, 2**31 + 5, 1, DType.I32),
-            (0, 2**40, 2**35, DType.I32),
-            (0, 2, 1, DType.BOOL),
-        ):  # fmt: skip
-            with pytest.raises(ml.DTypeError):
-                ctx.arange(start, stop, step, dtype)
+    # To and from the host.
 
-    # From the host.
-
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @each(dtype=DTYPES)
     def test_every_bit_goes_in_and_comes_out_again(self, ctx: Context, dtype: DType) -> None:
         values = special_values(dtype)
+        little = values.astype(values.dtype.newbyteorder("<")).tobytes()
         assert_same(ctx.from_numpy(values), values)
-        assert_same(ctx.from_bytes(values.tobytes(), values.shape, dtype), values)
+        for data in (little, bytearray(little), memoryview(little)):
+            assert_same(ctx.from_bytes(data, values.shape, dtype), values)
+        for shape in ((), (2, 3), (3, 0)):
+            part = np.resize(values, shape)
+            assert_same(ctx.from_bytes(part.tobytes(), shape, dtype), part)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_from_numpy_keeps_shape_and_dtype(
-        self, ctx: Context, shape: tuple[int, ...], dtype: DType
-    ) -> None:
-        values = counting(shape, dtype)
-        assert_same(ctx.from_numpy(values), values)
+    def test_what_goes_in_and_comes_out_is_copied(self, ctx: Context) -> None:
+        host, data = np.arange(6, dtype=np.float32), bytearray(np.arange(6, dtype=np.float32).tobytes())
+        tensors = ctx.from_numpy(host), ctx.from_bytes(data, (6,), DType.F32)
+        host[:], data[:] = -1, bytes(24)
+        for tensor in tensors:
+            for shown in (tensor, tensor.reshape(ctx, 2, 3).permute(ctx, 1, 0)):
+                shown.to_numpy()[...] = -1
+            assert_same(tensor, np.arange(6), DType.F32)
 
-    def test_from_numpy_copies(self, ctx: Context) -> None:
-        host = np.arange(6, dtype=np.float32)
-        tensor = ctx.from_numpy(host)
-        host[:] = -1
-        assert_same(tensor, np.arange(6), DType.F32)
-
-    def test_to_numpy_copies(self, ctx: Context) -> None:
-        tensor = ctx.from_numpy(np.arange(6, dtype=np.float32))
-        for shown in (tensor, tensor.reshape(ctx, 2, 3).permute(ctx, 1, 0)):
-            host = shown.to_numpy()
-            host[...] = -1
-        assert_same(tensor, np.arange(6), DType.F32)
-
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @each(dtype=DTYPES)
     def test_from_numpy_takes_arrays_in_any_layout(self, ctx: Context, dtype: DType) -> None:
         grid = counting((4, 6), dtype)
         for host in (grid.T, grid[::2, 1::3], grid[::-1], grid[:, ::-2], np.broadcast_to(grid[0], (3, 6))):
@@ -155,122 +128,47 @@ class CreationTests(BackendCase):
         grid.flags.writeable = False
         assert_same(ctx.from_numpy(grid), grid)
 
-    @pytest.mark.parametrize(
-        ("given", "expected"),
-        [([[1.5, 2.0], [3.0, 4.0]], np.float32), ([1, 2, 3], np.int64), ([True, False], np.bool_),
-         (2.5, np.float32), (7, np.int64), ([], np.float32), ((1, 2.5), np.float32),
-         (np.arange(3, dtype=np.uint16), np.int64), (np.arange(3, dtype=np.int16), np.int64),
-         (np.arange(3, dtype=np.uint32), np.int64), (np.float64(2.5), np.float32),
-         (np.arange(3, dtype=">i4"), np.int32), (np.arange(3, dtype=">f4"), np.float32),
-         (np.arange(3, dtype=">f8"), np.float32), (np.arange(3, dtype=">f2"), np.float16),
-         (np.arange(3, dtype=">i8"), np.int64)],
-        ids=repr,
-    )  # fmt: skip
+    @each(given=NATURAL)
     def test_from_numpy_chooses_the_natural_dtype_of_any_array_like(
-        self, backend: Backend, ctx: Context, given: Any, expected: Any
+        self, backend: Backend, ctx: Context, given: tuple[Any, DType]
     ) -> None:
-        if DType.from_numpy(expected) not in self.offered(DTYPES):
-            pytest.skip("declared absent")
-        if expected is np.float32 and getattr(backend, "dtype", DType.F32) is not DType.F32:
+        host, dtype = given
+        if dtype is DType.F32 and getattr(backend, "dtype", DType.F32) is not DType.F32:
             pytest.skip("opened with another default float")
-        assert_same(ctx.from_numpy(given), np.asarray(given).astype(expected))
+        assert_same(ctx.from_numpy(host), np.asarray(host).astype(dtype.numpy))
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_from_numpy_converts_to_the_dtype_asked_for(self, ctx: Context, dtype: DType) -> None:
-        for source in (np.float64, np.int64, np.uint8, np.float16, ml_dtypes.bfloat16, np.bool_, ">f4"):
-            host = np.array([0, 1, 1, 0]).astype(source)
-            assert_same(ctx.from_numpy(host, dtype), [0, 1, 1, 0], dtype)
-            assert_same(ctx.from_numpy(host, dtype=dtype), [0, 1, 1, 0], dtype)
-
-    @needs(DType.F16, DType.BF16)
-    def test_from_numpy_rounds_to_nearest_even(self, ctx: Context) -> None:
-        halves = np.array([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20], dtype=np.float32)
-        expected = np.array([1, 1 + 2.0**-6, 1 + 2.0**-7], dtype=np.float32)
-        assert_same(ctx.from_numpy(halves, DType.BF16).cast(ctx, DType.F32), expected)
-        assert_same(ctx.from_numpy([65519.0, 65520.0], DType.F16), np.array([65504, np.inf], np.float16))
-
-    @pytest.mark.parametrize(
-        "given",
-        [np.array(["a"]), np.array([1j]), np.array([object()]), np.array([2**63], dtype=np.uint64),
-         np.array(["2020-01-01"], dtype="M8[D]"), [[1, 2], [3]], None],
-        ids=["text", "complex", "objects", "uint64 beyond I64", "dates", "ragged", "None"],
-    )  # fmt: skip
-    def test_from_numpy_refuses_what_is_no_array_of_numbers(self, ctx: Context, given: Any) -> None:
-        with pytest.raises(ml.MLError):
-            ctx.from_numpy(given)
-
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("shape", [(), (6,), (2, 3), (0,), (3, 0)], ids=str)
-    def test_from_bytes_reads_little_endian_elements_in_c_order(
-        self, ctx: Context, shape: tuple[int, ...], dtype: DType
+    @each(
+        dtype=DTYPES, source=[np.float64, np.int64, np.uint8, np.float16, ml_dtypes.bfloat16, np.bool_, ">f4"]
+    )
+    def test_from_numpy_converts_to_the_dtype_asked_for(
+        self, ctx: Context, dtype: DType, source: Any
     ) -> None:
-        values = counting(shape, dtype, start=3)
-        raw = values.astype(values.dtype.newbyteorder("<")).tobytes()
-        for data in (raw, bytearray(raw), memoryview(raw)):
-            assert_same(ctx.from_bytes(data, shape, dtype), values)
+        host = np.array([0, 1, 1, 0]).astype(source)
+        assert_same(ctx.from_numpy(host, dtype), [0, 1, 1, 0], dtype)
+        assert_same(ctx.from_numpy(host, dtype=dtype), [0, 1, 1, 0], dtype)
 
-    def test_from_bytes_copies(self, ctx: Context) -> None:
-        data = bytearray(np.arange(4, dtype=np.int32).tobytes())
-        tensor = ctx.from_bytes(data, (4,), DType.I32)
-        data[:] = bytes(16)
-        assert_same(tensor, np.arange(4), DType.I32)
-
-    def test_from_bytes_refuses_a_length_that_differs(self, ctx: Context) -> None:
-        for length in (0, 11, 13, 16):
-            with pytest.raises(ml.ShapeError):
-                ctx.from_bytes(bytes(length), (3,), DType.F32)
-
-    # Refusals that all creation shares.
-
-    @pytest.mark.parametrize("dtype", [DType.Q8_0, DType.Q4_0, "F32", np.float32, None], ids=repr)
-    def test_a_dtype_that_no_tensor_has_is_refused(self, ctx: Context, dtype: Any) -> None:
-        refused(
-            lambda: ctx.empty((32,), dtype),
-            lambda: ctx.zeros((32,), dtype),
-            lambda: ctx.full((32,), 0, dtype),
-            lambda: ctx.arange(0, 32, 1, dtype),
-            lambda: ctx.from_bytes(bytes(34), (32,), dtype),
-            error=ml.DTypeError,
-        )
-        if dtype is not None:
-            refused(lambda: ctx.from_numpy(np.zeros(32), dtype), error=ml.DTypeError)
-
-    @pytest.mark.parametrize("shape", [(-1,), (2, -3), (2.0,), ("2",), None], ids=repr)
-    def test_a_shape_that_is_none_is_refused(self, ctx: Context, shape: Any) -> None:
-        refused(
-            lambda: ctx.empty(shape, DType.F32),
-            lambda: ctx.zeros(shape, DType.F32),
-            lambda: ctx.full(shape, 1, DType.F32),
-            lambda: ctx.from_bytes(b"", shape, DType.F32),
-            error=ml.ShapeError,
-        )
-
-    @pytest.mark.parametrize("shape", [(2**50,), (2**40, 2**40)], ids=str)
-    def test_more_than_any_machine_holds_is_an_ml_error(self, ctx: Context, shape: tuple[int, ...]) -> None:
-        one = ctx.full((1,), 2, DType.F32)
-        refused(
-            lambda: ctx.compute(ctx.empty(shape, DType.F32)),
-            lambda: ctx.compute(ctx.zeros(shape, DType.F32)),
-            lambda: ctx.compute(ctx.full(shape, 1, DType.F32)),
-            lambda: ctx.compute(one.repeat(ctx, 0, shape[0])),
-            lambda: ctx.compute(one.view(ctx, 0, shape, (0,) * len(shape)).contiguous(ctx)),
-            lambda: ctx.compute(one.view(ctx, 0, shape, (0,) * len(shape)).cast(ctx, DType.I32)),
-        )
-        assert_same(one, [2], DType.F32)
+    @each(given=NO_NUMBERS)
+    def test_from_numpy_refuses_what_is_no_array_of_numbers(self, ctx: Context, given: Any) -> None:
+        with unchanged():
+            ctx.from_numpy(given)
 
     # The framework's own arrays.
 
     @needs("from_native")
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @each(dtype=DTYPES)
     def test_native_of_one_tensor_becomes_another_through_from_native(
         self, ctx: Context, dtype: DType
     ) -> None:
         values = counting((3, 4), dtype)
         tensor = ctx.from_numpy(values)
-        for shown in (tensor, tensor.permute(ctx, 1, 0), tensor.slice(ctx, 1, 1, 3)):
+        for shown in (
+            tensor,
+            tensor.permute(ctx, 1, 0),
+            tensor.slice(ctx, 1, 1, 3),
+            ctx.zeros((2, 0), dtype),
+        ):
             assert_same(ctx.from_native(shown.native), shown.to_numpy())
         assert_same(ctx.from_native(tensor.reshape(ctx, 12).slice(ctx, 0, 4, 5).native), values.ravel()[4:5])
-        assert_same(ctx.from_native(ctx.zeros((2, 0), dtype).native), np.zeros((2, 0)), dtype)
         assert_same(ctx.from_native(ctx.zeros((), dtype).native), np.zeros(()), dtype)
 
     @needs("from_native")
@@ -291,14 +189,12 @@ class CreationTests(BackendCase):
         assert backend.memory().allocated <= before
 
     @needs("from_native")
-    @pytest.mark.parametrize(
-        "array", [object(), [1.0, 2.0], "text", None], ids=["object", "list", "text", "None"]
-    )
+    @each(array={"an object": object(), "a list": [1.0, 2.0], "text": "text", "None": None})
     def test_from_native_refuses_what_is_no_array_of_the_framework(self, ctx: Context, array: Any) -> None:
-        with pytest.raises(ml.MLError):
+        with unchanged():
             ctx.from_native(array)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @each(dtype=DTYPES)
     def test_dlpack_shows_the_same_elements_where_the_framework_offers_it(
         self, ctx: Context, dtype: DType
     ) -> None:
@@ -318,16 +214,7 @@ class CreationTests(BackendCase):
         if dtype is not DType.BF16:  # NumPy reads no bfloat16
             np.testing.assert_array_equal(np.from_dlpack(tensor), values.T)
 
-    # Memory.
-
-    def test_memory_lists_every_device_and_counts_what_lives(self, backend: Backend, ctx: Context) -> None:
-        memory = backend.memory()
-        assert [row.device for row in memory.devices] == [device.name for device in backend.devices]
-        assert memory.allocated == sum(row.allocated for row in memory.devices)
-        for row in memory.devices:
-            assert row.allocated >= 0
-            assert row.total is None or row.total > 0
-            assert row.free is None or row.total is None or 0 <= row.free <= row.total
+    # Memory, names, contexts.
 
     def test_memory_grows_with_a_tensor_and_shrinks_when_its_last_view_goes(
         self, backend: Backend, ctx: Context
@@ -358,39 +245,34 @@ class CreationTests(BackendCase):
         assert backend.memory().allocated - before >= 1 << 20
         assert len(views) == 4
 
-    # Names of devices and contexts.
-
-    def test_a_backend_has_a_name_and_devices(self, backend: Backend) -> None:
-        assert backend.name
-        assert backend.devices
+    def test_a_backend_has_a_name_and_devices_with_memory(self, backend: Backend) -> None:
         names = [device.name for device in backend.devices]
-        assert all(names)
+        assert backend.name
+        assert names
         assert len(set(names)) == len(names)
-        assert all(device.kind for device in backend.devices)
+        assert all(device.name and device.kind for device in backend.devices)
+        memory = backend.memory()
+        assert [row.device for row in memory.devices] == names
+        assert memory.allocated == sum(row.allocated for row in memory.devices)
+        for row in memory.devices:
+            assert row.allocated >= 0
+            assert row.total is None or row.total > 0
+            assert row.free is None or row.total is None or 0 <= row.free <= row.total
 
-    def test_backend_context_and_tensor_satisfy_the_protocols(self, backend: Backend, ctx: Context) -> None:
+    def test_contexts_are_of_their_backend_and_satisfy_the_protocols(
+        self, backend: Backend, ctx: Context
+    ) -> None:
         assert isinstance(backend, ml.Backend)
         assert isinstance(ctx, ml.Context)
         assert isinstance(ctx.zeros((2,), DType.F32), ml.Tensor)
-        assert ctx.backend is backend
-
-    def test_max_graph_nodes_is_what_was_asked_for(self, backend: Backend) -> None:
-        with backend.new_context(max_graph_nodes=17) as ctx:
-            assert ctx.max_graph_nodes == 17
-        with backend.new_context() as ctx:
-            assert ctx.max_graph_nodes > 0
-        for nodes in (0, -1):
-            with pytest.raises(ml.MLError):
-                backend.new_context(max_graph_nodes=nodes)
-
-    def test_input_and_layer_give_contexts_of_the_same_backend(self, backend: Backend, ctx: Context) -> None:
-        for place in (ctx.input(), ctx.layer(0), ctx.layer(0).input(), ctx.layer(1000)):
+        for place in (ctx, ctx.input(), ctx.layer(0), ctx.layer(0).input(), ctx.layer(1000)):
             assert place.backend is backend
             assert_same(place.full((2,), 3, DType.I32), [3, 3], DType.I32)
         with unchanged():
             ctx.layer(-1)
-
-    def test_a_nan_comes_back_as_a_nan(self, ctx: Context) -> None:
-        for dtype in self.offered(FLOATS):
-            host = np.array([np.nan, -np.nan, 1.0]).astype(dtype.numpy)
-            assert (bits(ctx.from_numpy(host).to_numpy()) == bits(host)).all()
+        with backend.new_context(max_graph_nodes=17) as small:
+            assert small.max_graph_nodes == 17
+        assert ctx.max_graph_nodes > 0
+        for nodes in (0, -1):
+            with unchanged():
+                backend.new_context(max_graph_nodes=nodes)

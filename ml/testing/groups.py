@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import ml
-from ml.capabilities import Features, Group, SupportsDistributed
+from ml.capabilities import Group, SupportsDistributed
 from ml.dtypes import DType
 from ml.protocols import Backend, Context
-from ml.testing.harness import BackendCase, assert_same, refused
+from ml.testing.harness import BackendCase, assert_same, each, refused
+from ml.testing.samples import DTYPES
 
 __all__ = ["GroupTests"]
 
@@ -36,12 +37,10 @@ class GroupTests(BackendCase):
         assert (group.rank, group.size, group.timeout) == (0, 1, 5.0)
         group.barrier()
 
-    @pytest.mark.parametrize("dtype", sorted(ml.STORAGE_DTYPES, key=str), ids=lambda dtype: dtype.name)
+    @each(dtype=DTYPES)
     def test_what_one_rank_gathers_is_its_own_and_new_storage(
-        self, group: Group, ctx: Context, declared: Features, dtype: DType
+        self, group: Group, ctx: Context, dtype: DType
     ) -> None:
-        if dtype not in declared.dtypes:
-            pytest.skip(f"declared absent: {dtype.name}")
         array = np.random.default_rng(3).integers(0, 2, (3, 4)).astype(dtype.numpy)
         tensor = ctx.from_numpy(array, dtype)
         for axis in (0, 1, -1):
@@ -51,12 +50,10 @@ class GroupTests(BackendCase):
                 ctx.zeros(whole.shape, dtype).copy(ctx, whole)
         assert_same(tensor, array, dtype)
 
-    @pytest.mark.parametrize("dtype", SUMMED, ids=lambda dtype: dtype.name)
+    @each(dtype=SUMMED)
     def test_the_sum_of_one_rank_is_its_own_and_new_storage(
-        self, group: Group, ctx: Context, declared: Features, dtype: DType
+        self, group: Group, ctx: Context, dtype: DType
     ) -> None:
-        if dtype not in declared.dtypes:
-            pytest.skip(f"declared absent: {dtype.name}")
         array = np.arange(-6, 6).reshape(3, 4).astype(dtype.numpy)
         tensor = ctx.from_numpy(array, dtype)
         for view, expected in (

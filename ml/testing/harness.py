@@ -1,9 +1,14 @@
-"""What every part of the suite stands on: the fixtures, declared absences, and exact comparison."""
+"""What every part of the suite stands on: fixtures, tables of cases, declared absences, exact comparison."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -12,25 +17,102 @@ import ml
 from ml.capabilities import Features
 from ml.dtypes import STORAGE_DTYPES, DType
 from ml.protocols import Backend, Context, Tensor
-from ml.testing import plugin
+from ml.testing import plugin, quick
 
-__all__ = ["BackendCase", "assert_close", "assert_same", "bits", "needs", "refused", "unchanged"]
+__all__ = [
+    "BackendCase", "CasesFailedError", "assert_close", "assert_same", "bits", "each", "evaluate", "needs",
+    "refused",
+    "unchanged",
+]  # fmt: skip
+
+NAMED = 10
+"""Cases that the first line of a failure names; the lines below it and ``--json`` have all."""
 
 _Test = TypeVar("_Test", bound=Callable[..., None])
+_NAMES = {dtype.name: dtype for dtype in DType} | {"np": np, "ml": ml, "inf": math.inf, "nan": math.nan}
 
 
-def needs(*wanted: str | DType) -> Callable[[_Test], _Test]:
+class CasesFailedError(AssertionError):
+    """Cases of a table failed; the message names all of them, and how."""
+
+
+def each(**choices: Iterable[Any]) -> Callable[[_Test], _Test]:
+    """Run a test with every combination of these arguments, as one test of pytest that names all that fail.
+
+    A case is named by its arguments: the keys of a mapping, whose values the test is given, or else the
+    values themselves. Operations (``op``, and those that an expression calls) and dtypes that the backend
+    declares absent are left out; where that is all of them, the test is skipped. Of a test of
+    ``--ml-quick``, and where ``case_stride`` says so, only some run.
+    """
+
+    def decorate(test: _Test) -> _Test:
+        @functools.wraps(test)
+        def run(self: BackendCase, **fixtures: Any) -> None:
+            failed: dict[str, str] = {}
+            first: BaseException | None = None
+            ran, absent = 0, ""
+            for name, chosen in self.chosen_cases(test.__name__, choices):
+                if missing := self.declared_absent(wanted(chosen)):
+                    absent = missing
+                    continue
+                try:
+                    test(self, **fixtures, **chosen)
+                    ran += 1
+                except pytest.skip.Exception as skipped:
+                    absent = str(skipped)
+                except (Exception, pytest.fail.Exception) as error:
+                    first = first or error
+                    failed[name] = f"{type(error).__name__}: {error}".strip()
+            if failed:
+                self._node.user_properties += [("ml_case", name) for name in failed]
+                lines = [f"    {name}: {reason}" for name, reason in failed.items()]
+                few = "; ".join([*failed][:NAMED]) + ("; ..." if len(failed) > NAMED else "")
+                counts = f"{len(failed)} of {ran + len(failed)} cases failed: {few}"
+                raise CasesFailedError("\n".join([counts, *lines])) from first
+            if absent and not ran:
+                pytest.skip(absent)
+
+        signature = inspect.signature(test)
+        kept = [one for one in signature.parameters.values() if one.name not in choices]
+        run.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        return cast(_Test, run)
+
+    return decorate
+
+
+def wanted(arguments: Mapping[str, Any]) -> list[str | DType]:
+    """The operations and dtypes that a case needs."""
+    found: list[str | DType] = [value for key, value in arguments.items() if key == "op"]
+    for value in arguments.values():
+        found += _mentioned(value)
+    return found
+
+
+def _mentioned(value: Any) -> list[str | DType]:
+    if isinstance(value, DType):
+        return [value] if value in STORAGE_DTYPES else []
+    if isinstance(value, str):
+        words = re.findall(r"\b[A-Z]+\d+\b", value)
+        return [
+            *re.findall(r"\.(\w+)\(", value),
+            *(DType[word] for word in words if word in DType.__members__),
+        ]
+    return [one for item in value for one in _mentioned(item)] if isinstance(value, tuple) else []
+
+
+def evaluate(expression: str, **names: Any) -> Any:
+    """The value of an expression of a table, which may name dtypes (``F32``), np, ml, inf and nan."""
+    return eval(expression, {**_NAMES, **names})
+
+
+def needs(*operations: str | DType) -> Callable[[_Test], _Test]:
     """Skip a test where the backend declares one of these operations or dtypes absent."""
 
     def mark(test: _Test) -> _Test:
-        test.ml_needs = wanted  # type: ignore[attr-defined]
+        test.ml_needs = operations  # type: ignore[attr-defined]
         return test
 
     return mark
-
-
-def _is_storage(value: object) -> bool:
-    return isinstance(value, DType) and value in STORAGE_DTYPES
 
 
 class BackendCase:
@@ -44,6 +126,8 @@ class BackendCase:
     backend_options: ClassVar[Mapping[str, Any]] = {}
     features: ClassVar[Features | None] = None
     """In place of ``BackendSpec.features``."""
+    case_stride: ClassVar[int] = 1
+    """Of the cases of a table, one in this many runs."""
 
     @pytest.fixture
     def open_backend(self, request: pytest.FixtureRequest) -> Iterator[Callable[[], Backend]]:
@@ -88,16 +172,37 @@ class BackendCase:
     @pytest.fixture(autouse=True)
     def _skip_declared_absences(self, request: pytest.FixtureRequest, declared: Features) -> None:
         self._declared = declared
+        self._node: pytest.Item = request.node
+        self._quick = bool(request.config.getoption("--ml-quick", default=False))
         if getattr(request.function, "ml_checks_absence", False):
             return
-        wanted: list[Any] = list(getattr(request.function, "ml_needs", ()))
         callspec = getattr(request.node, "callspec", None)
-        for key, value in (callspec.params if callspec else {}).items():
-            wanted += value if key == "dtypes" else [value] if key == "op" or _is_storage(value) else []
-        for want in wanted:
-            offered = want in declared.dtypes if isinstance(want, DType) else declared.has(want)
+        parameters = wanted(callspec.params if callspec else {})
+        if missing := self.declared_absent([*getattr(request.function, "ml_needs", ()), *parameters]):
+            pytest.skip(missing)
+
+    def declared_absent(self, needed: Iterable[str | DType]) -> str:
+        """One of these that the backend declares absent, as the reason of a skip; "" where it has all."""
+        for want in needed:
+            offered = want in self._declared.dtypes if isinstance(want, DType) else self._declared.has(want)
             if not offered:
-                pytest.skip(f"declared absent: {want}")
+                return f"declared absent: {want}"
+        return ""
+
+    def chosen_cases(
+        self, test: str, choices: Mapping[str, Iterable[Any]]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The name and the arguments of each case that is to run."""
+        named = [
+            choice.items()
+            if isinstance(choice, Mapping)
+            else [(_case_name(value), value) for value in choice]
+            for choice in choices.values()
+        ]
+        for number, combination in enumerate(itertools.product(*named)):
+            name = "-".join(part for part, _ in combination).replace("(ctx, ", "(").replace("(ctx)", "()")
+            if number % self.case_stride == 0 and not (self._quick and not quick.has_case(test, name)):
+                yield name, dict(zip(choices, (value for _, value in combination), strict=True))
 
     def offered(self, dtypes: Iterable[DType]) -> list[DType]:
         """Those of ``dtypes`` that the backend does not declare absent, in order."""
@@ -106,6 +211,16 @@ class BackendCase:
     @classmethod
     def _name(cls, request: pytest.FixtureRequest) -> str | None:
         return cls.backend_name or plugin.backend_name(request.config)
+
+
+def _case_name(value: Any) -> str:
+    """What is short of it: a dtype by its name, of a row of a table what is computed."""
+    if isinstance(value, DType):
+        return value.name
+    if isinstance(value, tuple):
+        parts = [part for part in value[:3] if not (callable(part) or isinstance(part, np.ndarray))]
+        return ", ".join(_case_name(part) for part in parts)
+    return getattr(value, "__name__", str(value))
 
 
 def bits(array: np.ndarray) -> np.ndarray:

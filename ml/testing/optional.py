@@ -30,15 +30,23 @@ from ml.nn import (
     rope_tables,
 )
 from ml.protocols import Backend, Context, Tensor
-from ml.testing.compute import exact, normal
-from ml.testing.harness import BackendCase, assert_close
-from ml.testing.samples import FLOATS
+from ml.testing.harness import BackendCase, assert_close, each
+from ml.testing.samples import DTYPES, FLOATS, exact, normal
 
 __all__ = ["CapabilityTests"]
 
 Attend = Callable[..., Tensor]
 """attend(query, key, value, mask, scale, sinks=None), of tensors or host arrays."""
+HEADS = {"one": (1, 1), "each its own": (4, 4), "grouped": (4, 2), "one for all": (6, 1)}
+"""Of queries, and of keys and values."""
 TOLERANCE = {DType.F32: 2e-5, DType.F16: 4e-3, DType.BF16: 3e-2}
+
+
+SPECS = [
+    RopeSpec(16), RopeSpec(16, base=500000.0, interleaved=True), RopeSpec(8), RopeSpec(8, interleaved=True),
+    RopeSpec(16, scaling=LinearScaling(4.0)), RopeSpec(16, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+    RopeSpec(16, scaling=YarnScaling(4.0, 4096)),
+]  # fmt: skip
 
 
 def reference(q: Any, k: Any, v: Any, mask: Any, scale: float, sinks: Any = None) -> np.ndarray:
@@ -59,10 +67,8 @@ def reference(q: Any, k: Any, v: Any, mask: Any, scale: float, sinks: Any = None
     return out
 
 
-def _any_bits(declared: Features, dtype: DType, shape: tuple[int, ...]) -> np.ndarray:
-    """Elements of any bit pattern, NaN and denormals too; skips a dtype that is declared absent."""
-    if dtype not in declared.dtypes:
-        pytest.skip(f"declared absent: {dtype.name}")
+def _any_bits(dtype: DType, shape: tuple[int, ...]) -> np.ndarray:
+    """Elements of any bit pattern, NaN and denormals too."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.random.default_rng(7).integers(0, 2 if dtype is DType.BOOL else 256, nbytes, np.uint8)
     return raw.view(dtype.numpy).reshape(shape)
@@ -106,25 +112,19 @@ class CapabilityTests(BackendCase):
 
         return attend
 
-    @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize(
-        ("heads", "kv_heads"),
-        [(1, 1), (4, 4), (4, 2), (6, 1)],
-        ids=["one", "each its own", "grouped", "one for all"],
-    )
-    @pytest.mark.parametrize(("tokens", "history"), [(1, 1), (1, 9), (5, 9), (5, 5), (33, 70)])
+    @each(dtype=FLOATS, heads=HEADS, sizes=[(1, 1), (1, 9), (5, 9), (5, 5), (33, 70), (1, 600)])
     def test_attention_matches_float64_with_and_without_a_mask(
-        self, attend: Attend, dtype: DType, heads: int, kv_heads: int, tokens: int, history: int
+        self, attend: Attend, dtype: DType, heads: tuple[int, int], sizes: tuple[int, int]
     ) -> None:
-        q, k, v = self._qkv(tokens, heads, history, kv_heads, dtype)
+        tokens, history = sizes
+        q, k, v = self._qkv(tokens, heads[0], history, heads[1], dtype, v_dim=4 + 2 * heads[1])
         assert_attention(attend(q, k, v, None, 0.3), reference(q, k, v, None, 0.3), dtype)
         mask = causal_matrix(tokens, history)
         expected = reference(q, k, v, mask, 0.3)
         assert_attention(attend(q, k, v, mask, 0.3), expected, dtype)
         assert_attention(attend(q, k, v, CAUSAL, 0.3), expected, dtype)
 
-    @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize("mask_dtype", FLOATS)
+    @each(dtype=FLOATS, mask_dtype=FLOATS)
     def test_the_mask_may_have_any_float_dtype_and_padded_rows(
         self, attend: Attend, dtype: DType, mask_dtype: DType
     ) -> None:
@@ -136,9 +136,7 @@ class CapabilityTests(BackendCase):
         result = attend(q, k, v, mask.astype(mask_dtype.numpy), 0.5)
         assert_attention(result, reference(q, k, v, mask[:3], 0.5), dtype)
 
-    @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize("kind", ["none", "causal", "mask"])
-    @pytest.mark.parametrize("tokens", [1, 4])
+    @each(dtype=FLOATS, kind=["none", "causal", "mask"], tokens=(1, 4))
     def test_sinks_take_part_in_the_softmax_and_are_dropped(
         self, attend: Attend, dtype: DType, kind: str, tokens: int
     ) -> None:
@@ -148,7 +146,7 @@ class CapabilityTests(BackendCase):
         result = attend(q, k, v, CAUSAL if kind == "causal" else matrix, 0.4, sinks)
         assert_attention(result, reference(q, k, v, matrix, 0.4, sinks), dtype)
 
-    @pytest.mark.parametrize("dtype", FLOATS)
+    @each(dtype=FLOATS)
     def test_keys_and_values_are_read_as_a_cache_hands_them_out(
         self, ctx: Context, attend: Attend, dtype: DType
     ) -> None:
@@ -165,12 +163,12 @@ class CapabilityTests(BackendCase):
         for given in (CAUSAL, mask):
             assert_attention(attend(query, key, value, given, 0.3), expected, dtype)
 
-    def test_large_scores_do_not_overflow(self, attend: Attend) -> None:
-        for dtype in self.offered(FLOATS):
-            q, k = np.full((1, 1, 64), 20).astype(dtype.numpy), np.full((3, 1, 64), 20).astype(dtype.numpy)
-            k[1] = 19
-            v = np.arange(3 * 8).reshape(3, 1, 8).astype(dtype.numpy)
-            assert_attention(attend(q, k, v, None, 0.125), reference(q, k, v, None, 0.125), dtype)
+    @each(dtype=FLOATS)
+    def test_large_scores_do_not_overflow(self, attend: Attend, dtype: DType) -> None:
+        q, k = np.full((1, 1, 64), 20).astype(dtype.numpy), np.full((3, 1, 64), 20).astype(dtype.numpy)
+        k[1] = 19
+        v = np.arange(3 * 8).reshape(3, 1, 8).astype(dtype.numpy)
+        assert_attention(attend(q, k, v, None, 0.125), reference(q, k, v, None, 0.125), dtype)
 
     def test_attention_writes_into_nothing_it_was_given(self, ctx: Context, attend: Attend) -> None:
         q, k, v = self._qkv(3, 4, 6, 2, DType.F32)
@@ -191,20 +189,7 @@ class CapabilityTests(BackendCase):
 
     # Rope.
 
-    @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize(
-        "spec",
-        [
-            RopeSpec(16),
-            RopeSpec(16, base=500000.0, interleaved=True),
-            RopeSpec(8),
-            RopeSpec(8, interleaved=True),
-            RopeSpec(16, scaling=LinearScaling(4.0)),
-            RopeSpec(16, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)),
-            RopeSpec(16, scaling=YarnScaling(4.0, 4096)),
-        ],
-        ids=str,
-    )
+    @each(dtype=FLOATS, spec=SPECS)
     def test_rope_is_the_generic_rope(
         self, backend: Backend, ctx: Context, dtype: DType, spec: RopeSpec
     ) -> None:
@@ -221,13 +206,11 @@ class CapabilityTests(BackendCase):
 
     # Arrays in host memory.
 
-    @pytest.mark.parametrize("dtype", sorted(ml.STORAGE_DTYPES, key=str), ids=lambda dtype: dtype.name)
-    def test_a_borrowed_array_reads_as_it_is(
-        self, backend: Backend, ctx: Context, declared: Features, dtype: DType
-    ) -> None:
+    @each(dtype=DTYPES)
+    def test_a_borrowed_array_reads_as_it_is(self, backend: Backend, ctx: Context, dtype: DType) -> None:
         if not isinstance(backend, SupportsZeroCopyRead):
             pytest.skip("no SupportsZeroCopyRead: arrays are copied")
-        array = _any_bits(declared, dtype, (2, 3, 4))
+        array = _any_bits(dtype, (2, 3, 4))
         for given in (array, array[:, ::2], _read_only(array), array[:0]):
             tensor = backend.borrow(ctx, given)
             assert (tensor.shape, tensor.dtype) == (given.shape, dtype)
@@ -236,13 +219,13 @@ class CapabilityTests(BackendCase):
             tensor.copy(ctx, whole)
             assert whole.to_numpy().tobytes() == given.tobytes()
 
-    @pytest.mark.parametrize("dtype", sorted(ml.STORAGE_DTYPES, key=str), ids=lambda dtype: dtype.name)
+    @each(dtype=DTYPES)
     def test_what_is_written_over_a_tensor_from_outside_is_what_it_holds(
-        self, backend: Backend, ctx: Context, declared: Features, dtype: DType
+        self, backend: Backend, ctx: Context, dtype: DType
     ) -> None:
         if not isinstance(backend, SupportsHostWrite):
             pytest.skip("no SupportsHostWrite: arrays are copied")
-        host = _any_bits(declared, dtype, (2, 4, 6))
+        host = _any_bits(dtype, (2, 4, 6))
         whole = ctx.from_numpy(np.zeros((2, 4, 6), dtype.numpy))
         # Others that may share the memory, pending or not: they stay what they were.
         result = whole.reshape(ctx, 8, 6).contiguous(ctx)

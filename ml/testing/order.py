@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from ml.dtypes import DType
 from ml.protocols import Backend, Context
-from ml.testing.harness import BackendCase, assert_same, needs
+from ml.testing.harness import BackendCase, assert_same, each, needs
 
 __all__ = ["OrderTests"]
 
@@ -41,12 +40,6 @@ class OrderTests(BackendCase):
         assert_same(cast, [1] * 3, DType.I32)
         assert_same(after, [20] * 3, DType.F32)
 
-    def test_many_writes_then_one_read(self, ctx: Context) -> None:
-        tensor = ctx.zeros((100, 2), DType.I32)
-        for i in range(100):
-            ctx.full((1, 2), i, DType.I32).copy(ctx, tensor.slice(ctx, 0, i, i + 1))
-        assert_same(tensor, np.repeat(np.arange(100), 2).reshape(100, 2), DType.I32)
-
     @needs("add")
     def test_writes_and_reads_that_feed_each_other(self, ctx: Context) -> None:
         """Fibonacci in place: each step reads what the last two wrote through other views."""
@@ -59,14 +52,6 @@ class OrderTests(BackendCase):
         while len(expected) < 30:
             expected.append(expected[-1] + expected[-2])
         assert_same(tensor, expected, DType.I64)
-
-    def test_a_copy_takes_what_the_source_holds_now(self, ctx: Context) -> None:
-        source, target = ctx.full((2,), 1, DType.F32), ctx.zeros((2,), DType.F32)
-        source.copy(ctx, target)
-        ctx.full((2,), 9, DType.F32).copy(ctx, source)
-        ctx.compute(target)
-        assert_same(target, [1, 1], DType.F32)
-        assert_same(source, [9, 9], DType.F32)
 
     def test_set_rows_takes_indices_as_they_are_now(self, ctx: Context) -> None:
         tensor = ctx.zeros((4, 1), DType.F32)
@@ -96,19 +81,7 @@ class OrderTests(BackendCase):
         assert_same(a, [1, 1], DType.F32)
         assert_same(b, [2, 2], DType.F32)
 
-    def test_neither_forward_nor_compute_is_needed_to_read(self, ctx: Context) -> None:
-        tensor = ctx.zeros((3,), DType.I32)
-        ctx.arange(0, 3, 1, DType.I32).copy(ctx, tensor)
-        assert_same(tensor.permute(ctx, 0), [0, 1, 2], DType.I32)
-
-    def test_work_of_one_context_is_computed_by_another(self, backend: Backend) -> None:
-        with backend.new_context() as first, backend.new_context() as second:
-            tensor = first.zeros((3,), DType.I32)
-            first.forward(first.full((3,), 4, DType.I32).copy(first, tensor))
-            second.compute(tensor)
-            assert_same(tensor.cast(second, DType.F32), [4, 4, 4], DType.F32)
-
-    @pytest.mark.parametrize("compute_after", [False, True])
+    @each(compute_after=[False, True])
     def test_reserve_writes_nothing_and_forgets_nothing(self, ctx: Context, compute_after: bool) -> None:
         tensor = ctx.from_numpy(np.arange(4, dtype=np.float32))
         view = tensor.slice(ctx, 0, 2, 4)

@@ -7,30 +7,18 @@ has are not run again, but for those that failed.
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import pytest
 
-__all__ = [
-    "NO_TESTS",
-    "SUITES",
-    "Collector",
-    "Progress",
-    "Result",
-    "Run",
-    "Selection",
-    "installed_suites",
-    "load",
-    "resumed",
-    "run_suites",
-]
+__all__ = ["NO_TESTS", "SUITES", "Progress", "Result", "Run", "Selection", "load", "resumed", "run_suites"]
 
 SUITES = ("ml.testing", "kvcache.testing")
 NO_TESTS = 5
@@ -43,15 +31,15 @@ Progress = Callable[[int, int, int, str], None]
 
 
 class Result(NamedTuple):
-    """One test: the module it is written in, its name, operation and dtypes, and how it ended.
+    """One test: the module it is written in, its name, and how it ended.
 
-    ``outcome`` is "pass", "absent", "n/a" or "FAIL"; ``reason`` says why, where it did not pass.
+    ``outcome`` is "pass", "absent", "n/a" or "FAIL"; ``reason`` says why, where it did not pass. Where a test
+    is of many cases, ``cases`` are those that failed; of a parametrized test it is its parameters.
     """
 
     area: str
     test: str
-    operation: str
-    dtypes: str
+    cases: Sequence[str]
     outcome: str
     reason: str
 
@@ -109,18 +97,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--ml-results"):
-        name, options = str(config.getoption("--ml-backend")), config.getoption("--ml-backend-option")
-        config.pluginmanager.register(Collector(Path(path), name, _pairs(options)))
+        options = config.getoption("--ml-backend-option")
+        pairs = dict(option.split("=", 1) for option in options if "=" in option)
+        config.pluginmanager.register(_Collector(Path(path), str(config.getoption("--ml-backend")), pairs))
 
 
-class Collector:
+class _Collector:
     """Adds a line for every test to the record in ``path``."""
 
     def __init__(self, path: Path, backend: str, options: Mapping[str, str]) -> None:
         self.path = path
         self.done: set[str] = set()
-        self.tests: dict[str, Sequence[str]] = {}
-        self.outcomes: dict[str, tuple[str, str]] = {}
+        self.tests: dict[str, tuple[str, str, list[str]]] = {}
+        self.outcomes: dict[str, tuple[list[str], str, str]] = {}
         try:
             record = resumed(path, backend, options)
         except ValueError as error:
@@ -139,55 +128,37 @@ class Collector:
         if len(left) < len(items):
             config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.done])
             items[:] = left
-        self.tests = {item.nodeid: _describe(item) for item in items}
+        for item in items:
+            function, callspec = getattr(item, "function", None), getattr(item, "callspec", None)
+            name = getattr(function, "__name__", item.name)
+            area = getattr(function, "__module__", "")
+            self.tests[item.nodeid] = area, name, [] if callspec is None else [callspec.id]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.outcomes[report.nodeid] = "FAIL", _failed(report)
+            cases = [str(value) for name, value in report.user_properties if name == "ml_case"]
+            self.outcomes[report.nodeid] = cases, "FAIL", _failed(report)
         elif report.skipped:
-            self.outcomes[report.nodeid] = _skipped(report)
+            self.outcomes[report.nodeid] = [], *_skipped(report)
         elif report.when == "call":
-            self.outcomes[report.nodeid] = "pass", ""
+            self.outcomes[report.nodeid] = [], "pass", ""
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """A test without an outcome failed."""
-        self._add([nodeid, *self.tests[nodeid], *self.outcomes.pop(nodeid, ("FAIL", ""))])
+        area, test, parameters = self.tests[nodeid]
+        cases, outcome, reason = self.outcomes.pop(nodeid, ([], "FAIL", ""))
+        self._add([nodeid, area, test, cases or parameters, outcome, reason])
 
     def _add(self, line: object) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def _pairs(options: Iterable[str]) -> dict[str, str]:
-    return dict(option.split("=", 1) for option in options if "=" in option)
-
-
-def _describe(item: pytest.Item) -> tuple[str, str, str, str]:
-    function = getattr(item, "function", None)
-    params: Mapping[str, object] = getattr(getattr(item, "callspec", None), "params", {})
-    named = params.get("op", params.get("symbol", ""))
-    operation = named if isinstance(named, str) else ""
-    area = getattr(function, "__module__", "")
-    return area, getattr(function, "__name__", item.name), operation, "-".join(_dtypes(params.values()))
-
-
-def _dtypes(values: Iterable[object]) -> list[str]:
-    from ml.dtypes import DType
-
-    found: list[str] = []
-    for value in values:
-        if isinstance(value, DType):
-            found.append(value.name)
-        elif isinstance(value, tuple):
-            found += _dtypes(value)
-    return found
-
-
 def _failed(report: pytest.TestReport) -> str:
     """The first line of what was raised."""
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = str(crash.message if crash is not None else report.longrepr).splitlines()
-    return lines[0] if lines else report.when
+    return lines[0].removeprefix("ml.testing.harness.CasesFailedError: ") if lines else report.when
 
 
 def _skipped(report: pytest.TestReport) -> tuple[str, str]:
@@ -197,19 +168,7 @@ def _skipped(report: pytest.TestReport) -> tuple[str, str]:
     return ("absent" if reason.startswith("declared absent") else "n/a"), reason
 
 
-def _version(name: str) -> str:
-    from ml.plugins import registry
-
-    spec = registry().specs().get(name)
-    return (registry().probe(spec).version or "") if spec is not None else ""
-
-
 # Around pytest.
-
-
-def installed_suites() -> list[str]:
-    """Those of SUITES whose package is there."""
-    return [suite for suite in SUITES if importlib.util.find_spec(suite.partition(".")[0])]
 
 
 def run_suites(
@@ -226,8 +185,10 @@ def run_suites(
     when pytest itself fails. Whatever is raised, the process is over.
     """
     fixed = f"--ml-backend={name} --ml-results={path} -q --tb=short -p no:cacheprovider -p no:xdist".split()
-    selection = selection or Selection(installed_suites())
-    command = [sys.executable, *_safe_path(), "-m", "pytest", "-p", "ml.testing.results"]
+    selection = selection or Selection()
+    # -P, unless this process too looks for modules in the folder in which it is.
+    safe = [] if any(Path(entry).absolute() == Path.cwd() for entry in sys.path) else ["-P"]
+    command = [sys.executable, *safe, "-m", "pytest", "-p", "ml.testing.results"]
     command += [*selection.arguments(), *fixed]
     process = subprocess.Popen(
         command,
@@ -236,10 +197,7 @@ def run_suites(
         env=selection.environment(path.parent),
     )
     try:
-        if progress is None:
-            code = process.wait()
-        else:
-            code = _followed(process, path, progress)
+        code = process.wait() if progress is None else _followed(process, path, progress)
     finally:
         _end(process)
     if code not in (0, 1, NO_TESTS):
@@ -247,20 +205,13 @@ def run_suites(
     return code
 
 
-def _safe_path() -> list[str]:
-    """-P, unless this process too looks for modules in the folder in which it is."""
-    here = Path.cwd()
-    return [] if any(Path(entry).absolute() == here for entry in sys.path) else ["-P"]
-
-
 def _followed(process: subprocess.Popen[Any], path: Path, progress: Progress) -> int:
     """Tell what the process adds to the record until it ends; its exit code."""
     record, left = _Record(path), -1
     while True:
-        try:
-            code: int | None = process.wait(_POLL_S)
-        except subprocess.TimeoutExpired:
-            code = None
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(_POLL_S)
         record.read()
         if record.results and record.left != left:
             left = record.left
@@ -319,7 +270,11 @@ class _Record:
 
 def _head(backend: str, options: Mapping[str, str]) -> dict[str, Any]:
     """The first line of a record."""
-    return {"backend": backend, "version": _version(backend), "options": dict(sorted(options.items()))}
+    from ml.plugins import registry
+
+    spec = registry().specs().get(backend)
+    version = (registry().probe(spec).version or "") if spec is not None else ""
+    return {"backend": backend, "version": version, "options": dict(sorted(options.items()))}
 
 
 def resumed(path: Path, backend: str, options: Mapping[str, str]) -> _Record | None:

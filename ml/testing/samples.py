@@ -14,7 +14,10 @@ import numpy as np
 from ml.dtypes import DType
 from ml.protocols import Context, Tensor
 
-__all__ = ["DTYPES", "FLOATS", "INTEGERS", "LAYOUTS", "Placed", "converted", "counting", "special_values"]
+__all__ = [
+    "DTYPES", "FLOATS", "INTEGERS", "LAYOUTS", "Place", "Placed", "converted", "counting", "exact",
+    "normal", "positions", "special_values",
+]  # fmt: skip
 
 FLOATS = (DType.F32, DType.F16, DType.BF16)
 INTEGERS = (DType.I8, DType.U8, DType.I32, DType.I64)
@@ -32,7 +35,31 @@ def counting(shape: tuple[int, ...], dtype: DType, start: int = 0) -> np.ndarray
     return values.reshape(shape).astype(dtype.numpy)
 
 
+def normal(shape: tuple[int, ...], dtype: DType, seed: int = 0, spread: float = 2.0) -> np.ndarray:
+    """Random values that ``dtype`` holds exactly, in that dtype."""
+    return np.asarray(np.random.default_rng(seed).standard_normal(shape) * spread).astype(dtype.numpy)
+
+
+def exact(array: np.ndarray) -> np.ndarray:
+    """In float64, which holds every value of the float dtypes and of the integers tested here."""
+    with np.errstate(invalid="ignore"):
+        return array.astype(np.float64)
+
+
+def positions(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    """Where in the storage the elements of a view lie, from the definition of strides."""
+    where = np.full(shape, offset)
+    for index, stride in zip(np.indices(shape), strides, strict=True):
+        where = where + index * stride
+    return where
+
+
 # Conversions.
+
+
+@functools.cache
+def _power(exponent: int) -> Fraction:
+    return Fraction(2) ** exponent
 
 
 def _round_float(value: Fraction, dtype: DType) -> float:
@@ -42,11 +69,11 @@ def _round_float(value: Fraction, dtype: DType) -> float:
         return 0.0
     size = abs(value)
     exponent = size.numerator.bit_length() - size.denominator.bit_length()
-    if Fraction(2) ** exponent > size:
+    if _power(exponent) > size:
         exponent -= 1
-    quantum = Fraction(2) ** (max(exponent, lowest) - precision + 1)
+    quantum = _power(max(exponent, lowest) - precision + 1)
     rounded = round(size / quantum) * quantum  # round() of a Fraction takes ties to even
-    largest = (2 - Fraction(2) ** (1 - precision)) * Fraction(2) ** (1 - lowest)
+    largest = (2 - _power(1 - precision)) * _power(1 - lowest)
     result = math.inf if rounded > largest else float(rounded)
     return math.copysign(result, value)
 
@@ -111,7 +138,7 @@ def special_values(dtype: DType) -> np.ndarray:
         return _special_integers(dtype)
     if dtype is DType.F32:
         return _special_f32()
-    comb = np.arange(0, 1 << 16, 37, dtype=np.uint16)  # through all of them
+    comb = np.arange(0, 1 << 16, 97, dtype=np.uint16)  # through all of them
     edges = [
         0x0001,
         0x03FF,
@@ -216,7 +243,9 @@ def _interleaved(ctx: Context, values: np.ndarray) -> Placed:
     return Placed(base.view(ctx, 0, values.shape, (1, *strides[1:])), base, where)
 
 
-LAYOUTS: dict[str, Callable[[Context, np.ndarray], Placed]] = {
+Place = Callable[[Context, np.ndarray], Placed]
+
+LAYOUTS: dict[str, Place] = {
     "contiguous": _contiguous,
     "offset": _offset,
     "permuted": _permuted,

@@ -10,13 +10,12 @@ import pytest
 from ml.capabilities import KVStore, SupportsKVStore
 from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
-from ml.testing.harness import BackendCase
+from ml.testing.harness import BackendCase, each
 
 __all__ = ["KVStoreTests"]
 
 ROWS, HEADS, DIM, V_DIM = 12, 2, 4, 6
 ORDERS = {"head major": (1, 0, 2), "token major": (0, 1, 2)}
-every_order = pytest.mark.parametrize("order", list(ORDERS.values()), ids=list(ORDERS))
 
 
 def halves(ctx: Context, order: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -56,11 +55,11 @@ DECLINED: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {
 class KVStoreTests(BackendCase):
     """What :class:`ml.KVStore` promises, where a backend offers one."""
 
-    @every_order
-    @pytest.mark.parametrize(("start", "count"), [(0, 1), (3, 1), (2, 4), (0, ROWS), (ROWS - 1, 1)])
+    @each(order=ORDERS, rows=[(0, 1), (3, 1), (2, 4), (0, ROWS), (ROWS - 1, 1)])
     def test_rows_that_were_written_are_read_back_and_no_others_change(
-        self, backend: Backend, ctx: Context, order: tuple[int, ...], start: int, count: int
+        self, backend: Backend, ctx: Context, order: tuple[int, ...], rows: tuple[int, int]
     ) -> None:
+        start, count = rows
         key, value = halves(ctx, order)
         store = store_of(backend, key, value)
         new_key, new_value = numbers(count, DIM), numbers(count, V_DIM, 1000)
@@ -75,7 +74,7 @@ class KVStoreTests(BackendCase):
             assert part.shape == expected.shape
             np.testing.assert_array_equal(part.to_numpy(), expected)
 
-    @every_order
+    @each(order=ORDERS)
     def test_sources_may_be_strided_views(
         self, backend: Backend, ctx: Context, order: tuple[int, ...]
     ) -> None:
@@ -98,7 +97,7 @@ class KVStoreTests(BackendCase):
         assert key.to_numpy()[2:5].min() == 5
         assert found[0].strides == key.strides
 
-    @pytest.mark.parametrize("case", list(DECLINED.values()), ids=list(DECLINED))
+    @each(case=DECLINED)
     def test_what_is_not_plain_is_declined_and_nothing_written(
         self, backend: Backend, ctx: Context, case: tuple[int, int, tuple[int, ...], tuple[int, ...]]
     ) -> None:

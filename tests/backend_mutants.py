@@ -1,0 +1,572 @@
+"""Deliberate bugs, each planted in its own copy of the NumPy backend. See test_conformance_mutations.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+import ml
+from backends.numpylike import ArrayTensor
+from ml.base import BaseTensor, SoloGroup
+from ml.base.group import check_timeout
+from ml.dtypes import DType
+from ml.strided import contiguous_strides, extent
+from ml.testing.aliasing import AliasingTests
+from ml.testing.casts import CastTests
+from ml.testing.compute import ComputeTests
+from ml.testing.copies import CopyTests
+from ml.testing.creation import CreationTests
+from ml.testing.groups import GroupTests
+from ml.testing.harness import BackendCase
+from ml.testing.movement import MovementTests
+from ml.testing.optional import CapabilityTests
+from ml.testing.order import OrderTests
+from ml.testing.refusals import RefusalTests
+from ml.testing.rows import RowTests
+from ml.testing.stores import KVStoreTests
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug, the area of the suite that has to catch it, and how it gets into a fresh copy of the module."""
+
+    name: str
+    area: type[BackendCase]
+    plant: Callable[[ModuleType], None]
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(area: type[BackendCase], method: str = "") -> Callable[[Any], Any]:
+    """Either a function of the module, or one in place of a method, which it is given first."""
+
+    def register(function: Any) -> Any:
+        def plant(module: ModuleType) -> None:
+            owner, _, name = method.partition(".")
+            override(getattr(module, owner), name, function)
+
+        MUTANTS.append(Mutant(function.__name__, area, plant if method else function))
+        return function
+
+    return register
+
+
+def override(owner: Any, name: str, function: Any) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: function(original, *args, **kwargs))
+
+
+# Creation and transfer.
+
+
+@mutant(CreationTests)
+def from_numpy_keeps_the_callers_memory(numpy: ModuleType) -> None:
+    numpy.NumpyContext._from_array = lambda self, array, dtype: numpy.NumpyTensor.own(self, array, dtype)
+
+
+@mutant(CreationTests, "NumpyTensor.to_numpy")
+def to_numpy_hands_out_the_storage(original: Any, self: Any) -> Any:
+    return self.native
+
+
+@mutant(CreationTests, "NumpyContext.arange")
+def arange_drops_the_last_partial_step(
+    original: Any, self: Any, start: float, stop: float, step: float, dtype: DType
+) -> Any:
+    whole = start + step * math.floor((stop - start) / step) if step else stop
+    return original(self, start, whole, step, dtype)
+
+
+@mutant(CreationTests, "NumpyContext._full")
+def full_forgets_the_sign_of_zero(original: Any, self: Any, shape: Any, value: float, dtype: DType) -> Any:
+    return original(self, shape, value + 0.0 if value == 0 else value, dtype)
+
+
+@mutant(CreationTests)
+def memory_never_shrinks(numpy: ModuleType) -> None:
+    kept: list[Any] = []
+    override(
+        numpy.NumpyContext, "_allocate", lambda original, *args: kept.append(original(*args)) or kept[-1]
+    )
+
+
+# Movement.
+
+
+@mutant(MovementTests, "NumpyTensor.view")
+def view_counts_from_the_storage(original: Any, self: Any, ctx: Any, offset: int, *args: Any) -> Any:
+    return original(self, ctx, offset - self.offset, *args)
+
+
+@mutant(MovementTests)
+def view_is_bound_by_what_is_shown(numpy: ModuleType) -> None:
+    numpy.NumpyTensor._storage_size = lambda self: self.offset + extent(self.shape, self.strides)
+
+
+@mutant(MovementTests, "NumpyTensor.slice")
+def slice_ignores_its_step_beyond_the_first(original: Any, self: Any, ctx: Any, *args: int) -> Any:
+    shown = original(self, ctx, *args)
+    return shown._alias(shown.offset, shown.shape, self.strides)
+
+
+@mutant(RefusalTests, "NumpyTensor.slice")
+def slice_wraps_negative_positions(
+    original: Any, self: Any, ctx: Any, axis: int, start: int, stop: int, step: int = 1
+) -> Any:
+    size = self.shape[axis] if self.shape and -len(self.shape) <= axis < len(self.shape) else 0
+    first, last = (int(n) + size if isinstance(n, int) and n < 0 else n for n in (start, stop))
+    return original(self, ctx, axis, first, last, step)
+
+
+@mutant(MovementTests, "NumpyTensor.permute")
+def permute_applies_the_inverse(original: Any, self: Any, ctx: Any, *axes: int) -> Any:
+    if sorted(axis % max(len(axes), 1) for axis in axes) != list(range(len(axes))) or not axes:
+        return original(self, ctx, *axes)
+    return original(self, ctx, *np.argsort([axis % len(axes) for axis in axes]).tolist())
+
+
+@mutant(RefusalTests, "NumpyTensor.reshape")
+def reshape_copies_when_it_has_to(original: Any, self: Any, ctx: Any, *shape: int) -> Any:
+    try:
+        return original(self, ctx, *shape)
+    except ml.ShapeError:
+        return original(self.contiguous(ctx), ctx, *shape)
+
+
+# Aliasing.
+
+
+@mutant(AliasingTests, "NumpyTensor.slice")
+def a_stepped_slice_is_a_copy(
+    original: Any, self: Any, ctx: Any, axis: int, start: int, stop: int, step: int = 1
+) -> Any:
+    shown = original(self, ctx, axis, start, stop, step)
+    return shown.contiguous(ctx) if step > 1 else shown
+
+
+@mutant(AliasingTests, "NumpyTensor.reshape")
+def reshape_merges_a_gap_of_one_row(original: Any, self: Any, ctx: Any, *shape: int) -> Any:
+    try:
+        return original(self, ctx, *shape)
+    except ml.ShapeError:
+        steps, count = contiguous_strides(shape), math.prod(self.shape)
+        if extent(shape, steps) + self.offset > self.storage.size or math.prod(shape) != count:
+            raise
+        return self._alias(self.offset, shape, steps)
+
+
+# Copies.
+
+
+@mutant(CopyTests, "NumpyTensor.write_from")
+def an_overlapping_copy_trusts_numpy(original: Any, self: Any, src: Any) -> None:
+    """NumPy 2.4 gets ``a[0:10:2] = a[:5]`` wrong."""
+    np.copyto(self.native, src.native, casting="unsafe")
+
+
+@mutant(CopyTests, "NumpyTensor.write_from")
+def an_overlapping_copy_runs_forward(original: Any, self: Any, src: Any) -> None:
+    for index in np.ndindex(self.shape):
+        self.native[index] = src.native[index].astype(self.dtype.numpy)
+
+
+@mutant(CopyTests, "NumpyTensor.write_from")
+def a_write_to_a_strided_destination_is_lost(original: Any, self: Any, src: Any) -> None:
+    self.native.reshape(-1)[...] = src.native.reshape(-1).astype(self.dtype.numpy)
+
+
+@mutant(CopyTests, "NumpyTensor.copy")
+def copy_broadcasts(original: Any, self: Any, ctx: Any, dst: Any) -> Any:
+    dst.check_writable("copy")
+    try:
+        np.copyto(dst.native, self.native.copy(), casting="unsafe")
+    except ValueError as error:
+        raise ml.ShapeError(str(error)) from error
+    return dst
+
+
+@mutant(CopyTests, "NumpyTensor.check_writable")
+def a_stride_0_destination_is_written(original: Any, self: Any, op: str) -> None:
+    pass
+
+
+# Rows.
+
+
+@mutant(RowTests, "NumpyTensor._indices")
+def host_indices_wrap(original: Any, self: Any, op: str, indices: Any, size: int, *distinct: bool) -> Any:
+    if isinstance(indices, (list, np.ndarray)):
+        host = np.asarray(indices, dtype=object)
+        if host.ndim == 1 and all(isinstance(n, (int, np.integer)) for n in host) and size:
+            indices = [int(n) + size if -size <= n < 0 else n for n in host]
+    return original(self, op, indices, size, *distinct)
+
+
+@mutant(RowTests, "NumpyTensor._indices")
+def an_index_tensor_is_read_without_its_strides(original: Any, *args: Any, **named: Any) -> Any:
+    rows = original(*args, **named)
+    return rows._alias(rows.offset, rows.shape, (1,)) if isinstance(rows, BaseTensor) else rows
+
+
+@mutant(RowTests, "NumpyTensor._scatter")
+def set_rows_reads_its_own_rows_while_writing(
+    original: Any, self: Any, src: Any, indices: Any, axis: int
+) -> None:
+    rows = indices.native if isinstance(indices, BaseTensor) else indices
+    target, source = np.moveaxis(self.native, axis, 0), np.moveaxis(src.native, axis, 0)
+    for i, row in enumerate(rows.tolist()):
+        target[row] = source[i].astype(self.dtype.numpy)
+
+
+@mutant(RowTests, "NumpyTensor._repeat")
+def repeat_repeats_each_element(original: Any, self: Any, ctx: Any, axis: int, n: int) -> Any:
+    return self.own(ctx, np.repeat(self.native, n, axis), self.dtype)
+
+
+@mutant(RowTests, "NumpyTensor.set_rows")
+def set_rows_writes_before_it_checks(
+    original: Any, self: Any, ctx: Any, src: Any, indices: Any, axis: int = 0
+) -> Any:
+    if isinstance(indices, list) and len(indices) == 2 and indices[0] == indices[1] and self.native.ndim:
+        self.native[indices[0]] = 0
+    return original(self, ctx, src, indices, axis)
+
+
+# Casts: an array is changed before it is converted to another dtype.
+
+
+def narrowing(change: Callable[[np.ndarray, DType], np.ndarray | None]) -> None:
+    def cast(original: Any, self: Any, ctx: Any, dtype: DType) -> Any:
+        if self.dtype is dtype:
+            return original(self, ctx, dtype)
+        with np.errstate(all="ignore"):
+            array = self.native.copy()
+            changed = change(array, dtype)
+            changed = array if changed is None else changed.astype(array.dtype)
+            return original(self.own(ctx, changed, self.dtype), ctx, dtype)
+
+    MUTANTS.append(
+        Mutant(change.__name__, CastTests, lambda numpy: override(numpy.NumpyTensor, "_cast", cast))
+    )
+
+
+@narrowing
+def f32_truncates_to_bf16(array: np.ndarray, dtype: DType) -> None:
+    if dtype is DType.BF16 and array.dtype == np.float32:
+        array.view(np.uint32)[~np.isnan(array)] &= 0xFFFF0000
+
+
+@narrowing
+def subnormal_f16_flushes_to_zero(array: np.ndarray, dtype: DType) -> np.ndarray | None:
+    return np.where(np.abs(array) < 2.0**-14, array * 0, array) if dtype is DType.F16 else None
+
+
+@narrowing
+def overflow_saturates_at_the_largest_f16(array: np.ndarray, dtype: DType) -> np.ndarray | None:
+    wide = dtype is DType.F16 and array.dtype == np.float32
+    return np.clip(array, -65504, 65504) if wide else None
+
+
+@narrowing
+def floats_round_to_integers(array: np.ndarray, dtype: DType) -> np.ndarray | None:
+    return np.rint(array) if dtype.is_integer and array.dtype.kind == "f" else None
+
+
+@mutant(CastTests, "NumpyTensor.write_from")
+def copy_to_bool_takes_the_lowest_bit(original: Any, self: Any, src: Any) -> None:
+    if self.dtype is DType.BOOL and src.dtype.is_integer:
+        self.native[...] = (src.native & 1).astype(bool)
+    else:
+        original(self, src)
+
+
+# Compute.
+
+
+@mutant(ComputeTests, "NumpyTensor._matmul")
+def matmul_accumulates_in_the_operands_dtype(original: Any, self: Any, ctx: Any, other: Any) -> Any:
+    if self.dtype is DType.F32 or self.native.ndim < 2 or self.shape[-1] < 100:
+        return original(self, ctx, other)
+    columns = other.native if other.native.ndim > 1 else other.native[:, None]
+    total = np.zeros((*self.shape[:-1], columns.shape[-1]), self.dtype.numpy)
+    for k in range(self.shape[-1]):
+        total = total + self.native[..., k : k + 1] * columns[k]
+    return self.own(ctx, total if other.native.ndim > 1 else total[..., 0], self.dtype)
+
+
+@mutant(ComputeTests, "NumpyTensor._gelu")
+def gelu_is_always_the_tanh_one(original: Any, self: Any, ctx: Any, tanh: bool) -> Any:
+    return ArrayTensor._gelu(self, ctx, True)
+
+
+@mutant(ComputeTests, "NumpyTensor._clamp")
+def clamp_without_bounds_returns_its_operand(original: Any, self: Any, ctx: Any, lo: Any, hi: Any) -> Any:
+    return self if lo is None and hi is None else original(self, ctx, lo, hi)
+
+
+@mutant(ComputeTests, "NumpyTensor._unary")
+def round_takes_halves_away_from_zero(original: Any, self: Any, ctx: Any, op: str) -> Any:
+    if op != "round" or not self.dtype.is_float:
+        return original(self, ctx, op)
+    x = self.wide()
+    return self._result(ctx, np.copysign(np.floor(np.abs(x) + np.float32(0.5)), x), self.dtype)
+
+
+@mutant(RefusalTests, "NumpyTensor._operand")
+def binary_operands_are_promoted(original: Any, self: Any, op: str, other: Any, dtype: Any = None) -> Any:
+    return self.check_peer(op, other)
+
+
+@mutant(ComputeTests, "NumpyTensor._reduce")
+def sums_of_i32_stay_i32(original: Any, self: Any, ctx: Any, op: str, axis: int, keepdims: bool) -> Any:
+    if op == "sum" and self.dtype is DType.I32:
+        return self.own(ctx, self.native.sum(axis=axis, keepdims=keepdims, dtype=np.int32), DType.I32)
+    return original(self, ctx, op, axis, keepdims)
+
+
+@mutant(ComputeTests, "NumpyTensor._reduce")
+def argmax_takes_the_last_of_ties(
+    original: Any, self: Any, ctx: Any, op: str, axis: int, keepdims: bool
+) -> Any:
+    if op != "argmax" or self.native.size == 0:
+        return original(self, ctx, op, axis, keepdims)
+    back = np.argmax(np.flip(self.wide(), axis), axis=axis, keepdims=keepdims)
+    return self._result(ctx, self.shape[axis] - 1 - back, DType.I32)
+
+
+@mutant(ComputeTests, "NumpyTensor._softmax")
+def softmax_forgets_to_subtract_the_maximum(original: Any, self: Any, ctx: Any, axis: int) -> Any:
+    with np.errstate(all="ignore"):
+        x = np.exp(self.wide())
+        return self._result(ctx, x / x.sum(axis=axis, keepdims=True), self.dtype)
+
+
+@mutant(ComputeTests, "NumpyTensor._rms_norm")
+def rms_norm_squares_in_the_operands_dtype(
+    original: Any, self: Any, ctx: Any, weight: Any, eps: float
+) -> Any:
+    if weight is not None or 0 in self.shape or self.dtype is not DType.F16:
+        return original(self, ctx, weight, eps)
+    with np.errstate(all="ignore"):
+        square = (self.native * self.native).astype(np.float32).mean(axis=-1, keepdims=True)
+        return self._result(ctx, self.wide() / np.sqrt(square + np.float32(eps)), self.dtype)
+
+
+@mutant(ComputeTests, "NumpyTensor._argsort")
+def argsort_is_not_stable(original: Any, self: Any, ctx: Any, axis: int) -> Any:
+    order = np.argsort(np.flip(self.wide(), axis), axis=axis, kind="stable")
+    return self._result(ctx, self.shape[axis] - 1 - order, DType.I32)
+
+
+@mutant(ComputeTests, "NumpyTensor._top_k")
+def indices_are_i64(original: Any, self: Any, ctx: Any, k: int) -> Any:
+    values, indices = original(self, ctx, k)
+    return values, indices.cast(ctx, DType.I64)
+
+
+# Order.
+
+
+@mutant(OrderTests)
+def a_tensor_remembers_what_it_read(numpy: ModuleType) -> None:
+    read: dict[Any, Any] = {}
+
+    def to_numpy(original: Any, self: Any) -> Any:
+        key = (id(self.storage), self.offset, self.shape, self.strides)
+        return read.setdefault(key, (self.storage, original(self)))[1].copy()
+
+    override(numpy.NumpyTensor, "to_numpy", to_numpy)
+
+
+@mutant(OrderTests)
+def copies_are_postponed_until_compute(numpy: ModuleType) -> None:
+    pending: list[Any] = []
+
+    def to_numpy(original: Any, self: Any) -> Any:
+        while pending:
+            pending.pop(0)()
+        return original(self)
+
+    override(
+        numpy.NumpyTensor,
+        "write_from",
+        lambda original, self, src: pending.append(lambda: original(self, src)),
+    )
+    override(numpy.NumpyTensor, "to_numpy", to_numpy)
+
+
+@mutant(OrderTests)
+def reserve_clears_what_was_forwarded(numpy: ModuleType) -> None:
+    forwarded: list[Any] = []
+    numpy.NumpyContext._forward = lambda self, tensors: forwarded.extend(tensors)
+
+    def reserve(original: Any, self: Any) -> None:
+        original(self)
+        while forwarded:
+            forwarded.pop().native[...] = 0
+
+    override(numpy.NumpyContext, "reserve", reserve)
+
+
+# Refusals.
+
+
+@mutant(RefusalTests, "NumpyContext.close")
+def a_closed_context_still_works(original: Any, self: Any) -> None:
+    pass
+
+
+@mutant(RefusalTests, "NumpyTensor.check_peer")
+def tensors_of_other_backends_are_taken(original: Any, self: Any, op: str, other: Any) -> Any:
+    return other
+
+
+@mutant(RefusalTests, "NumpyTensor.__reduce__")
+def tensors_can_be_pickled(original: Any, self: Any) -> Any:
+    return (list, ())
+
+
+@mutant(RefusalTests, "NumpyContext.check")
+def refusals_are_plain_builtin_errors(original: Any, self: Any, op: str, tensor: Any = None) -> None:
+    if self.closed:
+        raise RuntimeError("closed")
+
+
+@mutant(RefusalTests)
+def an_operation_is_left_out_without_a_word(numpy: ModuleType) -> None:
+    numpy.NumpyTensor._softmax = BaseTensor._softmax
+
+
+# Capabilities.
+
+
+def _attention(ctx: Any, *args: Any) -> Any:
+    from ml.nn import generic_attention
+
+    return generic_attention(ctx, *args)
+
+
+@mutant(CapabilityTests)
+def causal_is_top_left_aligned(numpy: ModuleType) -> None:
+    def attention(self: Any, ctx: Any, q: Any, k: Any, v: Any, mask: Any, *rest: Any) -> Any:
+        if mask is ml.CAUSAL:
+            rows, columns = np.indices((q.shape[0], k.shape[0]))
+            mask = ctx.from_numpy(np.where(columns <= rows, 0, -np.inf).astype(np.float32))
+        return _attention(ctx, q, k, v, mask, *rest)
+
+    numpy.NumpyBackend.attention = attention
+
+
+@mutant(CapabilityTests)
+def sinks_are_ignored(numpy: ModuleType) -> None:
+    numpy.NumpyBackend.attention = lambda self, ctx, *args: _attention(ctx, *args[:5])
+
+
+@mutant(CapabilityTests)
+def cache_config_is_a_dict(numpy: ModuleType) -> None:
+    numpy.NumpyBackend.cache_config = lambda self: {"cache_padding": 32}
+
+
+# Stores of K and V.
+
+
+class SlowStore:
+    """A store by way of slice and copy, which refuse by raising; the mutants get one thing wrong."""
+
+    copies_reads = False
+    checks_both_first = aliases_declined = True
+    late = 0
+
+    def __init__(self, backend: Any, key: Any, value: Any) -> None:
+        self.backend, self.halves = backend, (key, value)
+
+    def write(self, ctx: Any, start: int, count: int, *new: Any) -> bool:
+        if not self._plain(ctx, start, count) or any(n.backend is not self.backend for n in new):
+            return False
+        begin = min(start + self.late, self.halves[0].shape[0] - count)
+        wrong = [n.shape != (count, *half.shape[1:]) for n, half in zip(new, self.halves, strict=True)]
+        shared = any(n.storage is half.storage for n, half in zip(new, self.halves, strict=True))
+        if (self.checks_both_first and any(wrong)) or (self.aliases_declined and shared):
+            return False
+        try:
+            for source, half in zip(new, self.halves, strict=True):
+                source.copy(ctx, half.slice(ctx, 0, begin, begin + count))
+        except ml.MLError:
+            return False
+        return True
+
+    def _plain(self, ctx: Any, start: int, count: int) -> bool:
+        inside = count > 0 and 0 <= start <= self.halves[0].shape[0] - count
+        return inside and ctx.backend is self.backend and not ctx.closed
+
+    def read(self, ctx: Any, start: int, count: int) -> Any:
+        if not self._plain(ctx, start, count):
+            return None
+        found = [half.slice(ctx, 0, start, start + count) for half in self.halves]
+        return tuple(part.contiguous(ctx) for part in found) if self.copies_reads else tuple(found)
+
+
+def store_mutant(name: str, **fault: Any) -> Mutant:
+    kind = type("Store", (SlowStore,), fault)
+
+    def plant(numpy: ModuleType) -> None:
+        numpy.NumpyBackend.kv_store = lambda self, key, value: kind(self, key, value)
+
+    return Mutant(name, KVStoreTests, plant)
+
+
+MUTANTS += [
+    store_mutant("a_store_writes_a_row_late", late=1),
+    store_mutant("a_store_reads_copies", copies_reads=True),
+    store_mutant("a_store_writes_keys_before_it_looks_at_values", checks_both_first=False),
+    store_mutant("a_store_takes_what_lies_in_its_own_memory", aliases_declined=False),
+]
+
+
+# Groups of ranks.
+
+
+def group_mutant(name: str, exclusive: bool = True, closes: bool = True, **methods: Any) -> Mutant:
+    """A group of one rank for the NumPy backend, some of whose methods are others."""
+    kind = type("Group", (SoloGroup,), methods)
+
+    def distributed(self: Any, timeout: float = 60.0) -> Any:
+        self.check("distributed")
+        open_one = getattr(self, "group", None)
+        if exclusive and open_one is not None and not open_one.closed:
+            raise ml.GroupError(f"distributed: {open_one!r} is open on this backend; close it first")
+        self.group = kind(self, check_timeout(timeout))
+        return self.group
+
+    def close(original: Any, self: Any) -> None:
+        if closes and (group := getattr(self, "group", None)) is not None:
+            group.close()
+        original(self)
+
+    def plant(numpy: ModuleType) -> None:
+        numpy.NumpyBackend.distributed = distributed
+        override(numpy.NumpyBackend, "close", close)
+
+    return Mutant(name, GroupTests, plant)
+
+
+def gather_by_memory(self: Any, ctx: Any, tensor: Any, axis: int) -> Any:
+    return ctx.from_numpy(tensor.native.ravel("K").reshape(tensor.shape), tensor.dtype)
+
+
+MUTANTS += [
+    group_mutant("a_sum_is_the_operand_itself", _all_reduce=lambda self, ctx, tensor: tensor),
+    group_mutant("a_sum_counts_a_rank_twice", _all_reduce=lambda self, ctx, tensor: tensor.add(ctx, tensor)),
+    group_mutant("gathering_forgets_strides", _all_gather=gather_by_memory),
+    group_mutant("a_closed_group_goes_on", _check_open=lambda self, op: None),
+    group_mutant("a_second_group_opens_beside_the_first", exclusive=False),
+    group_mutant("a_group_outlives_its_backend", closes=False),
+]
