@@ -20,7 +20,7 @@ from kvcache.stores import FileStore, catalog, index, lockfile
 from kvcache.stores.folder import Folder
 from kvcache.testing.stores import UNIT, content, fill, present, read
 
-from .file_store_rig import both, names, posix, where
+from .stores_rig import both, names, posix, where
 
 __all__ = ["where"]
 
@@ -234,12 +234,12 @@ def test_in_whatever_state_the_index_is_left_under_an_open_store_it_goes_on(wher
 
 
 def test_a_flipped_bit_of_the_index_changes_nothing_that_is_served_or_kept(where: Path) -> None:
-    """Of every byte one bit, with a store that is open and one that opens."""
+    """Of many a byte one bit, as a store finds it that opens."""
     with FileStore(where, 4 * UNIT) as store:
         fill(store, "abcd")
     whole = {path: path.read_bytes() for path in where.rglob("*") if path.is_file()}
     data, rng = whole[index_of(where)], random.Random(0)
-    for at in rng.sample(range(len(data)), 250):
+    for at in rng.sample(range(len(data)), 60):
         shutil.rmtree(where)
         for path, saved in whole.items():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -247,7 +247,7 @@ def test_a_flipped_bit_of_the_index_changes_nothing_that_is_served_or_kept(where
         flipped = bytearray(data)
         flipped[at] ^= 1 << rng.randrange(8)
         index_of(where).write_bytes(flipped)
-        with FileStore(where, 4 * UNIT) as store:
+        with FileStore(where, 4 * UNIT, durable=False) as store:
             fill(store, "ef")
             kept = present(store, "abcdef")
             assert kept[-2:] == "ef"

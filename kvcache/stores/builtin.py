@@ -11,9 +11,8 @@ from kvcache.stores.digests import XXH3, load
 from kvcache.stores.errors import StoreError, StoreValueError
 from kvcache.stores.hookspecs import StoreSpec, hookimpl
 from kvcache.stores.memory import MemoryStore
-from kvcache.stores.options import read_truth
+from kvcache.stores.options import parse_bytes, read_truth
 from kvcache.stores.protocol import SnapshotStore
-from kvcache.stores.sizes import parse_bytes
 from ml import Availability
 
 __all__ = ["VALKEY_SCHEMES", "File", "Memory", "Mooncake", "Valkey", "path_of"]

@@ -11,8 +11,8 @@ from urllib.parse import parse_qsl, urlsplit
 from kvcache.stores import builtin, hookspecs
 from kvcache.stores.errors import StoreUnavailable, StoreValueError
 from kvcache.stores.hookspecs import StoreSpec
+from kvcache.stores.options import without_secrets
 from kvcache.stores.protocol import SnapshotStore
-from kvcache.stores.redaction import without_secrets
 from ml.plugin_host import Hook, PluginHost
 
 __all__ = ["ENTRY_POINT_GROUP", "StoreRegistry", "open_store", "registry"]
