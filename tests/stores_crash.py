@@ -488,6 +488,8 @@ def nobody_waits_for_a_frozen_master(url: str, master: str) -> None:
     store = open_here(url, timeout=1)
     until_it_answers(lambda: store.stat(["frozen"]))
     os.kill(int(master), signal.SIGSTOP)
+    while Path(f"/proc/{master}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
     reasons = []
     for _ in range(4):
         with pytest.raises(StoreUnavailable) as raised:

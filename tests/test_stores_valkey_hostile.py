@@ -23,10 +23,11 @@ from valkey.exceptions import ConnectionError as LostError
 from valkey.exceptions import InvalidResponse, OutOfMemoryError, ResponseError
 
 from kvcache.stores import StoreError, StoreUnavailable, ValkeyStore
-from kvcache.stores.valkey.deadline import SHARE, Deadline
 from kvcache.stores.valkey.manifest import CHUNK, RemoteManifest
 from kvcache.stores.valkey.replies import (
     BLOCK,
+    SHARE,
+    Deadline,
     Replies,
     Shape,
     array,
