@@ -159,7 +159,7 @@ def without_room(place: Any) -> Iterator[None]:
         yield
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     else:
-        place.client.config_set("maxmemory", place.client.info("memory")["used_memory"] + (1 << 17))
+        place.client.config_set("maxmemory", place.client.info("memory")["used_memory"] + (1 << 19))
         yield
         place.client.config_set("maxmemory", 0)
 
@@ -266,6 +266,7 @@ def test_a_server_that_is_frozen_is_unavailable_after_the_time_limit(tmp_path: P
         store = stack.enter_context(ValkeyStore(there.named, timeout=0.3, connect_timeout=0.3))
         patient = stack.enter_context(ValkeyStore(there.named))
         patient.put("a", [content("a", 9 * MIB)])
+        patient.put("small", [b"x"])
         there.server.freeze()
         for call in (
             lambda: store.get_into("a", bytearray(9 * MIB)),
@@ -276,6 +277,7 @@ def test_a_server_that_is_frozen_is_unavailable_after_the_time_limit(tmp_path: P
         there.server.thaw()
         assert read(patient, "a") == content("a", 9 * MIB)
         assert patient.stat(["b"]) == [None]
+        assert read(store, "small") == b"x"
 
 
 # Several at once.

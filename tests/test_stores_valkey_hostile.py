@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from valkey.exceptions import ConnectionError as LostError
 from valkey.exceptions import InvalidResponse, OutOfMemoryError, ResponseError
 
 from kvcache.stores import StoreError, StoreUnavailable, ValkeyStore
+from kvcache.stores.valkey.link import Wire
 from kvcache.stores.valkey.manifest import CHUNK, RemoteManifest
 from kvcache.stores.valkey.replies import (
     BLOCK,
@@ -374,6 +375,23 @@ def test_an_error_of_the_server_is_no_damage(store: ValkeyStore, open_here: Open
         refused = b"*1\r\n-NOPERM no\r\n" if not at else b"-NOPERM no\r\n" * 20
         one_call(behind, store, call, lambda number, data: refused if number == at else data)  # noqa: B023
         assert read(store, "a") == content("a")
+
+
+@served
+def test_a_call_that_was_interrupted_leaves_no_half_command_behind(
+    client: Valkey, open_here: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(wire: Wire, pieces: Iterable[bytes | memoryview]) -> None:
+        stream(wire, [b"".join(pieces)[:20]])
+        raise KeyboardInterrupt
+
+    store, stream = open_here(timeout=0.5), Wire.stream
+    store.ping()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Wire, "stream", interrupted)
+        store.put("a", [b"x"])
+    assert store.put("a", [b"x"])
+    assert read(store, "a") == b"x"
 
 
 @served

@@ -310,13 +310,14 @@ class StoreTests:
         assert [read(again, key) for key in "abc"] == [content("a"), None, content("c")]
         assert again.put("a", [b"other"]) is False
 
-    @pytest.mark.parametrize(("budget", "left"), [(4 * UNIT, "adef"), (2 * UNIT, "ef")])
+    @pytest.mark.parametrize(("budget", "kept", "left"), [(4 * UNIT, "abcd", "adef"), (2 * UNIT, "ad", "ef")])
     def test_bytes_and_recency_are_known_after_opening_again(
-        self, small: SnapshotStore, open_store: Open, budget: int, left: str
+        self, small: SnapshotStore, open_store: Open, budget: int, kept: str, left: str
     ) -> None:
         fill(small, "abcd")
         assert read(small, "a") == content("a")
         again = self._reopened(small, open_store, budget)
+        assert present(again, "abcd") == kept
         fill(again, "ef")
         assert present(again, "abcdef") == left
 
