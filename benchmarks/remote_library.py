@@ -1,20 +1,26 @@
 """ValkeyStore's replies read by the client's own library, libvalkey, within the same bounds of size and time.
 
-For ``benchmarks.remote``: what it would cost to have no reader of replies of our own. The library builds a
-``bytes`` of every value, from a buffer that it has copied what came into.
+``python -m benchmarks.remote_library`` says what it would cost to have no reader of replies of our own, for
+some MiB; ``benchmarks.remote`` for one of 64. The library builds a ``bytes`` of every value, from a
+buffer that it has copied what came into.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import libvalkey
+import numpy as np
 from valkey.exceptions import InvalidResponse, ResponseError
 
+from kvcache.stores import ValkeyStore
 from kvcache.stores.valkey import link
 from kvcache.stores.valkey.replies import BLOCK, Replies
+from kvcache.testing.servers import ValkeyServer
 
 __all__ = ["read_by_library"]
 
@@ -76,3 +82,32 @@ def read_by_library() -> Iterator[None]:
         yield
     finally:
         link.Replies = ours  # type: ignore[misc]
+
+
+def measured(store: ValkeyStore, buffer: np.ndarray) -> tuple[float, float]:
+    """Seconds that a get takes, and those of this process's processor."""
+    began, used = time.perf_counter(), time.process_time()
+    assert store.get_into("a", buffer)
+    return time.perf_counter() - began, time.process_time() - used
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=100)
+    rounds = parser.parse_args().rounds
+    print("| get_into | milliseconds | by libvalkey | processor's | by libvalkey |\n|---|---|---|---|---|")
+    with ValkeyServer() as server, ValkeyStore(server.url) as ours, ValkeyStore(server.url) as by_library:
+        with read_by_library():
+            by_library.ping()  # its one connection, which serves all its calls
+        for mib in (1, 4, 8):
+            buffer = np.random.default_rng(0).integers(0, 256, mib << 20, np.uint8)
+            ours.delete("a")
+            ours.put("a", [buffer])
+            times = [[measured(store, buffer) for store in (ours, by_library)] for _ in range(rounds)]
+            least = 1000 * np.array(times).min(axis=0)  # of each: what others used the machine for is no cost
+            cells = [f"{ours:.2f} | {library:.2f} ({library / ours:.2f}x)" for ours, library in least.T]
+            print(f"| {mib} MiB | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.transfer import MIB, SOCKET, Plain, floors, heading, options, page, plain_socket, show
 from kvcache.bench.timing import Contender
 from kvcache.stores import MooncakeStore
-from kvcache.testing.mooncake_pool import MooncakePool
+from tests.mooncake_pool import MooncakePool
 
 __all__ = ["main"]
 

@@ -152,8 +152,8 @@ def _put(store: SnapshotStore, parts: Sequence[np.ndarray]) -> Contender:
 def _opened(stack: contextlib.ExitStack, room: int) -> Iterator[tuple[str, SnapshotStore]]:
     """The stores that can run here."""
     from kvcache.stores import MooncakeStore, ValkeyStore
-    from kvcache.testing.mooncake_pool import MooncakePool
     from kvcache.testing.servers import ValkeyServer
+    from tests.mooncake_pool import MooncakePool
 
     yield "memory", stack.enter_context(MemoryStore())
     folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -1,6 +1,7 @@
-"""Processes that share a store's folder, and die in it. Run by test_stores_crash.py as its own program.
+"""Processes that share a store, and die in it. Run by test_stores_crash.py as its own program.
 
-It imports once and forks: a forked child is killed with SIGKILL, and what it left is looked at.
+It imports once and forks: a child opens the store, and is killed with SIGKILL, or ends without closing. The
+parent opens nothing but folders: what it connected to would not outlive a fork.
 """
 
 from __future__ import annotations
@@ -8,37 +9,64 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import itertools
 import os
 import random
-import resource
 import shutil
 import signal
 import sqlite3
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import pytest
 
-from kvcache.stores import FileStore, SnapshotCorrupt, StoreFull, StoreUnavailable
+from kvcache.stores import FileStore, SnapshotCorrupt, StoreFull, StoreUnavailable, open_store
 from kvcache.stores.catalog import Catalog
 from kvcache.stores.folder import Folder
 from kvcache.stores.lockfile import HeldLock
 from kvcache.testing.stores import content, read
 
+T = TypeVar("T")
 UNIT = 8_000
+SIZES = {"file": UNIT, "valkey": 300_000, "mooncake": 1_200_000}
+PAUSES = {"file": 0.003, "valkey": 0.01, "mooncake": 0.06}
+"""Seconds within which a child is killed."""
+opened: list[Any] = []
+"""Kept: letting go of one may close it."""
 
 
-def child(work: Callable[[], object]) -> int:
-    """Fork; the child does its work and ends with 0, or 1 after a traceback."""
+def open_here(url: str, **options: Any) -> Any:
+    opened.append(open_store(url, **options))
+    return opened[-1]
+
+
+def kind_of(url: str) -> str:
+    return urlsplit(url).scheme
+
+
+def folder_of(url: str) -> Path:
+    return Path(urlsplit(url).path)
+
+
+# Processes.
+
+
+def child(work: Callable[[int], object]) -> tuple[int, int]:
+    """Fork; (process, what it writes to). It ends with 0, or with 1 after a traceback."""
+    source, sink = os.pipe()
     pid = os.fork()
     if pid:
-        return pid
+        os.close(sink)
+        return pid, source
     try:
-        work()
+        os.close(source)
+        work(sink)
+        sys.stdout.flush()
         os._exit(0)
     except BaseException:
         traceback.print_exc()
@@ -46,10 +74,156 @@ def child(work: Callable[[], object]) -> int:
         os._exit(1)
 
 
-def died_by(pid: int) -> int:
+def output(source: int) -> list[str]:
+    """The whole lines that a child wrote, to its end."""
+    with os.fdopen(source, "rb") as pipe:
+        return pipe.read().decode("ascii").rpartition("\n")[0].split()
+
+
+def finished(pid: int, source: int) -> list[str]:
+    lines = output(source)
+    status = ended(pid)
+    assert status == 0, f"a child ended with {status}"
+    return lines
+
+
+def ended(pid: int) -> int:
     """The signal that ended it, or minus its exit status."""
     _, status = os.waitpid(pid, 0)
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
+
+
+def killed(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    assert ended(pid) == signal.SIGKILL
+
+
+# Any store.
+
+
+def killed_while_writing(url: str, kills: str) -> None:
+    """SIGKILL at any moment: what was acknowledged is there, or made room; all else is whole or a miss."""
+    kind, rng = kind_of(url), random.Random(int(kills))
+    known: list[str] = []
+    for kill in range(int(kills)):
+
+        def work(sink: int, kill: int = kill) -> None:
+            store = open_here(url)
+            if kind == "mooncake":
+                store.stat(["x"])
+                os.write(sink, b"connected\n")
+            for i in range(1000):
+                key = f"k{kill}-{i}"
+                assert store.put(key, [content(key, SIZES[kind])])
+                os.write(sink, f"{key}\n".encode())
+
+        pid, source = child(work)
+        head = os.read(source, 1)  # it has begun
+        time.sleep(rng.random() * PAUSES[kind])
+        killed(pid)
+        mine = (head.decode() + "\n".join(output(source))).removeprefix("connected").split()
+        known += mine
+        if kind == "file":
+            with open_here(url) as store:
+                there = check_whole(store)
+                # One more may have made room for the entry that was being put, or came in unacknowledged.
+                safe = known if store.budget is None else mine[-(store.budget // UNIT - 1) :]
+                assert there >= set(safe), set(safe) - there
+
+    def check(sink: int) -> None:
+        store = open_here(url)
+        for key in {*known, *(f"k{kill}-{i}" for kill in range(int(kills)) for i in range(4))}:
+            found = read(store, key)
+            assert found == content(key, SIZES[kind]) or (found is None and key not in known), key
+
+    if kind != "file":
+        finished(*child(check))
+    print(kills, "kills,", len(known), "acknowledged")
+
+
+class Sharing:
+    """Processes that share some keys, each writer with data of its own for them."""
+
+    keys = tuple(f"s{i}" for i in range(14))
+
+    def __init__(self, url: str, mode: str) -> None:
+        self.url, self.mode, self.kind = url, mode, kind_of(url)
+        size = SIZES[self.kind]
+        self.sizes = [1000, size, 5_000_000, 90_000] if self.kind == "valkey" else [size]
+
+    def data_of(self, key: str, writer: int) -> bytes:
+        size = self.sizes[int(key[1:]) % len(self.sizes)]
+        return (bytes([writer]) + content(key, 999) + bytes([writer]) * 50) * (size // 1050) + bytes([writer])
+
+    def seen(self, store: Any, key: str) -> int | None:
+        """Whose entry there is of a key."""
+        found = read(store, key)
+        assert found is None or found == self.data_of(key, found[0]), f"{key} is torn"
+        return None if found is None else found[0]
+
+    def write(self, sink: int, number: int) -> None:
+        rng, store, deletes = random.Random(number), open_here(self.url), self.mode != "keep"
+        count = 250 if self.kind == "file" else 20
+        for key in rng.choices(self.keys, k=count) if deletes else rng.sample(self.keys, len(self.keys)):
+            with contextlib.suppress(StoreFull):
+                if store.put(key, [self.data_of(key, number)]):
+                    os.write(sink, f"{key}:{number}\n".encode())
+            if deletes and rng.random() < 0.2:
+                store.delete(rng.choice(self.keys))
+            self.seen(store, key)
+        assert self.kind == "mooncake" or store.usage().dropped == 0
+
+    def look(self, sink: int, number: int) -> None:
+        rng, store = random.Random(number), open_here(self.url)
+        for _ in range(600 if self.kind == "file" else 25):
+            self.seen(store, rng.choice(self.keys))
+            assert 0 <= store.prefix(self.keys) <= len(self.keys)
+        assert store.usage().dropped == 0
+
+    def check(self, said: set[str]) -> None:
+        store = open_here(self.url)
+        there = {f"{key}:{writer}" for key in self.keys if (writer := self.seen(store, key)) is not None}
+        assert there <= said, there - said
+        assert self.mode != "keep" or there == said, said - there
+        if self.kind == "valkey" and self.mode != "evict":
+            check_nothing_else(store, self.keys)
+            for key in self.keys:
+                store.delete(key)
+            check_nothing_else(store, self.keys)
+
+
+def sharing(url: str, writers: str, readers: str, mode: str) -> None:
+    """Writers of the same keys and readers: nothing is torn, nothing is lost.
+
+    In the mode "keep" each key is acknowledged to one writer, and is that one's in the end; else what is
+    there was acknowledged.
+    """
+    shared = Sharing(url, mode)
+    tasks = [(shared.write, i) for i in range(int(writers))] + [(shared.look, i) for i in range(int(readers))]
+    children = [child(lambda sink, work=work, i=i: work(sink, i)) for work, i in tasks]
+    for pid, _ in children if shared.kind == "file" else ():
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            with open_here(url) as store:  # sweeps, and must not touch the living
+                assert store.usage().swept == 0
+    said = {line for pid, source in children for line in finished(pid, source)}
+    assert mode != "keep" or sorted(line.split(":")[0] for line in said) == sorted(shared.keys)
+    finished(*child(lambda sink: shared.check(said)))
+    print(len(children), "processes")
+
+
+def check_nothing_else(store: Any, keys: Sequence[str]) -> None:
+    """As many values on the server as the entries that are whole need."""
+    from kvcache.stores.valkey.link import Command
+    from kvcache.stores.valkey.manifest import CHUNK
+    from kvcache.stores.valkey.replies import integer
+
+    found = [stat.nbytes for stat in store.stat(keys) if stat is not None]
+    with store._wire("test") as wire:
+        (count,) = wire.ask(Command(["DBSIZE"], integer))
+    assert count == sum(1 + -(-nbytes // CHUNK) for nbytes in found), (count, found)
+
+
+# Folders.
 
 
 def files(folder: Path) -> dict[str, int]:
@@ -59,10 +233,10 @@ def files(folder: Path) -> dict[str, int]:
     }
 
 
-def check_whole(folder: Path, store: FileStore) -> list[str]:
+def check_whole(store: FileStore) -> set[str]:
     """The keys there, after it is checked that nothing but whole, exact, counted entries is there."""
-    found = files(folder)
-    keys = sorted(name[: -len(".json")] for name in found if name.endswith(".json"))
+    found = files(store.path)
+    keys = {name[: -len(".json")] for name in found if name.endswith(".json")}
     expected = {key + suffix for key in keys for suffix in (".json", ".safetensors")}
     assert found.keys() == expected, found.keys() ^ expected
     for key in keys:
@@ -76,53 +250,6 @@ def check_counted(found: dict[str, int], store: FileStore) -> None:
     sizes = [size for name, size in found.items() if name.endswith(".safetensors")]
     assert (usage.entries, usage.nbytes) == (len(sizes), sum(sizes))
     assert store.budget is None or usage.nbytes <= store.budget
-
-
-def acknowledging(folder: Path, budget: int | None, pipe: int, first: int) -> None:
-    """Put one entry after another, and say of each that it was put."""
-    with FileStore(folder, budget, durable=False) as store:
-        for i in range(first, first + 1000):
-            assert store.put(f"k{i}", [content(f"k{i}", UNIT)])
-            os.write(pipe, f"k{i}\n".encode())
-
-
-def killed_at_random(folder: Path, kills: int, budget: int | None) -> None:
-    """SIGKILL at any moment; what was acknowledged is there, whole, unless it had to make room."""
-    rng = random.Random(kills)
-    known: list[str] = []
-    for _ in range(kills):
-        reader, writer = os.pipe()
-        first = int(known[-1][1:]) + 5 if known else 0
-        pid = child(lambda f=first, w=writer: acknowledging(folder, budget, w, f))
-        os.close(writer)
-        head = os.read(reader, 1)  # it has begun
-        time.sleep(rng.random() * 0.003)
-        os.kill(pid, signal.SIGKILL)
-        assert died_by(pid) == signal.SIGKILL
-        with os.fdopen(reader, "rb") as rest:
-            mine = (head + rest.read()).decode().split()
-        known += mine
-        with FileStore(folder, budget, durable=False) as store:
-            there = set(check_whole(folder, store))
-        # One more may have been evicted for the entry that was being put, or that came in unacknowledged.
-        safe = known if budget is None else mine[-(budget // UNIT - 1) :]
-        assert there >= set(safe), set(safe) - there
-    print(f"{kills} kills, {len(known)} acknowledged")
-
-
-def putting(folder: Path, budget: int | None, pipe: int, name: str) -> None:
-    """As ``acknowledging``; and read and delete what is there meanwhile, which is said before."""
-    rng = random.Random(name)
-    with FileStore(folder, budget, durable=False) as store:
-        for i in range(1000):
-            key = f"{name}x{i}"
-            assert store.put(key, [content(key, UNIT)])
-            os.write(pipe, f"{key}\n".encode())
-            assert read(store, key) in (content(key, UNIT), None)
-            if rng.random() < 0.3:
-                gone = f"{name}x{rng.randrange(i + 1)}"
-                os.write(pipe, f"-{gone}\n".encode())
-                store.delete(gone)
 
 
 def index_of(folder: Path) -> Path:
@@ -147,55 +274,50 @@ INDEXES: list[Callable[[Path, random.Random], object]] = [
 """What may become of an index between one opening and the next."""
 
 
-def killed_beside_another(folder: Path, kills: int, budget: int | None) -> None:
+def killed_beside_another(url: str, kills: str) -> None:
     """Of two processes one is killed while the other goes on, then that one; and the index is damaged."""
-    rng = random.Random(kills)
-    acknowledged = 0
-    for i in range(kills):
-        pids, pipes = [], []
-        for name in "ab":
-            reader, writer = os.pipe()
-            pids.append(child(lambda w=writer, n=f"{name}{i}": putting(folder, budget, w, n)))
-            os.close(writer)
-            pipes.append(os.fdopen(reader, "rb", buffering=0))
-        heads = [pipe.read(1) for pipe in pipes]
+    rng, folder, acknowledged = random.Random(int(kills)), folder_of(url), 0
+
+    def putting(sink: int, name: str) -> None:
+        """Put, read and delete; a delete is said before."""
+        mine = random.Random(name)
+        store = open_here(url)
+        for i in range(1000):
+            key = f"{name}x{i}"
+            assert store.put(key, [content(key, UNIT)])
+            os.write(sink, f"{key}\n".encode())
+            assert read(store, key) in (content(key, UNIT), None)
+            if mine.random() < 0.3:
+                gone = f"{name}x{mine.randrange(i + 1)}"
+                os.write(sink, f"-{gone}\n".encode())
+                store.delete(gone)
+
+    for i in range(int(kills)):
+        children = [child(lambda sink, n=f"{name}{i}": putting(sink, n)) for name in "ab"]
+        heads = [os.read(source, 1) for _, source in children]
         time.sleep(rng.random() * 0.005)
-        os.kill(pids[0], signal.SIGKILL)
-        assert died_by(pids[0]) == signal.SIGKILL
-        heads[1] += pipes[1].read(40) + pipes[1].read(40)  # it goes on
+        killed(children[0][0])
+        heads[1] += os.read(children[1][1], 40) + os.read(children[1][1], 40)  # it goes on
         time.sleep(rng.random() * 0.005)
-        os.kill(pids[1], signal.SIGKILL)
-        assert died_by(pids[1]) == signal.SIGKILL
-        said = b"".join(head + pipe.read() for head, pipe in zip(heads, pipes, strict=True)).decode().split()
-        for pipe in pipes:
-            pipe.close()
+        killed(children[1][0])
+        rests = ["\n".join(output(source)) for _, source in children]
+        said = "\n".join(head.decode() + rest for head, rest in zip(heads, rests, strict=True)).split()
         kept = {key for key in said if key[0] != "-" and f"-{key}" not in said}
         acknowledged += len(said)
         rng.choice(INDEXES)(folder, rng)
-        with FileStore(folder, budget, durable=False) as store:
-            there = check_whole(folder, store)
+        with open_here(url) as store:
+            there = check_whole(store)
             assert store.usage().dropped == 0
-            assert budget is not None or kept <= set(there), kept - set(there)
+            assert store.budget is not None or kept <= there, kept - there
             for key in there:
                 store.delete(key)
             assert store.usage().entries == 0
-    print(f"{2 * kills} kills, {acknowledged} acknowledged")
+    print(2 * int(kills), "kills,", acknowledged, "acknowledged")
 
 
 CALLS = (
-    "open",
-    "close",
-    "writev",
-    "fsync",
-    "rename",
-    "unlink",
-    "utime",
-    "pwrite",
-    "pread",
-    "scandir",
-    "listdir",
-    "mkdir",
-    "stat",
+    *("open", "close", "writev", "fsync", "rename", "unlink", "utime"),
+    *("pwrite", "pread", "scandir", "listdir", "mkdir", "stat"),
 )
 
 
@@ -216,12 +338,8 @@ def stepping_database(step: Callable[[str], None]) -> type[sqlite3.Connection]:
 @contextlib.contextmanager
 def stepping(step: Callable[[str], None]) -> Iterator[None]:
     """``step(name)`` before and after every call to the system and statement; of writes, also halfway."""
-    saved: list[tuple[Any, str, Any]] = [(os, name, getattr(os, name)) for name in CALLS]
-    saved.append((fcntl, "flock", fcntl.flock))
-    connect = sqlite3.connect
-    saved.append((sqlite3, "connect", connect))
 
-    def wrap(module: Any, name: str, original: Callable[..., Any]) -> None:
+    def wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             step(name)
             if name == "writev":
@@ -230,21 +348,19 @@ def stepping(step: Callable[[str], None]) -> Iterator[None]:
             step(f"after {name}")
             return result
 
-        setattr(module, name, call)
+        return call
 
-    for module, name, original in saved:
-        wrap(module, name, original)
-    sqlite3.connect = functools.partial(connect, factory=stepping_database(step))  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in [*((os, name) for name in CALLS), (fcntl, "flock")]:
+            patch.setattr(module, name, wrapped(name, getattr(module, name)))
+        connect = functools.partial(sqlite3.connect, factory=stepping_database(step))
+        patch.setattr(sqlite3, "connect", wrapped("connect", connect))
         yield
-    finally:
-        for module, name, original in saved:
-            setattr(module, name, original)
 
 
-def killed_at_each_call(folder: Path) -> None:
+def killed_at_each_call(url: str) -> None:
     """SIGKILL before and after each single call to the system of a put that evicts."""
-    budget = 3 * UNIT
+    folder, budget = folder_of(url), 3 * UNIT
     other = FileStore(folder, budget, durable=False)  # open all the time: it has to notice what the dead did
 
     def work(at: int) -> None:
@@ -262,99 +378,32 @@ def killed_at_each_call(folder: Path) -> None:
             assert store.put(f"new{at}", [content(f"new{at}", UNIT)])
             begun = False
 
-    for at in range(1, 1000):
+    for at in itertools.count(1):
         for key in ("a", "b", "c"):
             other.put(key, [content(key, UNIT)])
             read(other, key)
-        signal_number = died_by(child(lambda a=at: work(a)))
+        pid, source = child(lambda sink, at=at: work(at))
+        output(source)
+        signal_number = ended(pid)
+        assert signal_number >= 0
         assert other.put(f"after{at}", [content(f"after{at}", UNIT)])
         # Temporaries wait for the next open; all else is in order for whoever has the folder open.
         found = {name: size for name, size in files(folder).items() if not name.endswith(".tmp")}
         assert signal_number or found.keys() == files(folder).keys()
         check_counted(found, other)
         with FileStore(folder, budget, durable=False) as again:
-            check_whole(folder, again)
-        keys = check_whole(folder, other)
+            check_whole(again)
+        keys = check_whole(other)
         assert f"after{at}" in keys
         if not signal_number:
             assert f"new{at}" in keys
-            print(f"{at - 1} places to die")
+            print(at - 1, "places to die")
             return
-    raise AssertionError("the put never came to its end")
 
 
-def sharing(folder: Path) -> None:
-    """Two writers and two readers on the same keys, with eviction, and a fifth that opens and closes."""
-    budget = 8 * UNIT
-    keys = [f"s{i}" for i in range(14)]
-
-    def write(seed: int) -> None:
-        rng = random.Random(seed)
-        with FileStore(folder, budget, durable=False) as store:
-            written = 0
-            for _ in range(250):
-                key = rng.choice(keys)
-                written += store.put(key, [content(key, UNIT)])
-                if rng.random() < 0.1:
-                    store.delete(rng.choice(keys))
-            assert written > 20
-            assert store.usage().dropped == 0
-
-    def look(seed: int) -> None:
-        rng = random.Random(seed)
-        hits = 0
-        with FileStore(folder, budget, durable=False) as store:
-            for _ in range(1200):
-                key = rng.choice(keys)
-                found = read(store, key)
-                assert found is None or found == content(key, UNIT), key
-                assert 0 <= store.prefix(keys) <= len(keys)
-                hits += found is not None
-            assert hits > 20
-            assert store.usage().dropped == 0
-
-    with FileStore(folder, budget, durable=False) as store:
-        for key in keys[:4]:
-            store.put(key, [content(key, UNIT)])
-    pids = [child(lambda s=seed: write(s)) for seed in (1, 2)] + [
-        child(lambda s=seed: look(s)) for seed in (3, 4)
-    ]
-    opened = 0
-    while pids:
-        with FileStore(folder, budget, durable=False) as store:  # sweeps, and must not touch the living
-            opened += 1
-            assert store.usage().swept == 0
-        pid, status = os.waitpid(pids[0], os.WNOHANG)
-        if pid:
-            assert status == 0, status
-            pids.pop(0)
-    with FileStore(folder, budget, durable=False) as store:
-        check_whole(folder, store)
-    print(f"opened {opened} times meanwhile")
-
-
-def no_room(folder: Path) -> None:
-    """The system's own refusal, by a limit on the size of files."""
-    store = FileStore(folder, durable=False)
-    store.put("a", [content("a", UNIT)])
-
-    def work() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (UNIT + UNIT // 2, UNIT + UNIT // 2))
-        with FileStore(folder, durable=False) as mine:
-            before = files(folder)
-            for _ in range(3):
-                with contextlib.suppress(StoreFull):
-                    mine.put("b", [content("b", 40 * UNIT)])
-                    raise AssertionError("it fitted")
-                assert files(folder) == before
-            assert mine.put("c", [content("c", UNIT)])
-
-    assert died_by(child(work)) == 0
-    assert check_whole(folder, store) == ["a", "c"]
-
-
-def reading_only(folder: Path) -> None:
+def reading_only(url: str) -> None:
     """A folder that this user may read and not change."""
+    folder = folder_of(url)
     with FileStore(folder, durable=False) as store:
         for key in "abc":
             store.put(key, [content(key, UNIT)])
@@ -368,16 +417,15 @@ def reading_only(folder: Path) -> None:
     for path, mode in ((folder / "kvcache.lock", 0o444), (folder / "pages", 0o555), (folder, 0o555)):
         path.chmod(mode)
 
-    def work() -> None:
+    def work(sink: int) -> None:
         if os.geteuid() == 0:
             os.setuid(65534)
         with FileStore(folder) as store:
             assert read(store, "a") == content("a", UNIT)
             assert store.prefix(["a", "x"]) == 1
-            with pytest.raises(StoreUnavailable, match="read"):
-                store.put("d", [b"x"])
-            with pytest.raises(StoreUnavailable, match="read"):
-                store.delete("a")
+            for call in (lambda: store.put("d", [b"x"]), lambda: store.delete("a")):
+                with pytest.raises(StoreUnavailable, match="read"):
+                    call()
             assert not store.put("a", [b"x"])
             with pytest.raises(SnapshotCorrupt, match="digest"):
                 read(store, "b")
@@ -385,42 +433,104 @@ def reading_only(folder: Path) -> None:
             assert (store.usage().entries, store.usage().dropped) == (1, 2)
 
     try:
-        assert died_by(child(work)) == 0
+        finished(*child(work))
         assert files(folder) == before
     finally:
         for path in (folder, folder / "pages"):
             path.chmod(0o755)
 
 
-def forked(folder: Path) -> None:
-    """A child goes on with its parent's store, while the parent does."""
-    with FileStore(folder) as store:
-
-        def put(name: str) -> None:
-            for key in (f"{name}{i}" for i in range(3)):
-                assert store.put(key, [content(key, UNIT)])
-
-        put("before")
-        other = child(lambda: put("child"))
-        put("parent")
-        assert died_by(other) == 0
-        assert len(check_whole(folder, store)) == 9
+# Mooncake.
 
 
-def _sweep_nothing() -> None:
-    Folder.sweep = lambda self: 0  # type: ignore[method-assign]
+def orphans_are_taken_over(url: str) -> None:
+    """A key whose writer died in the middle is a miss, and is put by another when the master gives it up."""
+
+    def die(sink: int) -> None:
+        client, _ = open_here(url)._linked()
+        with client.putting("crash:orphan", 4096):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    pid, source = child(die)
+    assert ended(pid) == signal.SIGKILL
+    os.close(source)
+
+    def take_over(sink: int) -> None:
+        store = open_here(url)
+        for _ in range(100):
+            assert store.stat(["orphan"]) == [None]
+            if store.put("orphan", [content("orphan")]):
+                break
+            time.sleep(0.1)
+        assert read(store, "orphan") == content("orphan")
+
+    finished(*child(take_over))
 
 
-def _sweep_the_living() -> None:
-    def sweep(self: Folder, name: str, where: int) -> bool:
-        os.unlink(name, dir_fd=where)
-        return True
+def late_writers_are_told(url: str) -> None:
+    """A writer that the master gave up before it was done is told so, and what came after it stays."""
+    slow, quick = open_here(url), open_here(url)
+    client, _ = slow._linked()
+    with (
+        pytest.raises(StoreUnavailable, match="refused with code -601"),
+        client.putting("crash:late", 4096) as new,
+    ):
+        assert new
+        for _ in range(100):
+            if quick.put("late", [content("late")]):
+                break
+            time.sleep(0.1)
+    assert read(quick, "late") == content("late")
 
-    Folder._sweep = sweep  # type: ignore[method-assign]
+
+def nobody_waits_for_a_frozen_master(url: str, master: str) -> None:
+    """One call waits for the time limit, the next ones are refused at once; with the master it goes on."""
+    store = open_here(url, timeout=1)
+    until_it_answers(lambda: store.stat(["frozen"]))
+    os.kill(int(master), signal.SIGSTOP)
+    while Path(f"/proc/{master}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    reasons = []
+    for _ in range(4):
+        with pytest.raises(StoreUnavailable) as raised:
+            store.stat(["frozen"])
+        reasons.append(str(raised.value))
+    os.kill(int(master), signal.SIGCONT)
+    assert "does not answer (-90" in reasons[0], reasons
+    assert all("asked again in" in reason for reason in reasons[1:]), reasons
+    assert until_it_answers(lambda: store.stat(["frozen"])) == [None]
+    until_it_answers(lambda: store.put("thawed", [b"x"]) or store.stat(["thawed"])[0])
+    assert until_it_answers(lambda: read(store, "thawed")) == b"x"
 
 
-def _say_nothing_of_changes() -> None:
-    HeldLock.announce = lambda self, stems: self.changes  # type: ignore[method-assign]
+def until_it_answers(call: Callable[[], T]) -> T:
+    """The first true answer, of a master that may have been away."""
+    for _ in range(400):
+        with contextlib.suppress(StoreUnavailable, StoreFull):  # full: its hosts have not come back to it
+            if found := call():
+                return found
+        time.sleep(0.05)
+    raise AssertionError("no answer for 20 s")
+
+
+def a_fork_is_noticed(url: str) -> None:
+    store = open_here(url)
+    assert store.put("forked", [b"x"])
+
+    def work(sink: int) -> None:
+        with pytest.raises(StoreUnavailable, match="fork"):
+            store.stat(["forked"])
+
+    finished(*child(work))
+    assert read(store, "forked") == b"x"
+
+
+# Bugs that the scenarios have to notice.
+
+
+def _sweep_the_living(self: Folder, name: str, where: int) -> bool:
+    os.unlink(name, dir_fd=where)
+    return True
 
 
 def _say_not_what_changes() -> None:
@@ -428,36 +538,86 @@ def _say_not_what_changes() -> None:
     HeldLock.announce = lambda self, stems: announce(self, [])  # type: ignore[method-assign]
 
 
-def _forget_the_halves() -> None:
-    Catalog._clear = lambda self, stem, foreign: None  # type: ignore[method-assign]
+def _write_over() -> None:
+    from kvcache.stores.valkey import link
+    from kvcache.stores.valkey.entries import Entries
+    from kvcache.stores.valkey.replies import status
+
+    def publish(self: Entries, wire: Any, manifest: Any) -> tuple[bool, int]:
+        wire.ask(link.Command(["SET", self.name(manifest.key), manifest.encoded()], status))
+        return True, manifest.count
+
+    Entries.publish = publish  # type: ignore[method-assign]
 
 
-def _keep_what_failed() -> None:
-    Folder.discard = lambda self, temporary: None  # type: ignore[method-assign]
+def _share_a_writer_id() -> None:
+    from kvcache.stores.valkey.entries import Entries
+
+    def chunks(self: Entries, manifest: Any, start: int = 0, stop: int = 1 << 60) -> Iterator[bytes]:
+        return (
+            f"kvcache:xxh3:c:{manifest.key}:{i}".encode() for i in range(start, min(stop, manifest.count))
+        )
+
+    Entries.chunks = chunks  # type: ignore[method-assign]
 
 
-def _lock_nothing() -> None:
-    fcntl.flock = lambda fd, operation: None  # type: ignore[assignment]
+def _manifest_first() -> None:
+    from kvcache.stores.valkey.entries import Entries
+
+    publish = Entries.publish
+
+    def early(self: Entries, wire: Any, manifest: Any) -> tuple[bool, int]:
+        made, count = publish(self, wire, manifest)
+        self.discard(wire, manifest)
+        return made, count
+
+    Entries.publish = early  # type: ignore[method-assign]
 
 
-BUGS = {
-    "sweep nothing": _sweep_nothing,
-    "sweep the living": _sweep_the_living,
-    "say nothing of changes": _say_nothing_of_changes,
-    "say not what changes": _say_not_what_changes,
-    "forget the halves": _forget_the_halves,
-    "keep what failed": _keep_what_failed,
-    "lock nothing": _lock_nothing,
+def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(owner, name, value)
+
+
+IN_FOLDERS: dict[str, tuple[Callable[[], None], Callable[..., None], tuple[str, ...]]] = {
+    "sweep nothing": (_set(Folder, "sweep", lambda self: 0), killed_at_each_call, ()),
+    "say nothing of changes": (
+        _set(HeldLock, "announce", lambda self, stems: self.changes),
+        killed_at_each_call,
+        (),
+    ),
+    "say not what changes": (_say_not_what_changes, killed_at_each_call, ()),
+    "forget the halves": (_set(Catalog, "_clear", lambda self, stem, foreign: None), killed_at_each_call, ()),
+    "sweep the living": (_set(Folder, "_sweep", _sweep_the_living), sharing, ("2", "2", "delete")),
+    "lock nothing": (_set(fcntl, "flock", lambda fd, operation: None), sharing, ("2", "2", "delete")),
 }
-"""What these scenarios have to notice."""
+ON_SERVERS: dict[str, tuple[Callable[[], None], Callable[..., None], tuple[str, ...]]] = {
+    "write over": (_write_over, sharing, ("8", "2", "keep")),
+    "share a writer id": (_share_a_writer_id, sharing, ("8", "2", "keep")),
+    "manifest first": (_manifest_first, sharing, ("8", "2", "keep")),
+}
 
 
-def main() -> None:
-    scenario, folder, bug, *numbers = sys.argv[1:]
-    BUGS.get(bug, lambda: None)()
-    arguments = [None if number == "none" else int(number) for number in numbers]
-    globals()[scenario](Path(folder), *arguments)
+def bugs(url: str) -> None:
+    """Each of these makes its scenario fail, in a place of its own."""
+    for number, (plant, scenario, numbers) in enumerate(
+        (IN_FOLDERS if kind_of(url) == "file" else ON_SERVERS).values()
+    ):
+
+        def work(sink: int) -> None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            plant()  # noqa: B023
+            path, _, query = url.partition("?")
+            scenario(f"{path}{number}?{query}", *numbers)  # noqa: B023
+
+        pid, source = child(work)
+        output(source)
+        print(number, "noticed" if ended(pid) == -1 else "not noticed")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        globals()[sys.argv[2]](sys.argv[1], *sys.argv[3:])
+    except SnapshotCorrupt as error:
+        raise AssertionError(f"torn: {error}") from error
+    sys.stdout.flush()
+    os._exit(0)

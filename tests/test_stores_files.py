@@ -1,9 +1,11 @@
-"""FileStore's folder: what it writes and in which order, who else opens it, and what is shown in place."""
+"""FileStore's folder: what it writes and in which order, who may do what there, what does not belong."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
+import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,16 @@ from kvcache.stores import (
     FileStore,
     MemoryStore,
     SerializedSnapshot,
+    SnapshotCorrupt,
+    StoreUnavailable,
     StoreValueError,
     pack,
     unpack,
 )
+from kvcache.stores.manifest import Manifest
 from kvcache.testing.stores import UNIT, content, fill, present, read
 
-from .file_store_rig import both, names, posix, store, where
+from .stores_rig import both, names, posix, store, where
 
 __all__ = ["store", "where"]
 
@@ -32,70 +37,50 @@ pytestmark = posix
 # What lies in the folder.
 
 
-def test_an_entry_is_its_bytes_and_a_manifest(store: FileStore, where: Path) -> None:
-    store.put("a", [b"one", b"two"])
-    assert names(where) == both("a")
-    assert (where / "pages" / "a.safetensors").read_bytes() == b"onetwo"
-    assert json.loads((where / "pages" / "a.json").read_text()) == {
-        "format": "kvcache.entry/1",
-        "key": "a",
-        "nbytes": 6,
-        "xxh3_128": xxhash.xxh3_128(b"onetwo").hexdigest(),
-    }
-
-
-def test_a_page_on_disk_is_opened_by_safetensors(store: FileStore, where: Path) -> None:
+def test_an_entry_is_its_bytes_which_safetensors_opens_and_a_manifest(store: FileStore, where: Path) -> None:
     page = SerializedSnapshot({"x": 1}, {"k": np.arange(6, dtype=np.float32)})
     store.put("a", pack(page))
+    data = b"".join(pack(page))
+    assert names(where) == both("a")
+    assert (where / "pages" / "a.safetensors").read_bytes() == data
+    manifest = Manifest("a", len(data), xxhash.xxh3_128(data).hexdigest())
+    assert (where / "pages" / "a.json").read_bytes() == manifest.encoded()
     with safetensors.safe_open(where / "pages" / "a.safetensors", framework="numpy") as file:
         assert file.get_tensor("k").tolist() == [0, 1, 2, 3, 4, 5]
     assert unpack(read(store, "a") or b"").meta == {"x": 1}
 
 
+@pytest.mark.parametrize("durable", [True, False])
 def test_the_data_are_on_the_device_before_the_manifest_names_them(
-    where: Path, monkeypatch: pytest.MonkeyPatch
+    where: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
-    store = FileStore(where, durable=True)
+    """A folder that is made is there first, too; without ``durable`` nothing of an entry is waited for."""
     calls: list[str] = []
-    known: dict[int, str] = {}
+
+    def place(fd: int) -> str:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        return "writing" if path.suffix == ".tmp" else str(path.relative_to(where.parent))
 
     def spy(name: str, told: Callable[..., str]) -> None:
         original = getattr(os, name)
 
         def call(*args: Any, **options: Any) -> Any:
-            result = original(*args, **options)
-            calls.append(f"{name} {told(result, *args)}")
-            return result
+            calls.append(f"{name} {told(*args)}")
+            return original(*args, **options)
 
         monkeypatch.setattr(os, name, call)
 
-    def opened(fd: int, path: str, *args: Any) -> str:
-        known[fd] = "data" if "data" not in known.values() else "manifest"
-        return known[fd]
-
-    original_open = os.open
-
-    def watched_open(path: Any, *args: Any, **options: Any) -> int:
-        fd = original_open(path, *args, **options)
-        if str(path).endswith(".tmp"):
-            opened(fd, str(path))
-        return fd
-
-    monkeypatch.setattr(os, "open", watched_open)
-    spy("fsync", lambda _, fd: known.get(fd, "folder"))
-    spy("rename", lambda _, old, new: new.rpartition(".")[2])
+    spy("fsync", place)
+    spy("rename", lambda old, new: Path(new).suffix[1:])
+    store = FileStore(where / "above" / "store", durable=durable)
+    assert calls[:3] == ["fsync .", "fsync store", "fsync store/above"]
+    calls.clear()
     store.put("a", [b"x"])
     store.close()
-    assert calls == [
-        "fsync data", "fsync manifest", "rename safetensors", "fsync folder", "rename json", "fsync folder"
-    ]  # fmt: skip
-
-
-def test_without_durable_nothing_waits_for_the_device(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "fsync", None)
-    assert store.put("a", [b"x"]) is True
+    pages = "fsync store/above/store/pages"
+    renames = ["rename safetensors", "rename json"]
+    waited = ["fsync writing", "fsync writing", renames[0], pages, renames[1], pages]
+    assert calls == (waited if durable else renames)
 
 
 def test_usage_counts_bytes_and_events(where: Path) -> None:
@@ -108,69 +93,22 @@ def test_usage_counts_bytes_and_events(where: Path) -> None:
     assert (usage.evicted, usage.dropped, usage.swept) == (1, 1, 0)
 
 
-@pytest.mark.parametrize("budget", [-1, 1.5, "1", True])
-def test_a_budget_is_a_count_of_bytes(where: Path, budget: Any) -> None:
-    for make in (lambda: FileStore(where, budget), lambda: MemoryStore(budget)):
+@pytest.mark.parametrize(
+    "options",
+    [*({"budget": budget} for budget in (-1, 1.5, "1", True)), {"digest": "md5"}, {"digest": None},
+     {"secret": "s"}, *({"digest": "blake3", "secret": secret} for secret in ("", 3))],
+    ids=str,
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(where: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(StoreValueError, match=r"budget|digest|secret"):
+        FileStore(where, **options)
+    if "budget" in options:
         with pytest.raises(StoreValueError, match="budget"):
-            make()
+            MemoryStore(**options)
+    assert not where.exists()
 
 
 # Other openers of the same folder.
-
-
-def test_another_opener_sees_what_is_put_and_deleted(store: FileStore, where: Path) -> None:
-    with FileStore(where) as other:
-        fill(store, "ab")
-        assert read(other, "a") == content("a")
-        assert other.put("a", [b"other"]) is False
-        other.delete("a")
-        assert present(store, "ab") == "b"
-        assert other.usage() == store.usage()
-
-
-def test_eviction_goes_by_the_use_that_all_openers_made(where: Path) -> None:
-    with FileStore(where, 4 * UNIT) as one, FileStore(where, 4 * UNIT) as other:
-        fill(one, "ab")
-        fill(other, "cd")
-        assert read(other, "a") == content("a")
-        assert one.prefix(["b"]) == 1
-        fill(one, "ef")
-        assert present(other, "abcdef") == "abef"
-        assert one.usage().nbytes == other.usage().nbytes == 4 * UNIT
-
-
-def test_an_entry_evicted_and_put_again_while_it_is_read_is_no_damage(
-    store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the reader's look at the manifest and its reading of the data, another one takes its place."""
-    fill(store, "a")
-    with FileStore(where) as other:
-
-        def replace() -> None:
-            other.delete("a")
-            other.put("a", [content("b")])
-            monkeypatch.undo()
-
-        before_the_data_are_opened(store, monkeypatch, replace)
-        buffer = bytearray(UNIT)
-        assert store.get_into("a", buffer) is True
-        assert buffer == content("b")
-        assert store.usage().dropped == 0
-
-
-@pytest.mark.parametrize(
-    "call",
-    [lambda store: store.get_into("a", bytearray(UNIT)), lambda store: store.view("a")],
-    ids=["get_into", "view"],
-)
-def test_an_entry_that_vanishes_while_it_is_read_is_a_miss(
-    store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[FileStore], object]
-) -> None:
-    fill(store, "a")
-    with FileStore(where) as other:
-        before_the_data_are_opened(store, monkeypatch, lambda: other.delete("a"))
-        assert not call(store)
-        assert store.usage().dropped == 0
 
 
 def before_the_data_are_opened(
@@ -187,40 +125,298 @@ def before_the_data_are_opened(
     patch.setattr(store._folder, "open_file", open_file)
 
 
-# What is shown in place.
+@pytest.mark.parametrize("asked", ["get_into", "view"])
+@pytest.mark.parametrize("replaced", [True, False])
+def test_an_entry_that_is_replaced_or_vanishes_while_it_is_read_is_no_damage(
+    store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch, asked: str, replaced: bool
+) -> None:
+    fill(store, "a")
+    with FileStore(where) as other:
+
+        def act() -> None:
+            other.delete("a")
+            if replaced:
+                other.put("a", [content("b")])
+                monkeypatch.undo()
+
+        before_the_data_are_opened(store, monkeypatch, act)
+        buffer = bytearray(UNIT)
+        found = store.view("a") if asked == "view" else store.get_into("a", buffer) and buffer
+        assert found == content("b") if replaced else not found
+        assert store.usage().dropped == 0
 
 
 def test_a_view_is_what_was_put_and_outlives_eviction_and_the_store(where: Path) -> None:
-    with FileStore(where, 3 * UNIT) as store:
-        fill(store, "abc")
-        view = store.view("a")
+    for opened in (FileStore(where, 3 * UNIT), MemoryStore(3 * UNIT)):
+        with opened as store:
+            fill(store, "abc")
+            view = store.view("a")
+            assert view == content("a")
+            fill(store, "d")
+            assert present(store, "abcd") == "acd", "a view is a hit"
+            if isinstance(store, FileStore):
+                written = store.view("a")
+                assert written is not None
+                written[:10] = bytes(10)
+                assert store.view("a") == content("a") == read(store, "a"), "writing does not reach the file"
+            else:
+                assert view is not None
+                assert view.readonly
+            store.delete("a")
+            assert store.view("a") is None
+            store.put("empty", [b""])
+            assert store.view("empty") == b""
         assert view == content("a")
-        fill(store, "d")
-        assert present(store, "abcd") == "acd", "a view is a hit"
-        store.delete("a")
-        assert store.view("a") is None
-        store.put("empty", [b""])
-        assert store.view("empty") == b""
-    assert view == content("a")
 
 
-def test_writing_into_a_view_does_not_reach_the_file(store: FileStore) -> None:
-    fill(store, "a")
-    view = store.view("a")
-    assert view is not None
-    view[:10] = bytes(10)
-    assert read(store, "a") == content("a")
-    assert store.view("a") == content("a")
+# Readers.
+
+DATA = content("data", 1_500_000)
 
 
-def test_a_view_of_a_memory_store_copies_nothing_and_outlives_eviction() -> None:
-    store = MemoryStore(2 * UNIT)
-    fill(store, "ab")
-    view = store.view("a")
-    assert view is not None
-    assert view.readonly
-    fill(store, "c")
-    assert present(store, "abc") == "ac"
-    fill(store, "d")
-    assert view == content("a")
-    assert store.view("a") is None
+@pytest.mark.parametrize("place", [0, 600_000, 1_499_999])
+def test_a_flipped_bit_is_found_with_the_last_byte(store: FileStore, where: Path, place: int) -> None:
+    store.put("a", [DATA])
+    damaged = bytearray(DATA)
+    damaged[place] ^= 1
+    (where / "pages" / "a.safetensors").write_bytes(damaged)
+    reader = store.reader("a")
+    assert reader is not None
+    reader.fill([bytearray(1_499_999)])
+    with pytest.raises(SnapshotCorrupt, match="digest"):
+        reader.fill([bytearray(1)])
+    assert store.stat(["a"]) != [None]  # a reader cannot tell damage from a change on the way
+    with pytest.raises(SnapshotCorrupt, match="dropped"):
+        store.get_into("a", bytearray(1_500_000))
+    assert store.reader("a") is None
+
+
+def test_a_reader_of_a_file_that_is_cut_or_of_a_device_that_fails(
+    store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int, buffers: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    store.put("a", [DATA])
+    one, other = store.reader("a"), store.reader("a")
+    assert one is not None
+    assert other is not None
+    with monkeypatch.context() as patched, pytest.raises(StoreUnavailable, match="Input/output error"):
+        patched.setattr(os, "readv", fail)
+        one.fill([bytearray(1_500_000)])
+    assert read(store, "a") == DATA
+    os.truncate(where / "pages" / "a.safetensors", 1_000_000)
+    with pytest.raises(SnapshotCorrupt, match="fewer are there"):
+        other.fill([bytearray(1_500_000)])
+    assert store.reader("a") is None
+
+
+def test_reading_to_the_end_is_a_use(where: Path) -> None:
+    with FileStore(where, 2 * UNIT) as store:
+        fill(store, "ab")
+        reader = store.reader("a")
+        assert reader is not None
+        reader.fill([bytearray(UNIT)])
+        fill(store, "c")
+        assert present(store, "abc") == "ac"
+
+
+# Who may do what.
+
+
+@pytest.fixture
+def ordinary_umask() -> Any:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_what_is_made_is_its_users_alone_in_a_folder_that_others_may_enter(
+    where: Path, ordinary_umask: None
+) -> None:
+    where.mkdir(mode=0o755)
+    with FileStore(where) as store, FileStore(where / "above" / "store"):
+        fill(store, "ab")
+    assert [mode(path) for path in (where, where / "above", where / "above" / "store")] == [
+        0o755,
+        0o755,
+        0o700,
+    ]
+    shutil.rmtree(where / "above")
+    found = {str(path.relative_to(where)): mode(path) for path in where.rglob("*")}
+    assert {found.pop(name) for name in ("pages", "writing", "index")} == {0o700}
+    assert found.keys() >= {"kvcache.lock", "pages/a.json", "pages/a.safetensors", "index/entries.sqlite"}
+    assert set(found.values()) == {0o600}
+
+
+def test_an_entry_of_another_user_is_a_miss_and_the_others_are_served(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read everything: what it would be told is told by the call itself."""
+    original = os.open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> int:
+        if str(path) in ("b.json", "c.safetensors"):
+            raise PermissionError(13, "Permission denied")
+        return original(path, *args, **options)
+
+    with FileStore(where) as store:
+        fill(store, "abc")
+    with FileStore(where) as store:
+        monkeypatch.setattr(os, "open", refuse)
+        assert [store.get_into(key, bytearray(UNIT)) for key in "abc"] == [True, False, False]
+        assert store.stat(["b"]) == [None]
+        assert store.reader("c") is None
+        assert store.usage().dropped == 0
+        monkeypatch.undo()
+        assert present(store, "abc") == "abc"
+
+
+def test_stores_that_digest_otherwise_share_a_folder_and_its_budget(where: Path) -> None:
+    pytest.importorskip("blake3", reason="the package blake3 is not installed")
+    keyed = {"digest": "blake3", "secret": "of the hosts"}
+    with (
+        FileStore(where, 4 * UNIT, durable=False) as plain,
+        FileStore(where, 4 * UNIT, durable=False, **keyed) as mine,
+        FileStore(where, 4 * UNIT, durable=False, digest="blake3") as unkeyed,
+    ):
+        for store in (plain, mine, unkeyed):
+            fill(store, "a")
+        fill(plain, "b")
+        assert [store.usage().entries for store in (plain, mine, unkeyed)] == [4] * 3
+        stems = sorted(name.removesuffix(".json") for name in names(where) if name.endswith(".json"))
+        assert [stem.partition("-")[0] for stem in stems] == ["a", "a.blake3", "a.blake3", "b"]
+        view = mine.view("a")
+        (where / "pages" / f"{stems[1]}.safetensors").write_bytes(b"forged" * 200)
+        (where / "pages" / f"{stems[2]}.safetensors").write_bytes(b"forged" * 200)
+        assert view == content("a"), "of a keyed store a view does not change with the file"
+        fill(mine, "c")
+        assert present(plain, "ab") == "b", "the oldest of all"
+        plain.delete("b")
+        assert unkeyed.usage().entries == 3
+
+
+# What does not belong there.
+
+
+@pytest.mark.parametrize("raw", [b"", b"[" * 4000, b" " * 5000, "of b, longer", "of c"])
+@pytest.mark.parametrize("asked", ["stat", "get_into", "prefix", "put"])
+def test_an_entry_with_a_bad_manifest_is_dropped_and_counted(
+    store: FileStore, where: Path, raw: bytes | str, asked: str
+) -> None:
+    fill(store, "abc")
+    if isinstance(raw, str):
+        key, longer = raw[3], "longer" in raw
+        raw = Manifest(key, UNIT + longer, xxhash.xxh3_128(content("b")).hexdigest()).encoded()
+    (where / "pages" / "b.json").write_bytes(raw)
+    if asked == "stat":
+        assert present(store, "abc") == "ac"
+    elif asked == "prefix":
+        assert store.prefix(["a", "b", "c"]) == 1
+    elif asked == "get_into":
+        with pytest.raises(SnapshotCorrupt, match="b in"):
+            store.get_into("b", bytearray(UNIT))
+    else:
+        assert store.put("b", [b"anew"]) is True
+        assert read(store, "b") == b"anew"
+        store.delete("b")
+    assert names(where) == both("a", "c")
+    usage = store.usage()
+    assert (usage.dropped, usage.entries, usage.nbytes) == (1, 2, 2 * UNIT)
+
+
+def test_halves_of_entries_are_cleared_away_when_the_folder_is_opened(where: Path) -> None:
+    with FileStore(where) as store:
+        fill(store, "abc")
+    (where / "pages" / "a.safetensors").unlink()
+    (where / "pages" / "b.json").unlink()
+    with FileStore(where) as store:
+        usage = store.usage()
+        assert (usage.entries, usage.dropped, usage.swept) == (1, 1, 1)
+        assert names(where) == both("c")
+
+
+@pytest.mark.parametrize("folder", ["writing", "pages"])
+def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(
+    store: FileStore, where: Path, folder: str
+) -> None:
+    """Among the entries is where earlier versions wrote."""
+    with store._folder.locked():
+        living, fd = store._folder.create_temporary()
+    (where / folder / f"{'0' * 32}.tmp").write_bytes(b"left behind")
+    for left in ([living], []):
+        with FileStore(where) as other:
+            assert other.usage().swept == 1
+            assert names(where) == left
+        if left:
+            os.close(fd)
+
+
+def test_names_that_are_no_entries_are_left_alone(where: Path) -> None:
+    FileStore(where).close()
+    others = ["README", "Model.safetensors", "a.b.json", "UPPER.json", "note.txt", ".hidden.tmp"]
+    for name in others:
+        (where / "pages" / name).write_text("mine")
+    with FileStore(where, 1) as store:
+        store.put("a", [b"x"])
+        store.put("b", [b"x"])
+    assert names(where) == sorted([*others, *both("b")])
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("model.safetensors", b"precious"), ("kvcache.lock", b"something else"),
+     ("kvcache.lock", b"kvcache.store/2\n" + bytes(8))],
+)  # fmt: skip
+def test_a_folder_that_holds_something_else_is_refused_and_untouched(
+    where: Path, name: str, data: bytes
+) -> None:
+    where.mkdir()
+    (where / name).write_bytes(data)
+    with pytest.raises(
+        StoreUnavailable, match=r"version" if name == "kvcache.lock" else r"model\.safetensors"
+    ):
+        FileStore(where)
+    assert [path.name for path in where.iterdir()] == [name]
+    assert (where / name).read_bytes() == data
+
+
+def test_a_folder_whose_first_opener_died_at_once_is_taken_over(where: Path) -> None:
+    where.mkdir()
+    (where / "kvcache.lock").touch()
+    with FileStore(where) as store:
+        assert store.put("a", [b"x"])
+
+
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_a_link_is_never_followed(where: Path, tmp_path: Path, suffix: str) -> None:
+    outside = tmp_path / "outside"
+    with FileStore(where) as store:
+        fill(store, "ab")
+        inside = where / "pages" / f"b{suffix}"
+        shutil.copy(inside, outside)
+        before = outside.read_bytes(), outside.stat().st_mtime_ns
+        inside.unlink()
+        inside.symlink_to(outside)
+        assert store.stat(["b"]) == [None]
+        inside.symlink_to(outside)
+        with contextlib.suppress(SnapshotCorrupt):
+            assert store.get_into("b", bytearray(UNIT)) is False
+        assert store.put("b", [b"anew"]) is True
+        assert read(store, "b") == b"anew"
+        assert not inside.is_symlink()
+    assert (outside.read_bytes(), outside.stat().st_mtime_ns) == before
+    (where / "pages").rename(tmp_path / "elsewhere")
+    (where / "pages").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreUnavailable):
+        FileStore(where)
+
+
+def test_a_pipe_in_place_of_an_entry_does_not_block(store: FileStore, where: Path) -> None:
+    os.mkfifo(where / "pages" / "a.json")
+    assert store.stat(["a"]) == [None]
+    assert names(where) == []

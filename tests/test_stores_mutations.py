@@ -383,7 +383,7 @@ def test_the_suite_passes_without_a_bug(
 ) -> None:
     found = run_suite(tmp_path, store)
     assert found.failed == []
-    assert found.passed > 70
+    assert found.passed > 40
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

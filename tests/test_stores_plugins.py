@@ -1,4 +1,4 @@
-"""Stores found by name and URL: the built-in ones, those of plugins, and broken ones."""
+"""Stores by name and URL: the built-in ones and their options, those of plugins; nothing shows a secret."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import ml
 from kvcache.stores import (
     FileStore,
     MemoryStore,
+    MooncakeStore,
     StoreSpec,
     StoreUnavailable,
     StoreValueError,
@@ -22,6 +23,8 @@ from kvcache.stores import (
     open_store,
     parse_bytes,
 )
+from kvcache.stores.mooncake.options import MooncakeOptions
+from kvcache.stores.options import without_secrets
 from kvcache.stores.plugins import StoreRegistry
 
 Install = Callable[..., Any]
@@ -70,54 +73,68 @@ def spec(name: str = "mine", **changes: Any) -> StoreSpec:
 # The built-in ones.
 
 
-def test_a_file_store_is_opened_by_name_and_by_url(tmp_path: Path) -> None:
+def test_a_file_store_is_opened_by_name_and_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for store in (
-        open_store("file", path=tmp_path / "kv", budget=4096, durable=False),
-        open_store(f"file://{tmp_path}/kv?budget=4KiB&durable=no"),
-        open_store(f"file://localhost{tmp_path}/kv?durable=off", budget=4096),
+        open_store("file", path=tmp_path / "k v", budget=4096, durable=False),
+        open_store(f"file://{tmp_path}/k%20v?budget=4KiB&durable=no"),
+        open_store("file:k%20v?durable=off", budget=4096),
+        open_store(f"file://localhost{tmp_path}/k%20v?durable=0&budget=4096"),
     ):
         assert isinstance(store, FileStore)
-        assert (store.path, store.budget, store.durable) == (tmp_path / "kv", 4096, False)
+        assert (store.path, store.budget, store.durable) == (tmp_path / "k v", 4096, False)
         store.close()
 
 
-def test_a_file_url_is_unquoted_and_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with FileStore(tmp_path / "a b") as store:
-        store.put("k", [b"x"])
-    found = open_store("file:a%20b")
-    assert found.stat(["k"])[0] is not None
-    found.close()
-
-
-def test_a_memory_store_is_opened_by_name_and_by_url() -> None:
+def test_other_stores_are_opened_by_name_and_by_url_and_contact_nobody() -> None:
     for store in (open_store("memory", budget="2kB"), open_store("memory:?budget=2000")):
         assert isinstance(store, MemoryStore)
         assert store.budget == 2000
-    assert open_store("memory").put("a", [b"x"]) is True
+    pytest.importorskip("valkey")
+    addresses = {
+        "valkey": "valkey://localhost:6379/0",
+        "redis": "valkey://localhost:6379/0",
+        "rediss": "valkeys://localhost:6379/0",
+        "valkey://host.invalid:1/2": "valkey://host.invalid:1/2",
+    }
+    for name, url in addresses.items():
+        with open_store(name) as store:  # type: ignore[attr-defined]
+            assert store.url == url
 
 
 @pytest.mark.parametrize(
-    "url",
+    ("address", "options", "error"),
     [
-        "file", "file:", "file://host/path", "file:/x%00y", "memory:?budget=much",
-        "memory:?budget=1&budget=2", "file:/a#b", "memory:?budget",
-        "file:/x?durable=perhaps", "memory:?budget=-1",
+        *((f"file{url}", {}, ".") for url in ("", ":", "://host/path", ":/x%00y", ":/a#b",
+            ":/x?durable=perhaps")),
+        ("memory:?budget=much", {}, "much"), ("memory:?budget=1&budget=2", {}, "twice"),
+        ("memory:?budget", {}, "."),
+        ("memory:?budget=-1", {}, "size"), ("memory:?budget=1", {"budget": 2}, "budget"),
+        ("mooncake://", {}, "master"), ("mooncake://me:secret@here", {}, "user"),
+        ("mooncake://here:99999", {}, "Port"),
+        ("mooncake://here/folder", {}, "mooncake://host"), ("mooncake://here", {"host": "there"}, "beside"),
+        *(("mooncake://here", {name: value}, name) for name, value in [
+            ("prefix", "a b"), ("staging", "1KiB"), ("segment", "some"), ("segment", "15MiB"),
+            ("segment", -1),
+            ("lanes", "0"), ("digest", "md5"), ("replicas", 0), ("timeout", "soon"), ("timeout", -1),
+        ]),
     ],
 )  # fmt: skip
-def test_an_address_that_makes_no_sense_is_refused(url: str) -> None:
-    with pytest.raises(StoreValueError):
-        open_store(url)
+def test_an_address_that_makes_no_sense_is_refused(address: str, options: dict[str, Any], error: str) -> None:
+    with pytest.raises(StoreValueError, match=error) as raised:
+        open_store(address, **options)
+    assert "secret" not in str(raised.value)
 
 
-def test_an_option_given_twice_is_refused() -> None:
-    with pytest.raises(StoreValueError, match="budget"):
-        open_store("memory:?budget=1", budget=2)
+def test_a_url_of_another_scheme_is_refused_by_the_store_itself() -> None:
+    with pytest.raises(StoreValueError, match="mooncake://host"):
+        MooncakeStore("http://here")
 
 
-def test_an_unknown_option_is_a_type_error() -> None:
+@pytest.mark.parametrize("name", ["memory", "mooncake", "valkey://host"])
+def test_an_unknown_option_is_a_type_error(name: str) -> None:
     with pytest.raises(TypeError, match="colour"):
-        open_store("memory", colour="red")
+        open_store(name, colour="red")
 
 
 @pytest.mark.parametrize("name", ["nope", "/var/cache/kv", "nope://host/x"])
@@ -127,12 +144,157 @@ def test_an_unknown_store_is_told_with_those_that_exist(name: str) -> None:
 
 
 @pytest.mark.usefixtures("unprobed")
-def test_a_file_store_without_xxhash_says_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("package", "name", "extra", "options"),
+    [
+        ("xxhash", "file", "disk", {"path": "nowhere"}),
+        ("blake3", "file", "disk", {"path": "nowhere", "digest": "blake3"}),
+        ("xxhash", "valkey", "valkey", {}), ("valkey", "valkey", "valkey", {}),
+        ("mooncake.store", "mooncake", "mooncake", {}),
+    ],
+)  # fmt: skip
+def test_a_package_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    package: str,
+    name: str,
+    extra: str,
+    options: dict[str, Any],
 ) -> None:
-    monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(StoreUnavailable, match=r"pip install 'ml-kvcache\[disk\]'"):
-        open_store("file", path=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(StoreUnavailable, match=rf"{package.split('.')[0]}.*ml-kvcache\[{extra}\]"):
+        open_store(name, **options)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_mooncake_options_are_understood() -> None:
+    found = MooncakeOptions.of("mooncake://[::1]:7", {"segment": "4GiB", "lanes": "2", "timeout": "1.5"})
+    assert (found.segment, found.lanes, found.timeout) == (4 << 30, 2, 1.5)
+    assert (found.master, found.url) == ("[::1]:7", "mooncake://[::1]:7")
+    assert MooncakeOptions.of("mooncake://here", {}).port == 50051
+
+
+# Valkey's.
+
+
+def valkey_options(url: str | None = None, **options: Any) -> Any:
+    pytest.importorskip("valkey", reason="the package valkey is not installed")
+    from kvcache.stores.valkey.options import ValkeyOptions
+
+    return ValkeyOptions.of(url, options)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("valkey://host", {"host": "host", "port": 6379, "db": 0, "tls": False}),
+        ("redis://host:7000/3", {"host": "host", "port": 7000, "db": 3}),
+        ("valkeys://host/", {"tls": True, "tls_verify": True}),
+        ("rediss://[::1]:1", {"host": "::1", "port": 1, "tls": True, "url": "valkeys://[::1]:1/0"}),
+        ("valkey://:p%40ss@host", {"username": None, "password": "p@ss"}),
+        ("valkey://me:w%2Ford@host", {"username": "me", "password": "w/ord"}),
+    ],
+)
+def test_a_url_is_read_as_people_write_it(url: str, expected: dict[str, Any]) -> None:
+    settings = valkey_options(url)
+    assert {name: getattr(settings, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [*((("ttl", text), 86400) for text in ("1d", "24h", "1440m", "86400s", "86400", 86400, 86400.0)),
+     (("connections", "3"), 3), (("connect_timeout", "0.5"), 0.5), (("timeout", "90s"), 90.0),
+     (("prefix", "a.b:c"), "a.b:c"),
+     (("tls_verify", "no"), False)],
+)  # fmt: skip
+def test_options_may_be_text_as_they_stand_in_a_query(text: tuple[str, Any], value: Any) -> None:
+    found = getattr(valkey_options("valkeys://host", **dict([text])), text[0])
+    assert (found, type(found)) == (value, type(found))
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        *((url, {}) for url in (
+            "http://host", "valkey:host", "valkey:/host", "valkey://host:port", "valkey://host:0",
+            "valkey://host:70000",
+            "valkey://host/x", "valkey://host/-1", "valkey://host/1/2", "valkey://host#a",
+            "valkey://host?ttl=1",
+            "valkey://[::1", "valkey://me@host",
+        )),
+        *(("valkey://host", {name: value}) for name, value in [
+            ("ttl", "0"), ("ttl", -1), ("ttl", "1w"), ("ttl", True), ("ttl", float("nan")),
+            ("ttl", "99999d"), ("prefix", ""),
+            ("prefix", "a*"), ("prefix", "a b"), ("prefix", "a" * 65), ("prefix", 3), ("connections", 0),
+            ("connections", "1.5"),
+            ("connections", 1.5), ("connections", True), ("timeout", 0), ("connect_timeout", "x"),
+            ("digest", "md5"),
+            ("secret", "s"), ("username", "me"), ("tls_ca", "/ca.pem"), ("tls_verify", "no"),
+            ("password", ""), ("password", 3),
+        ]),
+        ("valkeys://host", {"tls_cert": "/c.pem"}), ("valkeys://host", {"tls_verify": "perhaps"}),
+        ("valkeys://host", {"tls_ca": 3}),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_to_valkey_is_refused(url: str, options: dict[str, Any]) -> None:
+    pytest.importorskip("valkey", reason="the package valkey is not installed")
+    from kvcache.stores import ValkeyStore
+
+    with pytest.raises(StoreValueError, match="ValkeyStore"):
+        ValkeyStore(url, **options)
+
+
+def test_a_password_comes_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "password"
+    path.write_text("from a file\n", encoding="utf-8")
+    assert valkey_options("valkey://me@host", password_file=str(path)).password == "from a file"
+    with pytest.raises(StoreUnavailable, match="nowhere"):
+        valkey_options(password_file=tmp_path / "nowhere")
+    with pytest.raises(StoreValueError, match="twice"):
+        valkey_options("valkey://:a@host", password_file=path)
+
+
+# Secrets.
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["valkey://:{}@host:x", "valkey://me:{}@host/db", "valkey://:{}@host?ttl=never", "nope://:{}@host",
+     "valkey://host?password={}&ttl=never", "valkey://host?ttl=never&password={}", "valkey://:{}@host?a&b",
+     "valkey://:{}@host?prefix=a&prefix=b", "valkey://:{}@host#x", "valkey://host?secret={}",
+     "file:///x?secret={}",
+     "valkey://host?digest=blake3&secret={}&ttl=never", "valkey://host?password={}&password={}"],
+)  # fmt: skip
+def test_no_error_shows_a_password(address: str) -> None:
+    for mark in ("", "/", "?", "#", "@", "[", " ", "%", ":"):
+        with pytest.raises((StoreValueError, StoreUnavailable, TypeError)) as caught:
+            open_store(address.replace("{}", f"hun{mark}ter2"))
+        shown, cause = [str(caught.value)], caught.value
+        while cause is not None:
+            shown.append(f"{cause!r}")
+
+            cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)  # type: ignore[assignment]
+        assert not any("ter2" in text for text in shown), shown
+
+
+def test_no_repr_shows_a_password(tmp_path: Path) -> None:
+    for package in ("valkey", "blake3"):
+        pytest.importorskip(package, reason=f"the package {package} is not installed")
+    options = {"digest": "blake3", "secret": "hunter3"}
+    store = open_store("valkey://me:hunter2@host:1/2?prefix=mine", **options)
+    assert repr(store) == "ValkeyStore('valkey://host:1/2', prefix='mine')"
+    settings = valkey_options("valkey://me:hunter2@host", **options)
+
+    with open_store(f"file://{tmp_path}/store?digest=blake3&secret=hunter3") as on_disk:  # type: ignore[attr-defined]
+        assert on_disk.put("a", [b"x"])
+        assert "hunter" not in f"{settings!r} {settings} {settings.url} {on_disk!r}"
+
+
+def test_a_url_is_shown_without_what_may_be_a_password() -> None:
+    assert without_secrets("valkey://me:secret@host:1/0?ttl=1d") == "valkey://***@host:1/0?ttl=1d"
+    assert without_secrets("x://host?a=b&password=1&c=2") == "x://host?a=b&password=***"
+    assert without_secrets("file:///var/cache?budget=1GiB") == "file:///var/cache?budget=1GiB"
 
 
 # Plugins.
@@ -162,25 +324,30 @@ def test_a_name_that_two_plugins_claim_is_refused_and_no_other_is(install: Insta
     assert isinstance(registry.open("memory", {}), MemoryStore)
 
 
-@pytest.mark.parametrize("made", [None, "a store"])
-def test_an_open_that_gives_no_store_is_said(install: Install, made: Any) -> None:
-    refused = rf"its open\(\) returned {made!r}, which is no kvcache.stores.SnapshotStore: it lacks put"
-    with pytest.raises(StoreUnavailable, match=refused):
-        install(spec(open=lambda url: made)).open("mine", {})
+def refuse(url: str | None) -> Any:
+    raise ConnectionRefusedError("nobody listens")
 
 
-def test_a_store_that_cannot_be_used_here_says_why_and_what_to_install(install: Install) -> None:
-    registry = install(spec(probe=lambda: ml.Availability(False, "no server")))
-    with pytest.raises(StoreUnavailable, match="no server; install it with: pip install mine"):
-        registry.open("mine", {})
-
-
-def test_a_store_that_fails_to_open_is_unavailable(install: Install) -> None:
-    def fail(url: str | None) -> Any:
-        raise ConnectionRefusedError("nobody listens")
-
-    with pytest.raises(StoreUnavailable, match="ConnectionRefusedError: nobody listens"):
-        install(spec(open=fail)).open("mine", {})
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (
+            {"open": lambda url: None},
+            r"returned None, which is no kvcache.stores.SnapshotStore: it lacks put",
+        ),
+        ({"open": lambda url: "it"}, r"its open\(\) returned 'it', which is no kvcache.stores.SnapshotStore"),
+        (
+            {"probe": lambda: ml.Availability(False, "no server")},
+            "no server; install it with: pip install mi",
+        ),
+        ({"open": refuse}, "ConnectionRefusedError: nobody listens"),
+    ],
+)
+def test_a_plugin_that_gives_no_store_is_unavailable_and_says_why(
+    install: Install, changes: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(StoreUnavailable, match=error):
+        install(spec(**changes)).open("mine", {})
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
-from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
@@ -59,11 +57,9 @@ def same(one: SerializedSnapshot, other: SerializedSnapshot) -> None:
 
 
 def test_a_page_comes_back_bit_by_bit() -> None:
-    same(sample(), unpack(packed(sample())))
-
-
-def test_an_empty_page_comes_back() -> None:
-    same(SerializedSnapshot(), unpack(packed(SerializedSnapshot())))
+    for page in (sample(), SerializedSnapshot()):
+        same(page, unpack(packed(page)))
+        same(page, unpack(memoryview(b"?" + packed(page))[1:]))  # from an unaligned buffer
 
 
 def test_pack_copies_no_array() -> None:
@@ -71,7 +67,9 @@ def test_pack_copies_no_array() -> None:
     _, *parts = pack(page)
     for part in parts:
         assert any(np.shares_memory(np.frombuffer(part, np.uint8), array) for array in page.arrays.values())
-    assert sum(len(part) for part in parts) == page.nbytes
+    assert (
+        sum(len(part) for part in parts) == page.nbytes == sum(array.nbytes for array in page.arrays.values())
+    )
 
 
 def test_unpack_copies_nothing_and_is_read_only_where_the_buffer_is() -> None:
@@ -93,11 +91,6 @@ def test_every_array_is_aligned_and_the_data_begin_at_a_multiple_of_64() -> None
         assert array.ctypes.data % array.dtype.itemsize == 0
 
 
-def test_a_page_is_read_from_an_unaligned_buffer() -> None:
-    data = b"?" + packed(sample())
-    same(sample(), unpack(memoryview(data)[1:]))
-
-
 def test_safetensors_reads_what_pack_writes() -> None:
     found = dict(safetensors.deserialize(packed(sample())))
     expected = sample().arrays
@@ -106,32 +99,6 @@ def test_safetensors_reads_what_pack_writes() -> None:
         assert tuple(found[name]["shape"]) == array.shape
         assert bytes(found[name]["data"]) == array.tobytes()
         assert found[name]["dtype"] == ml.DType.from_numpy(array.dtype).name
-
-
-def test_safetensors_for_numpy_loads_what_pack_writes() -> None:
-    """It knows no bfloat16; the one for torch does."""
-    arrays = {name: array for name, array in sample().arrays.items() if array.dtype != ml.DType.BF16.numpy}
-    found = safetensors.numpy.load(packed(SerializedSnapshot(META, arrays)))
-    assert {name: array.tolist() for name, array in found.items()} == {
-        name: array.tolist() for name, array in arrays.items()
-    }
-
-
-def test_safetensors_for_torch_loads_what_pack_writes() -> None:
-    load = pytest.importorskip("safetensors.torch").load
-    found = load(packed(sample()))
-    assert {name: tensor.double().tolist() for name, tensor in found.items()} == {
-        name: array.astype(np.float64).tolist() for name, array in sample().arrays.items()
-    }
-
-
-def test_safetensors_opens_what_pack_writes_as_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "page.safetensors"
-    path.write_bytes(packed(sample()))
-    with safetensors.safe_open(path, framework="numpy") as file:
-        assert file.metadata()["format"] == SNAPSHOT_FORMAT
-        assert json.loads(file.metadata()["meta"]) == META
-        assert file.get_tensor("größe").tolist() == [1, 1, 1]
 
 
 def test_unpack_reads_a_page_that_safetensors_wrote() -> None:
@@ -144,43 +111,35 @@ def test_unpack_reads_a_page_that_safetensors_wrote() -> None:
     }
 
 
-def test_nbytes_counts_the_arrays() -> None:
-    assert (
-        SerializedSnapshot(
-            {}, {"a": np.zeros((2, 3), np.float32), "b": np.zeros(5, ml_dtypes.bfloat16)}
-        ).nbytes
-        == 34
-    )
-
-
 # What a page is not made of.
 
 
-def test_an_array_that_is_not_contiguous_is_refused() -> None:
-    with pytest.raises(ml.ShapeError, match="ascontiguousarray"):
-        SerializedSnapshot({}, {"a": np.zeros((4, 4), np.float32)[:, 1:]})
+@pytest.mark.parametrize(
+    ("name", "array", "error", "match"),
+    [
+        ("a", np.zeros((4, 4), np.float32)[:, 1:], ml.ShapeError, "ascontiguousarray"),
+        ("__metadata__", np.zeros(2, np.float32), ValueError, "__metadata__"),
+        *(
+            ("a", np.zeros(2, dtype), ml.DTypeError, "")
+            for dtype in (np.float64, np.uint16, np.complex64, ">f4", object)
+        ),
+    ],
+)
+def test_an_array_that_no_page_has_is_refused(
+    name: str, array: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match or None):
+        SerializedSnapshot({}, {name: array})
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.uint16, np.complex64, ">f4", object])
-def test_a_dtype_that_tensors_do_not_have_is_refused(dtype: Any) -> None:
-    with pytest.raises(ml.DTypeError):
-        SerializedSnapshot({}, {"a": np.zeros(2, dtype)})
+WITHIN: dict[str, Any] = {}
+WITHIN["self"] = WITHIN
 
 
-def test_the_name_of_the_metadata_is_refused() -> None:
-    with pytest.raises(ValueError, match="__metadata__"):
-        SerializedSnapshot({}, {"__metadata__": np.zeros(2, np.float32)})
-
-
-@pytest.mark.parametrize("meta", [{"a": float("nan")}, {"a": {1: 2}}, {"a": object()}, {"a": "\ud800"}])
+@pytest.mark.parametrize(
+    "meta", [{"a": float("nan")}, {"a": {1: 2}}, {"a": object()}, {"a": "\ud800"}, WITHIN]
+)
 def test_meta_that_json_cannot_say_is_refused(meta: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="JSON-able"):
-        pack(SerializedSnapshot(meta))
-
-
-def test_meta_within_itself_is_refused() -> None:
-    meta: dict[str, Any] = {}
-    meta["self"] = meta
     with pytest.raises(ValueError, match="JSON-able"):
         pack(SerializedSnapshot(meta))
 
@@ -273,10 +232,10 @@ HOSTILE: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("data", HOSTILE.values(), ids=list(HOSTILE))
-def test_what_is_no_page_is_corrupt(data: bytes) -> None:
-    with pytest.raises(SnapshotCorrupt, match="no serialized snapshot"):
-        unpack(data)
+def test_what_is_no_page_is_corrupt() -> None:
+    for what, data in HOSTILE.items():
+        with pytest.raises(SnapshotCorrupt, match="no serialized snapshot"):
+            raise AssertionError(f"{what} was taken for {unpack(data)}")
 
 
 def test_the_hostile_headers_are_one_step_from_a_page() -> None:
@@ -323,7 +282,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(
     value=json_values,
     dtype=st.sampled_from(["F32", "U8", "BOOL", "X"]) | json_values,
@@ -339,7 +298,7 @@ def test_any_header_gives_a_page_or_is_corrupt(
         well_formed_or_corrupt(framed(json.dumps(header), data))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.binary(max_size=80))
 def test_any_bytes_give_a_page_or_are_corrupt(data: bytes) -> None:
     well_formed_or_corrupt(data)

@@ -17,25 +17,16 @@ from kvcache.stores.valkey.link import Link
 from kvcache.stores.valkey.manifest import RemoteManifest
 from kvcache.stores.valkey.replies import value
 
-from . import (
-    test_stores_valkey,
-    test_stores_valkey_access,
-    test_stores_valkey_damage,
-    test_stores_valkey_full,
-)
+from . import test_stores_faults, test_stores_valkey
+from .stores_rig import native, places, pool
 from .valkey_rig import client, open_here, served, server, store
 
-__all__ = ["client", "open_here", "server", "store"]
+__all__ = ["client", "native", "open_here", "places", "pool", "server", "store"]
 
 pytestmark = served
 SUITE: dict[str, Any] = {
     name: value
-    for module in (
-        test_stores_valkey,
-        test_stores_valkey_access,
-        test_stores_valkey_damage,
-        test_stores_valkey_full,
-    )
+    for module in (test_stores_valkey, test_stores_faults)
     for name, value in vars(module).items()
     if name.startswith("test_")
 }
@@ -53,7 +44,7 @@ def bug(test: str, **arguments: Any) -> Callable[[Callable[[Patch], None]], Call
     return add
 
 
-@bug("test_a_damaged_chunk_is_corrupt_and_dropped", damage="a flipped bit", place=0)
+@bug("test_damaged_data_are_never_served", kind="valkey", damage="one bit at the start", options={})
 def a_digest_that_nobody_compares(patch: Patch) -> None:
     class Agreeing(str):
         def __ne__(self, other: object) -> bool:
@@ -72,7 +63,7 @@ def a_digest_that_nobody_compares(patch: Patch) -> None:
     patch.setattr(Digests, "start", lambda self, *of: Agreed(original(self, *of)))
 
 
-@bug("test_a_damaged_chunk_is_corrupt_and_dropped", damage="a byte too many", place=2)
+@bug("test_damaged_data_are_never_served", kind="valkey", damage="a byte too many", options={})
 def a_longer_chunk_taken_for_the_chunk(patch: Patch) -> None:
     def exactly(*arguments: Any) -> Any:
         for ((call, name, start, _), reply), wanted in original(*arguments):
@@ -82,12 +73,12 @@ def a_longer_chunk_taken_for_the_chunk(patch: Patch) -> None:
     patch.setattr(transfer, "_pieces", exactly)
 
 
-@bug("test_the_data_of_one_key_are_not_those_of_another")
+@bug("test_the_data_of_one_key_are_not_those_of_another", kind="valkey", options={})
 def a_digest_of_the_data_alone(patch: Patch) -> None:
     patch.setattr(Digests, "start", lambda self, *of: self._new())
 
 
-@bug("test_a_missing_chunk_is_a_miss_and_nothing_of_the_entry_stays", lost=1, call="stat")
+@bug("test_an_entry_of_which_a_part_is_gone_is_a_miss_and_nothing_of_it_stays", kind="valkey", asked="stat")
 def a_look_that_trusts_the_manifest(patch: Patch) -> None:
     def whole(self: Entries, manifest: RemoteManifest, start: int, stop: int) -> Any:
         sizes = list(manifest.sizes)[start:stop]

@@ -19,7 +19,7 @@ import pytest
 import ml
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.tokenizer import Tokenizer
-from kvcache.stores import MemoryStore
+from kvcache.stores import MemoryStore, open_store
 
 pytest.importorskip("valkey")
 pytest.importorskip("xxhash")
@@ -133,22 +133,6 @@ def test_it_goes_on_in_another_network_namespace_and_its_pages_come_over_the_wir
 
 
 @needs_server
-def test_a_host_whose_store_has_died_computes_the_rest_and_says_the_same(
-    tmp_path: Path, alone: list[dict[str, Any]]
-) -> None:
-    with contextlib.ExitStack() as stack:
-        with store_server(tmp_path) as url:
-            hosts = [stack.enter_context(Process("--store", url)) for _ in range(2)]
-            begun = hosts[0].ready().ask(text=TURNS[0], max_tokens=COUNT)
-            hosts[1].ready()
-        answer = hosts[1].ask(tokens=begun["tokens"], text=TURNS[1], max_tokens=COUNT)
-        assert answer["tokens"] == alone[1]["tokens"]
-        assert (answer["restored"], answer["computed"]) == (0, answer["prompt_tokens"])
-        assert [one.close() for one in hosts] == [0, 0]
-        assert hosts[1].log.count("is computed instead") == 1
-
-
-@needs_server
 def test_the_example_runs_as_a_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "examples.two_hosts"],
@@ -168,7 +152,7 @@ def test_the_example_runs_as_a_command() -> None:
 def test_a_terminated_run_leaves_no_namespace_behind() -> None:
     if reason := unavailable():
         pytest.skip(reason)
-    line = [sys.executable, "-u", "-m", "examples.two_hosts", "--bandwidth", "0.0003"]
+    line = [sys.executable, "-u", "-m", "examples.two_hosts", "--bandwidth", "0.001"]
     cwd = Path(__file__).resolve().parents[1]
     with subprocess.Popen(line, cwd=cwd, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
@@ -180,7 +164,23 @@ def test_a_terminated_run_leaves_no_namespace_behind() -> None:
     assert not names_of(run.pid)
 
 
-# One host, in this process.
+# Hosts in this process.
+
+
+@needs_server
+def test_a_host_whose_store_has_died_computes_the_rest_and_says_the_same(
+    tmp_path: Path, alone: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with ml.open_backend("numpy") as backend, contextlib.ExitStack() as stack:
+        with store_server(tmp_path) as url:
+            first, second = (
+                stack.enter_context(contextlib.closing(host(backend, open_store(url)))) for _ in range(2)
+            )
+            begun = first.ask({"text": TURNS[0], "max_tokens": COUNT})
+        answer = second.ask({"tokens": begun["tokens"], "text": TURNS[1], "max_tokens": COUNT})
+    assert answer["tokens"] == alone[1]["tokens"]
+    assert (answer["restored"], answer["computed"]) == (0, answer["prompt_tokens"])
+    assert sum("is computed instead" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_host_forgets_goes_alone_and_leaves_nothing_behind_when_told() -> None:

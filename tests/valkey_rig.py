@@ -11,11 +11,13 @@ pytest.importorskip("valkey", reason="the package valkey is not installed: pip i
 
 from valkey import Valkey
 
-from kvcache.stores import (
-    ValkeyStore,
-)
+from kvcache.stores import ValkeyStore
 from kvcache.stores.valkey.manifest import CHUNK, RemoteManifest
 from kvcache.testing.servers import ValkeyServer
+
+from .stores_rig import server
+
+__all__ = ["BIG", "Open", "chunk_of", "client", "names", "open_here", "served", "server", "store"]
 
 served = pytest.mark.skipif(
     ValkeyServer.program() is None, reason="neither valkey-server nor redis-server is installed"
@@ -23,12 +25,6 @@ served = pytest.mark.skipif(
 BIG = 2 * CHUNK + 5
 """Bytes of an entry of three chunks."""
 Open = Callable[..., ValkeyStore]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ValkeyServer]:
-    with ValkeyServer() as running:
-        yield running
 
 
 @pytest.fixture

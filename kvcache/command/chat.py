@@ -44,7 +44,7 @@ from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import GenerationOptions, Token
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
-from kvcache.stores.redaction import without_secrets
+from kvcache.stores.options import without_secrets
 from kvcache.views.pictures import Picture
 from kvcache.views.rendering import render
 from kvcache.views.terminal import Beneath

@@ -29,7 +29,7 @@ from kvcache.runner.requests import Event, GenerationOptions
 from kvcache.runner.saved import write_whole
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.builtin import path_of
-from kvcache.stores.sizes import parse_bytes
+from kvcache.stores.options import parse_bytes
 from kvcache.views.disk import is_store, look_at_page, look_at_store, page_meta
 from kvcache.views.pictures import Picture
 from kvcache.views.rendering import render

@@ -22,10 +22,10 @@ from kvcache.stores.errors import (
 from kvcache.stores.hookspecs import StoreSpec, hookimpl
 from kvcache.stores.keys import Chain, Keys
 from kvcache.stores.memory import MemoryStore
+from kvcache.stores.options import parse_bytes
 from kvcache.stores.plugins import open_store
 from kvcache.stores.protocol import SnapshotStore, Stat, Usage, check_budget, check_key
 from kvcache.stores.serialized_snapshot import SNAPSHOT_FORMAT, SerializedSnapshot, pack, unpack
-from kvcache.stores.sizes import parse_bytes
 from kvcache.stores.snapshots import get_snapshot, put_snapshot
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from typing import Any
@@ -11,58 +12,45 @@ from kvcache.stores.digests import XXH3, load
 from kvcache.stores.errors import StoreError, StoreValueError
 from kvcache.stores.hookspecs import StoreSpec, hookimpl
 from kvcache.stores.memory import MemoryStore
-from kvcache.stores.options import read_truth
+from kvcache.stores.options import parse_bytes, read_truth
 from kvcache.stores.protocol import SnapshotStore
-from kvcache.stores.sizes import parse_bytes
 from ml import Availability
 
-__all__ = ["VALKEY_SCHEMES", "File", "Memory", "Mooncake", "Valkey", "path_of"]
+__all__ = ["BuiltinStore", "path_of", "specs"]
 
-VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
+_VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
 """The second and the fourth are over TLS."""
 
 
-class File:
-    """``file:///absolute/path?budget=10GiB&durable=no``, or ``path=`` as an option."""
+class BuiltinStore:
+    """A plugin with one record."""
 
-    @staticmethod
-    @hookimpl
-    def kvcache_store() -> StoreSpec:
-        return StoreSpec("file", "pip install 'ml-kvcache[disk]'", _probe_file, _open_file)
-
-
-class Memory:
-    """``memory:?budget=2GiB``."""
-
-    @staticmethod
-    @hookimpl
-    def kvcache_store() -> StoreSpec:
-        return StoreSpec("memory", "", lambda: Availability(True), _open_memory)
-
-
-class Mooncake:
-    """``mooncake://host:port?segment=4GiB``, with the address of the master."""
-
-    @staticmethod
-    @hookimpl
-    def kvcache_store() -> StoreSpec:
-        return StoreSpec("mooncake", "pip install 'ml-kvcache[mooncake]'", _probe_mooncake, _open_mooncake)
-
-
-class Valkey:
-    """``valkey://host:port/db?prefix=kvcache&ttl=7d``, by each of its schemes."""
-
-    def __init__(self, scheme: str) -> None:
-        self.scheme = scheme
+    def __init__(self, spec: StoreSpec) -> None:
+        self._spec = spec
 
     @hookimpl
     def kvcache_store(self) -> StoreSpec:
-        def open_valkey(url: str | None = None, **options: Any) -> SnapshotStore:
-            from kvcache.stores.valkey import ValkeyStore
+        return self._spec
 
-            return ValkeyStore(f"{self.scheme}://localhost" if url is None else url, **options)
 
-        return StoreSpec(self.scheme, "pip install 'ml-kvcache[valkey]'", _probe_valkey, open_valkey)
+def specs() -> list[StoreSpec]:
+    """::
+
+    file:///absolute/path?budget=10GiB&durable=no
+    memory:?budget=2GiB
+    mooncake://host:port?segment=4GiB                the address of the master
+    valkey://host:port/db?prefix=kvcache&ttl=7d      by each of its schemes
+    """
+    install = "pip install 'ml-kvcache[{}]'".format
+    return [
+        StoreSpec("file", install("disk"), _probe_file, _open_file),
+        StoreSpec("memory", "", lambda: Availability(True), _open_memory),
+        StoreSpec("mooncake", install("mooncake"), _probe_mooncake, _open_mooncake),
+        *(
+            StoreSpec(scheme, install("valkey"), _probe_valkey, functools.partial(_open_valkey, scheme))
+            for scheme in _VALKEY_SCHEMES
+        ),
+    ]
 
 
 def _probe_valkey() -> Availability:
@@ -71,6 +59,12 @@ def _probe_valkey() -> Availability:
     except ImportError as error:
         return Availability(False, f"it needs the package valkey ({error})")
     return Availability(True, version=version)
+
+
+def _open_valkey(scheme: str, url: str | None = None, **options: Any) -> SnapshotStore:
+    from kvcache.stores.valkey import ValkeyStore
+
+    return ValkeyStore(f"{scheme}://localhost" if url is None else url, **options)
 
 
 def _probe_mooncake() -> Availability:

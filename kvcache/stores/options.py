@@ -8,10 +8,14 @@ from typing import Any
 
 from kvcache.stores.errors import StoreValueError
 
-__all__ = ["check_options", "read_prefix", "read_truth"]
+__all__ = ["check_options", "parse_bytes", "read_prefix", "read_truth", "without_secrets"]
 
 _PREFIX = re.compile(r"[0-9A-Za-z._:-]{1,64}")
 _TRUTH = dict.fromkeys(("yes", "true", "1", "on"), True) | dict.fromkeys(("no", "false", "0", "off"), False)
+_SIZE = re.compile(r"(\d{1,18})(?:\.(\d{1,6}))?\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+_USER = re.compile(r"//.*@", re.DOTALL)
+_FIELD = re.compile(r"\b((?:\w*_)?(?:password|secret|token))=.*", re.IGNORECASE | re.DOTALL)
 
 
 def check_options(owner: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -21,10 +25,10 @@ def check_options(owner: str, given: Iterable[str], known: Collection[str]) -> N
             raise TypeError(f"{owner}: no option {name!r}; there are: {', '.join(sorted(known))}")
 
 
-def read_prefix(owner: str, value: Any) -> str:
+def read_prefix(owner: str, name: str, value: Any) -> str:
     """What the names of all entries in a shared place begin with."""
     if not isinstance(value, str) or not _PREFIX.fullmatch(value):
-        raise StoreValueError(f"{owner}: prefix={value!r}; it must be 1 to 64 of 0-9 A-Z a-z . _ : -")
+        raise StoreValueError(f"{owner}: {name}={value!r}; it must be 1 to 64 of 0-9 A-Z a-z . _ : -")
     return value
 
 
@@ -34,3 +38,24 @@ def read_truth(owner: str, name: str, value: Any) -> bool:
     if found is None:
         raise StoreValueError(f"{owner}: {name}={value!r}; it must be yes or no")
     return found
+
+
+def parse_bytes(size: int | str | None) -> int | None:
+    """Bytes of 4096, "4096", "1.5GB" (powers of 1000) or "10GiB" (powers of 1024); None stays None.
+
+    Raises StoreValueError for anything else.
+    """
+    if size is None or isinstance(size, int):
+        return size
+    match = _SIZE.fullmatch(str(size).strip())
+    if match is None:
+        raise StoreValueError(f"the size {size!r}; write 4096, 500MB or 10GiB")
+    whole, fraction, power, binary = match.groups()
+    unit = (1024 if binary else 1000) ** _POWERS[power.lower()] if power else 1
+    digits = int(whole + (fraction or ""))
+    return int(digits * unit // 10 ** len(fraction or ""))
+
+
+def without_secrets(url: str) -> str:
+    """The URL with *** for what may be a user, a password or a secret; too much rather than too little."""
+    return _USER.sub("//***@", _FIELD.sub(r"\1=***", url))

@@ -11,8 +11,8 @@ from urllib.parse import parse_qsl, urlsplit
 from kvcache.stores import builtin, hookspecs
 from kvcache.stores.errors import StoreUnavailable, StoreValueError
 from kvcache.stores.hookspecs import StoreSpec
+from kvcache.stores.options import without_secrets
 from kvcache.stores.protocol import SnapshotStore
-from kvcache.stores.redaction import without_secrets
 from ml.plugin_host import Hook, PluginHost
 
 __all__ = ["ENTRY_POINT_GROUP", "StoreRegistry", "open_store", "registry"]
@@ -41,11 +41,8 @@ class StoreRegistry(PluginHost[StoreSpec]):
 
     def __init__(self, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> None:
         super().__init__(_HOOK, entry_points)
-        self.register(builtin.File, "file")
-        self.register(builtin.Memory, "memory")
-        self.register(builtin.Mooncake, "mooncake")
-        for scheme in builtin.VALKEY_SCHEMES:
-            self.register(builtin.Valkey(scheme), scheme)
+        for spec in builtin.specs():
+            self.register(builtin.BuiltinStore(spec), spec.name)
 
     def open(self, name_or_url: str, options: dict[str, Any]) -> SnapshotStore:
         name, url, fields = _parsed(name_or_url)

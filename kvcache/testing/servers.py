@@ -18,13 +18,14 @@ import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
-__all__ = ["ValkeyServer"]
+__all__ = ["PATIENCE", "ValkeyServer", "free_port", "wait_until"]
 
-_PATIENCE = 20.0
+T = TypeVar("T")
+PATIENCE = 20.0
 """Seconds for a server to answer."""
 
 
@@ -61,7 +62,7 @@ class ValkeyServer:
             raise RuntimeError("neither valkey-server nor redis-server is installed")
         assert self._process is None, "the server is running"
         for attempt in range(5):
-            port = self.port or _free_port()
+            port = self.port or free_port()
             if self._started(program, port):
                 self.port = port
                 return
@@ -114,7 +115,7 @@ class ValkeyServer:
         assert self._process is not None, "the server is not running"
         process, self._process = self._process, None
         process.send_signal(number)
-        process.wait(_PATIENCE)
+        process.wait(PATIENCE)
 
     def _log(self) -> str:
         with open(f"{self._folder.name}/log", encoding="utf-8", errors="replace") as log:
@@ -122,17 +123,30 @@ class ValkeyServer:
 
 
 def _answers(process: subprocess.Popen[bytes], port: int, tls: bool) -> bool:
-    end = time.monotonic() + _PATIENCE
-    while time.monotonic() < end and process.poll() is None:
+    """False: it has ended, as where another process has taken its port."""
+
+    def asked() -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0) as probe:
             if tls:
-                return process.poll() is None
+                return True
             probe.sendall(b"PING\r\n")
             reply = probe.recv(64)
-            if reply and not reply.startswith(b"-LOADING"):
-                return process.poll() is None
-        time.sleep(0.002)
-    return False
+            return bool(reply) and not reply.startswith(b"-LOADING")
+        return False
+
+    with contextlib.suppress(TimeoutError):
+        wait_until(lambda: process.poll() is not None or asked(), pause=0.002)
+    return process.poll() is None
+
+
+def wait_until(what: Callable[[], T], pause: float = 0.02) -> T:
+    """The first true answer. TimeoutError where there is none in PATIENCE seconds."""
+    end = time.monotonic() + PATIENCE
+    while not (found := what()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"{what} stayed false for {PATIENCE} s")
+        time.sleep(pause)
+    return found
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:
@@ -141,7 +155,7 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 
 from kvcache.stores.digests import XXH3, check_digest
 from kvcache.stores.errors import StoreValueError
-from kvcache.stores.options import check_options, read_prefix
-from kvcache.stores.sizes import parse_bytes
+from kvcache.stores.options import check_options, parse_bytes, read_prefix
 
 __all__ = ["MooncakeOptions"]
 
@@ -56,7 +55,7 @@ class MooncakeOptions:
     """Keys the blake3 digest; the same on all hosts."""
 
     def __post_init__(self) -> None:
-        read_prefix("mooncake", self.prefix)
+        read_prefix("mooncake", "prefix", self.prefix)
         check_digest("mooncake", self.digest, self.secret)
         for name, least in (("staging", _SMALLEST_STAGING), ("lanes", 1), ("replicas", 1)):
             if getattr(self, name) < least:

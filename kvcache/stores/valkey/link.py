@@ -14,9 +14,8 @@ from valkey.exceptions import OutOfMemoryError, ResponseError, ValkeyError
 from valkey.exceptions import TimeoutError as LateError
 
 from kvcache.stores.errors import StoreError, StoreFull, StoreUnavailable
-from kvcache.stores.valkey.deadline import SHARE, Deadline
 from kvcache.stores.valkey.options import ValkeyOptions
-from kvcache.stores.valkey.replies import Replies, Shape, array, status
+from kvcache.stores.valkey.replies import SHARE, Deadline, Replies, Shape, array, status
 
 __all__ = ["Command", "Link", "Wire", "unless_error"]
 

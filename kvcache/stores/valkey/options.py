@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvcache.stores.digests import XXH3, check_digest
 from kvcache.stores.errors import StoreUnavailable, StoreValueError
-from kvcache.stores.options import check_options, read_prefix, read_truth
-from kvcache.stores.redaction import without_secrets
+from kvcache.stores.options import check_options, read_prefix, read_truth, without_secrets
 
 __all__ = ["SCHEMES", "ValkeyOptions"]
 
@@ -59,12 +58,11 @@ class ValkeyOptions:
         found: dict[str, Any] = {} if url is None else _parsed(url)
         check_options("ValkeyStore", options, _READ)
         for name, value in options.items():
-            target, read = _READ[name]
-            if value is None:
-                continue
-            if target in found:
+            target = name.removesuffix("_file")
+            if value is not None and target in found:
                 raise StoreValueError(f"ValkeyStore: the {target} is given twice")
-            found[target] = read(name, value)
+            if value is not None:
+                found[target] = _READ[name]("ValkeyStore", name, value)
         return cls(**found)
 
     @property
@@ -124,11 +122,11 @@ def _between(name: str, value: Any, low: int, high: int) -> int:
     return int(text)
 
 
-def _connections(name: str, value: Any) -> int:
+def _connections(owner: str, name: str, value: Any) -> int:
     return _between(name, value, 1, 1024)
 
 
-def _seconds(name: str, value: Any) -> float:
+def _seconds(owner: str, name: str, value: Any) -> float:
     """Of 90, 0.5, "90", "90s", "30m", "12h", "7d"."""
     found = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -136,60 +134,40 @@ def _seconds(name: str, value: Any) -> float:
     elif isinstance(value, str) and (match := _SECONDS.fullmatch(value.strip())):
         found = float(match[1]) * _UNITS[match[2]]
     if not 0.001 <= found <= _LONGEST:
-        raise StoreValueError(f"ValkeyStore: {name}={value!r}; write seconds, or 90s, 30m, 12h, 7d")
+        raise StoreValueError(f"{owner}: {name}={value!r}; write seconds, or 90s, 30m, 12h, 7d")
     return found
 
 
-def _prefix(name: str, value: Any) -> str:
-    return read_prefix("ValkeyStore", value)
-
-
-def _secret(name: str, value: Any) -> str:
-    """Never shown, not even when it is wrong."""
-    if not isinstance(value, str) or not value:
-        raise StoreValueError(f"ValkeyStore: the {name} is text, and not empty")
-    return value
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it must be text that is not empty")
-    return value
-
-
-def _truth(name: str, value: Any) -> bool:
-    return read_truth("ValkeyStore", name, value)
-
-
-def _path(name: str, value: Any) -> str:
+def _text(owner: str, name: str, value: Any) -> str:
+    """Never shown where it is wrong: it may be a secret, or the path of one."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise StoreValueError(f"ValkeyStore: {name}={value!r}; it must be the path of a file")
+        raise StoreValueError(f"{owner}: the {name} is text, and not empty")
     return str(os.fspath(value))
 
 
-def _from_file(name: str, value: Any) -> str:
-    path = _path(name, value)
+def _from_file(owner: str, name: str, value: Any) -> str:
+    path = _text(owner, name, value)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise StoreUnavailable(f"ValkeyStore: {name} {path}: {error}") from error
-    return _secret(f"password in {path}", text.rstrip("\r\n"))
+        raise StoreUnavailable(f"{owner}: {name} {path}: {error}") from error
+    return _text(owner, f"password in {path}", text.rstrip("\r\n"))
 
 
-_READ = {
-    "prefix": ("prefix", _prefix),
-    "ttl": ("ttl", _seconds),
-    "username": ("username", _text),
-    "password": ("password", _secret),
-    "password_file": ("password", _from_file),
-    "digest": ("digest", _text),
-    "secret": ("secret", _secret),
-    "connections": ("connections", _connections),
-    "connect_timeout": ("connect_timeout", _seconds),
-    "timeout": ("timeout", _seconds),
-    "tls_ca": ("tls_ca", _path),
-    "tls_cert": ("tls_cert", _path),
-    "tls_key": ("tls_key", _path),
-    "tls_verify": ("tls_verify", _truth),
+_READ: dict[str, Callable[[str, str, Any], Any]] = {
+    "prefix": read_prefix,
+    "ttl": _seconds,
+    "username": _text,
+    "password": _text,
+    "password_file": _from_file,
+    "digest": _text,
+    "secret": _text,
+    "connections": _connections,
+    "connect_timeout": _seconds,
+    "timeout": _seconds,
+    "tls_ca": _text,
+    "tls_cert": _text,
+    "tls_key": _text,
+    "tls_verify": read_truth,
 }
-"""Option -> the field that it sets, and how it is read."""
+"""How each option is read."""

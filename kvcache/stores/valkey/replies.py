@@ -8,16 +8,17 @@ fresh each time, and copy it once or twice, where here large values go straight 
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
 from valkey.exceptions import ConnectionError as LostError
 from valkey.exceptions import InvalidResponse, OutOfMemoryError, ResponseError
 
-from kvcache.stores.valkey.deadline import Deadline
-
 __all__ = [
     "BLOCK",
+    "SHARE",
+    "Deadline",
     "Replies",
     "Shape",
     "array",
@@ -31,6 +32,8 @@ __all__ = [
 
 BLOCK: Final = 1 << 19
 """Bytes that are digested at a time, while the processor's cache holds them."""
+SHARE: Final = 1 << 22
+"""Bytes that a call may move in each further ``timeout``."""
 _LINE: Final = 1 << 16
 """Bytes of the longest line."""
 _LARGEST: Final = 1 << 29
@@ -40,6 +43,27 @@ _ERROR: Final = 500
 _NAMES, _NAME = 1 << 16, 1 << 12
 """Names in one reply, and bytes of each that are kept: ours are shorter."""
 _CRLF = b"\r\n"
+
+
+class Deadline:
+    """``timeout`` seconds for a call, and as long again for each SHARE bytes that it moves."""
+
+    def __init__(self, timeout: float, nbytes: int = 0) -> None:
+        self._timeout = timeout
+        self._end = time.monotonic() + timeout
+        self.allow(nbytes)
+
+    def allow(self, nbytes: int) -> None:
+        """The call will move so many bytes more."""
+        self._end += self._timeout * nbytes / SHARE
+
+    def left(self) -> float:
+        """Seconds that the next step may take, at most ``timeout``. TimeoutError: none are left."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the time for this call is over")
+        return min(left, self._timeout)
+
 
 Shape = Callable[["Replies"], Any]
 """Reads one reply of a kind; any reply may be the server's error instead, which is returned as well."""

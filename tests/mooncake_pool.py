@@ -18,20 +18,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from kvcache.stores.errors import StoreUnavailable
 from kvcache.stores.mooncake.connecting import load
+from kvcache.testing.servers import PATIENCE, free_port, wait_until
 
-__all__ = ["MooncakePool", "wait_until"]
+__all__ = ["MooncakePool"]
 
-T = TypeVar("T")
-_PATIENCE = 20.0
-"""Seconds for a process to answer."""
 _HOST = """
 import sys
 from kvcache.stores import open_store
@@ -47,7 +43,7 @@ class MooncakePool:
     """``options`` are those of the master's command line. RuntimeError where a process does not start."""
 
     def __init__(self, *options: str) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="mooncake-", ignore_cleanup_errors=True)
         self._processes: list[subprocess.Popen[str]] = []
@@ -78,7 +74,7 @@ class MooncakePool:
             "--rpc_address=127.0.0.1",
             f"--rpc_port={self.port}",
             "--metrics_host=127.0.0.1",
-            f"--metrics_port={_free_port()}",
+            f"--metrics_port={free_port()}",
             "--rpc_thread_num=2",
             "--client_ttl=2",
             "--put_start_discard_timeout_sec=1",
@@ -100,7 +96,7 @@ class MooncakePool:
     def kill(process: subprocess.Popen[str]) -> None:
         """SIGKILL."""
         process.kill()
-        process.wait(_PATIENCE)
+        process.wait(PATIENCE)
 
     def close(self) -> None:
         for process in reversed(self._processes):
@@ -134,7 +130,7 @@ class MooncakePool:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+                env=environment | {"PYTHONPATH": str(Path(__file__).parents[1])},
             )
         self._processes.append(started)
         return started
@@ -149,25 +145,9 @@ class MooncakePool:
         return Path(self._folder.name, "log").read_text(encoding="utf-8", errors="replace")[-1000:].strip()
 
 
-def wait_until(what: Callable[[], T], seconds: float = _PATIENCE) -> T:
-    """The first true answer. TimeoutError where there is none in time."""
-    end = time.monotonic() + seconds
-    while not (found := what()):
-        if time.monotonic() > end:
-            raise TimeoutError(f"{what} stayed false for {seconds} s")
-        time.sleep(0.02)
-    return found
-
-
 def _program() -> Path:
     """The master itself, not the script that starts it: signals have to reach it."""
     found = importlib.util.find_spec("mooncake")
     if found is None or not found.submodule_search_locations:
         return Path("mooncake_master")
     return Path(found.submodule_search_locations[0]) / "mooncake_master"
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
