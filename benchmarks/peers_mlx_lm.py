@@ -1,18 +1,16 @@
 """mlx-lm's tests, with our entries in the places of its KVCache and RotatingKVCache, and of what it makes.
 
 A stand-in is a prompt cache of one layer. ``make_prompt_cache`` gives ours for every model that we have
-caches for. The model and the tokenizer that the files download are small ones here, with random weights.
+caches for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import math
-import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache, llama
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from benchmarks.peers_models import SHAPE, tokenizer
+from benchmarks.peers_tests import SHAPE, load, named, tokenizer
 from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations import mlx_lm as integration
 
@@ -34,10 +32,7 @@ _modules: list[ModuleType] = []
 _pools: dict[Any, integration.CachePool] = {}
 _models: dict[int, tuple[Any, Any]] = {}
 """The model that was asked for last, and the pool of its prompt caches."""
-_own: Any = cache
 _make_own = cache.make_prompt_cache
-
-
 _ROOM = 1 << 28
 
 
@@ -51,8 +46,9 @@ def _new_pool(layers: Any) -> integration.CachePool:
             states += sum(8 * math.prod(shape) for shape in layer.shapes)
     sequences = min(16, max(2, _ROOM // states))
     capacity = min(512, max(16, _ROOM // (per_token * sequences)))
-    options = {"capacity": capacity, "max_sequences": sequences, "rollback": 0, "checkpoints": 1}
-    return integration.CachePool(layers, **options)
+    return integration.CachePool(
+        layers, capacity=capacity, max_sequences=sequences, rollback=0, checkpoints=1
+    )
 
 
 def _one_layer(window: Any, dtype: Any = None, shape: tuple[int, ...] = ()) -> Any:
@@ -103,14 +99,13 @@ class KVCache(_OneLayer, integration.KVCache):
 
 class RotatingKVCache(_OneLayer, integration.RotatingKVCache):
     def __init__(self, max_size: Any = None, keep: int = 0, seen: int = 0) -> None:
-        made = not isinstance(max_size, int)
         _used["RotatingKVCache"] += 1
-        if made:  # by merge, extract or deepcopy: rows, layer
+        if not isinstance(max_size, int):  # by merge, extract or deepcopy: rows, layer
             super().__init__(max_size, keep, seen)
-            return
-        if keep:
+        elif keep:
             raise NotSupportedError(f"RotatingKVCache: keep={keep}; no token stays for good here")
-        super().__init__(_one_layer(max_size), 0)
+        else:
+            super().__init__(_one_layer(max_size), 0)
 
 
 class _Batches:
@@ -123,9 +118,8 @@ class _Batches:
         return self._kind(*arguments, **options)
 
     def merge(self, caches: Any) -> Any:
-        return (type(caches[0]) if isinstance(caches[0], (KVCache, RotatingKVCache)) else self._kind).merge(
-            caches
-        )
+        ours = isinstance(caches[0], KVCache | RotatingKVCache)
+        return (type(caches[0]) if ours else self._kind).merge(caches)
 
 
 def _make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
@@ -133,12 +127,13 @@ def _make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
         return model.make_cache()  # type: ignore[no-any-return]
     if max_kv_size is not None and not hasattr(model, "make_cache"):
         raise NotSupportedError(f"make_prompt_cache: max_kv_size={max_kv_size}; no token stays for good here")
+    large = sum(x.nbytes for _, x in tree_flatten(model.parameters())) > _ROOM
     try:
-        with _named(_make_own):  # which is asked what the model wants
+        with named(_makers(), make_prompt_cache=_make_own):  # which is asked what the model wants
             layers = integration.layers_of(model)
     except NotSupportedError:
-        return _make_own(model, max_kv_size)  # type: ignore[no-any-return]
-    if sum(x.nbytes for _, x in tree_flatten(model.parameters())) > _ROOM:
+        large = True
+    if large:
         # Models of many GiB, which their test describes and never evaluates; storing K and V would.
         return _make_own(model, max_kv_size)  # type: ignore[no-any-return]
     known, pool = _models.get(id(model), (None, None))
@@ -150,18 +145,16 @@ def _make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
     return pool.make_prompt_cache()  # type: ignore[no-any-return]
 
 
-def _load(*arguments: Any, **options: Any) -> tuple[Any, Any]:
+def _load_model(*arguments: Any, **options: Any) -> tuple[Any, Any]:
     mx.random.seed(0)
     model = llama.Model(llama.ModelArgs(model_type="llama", rms_norm_eps=1e-5, **SHAPE))
     mx.eval(model.parameters())
     return model, TokenizerWrapper(tokenizer())
 
 
-@contextlib.contextmanager
-def theirs() -> Iterator[None]:
-    """mlx-lm's own classes."""
-    with _named(_make_own, **{name: getattr(_own, name) for name in _stand_ins()}):
-        yield
+def theirs() -> contextlib.AbstractContextManager[None]:
+    """mlx-lm's own classes, which are in place."""
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -169,44 +162,24 @@ def ours() -> Iterator[None]:
     """Ours in the test files, in generation and in the server."""
     _pools.clear()
     _models.clear()
-    with _named(_make_prompt_cache, **_stand_ins()):
+    batches = {name: _Batches(getattr(cache, name)) for name in ("BatchKVCache", "BatchRotatingKVCache")}
+    classes = {"KVCache": KVCache, "RotatingKVCache": RotatingKVCache, **batches}
+    with (
+        named([*_makers(), *_modules], make_prompt_cache=_make_prompt_cache),
+        named(_modules, **classes),
+    ):
         yield
 
 
-def _stand_ins() -> dict[str, Any]:
-    batches = {name: _Batches(getattr(_own, name)) for name in ("BatchKVCache", "BatchRotatingKVCache")}
-    return {"KVCache": KVCache, "RotatingKVCache": RotatingKVCache, **batches}
+def _makers() -> list[Any]:
+    # Not by attribute: the package has functions of these names.
+    return [cache, *map(importlib.import_module, ("mlx_lm.generate", "mlx_lm.server"))]
 
 
 @contextlib.contextmanager
-def _named(make_prompt_cache: Any, **classes: Any) -> Iterator[None]:
-    # Not by attribute: the package has functions of these names.
-    makers: list[Any] = [_own, *map(importlib.import_module, ("mlx_lm.generate", "mlx_lm.server"))]
-    before = makers[0].make_prompt_cache
-    for module in makers:
-        module.make_prompt_cache = make_prompt_cache
-    for module in _modules:
-        names = {"make_prompt_cache": make_prompt_cache, **classes}
-        vars(module).update({name: found for name, found in names.items() if hasattr(module, name)})
-    try:
-        yield
-    finally:
-        for module in (*makers, *(module for module in _modules if hasattr(module, "make_prompt_cache"))):
-            module.make_prompt_cache = before
-
-
-def prepared(paths: list[Path]) -> tuple[list[ModuleType], Counter[str]]:
-    """The test modules, and the count of what they make of ours."""
-    mlx_lm.utils.load = _load  # before the files import it
-    mx.set_cache_limit(1 << 28)  # some of the files make a hundred models
-    _modules[:] = [_import(path) for path in paths]
-    return _modules, _used
-
-
-def _import(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"peers_mlx_lm_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def prepared(paths: Sequence[Path]) -> Iterator[tuple[list[ModuleType], Counter[str]]]:
+    before = mx.set_cache_limit(1 << 28)  # some of the files make a hundred models
+    with named([mlx_lm.utils], load=_load_model):  # before the files import it
+        _modules[:] = map(load, paths)
+        yield _modules, _used
+    mx.set_cache_limit(before)

@@ -2,119 +2,151 @@
 
 ``python -m benchmarks.peers_tests {mlx-lm,transformers} --source DIR``.
 
-DIR is the peer's source at the version that is installed. mlx-lm's source distribution has its tests:
-``pip download --no-deps --no-binary mlx-lm mlx-lm==0.32.2``, unpacked. That of transformers has
-``tests/test_executorch.py``; the others are in its repository only (``git clone --depth 1 --branch v5.23.0
-https://github.com/huggingface/transformers``; they need ``pip install parameterized``). None of their code is
-copied: the test files are run where they lie, with our classes in the places of those that we stand in for.
+DIR is the peer's source at the version that is installed: docs/embedding-*.md say where to get it. None of
+its code is copied: the test files are run where they lie, with our classes in the places of those that we
+stand in for, and small models with random weights in the places of those that the files would download.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
+import contextlib
+import importlib
+import importlib.util
+import sys
 import unittest
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
+from typing import Any, Protocol
 
-__all__ = ["main", "run"]
+from tokenizers import Tokenizer, decoders, models
+
+__all__ = ["SHAPE", "Peer", "load", "main", "named", "run", "tokenizer"]
 
 KINDS = ("passed", "failed", "not ours")
 """Always counted; "skipped", "alike" and "theirs too" where they occur."""
 
 FILES = {
-    "mlx-lm": (
-        "ml-explore/mlx-lm",
-        [
-            "tests/test_prompt_cache.py",
-            "tests/test_generate.py",
-            "tests/test_server.py",
-            "tests/test_models.py",
-        ],
-    ),
-    "transformers": (
-        "huggingface/transformers",
-        ["tests/utils/test_cache_utils.py", "tests/test_executorch.py"],
-    ),
+    "mlx-lm": ("ml-explore/mlx-lm", "test_prompt_cache.py test_generate.py test_server.py test_models.py"),
+    "transformers": ("huggingface/transformers", "utils/test_cache_utils.py test_executorch.py"),
 }
 """The repository of each peer on GitHub, and its tests of caches: those that are there are run."""
 
-Place = Callable[[], AbstractContextManager[None]]
-Outcome = tuple[str, str, str]
-"""Of a test: its name, what became of it, and why."""
+
+class Peer(Protocol):
+    """A module that puts classes in place, for the test modules that ``prepared`` imports."""
+
+    def prepared(self, paths: Sequence[Path]) -> AbstractContextManager[tuple[list[ModuleType], Counter]]:
+        """The modules, and a count, by name, of how often one of our classes is made."""
+
+    def ours(self) -> AbstractContextManager[None]: ...
+    def theirs(self) -> AbstractContextManager[None]: ...
 
 
-def run(module: ModuleType, used: dict[str, int], ours: Place, theirs: Place) -> Iterator[Outcome]:
-    """What became of every unittest in ``module``.
+def run(peer: Peer, module: ModuleType, used: Counter[str]) -> Iterator[tuple[str, str, str]]:
+    """Of every unittest in ``module``: its name, what became of it, and why.
 
-    ``used`` counts, by name, how often one of our classes was made; a test that makes none is "not ours".
-    ``ours`` and ``theirs`` are what puts either's classes in place. Every test runs on the peer's own first.
-    One that fails on them says nothing of ours, and is "theirs too", or "alike" where ours makes it fail in
-    the same words: what a real model would have written is not what a random one writes, but with either's
-    cache it has to write the same.
+    Every test runs on the peer's own classes first. One that fails on them says nothing of ours, and is
+    "theirs too", or "alike" where ours makes it fail in the same words: what a real model would have written
+    is not what a random one writes, but with either's cache it has to write the same. A test that makes none
+    of our classes is "not ours".
     """
     for case in unittest.defaultTestLoader.loadTestsFromModule(module):
         for test in case:  # type: ignore[union-attr]
-            expected = _run(test, theirs)
+            expected = _run(test, peer.theirs())
             used.clear()
-            result = expected if expected.skipped else _run(test, ours)
+            result = expected if expected.skipped else _run(test, peer.ours())
             yield test.id().rpartition(".")[2], *_outcome(result, expected, used)
 
 
-class _Result(unittest.TestResult):
-    @property
-    def unsuccessful(self) -> bool:
-        return bool(self.failures or self.errors)
-
-    @property
-    def message(self) -> str:
-        """The line that names the first failure; "" without one."""
-        if not self.unsuccessful:
-            return ""
-        lines = io.StringIO([*self.failures, *self.errors][0][1]).read().strip().splitlines()
-        return next((line for line in lines if line[:1].isalpha() and "Error" in line), lines[-1])
-
-
-def _run(test: unittest.TestCase | unittest.TestSuite, place: Place) -> _Result:
-    result = _Result()
-    with place():
+def _run(test: Any, place: AbstractContextManager[None]) -> unittest.TestResult:
+    result = unittest.TestResult()
+    with place:
         unittest.TestSuite([test]).run(result)
     return result
 
 
-def _outcome(result: _Result, expected: _Result, used: dict[str, int]) -> tuple[str, str]:
-    made = ", ".join(f"{count} {name}" for name, count in sorted(used.items()))
+def _message(result: unittest.TestResult) -> str:
+    """The line that names the first failure; "" without one."""
+    failed = [*result.failures, *result.errors]
+    lines = failed[0][1].strip().splitlines() if failed else [""]
+    return next((line for line in lines if line[:1].isalpha() and "Error" in line), lines[-1])
+
+
+def _outcome(
+    result: unittest.TestResult, expected: unittest.TestResult, used: Counter[str]
+) -> tuple[str, str]:
     if result.skipped:
         return "skipped", result.skipped[0][1]
-    if expected.unsuccessful:
-        kind = "alike" if used and result.message == expected.message else "theirs too"
-        return kind, expected.message
+    if not expected.wasSuccessful():
+        alike = used and _message(result) == _message(expected)
+        return "alike" if alike else "theirs too", _message(expected)
     if not used:
         return "not ours", "makes none of the classes that we stand in for"
-    if result.unsuccessful:
-        return "failed", result.message
-    return "passed", made
+    if not result.wasSuccessful():
+        return "failed", _message(result)
+    return "passed", ", ".join(f"{count} {name}" for name, count in sorted(used.items()))
 
 
-def _outcomes(peer: str, source: Path, only: Sequence[str]) -> Iterator[Outcome]:
-    repository, names = FILES[peer]
-    paths = [source / name for name in names if (source / name).is_file()]
-    if not paths:
-        raise SystemExit(
-            f"{source / names[0]} is not there; --source is the source of github.com/{repository}"
-        )
-    paths = [path for path in paths if not only or path.name in only]
-    if peer == "mlx-lm":
-        from benchmarks import peers_mlx_lm as peers
-    else:
-        from benchmarks import peers_transformers as peers  # type: ignore[no-redef]
-    modules, used = peers.prepared(paths)
-    for path, module in zip(paths, modules, strict=True):
-        print(f"{path.relative_to(source)}:")
-        yield from run(module, used, peers.ours, peers.theirs)
+# For the peers' modules.
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+"""Of the models, which have random weights."""
+
+_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tokenizer(**options: Any) -> Any:
+    """A tokenizer with a token for each printable character.
+
+    Token 0 is "!", as in the vocabularies of GPT-2 and Qwen, which some tests rely on. The end of the text
+    lies beyond the models' vocabulary: random weights never end it.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [*map(chr, range(ord("!"), ord("~") + 1)), " ", "\n"]
+    ids = {character: i for i, character in enumerate(characters)}
+    whole = {**ids, "<pad>": len(ids), "<end>": SHAPE["vocab_size"]}
+    inner = Tokenizer(models.BPE(whole, [], unk_token="<pad>"))
+    inner.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", unk_token="<pad>", eos_token="<end>", **options
+    )
+    made.chat_template = _TEMPLATE
+    return made
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"peers_tests_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def named(modules: Sequence[Any], **found: Any) -> Iterator[None]:
+    """Give these names to what is found, in the modules that have them."""
+    before = [
+        (module, name, vars(module)[name]) for module in modules for name in found if name in vars(module)
+    ]
+    try:
+        for module, name, _ in before:
+            setattr(module, name, found[name])
+        yield
+    finally:
+        for module, name, old in before:
+            setattr(module, name, old)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -123,10 +155,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--source", type=Path, required=True, help="the peer's source, with its tests")
     parser.add_argument("--file", action="append", default=[], help="run the test files of this name only")
     options = parser.parse_args(arguments)
+    repository, names = FILES[options.peer]
+    paths = [options.source / "tests" / name for name in names.split()]
+    if not any(path.is_file() for path in paths):
+        raise SystemExit(f"{paths[0]} is not there; --source is the source of github.com/{repository}")
+    paths = [path for path in paths if path.is_file() and (not options.file or path.name in options.file)]
+    peer: Peer = importlib.import_module(f"benchmarks.peers_{options.peer.replace('-', '_')}")  # type: ignore[assignment]
     counts: Counter[str] = Counter()
-    for name, outcome, reason in _outcomes(options.peer, options.source, options.file):
-        print(f"{outcome:8}  {name}\n          {reason}", flush=True)
-        counts[outcome] += 1
+    with peer.prepared(paths) as (modules, used):
+        for path, module in zip(paths, modules, strict=True):
+            print(f"{path.relative_to(options.source)}:")
+            for name, outcome, reason in run(peer, module, used):
+                print(f"{outcome:8}  {name}\n          {reason}", flush=True)
+                counts[outcome] += 1
     for kind in (*KINDS, *sorted(counts.keys() - {*KINDS})):
         print(f"{kind}: {counts[kind]}")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models import gemma3_text, gpt_oss, lfm2, llama, mamba2, qwen3_next
+from mlx_lm.models import gemma3_text, llama, qwen3_next
 
 VOCAB = 97
 WINDOW = 8
@@ -18,19 +19,19 @@ SHAPE = {**COMMON, "vocab_size": VOCAB, "head_dim": 16}
 
 
 def make_llama(seed: int = 3, head_dim: int = 16) -> Any:
-    """Three layers of full attention."""
+    """Two layers of full attention."""
     shape = {**SHAPE, "head_dim": head_dim}
     arguments = llama.ModelArgs(
-        model_type="llama", num_hidden_layers=3, rms_norm_eps=1e-5, tie_word_embeddings=False, **shape
+        model_type="llama", num_hidden_layers=2, rms_norm_eps=1e-5, tie_word_embeddings=False, **shape
     )
     return seeded(llama.Model(arguments), seed)
 
 
 def make_gemma(seed: int = 3, head_dim: int = 16) -> Any:
-    """Six layers: two with a sliding window of 8, one with full attention, and again."""
+    """Three layers: two with a sliding window of 8, one with full attention."""
     arguments = gemma3_text.ModelArgs(
         model_type="gemma3_text",
-        num_hidden_layers=6,
+        num_hidden_layers=3,
         sliding_window=WINDOW,
         sliding_window_pattern=3,
         query_pre_attn_scalar=head_dim,
@@ -40,11 +41,11 @@ def make_gemma(seed: int = 3, head_dim: int = 16) -> Any:
 
 
 def make_qwen(seed: int = 3) -> Any:
-    """Four layers, three of them recurrent (gated delta net), with experts in two."""
+    """Two layers, the first recurrent (gated delta net), the second with experts."""
     arguments = qwen3_next.ModelArgs(
         model_type="qwen3_next",
-        num_hidden_layers=4,
-        full_attention_interval=4,
+        num_hidden_layers=2,
+        full_attention_interval=2,
         linear_num_value_heads=4,
         linear_num_key_heads=2,
         linear_key_head_dim=8,
@@ -66,77 +67,13 @@ def make_qwen(seed: int = 3) -> Any:
     return seeded(qwen3_next.Model(arguments), seed)
 
 
-def make_gpt_oss(seed: int = 3) -> Any:
-    """Four layers, every other with a sliding window of 8, attention sinks, experts."""
-    arguments = gpt_oss.ModelArgs(
-        num_hidden_layers=4,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=WINDOW,
-        rope_scaling={
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-        },
-        **SHAPE,
-    )
-    return seeded(gpt_oss.Model(arguments), seed)
-
-
-def make_lfm2(seed: int = 3) -> Any:
-    """Four layers, two of them short convolutions, which have one state."""
-    arguments = lfm2.ModelArgs(
-        model_type="lfm2",
-        num_hidden_layers=4,
-        full_attn_idxs=[1, 3],
-        max_position_embeddings=128,
-        norm_eps=1e-6,
-        conv_bias=False,
-        conv_L_cache=3,
-        block_dim=32,
-        block_multiple_of=16,
-        block_ffn_dim_multiplier=1.0,
-        block_auto_adjust_ff_dim=False,
-        block_ff_dim=64,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-    )
-    return seeded(lfm2.Model(arguments), seed)
-
-
-def make_mamba2(seed: int = 3) -> Any:
-    """Three recurrent layers and no attention at all."""
-    arguments = mamba2.ModelArgs(
-        model_type="mamba2",
-        num_hidden_layers=3,
-        num_heads=4,
-        head_dim=16,
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        state_size=16,
-        layer_norm_epsilon=1e-5,
-        conv_kernel=4,
-        n_groups=2,
-        use_bias=False,
-        use_conv_bias=True,
-        tie_word_embeddings=True,
-        time_step_limit=(0.001, 10.0),
-        time_step_rank="auto",
-    )
-    return seeded(mamba2.Model(arguments), seed)
-
-
-OTHERS: dict[str, Callable[..., Any]] = {
-    "gpt_oss": make_gpt_oss,
-    "lfm2": make_lfm2,
-    "mamba2": make_mamba2,
-}
 MODELS: dict[str, Callable[..., Any]] = {"llama": make_llama, "gemma": make_gemma, "qwen": make_qwen}
+
+
+@functools.cache
+def shared(name: str) -> Any:
+    """A model for all tests that leave it as it is."""
+    return MODELS[name]()
 
 
 def seeded(model: Any, seed: int, noise: float = 0.0) -> Any:

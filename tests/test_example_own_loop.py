@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import inspect
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,32 +80,22 @@ WINDOWS = pytest.mark.parametrize("window", [None, 0, 1, 3, 30])
 
 
 @WINDOWS
-def test_torch_attention_of_three_texts_is_plain_attention_of_each(window: int | None) -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    torch.manual_seed(0)
-    attention = load("torch_attention").Attention(DIM, HEADS, KV_HEADS, window)
-    found = through_the_cache(attention, texts(), torch.from_numpy, lambda x: x.numpy())
-    output = attention.output.weight.detach().numpy()
+@pytest.mark.parametrize("name", ["torch", "mlx"])
+def test_attention_of_three_texts_is_plain_attention_of_each(name: str, window: int | None) -> None:
+    module = pytest.importorskip({"mlx": "mlx.core"}.get(name, name), reason=f"{name} is not installed")
+    if name == "torch":
+        module.manual_seed(0)
+        wrap, unwrap = module.from_numpy, lambda x: x.detach().numpy()
+    else:
+        module.random.seed(0)
+        wrap, unwrap = module.array, np.array
+    attention = load(f"{name}_attention").Attention(DIM, HEADS, KV_HEADS, window)
+    found = through_the_cache(attention, texts(), wrap, unwrap)
+    output = unwrap(attention.output.weight)
     for text, x in texts().items():
-        projected = (part.detach().numpy() for part in attention.project(torch.from_numpy(x)))
-        want = plain_attention(*projected, window) @ output.T
+        want = plain_attention(*map(unwrap, attention.project(wrap(x))), window) @ output.T
         np.testing.assert_allclose(found[text], want, atol=2e-6)
-        whole = attention.without_cache(torch.from_numpy(x), window)
-        np.testing.assert_allclose(whole.numpy(), want, atol=2e-6)
-
-
-@WINDOWS
-def test_mlx_attention_of_three_texts_is_plain_attention_of_each(window: int | None) -> None:
-    mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
-    mx.random.seed(0)
-    attention = load("mlx_attention").Attention(DIM, HEADS, KV_HEADS, window)
-    found = through_the_cache(attention, texts(), mx.array, np.array)
-    output = np.array(attention.output.weight)
-    for text, x in texts().items():
-        projected = (np.array(part) for part in attention.project(mx.array(x)))
-        want = plain_attention(*projected, window) @ output.T
-        np.testing.assert_allclose(found[text], want, atol=2e-6)
-        np.testing.assert_allclose(np.array(attention.without_cache(mx.array(x), window)), want, atol=2e-6)
+        np.testing.assert_allclose(unwrap(attention.without_cache(wrap(x), window)), want, atol=2e-6)
 
 
 # CuPy: on a double of it, and on the real one where there is a GPU.
@@ -210,13 +199,12 @@ def test_what_the_double_adds_for_the_example_is_in_cupy() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "mlx", "cupy"])
-def test_the_example_runs_as_a_script(name: str) -> None:
+def test_the_example_runs_as_a_script(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name == "cupy" and not (found := plugin.probe()).ok:
         pytest.skip(f"cupy cannot run here: {found.reason}")
     pytest.importorskip({"mlx": "mlx.core"}.get(name, name), reason=f"{name} is not installed")
-    command = [sys.executable, str(FOLDER / f"{name}_attention.py")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    says_that_both_are_equal(done.stdout)
+    runpy.run_path(str(FOLDER / f"{name}_attention.py"), run_name="__main__")
+    says_that_both_are_equal(capsys.readouterr().out)
 
 
 def says_that_both_are_equal(output: str) -> None:

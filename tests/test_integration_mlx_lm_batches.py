@@ -26,7 +26,7 @@ SMALL = {"completion_batch_size": 4, "prefill_batch_size": 3, "prefill_step_size
 
 @pytest.fixture(params=list(models.MODELS))
 def model(request: pytest.FixtureRequest) -> Any:
-    return models.MODELS[request.param]()
+    return models.shared(request.param)
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
@@ -47,20 +47,6 @@ def test_batch_generation_gives_the_tokens_and_logits_of_mlx_lms_own_caches(mode
         assert tokens == theirs[uid][0]
         assert models.largest(logprobs, theirs[uid][1]) <= TOLERANCE
         assert tokens == models.greedy(model, prompts[uid], 9, own_prompt_cache(model))
-
-
-@pytest.mark.parametrize("name", list(models.OTHERS))
-def test_further_models_say_the_same_alone_and_in_a_batch(name: str) -> None:
-    model, prompts = models.OTHERS[name](), prompts_of(15, 4)
-    expected = [models.steps(model, prompt, 6, own_prompt_cache(model)) for prompt in prompts]
-    for prompt, theirs in zip(prompts, expected, strict=True):
-        ours = models.steps(model, prompt, 6, make_prompt_cache(model, capacity=32))
-        assert models.largest([x for _, x in ours], [x for _, x in theirs]) <= TOLERANCE
-    pool = CachePool(model, capacity=32, max_sequences=4)
-    found = models.run_batch(model, prompts, [pool.make_prompt_cache() for _ in prompts], 6, **SMALL)
-    for uid, theirs in enumerate(expected):
-        assert found[uid][0] == [token for token, _ in theirs]
-        assert models.largest(found[uid][1], [x for _, x in theirs]) <= TOLERANCE
 
 
 def test_no_sequence_is_leaked(model: Any) -> None:
@@ -250,7 +236,7 @@ class Trace:
                 del row[-n:]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_batches_see_what_plain_lists_hold(seed: int) -> None:
     layers = [Attention(window) for window in WINDOWS]
     pool = CachePool(layers, capacity=200, max_sequences=9, rollback=5, max_batch=64)

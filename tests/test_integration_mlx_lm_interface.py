@@ -120,7 +120,7 @@ class TestQuantizedByMlxLm:
         assert mx.array_equal(entry.keys, x)
 
     def test_models_with_sliding_layers_are_refused_before_any_layer_is_converted(self) -> None:
-        prompt_cache = make_prompt_cache(models.make_gemma(), capacity=32)
+        prompt_cache = make_prompt_cache(models.shared("gemma"), capacity=32)
         full = next(entry for entry in prompt_cache if type(entry).__name__ == "KVCache")
         with pytest.raises(kvcache.NotSupportedError, match="dtype="):
             full.to_quantized(group_size=32, bits=8)
@@ -133,7 +133,7 @@ class TestQuantizedByMlxLm:
 
 
 def test_a_loop_over_an_entry_of_states_ends_after_the_last() -> None:
-    model = models.make_qwen()
+    model = models.shared("qwen")
     entry = make_prompt_cache(model, capacity=16)[0]
     assert [*entry] == [None, None]
     with pytest.raises(IndexError, match="state 2 of layer 0, which has 2"):

@@ -125,8 +125,7 @@ def prompts(count: int) -> list[str]:
     return [f"{'abcdefghijkl'[i] * (3 + i)} once upon" for i in range(count)]
 
 
-@pytest.mark.parametrize("config", [{}, WINDOW], ids=["full", "sliding"])
-@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize(("config", "sequences"), [({}, 1), (WINDOW, 3)], ids=["full", "sliding"])
 def test_twelve_requests_at_once_are_all_answered_from_a_pool_for_a_few(
     serving: Callable[..., Any], config: dict[str, Any], sequences: int
 ) -> None:
@@ -137,8 +136,9 @@ def test_twelve_requests_at_once_are_all_answered_from_a_pool_for_a_few(
         assert running.text("and after that") == running.said("and after that", 6)
 
 
-@pytest.mark.parametrize("when_asked", [False, True])
-@BATCHED_AND_ALONE
+@pytest.mark.parametrize(
+    ("options", "when_asked"), [({}, True), ({"seed": 3}, False)], ids=["batched", "alone"]
+)
 def test_a_prompt_that_can_never_fit_is_refused_by_itself(
     serving: Callable[..., Any], options: dict[str, Any], when_asked: bool
 ) -> None:

@@ -1,8 +1,12 @@
-"""HFCache in ``generate()`` of transformers, against transformers' own cache in the same test."""
+"""HFCache and HFStaticCache in ``generate()``: models by ways to call it, beside transformers' own cache."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -10,62 +14,65 @@ pytest.importorskip("transformers")
 pytest.importorskip("torch")
 
 import torch
+import transformers
 
-from kvcache.integrations.transformers import HFCache
+from kvcache import InvalidRangeError, NotSupportedError
+from kvcache.integrations.transformers import HFCache, HFStaticCache, install
 
 from . import hf_models as hf
 
-CASES = [(name, mode) for name in hf.MODELS for mode in hf.MODES if hf.applies(name, mode)]
 LOOKBACK = {"prompt lookup": 8, "assisted": 24}
 """Tokens that windows keep besides what they show: few, so that they evict and wrap."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(("name", "mode"), CASES, ids=[f"{name}, {mode}" for name, mode in CASES])
-def test_tokens_and_logits_are_those_of_transformers_own_cache(name: str, mode: str) -> None:
-    made = hf.model(name)
-    expected = hf.MODES[mode](name, made, None)
-    cache = HFCache(made.config, capacity=64, lookback=LOOKBACK.get(mode, 2))
-    found = hf.MODES[mode](name, made, cache)
-    assert found.cache is cache or name == "whisper"  # whose generate takes the cache apart
-    assert found.distance(expected) == 0.0
-
-
-@pytest.mark.parametrize("mode", ["left padding", "beams"])
-@pytest.mark.parametrize("name", [name for name in hf.MODELS if name != "gpt-oss"])
-def test_the_same_with_scaled_dot_product_attention(name: str, mode: str) -> None:
-    if not hf.applies(name, mode):
-        mode = "sampling"
-    made = hf.model(name, "sdpa")
-    expected = hf.MODES[mode](name, made, None)
-    found = hf.MODES[mode](name, made, HFCache(made.config, capacity=64, lookback=0))
-    # Steps without padding get a mask with HFCache, by which transformers comes to a faster kernel.
-    assert found.distance(expected) <= (0.0 if mode == "left padding" else 1e-5)
-
-
-FLEX = [
-    *((name, mode) for name in ("llama", "qwen3", "gemma3", "llama4") for mode in ("left padding", "beams")),
-    *((name, "prompt lookup") for name in ("gemma3", "t5", "whisper")),
-]
+MODES = [(name, mode) for name in hf.MODELS for mode in hf.MODES if hf.applies(name, mode)]
+FIXED = [case for case in MODES if case[1] in ("beams", "left padding", "chat", "chunked prefill")]
+FLEX = [("gemma3", "left padding"), ("llama4", "beams"), ("t5", "prompt lookup")]
 """gpt-oss and Qwen3-Next have none on a CPU; T5's fails with padding and beams on transformers' own cache."""
+SCALED = [(name, "left padding") for name in ("gemma3", "t5")] + [
+    (name, "beams") for name in hf.MODELS if name != "gpt-oss"
+]
+CASES = [
+    *(("HFCache", name, mode, "eager") for name, mode in MODES),
+    *(("HFStaticCache", name, mode, "eager") for name, mode in FIXED),
+    *(("HFCache", name, mode, "sdpa") for name, mode in SCALED),
+    *(("HFCache", name, mode, "flex_attention") for name, mode in FLEX),
+    *(("install", name, "beams", "eager") for name in ("gemma3", "qwen3-next", "t5", "whisper")),
+    *(("install", name, "assisted", "eager") for name in ("gemma3", "t5")),
+]
+
+
+@pytest.fixture
+def dynamo() -> Iterator[Any]:
+    import torch._dynamo as module
+    import torch._dynamo.utils as utils
+
+    module.reset()
+    utils.counters.clear()
+    yield utils.counters
+    module.reset()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:flex_attention called without:UserWarning")
-@pytest.mark.parametrize(("name", "mode"), FLEX, ids=[f"{name}, {mode}" for name, mode in FLEX])
-def test_the_same_with_flex_attention_that_is_not_compiled(name: str, mode: str) -> None:
-    made = hf.model(name, "flex_attention")
-    with torch.compiler.set_stance("force_eager"):  # its kernels compile for minutes, and some not at all
-        expected = hf.MODES[mode](name, made, None)
-        found = hf.MODES[mode](name, made, HFCache(made.config, capacity=64, lookback=8))
-    assert made.config._attn_implementation == "flex_attention"
-    assert found.distance(expected) == 0.0
+@pytest.mark.parametrize(("way", "name", "mode", "attention"), CASES, ids=map(", ".join, CASES))
+def test_tokens_and_logits_are_those_of_transformers_own_cache(
+    way: str, name: str, mode: str, attention: str
+) -> None:
+    made, cache = hf.model(name, attention), None
+    if way == "HFCache":
+        cache = HFCache(made.config, capacity=64, lookback=LOOKBACK.get(mode, 2))
+    elif way == "HFStaticCache":
+        cache = HFStaticCache(made.config, capacity=48)
+    with torch.compiler.set_stance("force_eager"):  # kernels of flex attention compile for minutes
+        expected = hf.expected(name, mode, attention)
+        if way == "install":
+            with install(lookback=2):
+                found = hf.MODES[mode](name, made, None)
+        else:
+            found = hf.MODES[mode](name, made, cache)
+    if name != "whisper":  # whose generate takes the cache apart
+        assert isinstance(found.cache, HFCache) if cache is None else found.cache is cache
+    # A cache of fixed shapes is read whole; with SDPA steps without padding get a mask, and a faster kernel.
+    exact = way != "HFStaticCache" and (attention != "sdpa" or mode == "left padding")
+    assert found.distance(expected) <= (0.0 if exact else 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +86,9 @@ def test_the_same_with_flex_attention_that_is_not_compiled(name: str, mode: str)
     ],
     ids=lambda options: next(iter(options)),
 )
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_other_ways_to_generate(name: str, options: dict[str, Any]) -> None:
-    made = hf.model(name)
-    batch = hf.inputs(name, 1 if "assistant_early_exit" in options else 2, 3)
+def test_other_ways_to_generate(options: dict[str, Any]) -> None:
+    made = hf.model("gemma3")
+    batch = hf.inputs("gemma3", 1 if "assistant_early_exit" in options else 2, 3)
     try:
         expected = hf.generate(made, batch, **options)
         found = hf.generate(made, batch, HFCache(made.config, capacity=64, lookback=8), **options)
@@ -97,3 +103,149 @@ def test_embeddings_instead_of_tokens() -> None:
     batch["inputs_embeds"] = made.get_input_embeddings()(batch.pop("input_ids"))
     expected = hf.generate(made, batch)
     assert hf.generate(made, batch, HFCache(made.config, capacity=64, lookback=2)).distance(expected) == 0.0
+
+
+class TestCompiled:
+    @pytest.mark.parametrize("name", ["qwen3-next", "t5"])
+    def test_generate_compiles_one_graph_without_breaks(self, name: str, dynamo: Any) -> None:
+        """``generate`` compiles the decoding step for it, as for its own static cache."""
+        made = hf.model(name)
+        settings = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+        settings._compile_all_devices = True
+        batch = hf.inputs(name, 3, 5)
+        cache = HFStaticCache(made.config, capacity=48)
+        found = hf.generate(made, batch, cache, compile_config=settings)
+        assert found.distance(hf.expected(name, "left padding")) <= 1e-5
+        assert dynamo["stats"]["unique_graphs"] == 1
+        assert not dynamo["graph_break"]
+
+    def test_a_loop_of_ones_own_compiles_one_graph_past_the_end_of_the_window(self, dynamo: Any) -> None:
+        made, ids = hf.model("gemma3"), hf.tokens(1, 24)
+        step = torch.compile(made, backend="eager", fullgraph=True, dynamic=False)
+        ours, own = HFStaticCache(made.config, capacity=32), transformers.DynamicCache(config=made.config)
+        hf.close(hf.feed(made, ours, ids[:, :4]), hf.feed(made, own, ids[:, :4]))
+        for i in range(4, 16):
+            hf.close(hf.feed(step, ours, ids[:, i : i + 1]), hf.feed(made, own, ids[:, i : i + 1]))
+        assert dynamo["stats"]["unique_graphs"] == 1
+
+    def test_compiled_code_steps_out_of_the_graph_for_a_cache_that_grows(self, dynamo: Any) -> None:
+        """A cell table is not traced: the graph breaks, and the numbers are right."""
+        config = hf.model("llama").config
+        ours, reference = HFCache(config, capacity=32), transformers.DynamicCache(config=config)
+
+        def attend(cache: Any, key: torch.Tensor) -> torch.Tensor:
+            keys, values = cache.update(key * 2, key + 1, 0)
+            return torch.nn.functional.scaled_dot_product_attention(key, keys, values)
+
+        step = torch.compile(attend, backend="eager", dynamic=True)
+        for count in (5, 1, 1, 3):
+            key = torch.randn(2, 2, count, 16, generator=torch.Generator().manual_seed(count))
+            ours.layers[1].rows.reached(1)  # a pass of one layer
+            assert torch.equal(step(ours, key), attend(reference, key))
+        assert dynamo["graph_break"]
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers and torch, not ours
+    @pytest.mark.skipif(not os.environ.get("ML_LONG"), reason="compiles kernels for long: ML_LONG=1")
+    @pytest.mark.parametrize("name", ["llama", "gemma3"])
+    def test_flex_attention(self, name: str) -> None:
+        from torch._inductor.exc import InductorError
+
+        made = hf.model(name, "flex_attention")
+        try:
+            expected = hf.generate(made, hf.inputs(name, 1))
+        except InductorError as error:
+            pytest.skip(f"{name} does not compile here, with transformers' own cache: {error!s:.80}")
+        found = hf.generate(made, hf.inputs(name, 1), HFCache(made.config, capacity=64, lookback=2))
+        assert found.distance(expected) <= 1e-5
+
+
+class TestFixedShapes:
+    def test_the_buffers_are_those_of_our_cache_and_stay_where_they_are(self) -> None:
+        made, ids = hf.model("llama"), hf.tokens(2, 20)
+        cache = HFStaticCache(made.config, capacity=32)
+        hf.feed(made, cache, ids[:, :10])
+        buffers = cache.rows.pool.family.all._buffers
+        addresses = [layer.keys.data_ptr() for layer in cache.layers]
+        assert addresses == [buffers[i].key.tensor.native.data_ptr() for i in range(2)]
+        assert cache.layers[0].keys.shape == (2, 2, 32, 16)
+        hf.feed(made, cache, ids[:, 10:])
+        cache.reorder_cache(torch.tensor([1, 0]))
+        assert [layer.keys.data_ptr() for layer in cache.layers] == addresses
+        assert cache.nbytes == 2 * 2 * 2 * 32 * 2 * 16 * 4
+        with pytest.raises((InvalidRangeError, RuntimeError)):
+            hf.feed(made, cache, hf.tokens(3))
+
+    def test_crop_takes_back_and_reset_forgets(self) -> None:
+        made, ids, other = hf.model("gemma3"), hf.tokens(2, 20), hf.tokens(2, 4, seed=3)
+        cache, plain = HFStaticCache(made.config, capacity=32), HFCache(made.config, capacity=32)
+        hf.close(hf.feed(made, cache, ids), hf.feed(made, plain, ids))
+        for length in (-4, 12):
+            cache.crop(length)
+            plain.crop(length)
+            hf.close(hf.feed(made, cache, other), hf.feed(made, plain, other))
+        with pytest.raises(InvalidRangeError, match="20 of 16"):
+            cache.crop(20)
+        cache.reset()
+        plain.reset()
+        hf.close(hf.feed(made, cache, ids), hf.feed(made, plain, ids))
+
+    def test_recurrent_states_are_not_cropped_silently(self) -> None:
+        made, ids = hf.model("qwen3-next"), hf.tokens(2, 20)
+        cache, plain = HFStaticCache(made.config, capacity=32), HFCache(made.config, capacity=32)
+        hf.close(hf.feed(made, cache, ids), hf.feed(made, plain, ids))
+        with pytest.raises(NotSupportedError, match="4 tokens of recurrent states"):
+            cache.crop(-4)
+        cache.crop(0)
+        hf.close(hf.feed(made, cache, ids[:, :1]), hf.feed(made, plain, ids[:, :1]))
+
+    def test_one_cache_serves_inputs_of_other_lengths_one_after_another(self) -> None:
+        made = hf.model("t5")
+        cache = HFStaticCache(made.config, capacity=32)
+        for length in (9, 13, 5):
+            batch = {"input_ids": hf.tokens(2, length)}
+            assert hf.generate(made, batch, cache).distance(hf.generate(made, batch)) < 1e-4
+            cache.reset()
+
+
+class TestWindowsOfSingleLayers:
+    """What a config says of them: four layers, two with windows of their own."""
+
+    WINDOWS: ClassVar = {0: 4, 2: 7}
+
+    @pytest.fixture
+    def config(self) -> Any:
+        return transformers.LlamaConfig(
+            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, sliding_window=None,
+            per_layer_config={layer: {"sliding_window": size} for layer, size in self.WINDOWS.items()},
+        )  # fmt: skip
+
+    @pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
+    def test_each_layer_keeps_the_window_that_the_config_gives_it(self, config: Any, kind: Any) -> None:
+        layers = kind(config, capacity=32).layers
+        assert {i: layer.kind.size for i, layer in enumerate(layers) if layer.is_sliding} == self.WINDOWS
+
+    def test_mask_sizes_and_what_is_read_are_those_of_transformers_own_layers(self, config: Any) -> None:
+        own, cache = transformers.DynamicCache(config=config), HFCache(config, capacity=32, lookback=0)
+        torch.manual_seed(1)
+        for tokens in (9, 1, 1, 3, 1):
+            keys, values = torch.randn(2, 2, 2, tokens, 8)
+            for layer in range(4):
+                assert cache.get_mask_sizes(tokens, layer) == own.get_mask_sizes(tokens, layer)
+                expected = own.update(keys, values, layer)
+                found = cache.update(keys, values, layer)
+                assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "embedding-transformers.md"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_runs_as_written(dynamo: Any) -> None:
+    """docs/embedding-transformers.md: its blocks, in order, in one session."""
+    torch.manual_seed(0)
+    session: dict[str, Any] = {}
+    blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+    assert blocks
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{PAGE.name}, block {number}", "exec"), session)

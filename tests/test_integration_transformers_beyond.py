@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 from collections.abc import Iterator
@@ -25,58 +24,34 @@ from kvcache.stores import MemoryStore
 from . import hf_models as hf
 
 ATTENTION = [name for name in hf.DECODERS if name != "qwen3-next"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def feed(made: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of new tokens (rows, tokens, vocabulary)."""
-    with torch.no_grad():
-        logits: torch.Tensor = made(input_ids=ids, past_key_values=cache, use_cache=True).logits
-    return logits
-
-
-def fresh(made: Any, *pieces: torch.Tensor) -> torch.Tensor:
-    """Logits of the last piece, all fed one after another to transformers' own cache."""
-    cache = transformers.DynamicCache(config=made.config)
-    return [feed(made, cache, piece) for piece in pieces][-1]
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.shape == expected.shape
-    assert float((found - expected).abs().max()) < 1e-5
+EACH_KIND = ("gemma3", "llama4", "qwen3-next")
+"""Full and sliding, chunked, linear attention."""
 
 
 class TestStorage:
     def test_k_and_v_lie_in_our_cache_and_are_read_from_there(self) -> None:
         made, ids = hf.model("llama"), hf.tokens(1)
         cache = HFCache(made.config, capacity=32)
-        feed(made, cache, ids)
+        hf.feed(made, cache, ids)
         causal = cache.rows.pool.family.all
         assert causal.positions(0).tolist() == list(range(13))
-        before = feed(made, cache, ids[:, :1])
+        before = hf.feed(made, cache, ids[:, :1])
         cache.crop(-1)
         causal._buffers[1].value.tensor.native.zero_()
-        assert not torch.equal(feed(made, cache, ids[:, :1]), before)
+        assert not torch.equal(hf.feed(made, cache, ids[:, :1]), before)
 
     def test_memory_is_what_the_capacity_says(self) -> None:
         made = hf.model("llama")
         cache = HFCache(made.config, max_sequences=3, capacity=50)
         assert cache.nbytes == 0
-        feed(made, cache, hf.tokens(2))
+        hf.feed(made, cache, hf.tokens(2))
         assert cache.nbytes == 2 * 2 * 3 * 50 * 2 * 16 * 4  # K and V, layers, cells, heads, dims, bytes
 
     def test_windows_cost_no_more_than_they_show(self) -> None:
         made = hf.model("gemma3", layer_types=("sliding_attention", "sliding_attention"))
         cache = HFCache(made.config, capacity=4096, lookback=4)
         for _ in range(5):
-            feed(made, cache, hf.tokens(2, 40))
+            hf.feed(made, cache, hf.tokens(2, 40))
         kept = hf.WINDOW - 1 + 4
         assert cache.nbytes == 2 * 2 * (2 * 2 * kept) * 2 * 16 * 4
         assert cache.get_seq_length() == 200
@@ -91,7 +66,7 @@ class TestStorage:
                 gc.disable()
                 try:
                     cache = kind(made.config, backend=backend, capacity=64)
-                    hf.generate(made, hf.inputs(name, 2), cache, num_beams=2)
+                    hf.generate(made, hf.inputs(name, 2), cache, num_beams=2, max_new_tokens=3)
                     assert backend.memory().devices[0].allocated >= cache.nbytes > 0
                     del cache
                     assert backend.memory().devices[0].allocated == 0
@@ -112,12 +87,11 @@ class TestStorage:
     @pytest.mark.parametrize(
         ("dtype", "most"), [(ml.DType.F16, 0.02), (ml.DType.Q8_0, 1.0), (ml.DType.Q4_0, 8.0)]
     )
-    @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
-    def test_smaller_storage_on_sliding_layers_too(self, name: str, dtype: ml.DType, most: float) -> None:
-        made, ids = hf.model(name, head_dim=32), hf.tokens(2, 30)
+    def test_smaller_storage_on_sliding_layers_too(self, dtype: ml.DType, most: float) -> None:
+        made, ids = hf.model("gemma3", head_dim=32), hf.tokens(2, 30)
         plain, small = (HFCache(made.config, capacity=64, lookback=2, dtype=one) for one in (None, dtype))
-        expected = [feed(made, plain, ids[:, i : i + 6]) for i in range(0, 30, 6)]
-        found = [feed(made, small, ids[:, i : i + 6]) for i in range(0, 30, 6)]
+        expected = [hf.feed(made, plain, ids[:, i : i + 6]) for i in range(0, 30, 6)]
+        found = [hf.feed(made, small, ids[:, i : i + 6]) for i in range(0, 30, 6)]
         distance = float((torch.cat(found, 1) - torch.cat(expected, 1)).abs().max())
         assert 0 < distance < most
         bits = {ml.DType.F16: 16, ml.DType.Q8_0: 8.5, ml.DType.Q4_0: 4.5}[dtype]
@@ -126,9 +100,9 @@ class TestStorage:
     def test_a_dtype_of_torch_names_the_storage_too_and_anything_else_is_refused(self) -> None:
         made, ids = hf.model("llama"), hf.tokens(1, 6)
         cache = HFCache(made.config, capacity=64, dtype=torch.float16)
-        feed(made, cache, ids)
+        hf.feed(made, cache, ids)
         same = HFCache(made.config, capacity=64, dtype=ml.DType.F16)
-        feed(made, same, ids)
+        hf.feed(made, same, ids)
         assert cache.nbytes == same.nbytes
         with pytest.raises(ml.DTypeError, match=r"dtype='float16'.*ml.DType.*torch.dtype"):
             HFCache(made.config, dtype="float16")  # type: ignore[arg-type]
@@ -152,129 +126,131 @@ class TestStorage:
         with open_any("mlx") as opened:
             cache = HFCache(made.config, backend=opened, capacity=64)
             with pytest.raises(ml.NotSupportedError, match="in place"):
-                hf.MODES["greedy"]("qwen3-next", made, cache)
+                hf.MODES["sampling"]("qwen3-next", made, cache)
 
 
 class TestOverflow:
     def test_says_what_is_asked_and_free_and_changes_nothing(self) -> None:
         made, ids = hf.model("llama"), hf.tokens(2, 20)
         cache = HFCache(made.config, capacity=12)
-        feed(made, cache, ids[:, :10])
+        hf.feed(made, cache, ids[:, :10])
         with pytest.raises(CacheFullError, match="6 cells are needed and 4 are free") as caught:
-            feed(made, cache, ids[:, 10:13])
+            hf.feed(made, cache, ids[:, 10:13])
         assert "capacity=12 tokens" in caught.value.__notes__[0]
         assert cache.get_seq_length() == 10
-        close(feed(made, cache, ids[:, 10:12]), fresh(made, ids[:, :10], ids[:, 10:12]))
+        hf.close(hf.feed(made, cache, ids[:, 10:12]), hf.fresh(made, ids[:, :10], ids[:, 10:12]))
 
     def test_hybrid_models_stay_whole(self) -> None:
         made, ids = hf.model("qwen3-next"), hf.tokens(1, 20)
         cache = HFCache(made.config, capacity=12)
-        feed(made, cache, ids[:, :10])
+        hf.feed(made, cache, ids[:, :10])
         with pytest.raises(CacheFullError):
-            feed(made, cache, ids[:, 10:14])
-        close(feed(made, cache, ids[:, 10:12]), fresh(made, ids[:, :10], ids[:, 10:12]))
+            hf.feed(made, cache, ids[:, 10:14])
+        hf.close(hf.feed(made, cache, ids[:, 10:12]), hf.fresh(made, ids[:, :10], ids[:, 10:12]))
 
     def test_a_static_cache_refuses_instead_of_an_index_error(self) -> None:
         made, ids = hf.model("llama"), hf.tokens(2, 20)
         theirs = transformers.StaticCache(made.config, max_cache_len=12)
-        feed(made, theirs, ids[:, :10])
+        hf.feed(made, theirs, ids[:, :10])
         with pytest.raises(IndexError):
-            feed(made, theirs, ids[:, 10:13])
+            hf.feed(made, theirs, ids[:, 10:13])
         cache = HFStaticCache(made.config, capacity=12)
-        feed(made, cache, ids[:, :10])
+        hf.feed(made, cache, ids[:, :10])
         with pytest.raises(CacheFullError, match="3 cells are needed and 2 are free"):
-            feed(made, cache, ids[:, 10:13])
-        close(feed(made, cache, ids[:, 10:12]), fresh(made, ids[:, :10], ids[:, 10:12]))
+            hf.feed(made, cache, ids[:, 10:13])
+        hf.close(hf.feed(made, cache, ids[:, 10:12]), hf.fresh(made, ids[:, :10], ids[:, 10:12]))
 
     def test_more_rows_than_sequences(self) -> None:
         made = hf.model("llama")
         cache = HFCache(made.config, max_sequences=2, capacity=32)
         with pytest.raises(InvalidSequenceError, match="3 sequences are needed and 2 are free"):
-            feed(made, cache, hf.tokens(3))
-        feed(made, cache, hf.tokens(2))
+            hf.feed(made, cache, hf.tokens(3))
+        hf.feed(made, cache, hf.tokens(2))
         with pytest.raises(InvalidRangeError, match="a batch of 1 rows"):
-            feed(made, cache, hf.tokens(1))
+            hf.feed(made, cache, hf.tokens(1))
 
     def test_reserve_and_grow_make_room_for_all_that_is_held(self) -> None:
-        for name, grow in [(name, grow) for name in hf.DECODERS for grow in (False, True)]:
+        for name, grow in [(name, grow) for name in EACH_KIND for grow in (False, True)]:
             made, ids = hf.model(name), hf.tokens(2, 30)
             cache = HFCache(made.config, capacity=14, lookback=2, grow=grow)
-            feed(made, cache, ids[:, :12])
+            hf.feed(made, cache, ids[:, :12])
             if not grow:
                 cache.reserve(40)
-            close(feed(made, cache, ids[:, 12:]), fresh(made, ids[:, :12], ids[:, 12:]))
+            hf.close(hf.feed(made, cache, ids[:, 12:]), hf.fresh(made, ids[:, :12], ids[:, 12:]))
 
 
 class TestGoingBack:
-    @pytest.mark.parametrize("name", ATTENTION)
+    @pytest.mark.parametrize("name", ["gemma3", "llama4"])
     def test_crop_to_a_position(self, name: str) -> None:
         made, ids, other = hf.model(name), hf.tokens(2, 24), hf.tokens(2, 6, seed=9)
         cache = HFCache(made.config, capacity=64, lookback=8)
-        feed(made, cache, ids[:, :12])
+        hf.feed(made, cache, ids[:, :12])
         for i in range(12, 24):
-            feed(made, cache, ids[:, i : i + 1])
+            hf.feed(made, cache, ids[:, i : i + 1])
         cache.crop(18)
         assert cache.get_seq_length() == 18
-        close(feed(made, cache, other), fresh(made, ids[:, :18], other))
+        hf.close(hf.feed(made, cache, other), hf.fresh(made, ids[:, :18], other))
         cache.crop(-6)
-        close(feed(made, cache, ids[:, 18:]), fresh(made, ids[:, :18], ids[:, 18:]))
+        hf.close(hf.feed(made, cache, ids[:, 18:]), hf.fresh(made, ids[:, :18], ids[:, 18:]))
 
     def test_a_window_that_has_forgotten_refuses(self) -> None:
         made, ids = hf.model("gemma3"), hf.tokens(2, 30)
         cache = HFCache(made.config, capacity=64, lookback=3)
         for i in range(30):
-            feed(made, cache, ids[:, i : i + 1])
+            hf.feed(made, cache, ids[:, i : i + 1])
         with pytest.raises(NotSupportedError, match=r"forgotten.*lookback=3"):
             cache.crop(20)
         assert cache.get_seq_length() == 30
         cache.crop(27)
-        close(feed(made, cache, ids[:, 27:]), fresh(made, ids[:, :27], ids[:, 27:]))
+        hf.close(hf.feed(made, cache, ids[:, 27:]), hf.fresh(made, ids[:, :27], ids[:, 27:]))
 
     def test_a_prefill_longer_than_a_window_leaves_no_hole_to_go_back_to(self) -> None:
         made, ids = hf.model("gemma3"), hf.tokens(1, 40)
         cache = HFCache(made.config, capacity=64, lookback=8)
-        feed(made, cache, ids[:, :20])
-        feed(made, cache, ids[:, 20:37])  # longer than the 15 tokens that are kept
+        hf.feed(made, cache, ids[:, :20])
+        hf.feed(made, cache, ids[:, 20:37])  # longer than the 15 tokens that are kept
         with pytest.raises(NotSupportedError):
             cache.crop(25)
         cache.crop(30)
-        close(feed(made, cache, ids[:, 30:]), fresh(made, ids[:, :30], ids[:, 30:]))
+        hf.close(hf.feed(made, cache, ids[:, 30:]), hf.fresh(made, ids[:, :30], ids[:, 30:]))
 
     def test_recurrent_states_go_back_to_checkpoints_or_refuse(self) -> None:
         made, ids = hf.model("qwen3-next"), hf.tokens(2, 30)
         cache = HFCache(made.config, capacity=64)
-        feed(made, cache, ids[:, :12])
+        hf.feed(made, cache, ids[:, :12])
         cache.checkpoint()
         for i in range(12, 20):
-            feed(made, cache, ids[:, i : i + 1])
+            hf.feed(made, cache, ids[:, i : i + 1])
         with pytest.raises(NotSupportedError, match=r"can go back to \[12, 20\] and 0 only"):
             cache.crop(16)
         steps = [ids[:, i : i + 1] for i in range(12, 20)]
-        close(feed(made, cache, ids[:, 20:22]), fresh(made, ids[:, :12], *steps, ids[:, 20:22]))
+        hf.close(hf.feed(made, cache, ids[:, 20:22]), hf.fresh(made, ids[:, :12], *steps, ids[:, 20:22]))
         cache.crop(12)
-        close(feed(made, cache, ids[:, 12:]), fresh(made, ids[:, :12], ids[:, 12:]))
+        hf.close(hf.feed(made, cache, ids[:, 12:]), hf.fresh(made, ids[:, :12], ids[:, 12:]))
 
     def test_transformers_own_cache_keeps_a_state_that_has_seen_what_was_cropped(self) -> None:
         """Why a crop is refused: taken silently it gives other logits."""
         made, ids = hf.model("qwen3-next"), hf.tokens(1, 20)
         theirs = transformers.DynamicCache(config=made.config)
         theirs.activate_past_recording()
-        feed(made, theirs, ids[:, :16])
+        hf.feed(made, theirs, ids[:, :16])
         theirs.crop(-4)
-        wrong = feed(made, theirs, ids[:, 12:])
-        assert float((wrong - fresh(made, ids[:, :12], ids[:, 12:])).abs().max()) > 1e-2
+        wrong = hf.feed(made, theirs, ids[:, 12:])
+        assert float((wrong - hf.fresh(made, ids[:, :12], ids[:, 12:])).abs().max()) > 1e-2
 
     def test_to_the_beginning_and_another_batch(self) -> None:
-        for name in hf.MODELS:
-            made = hf.model(name)
+        types = ("linear_attention", "linear_attention", "full_attention")
+        hybrid = hf.model("qwen3-next", num_hidden_layers=3, layer_types=types)
+        for name, made in (("gemma3", hf.model("gemma3")), ("qwen3-next", hybrid), ("t5", hf.model("t5"))):
             cache = HFCache(made.config, max_sequences=3, capacity=64)
             for rows in (1, 3):
-                expected = hf.generate(made, hf.inputs(name, rows))
-                assert hf.generate(made, hf.inputs(name, rows), cache).distance(expected) == 0.0
+                expected = hf.generate(made, hf.inputs(name, rows), max_new_tokens=4)
+                found = hf.generate(made, hf.inputs(name, rows), cache, max_new_tokens=4)
+                assert found.distance(expected) == 0.0
                 cache.reset()
                 assert cache.get_seq_length() == 0
 
-    @pytest.mark.parametrize("name", [name for name in hf.DECODERS if name != "qwen3-next"])
+    @pytest.mark.parametrize("name", ATTENTION)
     @pytest.mark.parametrize("layer", [0, 1])
     def test_remove_from_the_middle(self, name: str, layer: int) -> None:
         """In a model of one layer, what is left is as if the rest had never been there."""
@@ -287,16 +263,16 @@ class TestGoingBack:
             changes["no_rope_layers"] = (1 - layer,)
         made, ids = hf.model(name, **changes), hf.tokens(2, 30)
         cache = HFCache(made.config, capacity=64, lookback=24, shift=rope_shift(made.config))
-        feed(made, cache, ids[:, :20])
+        hf.feed(made, cache, ids[:, :20])
         cache.remove(14, 18)
         assert cache.get_seq_length() == 16
         left = torch.cat((ids[:, :14], ids[:, 18:]), 1)
-        close(feed(made, cache, ids[:, 20:]), fresh(made, left[:, :16], left[:, 16:]))
+        hf.close(hf.feed(made, cache, ids[:, 20:]), hf.fresh(made, left[:, :16], left[:, 16:]))
 
     def test_remove_needs_to_know_how_keys_move(self) -> None:
         made, ids = hf.model("llama"), hf.tokens(1)
         cache = HFCache(made.config, capacity=32)
-        feed(made, cache, ids)
+        hf.feed(made, cache, ids)
         with pytest.raises(NotSupportedError, match="shift"):
             cache.remove(2, 4)
         assert cache.get_seq_length() == 13
@@ -306,25 +282,25 @@ class TestGoingBack:
     def test_a_pass_that_failed_is_noticed_and_taken_back(self) -> None:
         made, ids = hf.model("gemma3"), hf.tokens(2, 20)
         cache = HFCache(made.config, capacity=32)
-        feed(made, cache, ids[:, :10])
+        hf.feed(made, cache, ids[:, :10])
         attention = made.model.layers[1].self_attn
         hook = attention.register_forward_pre_hook(
             lambda *_: (_ for _ in ()).throw(RuntimeError("no memory"))
         )
         with pytest.raises(RuntimeError, match="no memory"):
-            feed(made, cache, ids[:, 10:13])
+            hf.feed(made, cache, ids[:, 10:13])
         hook.remove()
         with pytest.raises(OrderError, match=r"crop\(-3\)"):
-            feed(made, cache, ids[:, 13:14])
+            hf.feed(made, cache, ids[:, 13:14])
         cache.crop(-3)
-        close(feed(made, cache, ids[:, 10:]), fresh(made, ids[:, :10], ids[:, 10:]))
+        hf.close(hf.feed(made, cache, ids[:, 10:]), hf.fresh(made, ids[:, :10], ids[:, 10:]))
 
     def test_keys_that_could_not_be_stored_are_not_taken_for_stored(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         made, ids = hf.model("llama", num_hidden_layers=1), hf.tokens(2, 20)
         cache = HFCache(made.config, capacity=32)
-        feed(made, cache, ids[:, :10])
+        hf.feed(made, cache, ids[:, :10])
 
         def fail(*_: Any) -> None:
             raise ml.DeviceError("out of memory")
@@ -332,43 +308,32 @@ class TestGoingBack:
         with monkeypatch.context() as patch:
             patch.setattr(cache.rows.pool.family.all, "put", fail)
             with pytest.raises(ml.DeviceError):
-                feed(made, cache, ids[:, 10:13])
+                hf.feed(made, cache, ids[:, 10:13])
         assert cache.get_seq_length() == 10
         with pytest.raises(InvalidRangeError, match="brings 1 tokens of 2 rows, in a pass of 3"):
-            feed(made, cache, ids[:, 10:11])
-        close(feed(made, cache, ids[:, 10:13]), fresh(made, ids[:, :10], ids[:, 10:13]))
+            hf.feed(made, cache, ids[:, 10:11])
+        hf.close(hf.feed(made, cache, ids[:, 10:13]), hf.fresh(made, ids[:, :10], ids[:, 10:13]))
 
 
 class TestSharing:
-    @pytest.mark.parametrize("name", hf.DECODERS)
+    @pytest.mark.parametrize("name", EACH_KIND)
     def test_forks_go_their_own_ways(self, name: str) -> None:
         made, ids = hf.model(name), hf.tokens(2, 16)
         ways = [hf.tokens(2, 12, seed=seed) for seed in (1, 2, 3)]
         cache = HFCache(made.config, max_sequences=6, capacity=40, lookback=2)
-        feed(made, cache, ids)
+        hf.feed(made, cache, ids)
         forks = [cache, cache.fork(), cache.fork()]
         parts = (slice(0, 1), slice(1, 2), slice(2, 9), slice(9, 12))
         for part in parts:
             for fork, way in zip(forks, ways, strict=True):
-                found = feed(made, fork, way[:, part])
+                found = hf.feed(made, fork, way[:, part])
                 before = [way[:, one] for one in parts if one.start <= part.start]
-                close(found, fresh(made, ids, *before))
-
-    @pytest.mark.parametrize("name", hf.DECODERS)
-    def test_a_deep_copy_is_a_cache_of_its_own(self, name: str) -> None:
-        """As transformers' pages on prefix reuse do it."""
-        made, ids = hf.model(name), hf.tokens(2, 16)
-        prompt = HFCache(made.config, capacity=40, lookback=2)
-        feed(made, prompt, ids)
-        for seed in (1, 2):
-            more, held = hf.tokens(2, 9, seed=seed), copy.deepcopy(prompt)
-            close(feed(made, held, more), fresh(made, ids, more))
-        assert prompt.get_seq_length() == 16
+                hf.close(found, hf.fresh(made, ids, *before))
 
     def test_forks_and_beams_share_cells(self) -> None:
         made = hf.model("llama")
         cache = HFCache(made.config, max_sequences=4, capacity=30)
-        feed(made, cache, hf.tokens(1, 20))
+        hf.feed(made, cache, hf.tokens(1, 20))
         free = cache.rows.pool.family.all.free_cells
         forks = [cache.fork() for _ in range(3)]
         assert cache.rows.pool.family.all.free_cells == free
@@ -380,7 +345,7 @@ class TestSharing:
     def test_a_fork_in_the_middle_of_a_pass_is_refused(self) -> None:
         made, ids = hf.model("llama"), hf.tokens(1)
         cache = HFCache(made.config, max_sequences=2, capacity=32)
-        feed(made, cache, ids)
+        hf.feed(made, cache, ids)
         keys = torch.zeros(1, 2, 1, 16)
         cache.update(keys, keys, 0)
         with pytest.raises(OrderError, match="did not reach all layers"):
@@ -389,7 +354,7 @@ class TestSharing:
     def test_one_pass_at_a_time(self) -> None:
         made, ids = hf.model("llama"), hf.tokens(1)
         cache = HFCache(made.config, max_sequences=2, capacity=32)
-        feed(made, cache, ids)
+        hf.feed(made, cache, ids)
         fork, keys = cache.fork(), torch.zeros(1, 2, 1, 16)
         cache.update(keys, keys, 0)
         fork.update(keys, keys, 0)
@@ -397,16 +362,26 @@ class TestSharing:
             cache.update(keys, keys, 1)
 
     def test_rows_are_repeated_and_selected(self) -> None:
-        for name in hf.DECODERS:
+        for name in EACH_KIND:
             made, ids = hf.model(name), hf.tokens(2, 12)
             more = hf.tokens(3, 5, seed=4)
             cache = HFCache(made.config, max_sequences=6, capacity=20, lookback=2)
-            feed(made, cache, ids)
+            hf.feed(made, cache, ids)
             cache.batch_repeat_interleave(3)
             cache.batch_select_indices(torch.tensor([5, 0, 3]))
-            close(feed(made, cache, more), fresh(made, ids[[1, 0, 1]], more))
+            hf.close(hf.feed(made, cache, more), hf.fresh(made, ids[[1, 0, 1]], more))
 
-    @pytest.mark.parametrize("name", hf.MODELS)
+    def test_rows_are_selected_by_a_tensor_a_mask_or_a_sequence(self) -> None:
+        made, held = hf.model("llama"), []
+        for chosen in (torch.tensor([0, 2]), torch.tensor([True, False, True]), (0, 2), [0, 2]):
+            cache = HFCache(made.config, max_sequences=3, capacity=32)
+            hf.feed(made, cache, hf.tokens(3))
+            cache.batch_select_indices(chosen)
+            held.append(cache.layers[0].keys)
+        assert held[0].shape[0] == 2
+        assert all(torch.equal(keys, held[0]) for keys in held)
+
+    @pytest.mark.parametrize("name", [*EACH_KIND, "gpt-oss", "t5", "whisper"])
     def test_snapshots_and_stores(self, name: str) -> None:
         """Back to an earlier turn; into a second cache; through a store into a third."""
         made, batch = hf.model(name), hf.inputs(name, 2)
@@ -437,12 +412,12 @@ class TestSharing:
     def test_a_snapshot_of_another_model_is_refused_and_nothing_lost(self) -> None:
         made, ids = hf.model("llama"), hf.tokens(1, 20)
         cache = HFCache(made.config, capacity=32)
-        feed(made, cache, ids[:, :12])
+        hf.feed(made, cache, ids[:, :12])
         other = HFCache(hf.model("llama", head_dim=32).config, capacity=32)
-        feed(hf.model("llama", head_dim=32), other, ids)
+        hf.feed(hf.model("llama", head_dim=32), other, ids)
         with pytest.raises(InvalidRangeError):
             cache.restore(other.snapshot())
-        close(feed(made, cache, ids[:, 12:]), fresh(made, ids[:, :12], ids[:, 12:]))
+        hf.close(hf.feed(made, cache, ids[:, 12:]), hf.fresh(made, ids[:, :12], ids[:, 12:]))
 
 
 def _encoded(made: Any, batch: dict[str, torch.Tensor]) -> Any:
@@ -456,16 +431,6 @@ class TestInstalling:
         yield
         uninstall()
 
-    @pytest.mark.parametrize("name", hf.MODELS)
-    def test_plain_generate_uses_it(self, name: str) -> None:
-        made = hf.model(name)
-        expected = hf.generate(made, hf.inputs(name, 2), num_beams=2)
-        with install(lookback=2):
-            found = hf.generate(made, hf.inputs(name, 2), num_beams=2)
-        assert isinstance(found.cache, HFCache) or name == "whisper"
-        assert found.distance(expected) == 0.0
-        assert not isinstance(hf.generate(made, hf.inputs(name, 1)).cache, HFCache)
-
     def test_a_chat_grows_between_calls(self) -> None:
         made, ids = hf.model("gemma3"), hf.tokens(2)
         theirs = ours = None
@@ -478,13 +443,6 @@ class TestInstalling:
             theirs, ours = expected.cache, found.cache
             ids = torch.cat((expected.sequences, hf.tokens(2, 20)), 1)
         assert isinstance(ours, HFCache)
-
-    @pytest.mark.parametrize("name", ["llama", "gemma3", "t5"])
-    def test_the_assistant_too(self, name: str) -> None:
-        made = hf.model(name)
-        expected = hf.MODES["assisted"](name, made, None)
-        with install():
-            assert hf.MODES["assisted"](name, made, None).distance(expected) == 0.0
 
     def test_static_where_static_is_asked_for(self) -> None:
         made = hf.model("llama")
@@ -530,7 +488,7 @@ def test_positions_in_the_keys_of_a_layer_are_those_of_the_mask() -> None:
     made = hf.model("gemma3")
     cache = HFCache(made.config, capacity=64, lookback=2)
     assert cache.layers[0].keys is None
-    feed(made, cache, hf.tokens(2, 20))
+    hf.feed(made, cache, hf.tokens(2, 20))
     assert cache.layers[0].keys.shape == (2, 2, hf.WINDOW - 1, 16)
     assert cache.layers[1].values.shape == (2, 2, 20, 16)
     assert cache.get_mask_sizes(3, 0) == (hf.WINDOW + 2, 13)

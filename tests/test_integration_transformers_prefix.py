@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,20 +21,12 @@ from . import hf_models as hf
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def plain(made: Any, ids: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = made.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
     return found
 
 
-@pytest.mark.parametrize("name", hf.DECODERS)
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "qwen3-next"])
 def test_a_chat_is_never_read_again(name: str) -> None:
     """Three turns and a side branch; each goes on where the one before ended."""
     made, ids = hf.model(name), hf.tokens(1, 30)
@@ -98,9 +89,8 @@ def test_a_conversation_has_one_row() -> None:
 
 
 @pytest.mark.parametrize("drafted", [3, 12])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_an_assistant_drafts_from_a_prefix_too(name: str, drafted: int) -> None:
-    made, assistant = hf.model(name), hf.model(name, seed=1)
+def test_an_assistant_drafts_from_a_prefix_too(drafted: int) -> None:
+    made, assistant = hf.model("gemma3"), hf.model("gemma3", seed=1)
     assistant.generation_config.num_assistant_tokens = drafted
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     ids = hf.tokens(1, 20)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,25 +20,6 @@ from kvcache import NotSupportedError, OrderError
 from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache, install
 
 from . import hf_models as hf
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def feed(made: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = made(input_ids=ids, past_key_values=cache, use_cache=cache is not None).logits
-    return logits
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.shape == expected.shape
-    assert float((found - expected).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("way", ["HFCache", "HFStaticCache", "install"])
@@ -65,19 +45,13 @@ def test_a_decoder_alone_of_an_encoder_decoders_config_has_the_decoders_layers()
     torch.manual_seed(0)
     made = transformers.BartForCausalLM(config).eval()
     cache, ids = HFCache(made.config, capacity=32), hf.tokens(2)
-    close(torch.cat((feed(made, cache, ids[:, :9]), feed(made, cache, ids[:, 9:])), 1), feed(made, None, ids))
+    hf.close(
+        torch.cat((hf.feed(made, cache, ids[:, :9]), hf.feed(made, cache, ids[:, 9:])), 1),
+        hf.feed(made, None, ids),
+    )
 
 
 class TestHybrids:
-    def test_reset_and_generate_again(self) -> None:
-        types = ("linear_attention", "linear_attention", "full_attention")
-        made = hf.model("qwen3-next", num_hidden_layers=3, layer_types=types)
-        expected = hf.generate(made, hf.inputs("qwen3-next", 2))
-        cache = HFCache(made.config, capacity=64)
-        for _ in range(2):
-            assert hf.generate(made, hf.inputs("qwen3-next", 2), cache).distance(expected) == 0.0
-            cache.reset()
-
     def test_a_four_dimensional_mask_needs_no_count_of_tokens(self) -> None:
         made, ids = hf.model("qwen3-next"), hf.tokens(2)
         cache, own = HFCache(made.config, capacity=64), transformers.DynamicCache(config=made.config)
@@ -89,27 +63,27 @@ class TestHybrids:
                     made(input_ids=ids[:, part], attention_mask=mask, past_key_values=one).logits
                     for one in (cache, own)
                 )
-            close(found, expected)
+            hf.close(found, expected)
 
     @pytest.mark.parametrize("tokens", [1, 3])
     def test_after_an_exception_the_advice_works(self, tokens: int) -> None:
         made, ids = hf.model("qwen3-next"), hf.tokens(2, 20)
         cache = HFCache(made.config, capacity=64)
-        feed(made, cache, ids[:, :6])
+        hf.feed(made, cache, ids[:, :6])
         cache.checkpoint()
-        feed(made, cache, ids[:, 6:10])
+        hf.feed(made, cache, ids[:, 6:10])
         interrupt(made, cache, ids[:, 10 : 10 + tokens])
         with pytest.raises(OrderError, match=r"Call crop\(-\d+\).*go back to \[6,"):
-            feed(made, cache, ids[:, 10:11])
+            hf.feed(made, cache, ids[:, 10:11])
         cache.crop(6)
-        close(feed(made, cache, ids[:, 6:]), feed(made, None, ids)[:, 6:])
+        hf.close(hf.feed(made, cache, ids[:, 6:]), hf.feed(made, None, ids)[:, 6:])
 
 
 def interrupt(made: Any, cache: Any, ids: torch.Tensor) -> None:
     """A pass that fails before the last layer's attention."""
     hook = made.model.layers[-1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("hook")))
     with pytest.raises(KeyError, match="hook"):
-        feed(made, cache, ids)
+        hf.feed(made, cache, ids)
     hook.remove()
 
 
@@ -119,27 +93,26 @@ class TestAfterAnException:
         cache = HFCache(made.config, capacity=32)
         interrupt(made, cache, ids[:, :10])
         with pytest.raises(OrderError, match=r"Call reset\(\)"):
-            feed(made, cache, ids[:, 10:11])
+            hf.feed(made, cache, ids[:, 10:11])
         cache.reset()
-        close(feed(made, cache, ids), feed(made, None, ids))
+        hf.close(hf.feed(made, cache, ids), hf.feed(made, None, ids))
 
     @pytest.mark.parametrize("tokens", [1, 3, 12])
     def test_small_windows_come_back_too(self, tokens: int) -> None:
         """A pass of more tokens than they keep has taken the cells of those that they kept."""
         made, ids = hf.model("gemma3", layer_types=("sliding_attention",) * 2), hf.tokens(2, 30)
         cache = HFCache(made.config, capacity=64, lookback=0)
-        feed(made, cache, ids[:, :10])
+        hf.feed(made, cache, ids[:, :10])
         interrupt(made, cache, ids[:, 10 : 10 + tokens])
-        for go_on in (lambda: feed(made, cache, ids[:, 10:11]), lambda: cache.crop(0)):
+        for go_on in (lambda: hf.feed(made, cache, ids[:, 10:11]), lambda: cache.crop(0)):
             with pytest.raises(OrderError, match=rf"Call crop\(-{tokens}\) to take it back"):
                 go_on()
         cache.crop(-tokens)
-        close(feed(made, cache, ids[:, 10:]), feed(made, None, ids)[:, 10:])
+        hf.close(hf.feed(made, cache, ids[:, 10:]), hf.feed(made, None, ids)[:, 10:])
 
 
 class TestSpeculation:
-    @pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
-    @pytest.mark.parametrize("drafted", [3, 12, 30])
+    @pytest.mark.parametrize(("name", "drafted"), [("gemma3", 3), ("gpt-oss", 12), ("gemma3", 30)])
     def test_drafts_longer_than_the_lookback(self, name: str, drafted: int) -> None:
         made = hf.model(name)
         assistant = copy.deepcopy(made)
@@ -158,7 +131,7 @@ class TestSpeculation:
         assert found.distance(expected) < 1e-4
 
     @pytest.mark.filterwarnings("ignore")  # transformers', of leaving early
-    @pytest.mark.parametrize("label", ["lfm2", "lfm2_moe", "lfm3"])
+    @pytest.mark.parametrize("label", ["lfm2", "lfm3"])
     def test_convolutions_leave_early(self, label: str) -> None:
         case = census.Case(label)
         batch, layers = case.batch(1), case.config.num_hidden_layers
@@ -174,19 +147,22 @@ class TestSpeculation:
         cache = HFCache(made.config, capacity=128, lookback=2)
         cache.activate_past_recording()
         for _ in range(6):
-            feed(made, cache, hf.tokens(1, 12))
+            hf.feed(made, cache, hf.tokens(1, 12))
             cache.crop(0)
         assert cache.nbytes == 2 * 2 * (2 * (hf.WINDOW - 1 + 2)) * 2 * 16 * 4
 
     def test_many_steps_before_a_crop(self) -> None:
         made, ids, other = hf.model("gemma3"), hf.tokens(1, 60), hf.tokens(1, 5, seed=3)
         cache = HFCache(made.config, capacity=128, lookback=2)
-        feed(made, cache, ids[:, :20])
+        hf.feed(made, cache, ids[:, :20])
         cache.activate_past_recording()
         for i in range(20, 55):
-            feed(made, cache, ids[:, i : i + 1])
+            hf.feed(made, cache, ids[:, i : i + 1])
         cache.crop(-35)
-        close(feed(made, cache, other), feed(made, None, torch.cat((ids[:, :20], other), 1))[:, 20:])
+        hf.close(
+            hf.feed(made, cache, other),
+            hf.feed(made, None, torch.cat((ids[:, :20], other), 1))[:, 20:],
+        )
 
     @pytest.mark.parametrize(("interrupted", "gone"), [(False, 1), (False, 6), (True, 1), (True, 5)])
     def test_convolutions_go_back_by_their_inputs(self, interrupted: bool, gone: int) -> None:
@@ -202,7 +178,7 @@ class TestSpeculation:
         case.feed(cache, ids[:, 7:])
         cache.crop(-gone)
         expected = case.feed(None, torch.cat((ids[:, : 12 - gone], other), 1))
-        close(case.feed(cache, other), expected[:, 12 - gone :])
+        hf.close(case.feed(cache, other), expected[:, 12 - gone :])
 
     def test_convolutions_go_back_with_the_rows_that_are_left(self) -> None:
         case = census.Case("lfm3")
@@ -213,7 +189,7 @@ class TestSpeculation:
         case.feed(cache, ids[[1, 0], 8:])
         cache.crop(-3)
         expected = case.feed(None, torch.cat((ids[[1, 0], :9], other), 1))
-        close(case.feed(cache, other), expected[:, 9:])
+        hf.close(case.feed(cache, other), expected[:, 9:])
 
 
 class TestDtypes:
@@ -256,10 +232,10 @@ def test_steps_of_grouped_heads_come_to_the_kernel_that_a_static_cache_has(
     found = []
     try:
         for cache in (HFCache(made.config, capacity=32), HFStaticCache(made.config, capacity=32)):
-            feed(made, cache, hf.tokens(1, 9))
+            hf.feed(made, cache, hf.tokens(1, 9))
             with monkeypatch.context() as patch:
                 patch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
-                feed(made, cache, hf.tokens(1, 1))
+                hf.feed(made, cache, hf.tokens(1, 1))
             found.append([*calls])
             calls.clear()
     finally:
@@ -320,4 +296,4 @@ def test_an_image_comes_with_one_turn_and_another_with_the_next() -> None:
         turn["attention_mask"] = torch.ones(2, (seed + 1) * census.PROMPT, dtype=torch.long)
         with torch.no_grad():
             found, expected = (case.model(**turn, past_key_values=cache).logits for cache in (ours, own))
-        close(found, expected)
+        hf.close(found, expected)

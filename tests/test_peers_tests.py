@@ -1,17 +1,17 @@
-"""The command that runs a peer's tests on our entries: what passes, what fails, what is not about us."""
+"""The command that runs a peer's tests on our caches: what passes, what fails, what is not about us."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
 
-ROOT = Path(__file__).resolve().parents[1]
-TESTS = """
+from benchmarks import peers_tests
+
+MLX_LM = """
 import unittest
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
@@ -46,34 +46,111 @@ class Some(unittest.TestCase):
         self.assertTrue(hasattr(KVCache(), "rows"))
         raise ValueError("and for another reason on ours")
 """
+TRANSFORMERS = """
+import unittest
+import torch
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, NoLongerThere, StaticCache
+)
+from transformers.cache_utils import Cache
+
+class Some(unittest.TestCase):
+    def test_any_number_of_layers(self):
+        for layers in (3, 1):
+            cache = DynamicCache()
+            for step in range(2):
+                for layer in range(layers):
+                    keys, _ = cache.update(torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 8), layer)
+            self.assertEqual(keys.shape, (1, 2, 8, 8))
+            self.assertIsInstance(cache, DynamicCache)
+            self.assertEqual(len(cache.layers), layers)
+
+    def test_fixed(self):
+        cache = StaticCache(config=LlamaConfig(num_attention_heads=4, hidden_size=32), max_cache_len=6)
+        keys, _ = cache.update(torch.ones(1, 4, 1, 8), torch.ones(1, 4, 1, 8), 0)
+        self.assertEqual(keys.shape, (1, 4, 6, 8))
+
+    def test_generates(self):
+        model = AutoModelForCausalLM.from_pretrained("a model that would be downloaded")
+        found = model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False,
+                               return_dict_in_generate=True)
+        self.assertIsInstance(found.past_key_values, DynamicCache)
+
+    def test_text_of_a_real_model(self):
+        model = AutoModelForCausalLM.from_pretrained("a model that would be downloaded")
+        tokenizer = AutoTokenizer.from_pretrained("its tokenizer", padding_side="left")
+        inputs = tokenizer(["One, two", "A"], padding=True, return_tensors="pt")
+        found = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+        self.assertEqual(tokenizer.batch_decode(found, skip_special_tokens=True), ["One, two, three", "A"])
+
+    def test_private(self):
+        cache = DynamicCache()
+        keys, _ = cache.update(torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 8), 0)
+        self.assertIs(keys, cache.layers[0].keys)
+
+    def test_dropped(self):
+        NoLongerThere()
+
+    def test_no_cache(self):
+        self.assertTrue(issubclass(Cache, object))
+
+    def test_skipped(self):
+        self.skipTest("no accelerator")
+"""
+FILES = {"mlx-lm": "test_prompt_cache.py", "transformers": "utils/test_cache_utils.py"}
+OUTCOMES = {
+    "mlx-lm": """
+failed    test_counts_wrong
+passed    test_model
+passed    test_stores
+alike     test_text_of_a_real_model
+not ours  test_theirs
+theirs too  test_wrong_on_theirs
+passed: 2
+failed: 1
+not ours: 1
+alike: 1
+theirs too: 1
+""",
+    "transformers": """
+passed    test_any_number_of_layers
+theirs too  test_dropped
+passed    test_fixed
+passed    test_generates
+not ours  test_no_cache
+failed    test_private
+skipped   test_skipped
+alike     test_text_of_a_real_model
+passed: 3
+failed: 1
+not ours: 1
+alike: 1
+skipped: 1
+theirs too: 1
+""",
+}
+TOLD = {
+    "mlx-lm": ("AssertionError: True is not false", "1 make_prompt_cache"),
+    "transformers": ("has no NoLongerThere", "no accelerator", "2 HFCache"),
+}
 
 
-def test_a_peers_tests_are_run_with_our_classes_in_place(tmp_path: Path) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_prompt_cache.py").write_text(TESTS, encoding="utf-8")
-    command = [sys.executable, "-m", "benchmarks.peers_tests", "mlx-lm", "--source", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    assert [line for line in lines if not line.startswith(" ")] == [
-        "tests/test_prompt_cache.py:",
-        "failed    test_counts_wrong",
-        "passed    test_model",
-        "passed    test_stores",
-        "alike     test_text_of_a_real_model",
-        "not ours  test_theirs",
-        "theirs too  test_wrong_on_theirs",
-        "passed: 2",
-        "failed: 1",
-        "not ours: 1",
-        "alike: 1",
-        "theirs too: 1",
-    ]
-    assert "AssertionError: True is not false" in done.stdout
-    assert "1 make_prompt_cache" in done.stdout
+@pytest.mark.filterwarnings("ignore")  # the peers' own
+@pytest.mark.parametrize(("peer", "tests"), [("mlx-lm", MLX_LM), ("transformers", TRANSFORMERS)])
+def test_a_peers_tests_run_on_its_own_classes_and_then_on_ours(
+    peer: str, tests: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tests" / FILES[peer]
+    file.parent.mkdir(parents=True)
+    file.write_text(tests, encoding="utf-8")
+    assert peers_tests.main([peer, "--source", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    lines = [line for line in told.splitlines() if not line.startswith(" ")]
+    assert lines == [f"tests/{FILES[peer]}:", *OUTCOMES[peer].strip().splitlines()]
+    assert [text for text in TOLD[peer] if text not in told] == []
 
 
-def test_a_folder_without_the_tests_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.peers_tests", "mlx-lm", "--source", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "test_prompt_cache.py is not there" in done.stderr
+@pytest.mark.parametrize("peer", FILES)
+def test_a_folder_without_the_tests_is_named(peer: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"\.py is not there; --source is the source of github"):
+        peers_tests.main([peer, "--source", str(tmp_path)])

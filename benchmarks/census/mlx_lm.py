@@ -1,34 +1,13 @@
-"""mlx-lm's models on our prompt caches, mode by mode, against its own caches and against no cache at all.
-
-    python -m benchmarks.census mlx-lm [--type NAME ...] [--render]
-
-Every type is built small with random weights and runs in a process of its own. In each mode the
-log-probabilities after every token are compared with those that mlx-lm's own caches give, and with those of a
-run without any cache:
-
-    =        ours are mlx-lm's
-    right    ours are those of no cache, where mlx-lm's own differ from them or raise
-    theirs   mlx-lm's own are not those of no cache, or raise, and ours neither
-    refused  ours raise one of their errors, which says why
-    wrong    anything else: what is to be mended
-
-``--render`` writes the tables of docs/embedding-mlx-lm.md.
-"""
+"""mlx-lm's models in the modes of its prompt caches."""
 
 from __future__ import annotations
 
-import argparse
 import copy
+import functools
 import itertools
-import json
-import os
-import re
-import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
-from functools import cache
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,38 +16,39 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as own
 
-import ml
 from benchmarks.census import mlx_lm_types as small
-from kvcache.integrations import mlx_lm as ours
+from kvcache.integrations import mlx_lm as integration
 
-__all__ = ["MODES", "Case", "examine", "main"]
-
-TOLERANCE = 1e-5
+PAGE, types = "embedding-mlx-lm.md", small.types
+CANNOT: dict[str, str] = {}
+TOLERANCE, SEQUENCES = 1e-5, 8
 """Of log-probabilities, relative to the largest: sums in another order round differently."""
 Seen = list[tuple[tuple[int, ...], mx.array]]
 """After which tokens of a row, and the log-probabilities of the next."""
 
 
-NOT_TRIMMABLE = "not trimmable"
+def quiet() -> None:
+    """mlx-lm says nothing."""
 
 
 class Interrupted(Exception):  # noqa: N818
     """What is raised in the middle of a pass."""
 
 
+class LeakError(Exception):
+    """Sequences that are not free after a mode."""
+
+
 class Case:
-    """One model, the pool that its prompt caches of ours come from, and what a run without a cache gives."""
+    """One model; raises what keeps mlx-lm's own caches from running it."""
 
     def __init__(self, name: str) -> None:
         self.model = small.build(name)
-        self.reference = cache(self._reference)
+        self.reference = functools.cache(self._reference)
+        tokens = draw(20)
+        cached = feed(self.model, own.make_prompt_cache(self.model), (), tokens)
         self.one_pass = False
         """Whether the model needs a cache, so that one pass over an empty one of mlx-lm's stands for none."""
-
-    def prepare(self) -> None:
-        """See mlx-lm's own caches and no cache agree; raises what keeps mlx-lm from it."""
-        tokens = draw(20)
-        cached = self.feed(own.make_prompt_cache(self.model), (), tokens)
         try:
             plain = self.model(mx.array([tokens]))
             mx.eval(plain)
@@ -77,14 +57,22 @@ class Case:
         else:
             self.one_pass = far(_log(plain[0]), [x for _, x in cached]) > TOLERANCE
 
+    @functools.cached_property
+    def pool(self) -> integration.CachePool:
+        """A small one, for prompt caches among those of others."""
+        return integration.CachePool(
+            self.model, capacity=64, max_sequences=SEQUENCES, rollback=6, checkpoint_interval=4, max_batch=96
+        )
+
     def _reference(self, tokens: tuple[int, ...]) -> mx.array:
         found = own.make_prompt_cache(self.model) if self.one_pass else None
         return _log(self.model(mx.array([tokens]), cache=found)[0, -1])
 
-    def feed(self, prompt_cache: Any, before: Sequence[int], tokens: Sequence[int]) -> Seen:
-        logits = self.model(mx.array([list(tokens)]), cache=prompt_cache)[0]
-        mx.eval(logits)
-        return [((*before, *tokens[: i + 1]), _log(row)) for i, row in enumerate(logits)]
+
+def feed(model: Any, prompt_cache: Any, before: Sequence[int], tokens: Sequence[int]) -> Seen:
+    logits = model(mx.array([list(tokens)]), cache=prompt_cache)[0]
+    mx.eval(logits)
+    return [((*before, *tokens[: i + 1]), _log(row)) for i, row in enumerate(logits)]
 
 
 def draw(count: int, seed: int = 0) -> list[int]:
@@ -99,7 +87,7 @@ class Theirs:
     """mlx-lm's own prompt caches."""
 
     def __init__(self, case: Case) -> None:
-        self.model = case.model
+        self.model, self.feed = case.model, functools.partial(feed, case.model)
 
     def make(self) -> list[Any]:
         found: list[Any] = own.make_prompt_cache(self.model)
@@ -107,7 +95,7 @@ class Theirs:
 
     def back(self, prompt_cache: Any, position: int, length: int) -> int:
         if own.trim_prompt_cache(prompt_cache, length - position) != length - position:
-            raise NotImplementedError(NOT_TRIMMABLE)
+            raise NotImplementedError
         return position
 
     def load(self, file: str) -> Any:
@@ -118,13 +106,11 @@ class Theirs:
 
 
 class Ours(Theirs):
-    """Prompt caches of one small pool, among those of strangers."""
+    """Prompt caches of the case's pool."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.pool = ours.CachePool(
-            case.model, capacity=64, max_sequences=8, rollback=6, checkpoint_interval=4, max_batch=96
-        )
+        self.pool = case.pool
 
     def make(self) -> list[Any]:
         return self.pool.make_prompt_cache()
@@ -132,28 +118,28 @@ class Ours(Theirs):
     def back(self, prompt_cache: Any, position: int, length: int) -> int:
         if own.can_trim_prompt_cache(prompt_cache):
             return super().back(prompt_cache, position, length)
-        return ours.rewind(prompt_cache, position)
+        return integration.rewind(prompt_cache, position)
 
     def load(self, file: str) -> Any:
-        return ours.load_prompt_cache(file, self.pool)
+        return integration.load_prompt_cache(file, self.pool)
 
     def recover(self, prompt_cache: Any, position: int) -> tuple[Any, int]:
-        return prompt_cache, ours.rewind(prompt_cache, position)
+        return prompt_cache, integration.rewind(prompt_cache, position)
 
 
-def alone(case: Case, side: Theirs) -> Seen:
+def alone(side: Theirs) -> Seen:
     """generate_step, greedy, the prompt at once."""
     prompt, seen = tuple(draw(11)), []
-    for token, logs in generate_step(mx.array(prompt), case.model, prompt_cache=side.make(), max_tokens=14):
+    for token, logs in generate_step(mx.array(prompt), side.model, prompt_cache=side.make(), max_tokens=14):
         seen.append((prompt, logs))
         prompt = (*prompt, int(token))
     return seen
 
 
-def batch(case: Case, side: Theirs) -> Seen:
+def batch(side: Theirs) -> Seen:
     """Ragged rows that leave at different times, in chunks of 4; another joins in the middle."""
     prompts = [draw(count, seed=count) for count in (5, 13, 9, 3)]
-    generator = BatchGenerator(case.model, completion_batch_size=3, prefill_batch_size=2, prefill_step_size=4)
+    generator = BatchGenerator(side.model, completion_batch_size=3, prefill_batch_size=2, prefill_step_size=4)
     uids = generator.insert(prompts, [9, 4, 7, 5], caches=[side.make() for _ in prompts])
     rows, seen = {uid: tuple(row) for uid, row in zip(uids, prompts, strict=True)}, []
     while responses := generator.next_generated():
@@ -164,80 +150,74 @@ def batch(case: Case, side: Theirs) -> Seen:
     return seen
 
 
-def chunks(case: Case, side: Theirs) -> Seen:
+def chunks(side: Theirs) -> Seen:
     prompt_cache, tokens = side.make(), draw(30, seed=3)
-    bounds = (0, 5, 6, 12, 13, 14, 23, 25, 30)
-    parts = itertools.pairwise(bounds)
-    return [x for a, b in parts for x in case.feed(prompt_cache, tokens[:a], tokens[a:b])]
+    parts = itertools.pairwise((0, 5, 6, 12, 13, 14, 23, 25, 30))
+    return [x for a, b in parts for x in side.feed(prompt_cache, tokens[:a], tokens[a:b])]
 
 
-def trim(case: Case, side: Theirs) -> Seen:
+def trim(side: Theirs) -> Seen:
     """Five tokens are taken back, within what windows hold, and once more beyond them."""
     prompt_cache, tokens = side.make(), draw(9, seed=4)
-    seen = case.feed(prompt_cache, (), tokens[:6])
-    seen += case.feed(prompt_cache, tokens[:6], tokens[6:])
+    seen = side.feed(prompt_cache, (), tokens[:6])
+    seen += side.feed(prompt_cache, tokens[:6], tokens[6:])
     for length, position in ((9, 4), (24, 19)):
         at = side.back(prompt_cache, position, length)
         tokens = tokens[:position] + draw(24 - position, seed=length)
-        case.feed(prompt_cache, tokens[:at], tokens[at:position]) if at < position else None
+        side.feed(prompt_cache, tokens[:at], tokens[at:position]) if at < position else None
         for i in range(position, 24, 5):
-            seen += case.feed(prompt_cache, tokens[:i], tokens[i : i + 5])
+            seen += side.feed(prompt_cache, tokens[:i], tokens[i : i + 5])
     return seen
 
 
-def fork(case: Case, side: Theirs) -> Seen:
+def fork(side: Theirs) -> Seen:
     """A deep copy and its original go on in turns, by other tokens."""
     prompt_cache, tokens = side.make(), draw(10, seed=5)
-    seen = case.feed(prompt_cache, (), tokens)
+    seen = side.feed(prompt_cache, (), tokens)
     rows = [(prompt_cache, list(tokens)), (copy.deepcopy(prompt_cache), list(tokens))]
     for step, count in enumerate((1, 4, 1, 1)):
         for i, (one, said) in enumerate(rows):
             new = draw(count, seed=10 * step + i)
-            seen += case.feed(one, said, new)
+            seen += side.feed(one, said, new)
             said += new
     return seen
 
 
-def _saved(case: Case, writer: Theirs, reader: Theirs) -> Seen:
+def _saved(writer: Theirs, reader: Theirs) -> Seen:
     seen = []
     for count in (4, 17):
         prompt_cache, tokens = writer.make(), draw(count, seed=6)
-        case.feed(prompt_cache, (), tokens[:-2])
+        writer.feed(prompt_cache, (), tokens[:-2])
         for i in (count - 2, count - 1):
-            seen += case.feed(prompt_cache, tokens[:i], tokens[i : i + 1])
+            seen += writer.feed(prompt_cache, tokens[:i], tokens[i : i + 1])
         with tempfile.TemporaryDirectory() as folder:
-            file = f"{folder}/prompt.safetensors"
+            file = str(Path(folder, "prompt.safetensors"))
             own.save_prompt_cache(file, prompt_cache)
             again = reader.load(file)
             for new in (draw(1, seed=7), draw(5, seed=8), draw(1, seed=9)):
-                seen += case.feed(again, tokens, new)
+                seen += reader.feed(again, tokens, new)
                 tokens += new
     return seen
 
 
-def save(case: Case, side: Theirs) -> Seen:
-    return _saved(case, side, side)
+def save(side: Theirs) -> Seen:
+    return _saved(side, side)
 
 
-def handed_over(case: Case, side: Theirs) -> Seen:
-    """Files of one side, read by the other."""
-    return _saved(case, side, Theirs(case)) + _saved(case, Theirs(case), side)
-
-
-def interrupt(case: Case, side: Theirs) -> Seen:
+def interrupt(side: Theirs) -> Seen:
     """A pass fails at an entry in the middle, and at the last one; what was there before goes on."""
     prompt_cache, tokens = side.make(), draw(11, seed=12)
-    seen = case.feed(prompt_cache, (), tokens)
+    seen = side.feed(prompt_cache, (), tokens)
     for i in (len(prompt_cache) // 2, len(prompt_cache) - 1):
         broken = list(prompt_cache)
         broken[i] = _Failing(prompt_cache[i])
         for count in (3, 1):
             with suppress(Interrupted):
-                case.feed(broken, tokens, draw(count, seed=13))
+                side.feed(broken, tokens, draw(count, seed=13))
             prompt_cache, at = side.recover(prompt_cache, len(tokens))
-            case.feed(prompt_cache, tokens[:at], tokens[at:]) if at < len(tokens) else None
+            side.feed(prompt_cache, tokens[:at], tokens[at:]) if at < len(tokens) else None
         new = draw(4, seed=i)
-        seen += case.feed(prompt_cache, tokens, new)
+        seen += side.feed(prompt_cache, tokens, new)
         tokens += new
     return seen
 
@@ -264,15 +244,34 @@ class _Failing:
         raise Interrupted
 
 
-MODES: dict[str, Callable[[Case, Theirs], Seen]] = {
-    "alone": alone,
-    "batch": batch,
-    "chunks": chunks,
-    "trim": trim,
-    "copy": fork,
-    "save": save,
-    "other's files": handed_over,
-    "exception": interrupt,
+def _on_either(run: Callable[[Theirs], Seen]) -> Callable[[Case, str], Seen]:
+    return lambda case, which: _free(case, which, lambda: run((Ours if which == "ours" else Theirs)(case)))
+
+
+def _handed_over(case: Case, which: str) -> Seen:
+    """Files of one side, read by the other."""
+    theirs = Theirs(case)
+    side = Ours(case) if which == "ours" else theirs
+    return _free(case, which, lambda: _saved(side, theirs) + _saved(theirs, side))
+
+
+def _free(case: Case, which: str, run: Callable[[], Seen]) -> Seen:
+    """What ``run`` gives; LeakError where it leaves sequences of ours that are not free."""
+    found = run()
+    if which == "ours" and case.pool.free_sequences != SEQUENCES:
+        raise LeakError(f"{case.pool.free_sequences} of {SEQUENCES} sequences are free in the end")
+    return found
+
+
+MODES: dict[str, Callable[[Case, str], Seen]] = {
+    "alone": _on_either(alone),
+    "batch": _on_either(batch),
+    "chunks": _on_either(chunks),
+    "trim": _on_either(trim),
+    "copy": _on_either(fork),
+    "save": _on_either(save),
+    "other's files": _handed_over,
+    "exception": _on_either(interrupt),
 }
 
 
@@ -289,150 +288,10 @@ def far(one: Sequence[mx.array] | mx.array, other: Sequence[mx.array] | mx.array
     return most
 
 
-def judge(case: Case, side: Theirs, mode: str) -> tuple[str, str]:
-    """What became of one mode, and how far off it is or what was said."""
-    found: list[Any] = []
-    for one in (side, Theirs(case)):
-        try:
-            found.append(MODES[mode](case, one))
-        except Exception as error:
-            error.__traceback__ = None
-            found.append(error)
-    mine, theirs = found
-    told = repr(theirs) if isinstance(theirs, Exception) else ""
-    if isinstance(mine, Exception):
-        said = f"{type(mine).__name__}: {' '.join(str(mine).split())}"
-        if isinstance(mine, ml.MLError):
-            return "refused", said
-        return "theirs" if type(theirs) is type(mine) else "wrong", said
-    plain, exact = _apart(case, mine)
-    if told:
-        return "right" if plain <= TOLERANCE else "wrong", told
-    if [tokens for tokens, _ in mine] == [tokens for tokens, _ in theirs]:
-        exact = far([x for _, x in mine], [x for _, x in theirs])
-    if exact <= TOLERANCE:
-        return "=", f"{exact:.0e}" + ("" if plain <= TOLERANCE else f"; no cache is {plain:.0e} away")
-    away = _apart(case, theirs)[0]
-    told = f"mlx-lm's own is {away:.0e} from a run without a cache, ours {plain:.0e}"
-    return "right" if plain <= TOLERANCE else "theirs" if away > TOLERANCE else "wrong", told
+def agree(one: Seen, other: Seen) -> bool | None:
+    alike = [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
+    return (alike and far([x for _, x in one], [x for _, x in other]) <= TOLERANCE) or None
 
 
-def _apart(case: Case, seen: Seen) -> tuple[float, float]:
-    """How far from a run without a cache; infinity."""
-    return far([x for _, x in seen], [case.reference(tokens) for tokens, _ in seen]), float("inf")
-
-
-def examine(
-    name: str, modes: Sequence[str] = tuple(MODES), say: Callable[[str], Any] = lambda _: None
-) -> dict[str, Any]:
-    """What became of a type: its "layers", and "modes", {mode: (verdict, words)}, or "outcome" and "told".
-
-    ``say`` hears who is at work: "mlx-lm" alone first, then "ours".
-    """
-    say("mlx-lm")
-    try:
-        case = Case(name)
-        case.prepare()
-    except Exception as error:
-        return {"outcome": "theirs", "told": f"{type(error).__name__}: {error}"}
-    kinds = Counter(type(entry).__name__ for entry in own.make_prompt_cache(case.model))
-    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    say("ours")
-    try:
-        side = Ours(case)
-    except ml.MLError as error:
-        return {"layers": layers, "outcome": "refused", "told": str(error)}
-    found = {mode: judge(case, side, mode) for mode in modes}
-    if side.pool.free_sequences != side.pool.sequences.max_sequences:
-        found["leak"] = ("wrong", f"{side.pool.free_sequences} sequences are free in the end")
-    return {"layers": layers, "outcome": "run", "modes": found, "one_pass": case.one_pass}
-
-
-def isolated(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each in a process of its own: some of the types end theirs."""
-    for name in names:
-        reader, writer = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(reader)
-            with os.fdopen(writer, "w") as out, redirect_stdout(sys.stderr):
-
-                def say(line: str) -> None:
-                    print(line, file=out, flush=True)
-
-                say(json.dumps(examine(name, say=say)))
-            os._exit(0)
-        os.close(writer)
-        with os.fdopen(reader) as lines:
-            said = lines.read().splitlines()
-        status = os.waitpid(child, 0)[1]
-        if not status:
-            yield name, json.loads(said[-1])
-        else:
-            outcome = "theirs" if said[-1:] == ["mlx-lm"] else "wrong"
-            yield name, {"outcome": outcome, "told": f"the process ends with signal {status & 127}"}
-
-
-# The page.
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "embedding-mlx-lm.md"
-MARKS = "<!-- census -->", "<!-- end of the census -->"
-
-
-def render(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Types with the same verdicts in one row; then what is said of those that are not "="."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    said: dict[str, list[str]] = {}
-    for name, found in results.items():
-        everywhere = "modes" not in found
-        modes = dict.fromkeys(MODES, (found["outcome"], found["told"])) if everywhere else found["modes"]
-        rows.setdefault(tuple(kind for kind, _ in modes.values()), []).append(f"`{name}`")
-        for words, places in _told(modes).items():
-            where = "" if everywhere else f"{', '.join(places)}: "
-            said.setdefault(f"{where}{words}", []).append(f"`{name}`")
-        if found.get("one_pass"):
-            said.setdefault(ONE_PASS, []).append(f"`{name}`")
-    order = sorted(rows.items(), key=lambda row: -len(row[1]))
-    lines = [f"| types | {' | '.join(MODES)} |", "|---" * (1 + len(MODES)) + "|"]
-    lines += [f"| {', '.join(names)} | {' | '.join(kinds)} |" for kinds, names in order]
-    lines += ["", "| types | what is said |", "|---|---|"]
-    lines += [f"| {', '.join(names)} | {words} |" for words, names in said.items()]
-    return "\n".join(lines)
-
-
-ONE_PASS = "needs a cache: one pass over an empty one of mlx-lm's stands for none"
-
-
-def _told(modes: Mapping[str, tuple[str, str]]) -> dict[str, list[str]]:
-    """What is worth saying, up to the advice, and of which modes; other figures are no other words."""
-    first: dict[str, str] = {}
-    found: dict[str, list[str]] = {}
-    for mode, (kind, words) in modes.items():
-        if (kind != "=" or ";" in words) and NOT_TRIMMABLE not in words:
-            line = words if kind == "=" else words.partition("; ")[0]
-            found.setdefault(first.setdefault(re.sub(r"\d", "", line), line), []).append(mode)
-    return found
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.census mlx-lm", description=__doc__)
-    parser.add_argument(
-        "--type", action="append", default=[], help="this type alone; may be given several times"
-    )
-    parser.add_argument("--render", action="store_true", help="write the tables of the page; for all types")
-    options = parser.parse_args(arguments)
-    if options.type and options.render:
-        parser.error("--render is for all types")
-    results, wrong = {}, 0
-    for name, found in isolated(options.type or small.types()):
-        results[name] = found
-        print(f"{name}: {found.get('layers', '')}", flush=True)
-        for mode, (kind, words) in found.get("modes", {"": (found["outcome"], found.get("told"))}).items():
-            print(f"    {mode:14} {kind:8} {words}", flush=True)
-            wrong += kind == "wrong"
-    if options.render:
-        text, (begin, end) = PAGE.read_text(encoding="utf-8"), MARKS
-        table = f"{begin}\n{render(results)}\n{end}"
-        PAGE.write_text(re.sub(f"{begin}.*{end}", lambda _: table, text, flags=re.DOTALL), encoding="utf-8")
-    print(f"{len(results)} types, {wrong} wrong")
-    return bool(wrong)
+def is_right(case: Case, mode: str, found: Seen) -> bool:
+    return far([x for _, x in found], [case.reference(tokens) for tokens, _ in found]) <= TOLERANCE

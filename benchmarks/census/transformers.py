@@ -1,26 +1,16 @@
-"""transformers' models with our caches, mode by mode, against its own caches and against no cache at all.
-
-    python -m benchmarks.census transformers [--type NAME ...] [--results FILE] [--render]
-
-Every type that writes text is built small with random weights. In each mode it runs without a cache, with
-transformers' own and with ours. What is found of a type is added to the results; types that are there are not
-run again. ``--render`` writes the table of docs/embedding-transformers.md from them.
-"""
+"""transformers' models in the modes of HFCache, HFStaticCache, HFPrefixCache and ``install``."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import functools
 import inspect
-import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,13 +19,22 @@ import transformers
 import ml
 from benchmarks.census import transformers_types as small
 from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache, install
-from kvcache.integrations.transformers.kinds import Trait
+from kvcache.integrations.transformers.cache import cache_argument
+from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.stores import MemoryStore
 
+PAGE, CANNOT, types = "embedding-transformers.md", small.CANNOT, small.types
 PROMPT, NEW, CAPACITY, LOOKBACK = 13, 12, 96, 8
 """Windows of 7 forget within a prompt and the tokens after it, also with what they keep to go back."""
 TOLERANCE = 2e-4
 """Of logits, relative to the largest of them: other layouts and lengths of sums round differently."""
+
+
+def quiet() -> None:
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    logging.getLogger("kvcache.transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,7 @@ class Found:
     logits: torch.Tensor
 
     def agrees(self, other: Found) -> bool:
-        if self.tokens.shape != other.tokens.shape or not torch.equal(self.tokens, other.tokens):
-            return False
-        if self.logits.shape != other.logits.shape:
+        if not torch.equal(self.tokens, other.tokens) or self.logits.shape != other.logits.shape:
             return False
         largest = max(1.0, float(other.logits.nan_to_num(0, 0, 0).abs().max()))
         close = torch.isclose(self.logits, other.logits, rtol=0, atol=TOLERANCE * largest, equal_nan=True)
@@ -63,20 +60,16 @@ class Case:
         self.model = small.build(name)
         self.config = self.model.config
         self.encoded = bool(self.config.is_encoder_decoder)
-        self.cache_name = (
-            "cache_params" if "mamba" in type(self.model).__name__.lower() else "past_key_values"
-        )
-        kind = self.model.generation_config
-        kind.eos_token_id, kind.pad_token_id, kind.max_length, kind.use_cache = None, 0, None, True
-        for unwanted in (
-            "forced_eos_token_id",
-            "forced_bos_token_id",
-            "suppress_tokens",
-            "begin_suppress_tokens",
-        ):
-            setattr(kind, unwanted, None)
-        kind.decoder_start_token_id = 1 if self.encoded else None
+        self.cache_name = cache_argument(self.model)
         self.by_one = self.config.model_type in small.BY_ONE
+        kind = self.model.generation_config
+        for unwanted in (
+            "eos_token_id", "max_length", "forced_eos_token_id", "forced_bos_token_id", "suppress_tokens",
+            "begin_suppress_tokens",
+        ):  # fmt: skip
+            setattr(kind, unwanted, None)
+        kind.pad_token_id, kind.use_cache = 0, True
+        kind.decoder_start_token_id = 1 if self.encoded else None
 
     def assistant(self) -> Any:
         """Nearly the same model: some of its drafts are right, some are not."""
@@ -91,33 +84,26 @@ class Case:
         return HFCache(self.config, **{"capacity": CAPACITY, "lookback": LOOKBACK, **options})
 
     def theirs(self) -> Any:
-        own = transformers.DynamicCache(config=self.config.get_text_config(decoder=True))
-        if not self.encoded:
-            return own
-        cross = transformers.DynamicCache(config=self.config.get_text_config(decoder=True))
-        return transformers.EncoderDecoderCache(own, cross)
+        own, cross = (
+            transformers.DynamicCache(config=self.config.get_text_config(decoder=True)) for _ in range(2)
+        )
+        return transformers.EncoderDecoderCache(own, cross) if self.encoded else own
 
     def encoder_input(self, rows: int) -> dict[str, torch.Tensor]:
         """What an encoder is given: text, or sound."""
         name, shape = small.SOUNDS.get(self.name, ("", ()))
-        if not name:
-            return {
-                "input_ids": tokens(rows, 9, seed=3),
-                "attention_mask": torch.ones(rows, 9, dtype=torch.long),
-            }
-        sound = torch.randn(rows, *shape, generator=torch.Generator().manual_seed(rows))
-        return {name: sound}
+        if name:
+            return {name: torch.randn(rows, *shape, generator=torch.Generator().manual_seed(rows))}
+        ids = tokens(rows, 9, seed=3)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    @functools.cache  # noqa: B019 - one case at a time
+    @functools.cache  # noqa: B019 - as long as the case
     def encoder_outputs(self, rows: int) -> Any:
         with torch.no_grad():
             return self.model.get_encoder()(**self.encoder_input(rows))
 
     def batch(self, rows: int, padded: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
-        """What generate() is given; row i is padded by 5 - 2 * i tokens on the left.
-
-        A decoder that an encoder stands beside is given a prompt too.
-        """
+        """What generate() is given, a decoder beside an encoder too; row i is padded by 5 - 2 * i tokens."""
         ids = tokens(rows, PROMPT, seed)
         mask = torch.ones_like(ids)
         for row in range(rows if padded else 0):
@@ -135,6 +121,16 @@ class Case:
         found = self.model.generate(**copy.deepcopy(batch), **settings, **given, **options)
         return Found(found.sequences, torch.stack(found.logits))
 
+    @functools.cache  # noqa: B019
+    def plain(self, rows: int, padded: bool = False, beams: int = 1) -> Found:
+        """generate() without a cache."""
+        return self.generate(self.batch(rows, padded), use_cache=False, num_beams=beams)
+
+    @functools.cache  # noqa: B019
+    def whole(self) -> torch.Tensor:
+        """The logits of a text in one pass."""
+        return self.feed(None, torch.cat((tokens(2, 10), tokens(2, 7, seed=9)), 1))
+
     def feed(self, cache: Any, ids: torch.Tensor) -> torch.Tensor:
         """Logits (rows, tokens, vocabulary) of new tokens; without a cache where it is None."""
         if self.by_one and ids.shape[1] > 1 and cache is not None and _holds(cache):
@@ -142,8 +138,7 @@ class Case:
         given: dict[str, Any] = {"use_cache": cache is not None}
         if cache is not None:
             given[self.cache_name] = cache
-        if self.encoded:
-            # a model may write into it
+        if self.encoded:  # a model may write into what its encoder gives
             given["encoder_outputs"] = copy.deepcopy(self.encoder_outputs(len(ids)))
             given["decoder_input_ids"] = ids
         else:
@@ -172,23 +167,29 @@ Run = Callable[[Case, str], Found]
 """One mode of one case; "none", "theirs" or "ours" is the cache."""
 
 
-@functools.cache
-def _plain(case: Case, rows: int, padded: bool = False, beams: int = 1) -> Found:
-    """generate() without a cache."""
-    return case.generate(case.batch(rows, padded), use_cache=False, num_beams=beams)
+def agree(one: Found, other: Found) -> bool:
+    return one.agrees(other)
+
+
+def is_right(case: Case, mode: str, found: Found) -> bool | None:
+    try:
+        return found.agrees(MODES[mode](case, "none"))
+    except Exception:
+        return None
+
+
+class UnusedError(Exception):
+    """A cache was given to a model, and has nothing in it."""
 
 
 def _generating(rows: int, padded: bool = False, **options: Any) -> Run:
     def run(case: Case, which: str) -> Found:
         if which == "none":
-            return _plain(case, rows, padded, options.get("num_beams", 1))
+            return case.plain(rows, padded, options.get("num_beams", 1))
         own = {key: value(case) if callable(value) else value for key, value in options.items()}
-        batch = case.batch(rows, padded)
-        if which == "theirs":
-            return case.generate(batch, **own)
-        cache = case.ours()
-        found = case.generate(batch, cache, **own)
-        if not cache.rows.length:
+        cache = case.ours() if which == "ours" else None
+        found = case.generate(case.batch(rows, padded), cache, **own)
+        if cache is not None and not cache.rows.length:
             raise UnusedError("the model puts nothing into the cache")
         return found
 
@@ -197,24 +198,18 @@ def _generating(rows: int, padded: bool = False, **options: Any) -> Run:
 
 def _static(case: Case, which: str) -> Found:
     if which == "none":
-        return _plain(case, 2, True)
-    batch = case.batch(2, True)
-    if which == "theirs":
-        options = {"cache_implementation": "static", "max_cache_len": CAPACITY}
-        return case.generate(batch, disable_compile=True, **options)
-    return case.generate(batch, HFStaticCache(case.config, capacity=CAPACITY), disable_compile=True)
+        return case.plain(2, True)
+    options: dict[str, Any] = {"cache_implementation": "static", "max_cache_len": CAPACITY}
+    if which == "ours":
+        options = {"cache": HFStaticCache(case.config, capacity=CAPACITY)}
+    return case.generate(case.batch(2, True), disable_compile=True, **options)
 
 
 def _install(case: Case, which: str) -> Found:
     if which == "none":
-        return _plain(case, 2, True)
+        return case.plain(2, True)
     with install(lookback=LOOKBACK) if which == "ours" else contextlib.nullcontext():
         return case.generate(case.batch(2, True))
-
-
-@functools.cache
-def _whole(case: Case) -> torch.Tensor:
-    return case.feed(None, torch.cat((tokens(2, 10), tokens(2, 7, seed=9)), 1))
 
 
 def _onward(change: Callable[[Case, Any, torch.Tensor], Any], **options: Any) -> Run:
@@ -223,7 +218,7 @@ def _onward(change: Callable[[Case, Any, torch.Tensor], Any], **options: Any) ->
     def run(case: Case, which: str) -> Found:
         first, then = tokens(2, 10), tokens(2, 7, seed=9)
         if which == "none":
-            return Found(then, _whole(case)[:, -7:])
+            return Found(then, case.whole()[:, -7:])
         cache = case.ours(**options) if which == "ours" else case.theirs()
         case.feed(cache, first)
         cache = change(case, cache, first)
@@ -263,10 +258,6 @@ def _save(case: Case, cache: Any, first: torch.Tensor) -> Any:
     return other
 
 
-class UnusedError(Exception):
-    """A cache was given to a model, and has nothing in it."""
-
-
 class InterruptedPassError(Exception):
     """What the hook in the middle of a pass raises."""
 
@@ -275,7 +266,7 @@ def _interrupt(case: Case, cache: Any, first: torch.Tensor) -> Any:
     """A pass fails before its last layer; what our error then advises is done."""
     if not isinstance(cache, HFCache):
         return cache
-    growing = [i for i, kind in enumerate(cache.rows.pool.plan.layers) if kind.grows]
+    growing = [i for i, kind in enumerate(cache.rows.pool.plan.layers) if grows(kind)]
     with _failing(case.model, growing[-1]), contextlib.suppress(InterruptedPassError):
         case.feed(cache, tokens(2, 3, seed=4))
     try:
@@ -295,16 +286,14 @@ def _interrupt(case: Case, cache: Any, first: torch.Tensor) -> Any:
 
 @contextlib.contextmanager
 def _failing(model: Any, last: int) -> Iterator[None]:
-    """What uses layer ``last`` of the cache raises; in a model that goes through its modules again and again,
-    the last of them."""
-    names = ("layer_idx", "layer_id")
-    found = [(getattr(m, name, None), m) for m in model.modules() for name in names]
-    found = [(index, module) for index, module in found if index is not None]
+    """What uses layer ``last`` of the cache raises, or the last of modules that are gone through again."""
+    found = [(getattr(m, name, None), m) for m in model.modules() for name in ("layer_idx", "layer_id")]
+    indices = [index for index, _ in found if index is not None]
 
     def fail(*_: Any) -> None:
         raise InterruptedPassError
 
-    last = min(last, max(index for index, _ in found))
+    last = min(last, max(indices))
     hooks = [module.register_forward_pre_hook(fail) for index, module in found if index == last]
     try:
         yield
@@ -320,8 +309,7 @@ def _prefix(case: Case, which: str, **drafting: Any) -> Found:
     with lead or contextlib.nullcontext():
         for seed in range(3):
             options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-            if which == "ours":
-                assert lead is not None
+            if lead is not None:
                 out = lead.generate(ids, **options, **drafting)
             else:
                 mask = torch.ones_like(ids)
@@ -332,11 +320,12 @@ def _prefix(case: Case, which: str, **drafting: Any) -> Found:
     return Found(torch.cat(turns, 1), torch.zeros(1))
 
 
+_DRAFTS: dict[str, Any] = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1}
 MODES: dict[str, Run] = {
     "single": _generating(1),
     "batch": _generating(3, True),
     "chunked": _generating(2, True, prefill_chunk_size=4),
-    "lookup": _generating(1, prompt_lookup_num_tokens=4, max_matching_ngram_size=1),
+    "lookup": _generating(1, **_DRAFTS),
     "assisted": _generating(1, assistant_model=Case.assistant),
     "beams": _generating(2, num_beams=3),
     "crop": _onward(_crop),
@@ -347,129 +336,5 @@ MODES: dict[str, Run] = {
     "static": _static,
     "install": _install,
     "prefix": _prefix,
-    "prefix, lookup": functools.partial(_prefix, prompt_lookup_num_tokens=4, max_matching_ngram_size=1),
+    "prefix, lookup": functools.partial(_prefix, **_DRAFTS),
 }
-
-
-SHORT = {
-    "=": "=",
-    "theirs": "~",
-    "right": "+",
-    "refused": "r",
-    "cannot": "t",
-    "wrong": "wrong",
-}
-"""How a verdict is shown."""
-
-
-def judge(case: Case, mode: str) -> tuple[str, str]:
-    """What became of one mode, and what was said.
-
-    "=": as with transformers' own cache and as without any; "theirs": as with its own, which differs from a
-    run without one; "right": as without any, where its own fails or differs; "refused": by us; "cannot": it
-    fails with its own cache as it does with ours; "wrong" is the rest.
-    """
-    found: list[Any] = []
-    for which in ("none", "theirs", "ours"):
-        try:
-            found.append(MODES[mode](case, which))
-        except Exception as error:
-            error.__traceback__ = None
-            found.append(error)
-    none, theirs, ours = found
-    if isinstance(ours, Exception):
-        if isinstance(ours, ml.NotSupportedError) or (
-            isinstance(ours, ml.MLError) and not isinstance(theirs, Exception)
-        ):
-            return "refused", _told(ours)
-        return "cannot" if isinstance(theirs, Exception) else "wrong", _told(ours)
-    if not isinstance(theirs, Exception) and ours.agrees(theirs):
-        return ("=", "") if isinstance(none, Exception) or ours.agrees(none) else ("theirs", "")
-    if not isinstance(none, Exception) and ours.agrees(none):
-        return "right", _told(theirs) if isinstance(theirs, Exception) else ""
-    return "wrong", _told(theirs) if isinstance(theirs, Exception) else ""
-
-
-def _told(error: Exception) -> str:
-    text = re.sub(r"\( \(.*\) \)", "", " ".join(str(error).split()))  # without what a model consists of
-    return f"{type(error).__name__}: {text[:300]}"
-
-
-def examine(label: str, modes: Sequence[str] = tuple(MODES)) -> dict[str, Any]:
-    """The verdicts on a type: {"modes": {mode: (kind, told)}}, or {"built": why it is not}."""
-    if label in small.CANNOT:
-        return {"built": small.CANNOT[label]}
-    try:
-        case = Case(label)
-    except Exception as error:
-        return {"built": _told(error)}
-    found = {mode: judge(case, mode) for mode in modes}
-    _plain.cache_clear()
-    _whole.cache_clear()
-    Case.encoder_outputs.cache_clear()
-    return {"modes": found}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.census transformers", description=__doc__)
-    parser.add_argument("--type", action="append", default=[], help="only this type; repeatable")
-    parser.add_argument("--results", type=Path, help="a JSON file that keeps what was found")
-    parser.add_argument("--render", action="store_true", help="write the table into the docs")
-    options = parser.parse_args(arguments)
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    warnings.simplefilter("ignore")
-    logging.getLogger("kvcache.transformers").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    results = {}
-    if options.results is not None and options.results.exists():
-        results = json.loads(options.results.read_text(encoding="utf-8"))
-    for label in options.type or [label for label in small.types() if label not in results]:
-        results[label] = found = examine(label)
-        cells = {mode: SHORT[kind] for mode, (kind, _) in found.get("modes", {}).items()}
-        print(
-            f"{label}: " + (found.get("built") or " ".join(f"{mode} {cell}" for mode, cell in cells.items()))
-        )
-        said: dict[str, list[str]] = {}
-        for mode, (_, told) in found.get("modes", {}).items():
-            said.setdefault(told, []).append(mode)
-        for told in filter(None, said):
-            print(f"    {', '.join(said[told])}: {told[:200]}")
-        if options.results is not None:
-            options.results.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    if options.render:
-        render(results)
-    return 0
-
-
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "embedding-transformers.md"
-MARKS = "<!-- census -->", "<!-- /census -->"
-
-
-def render(results: Mapping[str, Any]) -> None:
-    """Write the table between the marks in the docs: a row for all types of which the same became."""
-    notes: dict[str, int] = {}
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for label, found in results.items():
-        if "modes" in found:
-            cells = tuple(_cell(label, *found["modes"][mode], notes) for mode in MODES)
-            rows.setdefault(cells, []).append(label)
-    lines = ["| types | " + " | ".join(MODES) + " |", "|---" * (len(MODES) + 1) + "|"]
-    for cells, labels in sorted(rows.items(), key=lambda row: -len(row[1])):
-        lines.append(f"| {len(labels)}: {', '.join(labels)} | " + " | ".join(cells) + " |")
-    lines += ["", *(f"{number}. {note}" for note, number in notes.items())]
-    unbuilt = [f"{label} ({found['built']})" for label, found in results.items() if "built" in found]
-    lines += ["", f"Not built: {'; '.join(unbuilt)}."]
-    text = DOCS.read_text(encoding="utf-8")
-    before, after = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
-    DOCS.write_text(f"{before}{MARKS[0]}\n" + "\n".join(lines) + f"\n{MARKS[1]}{after}", encoding="utf-8")
-
-
-def _cell(label: str, kind: str, told: str, notes: dict[str, int]) -> str:
-    """A verdict, with the number of the note that says why it is so."""
-    if kind not in ("refused", "cannot", "wrong"):
-        return SHORT[kind]
-    note = re.sub(rf"\b{re.escape(label.split()[0])}\b", "a type", told)
-    note = re.sub(r"such as \w+|\bsize of tensor .*|\b\w+For\w+|\[\d+\]", "...", note)
-    note = re.sub(r"layer \d+ of [\w ]+ is", "a layer of a type is", note)
-    note = re.sub(r"\b\w+Decoder\b", "a decoder", note)
-    return f"{SHORT[kind]}{notes.setdefault(note, len(notes) + 1)}"

@@ -11,7 +11,7 @@ import ml
 from kvcache.attention.ragged_batch import visible_mask
 from kvcache.cache import NotSupportedError, OrderError
 from kvcache.integrations.mlx_lm.layer_cache import BatchState, LayerCache
-from kvcache.integrations.mlx_lm.layers import Attention, mlx_caches
+from kvcache.integrations.mlx_lm.layers import Attention, OwnKVCache, OwnRotatingKVCache, mlx_caches
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 
 __all__ = ["Bystander", "KVCache", "RotatingKVCache"]
@@ -159,11 +159,11 @@ class _Attention(LayerCache):
         return self._storage.token_bytes(self.layer) * tokens
 
 
-class KVCache(_Attention, mlx_caches.KVCache):  # type: ignore[misc]
+class KVCache(_Attention, OwnKVCache):  # type: ignore[misc]
     """K and V of a layer that attends to all of the past."""
 
 
-class RotatingKVCache(_Attention, mlx_caches.RotatingKVCache):  # type: ignore[misc]
+class RotatingKVCache(_Attention, OwnRotatingKVCache):  # type: ignore[misc]
     """K and V of a layer with a sliding window."""
 
     keep: ClassVar[int] = 0
@@ -213,7 +213,7 @@ class RotatingKVCache(_Attention, mlx_caches.RotatingKVCache):  # type: ignore[m
         return keys, values, self._saved_offset(), 0, self.max_size, size
 
 
-class Bystander(KVCache):
+class Bystander(_Attention, OwnKVCache):  # type: ignore[misc]
     """The entry of a layer that the model never reads or writes: it holds nothing.
 
     It takes part in whatever the other entries were in since it was last asked for something.

@@ -20,6 +20,9 @@ __all__ = ["Attention", "Layer", "Recurrent", "layers_of"]
 
 mlx_caches: Any = cache
 """``mlx_lm.models.cache``, which is typed in parts only."""
+OwnKVCache: Any = cache.KVCache
+OwnRotatingKVCache: Any = cache.RotatingKVCache
+OwnArraysCache: Any = cache.ArraysCache
 
 
 @dataclass(frozen=True, slots=True)

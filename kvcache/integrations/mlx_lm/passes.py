@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvcache.cache import Batch
+from kvcache.integrations.model_caches import batch_of_rows
 
 __all__ = ["ForwardPass"]
 
@@ -59,14 +60,7 @@ class ForwardPass:
 
     def batch(self) -> Batch:
         """The tokens that are stored, row by row."""
-        if self.rows == 1:
-            length, count = self.before[0], self.counts[0]
-            return Batch(np.arange(length, length + count), np.full(count, self.sequences[0]))  # type: ignore[arg-type]
-        starts, counts = np.array(self.before), np.array(self.counts)
-        ends = np.cumsum(counts)
-        steps = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-        ids = np.array([-1 if seq is None else seq for seq in self.sequences])
-        return Batch(np.repeat(starts, counts) + steps, np.repeat(ids, counts))  # type: ignore[arg-type]
+        return batch_of_rows(self.sequences, self.before, self.counts)
 
     def stored(self, x: Any) -> Any:
         """Of an array (rows, heads, tokens, dim) what is stored, as (batch, heads, dim)."""

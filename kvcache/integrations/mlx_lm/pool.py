@@ -56,9 +56,10 @@ class CachePool:
         self.storage = Storage(layers, self.backend.new_context(), rollback, checkpoints, checkpoint_interval)
         largest = max_sequences * min(capacity, PREFILL) if max_batch is None else max_batch
         self.storage.init(self.backend, dtype, max_sequences, capacity, largest)
-        self.room = min((cache.cells for cache in self.storage.kept_whole), default=math.inf)
+        caches = self.storage.caches
+        self.room = min((cache.cells for cache in caches.whole), default=math.inf)
         """How many tokens all prompt caches may hold together; infinity where only windows are kept."""
-        self.sequences = SequencePool(self.storage, max_sequences, largest if self.storage.forgets else None)
+        self.sequences = SequencePool(self.storage, max_sequences, largest if caches.forgets else None)
 
     @property
     def cache(self) -> Any:

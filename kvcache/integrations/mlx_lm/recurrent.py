@@ -9,14 +9,14 @@ import numpy as np
 
 from kvcache.cache import OrderError
 from kvcache.integrations.mlx_lm.layer_cache import LayerCache
-from kvcache.integrations.mlx_lm.layers import Recurrent, mlx_caches
+from kvcache.integrations.mlx_lm.layers import OwnArraysCache, Recurrent
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.rows import BatchRows
 
 __all__ = ["ArraysCache"]
 
 
-class ArraysCache(LayerCache, mlx_caches.ArraysCache):  # type: ignore[misc]
+class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
     """The states of a recurrent layer."""
 
     left_padding = None

@@ -61,7 +61,7 @@ def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = Non
     pool.sequences.occupy(rows.held[0])
     seq = rows.held[0].seq
     assert seq is not None
-    for cache in pool.storage.parts:
+    for cache in pool.storage.caches.tops:
         _fill(pool.storage, cache, seq, contents, length)
     rows.lengths = [length]
     pool.sequences.current = None

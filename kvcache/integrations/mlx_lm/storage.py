@@ -9,13 +9,12 @@ import mlx.core as mx
 
 import ml
 from kvcache.attention.ragged_batch import RaggedBatch
-from kvcache.cache import Batch, Cache, NotSupportedError
+from kvcache.cache import Batch, NotSupportedError
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.recurrent import RecurrentCache
-from kvcache.caches.windows import SlidingWindowCache
-from kvcache.caches.wrapper import WrapperCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent
 from kvcache.integrations.mlx_lm.passes import ForwardPass
+from kvcache.integrations.model_caches import FULL, SLIDING, Kind, ModelCaches
 
 __all__ = ["Storage"]
 
@@ -34,20 +33,12 @@ class Storage:
         self.layers = list(layers)
         self.ctx, self.rollback = ctx, rollback
         self.recurrent = _recurrent_cache(ctx, self.layers, checkpoints, interval)
-        causal = CausalCache() if self.recurrent is None else self.recurrent.attention
-        windows = sorted({x.window for x in self.layers if isinstance(x, Attention) and x.window is not None})
-        sliding = {w: SlidingWindowCache(w - 1, memory=w - 1 + rollback) for w in windows}
-        self.attention: list[CausalCache | None] = [
-            (causal if x.window is None else sliding[x.window]) if isinstance(x, Attention) else None
-            for x in self.layers
-        ]
+        kinds = [_kind(layer) for layer in self.layers]
+        used = sorted({kind for kind in kinds if kind is not None}, key=lambda kind: kind.size)
+        self.caches = ModelCaches(used, self.recurrent, lookback=rollback)
+        self.attention = [None if kind is None else self.caches.caches[kind] for kind in kinds]
         """The cache of each layer with K and V; None for the others."""
-        caches: list[Cache] = [] if self.recurrent is None else [self.recurrent]
-        if self.recurrent is None and causal in self.attention:
-            caches.append(causal)
-        caches += sliding.values()
-        self.parts = tuple(caches)
-        self.cache: Any = caches[0] if len(caches) == 1 else WrapperCache(*caches)
+        self.cache: Any = self.caches.all
         self.dtype = _computed(ctx, self.layers)
         """What K and V are stored in."""
         self.tells_rows_apart = all(not isinstance(x, Recurrent) or x.masked for x in self.layers)
@@ -72,17 +63,6 @@ class Storage:
                     ctx.zeros((1, layer.kv_heads, layer.key_dim), like),
                     ctx.zeros((1, layer.kv_heads, layer.value_dim), like),
                 )
-
-    @property
-    def kept_whole(self) -> list[CausalCache]:
-        """The caches that keep every token."""
-        plain = [part.attention if isinstance(part, RecurrentCache) else part for part in self.parts]
-        return [part for part in plain if isinstance(part, CausalCache) and not _forgets(part)]
-
-    @property
-    def forgets(self) -> bool:
-        """Whether one of the caches has room for a window and for a pass."""
-        return any(_forgets(part) for part in self.parts)
 
     # K and V.
 
@@ -180,8 +160,10 @@ class Storage:
         return None if found is None else found.native.astype(spec.dtypes[i])
 
 
-def _forgets(cache: Any) -> bool:
-    return isinstance(cache, SlidingWindowCache) and cache.reach is not None
+def _kind(layer: Layer) -> Kind | None:
+    if isinstance(layer, Recurrent):
+        return None
+    return Kind(FULL) if layer.window is None else Kind(SLIDING, layer.window)
 
 
 def _by_head(ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any, Self, cast
 
 import torch
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import EncoderDecoderCache
 
 import ml
 from kvcache import NotSupportedError, ShiftFunction
+from kvcache.integrations.model_caches import ModelCaches
 from kvcache.integrations.transformers.bridge import stored_dtype
-from kvcache.integrations.transformers.kinds import CROSS, STATES, Family, Kind, empty_layer, layer_plan
+from kvcache.integrations.transformers.kinds import CROSS, STATES, Kind, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import (
     AttentionLayer,
     CrossCache,
@@ -76,7 +78,7 @@ class HFCache(RowsCache):
         options = CacheOptions(backend, stored_dtype(dtype), max_sequences, capacity, lookback, shift, grow)
         self._attach(BatchRows(CachePool(plan, options)))
 
-    def bind(self, like: torch.Tensor) -> Family:
+    def bind(self, like: torch.Tensor) -> ModelCaches:
         """Make the caches now, for keys with the dtype and on the device of ``like``."""
         self.rows.pool.bind(1, like)
         return self.rows.pool.family
@@ -88,7 +90,9 @@ class HFCache(RowsCache):
 
     def _attach(self, rows: BatchRows) -> None:
         self.rows, self._states = rows, States(rows)
-        Cache.__init__(self, layers=[self._layer(i, kind) for i, kind in enumerate(rows.pool.plan.layers)])
+        TransformersCache.__init__(
+            self, layers=[self._layer(i, kind) for i, kind in enumerate(rows.pool.plan.layers)]
+        )
 
     def _layer(self, i: int, kind: Kind) -> Any:
         if kind.name == CROSS:

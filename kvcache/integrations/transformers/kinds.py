@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import cache_utils
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-import ml
-from kvcache import (
-    CausalCache,
-    ChunkedCache,
-    EncoderCache,
-    NotSupportedError,
-    RecurrentCache,
-    ShiftFunction,
-    SlidingWindowCache,
-    WrapperCache,
-)
+from kvcache import NotSupportedError
+from kvcache.integrations.model_caches import CHUNKED, FULL, SLIDING, Kind
 
-__all__ = ["Attending", "Family", "Kind", "Plan", "Trait", "empty_layer", "layer_plan"]
+__all__ = ["CONV", "CROSS", "STATES", "Kind", "Plan", "Trait", "empty_layer", "grows", "layer_plan"]
 
-FULL, SLIDING, CHUNKED, CROSS, LINEAR, CONV, NONE = (
-    "full", "sliding", "chunked", "cross", "linear", "conv", "none",
-)  # fmt: skip
+CROSS, LINEAR, CONV, NONE = "cross", "linear", "conv", "none"
 STATES = (LINEAR, CONV)
 _TYPES = {
     "full_attention": FULL,
@@ -60,32 +48,11 @@ _TRAITS = {
     Trait.OWN_MASK: "cpmant gpt_neo prophetnet",
     Trait.CONTIGUOUS: "gpt_neox_japanese",
 }
-Attending = CausalCache
-"""The caches whose layers have K and V."""
-
-Top = Attending | RecurrentCache | EncoderCache
-"""What a wrapper wraps here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What a layer keeps. ``size`` is how many tokens a query sees at most, itself included; 0: all.
-
-    transformers' ``sliding_window`` and ``attention_chunk_size`` both count so.
-    """
-
-    name: str
-    size: int = 0
-
-    @property
-    def attends(self) -> bool:
-        """Whether the layer has K and V of the tokens before."""
-        return self.name in (FULL, SLIDING, CHUNKED)
-
-    @property
-    def grows(self) -> bool:
-        """Whether the layer has something of every token."""
-        return self.attends or self.name in STATES
+def grows(kind: Kind) -> bool:
+    """Whether a layer has something of every token."""
+    return kind.attends or kind.name in STATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,61 +154,3 @@ def _decoder_layers(config: Any, count: int) -> int:
     # get_text_config() moves some names to others: what getattr() finds then is the class's default.
     told = vars(config)
     return int(told.get("decoder_layers") or told.get("num_decoder_layers") or count)
-
-
-class Family:
-    """The caches of one model, bound to a backend, and all of them behind one interface.
-
-    Windows keep ``lookback`` tokens more than they show, so that many may be taken back.
-    """
-
-    def __init__(self, plan: Plan, lookback: int, shift: ShiftFunction | None, activations: ml.DType) -> None:
-        self.recurrent: RecurrentCache | None = None
-        self.caches: dict[Kind, Attending] = {}
-        """Where each kind of attention layer is kept."""
-        tops: list[Top] = []
-        if plan.is_hybrid:
-            self.recurrent = RecurrentCache(plan.conv_shape, plan.state_shape, shift, conv_dtype=activations)
-            tops.append(self.recurrent)
-        for kind in plan.kinds:
-            if kind.name == FULL and self.recurrent is not None:
-                self.caches[kind] = self.recurrent.attention
-                continue
-            cache = _attention(kind, lookback, shift)
-            self.caches[kind] = cache
-            tops.append(cache)
-        self.encoder = EncoderCache() if plan.encoder else None
-        """The cache of cross attention."""
-        if self.encoder is not None:
-            tops.append(self.encoder)
-        self.tops: Sequence[Top] = tops
-        self.all: Top | WrapperCache = tops[0] if len(tops) == 1 else WrapperCache(*tops)
-
-    @property
-    def cross(self) -> EncoderCache:
-        assert self.encoder is not None
-        return self.encoder
-
-    def kept(self, kind: Kind) -> int | None:
-        """How many tokens of a sequence the cache of a kind keeps; None: all."""
-        cache = self.caches[kind]
-        if not isinstance(cache, SlidingWindowCache) or cache.reach is None:
-            return None
-        return cache.reach + max(1, cache.window)
-
-    def init(self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int) -> None:
-        for cache in self.tops:
-            cache.init(backend, dtype, max_sequences, capacity, _max_batch(cache, max_sequences))
-
-
-def _attention(kind: Kind, lookback: int, shift: ShiftFunction | None) -> Attending:
-    if kind.name == SLIDING:
-        return SlidingWindowCache(kind.size - 1, kind.size - 1 + lookback, shift)
-    return ChunkedCache(kind.size, shift) if kind.name == CHUNKED else CausalCache(shift)
-
-
-def _max_batch(cache: Top, max_sequences: int) -> int:
-    """Room for as many new tokens as a window keeps; of a longer batch only so many are stored."""
-    if not isinstance(cache, SlidingWindowCache):
-        return max_sequences
-    return max_sequences * (max(cache.memory, cache.window + 1))

@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvcache import NotSupportedError
 from kvcache.integrations.transformers.kinds import CONV, Kind
+from kvcache.integrations.transformers.passes import Pair
 from kvcache.integrations.transformers.rows import BatchRows
 from kvcache.integrations.transformers.states import States
 
 __all__ = ["AttentionLayer", "CrossCache", "CrossLayer", "Crossing", "LinearLayer", "RowsCache"]
 
 
-class RowsCache(Cache):  # type: ignore[misc]
+class RowsCache(TransformersCache):  # type: ignore[misc]
     """A cache of transformers' over ``rows``, whose layers :meth:`_attach` makes."""
 
     rows: BatchRows
@@ -38,10 +40,16 @@ class RowsCache(Cache):  # type: ignore[misc]
         return int(getattr(pool.family.all, "nbytes", 0)) if pool.bound else 0
 
 
-class _Recorded:
-    """What speculative decoding asks of a layer: to take back whatever it drafts."""
+class _OurLayer:
+    """What all of our layers say alike, speculative decoding's questions included."""
 
     rows: BatchRows
+    is_compileable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: buffers are allocated by the first ``update``."""
 
     @property
     def record_past(self) -> bool:
@@ -57,12 +65,10 @@ class _Recorded:
         self.record_past = True
 
 
-class AttentionLayer(_Recorded, CacheLayerMixin):  # type: ignore[misc]
+class AttentionLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]
     """K and V of one layer, in the cache of its kind."""
 
-    is_compileable = False
     is_croppable = True
-    supports_early_init = False
 
     def __init__(self, rows: BatchRows, layer: int, kind: Kind) -> None:
         self.rows, self.layer, self.kind = rows, layer, kind
@@ -72,12 +78,7 @@ class AttentionLayer(_Recorded, CacheLayerMixin):  # type: ignore[misc]
     def is_initialized(self) -> bool:
         return self.rows.seen[self.layer] > 0
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: buffers are allocated by the first ``put``."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store K and V (rows, heads, new tokens, dim); all that the new tokens may see."""
         return self.rows.update(self.layer, self.kind, key_states, value_states)
 
@@ -97,24 +98,19 @@ class AttentionLayer(_Recorded, CacheLayerMixin):  # type: ignore[misc]
     @property
     def keys(self) -> torch.Tensor | None:
         """All keys (rows, heads, tokens, head_dim) that later tokens may see; None before the first."""
-        return self._held(0)
+        found = self.rows.peek(self.layer, self.kind)
+        return None if found is None else found[0]
 
     @property
     def values(self) -> torch.Tensor | None:
-        return self._held(1)
-
-    def _held(self, which: int) -> torch.Tensor | None:
         found = self.rows.peek(self.layer, self.kind)
-        return None if found is None else found[which]
+        return None if found is None else found[1]
 
 
-class CrossLayer(CacheLayerMixin):  # type: ignore[misc]
+class CrossLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]
     """K and V of the encoder's output in one layer, stored once and read by every later token."""
 
-    is_compileable = False
     is_croppable = True
-    supports_early_init = False
-    is_sliding = False
 
     def __init__(self, rows: BatchRows, layer: int) -> None:
         self.rows, self.layer = rows, layer
@@ -123,44 +119,41 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]
     def is_initialized(self) -> bool:
         return self.rows.has_encoded(self.layer)
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: ``update`` allocates."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store K and V (rows, heads, length, dim) of the encoder's output; returns what is stored."""
         self.rows.put_encoded(self.layer, key_states, value_states)
-        found = self.rows.encoded(self.layer)
+        found = self.found
         assert found is not None
         return found
+
+    @property
+    def found(self) -> Pair | None:
+        """What is stored."""
+        return self.rows.encoded(self.layer)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length(), 0
 
     def get_seq_length(self) -> int:
-        keys = self.keys
-        return 0 if keys is None else int(keys.shape[2])
+        return 0 if self.keys is None else int(self.keys.shape[2])
 
     def get_max_length(self) -> int:
         return -1
 
     @property
     def keys(self) -> torch.Tensor | None:
-        found = self.rows.encoded(self.layer)
-        return None if found is None else found[0]
+        return None if (found := self.found) is None else found[0]
 
     @property
     def values(self) -> torch.Tensor | None:
-        found = self.rows.encoded(self.layer)
-        return None if found is None else found[1]
+        return None if (found := self.found) is None else found[1]
 
 
-class CrossCache(Cache):  # type: ignore[misc]
+class CrossCache(TransformersCache):  # type: ignore[misc]
     """What all layers of cross attention read. Some models make another one, empty, by this class."""
 
     def __init__(self, layers: Sequence[CrossLayer] = (), **options: Any) -> None:
-        Cache.__init__(self, layers=[*layers])
+        TransformersCache.__init__(self, layers=[*layers])
 
 
 class Crossing:
@@ -182,11 +175,9 @@ class Crossing:
             self._cross = cache
 
 
-class LinearLayer(_Recorded, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+class LinearLayer(_OurLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
     """The convolution and recurrent states of one layer, in the recurrent cache."""
 
-    is_compileable = False
-    supports_early_init = False
     number_of_states = 1
 
     def __init__(self, states: States, layer: int, kind: Kind) -> None:
@@ -217,9 +208,6 @@ class LinearLayer(_Recorded, LinearAttentionCacheLayerMixin):  # type: ignore[mi
     def recurrent_states(self) -> dict[int, torch.Tensor | None]:
         """The recurrent states (rows, heads, key_dim, value_dim), likewise."""
         return {0: self.states.fetch(self.layer, "recurrent")}
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: buffers are allocated by the first state."""
 
     def update_conv_state(
         self,

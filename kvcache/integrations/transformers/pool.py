@@ -10,9 +10,18 @@ from typing import Any
 import torch
 
 import ml
-from kvcache import InvalidRangeError, InvalidSequenceError, KVCacheError, NotSupportedError, ShiftFunction
+from kvcache import (
+    InvalidRangeError,
+    InvalidSequenceError,
+    KVCacheError,
+    NotSupportedError,
+    RecurrentCache,
+    ShiftFunction,
+    SlidingWindowCache,
+)
+from kvcache.integrations.model_caches import ModelCaches, Top
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
-from kvcache.integrations.transformers.kinds import Family, Plan
+from kvcache.integrations.transformers.kinds import Plan
 from kvcache.integrations.transformers.passes import ForwardPass
 from kvcache.integrations.transformers.saving import prepare_states
 from kvcache.snapshots.snapshot import Snapshot
@@ -42,7 +51,7 @@ class CacheOptions:
 class CachePool:
     """Caches of one model, and which of their sequences are taken."""
 
-    family: Family
+    family: ModelCaches
     backend: ml.Backend
     ctx: ml.Context
     bridge: Bridge
@@ -81,9 +90,16 @@ class CachePool:
         self._free = list(range(self.max_sequences))
         self.bound = True
 
-    def _new_family(self, options: CacheOptions) -> Family:
-        family = Family(self.plan, options.lookback, options.shift, self.activations)
-        family.init(self.backend, self.dtype, self.max_sequences, options.capacity)
+    def _new_family(self, options: CacheOptions) -> ModelCaches:
+        plan, recurrent, count = self.plan, None, self.max_sequences
+        if plan.is_hybrid:
+            shapes = plan.conv_shape, plan.state_shape
+            recurrent = RecurrentCache(*shapes, options.shift, conv_dtype=self.activations)
+        family = ModelCaches(
+            plan.kinds, recurrent, lookback=options.lookback, shift=options.shift, encoder=plan.encoder
+        )
+        for cache in family.tops:
+            cache.init(self.backend, self.dtype, count, options.capacity, _max_batch(cache, count))
         return family
 
     def check_dtype(self, layer: int, *brought: torch.Tensor) -> None:
@@ -128,7 +144,7 @@ class CachePool:
             self.family, self.current = family, None
         self.options = options
 
-    def put_back(self, family: Family, seq: int, snapshot: Snapshot) -> None:
+    def put_back(self, family: ModelCaches, seq: int, snapshot: Snapshot) -> None:
         """Restore a sequence; InvalidRangeError where the snapshot is of another kind of cache."""
         prepare_states(family, snapshot)
         cache: Any = family.all
@@ -175,3 +191,10 @@ class CachePool:
                 "HFCache: another fork of this cache began a pass, or its rows changed, before this pass "
                 "had reached all layers; one forward pass at a time"
             )
+
+
+def _max_batch(cache: Top, max_sequences: int) -> int:
+    """Room for as many new tokens as a window keeps; of a longer batch only so many are stored."""
+    if not isinstance(cache, SlidingWindowCache):
+        return max_sequences
+    return max_sequences * max(cache.memory, cache.window + 1)

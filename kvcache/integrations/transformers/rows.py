@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 
 from kvcache import (
     Batch,
     CacheFullError,
+    CausalCache,
     EncoderCache,
     InvalidRangeError,
     KVCacheError,
@@ -27,8 +27,9 @@ from kvcache import (
     OrderError,
 )
 from kvcache.attention.dense_batch import DenseBatch, read_encoded
-from kvcache.integrations.transformers.kinds import SLIDING, Attending, Kind, Trait
-from kvcache.integrations.transformers.passes import ForwardPass
+from kvcache.integrations.model_caches import SLIDING, Kind, batch_of_rows
+from kvcache.integrations.transformers.kinds import Trait, grows
+from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
 from kvcache.integrations.transformers.saving import HFSnapshot
 from kvcache.storage.state_slots import Checkpoint
@@ -199,7 +200,7 @@ class BatchRows:
             self._start_short(current, kind, family.caches[kind], kept)
         return current
 
-    def _start_short(self, current: ForwardPass, kind: Kind, cache: Attending, kept: int) -> None:
+    def _start_short(self, current: ForwardPass, kind: Kind, cache: CausalCache, kept: int) -> None:
         """Keep the last ``kept`` new tokens only: all that later ones can see. The past is read first."""
         if current.begin:
             current.readings[kind] = self._reading(kind, current.begin)
@@ -208,12 +209,8 @@ class BatchRows:
         cache.start_forward(self.pool.ctx, self._batch(current.tokens, kept))
 
     def _batch(self, tokens: int, kept: int) -> Batch:
-        end = self.length + tokens
-        positions = np.arange(end - kept, end)
-        count = len(self.sequences)
-        if count == 1:
-            return Batch(positions, np.full(kept, self.sequences[0]))  # type: ignore[arg-type]
-        return Batch(np.tile(positions, count), np.repeat(self.sequences, kept))  # type: ignore[arg-type]
+        rows = len(self.sequences)
+        return batch_of_rows(self.sequences, [self.length + tokens - kept] * rows, [kept] * rows)
 
     def _reading(self, kind: Kind, begin: int) -> DenseBatch:
         """What tokens from ``begin`` on see."""
@@ -223,9 +220,7 @@ class BatchRows:
     # Attention layers.
 
     @untraced
-    def update(
-        self, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor) -> Pair:
         """Store K and V (rows, heads, new tokens, dim); all that they see, (rows, heads, tokens, dim)."""
         current = self.enter(layer, key.shape[2], key.shape[0], key)
         pool = self.pool
@@ -249,7 +244,7 @@ class BatchRows:
         return self._read(reading, layer, key, value)
 
     def _put(
-        self, cache: Attending | EncoderCache, layer: int, key: torch.Tensor, value: torch.Tensor
+        self, cache: CausalCache | EncoderCache, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         ctx, bridge = self.pool.ctx, self.pool.bridge
         if not key.dtype is value.dtype is self.pool.like.dtype:
@@ -257,9 +252,7 @@ class BatchRows:
         cache.set_layer(layer)
         cache.put(ctx, bridge.to_backend(ctx, _tokens(key)), bridge.to_backend(ctx, _tokens(value)))
 
-    def _read(
-        self, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
         pool = self.pool
         keys, values = reading.read(pool.ctx, layer)
         found = pool.bridge.to_torch(keys, key), pool.bridge.to_torch(values, value)
@@ -268,7 +261,7 @@ class BatchRows:
         )
 
     @untraced
-    def peek(self, layer: int, kind: Kind) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def peek(self, layer: int, kind: Kind) -> Pair | None:
         """K and V of a layer that the next token may see; None where there are none."""
         if not self.seen[layer]:
             return None
@@ -293,7 +286,7 @@ class BatchRows:
         self._put(pool.family.cross, layer, key, value)
 
     @property
-    def _waiting(self) -> dict[int, tuple[torch.Tensor, torch.Tensor] | None]:
+    def _waiting(self) -> dict[int, Pair | None]:
         """What layers had before the pass under way, in which others have got an encoder's output already."""
         current = self.under_way
         return {} if current is None or current.encoded is None else current.encoded
@@ -306,7 +299,7 @@ class BatchRows:
         return bool(self.sequences) and all(map(self.pool.family.cross.encoder_cached, self.sequences))
 
     @untraced
-    def encoded(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def encoded(self, layer: int) -> Pair | None:
         """K and V (rows, heads, length, dim) of the encoder's output; None before they are stored."""
         if not self.has_encoded(layer):
             return None
@@ -364,7 +357,7 @@ class BatchRows:
 
     def _all_at(self, length: int) -> list[int]:
         """What each layer has had where all have had ``length`` tokens: of some, no layer keeps anything."""
-        return [length if kind.grows else 0 for kind in self.pool.plan.layers]
+        return [length if grows(kind) else 0 for kind in self.pool.plan.layers]
 
     def snapshot(self) -> HFSnapshot:
         """What all rows hold now."""
@@ -455,7 +448,7 @@ class BatchRows:
             length, marked = found, False
         return length
 
-    def _aside(self, length: int) -> dict[Kind, Attending]:
+    def _aside(self, length: int) -> dict[Kind, CausalCache]:
         """Kinds that the pass under way keeps not all of; their tokens before ``length`` it has set aside."""
         current = self.under_way
         if current is None or not length or length < current.begin:

@@ -10,8 +10,8 @@ import torch
 
 import ml
 from kvcache import RecurrentSnapshot
+from kvcache.integrations.model_caches import ModelCaches
 from kvcache.integrations.transformers.bridge import dtype_of, torch_dtype
-from kvcache.integrations.transformers.kinds import Family
 from kvcache.snapshots.serialize import deserialize, serialize
 from kvcache.snapshots.snapshot import Snapshot, WrapperSnapshot
 from kvcache.stores import SerializedSnapshot, SnapshotCorrupt, SnapshotStore, put_snapshot
@@ -36,7 +36,7 @@ class HFSnapshot:
         return sum(row.nbytes for row in self.rows)
 
 
-def prepare_states(family: Family, snapshot: Snapshot) -> None:
+def prepare_states(family: ModelCaches, snapshot: Snapshot) -> None:
     """Tell a recurrent cache that has seen no states yet what shapes are to come."""
     cache = family.recurrent
     if cache is None:

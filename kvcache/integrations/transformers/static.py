@@ -11,12 +11,8 @@ from collections.abc import Iterable
 from typing import Any, Self, cast
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    EncoderDecoderCache,
-    LinearAttentionLayer,
-    StaticLayer,
-)
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import EncoderDecoderCache, LinearAttentionLayer, StaticLayer
 from transformers.utils import is_torchdynamo_compiling
 
 import ml
@@ -24,7 +20,7 @@ from kvcache import Batch, CacheFullError, InvalidRangeError, NotSupportedError
 from kvcache.attention.dense_batch import DenseBatch
 from kvcache.integrations.transformers.kinds import CROSS, STATES, Kind, Trait, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import CrossCache, Crossing, CrossLayer, RowsCache
-from kvcache.integrations.transformers.passes import ForwardPass
+from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CacheOptions, CachePool
 from kvcache.integrations.transformers.rows import BatchRows
 
@@ -68,7 +64,7 @@ class HFStaticCache(RowsCache):
     def _attach(self, rows: StaticBatchRows) -> None:
         self.rows = rows
         plan = rows.pool.plan
-        Cache.__init__(self, layers=[_layer(rows, i, kind) for i, kind in enumerate(plan.layers)])
+        TransformersCache.__init__(self, layers=[_layer(rows, i, kind) for i, kind in enumerate(plan.layers)])
 
     def crop(self, tokens: int) -> None:
         """Take the last ``-tokens`` back, or keep the first ``tokens`` where it is > 0.
@@ -149,9 +145,7 @@ class StaticBatchRows(BatchRows):
         if self.sequences:
             pool.family.cross.start_forward(pool.ctx, self._batch(1, 1))
 
-    def views(
-        self, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def views(self, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor) -> Pair:
         """The buffers of a layer (rows, heads, capacity, dim), for keys and values like these."""
         self.claim(key.shape[0], key)
         pool, cache = self.pool, self.pool.family.caches[kind]
@@ -189,12 +183,10 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         self.cumulative_length = _addressed(self.cumulative_length.to(self.device))
         self.is_initialized = True
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         if key_states.device.type == "cpu" and not is_torchdynamo_compiling():
             self._check(key_states.shape[2])
-        found: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
+        found: Pair = super().update(key_states, value_states)
         if Trait.CONTIGUOUS in self.rows.pool.plan.traits:
             return found[0].contiguous(), found[1].contiguous()
         return found
@@ -232,27 +224,20 @@ class StaticCrossLayer(CrossLayer):
 
     def __init__(self, rows: StaticBatchRows, layer: int) -> None:
         super().__init__(rows, layer)
-        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._found: Pair | None = None
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         rows = self.rows
         assert isinstance(rows, StaticBatchRows)
         rows.claim(key_states.shape[0], key_states)
         rows.put_encoded(self.layer, key_states, value_states)
-        found = rows.encoded(self.layer)
-        assert found is not None
-        self._found = _addressed(found[0]), _addressed(found[1])
+        keys, values = rows.encoded(self.layer) or (key_states, value_states)
+        self._found = _addressed(keys), _addressed(values)
         return self._found
 
     @property
-    def keys(self) -> torch.Tensor | None:
-        return None if self._found is None else self._found[0]
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        return None if self._found is None else self._found[1]
+    def found(self) -> Pair | None:
+        return self._found
 
     def reset(self) -> None:
         self._found = None

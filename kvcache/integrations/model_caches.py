@@ -1,0 +1,112 @@
+"""The caches of one model's layers, whatever runtime the model is of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache import (
+    Batch,
+    CausalCache,
+    ChunkedCache,
+    EncoderCache,
+    RecurrentCache,
+    ShiftFunction,
+    SlidingWindowCache,
+    WrapperCache,
+)
+
+__all__ = ["CHUNKED", "FULL", "SLIDING", "Kind", "ModelCaches", "Top", "batch_of_rows"]
+
+FULL, SLIDING, CHUNKED = "full", "sliding", "chunked"
+Top = CausalCache | RecurrentCache | EncoderCache
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a layer keeps. ``size`` is how many tokens a query sees at most, itself included; 0: all."""
+
+    name: str
+    size: int = 0
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has K and V of the tokens before."""
+        return self.name in (FULL, SLIDING, CHUNKED)
+
+
+class ModelCaches:
+    """One cache for each kind of attention, for states and for an encoder's output; all of them in ``all``.
+
+    Windows keep ``lookback`` tokens more than they show, so that many may be taken back.
+    """
+
+    def __init__(
+        self,
+        kinds: Iterable[Kind],
+        recurrent: RecurrentCache | None = None,
+        *,
+        lookback: int = 0,
+        shift: ShiftFunction | None = None,
+        encoder: bool = False,
+    ) -> None:
+        self.recurrent = recurrent
+        self.encoder = EncoderCache() if encoder else None
+        self.caches: dict[Kind, CausalCache] = {}
+        tops: list[Top] = [] if recurrent is None else [recurrent]
+        for kind in dict.fromkeys(kinds):
+            if kind.name == FULL and recurrent is not None:
+                self.caches[kind] = recurrent.attention
+                continue
+            self.caches[kind] = cache = _attention(kind, lookback, shift)
+            tops.append(cache)
+        if self.encoder is not None:
+            tops.append(self.encoder)
+        self.tops: Sequence[Top] = tops
+        self.all: Top | WrapperCache = tops[0] if len(tops) == 1 else WrapperCache(*tops)
+
+    @property
+    def cross(self) -> EncoderCache:
+        assert self.encoder is not None
+        return self.encoder
+
+    @property
+    def whole(self) -> list[CausalCache]:
+        """The caches that keep every token."""
+        found = [top.attention if isinstance(top, RecurrentCache) else top for top in self.tops]
+        return [cache for cache in found if isinstance(cache, CausalCache) and _reach(cache) is None]
+
+    @property
+    def forgets(self) -> bool:
+        """Whether one of the caches has room for a window and for a pass alone."""
+        return any(_reach(cache) is not None for cache in self.tops)
+
+    def kept(self, kind: Kind) -> int | None:
+        """How many tokens of a sequence the cache of a kind keeps; None: all."""
+        reach = _reach(self.caches[kind])
+        return None if reach is None else reach + max(1, kind.size - 1)
+
+
+def _reach(cache: object) -> int | None:
+    """How far back a cache reaches whose tokens leave it by themselves."""
+    return cache.reach if isinstance(cache, SlidingWindowCache) else None
+
+
+def _attention(kind: Kind, lookback: int, shift: ShiftFunction | None) -> CausalCache:
+    if kind.name == SLIDING:
+        return SlidingWindowCache(kind.size - 1, kind.size - 1 + lookback, shift)
+    return ChunkedCache(kind.size, shift) if kind.name == CHUNKED else CausalCache(shift)
+
+
+def batch_of_rows(sequences: Sequence[int | None], begins: Sequence[int], counts: Sequence[int]) -> Batch:
+    """Tokens row by row: of row i those at ``[begins[i], begins[i] + counts[i])``, which may be none."""
+    count = counts[0]
+    if all(other == count for other in counts):
+        return Batch(np.add.outer(begins, np.arange(count)).ravel(), np.repeat(sequences, count))  # type: ignore[arg-type]
+    starts, many = np.array(begins), np.array(counts)
+    ends = np.cumsum(many)
+    steps = np.arange(ends[-1]) - np.repeat(ends - many, many)
+    ids = np.array([-1 if seq is None else seq for seq in sequences])
+    return Batch(np.repeat(starts, many) + steps, np.repeat(ids, many))  # type: ignore[arg-type]

@@ -1,0 +1,177 @@
+"""A sample of the census of both libraries' models, what it calls wrong, and the tables that it writes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("torch")
+pytest.importorskip("mlx_lm")
+
+import mlx.core as mx
+import torch
+
+from benchmarks.census import __main__ as command
+from benchmarks.census import engine
+from benchmarks.census import mlx_lm as of_mlx_lm
+from benchmarks.census import transformers as of_transformers
+from kvcache.integrations.mlx_lm.storage import Storage
+
+LIBRARIES: list[Any] = [of_mlx_lm, of_transformers]
+SAMPLE = {
+    "bamba": {"fork": "="},
+    "blenderbot with encoder": {"crop": "=", "copy": "="},
+    "cpmant": {"static": "refused"},
+    "gemma3_text": {"interrupt": "=", "prefix, lookup": "="},
+    "gemma3n_text": {"copy": "="},
+    "gemma4_text": {"fork": "=", "save": "=", "prefix": "="},
+    "git": {"static": "="},
+    "gpt_neo": {"static": "refused"},
+    "gpt_neox_japanese": {"batch": "=", "static": "="},
+    "hrm_text": {"interrupt": "="},
+    "jamba": {"chunked": "refused", "prefix": "="},
+    "lfm2": {"lookup": "="},
+    "lfm2_moe": {"assisted": "="},
+    "lfm3": {"lookup": "=", "crop": "="},
+    "mamba": {"beams": "=", "prefix": "refused"},
+    "mllama with image": {"fork": "=", "assisted": "right"},
+    "moshi": {"chunked": "theirs", "prefix": "refused"},
+    "nemotron_h": {"save": "theirs"},
+    "prophetnet": {"static": "refused"},
+    "recurrent_gemma": {"single": "=", "fork": "refused", "interrupt": "="},
+    "roberta": {"prefix": "="},
+    "t5gemma": {"fork": "right"},
+    "t5gemma2": {"install": "=", "static": "="},
+}
+"""What became of some of transformers' types in the modes that were hard for them."""
+NO_TRIM = {**dict.fromkeys(of_mlx_lm.MODES, "="), "trim": "right"}
+"""mlx-lm trims neither states nor windows that have wrapped; ours goes back to what it keeps."""
+OF_MLX_LM = {
+    "gear": NO_TRIM,  # full, sliding and recurrent layers
+    "mamba2": NO_TRIM,  # nothing but recurrent layers
+    "gpt_oss": {"alone": "=", "batch": "="},
+    "iquestloopcoder": {"batch": "=", "save": "="},  # two entries for each layer
+    "lfm2": {"alone": "=", "batch": "="},
+    "nemotron-nas": {"batch": "right", "trim": "=", "exception": "="},  # wants an entry that it never uses
+    "plamo3": {"chunks": "right", "save": "right", "other's files": "theirs"},  # sees more than its window
+    "recurrent_gemma": {"batch": "refused", "copy": "="},  # takes no notice of padding
+    **{
+        name: {"alone": "refused"}
+        for name in ("llama4", "deepseek_v32", "kimi_linear", "falcon_h1", "longcat_flash_ngram", "rwkv7")
+    },
+}
+CASES = [
+    (library, name, mode, kind)
+    for library, sample in ((of_transformers, SAMPLE), (of_mlx_lm, OF_MLX_LM))
+    for name, modes in sample.items()
+    for mode, kind in modes.items()
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.lru_cache(maxsize=1)  # the modes of a type come one after another
+def case(library: Any, name: str) -> Any:
+    return library.Case(name)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers', of decoding in ways that models are not made for
+@pytest.mark.parametrize(
+    ("library", "name", "mode", "kind"), CASES, ids=[f"{name}, {mode}" for _, name, mode, _ in CASES]
+)
+def test_what_becomes_of_a_type_in_a_mode(library: Any, name: str, mode: str, kind: str) -> None:
+    found, told = engine.judge(library, case(library, name), mode)
+    assert (found, told) == (kind, told)
+    assert library is of_transformers or kind != "refused" or mode == "batch" or "wants mlx-lm's" in told
+
+
+def test_a_wrong_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    crop, read = of_transformers.HFCache.crop, Storage.get
+
+    def disturbed(self: Storage, layer: int, one: Any) -> tuple[Any, Any]:
+        keys, values = read(self, layer, one)
+        return keys, mx.concatenate([values[..., 1:, :], values[..., :1, :]], axis=2)
+
+    monkeypatch.setattr(of_transformers.HFCache, "crop", lambda cache, tokens: crop(cache, tokens + 1))
+    monkeypatch.setattr(Storage, "get", disturbed)
+    assert engine.judge(of_transformers, case(of_transformers, "llama"), "crop")[0] == "wrong"
+    qwen = case(of_mlx_lm, "qwen3")
+    assert [engine.judge(of_mlx_lm, qwen, mode)[0] for mode in ("alone", "chunks")] == ["wrong", "wrong"]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_type_that_ends_its_process_ends_no_other() -> None:
+    def make(name: str) -> str:
+        if name == "no case":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return name
+
+    def run(name: str, which: str) -> str:
+        if (name, which) == ("no result", "ours"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return name
+
+    library: Any = SimpleNamespace(
+        Case=make, MODES={"one": run}, agree=str.__eq__, is_right=lambda *found: True
+    )
+    found = [engine.isolated(library, name) for name in ("no case", "no result", "good")]
+    told = "the process ends with SIGKILL"
+    assert found == [{"": told}, {"one": ("wrong", told)}, {"one": ("=", "")}]
+
+
+def test_results_are_kept_and_not_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, results = tmp_path / "page.md", tmp_path / "results.json"
+    page.write_text("before\n<!-- census -->\nold\n<!-- /census -->\nafter\n", encoding="utf-8")
+    names = ["gemma3n", "gpt_neo", "gpt2", "llama"]
+    modes = {name: of_transformers.MODES[name] for name in ("crop", "static")}
+    monkeypatch.setattr(engine, "DOCS", tmp_path)
+    monkeypatch.setattr(engine, "isolated", in_this_process)
+    for name, value in {"PAGE": page.name, "MODES": modes, "types": lambda: names, "quiet": str}.items():
+        monkeypatch.setattr(of_transformers, name, value)
+    asked = ["transformers", "--results", str(results), "--render"]
+    assert command.main(asked) == 0
+    assert [*json.loads(results.read_text(encoding="utf-8"))] == names
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("before\n<!-- census -->\n| types | crop | static |\n|---|---|---|\n")
+    assert "| 2: gpt2, llama | = | = |\n| 1: gpt_neo | = | r1 |\n\n1. NotSupportedError: HFStatic" in text
+    assert "Not built: gemma3n (needs timm" in text
+    assert text.endswith("<!-- /census -->\nafter\n")
+    capsys.readouterr()
+    assert command.main(asked) == 0
+    assert capsys.readouterr().out == ""
+    assert page.read_text(encoding="utf-8") == text
+
+
+def in_this_process(library: Any, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    engine.examine(library, name, found.update)
+    return found
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.PAGE)
+def test_the_page_has_every_type_and_nothing_wrong(library: Any) -> None:
+    text = (engine.DOCS / library.PAGE).read_text(encoding="utf-8")
+    table, _, unbuilt = text.split(engine.MARKS[0])[1].split(engine.MARKS[1])[0].partition("Not built: ")
+    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+    names = [name for row in rows for name in row.split("|")[1].split(": ", 1)[1].strip().split(", ")]
+    names += re.findall(r"(?:^|\); )([^(;]+) \(", unbuilt)
+    assert sorted(names) == sorted(library.types())
+    assert not any(engine.SHORT["wrong"] in row for row in rows)
