@@ -18,7 +18,7 @@ from kvcache import CacheFullError, ClosedError, HostTier, Session
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Request
 from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
 from kvcache.runner.fingerprint import files_digest, model_identity
-from kvcache.runner.generate import Generator, GeneratorOptions
+from kvcache.runner.generate import Generator
 from kvcache.runner.loading import load_model
 from kvcache.runner.request_state import RequestState
 from kvcache.runner.requests import Finished, GenerationOptions, Prefilled, Started, Token
@@ -86,7 +86,7 @@ def reference(model: Any, prompt: Sequence[int], count: int = COUNT) -> tuple[in
 
 
 def _reference(model: Any, prompt: Sequence[int], count: int) -> tuple[int, ...]:
-    options = GeneratorOptions(max_sequences=1, capacity=64, prefill_chunk=5)
+    options = EngineOptions(max_sequences=1, capacity=64, prefill_chunk=5)
     with Generator(model, None, options=options) as generator:
         return generator.complete([prompt], GenerationOptions(count, ignore_eos=True))[0].tokens
 

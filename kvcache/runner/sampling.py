@@ -18,7 +18,8 @@ class Sampler:
     ``top_k`` keeps the k likeliest tokens (0: all). ``top_p`` then keeps the smallest set of the
     likeliest whose probability together reaches p, and never fewer than one (Holtzman et al., 2020).
     Ties go to the lower token id. The same ``seed`` gives the same draws; None takes a new one.
-    Each ``stream`` of a seed has draws of its own.
+    Each ``stream`` of a seed has draws of its own: one per sequence makes its text independent of what
+    else is in the batch.
 
     Raises RequestError for a setting outside its range.
     """
@@ -44,13 +45,6 @@ class Sampler:
         self.top_p = top_p
         self.seed = secrets.randbits(32) if seed is None else seed
         self._random = np.random.default_rng(self.seed if stream is None else (self.seed, stream))
-
-    def fork(self, index: int) -> Sampler:
-        """The same settings with draws of its own, fixed by the seed and ``index``.
-
-        One per sequence makes a sequence's text independent of what else is in the batch.
-        """
-        return Sampler(self.temperature, self.top_k, self.top_p, self.seed, index)
 
     def __call__(self, logits: np.ndarray) -> int:
         """One token id from ``logits`` (vocab,). Raises RunnerError where no logit can be chosen."""
