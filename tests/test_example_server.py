@@ -379,8 +379,13 @@ def test_what_would_change_an_answer_and_is_not_served_is_refused(serving: Servi
 
 def test_what_asks_for_nothing_is_no_mistake(serving: Serving) -> None:
     assert serving.post({"prompt": "x", "max_tokens": 1, **IDLE}).status_code == 200
-    said: dict[str, Any] = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": [], "name": "Noah"}
-    asked = {"messages": [said], "max_tokens": 1, "tool_choice": "auto", "modalities": ["text"]}
+    said: dict[str, Any] = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": []}
+    asked = {
+        "messages": [{**said, "name": "Noah"}],
+        "max_tokens": 1,
+        "tool_choice": "auto",
+        "modalities": ["text"],
+    }
     assert serving.post(asked, "chat/completions").status_code == 200
 
 
