@@ -339,6 +339,13 @@ IDLE: dict[str, Any] = {
     "min_tokens": 0, "logit_bias": {}, "best_of": 1, "user": "me", "metadata": {"a": "b"},
     "guided_json": None, "stop": None, "model": None, "stream_options": {"include_usage": False},
 }  # fmt: skip
+IDLE_MESSAGE = {
+    "role": "assistant",
+    "content": "x",
+    "refusal": None,
+    "tool_calls": list[Any](),
+    "name": "Noah",
+}
 BAD_MESSAGES: list[tuple[Any, str]] = [
     (None, "messages"),
     ([], "messages"),
@@ -379,13 +386,7 @@ def test_what_would_change_an_answer_and_is_not_served_is_refused(serving: Servi
 
 def test_what_asks_for_nothing_is_no_mistake(serving: Serving) -> None:
     assert serving.post({"prompt": "x", "max_tokens": 1, **IDLE}).status_code == 200
-    said: dict[str, Any] = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": []}
-    asked = {
-        "messages": [{**said, "name": "Noah"}],
-        "max_tokens": 1,
-        "tool_choice": "auto",
-        "modalities": ["text"],
-    }
+    asked = {"messages": [IDLE_MESSAGE], "max_tokens": 1, "tool_choice": "auto", "modalities": ["text"]}
     assert serving.post(asked, "chat/completions").status_code == 200
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from hypothesis import strategies as st
 
 import ml
 from kvcache import CacheFullError, ClosedError, HostTier, Session
+from kvcache.caches import branches
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Request
 from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
 from kvcache.runner.fingerprint import files_digest, model_identity
 from kvcache.runner.generate import Generator
 from kvcache.runner.loading import load_model
+from kvcache.runner.options import SpeculativeOptions
 from kvcache.runner.request_state import RequestState
 from kvcache.runner.requests import Finished, GenerationOptions, Prefilled, Started, Token
 from kvcache.runner.sampling import Sampler
@@ -371,6 +374,54 @@ def test_where_the_cache_is_full_the_last_request_makes_room_and_loses_nothing(m
         for prompt, request in zip(prompts, requests, strict=True):
             assert request.tokens[12:] == reference(model, prompt, 20)
             assert sum(isinstance(e, Token) for e in events if e.request == request.id) == 20
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_drafts_change_no_answer_whatever_else_happens(model: Any, width: int) -> None:
+    """Beside requests without one, where cells run out, passes fail, sampling is interrupted."""
+    prompts, settings = [tokens_of(seed, 12) for seed in range(4)], GenerationOptions(20, ignore_eos=True)
+    expected = [reference(model, prompt, 20) for prompt in prompts]
+    rng = np.random.default_rng(7)
+
+    def draft(seq: int, tokens: Sequence[int], count: int, width: int) -> list[list[int]]:
+        """The answer, of which each branch goes wrong somewhere."""
+        at = next(i for i, prompt in enumerate(prompts) if list(tokens[:12]) == prompt)
+        right = list(expected[at][len(tokens) - 12 :][:count])
+        return [[*right[:good], *rng.integers(3, 250, count)] for good in rng.integers(0, count + 1, width)]
+
+    broken = Breaking(model)
+    options = SpeculativeOptions(max_sequences=4, capacity=8 if width > 1 else 15, context=32, width=width)
+    with Engine(broken, None, options, [HostTier()]) as engine:
+        requests = [engine.submit(prompt, settings, draft if i else None) for i, prompt in enumerate(prompts)]
+        for step in itertools.count():
+            if not engine.busy:
+                break
+            broken.error = RuntimeError("the device failed") if step % 7 == 6 else None
+            sampler = requests[1].run.sampler
+            requests[1].run.sampler = _interrupted if step % 5 == 4 else sampler  # type: ignore[assignment]
+            with contextlib.suppress(RuntimeError, KeyboardInterrupt):
+                engine.step()
+            requests[1].run.sampler = sampler
+            assert sessions(engine) == len(engine.running)
+        assert [request.tokens[12:] for request in requests] == expected
+        assert engine.preemptions > 0
+        assert engine.speculation.accepted > 0
+        engine.forget()
+        for seq in range(engine.cache.max_sequences):
+            assert branches.offset(engine.cache, seq) == 0
+
+
+def test_a_draft_that_fails_fails_its_request_alone(small: Any) -> None:
+    def draft(*_: object) -> Any:
+        raise RuntimeError("no idea")
+
+    with Engine(small, None, SpeculativeOptions(capacity=64)) as engine:
+        first, second = engine.submit([1, 2], GREEDY, draft), engine.submit([1, 3], GREEDY)
+        (failed,) = [event for event in run(engine) if isinstance(event, Failed)]
+        assert (failed.request, str(failed.error)) == (first.id, "no idea")
+        assert second.tokens[2:] == reference(small, [1, 3])
+    with Engine(small) as engine, pytest.raises(RequestError, match="without SpeculativeOptions"):
+        engine.submit([1, 2], draft=draft)
 
 
 def test_a_single_request_that_does_not_fit_ends_and_says_so(small: Any) -> None:

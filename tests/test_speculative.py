@@ -1,6 +1,6 @@
 """Speculative decoding says what plain decoding says, whatever the drafts, on every kind of cache.
 
-The sliding, chunked and recurrent models are those of test_runner_hybrid, small and random; their windows
+The sliding, chunked and recurrent models are those of test_runner_models, small and random; their windows
 and chunks are of 8 tokens, and answers go on for several of them. Their tokens are transformers' own.
 """
 
@@ -47,9 +47,9 @@ def tiny(backend: ml.Backend) -> Any:
 
 @pytest.fixture(scope="module")
 def hybrids(backend: ml.Backend, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """``hybrids(name)``: a model of test_runner_hybrid."""
+    """``hybrids(name)``: a model of test_runner_models."""
     pytest.importorskip("transformers")
-    from .test_runner_hybrid import peer
+    from .test_runner_models import peer
 
     @functools.cache
     def load(name: str) -> Any:
@@ -157,7 +157,7 @@ def speculate(
 def test_the_tokens_are_those_of_transformers_past_the_wrap(
     hybrids: Any, name: str, kind: str, width: int
 ) -> None:
-    from .test_runner_hybrid import expected_tokens
+    from .test_runner_models import expected_tokens
 
     model = hybrids(name)
     prompts = random_prompts(3, 97)  # more of them than sequences
@@ -217,7 +217,7 @@ def test_stories_says_what_its_authors_check(
 @pytest.mark.parametrize(("name", "width"), [("gemma3", 2), ("qwen3-next", 1)])
 def test_a_model_drafts_for_another_of_the_same_vocabulary(hybrids: Any, name: str, width: int) -> None:
     """The draft has a window or a recurrence of its own, and is right some of the time."""
-    from .test_runner_hybrid import expected_tokens
+    from .test_runner_models import expected_tokens
 
     target = "gpt-oss"
     prompts = random_prompts(2, 97)
@@ -251,7 +251,7 @@ def test_sampled_answers_are_those_of_the_same_seed(hybrids: Any, name: str, wid
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
 def test_one_sequence_alone_and_the_bytes_that_its_cache_takes(hybrids: Any, name: str, width: int) -> None:
     """A window has no memory beyond itself then; ``cache_bytes`` is known before anything is allocated."""
-    from .test_runner_hybrid import expected_tokens
+    from .test_runner_models import expected_tokens
 
     prompts = random_prompts(1, 97)
     expected = [tuple(expected_tokens(name, prompts[0], COUNT)) for _ in prompts]
