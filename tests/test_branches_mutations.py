@@ -185,6 +185,7 @@ def _drafts_believed(patch: Patch) -> None:
     original = verification.accept
 
     def accept(run: Any, tried: Any, *rest: Any) -> Any:
+        tried = [(branch, logits.copy()) for branch, logits in tried]
         for branch, logits in tried:
             for row, token in zip(logits, branch.draft, strict=False):
                 row[token] = 1e9
@@ -195,7 +196,7 @@ def _drafts_believed(patch: Patch) -> None:
 
 def _the_first_branch_wins(patch: Patch) -> None:
     original = verification.accept
-    patch.setattr(engine, "accept", lambda run, tried, *rest: (original(run, tried, *rest)[0], tried[0][0]))
+    patch.setattr(engine, "accept", lambda run, tried, *rest: (original(run, tried, *rest), tried[0][0])[1])
 
 
 @pytest.mark.parametrize(

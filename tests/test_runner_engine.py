@@ -184,6 +184,9 @@ def test_events_come_in_order(small: Any) -> None:
     assert events[0] == Started(request.id, 3, 0)
     assert events[1:3] == [Prefilled(request.id, 2, 3), Prefilled(request.id, 3, 3)]
     assert request.tokens == (1, 2, 3, *events[-1].tokens)
+    answer = events[-1]
+    assert tuple(event.token for event in events if isinstance(event, Token)) == answer.tokens
+    assert (answer.prompt_tokens, answer.reused, answer.computed) == (3, 0, 3)
 
 
 def test_a_request_may_come_while_others_are_answered(model: Any) -> None:
@@ -255,7 +258,7 @@ def test_what_cannot_fit_is_refused_at_once(small: Any, prompt: Any, message: st
 
 
 def test_options_and_memory_are_checked_first(small: Any) -> None:
-    with pytest.raises(RequestError, match=r"context=513; it is in \[1, 512\]"):
+    with pytest.raises(RequestError, match=r"context=513; it must be in \[1, 512\]"):
         Engine(small, options=EngineOptions(max_sequences=2, capacity=256, context=513))
     with pytest.raises(CapacityError):
         Engine(small, options=EngineOptions(capacity=10**12))
@@ -328,6 +331,18 @@ def _interrupted(_: np.ndarray) -> int:
     raise KeyboardInterrupt
 
 
+def _interrupted_at_times(sampler: Sampler) -> Any:
+    """Before every fourth token."""
+    calls = itertools.count(1)
+
+    def sample(logits: np.ndarray) -> int:
+        if next(calls) % 4 == 0:
+            raise KeyboardInterrupt
+        return sampler(logits)
+
+    return sample
+
+
 def test_a_request_that_fails_between_two_passes_fails_alone(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,16 +408,20 @@ def test_drafts_change_no_answer_whatever_else_happens(model: Any, width: int) -
     options = SpeculativeOptions(max_sequences=4, capacity=8 if width > 1 else 15, context=32, width=width)
     with Engine(broken, None, options, [HostTier()]) as engine:
         requests = [engine.submit(prompt, settings, draft if i else None) for i, prompt in enumerate(prompts)]
+        events: list[Any] = []
+        requests[1].run.sampler = _interrupted_at_times(requests[1].run.sampler)
         for step in itertools.count():
             if not engine.busy:
                 break
             broken.error = RuntimeError("the device failed") if step % 7 == 6 else None
-            sampler = requests[1].run.sampler
-            requests[1].run.sampler = _interrupted if step % 5 == 4 else sampler  # type: ignore[assignment]
             with contextlib.suppress(RuntimeError, KeyboardInterrupt):
-                engine.step()
-            requests[1].run.sampler = sampler
+                events += engine.step()
             assert sessions(engine) == len(engine.running)
+        for request in requests:
+            told = [
+                event.token for event in events if isinstance(event, Token) and event.request == request.id
+            ]
+            assert tuple(told) == request.tokens[12:]
         assert [request.tokens[12:] for request in requests] == expected
         assert engine.preemptions > 0
         assert engine.speculation.accepted > 0

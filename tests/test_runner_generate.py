@@ -23,7 +23,7 @@ from kvcache.runner.loading import load_model
 from kvcache.runner.memory import cache_bytes, check_memory, human_bytes
 from kvcache.runner.options import EngineOptions
 from kvcache.runner.request_state import StopStrings
-from kvcache.runner.requests import Finished, GenerationOptions, Prefilled, Started, Token
+from kvcache.runner.requests import Finished, GenerationOptions, Prefilled, Token
 from kvcache.runner.tokenizer import Tokenizer
 
 Make = Callable[..., Path]
@@ -131,19 +131,6 @@ def test_whatever_is_shared_or_waits_the_tokens_are_those_of_each_prompt_alone(
 
 
 # Events, sampling and stopping.
-
-
-def test_events_come_in_order(small: Any) -> None:
-    with generator_of(small, prefill_chunk=2) as generator:
-        events = list(generator.generate([[1, 2, 3]], GenerationOptions(2, ignore_eos=True)))
-    kinds = [type(event) for event in events]
-    assert kinds == [Started, Prefilled, Prefilled, Token, Token, Finished]
-    assert events[0] == Started(0, 3, 0)
-    assert events[1:3] == [Prefilled(0, 2, 3), Prefilled(0, 3, 3)]
-    answer = events[-1]
-    assert isinstance(answer, Finished)
-    assert tuple(event.token for event in events if isinstance(event, Token)) == answer.tokens
-    assert (answer.prompt_tokens, answer.reused, answer.computed) == (3, 0, 3)
 
 
 def test_no_prompts_no_events(small: Any) -> None:
@@ -366,7 +353,9 @@ def test_human_bytes(count: int, text: str) -> None:
 
 
 @given(st.text(max_size=30))
-@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@hypothesis_settings(
+    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 def test_streams_never_break_a_character(
     stories_tokenizer: Tokenizer, byte_tokenizer: Tokenizer, text: str
 ) -> None:
@@ -398,15 +387,15 @@ def test_a_text_that_is_no_unicode_is_refused(byte_tokenizer: Tokenizer, text: s
 def test_of_a_text_far_too_long_the_beginning_is_tokenized(
     stories_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
-    text = word * (200_000 // len(word))
+    text = word * (80_000 // len(word))
     whole = len(stories_tokenizer.encode(text))
     looked_at: list[int] = []
     real = stories_tokenizer._ids
     monkeypatch.setattr(stories_tokenizer, "_ids", lambda part: looked_at.append(len(part)) or real(part))
     with pytest.raises(TextTooLongError, match="shorten it") as caught:
-        stories_tokenizer.encode(text, most=5000)
-    assert 5000 < caught.value.count <= whole
-    assert sum(looked_at) < 100_000
+        stories_tokenizer.encode(text, most=2000)
+    assert 2000 < caught.value.count <= whole
+    assert sum(looked_at) < 40_000
     for most in (whole, whole - 1):  # what is about as long as it may be is counted exactly
         assert len(stories_tokenizer.encode(text, bos=False, most=most)) in (whole, whole - 1)
 

@@ -75,7 +75,7 @@ class ModelDraft(Closing):
         max_batch: int = 512,
     ) -> None:
         if sequences < 1 or width < 1:
-            raise RequestError(f"ModelDraft: sequences={sequences}, width={width}; both are >= 1")
+            raise RequestError(f"ModelDraft: sequences={sequences}, width={width}; both must be at least 1")
         self.model = model
         self.capacity = min(capacity or 4096, model.config.max_positions)
         self.cache = cache_for(model) if cache is None else cache

@@ -35,7 +35,7 @@ from kvcache.runner.language_model import LanguageModel, Prompt, cache_for, enco
 from kvcache.runner.memory import cache_bytes, check_memory
 from kvcache.runner.options import EngineOptions
 from kvcache.runner.request_state import RequestState, has_token
-from kvcache.runner.requests import Event, Finished, GenerationOptions, Prefilled, Statistics
+from kvcache.runner.requests import Event, Finished, GenerationOptions, Prefilled, Statistics, Token
 from kvcache.runner.scheduler import (
     Branch,
     Failed,
@@ -258,9 +258,7 @@ class Engine(Closing):
         still there, and the next ``step`` tries again.
         """
         self._check("step")
-        events = self._events
-        self._read_again()
-        self._admit(events)
+        events = self._events = self.admit()
         drafting = self._verifier.enabled
         while parts := self._plan(drafting, events):
             began = time.perf_counter()
@@ -393,7 +391,12 @@ class Engine(Closing):
     ) -> None:
         request, run, statistics = part.request, part.request.run, self.statistics
         known = run.stored
-        told, winner = accept(run, tried, self.model.config.eos_ids, self.limit)
+        told: list[Token | Finished] = []
+        try:
+            winner = accept(run, tried, self.model.config.eos_ids, self.limit, told)
+        except BaseException:
+            events.extend(told)
+            raise
         right = run.stored
         statistics.generated_tokens += sum(map(has_token, told))
         if not prefill:

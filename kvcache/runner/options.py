@@ -56,7 +56,7 @@ class EngineOptions:
         total = capacity * self.max_sequences
         if self.context is not None and not 1 <= self.context <= total:
             raise RequestError(
-                f"EngineOptions: context={self.context}; it is in [1, {total}], what the cache has"
+                f"EngineOptions: context={self.context}; it must be in [1, {total}], what the cache has"
             )
         return self.cache_dtype, self.max_sequences, capacity
 

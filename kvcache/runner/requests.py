@@ -42,7 +42,9 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise RequestError(f"GenerationOptions: max_new_tokens={self.max_new_tokens}; it is >= 1")
+            raise RequestError(
+                f"GenerationOptions: max_new_tokens={self.max_new_tokens}; it must be at least 1"
+            )
         if isinstance(self.stop, str) or not all(self.stop):
             raise RequestError(
                 f"GenerationOptions: stop={self.stop!r}; it is a sequence of strings that are not empty"

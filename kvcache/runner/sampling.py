@@ -33,13 +33,13 @@ class Sampler:
         stream: int | None = None,
     ) -> None:
         if not (math.isfinite(temperature) and temperature >= 0):
-            raise RequestError(f"Sampler: temperature={temperature}; it is >= 0 (0 is greedy)")
+            raise RequestError(f"Sampler: temperature={temperature}; it must be at least 0 (0 is greedy)")
         if top_k < 0:
-            raise RequestError(f"Sampler: top_k={top_k}; it is >= 0 (0 keeps every token)")
+            raise RequestError(f"Sampler: top_k={top_k}; it must be at least 0 (0 keeps every token)")
         if not 0 < top_p <= 1:
-            raise RequestError(f"Sampler: top_p={top_p}; it is in (0, 1]")
+            raise RequestError(f"Sampler: top_p={top_p}; it must be in (0, 1]")
         if seed is not None and seed < 0:
-            raise RequestError(f"Sampler: seed={seed}; it is >= 0")
+            raise RequestError(f"Sampler: seed={seed}; it must be at least 0")
         self.temperature = temperature
         self.top_k = top_k
         self.top_p = top_p

@@ -142,21 +142,24 @@ class Verifier:
 
 
 def accept(
-    run: RequestState, tried: Sequence[tuple[Branch, np.ndarray]], eos: Sequence[int], limit: int
-) -> tuple[list[Token | Finished], Branch]:
-    """Sample along the branches that say the same; what happened, and the one that went furthest.
+    run: RequestState,
+    tried: Sequence[tuple[Branch, np.ndarray]],
+    eos: Sequence[int],
+    limit: int,
+    told: list[Token | Finished],
+) -> Branch:
+    """Sample along the branches that say the same; the one that went furthest. What happens is ``told``.
 
     ``tried``: branches with their logits (tokens of its draft + 1, vocab), behind the last token and behind
     each of the draft. ``run.stored`` is then what the cache is to hold: all but the last sampled token.
     """
     known = run.stored
-    events: list[Token | Finished] = []
     for i in itertools.count():
         lead, logits = tried[0]
         token = run.sampler(logits[i])
         run.stored = known + i
-        events += run.advance(token, eos, limit)
+        told += run.advance(token, eos, limit)
         tried = [pair for pair in tried if pair[0].draft[i : i + 1] == [token]]
-        if not tried or isinstance(events[-1], Finished):
+        if not tried or isinstance(told[-1], Finished):
             break
-    return events, lead
+    return lead
