@@ -20,7 +20,7 @@ import pytest
 
 import ml
 from kvcache.cache import Batch
-from kvcache.runner import Engine, EngineOptions, GenerationOptions, Generator, GeneratorOptions, load_model
+from kvcache.runner import Engine, EngineOptions, GenerationOptions, Generator, load_model
 from kvcache.runner.fingerprint import model_identity
 from kvcache.runner.parallel import join, of_all
 from kvcache.runner.rank import LOST, job_of_rank, leave
@@ -102,7 +102,7 @@ def lazy_work(rank: Rank) -> None:
 def greedy(rank: Rank) -> None:
     """The tokens that one rank alone gives; the cache has this rank's KV heads only."""
     for path, prompt, tokens, kv_heads in rank.job["greedy"]:
-        with rank.model(path) as model, Generator(model, None, options=GeneratorOptions(capacity=96)) as g:
+        with rank.model(path) as model, Generator(model, None, options=EngineOptions(capacity=96)) as g:
             assert model.config.kv_heads == kv_heads
             settings = GenerationOptions(max_new_tokens=len(tokens), ignore_eos=True)
             (answer,) = g.complete([prompt], settings)

@@ -12,9 +12,10 @@ import ml
 from kvcache.caches import branches
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.recurrent import RecurrentCache
+from kvcache.runner import engine, verification
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.requests import GenerationOptions
-from kvcache.runner.speculative import SpeculativeGenerator
+from kvcache.runner.verification import Verifier
 from kvcache.storage import state_table
 from kvcache.storage.state_table import StateTable
 from kvcache.testing.branching import BRANCHING, branch_trace
@@ -166,7 +167,7 @@ def tiny() -> Iterator[Any]:
 
 
 def _nothing_brought_back(patch: Patch) -> None:
-    patch.setattr(SpeculativeGenerator, "_bring_back", lambda self, attempt, winner, right: right)
+    patch.setattr(Verifier, "settle", lambda self, part, winner, known, right: right)
 
 
 def _one_token_too_many(patch: Patch) -> None:
@@ -181,24 +182,21 @@ def _one_token_too_many(patch: Patch) -> None:
 
 
 def _drafts_believed(patch: Patch) -> None:
-    original = SpeculativeGenerator._evaluate
+    original = verification.accept
 
-    def evaluate(self: SpeculativeGenerator, attempts: Any) -> None:
-        original(self, attempts)
-        for branch in (branch for attempt in attempts for branch in attempt.tried):
-            for i, token in enumerate(branch.draft):
-                branch.logits[i][token] = 1e9
+    def accept(run: Any, tried: Any, *rest: Any) -> Any:
+        tried = [(branch, logits.copy()) for branch, logits in tried]
+        for branch, logits in tried:
+            for row, token in zip(logits, branch.draft, strict=False):
+                row[token] = 1e9
+        return original(run, tried, *rest)
 
-    patch.setattr(SpeculativeGenerator, "_evaluate", evaluate)
+    patch.setattr(engine, "accept", accept)
 
 
 def _the_first_branch_wins(patch: Patch) -> None:
-    original = SpeculativeGenerator._accept_drafts
-    patch.setattr(
-        SpeculativeGenerator,
-        "_accept_drafts",
-        lambda self, attempt: (original(self, attempt)[0], attempt.tried[0]),
-    )
+    original = verification.accept
+    patch.setattr(engine, "accept", lambda run, tried, *rest: (original(run, tried, *rest), tried[0][0])[1])
 
 
 @pytest.mark.parametrize(

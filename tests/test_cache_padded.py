@@ -15,8 +15,9 @@ import pytest
 
 import ml
 from backends.numpy.backend import NumpyBackend
-from kvcache.runner.generate import Generator, GeneratorOptions
+from kvcache.runner.generate import Generator
 from kvcache.runner.loading import load_model
+from kvcache.runner.options import EngineOptions
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.testing import CacheTests
@@ -64,8 +65,6 @@ class TestBackend(sampled(BackendTests, 40)):
 def test_a_model_says_what_it_says_without_padding(stories: Path, stories_text: str) -> None:
     with PaddedBackend() as backend:
         model, tokenizer = load_model(stories, backend), Tokenizer.load(stories)
-        with Generator(
-            model, tokenizer, options=GeneratorOptions(max_sequences=2, capacity=250)
-        ) as generator:
+        with Generator(model, tokenizer, options=EngineOptions(max_sequences=2, capacity=250)) as generator:
             answers = generator.complete(["", ""], GenerationOptions(200))
     assert [answer.text for answer in answers] == [stories_text] * 2

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -226,52 +226,55 @@ def test_the_answers_are_those_of_generate() -> None:
     assert "And God said unto" + chat("And God said unto") == expected + "\n"
 
 
-def test_undo_show_save_and_load(tmp_path: Path) -> None:
-    path = tmp_path / "c.kv"
-    shown = chat(
-        "And God said unto Noah,",
-        f"/save {path}",
-        "/undo",
-        "/undo",
-        f"/load {path}",
-        "/show",
-        f"/load {path}",
-    ).splitlines()
-    answer = shown[0]
-    assert shown[1].startswith("saved ")
-    assert shown[2] == "main: 17 tokens taken back"
-    assert shown[3] == "undo: main has no turn to take back"
-    assert shown[4] == "c: 17 tokens"
-    assert shown[5] == f"And God said unto Noah,{answer}"
-    assert shown[6] == "there is a conversation c already; /switch c goes to it"
+NOAH = "And God said unto Noah,"
+FULL = "main is full; /undo takes its last turn back, /switch NAME begins another"
+NO_ROOM = "main has 25 tokens and the text 3: more than the 24 that fit"
+TRANSCRIPTS: dict[str, tuple[list[str], list[str]]] = {
+    "undo, show, save and load": (
+        [NOAH, "/save {}/c.kv", "/undo", "/undo", "/load {}/c.kv", "/show", "/load {}/c.kv"],
+        [".+", "saved 17 tokens to .+", "main: 17 tokens taken back", "undo: main has no turn to take back",
+         "c: 17 tokens", f"{NOAH}.+", "there is a conversation c already; /switch c goes to it"],
+    ),
+    "what is wrong is one line and the chat goes on": (
+        ["/nonsense", "/fork", "/fork a b", "/save /no/such/folder/x", "word " * 600, "", "And God"],
+        ["there is no /nonsense; /help lists what there is", *["usage: /fork NAME"] * 2,
+         ".*nothing to keep.*", ".*and 512 are the most; shorten it", ".+"],
+    ),
+    "a conversation that is full says how there is room again": (
+        [NOAH, "and he", "and he went", "/switch two", "And"],
+        [".+", ".*", rf"\[{FULL}\]", f"{NO_ROOM}; {FULL[14:]}, and kvcache chat --capacity gives more room",
+         "two: a new conversation", ".+"],
+    ),
+    "the current conversation is marked": (
+        [NOAH, "/fork two", "/switch three", "/list"],
+        [".+", ".+", ".+", "  main   17 tokens", "  two    17 tokens", r"\* three  0 tokens"],
+    ),
+    "a misspelt command is answered with the one that is meant": (
+        ["/swich two", "/"],
+        [r"there is no /swich; did you mean /switch\? /help lists what there is",
+         "there is no /; /help lists what there is"],
+    ),
+    "quotes keep the blanks in a file's name": (
+        ["And God said", '/save "{}/in the beginning.kv"', "/load '{}/in the beginning.kv' two", '/load "'],
+        [".+", "saved 12 .+beginning.kv .+", "two: 12 tokens", '/load ": a quotation mark is not closed'],
+    ),
+}  # fmt: skip
 
 
-def test_what_is_wrong_is_one_line_and_the_chat_goes_on() -> None:
-    shown = chat("/nonsense", "/fork", "/fork a b", "/save /no/such/folder/x", "word " * 600, "", "And God")
-    lines = shown.splitlines()
-    assert lines[:3] == ["there is no /nonsense; /help lists what there is", *["usage: /fork NAME"] * 2]
-    assert "nothing to keep" in lines[3]
-    assert lines[4].endswith("and 512 are the most; shorten it")
-    assert len(lines) == 6
+@pytest.mark.parametrize("case", TRANSCRIPTS)
+def test_what_lines_are_answered_with(case: str, tmp_path: Path) -> None:
+    lines, expected = TRANSCRIPTS[case]
+    options = ("--capacity", 24) if "full" in case else ()
+    shown = chat(*(line.replace("{}", str(tmp_path)) for line in lines), arguments=options).splitlines()
+    assert len(shown) == len(expected)
+    for line, pattern in zip(shown, expected, strict=True):
+        assert re.fullmatch(pattern, line), line
 
 
-def test_a_conversation_that_is_full_says_how_there_is_room_again() -> None:
-    """To somebody who typed five words."""
-    full = "main is full; /undo takes its last turn back, /switch NAME begins another"
-    shown = chat(
-        "And God said unto Noah,", "and he", "and he went", "/switch two", "And", arguments=["--capacity", 24]
-    )
-    lines = shown.splitlines()
-    assert lines[2] == f"[{full}]"
-    assert lines[3] == (
-        "main has 25 tokens and the text 3: more than the 24 that fit; /undo takes its last turn back, "
-        "/switch NAME begins another, and kvcache chat --capacity gives more room"
-    )
-    assert len(lines) == 6
-    (record,) = json.loads(
-        "[" + ",".join(chat("a " * 20, arguments=["--capacity", 24, "--json"]).splitlines()) + "]"
-    )
-    assert record["reason"] == "capacity"
+def test_help_names_every_command() -> None:
+    shown = chat("/help")
+    for name in ("switch", "fork", "list", "undo", "show", "save", "load", "stats", "help", "quit"):
+        assert f"/{name}" in shown
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -288,32 +291,6 @@ def test_a_line_that_is_no_text_is_refused_and_the_chat_goes_on(encoding: str) -
     assert shown[1].startswith("the name ")
     assert shown[2] == "two: goes on from main, 0 tokens shared"
     assert len(shown) == 4
-
-
-def test_help_names_every_command() -> None:
-    shown = chat("/help")
-    for name in ("switch", "fork", "list", "undo", "show", "save", "load", "stats", "help", "quit"):
-        assert f"/{name}" in shown
-
-
-def test_list_names_the_conversations_and_marks_the_current_one() -> None:
-    shown = chat("And God said unto Noah,", "/fork two", "/switch three", "/list").splitlines()
-    assert shown[-3:] == ["  main   17 tokens", "  two    17 tokens", "* three  0 tokens"]
-
-
-def test_a_misspelt_command_is_answered_with_the_one_that_is_meant() -> None:
-    shown = chat("/swich two", "/", "/ two").splitlines()
-    assert shown[0] == "there is no /swich; did you mean /switch? /help lists what there is"
-    assert shown[1] == "there is no /; /help lists what there is"
-
-
-def test_quotes_keep_the_blanks_in_a_files_name(tmp_path: Path) -> None:
-    path = tmp_path / "in the beginning.kv"
-    shown = chat("And God said", f'/save "{path}"', f"/load '{path}' two", '/load "', "/list").splitlines()
-    assert path.exists()
-    assert shown[2] == "two: 12 tokens"
-    assert shown[3] == '/load ": a quotation mark is not closed'
-    assert shown[-1] == "* two   12 tokens"
 
 
 # Typed at a keyboard.

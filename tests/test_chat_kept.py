@@ -22,6 +22,9 @@ if os.name != "posix":
 
 import resource
 
+from typer.testing import CliRunner
+
+import kvcache.command.main
 import ml
 from kvcache.runner.conversations import Conversations
 from kvcache.runner.engine import Engine, EngineOptions
@@ -51,13 +54,18 @@ def ran(line: Sequence[str], text: str, **options: Any) -> subprocess.CompletedP
 def chat(
     store: object, *lines: str, rc: int = 0, told: str = "", options: Sequence[object] = (), **run: Any
 ) -> str:
-    """What a process prints. It has one line on stderr, that says what is to be ``told``, or none."""
+    """What is printed, in a process of its own where ``run`` says how; on stderr what is ``told``."""
     text = "".join(f"{line}\n" for line in lines)
-    ended = ran(words(store, *options), text, **run)
-    assert ended.returncode == rc, ended.stderr
-    assert ended.stderr.count("\n") == bool(told), ended.stderr
-    assert told in ended.stderr
-    return ended.stdout
+    if run:
+        ended: Any = ran(words(store, *options), text, **run)
+        found, out, errors = ended.returncode, ended.stdout, ended.stderr
+    else:
+        ended = CliRunner().invoke(kvcache.command.main.app, words(store, *options)[3:], input=text)
+        found, out, errors = ended.exit_code, ended.stdout, ended.stderr
+    assert found == rc, errors
+    assert errors.count("\n") == bool(told), errors
+    assert told in errors
+    return str(out)
 
 
 @contextlib.contextmanager

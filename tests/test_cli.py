@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ import ml
 from kvcache.command.backends import Surveyed, listing, plain, survey
 from kvcache.command.progress import Bars
 from kvcache.command.screen import LiveScreen, Totals
+from kvcache.runner.engine import Engine
 from kvcache.runner.errors import ModelError
-from kvcache.runner.generate import Generator
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.requests import Finished, Prefilled, Started, Statistics, Token
 
@@ -303,7 +303,7 @@ def test_failures_while_generating(
     def fail(*_: object) -> Any:
         raise error
 
-    monkeypatch.setattr(Generator, "_step", fail)
+    monkeypatch.setattr(Engine, "step", fail)
     result = run("generate", "--model", make_model(), "--prompt", "x")
     assert (result.exit_code, result.stderr) == (1, message)
 
@@ -311,25 +311,11 @@ def test_failures_while_generating(
 # Ctrl-C.
 
 
-def test_interrupted_in_the_middle(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    freed: list[Generator] = []
-    free, step = Generator._free, Generator._step
-
-    def counting_free(self: Generator) -> None:
-        free(self)
-        freed.append(self)
-
-    def interrupted(self: Generator) -> Iterator[Any]:
-        if self.statistics.generated_tokens == 3:
-            raise KeyboardInterrupt
-        return step(self)
-
-    monkeypatch.setattr(Generator, "_free", counting_free)
-    monkeypatch.setattr(Generator, "_step", interrupted)
+def test_interrupted_in_the_middle(make_model: Make, interrupt_step: Callable[[int], None]) -> None:
+    interrupt_step(4)
     result = run("generate", "--model", make_model(), "--prompt", "x", "--max-tokens", 50)
     assert result.exit_code == 130
     assert result.stderr == "kvcache: interrupted after 3 tokens; the cache is released\n"
-    assert len(freed) == 1
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")

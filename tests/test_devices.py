@@ -20,7 +20,7 @@ import ml
 from kvcache import Batch, HostTier
 from kvcache.runner.device_map import open_on_devices, parse_devices
 from kvcache.runner.engine import Engine, EngineOptions
-from kvcache.runner.generate import Generator, GeneratorOptions
+from kvcache.runner.generate import Generator
 from kvcache.runner.loading import bundled_model, load_config, load_model
 from kvcache.runner.memory import available_bytes
 from kvcache.runner.models.families import FAMILIES, family_of
@@ -59,7 +59,7 @@ def open_double(count: int, layers: int) -> ml.Backend:
 
 def texts(model: Any, prompts: Sequence[Sequence[int]], count: int, **options: Any) -> list[tuple[int, ...]]:
     options = {"capacity": 96, "max_sequences": 2, **options}
-    with Generator(model, None, options=GeneratorOptions(**options)) as generator:
+    with Generator(model, None, options=EngineOptions(**options)) as generator:
         answers = generator.complete([list(p) for p in prompts], GenerationOptions(count, ignore_eos=True))
     return [answer.tokens for answer in answers]
 
@@ -93,7 +93,7 @@ def test_each_device_holds_the_weights_and_the_cache_of_its_own_layers() -> None
     with open_torch(TWO, config.layers) as backend:
         model = load_model(bundled_model(), backend)
         assert allocated(backend) == [sizes[0], sizes[1]]
-        with Generator(model, None, options=GeneratorOptions(max_sequences=1, capacity=64)) as generator:
+        with Generator(model, None, options=EngineOptions(max_sequences=1, capacity=64)) as generator:
             generator.complete([[1, 300, 400]], GenerationOptions(4, ignore_eos=True))
             half = generator.cache_bytes // 2
             extra = [now - before for now, before in zip(allocated(backend), sizes.values(), strict=True)]

@@ -13,7 +13,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch, PrefixCache
-from kvcache.runner.generate import cache_for
+from kvcache.runner.language_model import cache_for
 from kvcache.runner.loading import load_model
 from kvcache.snapshots.layer_shapes import check_layers, layers_of_cache, layers_of_page
 from kvcache.stores import FileStore, SerializedSnapshot, SnapshotCorrupt, get_snapshot, put_snapshot

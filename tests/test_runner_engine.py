@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from hypothesis import strategies as st
 
 import ml
 from kvcache import CacheFullError, ClosedError, HostTier, Session
+from kvcache.caches import branches
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Request
 from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
 from kvcache.runner.fingerprint import files_digest, model_identity
-from kvcache.runner.generate import Generator, GeneratorOptions
+from kvcache.runner.generate import Generator
 from kvcache.runner.loading import load_model
+from kvcache.runner.options import SpeculativeOptions
 from kvcache.runner.request_state import RequestState
 from kvcache.runner.requests import Finished, GenerationOptions, Prefilled, Started, Token
 from kvcache.runner.sampling import Sampler
@@ -86,7 +89,7 @@ def reference(model: Any, prompt: Sequence[int], count: int = COUNT) -> tuple[in
 
 
 def _reference(model: Any, prompt: Sequence[int], count: int) -> tuple[int, ...]:
-    options = GeneratorOptions(max_sequences=1, capacity=64, prefill_chunk=5)
+    options = EngineOptions(max_sequences=1, capacity=64, prefill_chunk=5)
     with Generator(model, None, options=options) as generator:
         return generator.complete([prompt], GenerationOptions(count, ignore_eos=True))[0].tokens
 
@@ -181,6 +184,9 @@ def test_events_come_in_order(small: Any) -> None:
     assert events[0] == Started(request.id, 3, 0)
     assert events[1:3] == [Prefilled(request.id, 2, 3), Prefilled(request.id, 3, 3)]
     assert request.tokens == (1, 2, 3, *events[-1].tokens)
+    answer = events[-1]
+    assert tuple(event.token for event in events if isinstance(event, Token)) == answer.tokens
+    assert (answer.prompt_tokens, answer.reused, answer.computed) == (3, 0, 3)
 
 
 def test_a_request_may_come_while_others_are_answered(model: Any) -> None:
@@ -252,7 +258,7 @@ def test_what_cannot_fit_is_refused_at_once(small: Any, prompt: Any, message: st
 
 
 def test_options_and_memory_are_checked_first(small: Any) -> None:
-    with pytest.raises(RequestError, match=r"context=513; it is in \[1, 512\]"):
+    with pytest.raises(RequestError, match=r"context=513; it must be in \[1, 512\]"):
         Engine(small, options=EngineOptions(max_sequences=2, capacity=256, context=513))
     with pytest.raises(CapacityError):
         Engine(small, options=EngineOptions(capacity=10**12))
@@ -325,6 +331,18 @@ def _interrupted(_: np.ndarray) -> int:
     raise KeyboardInterrupt
 
 
+def _interrupted_at_times(sampler: Sampler) -> Any:
+    """Before every fourth token."""
+    calls = itertools.count(1)
+
+    def sample(logits: np.ndarray) -> int:
+        if next(calls) % 4 == 0:
+            raise KeyboardInterrupt
+        return sampler(logits)
+
+    return sample
+
+
 def test_a_request_that_fails_between_two_passes_fails_alone(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +389,58 @@ def test_where_the_cache_is_full_the_last_request_makes_room_and_loses_nothing(m
         for prompt, request in zip(prompts, requests, strict=True):
             assert request.tokens[12:] == reference(model, prompt, 20)
             assert sum(isinstance(e, Token) for e in events if e.request == request.id) == 20
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_drafts_change_no_answer_whatever_else_happens(model: Any, width: int) -> None:
+    """Beside requests without one, where cells run out, passes fail, sampling is interrupted."""
+    prompts, settings = [tokens_of(seed, 12) for seed in range(4)], GenerationOptions(20, ignore_eos=True)
+    expected = [reference(model, prompt, 20) for prompt in prompts]
+    rng = np.random.default_rng(7)
+
+    def draft(seq: int, tokens: Sequence[int], count: int, width: int) -> list[list[int]]:
+        """The answer, of which each branch goes wrong somewhere."""
+        at = next(i for i, prompt in enumerate(prompts) if list(tokens[:12]) == prompt)
+        right = list(expected[at][len(tokens) - 12 :][:count])
+        return [[*right[:good], *rng.integers(3, 250, count)] for good in rng.integers(0, count + 1, width)]
+
+    broken = Breaking(model)
+    options = SpeculativeOptions(max_sequences=4, capacity=8 if width > 1 else 15, context=32, width=width)
+    with Engine(broken, None, options, [HostTier()]) as engine:
+        requests = [engine.submit(prompt, settings, draft if i else None) for i, prompt in enumerate(prompts)]
+        events: list[Any] = []
+        requests[1].run.sampler = _interrupted_at_times(requests[1].run.sampler)
+        for step in itertools.count():
+            if not engine.busy:
+                break
+            broken.error = RuntimeError("the device failed") if step % 7 == 6 else None
+            with contextlib.suppress(RuntimeError, KeyboardInterrupt):
+                events += engine.step()
+            assert sessions(engine) == len(engine.running)
+        for request in requests:
+            told = [
+                event.token for event in events if isinstance(event, Token) and event.request == request.id
+            ]
+            assert tuple(told) == request.tokens[12:]
+        assert [request.tokens[12:] for request in requests] == expected
+        assert engine.preemptions > 0
+        assert engine.speculation.accepted > 0
+        engine.forget()
+        for seq in range(engine.cache.max_sequences):
+            assert branches.offset(engine.cache, seq) == 0
+
+
+def test_a_draft_that_fails_fails_its_request_alone(small: Any) -> None:
+    def draft(*_: object) -> Any:
+        raise RuntimeError("no idea")
+
+    with Engine(small, None, SpeculativeOptions(capacity=64)) as engine:
+        first, second = engine.submit([1, 2], GREEDY, draft), engine.submit([1, 3], GREEDY)
+        (failed,) = [event for event in run(engine) if isinstance(event, Failed)]
+        assert (failed.request, str(failed.error)) == (first.id, "no idea")
+        assert second.tokens[2:] == reference(small, [1, 3])
+    with Engine(small) as engine, pytest.raises(RequestError, match="without SpeculativeOptions"):
+        engine.submit([1, 2], draft=draft)
 
 
 def test_a_single_request_that_does_not_fit_ends_and_says_so(small: Any) -> None:

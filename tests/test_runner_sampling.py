@@ -82,10 +82,9 @@ def test_a_tiny_temperature_is_nearly_greedy() -> None:
     assert Sampler(1e-300, seed=1)(np.array([0.0, 1.0, 0.5], np.float32)) == 1
 
 
-def test_forks_draw_their_own_and_repeat() -> None:
+def test_streams_of_a_seed_draw_their_own_and_repeat() -> None:
     logits = np.zeros(1000, np.float32)
-    parent = Sampler(1.0, seed=9)
-    first, second, again = parent.fork(0), parent.fork(1), parent.fork(0)
+    first, second, again = (Sampler(1.0, seed=9, stream=stream) for stream in (0, 1, 0))
     draws = [first(logits) for _ in range(4)]
     assert draws != [second(logits) for _ in range(4)]
     assert draws == [again(logits) for _ in range(4)]

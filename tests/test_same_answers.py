@@ -16,8 +16,9 @@ import pytest
 
 import ml
 from kvcache import Batch, CausalCache, SlidingWindowCache
-from kvcache.runner.generate import Generator, GeneratorOptions
+from kvcache.runner.generate import Generator
 from kvcache.runner.loading import load_model
+from kvcache.runner.options import EngineOptions
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 from ml import DType, Layout
@@ -227,7 +228,7 @@ def test_the_known_answer(opened: Opened, stories: Path, stories_text: str, name
     """stories260K, greedy: 200 tokens."""
     model = load_model(stories, opened(name))
     with Generator(
-        model, Tokenizer.load(stories), options=GeneratorOptions(max_sequences=1, capacity=256)
+        model, Tokenizer.load(stories), options=EngineOptions(max_sequences=1, capacity=256)
     ) as generator:
         (answer,) = generator.complete([""], GenerationOptions(200))
     assert len(answer.tokens) == 200

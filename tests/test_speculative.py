@@ -1,6 +1,6 @@
 """Speculative decoding says what plain decoding says, whatever the drafts, on every kind of cache.
 
-The sliding, chunked and recurrent models are those of test_runner_hybrid, small and random; their windows
+The sliding, chunked and recurrent models are those of test_runner_models, small and random; their windows
 and chunks are of 8 tokens, and answers go on for several of them. Their tokens are transformers' own.
 """
 
@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvcache
 import ml
 from kvcache.caches import branches
 from kvcache.runner.drafts import Draft, ModelDraft, prompt_lookup
 from kvcache.runner.errors import RequestError
-from kvcache.runner.generate import Generator, GeneratorOptions
+from kvcache.runner.generate import Generator
 from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.requests import Finished, GenerationOptions
-from kvcache.runner.speculative import SpeculativeGenerator, SpeculativeOptions
+from kvcache.runner.speculative import SpeculativeGenerator
 from kvcache.runner.tokenizer import Tokenizer
 
 COUNT = 26
@@ -47,9 +47,9 @@ def tiny(backend: ml.Backend) -> Any:
 
 @pytest.fixture(scope="module")
 def hybrids(backend: ml.Backend, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """``hybrids(name)``: a model of test_runner_hybrid."""
+    """``hybrids(name)``: a model of test_runner_models."""
     pytest.importorskip("transformers")
-    from .test_runner_hybrid import peer
+    from .test_runner_models import peer
 
     @functools.cache
     def load(name: str) -> Any:
@@ -64,7 +64,7 @@ def plain(model: Any, prompts: Sequence[Any], settings: GenerationOptions) -> li
     """Each prompt alone in a cache of its own, one token per pass."""
     answers = []
     for prompt in prompts:
-        with Generator(model, None, options=GeneratorOptions(max_sequences=1, capacity=96)) as generator:
+        with Generator(model, None, options=EngineOptions(max_sequences=1, capacity=96)) as generator:
             answers.append(generator.complete([prompt], settings)[0].tokens)
     return answers
 
@@ -112,19 +112,16 @@ KINDS = ("right", "wrong", "partly", "random")
 def leftover(generator: SpeculativeGenerator) -> None:
     """No sequence holds more than its text has, and branches hold nothing."""
     held = dict.fromkeys(range(branches_of(generator)), 0)
-    for slot in generator._slots:
-        held[slot.seq] = slot.stored
-    cache: Any = generator.cache
+    for request in generator.engine.running:
+        assert request.session is not None
+        held[request.session.seq] = request.run.stored
     for seq, count in held.items():
-        assert branches.offset(cache, seq) == count
-    full = [part for part in branches._parts(cache) if type(part) is kvcache.CausalCache]
-    for part in full:
-        assert part.cells - part.free_cells <= sum(held.values())
+        assert branches.offset(generator.cache, seq) == count
 
 
 def branches_of(generator: SpeculativeGenerator) -> int:
-    options = generator.options
-    return options.max_sequences * (1 + (options.width if options.width > 1 else 0))
+    found: int = generator.cache.max_sequences
+    return found
 
 
 def speculate(
@@ -160,7 +157,7 @@ def speculate(
 def test_the_tokens_are_those_of_transformers_past_the_wrap(
     hybrids: Any, name: str, kind: str, width: int
 ) -> None:
-    from .test_runner_hybrid import expected_tokens
+    from .test_runner_models import expected_tokens
 
     model = hybrids(name)
     prompts = random_prompts(3, 97)  # more of them than sequences
@@ -220,7 +217,7 @@ def test_stories_says_what_its_authors_check(
 @pytest.mark.parametrize(("name", "width"), [("gemma3", 2), ("qwen3-next", 1)])
 def test_a_model_drafts_for_another_of_the_same_vocabulary(hybrids: Any, name: str, width: int) -> None:
     """The draft has a window or a recurrence of its own, and is right some of the time."""
-    from .test_runner_hybrid import expected_tokens
+    from .test_runner_models import expected_tokens
 
     target = "gpt-oss"
     prompts = random_prompts(2, 97)
@@ -242,7 +239,7 @@ def test_a_model_drafts_for_another_of_the_same_vocabulary(hybrids: Any, name: s
 def test_sampled_answers_are_those_of_the_same_seed(hybrids: Any, name: str, width: int) -> None:
     model, prompts = hybrids(name), random_prompts(2, 97)
     settings = GenerationOptions(COUNT, temperature=0.9, top_k=20, seed=5)
-    with Generator(model, None, options=GeneratorOptions(max_sequences=2, capacity=64)) as generator:
+    with Generator(model, None, options=EngineOptions(max_sequences=2, capacity=64)) as generator:
         expected = [answer.tokens for answer in generator.complete(prompts, settings)]
     draft = Oracle(prompts, expected, 97).partly
     found, generator = speculate(model, prompts, draft, settings, width=width)
@@ -254,7 +251,7 @@ def test_sampled_answers_are_those_of_the_same_seed(hybrids: Any, name: str, wid
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
 def test_one_sequence_alone_and_the_bytes_that_its_cache_takes(hybrids: Any, name: str, width: int) -> None:
     """A window has no memory beyond itself then; ``cache_bytes`` is known before anything is allocated."""
-    from .test_runner_hybrid import expected_tokens
+    from .test_runner_models import expected_tokens
 
     prompts = random_prompts(1, 97)
     expected = [tuple(expected_tokens(name, prompts[0], COUNT)) for _ in prompts]
@@ -298,7 +295,7 @@ def test_a_full_sequence_ends_an_answer_where_plain_decoding_does(
 ) -> None:
     prompts = [[1, *range(20, 19 + PROMPT)]]
     settings = GenerationOptions(COUNT, ignore_eos=True)
-    with Generator(tiny, None, options=GeneratorOptions(1, capacity)) as generator:
+    with Generator(tiny, None, options=EngineOptions(1, capacity)) as generator:
         (expected,) = generator.complete(prompts, settings)
     assert expected.reason == "capacity"
     draft = Oracle(prompts, plain(tiny, prompts, settings), tiny.config.vocab_size).right

@@ -15,9 +15,9 @@ import pytest
 import ml
 from kvcache.cache import Batch
 from kvcache.runner import (
+    EngineOptions,
     GenerationOptions,
     Generator,
-    GeneratorOptions,
     ModelError,
     Tokenizer,
     bundled_model,
@@ -207,7 +207,7 @@ def alone() -> Iterator[Callable[[Path, str, int], tuple[list[int], list[int]]]]
 
         def answer(path: Path, text: str, count: int) -> tuple[list[int], list[int]]:
             prompt = Tokenizer.load(path).encode(text)
-            with Generator(load_model(path, backend), None, options=GeneratorOptions(capacity=96)) as g:
+            with Generator(load_model(path, backend), None, options=EngineOptions(capacity=96)) as g:
                 (found,) = g.complete([prompt], GenerationOptions(max_new_tokens=count, ignore_eos=True))
             return prompt, list(found.tokens)
 

@@ -41,8 +41,8 @@ from kvcache.command.saved import load, save
 from kvcache.command.screen import screen_for
 from kvcache.command.usage import CommandGroup
 from kvcache.runner.errors import RequestError
-from kvcache.runner.generate import GeneratorOptions
 from kvcache.runner.loading import load_config
+from kvcache.runner.options import EngineOptions
 from kvcache.runner.requests import GenerationOptions
 
 __all__ = ["app"]
@@ -169,7 +169,7 @@ def generate(
             raise RequestError("stop: every text has an empty string in it; name another with --stop")
         settings = sampling.settings(max_tokens, stop)
         config = load_config(place.path)  # a wrong path is told at once: opening a backend may take seconds
-        cache = GeneratorOptions(min(len(prompts), MAX_SEQUENCES), capacity, prefill_chunk, dtypes.cache)
+        cache = EngineOptions(min(len(prompts), MAX_SEQUENCES), capacity, prefill_chunk, dtypes.cache)
         if tensor_parallel > 1:
             _on_ranks(
                 place, dtypes, prompts, settings, cache, (tensor_parallel, timeout, as_json, quiet, debug)
@@ -186,7 +186,7 @@ def _on_ranks(
     dtypes: Dtypes,
     prompts: Sequence[str],
     settings: GenerationOptions,
-    cache: GeneratorOptions,
+    cache: EngineOptions,
     rest: tuple[int, float, bool, bool, bool],
 ) -> None:
     """``rest``: how many ranks, their timeout, and --json, --quiet, --debug."""

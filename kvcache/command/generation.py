@@ -10,10 +10,12 @@ from pathlib import Path
 import ml
 from kvcache.command.answers import tell_full
 from kvcache.command.screen import Screen
-from kvcache.runner.generate import Generator, GeneratorOptions, encode_prompt
+from kvcache.runner.generate import Generator
+from kvcache.runner.language_model import encode_prompt
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.memory import check_memory
 from kvcache.runner.models.families import family_of, parameter_count
+from kvcache.runner.options import EngineOptions
 from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 
@@ -26,7 +28,7 @@ def continue_prompts(
     dtype: ml.DType,
     prompts: Sequence[str],
     settings: GenerationOptions,
-    options: GeneratorOptions,
+    options: EngineOptions,
     screen: Screen,
     group: ml.Group | None = None,
 ) -> None:
@@ -79,9 +81,9 @@ def _prepare(
     dtype: ml.DType,
     prompts: Sequence[str],
     settings: GenerationOptions,
-    options: GeneratorOptions,
+    options: EngineOptions,
     group: ml.Group | None,
-) -> tuple[Tokenizer, GeneratorOptions]:
+) -> tuple[Tokenizer, EngineOptions]:
     """The tokenizer, and the options with the capacity that the prompts need where none was given."""
     config = load_config(path)
     if group is not None and group.size > 1:

@@ -22,7 +22,7 @@ from kvcache.offload.tiers import HostTier
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.errors import RunnerError
 from kvcache.runner.fingerprint import files_digest
-from kvcache.runner.generate import encode_prompt
+from kvcache.runner.language_model import encode_prompt
 from kvcache.runner.loading import bundled_model, load_config, load_model
 from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Event, GenerationOptions

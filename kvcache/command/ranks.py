@@ -26,8 +26,8 @@ from kvcache.command.options import device_options
 from kvcache.command.reporting import one_line, reported
 from kvcache.command.screen import Screen, screen_for
 from kvcache.runner.config import ModelConfig
-from kvcache.runner.generate import GeneratorOptions
 from kvcache.runner.models.families import family_of
+from kvcache.runner.options import EngineOptions
 from kvcache.runner.parallel import device_of_rank, join, no_engine, of_all
 from kvcache.runner.rank import RanksError, exit_code, job_of_rank, leave
 from kvcache.runner.rank_limits import Limits
@@ -48,7 +48,7 @@ class Job:
     dtype: ml.DType
     prompts: Sequence[str]
     settings: GenerationOptions
-    options: GeneratorOptions
+    options: EngineOptions
     ranks: int
     timeout: float
     as_json: bool = False
@@ -76,7 +76,7 @@ class Job:
                 "model": Path(record["model"]),
                 "dtype": ml.DType[record["dtype"]],
                 "settings": GenerationOptions(**settings | {"stop": tuple(settings["stop"])}),
-                "options": GeneratorOptions(**options | {"cache_dtype": ml.DType[options["cache_dtype"]]}),
+                "options": EngineOptions(**options | {"cache_dtype": ml.DType[options["cache_dtype"]]}),
             }
         )
 

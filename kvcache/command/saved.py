@@ -22,7 +22,7 @@ from kvcache.command.screen import Screen, screen_for
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.fingerprint import identity_of
-from kvcache.runner.generate import check_prompt, encode_prompt
+from kvcache.runner.language_model import check_prompt, encode_prompt
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Finished, GenerationOptions

@@ -16,8 +16,9 @@ from kvcache.runner.config import ModelConfig
 from kvcache.runner.conversations import Conversation, ConversationFullError, Conversations
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Request
 from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
-from kvcache.runner.generate import Generator, GeneratorOptions, LanguageModel, Prompt
+from kvcache.runner.generate import Generator
 from kvcache.runner.kept import KeptConversations
+from kvcache.runner.language_model import LanguageModel, Prompt
 from kvcache.runner.loading import bundled_model, check_weights, load_config, load_model
 from kvcache.runner.memory import cache_bytes, check_memory
 from kvcache.runner.models.families import SUPPORTED_ARCHITECTURES, expected_shapes, parse_config
@@ -51,7 +52,6 @@ __all__ = [
     "Finished",
     "GenerationOptions",
     "Generator",
-    "GeneratorOptions",
     "KeptConversations",
     "LanguageModel",
     "Llama",

@@ -1,4 +1,4 @@
-"""Drafts: guesses at the next tokens, for a SpeculativeGenerator to verify.
+"""Drafts: guesses at the next tokens, for the engine to verify.
 
 A draft is any callable like ``prompt_lookup``; a bad one costs time and never changes an answer.
 """
@@ -13,9 +13,9 @@ import numpy as np
 import ml
 from kvcache.cache import Batch, Cache
 from kvcache.caches import branches
+from kvcache.prefix.radix_tree import common_length
 from kvcache.runner.errors import RequestError
-from kvcache.runner.generate import LanguageModel, cache_for
-from kvcache.runner.request_state import common_prefix
+from kvcache.runner.language_model import LanguageModel, cache_for
 from kvcache.stores.closing import Closing
 
 __all__ = ["Draft", "ModelDraft", "prompt_lookup"]
@@ -25,7 +25,7 @@ _LONGEST = 3
 
 
 class Draft(Protocol):
-    """Guesses what follows ``tokens``, the text so far of the generator's sequence ``seq``.
+    """Guesses what follows ``tokens``, the text so far of sequence ``seq``.
 
     Gives at most ``width`` continuations, best first, each of at most ``count`` tokens (what is more is
     ignored): none where it has no idea.
@@ -57,7 +57,7 @@ def prompt_lookup(seq: int, tokens: Sequence[int], count: int, width: int) -> li
 class ModelDraft(Closing):
     """A smaller model of the same vocabulary, which guesses greedily. A context manager.
 
-    It has a cache of its own, with a sequence for each of the generator's ``sequences`` and branches for
+    It has a cache of its own, with a sequence for each of the engine's ``sequences`` and branches for
     its guesses: these are forked where the text ends and dropped again, so that a guess leaves nothing
     behind on any kind of cache, and accepted ones are computed with the next call. ``capacity``: tokens
     that a sequence holds (None: the model's ``max_positions``, at most 4096); beyond, it has no idea.
@@ -75,7 +75,7 @@ class ModelDraft(Closing):
         max_batch: int = 512,
     ) -> None:
         if sequences < 1 or width < 1:
-            raise RequestError(f"ModelDraft: sequences={sequences}, width={width}; both are >= 1")
+            raise RequestError(f"ModelDraft: sequences={sequences}, width={width}; both must be at least 1")
         self.model = model
         self.capacity = min(capacity or 4096, model.config.max_positions)
         self.cache = cache_for(model) if cache is None else cache
@@ -117,7 +117,7 @@ class ModelDraft(Closing):
     def _catch_up(self, seq: int, tokens: Sequence[int]) -> np.ndarray:
         """Evaluate what this sequence does not hold yet; the logits behind the last token."""
         stored = self._stored[seq]
-        same = len(stored) if list(tokens[: len(stored)]) == stored else common_prefix(stored, tokens)
+        same = common_length(np.array(stored, np.int64), np.array(tokens, np.int64))
         begin = branches.resume_point(self.cache, seq, min(same, len(tokens) - 1))
         branches.rollback(self.cache, seq, begin)
         self._stored[seq] = list(tokens)

@@ -17,27 +17,37 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
 import numpy as np
 
 import ml
-from kvcache.cache import Batch, CacheFullError, ClosedError, SequenceLostError
+from kvcache.cache import Batch, CacheFullError, ClosedError, SequenceLostError, SnapshotCache
 from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.runner.consensus import Agreement
+from kvcache.runner.drafts import Draft
 from kvcache.runner.errors import RequestError
 from kvcache.runner.fingerprint import model_identity
-from kvcache.runner.generate import GeneratorOptions, LanguageModel, Prompt, cache_for, encode_prompt
+from kvcache.runner.language_model import LanguageModel, Prompt, cache_for, encode_prompt
 from kvcache.runner.memory import cache_bytes, check_memory
+from kvcache.runner.options import EngineOptions
 from kvcache.runner.request_state import RequestState, has_token
-from kvcache.runner.requests import Event, Finished, GenerationOptions, Prefilled, Statistics
-from kvcache.runner.sampling import Sampler
-from kvcache.runner.scheduler import Failed, Part, Request, batch_of, chunks, plan_sharing, worth_waiting
+from kvcache.runner.requests import Event, Finished, GenerationOptions, Prefilled, Statistics, Token
+from kvcache.runner.scheduler import (
+    Branch,
+    Failed,
+    Part,
+    Request,
+    batch_of,
+    chunks,
+    plan_sharing,
+    worth_waiting,
+)
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.runner.verification import Speculation, Verifier, accept
 from kvcache.stores import SnapshotStore
 from kvcache.stores.closing import Closing
 
@@ -49,31 +59,17 @@ EngineEvent = Event | Failed
 Tier = HostTier | SnapshotStore | str | PathLike[str]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions(GeneratorOptions):
-    """As GeneratorOptions, and: ``context`` tokens are what one request may hold (None: ``capacity``).
-
-    All sequences share ``max_sequences * capacity`` tokens, so that a larger ``context`` lets some go
-    beyond their share while others need less. ``budget`` bounds the bytes of kept snapshots on the
-    device, those in the cache's own cells too (None: twice what the cache takes); ``interval`` is as
-    PrefixCache has it.
-    """
-
-    context: int | None = None
-    budget: int | None = None
-    interval: int = 512
-
-
 class Engine(Closing):
     """Generates for requests that come at any time. A context manager; not thread-safe.
 
     ``tiers``: where snapshots go that the device has no room for, as PrefixCache takes them. A store
     among them is shared by all that load the same weights: ``identity`` says which these are (None: a
-    digest of the files that the model was loaded from, computed only where there is a store).
+    digest of the files that the model was loaded from, computed only where there is a store). ``cache`` is
+    a fresh one with snapshots, which the engine binds and closes (None: one for the model's layers).
 
     After every call, whatever it raised, as many sessions are open as requests are running.
 
-    Raises CapacityError where the cache does not fit in memory.
+    Raises CapacityError, before anything is allocated, where the cache does not fit in memory.
     """
 
     def __init__(
@@ -83,48 +79,56 @@ class Engine(Closing):
         options: EngineOptions | None = None,
         tiers: Sequence[Tier] = (),
         identity: Mapping[str, Any] | None = None,
+        cache: SnapshotCache | None = None,
     ) -> None:
         self.options = options = options or EngineOptions()
         self.model = model
         self.tokenizer = tokenizer
         self.ranks = Agreement(model)
         """What is asked of the other ranks, where the model is split over several."""
-        self.capacity = options.capacity_for(model.config)
-        self._sizes = (options.cache_dtype, options.max_sequences, self.capacity)
-        self._largest = max(options.prefill_chunk, options.max_sequences)
-        self._check_context()
-        check_memory(model.config, model.backend, *self._sizes)
+        self.limit = options.context_for(model.config)
+        """How many tokens one request can hold: prompt and answer together."""
+        sizes = options.cache_sizes(model.config)
+        check_memory(model.config, model.backend, *sizes)
+        self.cache_bytes = cache_bytes(model.config, *sizes, options.largest_batch)
+        """What the cache takes when its buffers are there, which is from the first token on."""
         self._identity = identity
         stores = any(not isinstance(tier, HostTier) for tier in tiers)
         identity = self.identity if stores else identity
-        cache: Any = cache_for(model)
-        cache.init(model.backend, *self._sizes, self._largest)
-        self.cache = cache
+        bound: Any = cache_for(model) if cache is None else cache
+        bound.init(model.backend, *sizes, options.largest_batch)
+        self.cache = bound
         budget = 2 * self.cache_bytes if options.budget is None else options.budget
         try:
             layers, interval = model.config.cached_layers, options.interval
             self.prefix = PrefixCache(
-                cache, budget, tiers, identity=identity, interval=interval, layers=layers
+                self.cache, budget, tiers, identity=identity, interval=interval, layers=layers
             )
         except BaseException:
-            cache.close()
+            self.cache.close()
             raise
-        self.statistics = Statistics()
-        self.preemptions = 0
-        """How often a request had to make room for others."""
+        self._verifier = Verifier(self.cache, options, model.config.vocab_size)
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._events: list[EngineEvent] = []
         """What happened before a pass that failed: the next ``step`` tells."""
-        self._submitted = 0
         self._full = False
         self._prefilled_last = False
-        self._closed = False
+        self.closed = False
+        self.reset()
 
-    def _check_context(self) -> None:
-        context, total = self.options.context, self.capacity * self.options.max_sequences
-        if context is not None and not 1 <= context <= total:
-            raise RequestError(f"EngineOptions: context={context}; it is in [1, {total}], what the cache has")
+    def reset(self) -> None:
+        """Begin all counts anew, those that number the requests too: call it while the engine is not busy."""
+        self.statistics = Statistics()
+        self.preemptions = 0
+        """How often a request had to make room for others."""
+        self._submitted = 0
+        self._verifier.speculation = Speculation()
+
+    @property
+    def speculation(self) -> Speculation:
+        """What the drafts of requests were worth."""
+        return self._verifier.speculation
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -132,16 +136,6 @@ class Engine(Closing):
         if self._identity is None:
             self._identity = model_identity(self.model)
         return self._identity
-
-    @property
-    def limit(self) -> int:
-        """How many tokens one request can hold: prompt and answer together."""
-        return min(self.options.context or self.capacity, self.model.config.max_positions)
-
-    @property
-    def cache_bytes(self) -> int:
-        """What the cache takes when its buffers are there, which is from the first token on."""
-        return cache_bytes(self.model.config, *self._sizes, self._largest)
 
     @property
     def busy(self) -> bool:
@@ -163,21 +157,31 @@ class Engine(Closing):
         """The prompt's token ids. Raises RequestError for one that is empty, too long or out of range."""
         return encode_prompt(self.tokenizer, prompt, self.model.config, self.limit)
 
-    def submit(self, prompt: Prompt, settings: GenerationOptions | None = None) -> Request:
+    def submit(
+        self,
+        prompt: Prompt,
+        settings: GenerationOptions | None = None,
+        draft: Draft | None = None,
+        stream: int = 0,
+    ) -> Request:
         """Queue a request; it starts in a ``step`` that finds a sequence for it.
+
+        ``draft`` proposes tokens of its answer, which come in fewer passes then and are the same: for an
+        engine with SpeculativeOptions. Requests of one seed draw alike unless their ``stream`` differs.
 
         Raises RequestError for a prompt or settings that cannot be served; nothing is queued then.
         """
         self._check("submit")
+        if draft is not None and not self._verifier.enabled:
+            raise RequestError("submit: a draft, and an engine without SpeculativeOptions to verify it")
         settings = settings or GenerationOptions()
         tokens = self.encode(prompt)
-        sampler = Sampler(settings.temperature, settings.top_k, settings.top_p, settings.seed)
-        run = RequestState(self._submitted, tokens, settings, sampler.fork(0))
+        run = RequestState(self._submitted, tokens, settings, settings.sampler(stream))
         if self.tokenizer is not None:
             run.decoder = self.tokenizer.stream(tokens)
         self._submitted += 1
         self.statistics.prompt_tokens += len(tokens)
-        request = Request(run)
+        request = Request(run, draft)
         for other in self._running:
             plan_sharing(other, [request], self.prefix)
         self._waiting.append(request)
@@ -218,11 +222,16 @@ class Engine(Closing):
                 self.cancel(request)
         return [answers[request.id] for request in requests]
 
+    def forget(self) -> None:
+        """Forget what is kept, in the cache and in host memory; running requests and stores keep theirs."""
+        self._verifier.clear()
+        self.prefix.clear()
+
     def close(self, flush: bool = True) -> None:
         """Cancel all requests, write what is kept to the stores (``flush``) and close the cache."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         try:
             for request in [*self._waiting, *self._running]:
                 self.cancel(request)
@@ -232,6 +241,15 @@ class Engine(Closing):
 
     # The loop.
 
+    def admit(self) -> list[EngineEvent]:
+        """Start the requests that there is room for, as ``step`` does before its pass; what happened."""
+        self._check("admit")
+        events = self._events
+        self._read_again()
+        self._admit(events)
+        self._events = []
+        return events
+
     def step(self) -> list[EngineEvent]:
         """Start the requests that there is room for, then make one forward pass; what happened, in order.
 
@@ -240,21 +258,23 @@ class Engine(Closing):
         still there, and the next ``step`` tries again.
         """
         self._check("step")
-        events = self._events
-        self._read_again()
-        self._admit(events)
-        while parts := self._plan():
+        events = self._events = self.admit()
+        drafting = self._verifier.enabled
+        while parts := self._plan(drafting, events):
             began = time.perf_counter()
             prefill = parts[0].request.prefilling
             try:
                 logits = self.forward(parts)
             except CacheFullError as error:
                 self._agree_on(parts)
-                self._make_room(error, events)
+                if any(part.branches for part in parts):
+                    drafting = False
+                else:
+                    self._make_room(error, events)
                 continue
+            self._take(parts, logits, prefill, events)
             self._count(parts, prefill, time.perf_counter() - began)
             self._prefilled_last = prefill
-            self._take(parts, logits, prefill, events)
             break
         self._events = []
         return events
@@ -313,31 +333,48 @@ class Engine(Closing):
             events.append(request.run.start(session.cached))
         plan_sharing(request, self._waiting, self.prefix)
 
-    def _plan(self) -> list[Part]:
-        """The next pass: chunks of prompts, or one token of every answer; in turns where both want one."""
+    def _plan(self, drafting: bool, events: list[EngineEvent]) -> list[Part]:
+        """The next pass: chunks of prompts, or the next of every answer; in turns where both want one."""
         prefill = [request for request in self._running if request.prefilling]
-        decode = [Part(request, 1) for request in self._running if not request.prefilling]
+        decode = [request for request in self._running if not request.prefilling]
         if prefill and not (decode and self._prefilled_last):
             return list(chunks(prefill, self.options.prefill_chunk, self.prefix))
-        return decode
+        if not drafting:
+            return [Part(request, len(request.run.tokens) - request.run.stored) for request in decode]
+        parts: list[Part] = []
+        for request in decode:
+            try:
+                parts.append(self._verifier.part(request, self.limit))
+            except Exception as error:  # its draft's, and so of this request alone
+                self._leave(request)
+                self._over(request, events, [Failed(request.id, error)])
+        return parts or (self._plan(drafting, events) if decode else [])
 
     def _take(
         self, parts: Sequence[Part], logits: np.ndarray, prefill: bool, events: list[EngineEvent]
     ) -> None:
         """Sample where a part reached the end of its tokens."""
-        rows: Iterator[np.ndarray] = iter(logits)
+        row = 0
         for part in parts:
             request, run = part.request, part.request.run
             if prefill and run.stored <= run.prompt_tokens:
                 events.append(Prefilled(request.id, run.stored, run.prompt_tokens))
-            row = next(rows) if run.stored == len(run.tokens) else None
+            tried = []
+            for branch in part.tried if run.stored == len(run.tokens) else ():
+                tried.append((branch, logits[row : row + len(branch.draft) + 1]))
+                row += len(branch.draft) + 1
             try:
                 if prefill and request.session is not None:
                     self._keep(request.session)
-                if row is not None:
-                    self._accept(request, run.sampler(row), events)
-            except Exception as error:  # of this request alone: what was computed of the others is good
-                self._leave(request)
+                if tried:
+                    self._accept(part, tried, prefill, events)
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    if part.branches and request.session is not None:
+                        self._rewind(request, len(run.tokens) - 1)
+                    raise
+                # Of this request alone: what was computed of the others is good.
+                self._leave(request, keep=not part.branches)
                 self._over(request, events, [Failed(request.id, error)])
 
     def _keep(self, session: Session) -> None:
@@ -349,16 +386,32 @@ class Engine(Closing):
             # The others have kept it, and go on with all requests.
             log.warning("sequence %d: what it computed is not kept", session.seq, exc_info=True)
 
-    def _accept(self, request: Request, token: int, events: list[EngineEvent]) -> None:
-        known = request.run.advance(token, self.model.config.eos_ids, self.limit)
-        self.statistics.generated_tokens += has_token(known[0])
+    def _accept(
+        self, part: Part, tried: Sequence[tuple[Branch, np.ndarray]], prefill: bool, events: list[EngineEvent]
+    ) -> None:
+        request, run, statistics = part.request, part.request.run, self.statistics
+        known = run.stored
+        told: list[Token | Finished] = []
+        try:
+            winner = accept(run, tried, self.model.config.eos_ids, self.limit, told)
+        except BaseException:
+            events.extend(told)
+            raise
+        right = run.stored
+        statistics.generated_tokens += sum(map(has_token, told))
+        if not prefill:
+            statistics.decoded_tokens += right - known + 1
+            self.speculation.passes += request.draft is not None
+        if part.branches:
+            run.stored = self._verifier.settle(part, winner, known, right)
+        request.repeat = right - run.stored
         if request.session is not None:
-            request.session.extend(request.run.tokens[request.run.stored :])
-        if isinstance(known[-1], Finished):
+            request.session.extend(run.tokens[known:])
+        if isinstance(told[-1], Finished):
             self._leave(request)
-            self._over(request, events, known)
+            self._over(request, events, told)
         else:
-            events.extend(known)
+            events.extend(told)
 
     def _over(self, request: Request, events: list[EngineEvent], last: Sequence[EngineEvent]) -> None:
         request.done = True
@@ -386,6 +439,7 @@ class Engine(Closing):
 
     def _take_back(self, parts: Sequence[Part], lost: bool) -> None:
         """Let every session be what it was before the pass, or have more of it computed again."""
+        self._verifier.clear()
         for part in parts:
             self._rewind(part.request, 0 if lost else part.request.run.stored)
 
@@ -411,6 +465,7 @@ class Engine(Closing):
 
     def _read_again(self) -> None:
         """Where an interruption came before an answer was read, the token before it is computed again."""
+        self._verifier.clear()
         for request in self.running:
             if request.run.stored == len(request.run.tokens):
                 self._rewind(request, request.run.stored - 1)
@@ -444,14 +499,12 @@ class Engine(Closing):
             log.warning("request %d: what it computed is not kept", request.id, exc_info=True)
 
     def _count(self, parts: Sequence[Part], prefill: bool, seconds: float) -> None:
-        statistics, tokens = self.statistics, sum(part.count for part in parts)
         if prefill:
-            statistics.computed_tokens += tokens
-            statistics.prefill_seconds += seconds
+            self.statistics.computed_tokens += sum(part.count for part in parts)
+            self.statistics.prefill_seconds += seconds
         else:
-            statistics.decoded_tokens += tokens
-            statistics.decode_seconds += seconds
+            self.statistics.decode_seconds += seconds
 
     def _check(self, op: str) -> None:
-        if self._closed:
+        if self.closed:
             raise ClosedError(f"{op}: the engine is closed")

@@ -12,7 +12,7 @@ from kvcache.runner.checkpoints.source import WeightSource, existing_model_path
 from kvcache.runner.checkpoints.weights import open_weights
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
-from kvcache.runner.generate import LanguageModel
+from kvcache.runner.language_model import LanguageModel
 from kvcache.runner.memory import check_memory
 from kvcache.runner.models.families import expected_shapes, family_of, parameter_count, parse_config
 from kvcache.runner.weights import Weights

@@ -1,4 +1,4 @@
-"""The state of one request while it runs, the sequences of the cache that requests take turns in."""
+"""The state of one request while it runs: its tokens, its text, and why it ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvcache.runner.requests import Finished, FinishReason, GenerationOptions, S
 from kvcache.runner.sampling import Sampler
 from kvcache.runner.tokenizer import StreamDecoder
 
-__all__ = ["RequestState", "Slot", "StopStrings", "common_prefix", "has_token"]
+__all__ = ["RequestState", "StopStrings", "has_token"]
 
 
 class StopStrings:
@@ -111,44 +111,9 @@ class RequestState:
         return tail, Finished(self.request, reason, self.text, generated, self.prompt_tokens, self.reused)
 
 
-class Slot:
-    """One sequence of the cache: a request's while ``run`` is set, else what the last one left there."""
-
-    def __init__(self, seq: int) -> None:
-        self.seq = seq
-        self.run: RequestState | None = None
-        self.left: list[int] = []
-        self.used = 0
-
-    @property
-    def planned(self) -> Sequence[int]:
-        """The tokens that are stored, or that a running prefill is about to store."""
-        if self.run is None:
-            return self.left
-        return self.run.tokens[: max(self.run.stored, self.run.prompt_tokens)]
-
-    @property
-    def stored(self) -> int:
-        return len(self.left) if self.run is None else self.run.stored
-
-    def leave(self) -> None:
-        """The request is done; its tokens stay for the next ones that begin alike."""
-        if self.run is not None:
-            self.left = self.run.tokens[: self.run.stored]
-            self.run = None
-
-
 def has_token(event: Token | Finished) -> bool:
     """Whether the event is that of a token, and not of held back text or an answer alone."""
     return isinstance(event, Token) and event.token is not None
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens ``a`` and ``b`` begin with alike."""
-    for i, (left, right) in enumerate(zip(a, b, strict=False)):
-        if left != right:
-            return i
-    return min(len(a), len(b))
 
 
 def _overlap(text: str, stop: str) -> int:

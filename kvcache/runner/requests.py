@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvcache.runner.errors import RequestError
+from kvcache.runner.sampling import Sampler
 
 __all__ = [
     "Event",
@@ -41,11 +42,17 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise RequestError(f"GenerationOptions: max_new_tokens={self.max_new_tokens}; it is >= 1")
+            raise RequestError(
+                f"GenerationOptions: max_new_tokens={self.max_new_tokens}; it must be at least 1"
+            )
         if isinstance(self.stop, str) or not all(self.stop):
             raise RequestError(
                 f"GenerationOptions: stop={self.stop!r}; it is a sequence of strings that are not empty"
             )
+
+    def sampler(self, stream: int = 0) -> Sampler:
+        """Draws as these options say; RequestError for those outside their range."""
+        return Sampler(self.temperature, self.top_k, self.top_p, self.seed, stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,7 @@ Event = Started | Prefilled | Token | Finished
 
 @dataclass(slots=True)
 class Statistics:
-    """Sums over the requests of one ``generate``; times in seconds.
+    """Sums over requests; times in seconds.
 
     The first token of each request comes out of its prefill: ``decoded_tokens`` are the others.
     """

@@ -18,7 +18,8 @@ class Sampler:
     ``top_k`` keeps the k likeliest tokens (0: all). ``top_p`` then keeps the smallest set of the
     likeliest whose probability together reaches p, and never fewer than one (Holtzman et al., 2020).
     Ties go to the lower token id. The same ``seed`` gives the same draws; None takes a new one.
-    Each ``stream`` of a seed has draws of its own.
+    Each ``stream`` of a seed has draws of its own: one per sequence makes its text independent of what
+    else is in the batch.
 
     Raises RequestError for a setting outside its range.
     """
@@ -32,25 +33,18 @@ class Sampler:
         stream: int | None = None,
     ) -> None:
         if not (math.isfinite(temperature) and temperature >= 0):
-            raise RequestError(f"Sampler: temperature={temperature}; it is >= 0 (0 is greedy)")
+            raise RequestError(f"Sampler: temperature={temperature}; it must be at least 0 (0 is greedy)")
         if top_k < 0:
-            raise RequestError(f"Sampler: top_k={top_k}; it is >= 0 (0 keeps every token)")
+            raise RequestError(f"Sampler: top_k={top_k}; it must be at least 0 (0 keeps every token)")
         if not 0 < top_p <= 1:
-            raise RequestError(f"Sampler: top_p={top_p}; it is in (0, 1]")
+            raise RequestError(f"Sampler: top_p={top_p}; it must be in (0, 1]")
         if seed is not None and seed < 0:
-            raise RequestError(f"Sampler: seed={seed}; it is >= 0")
+            raise RequestError(f"Sampler: seed={seed}; it must be at least 0")
         self.temperature = temperature
         self.top_k = top_k
         self.top_p = top_p
         self.seed = secrets.randbits(32) if seed is None else seed
         self._random = np.random.default_rng(self.seed if stream is None else (self.seed, stream))
-
-    def fork(self, index: int) -> Sampler:
-        """The same settings with draws of its own, fixed by the seed and ``index``.
-
-        One per sequence makes a sequence's text independent of what else is in the batch.
-        """
-        return Sampler(self.temperature, self.top_k, self.top_p, self.seed, index)
 
     def __call__(self, logits: np.ndarray) -> int:
         """One token id from ``logits`` (vocab,). Raises RunnerError where no logit can be chosen."""

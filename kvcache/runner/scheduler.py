@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvcache.cache import Batch
+from kvcache.caches.branches import Mark
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.radix_tree import common_length
 from kvcache.runner.consensus import Agreement
+from kvcache.runner.drafts import Draft
 from kvcache.runner.request_state import RequestState
 
-__all__ = ["Failed", "Part", "Request", "batch_of", "chunks", "plan_sharing", "worth_waiting"]
+__all__ = [
+    "Branch", "Failed", "Part", "Request", "batch_of", "chunks", "plan_sharing", "worth_waiting",
+]  # fmt: skip
 
 MIN_SHARED = 16
 """Tokens; for fewer no pass is cut short on models whose state cannot be shared from its middle."""
@@ -28,10 +32,16 @@ class Failed:
 
 
 class Request:
-    """The handle of a request: ``run`` is its state, ``session`` its sequence while it is running."""
+    """The handle of a request: ``run`` is its state, ``session`` its sequence while it is running.
 
-    def __init__(self, run: RequestState) -> None:
+    ``draft`` proposes tokens, which are verified in the passes of the answer.
+    """
+
+    def __init__(self, run: RequestState, draft: Draft | None = None) -> None:
         self.run = run
+        self.draft = draft
+        self.repeat = 0
+        """Accepted tokens of a draft that are evaluated again with the next one."""
         self.session: Session | None = None
         self.started = False
         self.done = False
@@ -61,32 +71,52 @@ class Request:
     @property
     def prefilling(self) -> bool:
         """Whether more than the last token of an answer is still to be computed."""
-        return not self.run.generated or len(self.run.tokens) - self.run.stored > 1
+        return not self.run.generated or len(self.run.tokens) - self.run.stored > 1 + self.repeat
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One draft of what follows, in a sequence of the cache."""
+
+    seq: int
+    draft: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The next ``count`` tokens of a request."""
+    """The next ``count`` tokens of a request; with drafts of what follows, if any, in ``branches``.
+
+    ``mark``: where the request's sequence stood, if its only branch is in that one.
+    """
 
     request: Request
     count: int
+    branches: Sequence[Branch] = ()
+    mark: Mark | None = None
+
+    @property
+    def tried(self) -> Sequence[Branch]:
+        """The branches, or where there are none the request's sequence without a draft."""
+        assert self.request.session is not None
+        return self.branches or (Branch(self.request.session.seq),)
 
 
 def batch_of(parts: Sequence[Part]) -> Batch:
-    """One pass; outputs are wanted of the parts that reach the end of their tokens."""
+    """One pass; outputs are wanted of the parts that reach the end of their tokens, and of their drafts."""
     positions: list[int] = []
     sequences: list[int] = []
     inputs: list[int] = []
     outputs: list[int] = []
     for part in parts:
-        run, session = part.request.run, part.request.session
-        assert session is not None
+        run = part.request.run
         end = run.stored + part.count
-        positions += range(run.stored, end)
-        sequences += [session.seq] * part.count
-        inputs += run.tokens[run.stored : end]
-        if end == len(run.tokens):
-            outputs.append(len(positions) - 1)
+        for branch in part.tried:
+            size = part.count + len(branch.draft)
+            positions += range(run.stored, run.stored + size)
+            sequences += [branch.seq] * size
+            inputs += run.tokens[run.stored : end] + branch.draft
+            if end == len(run.tokens):
+                outputs += range(len(positions) - len(branch.draft) - 1, len(positions))
     return Batch(positions, sequences, inputs=inputs, outputs=outputs)
 
 

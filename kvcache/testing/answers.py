@@ -35,11 +35,12 @@ class AnswerTests(CacheCase):
 
 def _answer(backend: ml.Backend) -> tuple[int, ...]:
     """The tokens that a greedy loop adds to the prompt: a pass for the prompt, then one for each token."""
-    from kvcache.runner.generate import Generator, GeneratorOptions
+    from kvcache.runner.generate import Generator
     from kvcache.runner.loading import bundled_model, load_model
+    from kvcache.runner.options import EngineOptions
     from kvcache.runner.requests import GenerationOptions
 
-    options = GeneratorOptions(max_sequences=1, capacity=64, prefill_chunk=len(PROMPT))
+    options = EngineOptions(max_sequences=1, capacity=64, prefill_chunk=len(PROMPT))
     with Generator(load_model(bundled_model(), backend), None, options=options) as generator:
         (answer,) = generator.complete([PROMPT], GenerationOptions(max_new_tokens=TOKENS))
     return answer.tokens

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache.cache import Cache
 from kvcache.runner.config import ModelConfig
+from kvcache.runner.models.decoder import ROPE, Step
 from kvcache.runner.weights import Linear, Loader, Shape
-from ml import nn
 
 __all__ = ["Attention", "attention_shapes", "load_attention", "merge_heads", "qk_norm"]
 
@@ -24,6 +23,8 @@ class Attention:
     whose sigmoid the result is multiplied by (Qwen3-Next). ``qk_norm`` (heads + kv_heads, head_dim):
     weights of an RMS norm per head before the rotation; ``plain_norm``: one without weights after it
     (Llama 4). ``sinks`` (heads,): a logit per head that takes part in the softmax (gpt-oss).
+    ``rotation`` names that of the step, ``temperature`` the tensor (tokens, 1, 1) of the step, if there is
+    one, that multiplies the queries (Llama 4).
     """
 
     qkv: Linear
@@ -37,32 +38,27 @@ class Attention:
     plain_norm: bool = False
     gated: bool = False
     sinks: ml.Tensor | None = None
+    rotation: str | None = ROPE
+    temperature: str | None = None
 
-    def __call__(
-        self,
-        ctx: ml.Context,
-        x: ml.Tensor,
-        cache: Cache,
-        rotation: nn.Rotation | None = None,
-        temperature: ml.Tensor | None = None,
-    ) -> ml.Tensor:
-        """x (tokens, hidden_size) -> the same; ``temperature`` (tokens, 1, 1) multiplies the queries."""
+    def __call__(self, ctx: ml.Context, x: ml.Tensor, step: Step) -> ml.Tensor:
+        """x (tokens, hidden_size) -> the same."""
         tokens, heads, rotated = x.shape[0], self.heads, self.heads + self.kv_heads
         joined = self.qkv(ctx, x)
         joined = joined.reshape(ctx, tokens, joined.shape[1] // self.head_dim, self.head_dim)
         qk = joined.slice(ctx, 1, 0, rotated)
         if self.qk_norm is not None:
             qk = qk.rms_norm(ctx, None, self.eps).mul(ctx, self.qk_norm)
-        if rotation is not None:
-            qk = rotation.apply(ctx, qk)
+        if self.rotation is not None:
+            qk = step.rotations[self.rotation].apply(ctx, qk)
         if self.plain_norm:
             qk = qk.rms_norm(ctx, None, self.eps)
         query, key = qk.slice(ctx, 1, 0, heads), qk.slice(ctx, 1, heads, rotated)
-        if temperature is not None:
-            query = query.mul(ctx, temperature)
+        if self.temperature is not None and self.temperature in step.tensors:
+            query = query.mul(ctx, step.tensors[self.temperature])
         values = rotated + self.kv_heads
-        cache.put(ctx, key, joined.slice(ctx, 1, rotated, values))
-        attended = cache.attend(ctx, query, self.scale, self.sinks)
+        step.cache.put(ctx, key, joined.slice(ctx, 1, rotated, values))
+        attended: ml.Tensor = step.cache.attend(ctx, query, self.scale, self.sinks)
         if self.gated:
             gate = joined.slice(ctx, 1, values, values + heads)
             attended = attended.mul(ctx, gate.sigmoid(ctx))

@@ -24,7 +24,10 @@ from kvcache.runner.parallel import Share
 from kvcache.runner.weights import Linear, Loader, Progress, Shape, Shapes, Weights
 from ml import nn
 
-__all__ = ["CausalModel", "Decoder", "Layer", "Step", "model_shapes", "token_ids"]
+__all__ = ["ROPE", "CausalModel", "Decoder", "Layer", "Step", "model_shapes", "token_ids"]
+
+ROPE = "rope"
+"""The rotation of models that have one for all layers."""
 
 C = TypeVar("C", bound=ModelConfig)
 
@@ -69,6 +72,9 @@ class Decoder:
 
     cache_type: type
     """What ``make_cache`` returns."""
+    cache_of: Callable[..., Cache]
+    """A cache, bound to none, of a config, with the dtype of the model's activations."""
+    config: Any
     backend: ml.Backend
     dtype: ml.DType
     _layers: Sequence[Layer]
@@ -77,7 +83,7 @@ class Decoder:
 
     def make_cache(self) -> Cache:
         """A cache for this model's layers, still to be bound by ``init``."""
-        raise NotImplementedError
+        return self.cache_of(self.config, self.dtype)
 
     def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         """What the layers of this pass share."""
@@ -165,6 +171,9 @@ class CausalModel(Decoder, Generic[C]):
     def shapes(config: Any) -> Shapes:
         """The name and shape of every tensor of a model of this config."""
         raise NotImplementedError
+
+    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+        return Step(batch, cache, {ROPE: nn.Rotation(ctx, batch.positions, self.config.rope)})
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         raise NotImplementedError

@@ -42,21 +42,27 @@ class Family:
     """How a kind of model is read and run.
 
     ``parse(raw, generation)``: config.json and generation_config.json to a config. ``model(backend,
-    config, weights, dtype, progress)``: the weights and their forward pass. ``make_cache(config, dtype,
-    **options)``: an unbound cache, with the dtype of the model's activations; options are the family's
-    own (``memory``, ``checkpoints``). ``shapes(config)``: every tensor it reads. ``model_type``: as
-    config.json has it where it names no architecture. ``causal``: a decoder alone, which ``Generator``
-    and ``kvcache generate`` can run. ``divisible``: its layers can be split over ranks by heads, and
-    ``model`` takes ``share=``.
+    config, weights, dtype, progress)``: the weights and their forward pass. ``model_type``: as config.json
+    has it where it names no architecture. ``causal``: a decoder alone, which ``Generator`` and ``kvcache
+    generate`` can run. ``divisible``: its layers can be split over ranks by heads, and ``model`` takes
+    ``share=``.
     """
 
     parse: Callable[[Raw, Raw], Any]
-    model: Callable[..., Any]
-    make_cache: Callable[..., Cache]
-    shapes: Callable[[Any], Shapes]
-    model_type: str | None = None
+    model: Any
+    model_type: str
     causal: bool = True
     divisible: bool = False
+
+    def make_cache(self, config: Any, dtype: ml.DType | None = None, **options: Any) -> Cache:
+        """An unbound cache, for activations of ``dtype``; options are the family's own (``memory``)."""
+        cache: Cache = self.model.cache_of(config, dtype, **options)
+        return cache
+
+    def shapes(self, config: Any) -> Shapes:
+        """The name and shape of every tensor that a model reads."""
+        shapes: Shapes = self.model.shapes(config)
+        return shapes
 
     def check_ranks(self, config: Any, size: int) -> None:
         """Raise ModelError for a family that is not split, or not over so many ranks."""
@@ -86,60 +92,15 @@ def family_of(config: Any) -> Family:
 
 FAMILIES: dict[str, Family] = {
     **{
-        name: Family(
-            partial(llama.parse, architecture=name),
-            llama.Llama,
-            llama.make_cache,
-            llama.shapes,
-            model_type,
-            divisible=True,
-        )
+        name: Family(partial(llama.parse, architecture=name), llama.Llama, model_type, divisible=True)
         for name, model_type in llama.MODEL_TYPES.items()
     },
-    "Gemma3ForCausalLM": Family(
-        gemma3.parse,
-        gemma3.Gemma3,
-        gemma3.make_cache,
-        gemma3.shapes,
-        "gemma3_text",
-        divisible=True,
-    ),
-    "GptOssForCausalLM": Family(
-        gpt_oss.parse,
-        gpt_oss.GptOss,
-        gpt_oss.make_cache,
-        gpt_oss.shapes,
-        "gpt_oss",
-    ),
-    "Llama4ForCausalLM": Family(
-        llama4.parse,
-        llama4.Llama4,
-        llama4.make_cache,
-        llama4.shapes,
-        "llama4_text",
-    ),
-    "Qwen3NextForCausalLM": Family(
-        qwen3_next.parse,
-        qwen3_next.Qwen3Next,
-        qwen3_next.make_cache,
-        qwen3_next.shapes,
-        "qwen3_next",
-    ),
-    "Qwen3_5ForCausalLM": Family(
-        qwen3_next.parse_dense,
-        qwen3_next.Qwen3Next,
-        qwen3_next.make_cache,
-        qwen3_next.shapes,
-        "qwen3_5_text",
-    ),
-    "WhisperForConditionalGeneration": Family(
-        whisper.parse,
-        whisper.Whisper,
-        whisper.make_cache,
-        whisper.shapes,
-        "whisper",
-        causal=False,
-    ),
+    "Gemma3ForCausalLM": Family(gemma3.parse, gemma3.Gemma3, "gemma3_text", divisible=True),
+    "GptOssForCausalLM": Family(gpt_oss.parse, gpt_oss.GptOss, "gpt_oss"),
+    "Llama4ForCausalLM": Family(llama4.parse, llama4.Llama4, "llama4_text"),
+    "Qwen3NextForCausalLM": Family(qwen3_next.parse, qwen3_next.Qwen3Next, "qwen3_next"),
+    "Qwen3_5ForCausalLM": Family(qwen3_next.parse_dense, qwen3_next.Qwen3Next, "qwen3_5_text"),
+    "WhisperForConditionalGeneration": Family(whisper.parse, whisper.Whisper, "whisper", causal=False),
 }
 """Every architecture that is known."""
 

@@ -22,17 +22,18 @@ import ml
 from kvcache.cache import Batch, Cache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import common_fields, refuse
-from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, qk_norm
+from kvcache.runner.models.attention import attention_shapes, load_attention, qk_norm
 from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
-from kvcache.runner.models.feedforward import GatedMLP, geglu, load_mlp, mlp_shapes
+from kvcache.runner.models.feedforward import geglu, load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     SlidingConfig,
-    layer_types,
     parse_rope,
     sliding_cache,
+    sliding_fields,
 )
+from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.weights import Loader, Shape
 from ml import nn
 
@@ -67,16 +68,13 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3Config
     fields = common_fields(raw, generation, "Gemma3ForCausalLM")
     pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
     types = SLIDING_ATTENTION, FULL_ATTENTION
-    kinds = layer_types(raw, types, lambda i: types[(i + 1) % pattern == 0])
     local = {"rope_theta": raw.get("rope_local_base_freq", 10_000.0)}
     local = (raw.get("rope_parameters") or {}).get(SLIDING_ATTENTION) or local
     cap = raw.get("final_logit_softcapping")
     head_dim = fields["head_dim"]
     return Gemma3Config(
-        **(fields | {"layer_types": kinds}),
+        **sliding_fields(raw, fields, lambda i: types[(i + 1) % pattern == 0]),
         rope=parse_rope(raw, head_dim, 1_000_000.0, FULL_ATTENTION),
-        kinds=kinds,
-        window=int(fields["sliding_window"] or fields["max_positions"]),
         local_rope=parse_rope({**raw, "rope_parameters": local}, head_dim, 10_000.0),
         query_scalar=float(raw.get("query_pre_attn_scalar", 256)),
         logit_softcap=None if cap is None else float(cap),
@@ -86,17 +84,13 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3Config
 def shapes(config: Gemma3Config) -> dict[str, Shape]:
     """The name and shape of every tensor."""
     layer = attention_shapes(config, qk_norm=True)
-    layer |= {f"{name}.weight": (config.hidden_size,) for name in _NORMS}
+    layer |= norm_shapes(config.hidden_size, _BEFORE + _AFTER)
     layer |= mlp_shapes("mlp", config.hidden_size, config.intermediate_size)
     return model_shapes(config, lambda _: layer)
 
 
-_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+_BEFORE = ("input_layernorm", "pre_feedforward_layernorm")
+_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
 def make_cache(
@@ -110,11 +104,9 @@ class Gemma3(CausalModel[Gemma3Config]):
     """The weights of a model and its forward pass."""
 
     cache_type = WrapperCache
+    cache_of = staticmethod(make_cache)
     norm_offset = 1.0
     shapes = staticmethod(shapes)
-
-    def make_cache(self) -> WrapperCache:
-        return make_cache(self.config)
 
     def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         scale = float(np.asarray(math.sqrt(self.config.hidden_size), self.dtype.numpy))
@@ -131,37 +123,20 @@ class Gemma3(CausalModel[Gemma3Config]):
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         config, prefix = self.config, f"model.layers.{i}"
-        one, two, three, four = (load.norm(ctx, f"{prefix}.{name}", 1.0) for name in _NORMS)
-        attention = load_attention(
-            load,
-            ctx,
-            f"{prefix}.self_attn",
-            config,
-            scale=config.query_scalar**-0.5,
-            qk_norm=qk_norm(load, ctx, f"{prefix}.self_attn", config, 1.0),
+        attention = f"{prefix}.self_attn"
+        return PreNormLayer(
+            eps=config.rms_norm_eps,
+            norms=load_norms(load, ctx, prefix, 1.0, _BEFORE),
+            mixer=load_attention(
+                load,
+                ctx,
+                attention,
+                config,
+                scale=config.query_scalar**-0.5,
+                qk_norm=qk_norm(load, ctx, attention, config, 1.0),
+                rotation=config.kinds[i],
+            ),
+            mlp=load_mlp(load, ctx, f"{prefix}.mlp", geglu),
+            cache_kind=config.cache_kind(i),
+            after=load_norms(load, ctx, prefix, 1.0, _AFTER),
         )
-        mlp = load_mlp(load, ctx, f"{prefix}.mlp", geglu)
-        kind, cache_kind = config.kinds[i], config.cache_kind(i)
-        return _Layer(kind, cache_kind, config.rms_norm_eps, (one, two, three, four), attention, mlp)
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    kind: str
-    cache_kind: int
-    eps: float
-    norms: tuple[ml.Tensor, ml.Tensor, ml.Tensor, ml.Tensor]
-    attention: Attention
-    mlp: GatedMLP
-
-    def mix(self, ctx: ml.Context, hidden: ml.Tensor, step: Step) -> ml.Tensor:
-        step.cache.set_layer_type(self.cache_kind)
-        before, after = self.norms[:2]
-        normed = hidden.rms_norm(ctx, before, self.eps)
-        attended = self.attention(ctx, normed, step.cache, step.rotations[self.kind])
-        return hidden.add(ctx, attended.rms_norm(ctx, after, self.eps))
-
-    def feed(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
-        before, after = self.norms[2:]
-        result = self.mlp(ctx, hidden.rms_norm(ctx, before, self.eps))
-        return hidden.add(ctx, result.rms_norm(ctx, after, self.eps))

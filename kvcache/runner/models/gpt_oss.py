@@ -16,28 +16,25 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache.cache import Batch, Cache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import common_fields, refuse
-from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
-from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
+from kvcache.runner.models.attention import attention_shapes, load_attention
+from kvcache.runner.models.decoder import CausalModel, Layer, model_shapes
 from kvcache.runner.models.feedforward import Activation
 from kvcache.runner.models.layer_types import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     SlidingConfig,
-    layer_types,
     parse_rope,
     sliding_cache,
+    sliding_fields,
 )
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import SparseMLP, load_experts
 from kvcache.runner.weights import Loader, Shape
-from ml import nn
 
 __all__ = ["GptOss", "GptOssConfig", "make_cache", "parse", "shapes"]
 
-_ROPE = "rope"
 _DEFAULTS = {
     "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
     "sliding_window": 128, "attention_bias": True,
@@ -65,12 +62,9 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> GptOssConfig
     if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
         raw["rope_parameters"] = _YARN
     types = SLIDING_ATTENTION, FULL_ATTENTION
-    kinds = layer_types(raw, types, lambda i: types[i % 2])
     return GptOssConfig(
-        **(fields | {"layer_types": kinds}),
+        **sliding_fields(raw, fields, lambda i: types[i % 2]),
         rope=parse_rope(raw, fields["head_dim"], 150_000.0),
-        kinds=kinds,
-        window=int(fields["sliding_window"] or fields["max_positions"]),
         experts=raw["num_local_experts"],
         experts_per_token=raw["num_experts_per_tok"],
         alpha=float(raw.get("swiglu_alpha", 1.702)),
@@ -105,24 +99,17 @@ class GptOss(CausalModel[GptOssConfig]):
     """The weights of a model and its forward pass."""
 
     cache_type = WrapperCache
+    cache_of = staticmethod(make_cache)
     shapes = staticmethod(shapes)
-
-    def make_cache(self) -> WrapperCache:
-        return make_cache(self.config)
-
-    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        return Step(batch, cache, {_ROPE: nn.Rotation(ctx, batch.positions, self.config.rope)})
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         config, prefix = self.config, f"model.layers.{i}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        return _Layer(
+        return PreNormLayer(
             cache_kind=config.cache_kind(i),
             eps=config.rms_norm_eps,
             norms=load_norms(load, ctx, prefix),
-            attention=load_attention(
-                load, ctx, attention, config, sinks=load.tensor(ctx, f"{attention}.sinks")
-            ),
+            mixer=load_attention(load, ctx, attention, config, sinks=load.tensor(ctx, f"{attention}.sinks")),
             mlp=SparseMLP(
                 load.linear(ctx, f"{mlp}.router"),
                 load_experts(load, ctx, f"{mlp}.experts", _clamped(config), _gate_first),
@@ -130,16 +117,6 @@ class GptOss(CausalModel[GptOssConfig]):
                 "softmax of top",
             ),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer(PreNormLayer):
-    cache_kind: int
-    attention: Attention
-
-    def _mixed(self, ctx: ml.Context, normed: ml.Tensor, step: Step) -> ml.Tensor:
-        step.cache.set_layer_type(self.cache_kind)
-        return self.attention(ctx, normed, step.cache, step.rotations[_ROPE])
 
 
 def _gate_first(rows: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ __all__ = [
     "layer_types",
     "parse_rope",
     "sliding_cache",
+    "sliding_fields",
 ]
 
 SLIDING_ATTENTION, FULL_ATTENTION = "sliding_attention", "full_attention"
@@ -64,6 +65,15 @@ def layer_types(
         if kind not in known:
             raise ModelError(f"layer type {kind!r} is not supported; {' and '.join(known)} are")
     return kinds
+
+
+def sliding_fields(
+    raw: Mapping[str, Any], fields: Mapping[str, Any], default: Callable[[int], str]
+) -> dict[str, Any]:
+    """Those of a SlidingConfig: the common ``fields``, with the layers' types and their window."""
+    kinds = layer_types(raw, (SLIDING_ATTENTION, FULL_ATTENTION), default)
+    window = int(fields["sliding_window"] or fields["max_positions"])
+    return {**fields, "layer_types": kinds, "kinds": kinds, "window": window}
 
 
 def parse_rope(

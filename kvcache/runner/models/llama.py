@@ -12,16 +12,15 @@ model is loaded. Queries and keys then lie side by side and are normalised and r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import ml
-from kvcache.cache import Batch, Cache, ShiftFunction
+from kvcache.cache import ShiftFunction
 from kvcache.caches.causal import CausalCache
 from kvcache.runner.config import ModelConfig, common_fields, refuse
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, qk_norm
-from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
+from kvcache.runner.models.attention import attention_shapes, load_attention, qk_norm
+from kvcache.runner.models.decoder import CausalModel, Layer, model_shapes
 from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.rope_config import rope_from_config
@@ -37,7 +36,6 @@ MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 """The architectures of the family, and what config.json calls their ``model_type``."""
-_ROPE = "rope"
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str) -> ModelConfig:
@@ -94,33 +92,20 @@ class Llama(CausalModel[ModelConfig]):
     """
 
     cache_type = object
+    cache_of = staticmethod(make_cache)
     shapes = staticmethod(shapes)
 
     @property
     def shift(self) -> ShiftFunction:
         return nn.rope_shift(self.config.rope)
 
-    def make_cache(self) -> CausalCache:
-        return make_cache(self.config)
-
-    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        return Step(batch, cache, {_ROPE: nn.Rotation(ctx, batch.positions, self.config.rope)})
-
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         config, prefix = self.config, f"model.layers.{i}"
         attention = f"{prefix}.self_attn"
         norm = qk_norm(load, ctx, attention, config) if config.qk_norm else None
-        return _Layer(
+        return PreNormLayer(
             eps=config.rms_norm_eps,
             norms=load_norms(load, ctx, prefix),
-            attention=load_attention(load, ctx, attention, config, qk_norm=norm),
+            mixer=load_attention(load, ctx, attention, config, qk_norm=norm),
             mlp=load_mlp(load, ctx, f"{prefix}.mlp"),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer(PreNormLayer):
-    attention: Attention
-
-    def _mixed(self, ctx: ml.Context, normed: ml.Tensor, step: Step) -> ml.Tensor:
-        return self.attention(ctx, normed, step.cache, step.rotations[_ROPE])

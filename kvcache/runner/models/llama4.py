@@ -21,8 +21,8 @@ from kvcache.caches.causal import CausalCache
 from kvcache.caches.windows import ChunkedCache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import ModelConfig, common_fields, refuse
-from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
-from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
+from kvcache.runner.models.attention import attention_shapes, load_attention
+from kvcache.runner.models.decoder import ROPE, CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types, parse_rope
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
@@ -34,7 +34,7 @@ __all__ = ["Llama4", "Llama4Config", "make_cache", "parse", "shapes"]
 
 _CHUNKED_ATTENTION = "chunked_attention"
 _CHUNKED, _FULL = 0, 1
-_ROPE, _TEMPERATURE = "rope", "temperature"
+_TEMPERATURE = "temperature"
 _DEFAULTS = {
     "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
     "attention_chunk_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16,
@@ -120,13 +120,11 @@ class Llama4(CausalModel[Llama4Config]):
     """The weights of a model and its forward pass."""
 
     cache_type = WrapperCache
+    cache_of = staticmethod(make_cache)
     shapes = staticmethod(shapes)
 
-    def make_cache(self) -> WrapperCache:
-        return make_cache(self.config)
-
     def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        step = Step(batch, cache, {_ROPE: nn.Rotation(ctx, batch.positions, self.config.rope)})
+        step = super()._begin(ctx, batch, cache)
         if self.config.temperature is not None:
             scale, floor = self.config.temperature
             positions = np.asarray(batch.positions, np.float32)
@@ -137,14 +135,22 @@ class Llama4(CausalModel[Llama4Config]):
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         config, prefix = self.config, f"model.layers.{i}"
         rotated = config.rotated[i]
-        attention = load_attention(
-            load, ctx, f"{prefix}.self_attn", config, plain_norm=config.plain_norm and rotated
-        )
         build = self._sparse if config.sparse[i] else load_mlp
-        mlp = build(load, ctx, f"{prefix}.feed_forward")
-        kind = _CHUNKED if config.kinds[i] == _CHUNKED_ATTENTION else _FULL
-        norms = load_norms(load, ctx, prefix)
-        return _Layer(config.rms_norm_eps, norms, mlp, kind, rotated, attention)
+        return PreNormLayer(
+            eps=config.rms_norm_eps,
+            norms=load_norms(load, ctx, prefix),
+            mixer=load_attention(
+                load,
+                ctx,
+                f"{prefix}.self_attn",
+                config,
+                plain_norm=config.plain_norm and rotated,
+                rotation=ROPE if rotated else None,
+                temperature=None if rotated else _TEMPERATURE,
+            ),
+            mlp=build(load, ctx, f"{prefix}.feed_forward"),
+            cache_kind=_CHUNKED if config.kinds[i] == _CHUNKED_ATTENTION else _FULL,
+        )
 
     def _sparse(self, load: Loader, ctx: ml.Context, prefix: str) -> SparseMLP:
         return SparseMLP(
@@ -154,16 +160,3 @@ class Llama4(CausalModel[Llama4Config]):
             "sigmoid of top",
             load_mlp(load, ctx, f"{prefix}.shared_expert"),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer(PreNormLayer):
-    cache_kind: int
-    rotated: bool
-    attention: Attention
-
-    def _mixed(self, ctx: ml.Context, normed: ml.Tensor, step: Step) -> ml.Tensor:
-        step.cache.set_layer_type(self.cache_kind)
-        rotation = step.rotations[_ROPE] if self.rotated else None
-        temperature = None if self.rotated else step.tensors.get(_TEMPERATURE)
-        return self.attention(ctx, normed, step.cache, rotation, temperature)

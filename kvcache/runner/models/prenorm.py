@@ -1,7 +1,7 @@
 """Layers of which either part reads a norm of what it is given, and adds to that::
 
-hidden += mixed(norm(hidden))        attention, a recurrence: what families say
-hidden += mlp(mlp_norm(hidden))
+hidden += mixer(norm(hidden))        attention, a recurrence
+hidden += mlp(mlp_norm(hidden))      Gemma normalises what either part gives once more
 """
 
 from __future__ import annotations
@@ -15,36 +15,48 @@ from kvcache.runner.weights import Loader
 
 __all__ = ["PreNormLayer", "load_norms", "norm_shapes"]
 
-_NORMS = ("input_layernorm", "post_attention_layernorm")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+Norms = tuple[ml.Tensor, ml.Tensor]
+"""RMS norms of a layer's two parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreNormLayer:
-    """A decoder's ``Layer``; ``norms`` are RMS norms, the one before ``mlp`` last."""
+    """A decoder's ``Layer``; ``norms`` come before its parts, ``after`` behind them.
+
+    ``cache_kind``: the type of the layer in a WrapperCache.
+    """
 
     eps: float
-    norms: tuple[ml.Tensor, ml.Tensor]
+    norms: Norms
+    mixer: Callable[[ml.Context, ml.Tensor, Step], ml.Tensor]
     mlp: Callable[[ml.Context, ml.Tensor], ml.Tensor]
+    cache_kind: int | None = None
+    after: Norms | None = None
 
     def mix(self, ctx: ml.Context, hidden: ml.Tensor, step: Step) -> ml.Tensor:
-        return hidden.add(ctx, self._mixed(ctx, hidden.rms_norm(ctx, self.norms[0], self.eps), step))
+        if self.cache_kind is not None:
+            step.cache.set_layer_type(self.cache_kind)
+        mixed = self.mixer(ctx, hidden.rms_norm(ctx, self.norms[0], self.eps), step)
+        if self.after is not None:
+            mixed = mixed.rms_norm(ctx, self.after[0], self.eps)
+        return hidden.add(ctx, mixed)
 
     def feed(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
-        return hidden.add(ctx, self.mlp(ctx, hidden.rms_norm(ctx, self.norms[1], self.eps)))
-
-    def _mixed(self, ctx: ml.Context, normed: ml.Tensor, step: Step) -> ml.Tensor:
-        """What is added to hidden (tokens, hidden_size), of its norm."""
-        raise NotImplementedError
+        fed = self.mlp(ctx, hidden.rms_norm(ctx, self.norms[1], self.eps))
+        if self.after is not None:
+            fed = fed.rms_norm(ctx, self.after[1], self.eps)
+        return hidden.add(ctx, fed)
 
 
 def load_norms(
-    load: Loader, ctx: ml.Context, prefix: str, offset: float = 0.0
-) -> tuple[ml.Tensor, ml.Tensor]:
-    """Both norms of the layer ``prefix``, as Llama names them; ``offset`` is added to what is stored."""
-    norm, mlp_norm = (load.norm(ctx, f"{prefix}.{name}", offset) for name in _NORMS)
+    load: Loader, ctx: ml.Context, prefix: str, offset: float = 0.0, names: tuple[str, str] = NORMS
+) -> Norms:
+    """Both norms of the layer ``prefix``, named as Llama does; ``offset`` is added to what is stored."""
+    norm, mlp_norm = (load.norm(ctx, f"{prefix}.{name}", offset) for name in names)
     return norm, mlp_norm
 
 
-def norm_shapes(hidden: int) -> dict[str, tuple[int, ...]]:
+def norm_shapes(hidden: int, names: tuple[str, ...] = NORMS) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer that ``load_norms`` reads."""
-    return {f"{name}.weight": (hidden,) for name in _NORMS}
+    return {f"{name}.weight": (hidden,) for name in names}

@@ -35,7 +35,6 @@ from ml import nn
 __all__ = ["Qwen3Next", "Qwen3NextConfig", "make_cache", "parse", "parse_dense", "shapes"]
 
 _LINEAR_ATTENTION = "linear_attention"
-_ROPE = "rope"
 _DEFAULTS = {
     "head_dim": 256, "rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
@@ -182,14 +181,11 @@ class Qwen3Next(CausalModel[Qwen3NextConfig]):
 
     cache_type = RecurrentCache
     norm_offset = 1.0
+    cache_of = staticmethod(make_cache)
     shapes = staticmethod(shapes)
 
-    def make_cache(self) -> RecurrentCache:
-        return make_cache(self.config, self.dtype)
-
     def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        rotation = nn.Rotation(ctx, batch.positions, self.config.rope)
-        return begin_delta(ctx, Step(batch, cache, {_ROPE: rotation}))
+        return begin_delta(ctx, super()._begin(ctx, batch, cache))
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         config, prefix = self.config, f"model.layers.{i}"
@@ -202,7 +198,7 @@ class Qwen3Next(CausalModel[Qwen3NextConfig]):
             )
         build = self._sparse if config.sparse[i] else load_mlp
         mlp = build(load, ctx, f"{prefix}.mlp")
-        return _Layer(config.rms_norm_eps, load_norms(load, ctx, prefix, 1.0), mlp, mixer)
+        return PreNormLayer(config.rms_norm_eps, load_norms(load, ctx, prefix, 1.0), mixer, mlp)
 
     def _attention(self, load: Loader, ctx: ml.Context, prefix: str) -> Attention:
         """The queries' projection holds each head's query and gate by turns; the gates go last."""
@@ -231,13 +227,3 @@ class Qwen3Next(CausalModel[Qwen3NextConfig]):
             load_mlp(load, ctx, f"{prefix}.shared_expert"),
             load.linear(ctx, f"{prefix}.shared_expert_gate"),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer(PreNormLayer):
-    mixer: Attention | DeltaNet
-
-    def _mixed(self, ctx: ml.Context, normed: ml.Tensor, step: Step) -> ml.Tensor:
-        if isinstance(self.mixer, Attention):
-            return self.mixer(ctx, normed, step.cache, step.rotations[_ROPE])
-        return self.mixer(ctx, normed, step)

@@ -116,6 +116,8 @@ class Whisper(Decoder):
     """The weights of a decoder and its forward pass; ``progress(done, total)`` counts tensors."""
 
     cache_type = WrapperCache
+    cache_of = staticmethod(make_cache)
+    shapes = staticmethod(shapes)
 
     def __init__(
         self,
@@ -137,9 +139,6 @@ class Whisper(Decoder):
             self._norm = _load_norm(load, here, f"{_PREFIX}.layer_norm")
             head = self._embedding if config.tie_embeddings else load.tensor(here, "proj_out.weight")
             self._head = Linear(head.permute(here, 1, 0))
-
-    def make_cache(self) -> WrapperCache:
-        return make_cache(self.config)
 
     def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         tokens = nn.embedding(ctx, self._embedding, token_ids(batch))
@@ -210,7 +209,7 @@ class _Layer:
 
     def mix(self, ctx: ml.Context, hidden: ml.Tensor, step: Step) -> ml.Tensor:
         step.cache.set_layer_type(_SELF)
-        hidden = hidden.add(ctx, self.attention(ctx, self.norm(ctx, hidden), step.cache))
+        hidden = hidden.add(ctx, self.attention(ctx, self.norm(ctx, hidden), step))
         step.cache.set_layer_type(_CROSS)
         return hidden.add(ctx, self.cross(ctx, self.cross_norm(ctx, hidden), step))
 
@@ -236,6 +235,7 @@ def _load_layer(load: Loader, ctx: ml.Context, config: WhisperConfig, i: int) ->
             heads,
             dim,
             dim**-0.5,
+            rotation=None,
         ),
         _load_norm(load, ctx, f"{cross}_layer_norm"),
         _CrossAttention(

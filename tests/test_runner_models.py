@@ -1,4 +1,4 @@
-"""Models whose layers need several caches, against transformers: small configs, random weights.
+"""The model families against transformers: small configs, random weights.
 
 Every model is saved by transformers and loaded from the folder. Windows and chunks are of 8 tokens, so
 that 40 tokens are past several of them.
@@ -19,9 +19,10 @@ import kvcache
 import ml
 from kvcache.runner.checkpoints.weights import open_weights
 from kvcache.runner.errors import ModelError, RequestError
-from kvcache.runner.generate import Generator, GeneratorOptions
+from kvcache.runner.generate import Generator
 from kvcache.runner.loading import load_config, load_model
-from kvcache.runner.models.families import FAMILIES, SUPPORTED_ARCHITECTURES, family_of
+from kvcache.runner.models.families import FAMILIES, SUPPORTED_ARCHITECTURES, family_of, parse_config
+from kvcache.runner.options import EngineOptions
 from kvcache.runner.requests import GenerationOptions
 from ml import DType
 
@@ -74,6 +75,24 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     }),
     "qwen3.5": ("Qwen3_5", "Qwen3_5Text", {"attention_bias": True, "tie_word_embeddings": True, **LINEAR}),
 }  # fmt: skip
+LLAMAS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    name: (family, family, {"initializer_range": 0.2, **changes})
+    for name, family, changes in (
+        ("llama", "Llama", {"head_dim": None}),
+        ("llama tied, no groups", "Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+        ("llama with biases", "Llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama head_dim", "Llama", {"head_dim": 32, "num_key_value_heads": 1}),
+        ("llama3 scaling", "Llama", {"rope_parameters": LLAMA3}),
+        ("llama yarn", "Llama", {"rope_parameters": {**YARN, "truncate": True}}),
+        ("llama linear", "Llama", {"rope_parameters": {**FULL, "rope_theta": 500.0}}),
+        ("mistral", "Mistral", {"sliding_window": None}),
+        ("qwen2", "Qwen2", {"tie_word_embeddings": True, "head_dim": 12}),
+        ("qwen3", "Qwen3", {}),
+        ("qwen3 with biases", "Qwen3", {"head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
+    )
+}
+CASES = [(name, each) for name in BACKENDS for each in (*MODELS, *LLAMAS) if each in MODELS or name != "mlx"]
+every_family = pytest.mark.parametrize(("backend", "name"), CASES, indirect=["backend"])
 WINDOWED = [name for name in MODELS if not name.startswith("qwen")]
 NARROW = [(DType.F16, 0.03), (DType.BF16, 0.2)]
 
@@ -84,7 +103,7 @@ def peer(name: str) -> Any:
     import torch
     import transformers
 
-    model_name, config_name, changes = MODELS[name]
+    model_name, config_name, changes = (MODELS | LLAMAS)[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{config_name}Config")(**(BASE | changes))
     model = getattr(transformers, f"{model_name}ForCausalLM")(config).eval().requires_grad_(False)
@@ -164,29 +183,43 @@ def feed(
     return run(model, cache, [(0, at) for at in range(start, stop)], [tokens])
 
 
-@pytest.mark.parametrize("name", MODELS)
-class TestAgainstTransformers:
-    def test_logits_with_prefill_in_chunks(self, models: Any, name: str) -> None:
-        model, tokens = models(name), prompt(LENGTH)
-        expected = expected_logits(name, tokens)
-        assert np.ptp(expected, axis=1).min() > 1.0  # logits that tell tokens apart
-        for chunk in (1, 5, 16):
-            cache = new_cache(model)
-            parts = [
-                feed(model, cache, tokens, at, min(at + chunk, LENGTH)) for at in range(0, LENGTH, chunk)
-            ]
-            close(np.concatenate(parts), expected)
-
-    def test_greedy_tokens(self, models: Any, name: str) -> None:
-        model, tokens = models(name), prompt(14)
-        expected = expected_tokens(name, tokens, 20)
+@every_family
+def test_logits_with_prefill_in_chunks(models: Any, name: str) -> None:
+    model, tokens = models(name), prompt(LENGTH)
+    expected = expected_logits(name, tokens)
+    assert np.ptp(expected, axis=1).min() > 1.0  # logits that tell tokens apart
+    for chunk in (1, 5, 16):
         cache = new_cache(model)
-        row = feed(model, cache, tokens)[-1]
-        while len(tokens) < 34:
-            tokens.append(int(row.argmax()))
-            row = feed(model, cache, tokens, len(tokens) - 1)[0]
-        assert tokens[14:] == expected
+        parts = [feed(model, cache, tokens, at, min(at + chunk, LENGTH)) for at in range(0, LENGTH, chunk)]
+        close(np.concatenate(parts), expected)
 
+
+@every_family
+def test_greedy_tokens(models: Any, name: str) -> None:
+    model, tokens = models(name), prompt(14)
+    expected = expected_tokens(name, tokens, 20)
+    cache = new_cache(model)
+    row = feed(model, cache, tokens)[-1]
+    while len(tokens) < 34:
+        tokens.append(int(row.argmax()))
+        row = feed(model, cache, tokens, len(tokens) - 1)[0]
+    assert tokens[14:] == expected
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), NARROW)
+@pytest.mark.parametrize("name", [*MODELS, "llama", "qwen3"])
+def test_narrow_dtypes(models: Any, name: str, dtype: DType, tolerance: float) -> None:
+    """Weights, activations and cache in half precision: the logits agree coarsely."""
+    model, tokens = models(name, dtype), prompt(24)
+    cache = new_cache(model, dtype=dtype)
+    got = np.concatenate([feed(model, cache, tokens, 0, 16), feed(model, cache, tokens, 16)])
+    expected = expected_logits(name, tokens)
+    assert got.dtype == np.float32
+    assert np.median(np.abs(got - expected)) < tolerance * expected.std()
+
+
+@pytest.mark.parametrize("name", MODELS)
+class TestHybrids:
     def test_two_sequences_interleaved(self, models: Any, name: str) -> None:
         """Prefills of different lengths shuffled into one batch, then both decode, then one is fed on."""
         model, tokens = models(name), (prompt(LENGTH, seed=1), prompt(LENGTH, seed=2))
@@ -217,7 +250,8 @@ class TestAgainstTransformers:
         model, tokens = models(name), prompt(LENGTH)
         entries = [(0, at) for at in range(LENGTH)]
         expected = expected_logits(name, tokens)
-        close(run(model, new_cache(model), entries, [tokens], outputs=[39, 3]), expected[[39, 3]])
+        for outputs in ([39, 3], list(range(LENGTH))):
+            close(run(model, new_cache(model), entries, [tokens], outputs=outputs), expected[outputs])
         cache = new_cache(model)
         assert run(model, cache, entries[:30], [tokens], outputs=[]).shape == (0, 97)
         close(feed(model, cache, tokens, 30), expected[30:])
@@ -243,21 +277,11 @@ class TestAgainstTransformers:
             assert model.forward(ctx, batch, cache).shape == (16, 97)
         close(feed(model, cache, tokens), expected_logits(name, tokens))
 
-    @pytest.mark.parametrize(("dtype", "tolerance"), NARROW)
-    def test_narrow_dtypes(self, models: Any, name: str, dtype: DType, tolerance: float) -> None:
-        """Weights, activations and cache in half precision: the logits agree coarsely."""
-        model, tokens = models(name, dtype), prompt(24)
-        cache = new_cache(model, dtype=dtype)
-        got = np.concatenate([feed(model, cache, tokens, 0, 16), feed(model, cache, tokens, 16)])
-        expected = expected_logits(name, tokens)
-        assert got.dtype == np.float32
-        assert np.median(np.abs(got - expected)) < tolerance * expected.std()
-
     def test_the_generator(self, models: Any, name: str) -> None:
         """Requests that share prefixes, more of them than sequences, in small chunks of prefill."""
         start = prompt(20, seed=5)
         prompts = [start, [*start[:15], *prompt(12, seed=6)], prompt(9, seed=7)]
-        options = GeneratorOptions(max_sequences=2, capacity=48, prefill_chunk=7)
+        options = EngineOptions(max_sequences=2, capacity=48, prefill_chunk=7)
         with Generator(models(name), None, options=options) as generator:
             answers = generator.complete(prompts, GenerationOptions(max_new_tokens=12))
         for tokens, answer in zip(prompts, answers, strict=True):
@@ -265,7 +289,7 @@ class TestAgainstTransformers:
 
     @pytest.mark.parametrize("sequences", [1, 2])
     def test_cache_bytes_are_what_the_cache_allocates(self, models: Any, name: str, sequences: int) -> None:
-        options = GeneratorOptions(max_sequences=sequences, capacity=64, prefill_chunk=16)
+        options = EngineOptions(max_sequences=sequences, capacity=64, prefill_chunk=16)
         with Generator(models(name), None, options=options) as generator:
             generator.complete([prompt(20)], GenerationOptions(max_new_tokens=2))
             cache: Any = generator.cache
@@ -284,12 +308,12 @@ def _remembering(model: Any) -> Any:
     family = family_of(model.config)
     if isinstance(model.make_cache(), kvcache.RecurrentCache):
         return family.make_cache(model.config, model.dtype, checkpoint_interval=8)
-    if model.config.architecture.startswith("Llama4"):
+    if model.config.architecture.startswith("Llama"):
         return model.make_cache()
     return family.make_cache(model.config, model.dtype, memory=32)
 
 
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("name", [*WINDOWED, "llama", "llama yarn"])
 @pytest.mark.parametrize("layer", [1, 2])
 def test_removal_from_the_middle_shifts_keys(
     backend: ml.Backend, folders: Any, name: str, layer: int
@@ -326,7 +350,7 @@ class _Moved:
         return self._name(str(name)) in self.weights
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "llama"])
 def test_layers_on_several_devices(folders: Any, name: str) -> None:
     """Hidden states and what a pass shares follow the layers."""
     with TwoDevices() as backend:
@@ -342,6 +366,16 @@ class TestRefusals:
         with pytest.raises(RequestError, match="Gemma3 runs on a WrapperCache, not a CausalCache"):
             feed(model, cache, prompt(3))
 
+    def test_batches(self, models: Any, backend: ml.Backend) -> None:
+        model = models("llama")
+        with backend.new_context() as ctx:
+            for inputs, says in ((None, "no inputs"), ([1], "1 inputs for 2 positions")):
+                batch = kvcache.Batch([0, 1], [0, 0], inputs=inputs)
+                with pytest.raises(RequestError, match=says):
+                    model.forward(ctx, batch, new_cache(model))
+            with pytest.raises(ml.BoundsError):
+                model.forward(ctx, kvcache.Batch([0], [0], inputs=[97]), new_cache(model))
+
     @pytest.mark.parametrize(
         ("name", "changes", "says"),
         [
@@ -354,32 +388,24 @@ class TestRefusals:
         ],
     )
     def test_configs(self, name: str, changes: dict[str, Any], says: str) -> None:
-        from kvcache.runner.models.families import parse_config
-
         raw = peer(name).config.to_dict() | {"architectures": [f"{MODELS[name][0]}ForCausalLM"]}
         parse_config(raw)
         with pytest.raises(ModelError, match=says):
             parse_config(raw | changes)
 
     def test_an_encoder_decoder_is_no_causal_model(self) -> None:
-        from kvcache.runner.models.families import parse_config
-
         with pytest.raises(ModelError, match="unsupported architecture WhisperForConditionalGeneration"):
             parse_config({"architectures": ["WhisperForConditionalGeneration"]})
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_configs_by_model_type(name: str) -> None:
-    from kvcache.runner.models.families import parse_config
-
     raw = peer(name).config.to_dict() | {"architectures": None}
     assert parse_config(raw).architecture == f"{MODELS[name][0]}ForCausalLM"
 
 
 def test_configs_as_they_were_before_transformers_5() -> None:
     """Rotary settings outside ``rope_parameters``, layer types as a pattern."""
-    from kvcache.runner.models.families import parse_config
-
     raw = peer("gemma3").config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]}
     del raw["rope_parameters"], raw["layer_types"]
     raw |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2}
@@ -390,7 +416,16 @@ def test_configs_as_they_were_before_transformers_5() -> None:
     assert (config.local_rope.base, config.local_rope.scaling) == (1e4, None)
 
 
-@pytest.mark.parametrize("name", MODELS)
+def test_token_ids_as_arrays_and_tensors(models: Any, backend: ml.Backend) -> None:
+    model, tokens = models("llama"), prompt(LENGTH)
+    with backend.new_context() as ctx:
+        for inputs in (np.array(tokens), ctx.from_numpy(tokens, DType.I32)):
+            batch, cache = kvcache.Batch(range(LENGTH), [0] * LENGTH, inputs=inputs), new_cache(model)
+            cache.start_forward(ctx, batch)
+            close(model.forward(ctx, batch, cache).to_numpy(), expected_logits("llama", tokens))
+
+
+@pytest.mark.parametrize("name", [*MODELS, *LLAMAS])
 def test_progress_counts_every_tensor(folders: Any, name: str) -> None:
     seen: list[tuple[int, int]] = []
     with ml.open_backend("numpy") as backend:

@@ -1,0 +1,89 @@
+"""What the engine asks of a model, and what it takes for a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import ml
+from kvcache.cache import Batch, Cache
+from kvcache.caches.causal import CausalCache
+from kvcache.runner.config import ModelConfig
+from kvcache.runner.errors import RequestError, TextTooLongError
+from kvcache.runner.tokenizer import Tokenizer
+
+__all__ = ["LanguageModel", "Prompt", "cache_for", "check_prompt", "encode_prompt"]
+
+Prompt = str | Sequence[int]
+"""A text, or token ids as they are."""
+
+
+class LanguageModel(Protocol):
+    """What the loop needs of a model; ``kvcache.runner.models.llama.Llama`` is one."""
+
+    @property
+    def backend(self) -> ml.Backend: ...
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
+        """Logits (len(batch.outputs), vocab_size); keys and values go through ``cache``."""
+
+
+@runtime_checkable
+class MakesCache(Protocol):
+    """A model whose layers need another cache than a ``CausalCache``."""
+
+    def make_cache(self) -> Cache:
+        """A fresh cache, bound to no backend."""
+
+
+def cache_for(model: LanguageModel) -> Any:
+    """A fresh cache for the model's layers, bound to no backend."""
+    if isinstance(model, MakesCache):
+        return model.make_cache()
+    return CausalCache(getattr(model, "shift", None))
+
+
+def encode_prompt(
+    tokenizer: Tokenizer | None, prompt: Prompt, config: ModelConfig, capacity: int
+) -> list[int]:
+    """A text's token ids, or the ids as they are, checked as ``check_prompt`` does."""
+    if not isinstance(prompt, str):
+        return check_prompt(prompt, config, capacity)
+    if tokenizer is None:
+        raise RequestError("the prompt is text and there is no tokenizer; pass token ids")
+    try:
+        found = tokenizer.encode(prompt, most=min(capacity, config.max_positions))
+    except TextTooLongError as error:
+        _check_length(error.count, config, capacity, "at least ")
+        raise
+    return check_prompt(found, config, capacity)
+
+
+def check_prompt(tokens: Sequence[int], config: ModelConfig, capacity: int) -> list[int]:
+    """The tokens as a list. Raises RequestError for a prompt that the model or the cache cannot take."""
+    if not len(tokens):
+        raise RequestError("the prompt is empty and this model adds no BOS token; give it some text")
+    _check_length(len(tokens), config, capacity)
+    found = [int(token) for token in tokens]
+    wrong = [token for token in found if not 0 <= token < config.vocab_size]
+    if wrong:
+        raise RequestError(
+            f"the prompt has token {wrong[0]}; the model's ids are 0 to {config.vocab_size - 1}: "
+            "is the tokenizer of another model?"
+        )
+    return found
+
+
+def _check_length(count: int, config: ModelConfig, capacity: int, least: str = "") -> None:
+    if count > config.max_positions:
+        raise RequestError(
+            f"the prompt has {least}{count} tokens, more than the model's {config.max_positions} positions; "
+            "shorten it"
+        )
+    if count > capacity:
+        raise RequestError(
+            f"the prompt has {least}{count} tokens, more than the capacity of {capacity} per sequence; "
+            f"raise it (the model takes up to {config.max_positions}) or shorten the prompt"
+        )

@@ -1,0 +1,93 @@
+"""What an engine's cache has room for, and how its passes are cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml
+from kvcache.runner.config import ModelConfig
+from kvcache.runner.errors import RequestError
+
+__all__ = ["EngineOptions", "SpeculativeOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The cache: ``max_sequences`` at a time, of ``capacity`` tokens each (None: the model's
+    ``max_positions``, at most 4096), stored as ``cache_dtype``; ``prefill_chunk`` prompt tokens go
+    through one forward pass at most.
+
+    ``context`` tokens are what one request may hold (None: ``capacity``). All sequences share
+    ``max_sequences * capacity`` tokens, so that a larger ``context`` lets some go beyond their share while
+    others need less. ``budget`` bounds the bytes of kept snapshots on the device, those in the cache's own
+    cells too (None: twice what the cache takes); ``interval`` is as PrefixCache has it.
+    """
+
+    max_sequences: int = 4
+    capacity: int | None = None
+    prefill_chunk: int = 512
+    cache_dtype: ml.DType = ml.DType.F32
+    context: int | None = None
+    budget: int | None = None
+    interval: int = 512
+
+    def __post_init__(self) -> None:
+        self._check_positive("max_sequences", "prefill_chunk", "capacity")
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RequestError(f"{type(self).__name__}: {name}={value}; it must be at least 1")
+
+    def capacity_for(self, config: ModelConfig) -> int:
+        return min(config.max_positions, 4096) if self.capacity is None else self.capacity
+
+    def context_for(self, config: ModelConfig) -> int:
+        """How many tokens one request can hold: prompt and answer together."""
+        return min(self.context or self.capacity_for(config), config.max_positions)
+
+    def cache_sizes(self, config: ModelConfig) -> tuple[ml.DType, int, int]:
+        """What the cache stores, of how many sequences, with how many tokens each.
+
+        Raises RequestError for a ``context`` that is more than the cache has.
+        """
+        capacity = self.capacity_for(config)
+        total = capacity * self.max_sequences
+        if self.context is not None and not 1 <= self.context <= total:
+            raise RequestError(
+                f"EngineOptions: context={self.context}; it must be in [1, {total}], what the cache has"
+            )
+        return self.cache_dtype, self.max_sequences, capacity
+
+    @property
+    def largest_batch(self) -> int:
+        return max(self.prefill_chunk, self.max_sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeOptions(EngineOptions):
+    """As EngineOptions, and: up to ``tokens`` drafted tokens a pass, in each of up to ``width`` branches.
+
+    With more than one the cache has ``width`` sequences more for each of ``max_sequences``, and room for
+    their drafts.
+    """
+
+    tokens: int = 4
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
+        self._check_positive("tokens", "width")
+
+    def cache_sizes(self, config: ModelConfig) -> tuple[ml.DType, int, int]:
+        dtype, sequences, capacity = EngineOptions.cache_sizes(self, config)
+        if self.width == 1:
+            return dtype, sequences, capacity
+        # Cells are common to all: those of the texts, and of the drafts of all branches.
+        drafts = self.width * (self.tokens + 1)
+        return dtype, sequences * (1 + self.width), -(-(capacity + drafts) // (1 + self.width))
+
+    @property
+    def largest_batch(self) -> int:
+        return max(self.prefill_chunk, self.max_sequences * self.width * (self.tokens + 1))
