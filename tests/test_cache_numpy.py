@@ -7,7 +7,7 @@ import pytest
 
 import ml
 from kvcache.testing import CacheTests
-from kvcache.testing.protocol import Plan, only_protocol
+from kvcache.testing.rigs.protocol import Plan, only_protocol
 from ml.capabilities import COMPUTE_OPERATIONS
 
 

@@ -13,12 +13,12 @@ import ml
 from kvcache import Batch
 from kvcache.caches import branches
 from kvcache.testing.branching import BRANCHING, BranchRig, StatePart, branch_trace
-from kvcache.testing.encoder import EncoderRig
 from kvcache.testing.harness import CacheCase
-from kvcache.testing.model import Setup
-from kvcache.testing.protocol import Plan, only_protocol
-from kvcache.testing.rig import Rig
-from kvcache.testing.wrapping import ForeignCache
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.attention import Rig
+from kvcache.testing.rigs.encoder import EncoderRig
+from kvcache.testing.rigs.protocol import Plan, only_protocol
+from kvcache.testing.rigs.wrapper import ForeignCache
 from ml import DType
 
 __all__ = ["BranchTests"]

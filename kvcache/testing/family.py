@@ -12,9 +12,9 @@ from ml import DType
 __all__ = ["FAMILY", "run_family"]
 
 FAMILY = {
-    "recurrent": "kvcache.testing.states",
-    "encoder": "kvcache.testing.encoder",
-    "wrapper": "kvcache.testing.wrapping",
+    "recurrent": "kvcache.testing.rigs.states",
+    "encoder": "kvcache.testing.rigs.encoder",
+    "wrapper": "kvcache.testing.rigs.wrapper",
     "branches": "kvcache.testing.branching",
     "prefix": "kvcache.testing.prefix_traces",
 }

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import ml
-from kvcache.testing.copies import CopyRig
 from kvcache.testing.family import FAMILY, run_family
-from kvcache.testing.model import Model, Setup
+from kvcache.testing.models.attention import Model, Setup
+from kvcache.testing.rigs.snapshots import CopyRig
 from ml import DType, Layout
 
 __all__ = ["Failure", "random_setup", "run_trace", "run_traces"]

@@ -10,9 +10,9 @@ from zlib import crc32
 import pytest
 
 import ml
-from kvcache.testing.copies import CopyRig
-from kvcache.testing.model import Setup
-from kvcache.testing.states import StateRig, StateSetup
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.snapshots import CopyRig
+from kvcache.testing.rigs.states import StateRig, StateSetup
 
 OTHERS = ("torch", "mlx", "cupy")
 SHARE = 8

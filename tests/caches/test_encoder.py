@@ -11,10 +11,10 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.testing import values
-from kvcache.testing.encoder import EncoderRig
-from kvcache.testing.failing import every_failure, every_way_to_fail
-from kvcache.testing.rig import outcome
+from kvcache.testing.models import values
+from kvcache.testing.rigs.attention import outcome
+from kvcache.testing.rigs.encoder import EncoderRig
+from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
 from ml import DType
 
 

@@ -11,9 +11,9 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch, CausalCache, ChunkedCache, SlidingWindowCache
-from kvcache.testing.copies import CopyRig
 from kvcache.testing.harness import every_kind
-from kvcache.testing.model import Setup
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.snapshots import CopyRig
 from ml import DType
 
 MakeRig = Callable[..., CopyRig]

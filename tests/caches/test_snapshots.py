@@ -12,10 +12,10 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.snapshots.snapshot import AttentionSnapshot
-from kvcache.testing.copies import CopyRig
-from kvcache.testing.failing import every_failure, every_way_to_fail
-from kvcache.testing.model import Setup
-from kvcache.testing.protocol import Plan, only_protocol
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
+from kvcache.testing.rigs.protocol import Plan, only_protocol
+from kvcache.testing.rigs.snapshots import CopyRig
 from ml import DType
 
 MakeRig = Callable[..., CopyRig]

@@ -12,10 +12,10 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.snapshots.snapshot import RecurrentSnapshot
-from kvcache.testing import values
-from kvcache.testing.failing import every_failure, every_way_to_fail
-from kvcache.testing.protocol import Plan, only_protocol
-from kvcache.testing.states import CONV, DELTA, KINDS, RECURRENT_LAYERS, StateRig, StateSetup
+from kvcache.testing.models import values
+from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
+from kvcache.testing.rigs.protocol import Plan, only_protocol
+from kvcache.testing.rigs.states import CONV, DELTA, KINDS, RECURRENT_LAYERS, StateRig, StateSetup
 from ml import DType
 
 MakeStates = Callable[..., StateRig]

@@ -10,10 +10,10 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.testing import values
-from kvcache.testing.failing import every_failure, every_way_to_fail
-from kvcache.testing.model import Setup
-from kvcache.testing.wrapping import ForeignCache, WrapperRig, wrapper_trace
+from kvcache.testing.models import values
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
+from kvcache.testing.rigs.wrapper import ForeignCache, WrapperRig, wrapper_trace
 from ml import DType
 
 WIDE = Setup(max_sequences=3, capacity=12, max_batch=6)

@@ -12,12 +12,12 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.snapshots.snapshot import WrapperSnapshot
-from kvcache.testing import values
-from kvcache.testing.encoder import Output
-from kvcache.testing.failing import every_failure, every_way_to_fail
-from kvcache.testing.rig import look
-from kvcache.testing.states import CONV, DELTA, KINDS, state_values
-from kvcache.testing.wrapping import ForeignCache
+from kvcache.testing.models import values
+from kvcache.testing.rigs.attention import look
+from kvcache.testing.rigs.encoder import Output
+from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
+from kvcache.testing.rigs.states import CONV, DELTA, KINDS, state_values
+from kvcache.testing.rigs.wrapper import ForeignCache
 from ml import DType
 
 WINDOW, MEMORY = 3, 5

@@ -11,10 +11,10 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.testing import values
 from kvcache.testing.harness import KINDS, CacheCase, MakeRig, attends, every_arrangement, every_kind
-from kvcache.testing.model import Setup
-from kvcache.testing.rig import reference_attention
+from kvcache.testing.models import values
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.attention import reference_attention
 from ml import DType, nn
 
 __all__ = ["AttendingTests"]

@@ -9,9 +9,9 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.testing import values
-from kvcache.testing.encoder import EncoderRig, Output
 from kvcache.testing.harness import CacheCase, attends
+from kvcache.testing.models import values
+from kvcache.testing.rigs.encoder import EncoderRig, Output
 from ml import DType
 
 __all__ = ["EncoderTests"]

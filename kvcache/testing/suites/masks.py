@@ -15,10 +15,10 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.testing import values
 from kvcache.testing.harness import ARRANGEMENTS, CacheCase, MakeRig, every_arrangement
-from kvcache.testing.model import Setup
-from kvcache.testing.rig import look
+from kvcache.testing.models import values
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.attention import look
 from ml import DType
 
 __all__ = ["MaskTests"]

@@ -11,11 +11,11 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.testing import values
 from kvcache.testing.harness import CacheCase, MakeRig, computes, every_arrangement, every_kind
-from kvcache.testing.model import Setup
-from kvcache.testing.protocol import Plan, only_protocol
-from kvcache.testing.rig import Rig
+from kvcache.testing.models import values
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.attention import Rig
+from kvcache.testing.rigs.protocol import Plan, only_protocol
 from ml import DType, nn
 
 __all__ = ["MovingTests"]

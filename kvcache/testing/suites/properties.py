@@ -9,7 +9,7 @@ import pytest
 import ml
 from kvcache.testing.family import run_family
 from kvcache.testing.harness import CacheCase
-from kvcache.testing.protocol import only_protocol
+from kvcache.testing.rigs.protocol import only_protocol
 from kvcache.testing.traces import run_traces
 from ml import DType
 

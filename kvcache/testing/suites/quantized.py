@@ -11,8 +11,8 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.testing.harness import KINDS, CacheCase
-from kvcache.testing.model import Setup
-from kvcache.testing.rig import mask_of, reference_attention
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.attention import mask_of, reference_attention
 from ml import DType, Layout
 
 __all__ = ["QuantizedTests", "bound"]

@@ -8,12 +8,12 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.testing import values
-from kvcache.testing.encoder import EncoderRig
 from kvcache.testing.harness import CacheCase, MakeRig, attends, every_arrangement, every_kind
-from kvcache.testing.model import Setup
-from kvcache.testing.rig import reference_attention
-from kvcache.testing.states import StateRig, StateSetup
+from kvcache.testing.models import values
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.attention import reference_attention
+from kvcache.testing.rigs.encoder import EncoderRig
+from kvcache.testing.rigs.states import StateRig, StateSetup
 from ml import DType
 
 __all__ = ["ReadingTests"]

@@ -12,8 +12,8 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.testing.harness import CacheCase
-from kvcache.testing.protocol import Plan, only_protocol
-from kvcache.testing.states import CONV, DELTA, StateRig, StateSetup
+from kvcache.testing.rigs.protocol import Plan, only_protocol
+from kvcache.testing.rigs.states import CONV, DELTA, StateRig, StateSetup
 from ml import DType
 
 __all__ = ["RecurrentTests"]

@@ -9,9 +9,9 @@ import pytest
 
 import ml
 from kvcache.snapshots.snapshot import AttentionSnapshot
-from kvcache.testing.copies import CopyRig
 from kvcache.testing.harness import KINDS, CacheCase, every_arrangement
-from kvcache.testing.model import Setup
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.snapshots import CopyRig
 from ml import DType
 
 __all__ = ["SnapshotTests"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import kvcache
 import ml
-from kvcache.testing.values import Encoding, encoding
+from kvcache.testing.models.values import Encoding, encoding
 from ml import DType
 
 __all__ = ["Copy", "Model", "Setup"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import ml
 from kvcache.snapshots.snapshot import AttentionSnapshot, tensors_of
-from kvcache.testing.model import Copy, Setup
-from kvcache.testing.rig import Rig
+from kvcache.testing.models.attention import Copy, Setup
+from kvcache.testing.rigs.attention import Rig
 
 __all__ = ["CopyRig"]
 

@@ -12,8 +12,8 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.snapshots.snapshot import EncoderSnapshot
-from kvcache.testing import values
-from kvcache.testing.rig import TOLERANCE, mask_of, reference_attention
+from kvcache.testing.models import values
+from kvcache.testing.rigs.attention import TOLERANCE, mask_of, reference_attention
 from ml import DType
 
 __all__ = ["EncoderRig", "Output", "encoder_trace"]

@@ -9,8 +9,8 @@ import numpy as np
 
 import kvcache
 import ml
-from kvcache.testing import values
-from kvcache.testing.model import Model, Setup
+from kvcache.testing.models import values
+from kvcache.testing.models.attention import Model, Setup
 from ml import DType
 
 __all__ = ["Rig", "look", "mask_of", "outcome", "reference_attention"]

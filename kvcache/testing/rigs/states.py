@@ -18,8 +18,8 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.snapshots.snapshot import RecurrentSnapshot
-from kvcache.testing import values
-from kvcache.testing.rig import look, outcome
+from kvcache.testing.models import values
+from kvcache.testing.rigs.attention import look, outcome
 from ml import DType
 
 __all__ = ["StateModel", "StateRig", "StateSetup", "state_trace"]
