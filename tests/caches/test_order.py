@@ -230,15 +230,6 @@ def test_numpy_arrays_tuples_and_ranges_are_batches(rig: MakeRig) -> None:
     assert r.cache.positions(0).tolist() == list(range(8))
 
 
-@pytest.mark.parametrize("make", [
-    lambda: SlidingWindowCache(-1), lambda: SlidingWindowCache(3, 2), lambda: SlidingWindowCache(3, -1),
-    lambda: ChunkedCache(0), lambda: ChunkedCache(-1),
-])  # fmt: skip
-def test_a_window_or_chunk_that_means_nothing_is_refused(make: Callable[[], object]) -> None:
-    with pytest.raises(kvcache.InvalidRangeError):
-        make()
-
-
 # Cells.
 
 

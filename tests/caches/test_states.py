@@ -11,7 +11,6 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.snapshots.snapshot import RecurrentSnapshot
 from kvcache.testing.models import values
 from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
 from kvcache.testing.rigs.protocol import Plan, only_protocol
@@ -21,10 +20,6 @@ from ml import DType
 MakeStates = Callable[..., StateRig]
 LAZY = StateSetup(max_sequences=4, checkpoints=0)
 """Without checkpoints, which would be copies too."""
-
-
-def in_slot(snapshot: RecurrentSnapshot) -> bool:
-    return snapshot.state.slot is not None
 
 
 # Refusals.
@@ -105,21 +100,6 @@ def test_snapshots_of_other_shapes_and_dtypes_are_not_restored(states: MakeState
 # Going back.
 
 
-def test_checkpoints_are_taken_by_interval_and_the_latest_are_kept(states: MakeStates) -> None:
-    r = states(checkpoints=2, interval=3)
-    expected = {1: (), 3: (), 4: (3,), 6: (3,), 7: (3, 6), 10: (6, 9), 13: (9, 12)}
-    for length in range(1, 14):
-        r.forward(0)
-        assert r.cache.checkpoints(0) == expected.get(length, r.cache.checkpoints(0))
-    assert r.cache.prepare_restore(0, 11) == 9
-    assert r.cache.prepare_restore(0, 8) is None
-    assert [p for p in range(15) if r.cache.can_resume(0, p)] == [0, 9, 12, 13]
-    r.remove(0, 11)
-    assert r.cache.offset(0) == 9
-    r.forward(0)
-    r.drain()
-
-
 def test_a_failed_pass_is_taken_out_by_going_back(states: MakeStates) -> None:
     r = states()
     r.forward(0, 0, 1)
@@ -130,21 +110,6 @@ def test_a_failed_pass_is_taken_out_by_going_back(states: MakeStates) -> None:
     r.remove(1, 1)
     assert [r.cache.offset(seq) for seq in range(2)] == [2, 0]  # 1 has no checkpoint: back to nothing
     r.forward(0, 1)
-    r.drain()
-
-
-def test_a_removal_from_the_middle_shifts_checkpoints_and_keeps_the_state(states: MakeStates) -> None:
-    r = states(interval=1, checkpoints=9)
-    for _ in range(8):
-        r.forward(0)
-    r.remove(0, 2, 5)
-    assert r.cache.checkpoints(0) == (1, 2, 3, 4)
-    r.forward(0)
-    r.remove(0, 2)  # the state of position 2 has seen nothing of what was removed
-    r.forward(0)
-    r.remove(0, 0, 2)
-    r.remove(0, 0)
-    r.forward(0)  # begins with zeros
     r.drain()
 
 
@@ -199,36 +164,6 @@ def test_what_is_let_go_before_the_next_pass_is_never_copied(backend: ml.Backend
             r.forward(0, 1)
             calls.append(Counter(plan.calls))
     assert calls[0] == calls[1]
-
-
-def test_others_get_slots_that_no_snapshot_holds_while_there_are_some(states: MakeStates) -> None:
-    r = states(max_sequences=4, checkpoints=0)
-    r.forward(0, 1)
-    nbytes = r.cache.nbytes
-    for seq in (0, 1):
-        r.snapshot(seq)
-        r.remove(seq, 0)
-    for sequences in ((2,), (3,), (2, 3)):
-        r.forward(*sequences)
-        assert all(in_slot(snapshot) for snapshot, _ in r.copies)
-    r.forward(0, 2)
-    assert [in_slot(snapshot) for snapshot, _ in r.copies].count(False) == 1
-    assert r.cache.nbytes == nbytes, "a copy is counted by its snapshot"
-    r.check_copies()
-
-
-def test_bytes_of_a_state_are_the_same_in_its_slot_and_out_of_it(states: MakeStates) -> None:
-    r = states(max_sequences=4, checkpoints=0)
-    r.forward(0, 0, 0)
-    r.snapshot(0)
-    r.snapshot(0, 0, 0)
-    (whole, _), (empty, _) = r.copies
-    size = sum(r.setup.conv.itemsize * 6 + 4 * 8 for _ in RECURRENT_LAYERS)
-    for _ in range(2):
-        assert whole.nbytes - whole.attention.nbytes == size
-        assert empty.nbytes == 0
-        whole.detach()
-    assert sum(tensor.nbytes for tensor in whole.states.values()) == size
 
 
 @pytest.mark.parametrize("closed", [False, True])

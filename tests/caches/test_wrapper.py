@@ -80,17 +80,6 @@ def test_a_shift_function_that_raises_leaves_all_as_they_were(
     r.drain()
 
 
-def test_the_layer_type_stays_where_one_refuses(wrapped: Callable[..., WrapperRig]) -> None:
-    r = wrapped(foreign=0)
-    r.forward(range(3), [0] * 3)
-    r.cache.set_layer_type(1)
-    assert r.foreign is not None
-    r.foreign.refuses = "start_forward"
-    with pytest.raises(kvcache.KVCacheError):
-        r.cache.start_forward(r.ctx, Batch([3], [0]))
-    assert r.cache.current is r.cache.caches[1]
-
-
 @pytest.mark.parametrize("reserve", [False, True])
 def test_an_encoder_pass_goes_on_where_another_cache_refuses(
     backend: ml.Backend, ctx: ml.Context, reserve: bool

@@ -167,33 +167,6 @@ def test_all_caches_are_restored_together(everything: Callable[..., Everything])
     r.check()
 
 
-def test_one_that_cannot_be_restored_leaves_all_as_they_were(everything: Callable[..., Everything]) -> None:
-    r = everything()
-    r.forward(0, 0, 0, 1, 0, 0, 1, items=[0, 3])
-    snapshot, tail = r.cache.snapshot(0), r.cache.snapshot(0, 4)
-    for target in (0, 3, 4, 6):  # a state is that of its own position
-        assert not r.cache.restore(1, snapshot, target)
-    assert not r.cache.restore(1, tail), "[0, 4) is not there"
-    assert not r.cache.restore(3, tail)
-    r.check()
-
-
-def test_one_that_is_full_leaves_all_as_they_were(everything: Callable[..., Everything]) -> None:
-    r = everything(capacity=6)
-    for seq in (0, 1, 2):
-        r.forward(*[seq] * 7)
-    snapshot, saved = r.cache.snapshot(0), r.saved(0)
-    snapshot.detach()
-    assert r.window.free_cells > r.causal.free_cells
-    for seq in (3, 3):
-        with pytest.raises(kvcache.CacheFullError):
-            r.cache.restore(seq, snapshot)
-    assert r.window.positions(3).size == 0
-    r.check()
-    r.remove(1, 0)
-    r.restore(3, snapshot, *saved)
-
-
 def test_scheduled_ones_are_taken_by_all_where_batches_end(everything: Callable[..., Everything]) -> None:
     r = everything()
     r.cache.schedule_snapshots(0, [2, 5, 6])
