@@ -383,7 +383,7 @@ def test_a_failing_backend_loses_no_snapshot_and_at_most_the_sequence_it_moved(
             r.remove(seq, 0)
         r.check_copies()
 
-    every_failure(backend, when, lambda b, ctx: make(b, ctx, setup), act, check)
+    every_failure(backend, when, lambda b, ctx: make(b, ctx, setup), act, check, stride=3)
     assert left
 
 
@@ -424,7 +424,7 @@ def test_a_defrag_that_fails_says_which_snapshots_are_lost(backend: ml.Backend, 
             r.copies.pop()
         r.check_copies()
 
-    every_failure(backend, when, fill, lambda r: r.cache.defrag(), check)
+    every_failure(backend, when, fill, lambda r: r.cache.defrag(), check, stride=3)
     assert any(lost)
     assert when == "after the call" or not all(lost), "before the first write nothing is lost"
 
