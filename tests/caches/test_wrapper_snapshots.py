@@ -167,6 +167,17 @@ def test_all_caches_are_restored_together(everything: Callable[..., Everything])
     r.check()
 
 
+def test_one_that_cannot_be_restored_leaves_all_as_they_were(everything: Callable[..., Everything]) -> None:
+    r = everything()
+    r.forward(0, 0, 0, 1, 0, 0, 1, items=[0, 3])
+    snapshot, tail = r.cache.snapshot(0), r.cache.snapshot(0, 4)
+    for target in (0, 3, 4, 6):  # a state is that of its own position
+        assert not r.cache.restore(1, snapshot, target)
+    assert not r.cache.restore(1, tail), "[0, 4) is not there"
+    assert not r.cache.restore(3, tail)
+    r.check()
+
+
 def test_scheduled_ones_are_taken_by_all_where_batches_end(everything: Callable[..., Everything]) -> None:
     r = everything()
     r.cache.schedule_snapshots(0, [2, 5, 6])
