@@ -54,7 +54,7 @@ dist: $(VENV)/.installed-dev
 NEWEST ?= python3.15
 ENDS = $(addprefix tests/test_, conformance_numpy.py conformance_mlx.py backend_mlx.py backend_plugins.py cache_numpy.py \
   cli_help.py discovery.py ml_package.py plugins.py quantized_gguf.py runner_weights.py runner_generate.py stores_files.py \
-  stores_faults.py stores_files_failing.py stores_index.py stores_serialized.py views_plots.py views_cells.py)
+  stores_faults.py stores_files_failing.py stores_index.py stores_serialized.py views_plots.py views_cells.py) tests/caches
 
 newest: PYTHON = $(NEWEST)
 oldest: CONSTRAINTS = -c tests/oldest.txt

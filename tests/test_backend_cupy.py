@@ -20,13 +20,12 @@ import pytest
 
 import ml
 from backends.cupy import plugin
-from kvcache.testing.attending import AttendingTests
-from kvcache.testing.quantized import QuantizedTests
-from kvcache.testing.recurrent import RecurrentTests
-from kvcache.testing.removal import RemovalTests
-from kvcache.testing.sharing import SharingTests
 from kvcache.testing.storing import StoringTests
-from kvcache.testing.windows import WindowTests
+from kvcache.testing.suites.attending import AttendingTests
+from kvcache.testing.suites.moving import MovingTests
+from kvcache.testing.suites.properties import PropertyTests
+from kvcache.testing.suites.quantized import QuantizedTests
+from kvcache.testing.suites.recurrent import RecurrentTests
 from ml import DType
 from ml.testing import BackendTests
 
@@ -62,12 +61,13 @@ class TestDouble(BackendTests):
 
 
 class TestDoubleCaches(
-    StoringTests, SharingTests, RemovalTests, AttendingTests, WindowTests, QuantizedTests, RecurrentTests
+    StoringTests, MovingTests, AttendingTests, QuantizedTests, RecurrentTests, PropertyTests
 ):
     """The part of the cache suite that asks most of tensors; the rest asks it of caches."""
 
-    traces = 10
-    examples = 1
+    traces = 16
+    state_traces = encoder_traces = quantized_traces = 4
+    long_run = 1000
 
     @pytest.fixture
     def backend(self) -> Iterator[Any]:

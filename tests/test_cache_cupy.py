@@ -12,5 +12,4 @@ if not (found := probe()).ok:
 class TestCupy(CacheTests):
     backend_name = "cupy"
     traces = 60
-    examples = 5
     long_run = 2000

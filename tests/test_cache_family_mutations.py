@@ -314,8 +314,8 @@ def test_a_trace_notices(name: str, monkeypatch: Patch, numpy_backend: ml.Backen
     plant(monkeypatch)
     seeds = 500
     for seed in range(seeds):
-        if cache == "attention":
-            failed = str(run_trace(numpy_backend, seed) or "")
+        if cache in ("attention", "quantized"):
+            failed = str(run_trace(numpy_backend, seed, cache=cache) or "")
         else:
             failed = run_family(cache, numpy_backend, seed, FLOATS, ml.Features()) or ""
         if failed:

@@ -9,10 +9,9 @@ pytest.importorskip("mlx")
 
 class TestMlx(CacheTests):
     backend_name = "mlx"
-    traces = 200
-    examples = 15
+    traces = 100
     state_traces = 16
     encoder_traces = 16
-    fault_stride = 3
-    wrapper_traces = 8
     quantized_traces = 8
+    fault_stride = 3
+    long_run = 2000

@@ -462,7 +462,7 @@ def test_every_area_of_the_suite_belongs_to_the_whole() -> None:
     import kvcache.testing as package
 
     whole = set(areas())
-    for file in Path(inspect.getfile(package)).parent.glob("*.py"):
+    for file in Path(inspect.getfile(package)).parent.glob("**/*.py"):
         for line in file.read_text().splitlines():
             if line.startswith("class ") and "Tests(CacheCase)" in line:
                 assert any(area.__name__ in line for area in whole), f"{file.name}: {line}"

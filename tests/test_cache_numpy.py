@@ -7,18 +7,16 @@ import pytest
 
 import ml
 from kvcache.testing import CacheTests
-from kvcache.testing.protocol import Plan, only_protocol
+from kvcache.testing.rigs.protocol import Plan, only_protocol
 from ml.capabilities import COMPUTE_OPERATIONS
 
 
 class TestNumpy(CacheTests):
     backend_name = "numpy"
-    traces = 2000
-    state_traces = 160
-    wrapper_traces = 40
-    quantized_traces = 30
-    encoder_traces = 60
-    examples = 100
+    traces = 1000
+    state_traces = 100
+    quantized_traces = 60
+    encoder_traces = 100
 
 
 class StoringOnly(Plan):
@@ -38,8 +36,6 @@ class TestStorageOnly(CacheTests):
     state_traces = 16
     encoder_traces = 16
     fault_stride = 3
-    wrapper_traces = 8
-    examples = 5
     long_run = 2000
 
     @pytest.fixture

@@ -54,8 +54,8 @@ def sampled(suite: type, step: int) -> Any:
 
 
 class TestCaches(sampled(CacheTests, 16)):
-    traces = 400 if LONG else 50
-    state_traces = wrapper_traces = quantized_traces = encoder_traces = examples = 32 if LONG else 4
+    traces = 400 if LONG else 48
+    state_traces = quantized_traces = encoder_traces = 32 if LONG else 4
 
 
 class TestBackend(sampled(BackendTests, 40)):

@@ -9,10 +9,9 @@ pytest.importorskip("torch")
 
 class TestTorch(CacheTests):
     backend_name = "torch"
-    traces = 200
-    examples = 15
-    state_traces = 24
-    encoder_traces = 24
-    fault_stride = 3
-    wrapper_traces = 12
+    traces = 100
+    state_traces = 16
+    encoder_traces = 16
     quantized_traces = 8
+    fault_stride = 3
+    long_run = 2000

@@ -22,20 +22,7 @@ def is_run(row: Row) -> bool:
     return cells == list(range(cells[0], cells[0] + len(cells))) if cells else True
 
 
-def row_of(*found: tuple[int, int]) -> Row:
-    row = Row()
-    row.assign(np.array([p for p, _ in found], np.int64), np.array([c for _, c in found], np.int64))
-    return row
-
-
 # One row.
-
-
-def test_a_new_row_is_empty() -> None:
-    row = Row()
-    assert (len(row), row.last, row.span(), row.contiguous, row.lost) == (0, -1, (0, 0), True, False)
-    assert row.index(0) == 0
-    assert not row.holds_any(np.array([0]))
 
 
 def test_a_row_grows_at_the_tail_and_loses_at_the_head() -> None:
@@ -47,54 +34,6 @@ def test_a_row_grows_at_the_tail_and_loses_at_the_head() -> None:
     assert pairs(row) == [(p, p + 5) for p in range(990, 1000)]
     assert (row.first, row.last, row.last_cell, row.span()) == (990, 999, 1004, (995, 1005))
     assert row._positions.size < 200, "a window's row does not grow with the tokens that passed"
-
-
-def test_long_runs_are_appended_whole() -> None:
-    row = Row()
-    row.append_run(0, 3, 100)
-    row.append_run(200, 103, 50)
-    assert pairs(row) == [(p, p + 3) for p in range(100)] + [(200 + i, 103 + i) for i in range(50)]
-    assert row.contiguous
-    row.append_run(300, 7, 2)
-    assert not row.contiguous
-
-
-@pytest.mark.parametrize(
-    ("position", "expected"), [(0, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 2), (9, 2), (10, 3), (99, 3)]
-)
-def test_index_counts_the_positions_below(position: int, expected: int) -> None:
-    assert row_of((2, 0), (5, 1), (9, 2)).index(position) == expected
-
-
-@pytest.mark.parametrize(
-    ("positions", "expected"),
-    [([0], False), ([2], True), ([3, 4], False), ([1, 5], True), ([10, 11], False), ([9, 20], True)],
-)
-def test_holds_any_finds_what_is_stored(positions: list[int], expected: bool) -> None:
-    assert row_of((2, 0), (5, 1), (9, 2)).holds_any(np.array(positions)) == expected
-
-
-def test_insert_keeps_positions_ascending_with_their_cells() -> None:
-    row = row_of((2, 10), (5, 11))
-    row.insert(np.array([0, 3, 9]), np.array([7, 6, 5]))
-    assert pairs(row) == [(0, 7), (2, 10), (3, 6), (5, 11), (9, 5)]
-    assert row.span() == (5, 12)
-    assert not row.contiguous
-
-
-@pytest.mark.parametrize(
-    ("cells", "cut", "contiguous"),
-    [
-        ([4, 5, 6], "head", True),
-        ([9, 5, 6], "head", True),
-        ([4, 5, 9], "tail", True),
-        ([4, 9, 6], "head", False),
-    ],
-)
-def test_a_cut_row_knows_whether_it_is_a_run(cells: list[int], cut: str, contiguous: bool) -> None:
-    row = row_of(*enumerate(cells))
-    row.cut_head(1) if cut == "head" else row.cut_tail(2)
-    assert row.contiguous == contiguous
 
 
 def test_a_saved_row_comes_back_after_cuts_and_appends() -> None:
@@ -145,6 +84,11 @@ class Naive:
             assert row.contiguous == is_run(row)
             cells = [cell for _, cell in expected]
             assert row.span() == ((min(cells), max(cells) + 1) if cells else (0, 0))
+            positions = [position for position, _ in expected]
+            assert row.last == max(positions, default=-1)
+            for at in {0, row.last, row.last + 1, *positions[:1], *(p + 1 for p in positions[:2])} - {-1}:
+                assert row.index(at) == sum(position < at for position in positions)
+                assert row.holds_any(np.array([at, at + 2])) == bool({at, at + 2} & set(positions))
 
 
 class Driver:

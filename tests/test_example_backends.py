@@ -32,7 +32,8 @@ class TestBackend(BackendTests):
 class TestCaches(CacheTests):
     backend_name = "jax"
     traces = 4
-    examples = 1
+    state_traces = encoder_traces = quantized_traces = 1
+    long_run = 500
 """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,25 +48,6 @@ def batches(seed: int) -> Iterator[Batch]:
 
 def tokens(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.standard_normal((count, HEADS, DIM)).astype(np.float32)
-
-
-@every_kind
-@pytest.mark.parametrize("arranged", [{}, {"permuted_v": True}, {"mask_batch_padding": 4}], ids=str)
-def test_attention_is_what_it_is_without_fixed_shapes(
-    backend: ml.Backend, make: Any, arranged: dict[str, Any]
-) -> None:
-    plain = bound(backend, make, ml.CacheConfig(**arranged))
-    fixed = bound(backend, make, ml.CacheConfig(**arranged, fixed_shapes=True))
-    rng = np.random.default_rng(3)
-    with backend.new_context() as ctx:
-        for batch in batches(seed=1):
-            key, value, query = (ctx.from_numpy(tokens(rng, len(batch))) for _ in range(3))
-            found = []
-            for cache in (plain, fixed):
-                cache.start_forward(ctx, batch)
-                cache.put(ctx, key, value)
-                found.append(cache.attend(ctx, query, 0.5).to_numpy())
-            np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
 @every_kind
@@ -140,18 +120,6 @@ def test_one_graph_per_batch_size_serves_a_growing_history(backend: ml.Backend, 
                 expected = dynamic.attend(ctx, query, 0.5).to_numpy()
                 np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
     assert compiler.graphs == len(sizes)
-
-
-def test_get_shows_every_cell_and_a_mask(backend: ml.Backend) -> None:
-    cache = bound(backend, CausalCache, dataclasses.replace(FIXED, elide_mask=True))
-    with backend.new_context() as ctx:
-        cache.start_forward(ctx, Batch([0], [1]))
-        one = ctx.full((1, HEADS, DIM), 2, ml.DType.F32)
-        cache.put(ctx, one, one)
-        key, value, mask = cache.get(ctx)
-        assert key.shape == value.shape == (cache.cells, HEADS, DIM)
-        seen = np.flatnonzero(mask.to_numpy()[0] == 0)
-        assert key.to_numpy()[seen].tolist() == one.to_numpy().tolist()
 
 
 def test_a_pass_that_only_reads_has_the_same_tensors_and_leaves_the_slots(backend: ml.Backend) -> None:

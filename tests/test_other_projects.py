@@ -158,7 +158,7 @@ class TestOrder(OrderTests):
 
 def test_assertions_of_the_suites_are_readable():
     import sys
-    for name in ("ml.testing.aliasing", "ml.testing.order", "kvcache.testing.masks"):
+    for name in ("ml.testing.aliasing", "ml.testing.order", "kvcache.testing.suites.masks"):
         assert "assertion.rewrite" in type(sys.modules[name].__loader__).__module__
 """
 

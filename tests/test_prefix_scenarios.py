@@ -19,7 +19,7 @@ from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import FileStore, MemoryStore
 from kvcache.testing.conversing import CACHES, DIVISIBLE, Chat, ConversationSetup, Rig
-from kvcache.testing.protocol import Plan, only_protocol
+from kvcache.testing.rigs.protocol import Plan, only_protocol
 
 SYSTEM = list(range(1000, 1020))
 """A system prompt of twenty tokens."""

@@ -9,7 +9,7 @@ import pytest
 
 import ml
 from kvcache.storage.quantized import dequantize, quantize
-from kvcache.testing.quantized import bound
+from kvcache.testing.suites.quantized import bound
 from ml import DType
 
 quants = pytest.importorskip("gguf.quants")

@@ -80,24 +80,6 @@ def snapshots_that_overlap_and_never_make_room(patch: Patch) -> None:
 
 
 @bug("LazySnapshot")
-def a_snapshot_whose_keys_are_shifted(patch: Patch) -> None:
-    patch.setattr(AttentionSnapshots, "detach_shared", lambda self, cells: None)
-
-
-@bug("LazySnapshot")
-def a_snapshot_left_behind_by_defrag(patch: Patch) -> None:
-    original = CellTable.move
-
-    def move(self: CellTable, target: np.ndarray) -> None:
-        held = {pin: pin.cells for pin in self.pins.values()}
-        original(self, target)
-        for pin, cells in held.items():
-            pin.cells = cells
-
-    patch.setattr(CellTable, "move", move)
-
-
-@bug("LazySnapshot")
 def a_lost_snapshot_that_keeps_silent(patch: Patch) -> None:
     patch.setattr(InCache, "check", lambda self: None)
 

@@ -13,12 +13,12 @@ import ml
 from kvcache import Batch
 from kvcache.caches import branches
 from kvcache.testing.branching import BRANCHING, BranchRig, StatePart, branch_trace
-from kvcache.testing.encoder import EncoderRig
 from kvcache.testing.harness import CacheCase
-from kvcache.testing.model import Setup
-from kvcache.testing.protocol import Plan, only_protocol
-from kvcache.testing.quantized import QuantizedRig
-from kvcache.testing.wrapping import ForeignCache
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.attention import Rig
+from kvcache.testing.rigs.encoder import EncoderRig
+from kvcache.testing.rigs.protocol import Plan, only_protocol
+from kvcache.testing.rigs.wrapper import ForeignCache
 from ml import DType
 
 __all__ = ["BranchTests"]
@@ -331,20 +331,19 @@ class BranchTests(CacheCase):
     ) -> None:
         if not declared.has("matmul"):
             pytest.skip("declared absent: compute")
-        cache = kvcache.SlidingWindowCache(3, 6)
-        cache.set_config(ml.CacheConfig())
-        cache.init(backend, codec, 3, 40, 8)
-        r = QuantizedRig(cache, ctx, codec)
+        r = Rig(Setup(window=3, memory=6, max_sequences=3, capacity=40, dtype=codec), backend, ctx)
         for first in range(0, 12, 4):
-            r.forward(list(range(first, first + 4)), [0] * 4)
-        branches.fork(cache, 0, [1, 2])
-        r.tokens |= {(seq, p): i for (_, p), i in list(r.tokens.items()) for seq in (1, 2)}
+            r.forward(range(first, first + 4), 0)
+        branches.fork(r.cache, 0, [1, 2])
+        for branch in (1, 2):
+            r.model.copy_prefix(0, branch, 12)
         r.forward([12, 12, 13, 12, 13], [1, 2, 1, 0, 2])
-        branches.rollback(cache, 2, 13)
-        branches.keep(cache, 2, 0, [1])
-        r.tokens |= {(0, p): i for (seq, p), i in list(r.tokens.items()) if seq == 2}
-        assert cache.held() == {0: 7}
-        r.forward([13, 14], [0, 0])
+        branches.rollback(r.cache, 2, 13)
+        r.model.remove(2, 13)
+        branches.keep(r.cache, 2, 0, [1])
+        r.model.tokens = [r.model.tokens[2], {}, {}]
+        r.check_figures()
+        r.forward([13, 14], 0)
 
     @pytest.mark.parametrize("wrapped", [False, True])
     def test_a_cache_of_someone_elses_is_branched_and_its_refusal_is_everyones(

@@ -19,10 +19,10 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.caches import branches
-from kvcache.testing import values
-from kvcache.testing.model import Model, Setup
-from kvcache.testing.rig import look, outcome
-from kvcache.testing.states import (
+from kvcache.testing.models import values
+from kvcache.testing.models.attention import Model, Setup
+from kvcache.testing.rigs.attention import look, outcome
+from kvcache.testing.rigs.states import (
     CONV,
     DELTA,
     KINDS,

@@ -2,68 +2,42 @@
 
 from __future__ import annotations
 
-from kvcache.testing.answers import AnswerTests
-from kvcache.testing.attending import AttendingTests
-from kvcache.testing.batches import BatchTests
 from kvcache.testing.branches import BranchTests
-from kvcache.testing.capacity import CapacityTests
-from kvcache.testing.composed import EncoderSnapshotTests, WrapperSnapshotTests
-from kvcache.testing.defrag import DefragTests
-from kvcache.testing.encoder import EncoderTests
 from kvcache.testing.faults import FaultTests
-from kvcache.testing.lazy import LazySnapshotTests
-from kvcache.testing.lazy_states import LazyStateTests
-from kvcache.testing.masks import MaskTests
-from kvcache.testing.order import OrderTests
 from kvcache.testing.prefix import PrefixTests
-from kvcache.testing.properties import PropertyTests
-from kvcache.testing.quantized import QuantizedTests
-from kvcache.testing.reading import ReadingTests
-from kvcache.testing.recurrent import RecurrentFaultTests, RecurrentTests
-from kvcache.testing.removal import RemovalTests
-from kvcache.testing.reserving import ReservingTests
-from kvcache.testing.scheduled import ScheduledSnapshotTests, ScheduledStateTests
-from kvcache.testing.sharing import SharingTests
-from kvcache.testing.snapshots import SnapshotTests
 from kvcache.testing.storing import StoringTests
-from kvcache.testing.windows import WindowTests
-from kvcache.testing.wrapper import WrapperTests
+from kvcache.testing.suites.answers import AnswerTests
+from kvcache.testing.suites.attending import AttendingTests
+from kvcache.testing.suites.encoder import EncoderTests
+from kvcache.testing.suites.masks import MaskTests
+from kvcache.testing.suites.moving import MovingTests
+from kvcache.testing.suites.properties import PropertyTests
+from kvcache.testing.suites.quantized import QuantizedTests
+from kvcache.testing.suites.reading import ReadingTests
+from kvcache.testing.suites.recurrent import RecurrentTests
+from kvcache.testing.suites.snapshots import SnapshotTests
 
 __all__ = ["CacheTests"]
 
 
 class CacheTests(
-    BatchTests,
     MaskTests,
     StoringTests,
-    SharingTests,
-    RemovalTests,
-    DefragTests,
-    ReservingTests,
+    MovingTests,
     ReadingTests,
-    CapacityTests,
-    WindowTests,
-    OrderTests,
     AttendingTests,
     FaultTests,
     PropertyTests,
     QuantizedTests,
     SnapshotTests,
-    LazySnapshotTests,
-    LazyStateTests,
-    ScheduledSnapshotTests,
     EncoderTests,
-    EncoderSnapshotTests,
-    WrapperTests,
-    WrapperSnapshotTests,
     RecurrentTests,
-    RecurrentFaultTests,
-    ScheduledStateTests,
     BranchTests,
     PrefixTests,
     AnswerTests,
 ):
-    """Everything the contract says of the attention caches. Subclass it; see :mod:`kvcache.testing`.
+    """Everything that depends on the backend. Subclass it; see :mod:`kvcache.testing`.
 
-    ``traces``, ``examples`` and ``long_run`` say how much of what is random or long is run.
+    ``traces``, ``quantized_traces``, ``state_traces``, ``encoder_traces`` and ``long_run`` say how much of
+    what is random or long is run.
     """

@@ -24,7 +24,7 @@ import ml
 from kvcache import Batch
 from kvcache.offload.outages import Outages
 from kvcache.prefix.prefix_cache import PrefixCache, Session
-from kvcache.testing.rig import mask_of
+from kvcache.testing.rigs.attention import mask_of
 from ml import DType
 
 __all__ = ["CACHES", "DIVISIBLE", "STATEFUL", "Chat", "ConversationSetup", "Rig", "shared"]

@@ -12,11 +12,10 @@ from ml import DType
 __all__ = ["FAMILY", "run_family"]
 
 FAMILY = {
-    "recurrent": "kvcache.testing.states",
-    "encoder": "kvcache.testing.encoder",
-    "wrapper": "kvcache.testing.wrapping",
+    "recurrent": "kvcache.testing.rigs.states",
+    "encoder": "kvcache.testing.rigs.encoder",
+    "wrapper": "kvcache.testing.rigs.wrapper",
     "branches": "kvcache.testing.branching",
-    "quantized": "kvcache.testing.quantized",
     "prefix": "kvcache.testing.prefix_traces",
 }
 """Name of a cache -> the module with its trace; imported when asked for."""
@@ -38,10 +37,8 @@ def run_family(
             module.encoder_trace(backend, seed, floats, computes)
         elif cache == "wrapper":
             module.wrapper_trace(backend, seed)
-        elif cache == "branches":
+        else:
             module.branch_trace(backend, seed)
-        elif computes:
-            module.quantized_trace(backend, seed, floats)
     except Exception:
         return f"seed {seed}: {cache}\n{traceback.format_exc(limit=-6)}"
     return None

@@ -15,9 +15,9 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.testing.harness import CacheCase
-from kvcache.testing.model import Setup
-from kvcache.testing.protocol import InjectedError, Plan, only_protocol
-from kvcache.testing.rig import Rig
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.attention import Rig
+from kvcache.testing.rigs.protocol import InjectedError, Plan, only_protocol
 
 __all__ = ["FaultTests"]
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import pytest
 
 import ml
-from kvcache.testing.model import Setup
-from kvcache.testing.rig import Rig
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.attention import Rig
 from ml import DType, Layout
 from ml.testing.harness import BackendCase, needs
 

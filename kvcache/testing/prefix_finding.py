@@ -22,7 +22,7 @@ from kvcache.testing.prefix_case import (
     every_cache,
 )
 from kvcache.testing.prefix_traces import FlakyStore
-from kvcache.testing.protocol import Plan, only_protocol
+from kvcache.testing.rigs.protocol import Plan, only_protocol
 from ml import DType
 
 __all__ = ["PrefixFindingTests"]

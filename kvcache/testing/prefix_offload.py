@@ -15,7 +15,7 @@ from kvcache.offload.worker import OffloadWorker
 from kvcache.stores import MemoryStore
 from kvcache.testing.conversing import ConversationSetup, Rig
 from kvcache.testing.prefix_case import LONG, PrefixCase, Talk, every_cache
-from kvcache.testing.protocol import InjectedError, Plan, only_protocol
+from kvcache.testing.rigs.protocol import InjectedError, Plan, only_protocol
 
 __all__ = ["PrefixTransitTests"]
 

@@ -21,7 +21,7 @@ from kvcache.testing.prefix_case import (
     every_cache,
 )
 from kvcache.testing.prefix_traces import FlakyStore
-from kvcache.testing.protocol import InjectedError
+from kvcache.testing.rigs.protocol import InjectedError
 from ml import DType
 
 __all__ = ["PrefixSessionTests"]

@@ -11,9 +11,9 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.testing.harness import CacheCase, MakeRig, every_arrangement, every_kind
-from kvcache.testing.model import Setup
-from kvcache.testing.protocol import Plan, only_protocol
-from kvcache.testing.rig import mask_of
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.attention import mask_of
+from kvcache.testing.rigs.protocol import Plan, only_protocol
 from ml import DType, Layout
 
 __all__ = ["StoringTests"]

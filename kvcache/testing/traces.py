@@ -2,7 +2,7 @@
 
 From the shell, many of them::
 
-    python -m kvcache.testing.traces --backend numpy --traces 100000 --seed 0 --processes 1
+    python -m kvcache.testing.traces --backend numpy --traces 100000 --seed 0
     python -m kvcache.testing.traces --cache recurrent
 
 A trace is made from its seed alone. A failure is shrunk to the fewest calls that still fail, and
@@ -12,19 +12,17 @@ printed with the seed; ``--replay SEED`` runs that one again.
 from __future__ import annotations
 
 import argparse
-import functools
 import random
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import ml
-from kvcache.testing.copies import CopyRig
 from kvcache.testing.family import FAMILY, run_family
-from kvcache.testing.model import Model, Setup
+from kvcache.testing.models.attention import Model, Setup
+from kvcache.testing.rigs.snapshots import CopyRig
 from ml import DType, Layout
 
 __all__ = ["Failure", "random_setup", "run_trace", "run_traces"]
@@ -32,7 +30,10 @@ __all__ = ["Failure", "random_setup", "run_trace", "run_traces"]
 Op = tuple[object, ...]
 Ints = tuple[int, ...]
 FLOATS = (DType.F32, DType.F16, DType.BF16)
-KINDS = {"attention": (0, 1, 2, 3), "causal": (0,), "sliding": (1, 2), "chunked": (3,)}
+CODECS = (DType.Q8_0, DType.Q4_0)
+KINDS = {
+    "attention": (0, 1, 2, 3), "causal": (0,), "sliding": (1, 2), "chunked": (3,), "quantized": (0, 1, 2, 3),
+}  # fmt: skip
 """What ``--cache`` names: no window, a window, one with memory, a chunk."""
 LENGTH = 14
 """Calls of one trace, at most; some more where there are snapshots."""
@@ -52,9 +53,12 @@ class Failure:
         return f"seed {self.seed}: {self.setup}\n{calls}\n{self.error}"
 
 
-def random_setup(rnd: random.Random, floats: Sequence[DType] = FLOATS, cache: str = "attention") -> Setup:
+def random_setup(
+    rnd: random.Random, floats: Sequence[DType] = FLOATS, computes: bool = True, cache: str = "attention"
+) -> Setup:
     """A cache of any kind and arrangement; now and then a wide one, whose cells lie far apart."""
     wide = rnd.random() < 0.15
+    quantized = computes and rnd.random() < (1 if cache == "quantized" else 0.12)
     config = ml.CacheConfig(
         cache_padding=rnd.choice((1, 1, 1, 4, 5)),
         mask_batch_padding=rnd.choice((1, 1, 3)),
@@ -62,12 +66,14 @@ def random_setup(rnd: random.Random, floats: Sequence[DType] = FLOATS, cache: st
         permuted_v=rnd.random() < 0.3,
         layout=rnd.choice(list(Layout)),
         elide_mask=rnd.random() < 0.5,
+        fixed_shapes=rnd.random() < 0.1,
     )
     setup = Setup(
         max_sequences=rnd.choice((3, 4)) if wide else rnd.choice((1, 2, 2, 3)),
         capacity=90 if wide else rnd.choice((3, 5, 8, 12)),
         max_batch=rnd.choice((2, 4, 6)),
-        dtype=rnd.choice((DType.F32, rnd.choice(floats))),
+        dtype=rnd.choice(CODECS if quantized else (DType.F32, rnd.choice(floats))),
+        activations=rnd.choice((DType.F32, rnd.choice(floats))),
         config=config,
         layers=rnd.choice((1, 1, 2)),
         can_shift=rnd.random() < 0.85,
@@ -159,6 +165,8 @@ def _with_snapshots(rnd: random.Random, model: Model) -> Op:
     roll, seq, which = rnd.random(), rnd.randrange(model.setup.max_sequences), rnd.randrange(12)
     offset = model.last(seq) + 1
     begin, end = rnd.choice((0, 0, rnd.randrange(offset + 2))), rnd.choice((None, rnd.randrange(offset + 2)))
+    if roll < 0.12:
+        return "scheduled", seq, tuple(rnd.sample(range(1, 7), rnd.randrange(1, 4))), rnd.randrange(1, 5)
     if roll < 0.5:
         return "snapshot", seq, begin, end
     if roll < 0.75:
@@ -179,8 +187,8 @@ def apply(rig: CopyRig, op: Op, computes: bool) -> None:
     if name in ("restore", "split", "merge", "detach", "drop"):
         if rig.copies:
             getattr(rig, str(name))(*args)
-    elif name == "snapshot":
-        rig.snapshot(*args)  # type: ignore[arg-type]
+    elif name in ("snapshot", "scheduled"):
+        getattr(rig, str(name))(*args)
     elif name in ("forward", "read"):
         _apply_pass(rig, computes, str(name), *args)  # type: ignore[arg-type]
     elif name == "copy_prefix":
@@ -192,7 +200,8 @@ def apply(rig: CopyRig, op: Op, computes: bool) -> None:
     elif name == "defrag":
         rig.defrag()
     elif name == "spoil":
-        if rig.setup.config.cache_padding > 1:  # columns of padding do no harm, whatever they hold
+        config = rig.setup.config
+        if config.cache_padding > 1 and not config.fixed_shapes:  # columns of padding do no harm
             rig.spoil(*args)  # type: ignore[arg-type]
     else:
         rig.reserve(*args)  # type: ignore[arg-type]
@@ -228,7 +237,7 @@ def run_trace(
 ) -> Failure | None:
     """Run the trace of ``seed``; a failure comes shrunk."""
     rnd = random.Random(seed)
-    setup = random_setup(rnd, floats, cache)
+    setup = random_setup(rnd, floats, computes, cache)
     ops: list[Op] = []
     snapshots = rnd.choice((0.0, 0.2, 0.4))
 
@@ -307,17 +316,10 @@ def _chunk(cache: str, name: str, start: int, stop: int) -> list[str]:
 
 def _chunks(args: argparse.Namespace) -> Iterator[tuple[int, list[str]]]:
     """(how many were run, failures), as they come in."""
-    size = 100
-    starts = range(args.seed, args.seed + args.traces, size)
-    stops = [min(start + size, args.seed + args.traces) for start in starts]
-    names = [args.backend] * len(stops)
-    counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
-    run = functools.partial(_chunk, args.cache)
-    if args.processes == 1:
-        yield from zip(counts, map(run, names, starts, stops), strict=True)
-        return
-    with ProcessPoolExecutor(args.processes) as pool:
-        yield from zip(counts, pool.map(run, names, starts, stops), strict=True)
+    end = args.seed + args.traces
+    for start in range(args.seed, end, 100):
+        stop = min(start + 100, end)
+        yield stop - start, _chunk(args.cache, args.backend, start, stop)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -330,13 +332,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default="numpy", help="name of an installed backend (numpy)")
     parser.add_argument("--traces", type=int, default=2000, help="how many (2000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first one (0)")
-    parser.add_argument("--processes", type=int, default=1, help="how many at a time (1)")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run the trace of one seed again")
     args = parser.parse_args(argv)
     if args.replay is not None:
-        args.seed, args.traces, args.processes = args.replay, 1, 1
-    if args.traces < 1 or args.processes < 1:
-        parser.error("--traces and --processes are at least 1")
+        args.seed, args.traces = args.replay, 1
+    if args.traces < 1:
+        parser.error("--traces must be at least 1")
     return args
 
 

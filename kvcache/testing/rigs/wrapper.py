@@ -12,9 +12,9 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.snapshots.snapshot import WrapperSnapshot
-from kvcache.testing import values
-from kvcache.testing.model import Copy, Held, Model, Setup
-from kvcache.testing.rig import Rig, outcome
+from kvcache.testing.models import values
+from kvcache.testing.models.attention import Copy, Held, Model, Setup
+from kvcache.testing.rigs.attention import Rig, outcome
 from ml import DType
 
 __all__ = ["ForeignCache", "WrapperRig", "wrapper_trace"]

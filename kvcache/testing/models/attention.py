@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import kvcache
 import ml
-from kvcache.testing.values import shift_positions
+from kvcache.testing.models.values import Encoding, encoding
 from ml import DType
 
 __all__ = ["Copy", "Model", "Setup"]
@@ -33,6 +33,8 @@ class Setup:
     capacity: int = 16
     max_batch: int = 8
     dtype: DType = DType.F32
+    activations: DType = DType.F32
+    """What is put, and what a quantized cache computes in."""
     config: ml.CacheConfig = field(default_factory=ml.CacheConfig)
     layers: int = 1
     can_shift: bool = True
@@ -45,12 +47,22 @@ class Setup:
         return cache
 
     def unbound(self) -> kvcache.CausalCache:
-        shift = shift_positions if self.can_shift else None
+        shift = self.rows.shift_positions if self.can_shift else None
         if self.window is not None:
             return kvcache.SlidingWindowCache(self.window, self.memory, shift)
         if self.chunk is not None:
             return kvcache.ChunkedCache(self.chunk, shift)
         return kvcache.CausalCache(shift)
+
+    @property
+    def rows(self) -> Encoding:
+        """How tokens are written so that its dtype holds them exactly."""
+        return encoding(self.dtype)
+
+    @property
+    def computed(self) -> DType:
+        """The dtype of what ``get`` gives."""
+        return self.activations if self.dtype in (DType.Q8_0, DType.Q4_0) else self.dtype
 
     @property
     def kept(self) -> int | None:

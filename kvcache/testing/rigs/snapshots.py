@@ -11,8 +11,8 @@ from typing import Any
 
 import ml
 from kvcache.snapshots.snapshot import AttentionSnapshot, tensors_of
-from kvcache.testing.model import Copy, Setup
-from kvcache.testing.rig import Rig
+from kvcache.testing.models.attention import Copy, Setup
+from kvcache.testing.rigs.attention import Rig
 
 __all__ = ["CopyRig"]
 
@@ -34,6 +34,21 @@ class CopyRig(Rig):
 
     def snapshot(self, seq: int, begin: int, end: int | None) -> None:
         self._both(lambda: self.cache.snapshot(seq, begin, end), lambda: self.model.snapshot(seq, begin, end))
+
+    def scheduled(self, seq: int, ahead: Sequence[int], count: int) -> None:
+        """Snapshots asked for ``ahead`` of the end, and a pass of ``count`` tokens that takes some."""
+        offset = self.model.last(seq) + 1
+        due = sorted({offset + step for step in ahead})
+        self.cache.schedule_snapshots(seq, due)
+        if self.start(range(offset, offset + count), [seq] * count):
+            self.put()
+            taken = self.cache.take_snapshots(seq)
+            assert [snapshot.end for snapshot in taken] == [end for end in due if end <= offset + count]
+            for snapshot, begin in zip(taken, [offset, *due], strict=False):
+                assert snapshot.begin == (begin if self.setup.window is None else 0)
+                assert snapshot.in_cache, "copied with no need"
+                self.copies.append((snapshot, self.model.snapshot(seq, snapshot.begin, snapshot.end)))
+        self.cache.cancel_snapshots(seq)
 
     def restore(self, which: int, seq: int, target: int | None) -> bool:
         """Whether it was restored."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 import pytest
 
 import ml
-from kvcache.testing.protocol import InjectedError, Plan, only_protocol
+from kvcache.testing.rigs.protocol import InjectedError, Plan, only_protocol
 
 __all__ = ["every_failure", "every_way_to_fail"]
 

@@ -9,8 +9,8 @@ import numpy as np
 
 import kvcache
 import ml
-from kvcache.testing import values
-from kvcache.testing.model import Model, Setup
+from kvcache.testing.models import values
+from kvcache.testing.models.attention import Model, Setup
 from ml import DType
 
 __all__ = ["Rig", "look", "mask_of", "outcome", "reference_attention"]
@@ -45,27 +45,33 @@ def mask_of(mask: object, tokens: int, history: int, config: ml.CacheConfig) -> 
     return np.asarray(host[:tokens] == 0)
 
 
-def look(cache: kvcache.CausalCache, ctx: ml.Context, tokens: int, layer: int = 0) -> list[dict[int, int]]:
+def look(
+    cache: kvcache.CausalCache,
+    ctx: ml.Context,
+    tokens: int,
+    layer: int = 0,
+    rows: values.Encoding | None = None,
+) -> list[dict[int, int]]:
     """What each query of the pass sees in a layer: position -> token.
 
     Checks shapes and dtypes, and that every row seen is, bit by bit, the token it says it is.
     """
     cache.set_layer(layer)
     key, value, mask = cache.get(ctx)
-    config = cache.config
+    config, rows = cache.config, rows or values.encoding(DType.F32)
     history = key.shape[0]
     assert history % config.cache_padding == 0
-    assert key.shape == (history, values.KV_HEADS, values.KEY_DIM)
-    wide = (history, values.KV_HEADS, values.VALUE_DIM)
+    assert key.shape == (history, values.KV_HEADS, rows.key_dim)
+    wide = (history, values.KV_HEADS, rows.value_dim)
     assert value.shape == ((wide[1], wide[2], wide[0]) if config.permuted_v else wide)
     stored_key, stored_value = key.to_numpy().astype(np.float32), value.to_numpy().astype(np.float32)
     if config.permuted_v:
         stored_value = stored_value.transpose(2, 0, 1)
     seen = mask_of(mask, tokens, history, config)
     some = seen.any(axis=0)
-    ids, positions = values.decode(stored_key)
-    _same(stored_key[some], values.keys(ids[some], positions[some], layer))
-    _same(stored_value[some], values.values(ids[some], layer))
+    ids, positions = rows.decode(stored_key)
+    _same(stored_key[some], rows.keys(ids[some], positions[some], layer))
+    _same(stored_value[some], rows.values(ids[some], layer))
     pairs = [(positions[row].tolist(), ids[row].tolist()) for row in seen]
     for found, _ in pairs:
         assert len(set(found)) == len(found), f"a position is seen twice: {found}"
@@ -148,9 +154,13 @@ class Rig:
         ids = np.arange(self.next_token - len(positions), self.next_token)
         for layer in range(self.setup.layers if layers is None else layers):
             self.cache.set_layer(layer)
-            key = self.ctx.from_numpy(values.keys(ids, positions, layer))
-            value = self.ctx.from_numpy(values.values(ids, layer))
-            self.cache.put(self.ctx, key, value)
+            self.cache.put(self.ctx, *self.rows(ids, positions, layer))
+
+    def rows(self, ids: Sequence[int] | np.ndarray, positions: Sequence[int], layer: int) -> list[ml.Tensor]:
+        """Keys and values as a model gives them."""
+        rows = self.setup.rows
+        host = rows.keys(ids, positions, layer), rows.values(ids, layer)
+        return [self.ctx.from_numpy(part, self.setup.activations) for part in host]
 
     def check_seen(self, lifted: Collection[int] = (), layers: int | None = None) -> None:
         """Every query of the pass sees exactly what the model says, in all layers or the first ``layers``."""
@@ -160,31 +170,30 @@ class Rig:
             for i, (position, seq) in enumerate(zip(positions, sequences, strict=True))
         ]
         for layer in range(self.setup.layers if layers is None else layers):
-            seen = look(self.cache, self.ctx, len(positions), layer)
+            seen = look(self.cache, self.ctx, len(positions), layer, self.setup.rows)
             assert seen == expected, f"layer {layer}: saw {seen}, not {expected}"
 
     def check_attend(self, seed: int, lifted: Collection[int] = (), sinks: bool = False) -> None:
         """``attend`` in every layer agrees with attention over what the model holds, in float64."""
         positions, sequences = self.pass_
-        query = values.queries(seed, len(positions))
+        rows, computed = self.setup.rows, self.setup.computed
+        query = rows.queries(seed, len(positions))
         logits = np.linspace(-1, 1, values.HEADS, dtype=np.float32) if sinks else None
         for layer in range(self.setup.layers):
             self.cache.set_layer(layer)
-            tensor = None if logits is None else self.ctx.from_numpy(logits, self.setup.dtype)
-            asked = self.ctx.from_numpy(query, self.setup.dtype)
+            tensor = None if logits is None else self.ctx.from_numpy(logits, computed)
+            asked = self.ctx.from_numpy(query, computed)
             found = self.cache.attend(self.ctx, asked, 0.5, tensor)
-            assert found.shape == (len(positions), values.HEADS, values.VALUE_DIM)
-            rows = [
-                self.model.visible(seq, position, i in lifted)
-                for i, (position, seq) in enumerate(zip(positions, sequences, strict=True))
-            ]
+            assert found.shape == (len(positions), values.HEADS, rows.value_dim)
             wanted = []
-            for i, row in enumerate(rows):
-                ids = list(row.values())
-                key, value = values.keys(ids, list(row), layer), values.values(ids, layer)
+            for i, (position, seq) in enumerate(zip(positions, sequences, strict=True)):
+                seen = self.model.visible(seq, position, i in lifted)
+                ids = list(seen.values())
+                key, value = rows.keys(ids, list(seen), layer), rows.values(ids, layer)
                 wanted.append(reference_attention(query[i], key, value, 0.5, logits))
-            limit = TOLERANCE[self.setup.dtype]
-            actual, expected = found.to_numpy().astype(np.float64)[:, :, 3:], np.stack(wanted)[:, :, 3:]
+            limit, content = TOLERANCE[computed], slice(rows.content, None)
+            actual = found.to_numpy().astype(np.float64)[:, :, content]
+            expected = np.stack(wanted)[:, :, content]
             np.testing.assert_allclose(actual, expected, rtol=limit, atol=limit)
 
     def spoil(self, seq: int) -> None:
@@ -201,7 +210,7 @@ class Rig:
             self.cache.set_layer(layer)
             nan = [
                 self.ctx.full((count, values.KV_HEADS, dim), np.nan, DType.F32)
-                for dim in (values.KEY_DIM, values.VALUE_DIM)
+                for dim in (self.setup.rows.key_dim, self.setup.rows.value_dim)
             ]
             self.cache.put(self.ctx, *nan)
 
@@ -246,8 +255,7 @@ class Rig:
         self.cache.start_forward(self.ctx, kvcache.Batch(positions, [0] * tokens), reserve=True)
         for layer in range(self.setup.layers):
             self.cache.set_layer(layer)
-            key = self.ctx.from_numpy(values.keys(np.zeros(tokens, np.int64), positions, layer))
-            self.cache.put(self.ctx, key, self.ctx.from_numpy(values.values([0] * tokens, layer)))
+            self.cache.put(self.ctx, *self.rows([0] * tokens, positions, layer))
             assert self.cache.get(self.ctx)[0].shape[0] == self.setup.cells
         self.check_figures()
 

@@ -18,8 +18,8 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.snapshots.snapshot import RecurrentSnapshot
-from kvcache.testing import values
-from kvcache.testing.rig import look, outcome
+from kvcache.testing.models import values
+from kvcache.testing.rigs.attention import look, outcome
 from ml import DType
 
 __all__ = ["StateModel", "StateRig", "StateSetup", "state_trace"]
@@ -375,6 +375,22 @@ class StateRig:
         self.check()
         return bool(found and found[0])
 
+    def scheduled(self, seq: int, ahead: Sequence[int], count: int) -> None:
+        """Snapshots asked for ``ahead`` of the end, and a pass of ``count`` tokens: a state is of its end."""
+        offset = len(self.model.rows[seq].tokens)
+        due = sorted({offset + step for step in ahead})
+        self.cache.schedule_snapshots(seq, due)
+        if self.start([seq] * count):
+            self.step()
+            stop = offset + count
+            assert self.cache.next_snapshot(seq) == min((end for end in due if end > stop), default=None)
+            taken = self.cache.take_snapshots(seq)
+            assert [snapshot.end for snapshot in taken] == [end for end in due if end == stop]
+            assert self.cache.skipped_snapshots(seq) == [end for end in due if end < stop]
+            self.copies += [(one, self.model.snapshot(seq, one.begin, one.end)) for one in taken]
+        self.cache.cancel_snapshots(seq)
+        self.check()
+
     def check_copies(self) -> None:
         """Every copy that a sequence has room for goes on from what it was taken of."""
         for seq in range(self.setup.max_sequences):
@@ -470,6 +486,8 @@ def _random_call(rnd: random.Random, rig: StateRig) -> None:
         holders = [other for other in range(count) if rig.model.rows[other].tokens]
         if holders:
             rig.read(rnd.sample(holders, rnd.randint(1, len(holders))))
+    elif roll < 0.89:
+        rig.scheduled(seq, rnd.sample(range(1, 5), 2), rnd.randint(1, 3))
     elif roll < 0.93:
         end = rnd.choice([None, rnd.randint(0, length)])
         rig.snapshot(seq, rnd.randint(0, length if end is None else end), end)

@@ -1,0 +1,130 @@
+"""What tests store: keys and values that say which token they are, at which position, in which layer.
+
+A row read back from a cache is decoded and then compared bit by bit with what was put. Numbers are
+written in digits that the dtype holds exactly::
+
+    key     id, position, tag = 8 * layer + head, 3 of noise
+    value   id, 64 + tag, 2 of noise
+
+F32, F16 and BF16 hold two digits to the base 128 and multiples of 1/16. A block of Q8_0 or Q4_0 holds small
+integers exactly where its peak is the format's own, which comes first; rows differ in their scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+import ml
+from ml import DType
+
+__all__ = [
+    "HEADS", "KEY_DIM", "KV_HEADS", "VALUE_DIM", "Encoding", "decode", "encoding", "keys", "queries",
+    "shift_positions", "values",
+]  # fmt: skip
+
+KV_HEADS, HEADS = 2, 4
+_NOISE = np.random.default_rng(20250607).integers(-32, 33, (997, KV_HEADS, 5)).astype(np.float32) / 16
+_HEAD = np.arange(KV_HEADS)
+
+Ints = Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How ids and positions are written for one kind of dtype."""
+
+    key_dim: int
+    value_dim: int
+    base: int
+    digits: int
+    tags: int
+    peak: int = 0
+    """What the first number of a row is, in steps of the row's scale; 0: there is none."""
+
+    def keys(self, ids: Ints, positions: Ints, layer: int = 0) -> np.ndarray:
+        """Float32 (tokens, KV_HEADS, key_dim)."""
+        return self._rows(np.asarray(ids), np.asarray(positions), 8 * layer, self.key_dim, slice(3))
+
+    def values(self, ids: Ints, layer: int = 0) -> np.ndarray:
+        """Float32 (tokens, KV_HEADS, value_dim)."""
+        return self._rows(np.asarray(ids), None, 64 + 8 * layer, self.value_dim, slice(3, 5))
+
+    def _rows(
+        self, ids: np.ndarray, positions: np.ndarray | None, tag: int, dim: int, noise: slice
+    ) -> np.ndarray:
+        result = np.zeros((ids.size, KV_HEADS, dim), np.float32)
+        parts = [self._split(ids, self.digits)[:, None]]
+        if positions is not None:
+            parts.append(self._split(positions, self.digits)[:, None])
+        parts += [self._split(tag + _HEAD, self.tags), _NOISE[ids % 997, :, noise]]
+        at = int(self.peak != 0)
+        result[:, :, :at] = self.peak
+        for part in parts:
+            result[:, :, at : at + part.shape[-1]] = part
+            at += part.shape[-1]
+        if self.peak:
+            result[:, :, at - part.shape[-1] : at] = np.rint(part)
+            result *= 2.0 ** -(ids % 3)[:, None, None]
+        return result
+
+    def _split(self, numbers: np.ndarray, count: int) -> np.ndarray:
+        return numbers[:, None] // self.base ** np.arange(count) % self.base
+
+    def _join(self, digits: np.ndarray) -> np.ndarray:
+        return np.asarray(digits @ self.base ** np.arange(digits.shape[-1]))
+
+    def decode(self, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The ids and positions of keys (tokens, KV_HEADS, key_dim)."""
+        rows, first, count = self._whole(key)[:, 0], int(self.peak != 0), self.digits
+        digits = rows[:, first : first + 2 * count].astype(np.int64)
+        return self._join(digits[:, :count]), self._join(digits[:, count:])
+
+    def _whole(self, key: np.ndarray) -> np.ndarray:
+        """In steps of each row's scale; of rows that were never written, something."""
+        if not self.peak:
+            return key
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.nan_to_num(key / (key[:, :1, :1] / self.peak))
+
+    @property
+    def content(self) -> int:
+        """Where the numbers begin of a value that attention may mix."""
+        return int(self.peak != 0) + self.digits + self.tags
+
+    def queries(self, seed: int, tokens: int) -> np.ndarray:
+        """Float32 (tokens, HEADS, key_dim) that look at the noise only: a soft, decided attention."""
+        result = np.zeros((tokens, HEADS, self.key_dim), np.float32)
+        first = self.content + self.digits
+        result[:, :, first : first + 3] = (
+            np.random.default_rng(seed).integers(-16, 17, (tokens, HEADS, 3)) / 16
+        )
+        return result
+
+    def shift_positions(self, ctx: ml.Context, layer: int, key: ml.Tensor, offsets: ml.Tensor) -> ml.Tensor:
+        """A shift function that needs no compute: it rewrites the position that a key carries."""
+        assert offsets.dtype is DType.I32
+        assert offsets.shape == (key.shape[0],)
+        assert key.shape[1:] == (KV_HEADS, self.key_dim)
+        host = key.to_numpy().astype(np.float32)
+        ids, positions = self.decode(host)
+        tag = self._whole(host)[:, 0, self.content + self.digits - self.tags : self.content + self.digits]
+        assert (self._join(tag) == 8 * layer).all(), "the keys of another layer"
+        return ctx.from_numpy(self.keys(ids, positions + offsets.to_numpy(), layer), key.dtype)
+
+
+_FLOATS = Encoding(8, 5, base=128, digits=2, tags=1)
+_BLOCKS = {
+    DType.Q8_0: Encoding(64, 32, base=8, digits=5, tags=3, peak=127),
+    DType.Q4_0: Encoding(64, 32, base=8, digits=5, tags=3, peak=-8),
+}
+KEY_DIM, VALUE_DIM = _FLOATS.key_dim, _FLOATS.value_dim
+keys, values, decode = _FLOATS.keys, _FLOATS.values, _FLOATS.decode
+queries, shift_positions = _FLOATS.queries, _FLOATS.shift_positions
+
+
+def encoding(dtype: DType) -> Encoding:
+    """That of a cache's dtype."""
+    return _BLOCKS.get(dtype, _FLOATS)

@@ -1,0 +1,216 @@
+"""An encoder cache beside a dict of what each sequence holds, and random traces of both."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+import kvcache
+import ml
+from kvcache import Batch
+from kvcache.snapshots.snapshot import EncoderSnapshot
+from kvcache.testing.models import values
+from kvcache.testing.rigs.attention import TOLERANCE, mask_of, reference_attention
+from ml import DType
+
+__all__ = ["EncoderRig", "Output", "encoder_trace"]
+
+LAYERS = (0, 3)
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a sequence's encoder gave: rows numbered from ``first``, at the position of its token."""
+
+    position: int
+    first: int
+    count: int
+
+    def rows(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.arange(self.first, self.first + self.count)
+        return values.keys(ids, ids % 7, layer), values.values(ids, layer)
+
+
+class EncoderRig:
+    """An encoder cache beside a dict of what each sequence holds."""
+
+    def __init__(
+        self,
+        backend: ml.Backend,
+        ctx: ml.Context,
+        dtype: DType = DType.F32,
+        config: ml.CacheConfig | None = None,
+        max_sequences: int = 4,
+    ) -> None:
+        self.ctx, self.dtype, self.max_sequences = ctx, dtype, max_sequences
+        self.config = config or ml.CacheConfig()
+        self.cache = kvcache.EncoderCache()
+        self.cache.set_config(self.config)
+        self.cache.init(backend, dtype, max_sequences, 16, 8)
+        self.held: dict[int, Output] = {}
+        self.next_row = 1
+        self.copies: list[tuple[EncoderSnapshot, Output | None]] = []
+        self.pass_: tuple[list[int], list[int]] = ([], [])
+
+    def start(self, positions: Sequence[int], sequences: Sequence[int], items: Sequence[int] = ()) -> None:
+        """A pass; ``items`` are the batch indices that bring something to encode."""
+        self.pass_ = list(positions), list(sequences)
+        multimodal = [(index, "an image") for index in items]
+        self.cache.start_forward(self.ctx, Batch(*self.pass_, multimodal=multimodal))
+        indices = items or range(len(positions))
+        self.receivers: dict[int, int] = {}
+        for index in indices:
+            if items or sequences[index] not in self.receivers:
+                self.receivers[sequences[index]] = positions[index]
+
+    def put(self, *lengths: int, equal: bool = False, layers: Sequence[int] = LAYERS) -> None:
+        """Store outputs of these lengths for the receivers, in their order."""
+        for (seq, position), count in zip(self.receivers.items(), lengths, strict=True):
+            self.held[seq] = Output(position, self.next_row, count)
+            self.next_row += count
+        for layer in layers:
+            parts = [self.held[seq].rows(layer) for seq in self.receivers]
+            key, value = (np.concatenate([part[i] for part in parts]) for i in range(2))
+            self.cache.set_layer(layer)
+            tensors = self.ctx.from_numpy(key), self.ctx.from_numpy(value)
+            self.cache.put(self.ctx, *tensors, lengths=None if equal else lengths)
+
+    def check(self, computes: bool = True) -> None:
+        """Every token of the pass sees its own sequence's rows and no other, in every layer."""
+        positions, sequences = self.pass_
+        for layer in LAYERS:
+            self.cache.set_layer(layer)
+            key, value, mask = self.cache.get(self.ctx)
+            stored_key, stored_value = key.to_numpy().astype(np.float32), value.to_numpy().astype(np.float32)
+            if self.config.permuted_v:
+                stored_value = stored_value.transpose(2, 0, 1)
+            seen = self.seen(mask, len(positions), len(stored_key))
+            for row, seq in zip(seen, sequences, strict=True):
+                wanted_key, wanted_value = self.held[seq].rows(layer)
+                np.testing.assert_array_equal(stored_key[row], wanted_key)
+                np.testing.assert_array_equal(stored_value[row], wanted_value)
+            if computes:
+                self.check_attend(layer)
+        for seq in range(self.max_sequences):
+            assert self.cache.encoder_cached(seq) == (seq in self.held)
+
+    def seen(self, mask: kvcache.Mask, tokens: int, history: int) -> np.ndarray:
+        if mask is None:
+            assert len(set(self.pass_[1])) == 1, "only one sequence needs no mask"
+            return np.ones((tokens, history), dtype=bool)
+        return mask_of(mask, tokens, history, self.config)
+
+    def check_attend(self, layer: int) -> None:
+        sequences = self.pass_[1]
+        query = values.queries(len(sequences), len(sequences))
+        out = self.cache.attend(self.ctx, self.ctx.from_numpy(query, self.dtype), 0.5)
+        limit = TOLERANCE[self.dtype]
+        for found, asked, seq in zip(out.to_numpy().astype(np.float64), query, sequences, strict=True):
+            wanted = reference_attention(asked, *self.held[seq].rows(layer), 0.5)
+            np.testing.assert_allclose(found[:, 3:], wanted[:, 3:], rtol=limit, atol=limit)
+
+    def copy_prefix(self, src: int, dst: int, length: int) -> None:
+        self.cache.copy_prefix(src, dst, length)
+        output = self.held.get(src)
+        self.held.pop(dst, None)
+        if output is not None and output.position < length:
+            self.held[dst] = output
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        self.cache.remove(seq, begin, end)
+        output = self.held.get(seq)
+        if output is None or output.position < begin:
+            return
+        if end is None or output.position < end:
+            del self.held[seq]
+        else:
+            self.held[seq] = Output(output.position - end + begin, output.first, output.count)
+
+    def snapshot(self, seq: int, begin: int, end: int) -> None:
+        output = self.held.get(seq)
+        inside = output if output is not None and begin <= output.position < end else None
+        self.copies.append((self.cache.snapshot(seq, begin, end), inside))
+
+    def restore(self, seq: int, which: int, target: int) -> bool:
+        """Whether it was restored: what lies at or after its begin is replaced, what lies before stays."""
+        snapshot, output = self.copies[which]
+        done = self.cache.restore(seq, snapshot, target)
+        assert done is (snapshot.begin <= target <= snapshot.end)
+        if done and seq in self.held and self.held[seq].position >= snapshot.begin:
+            del self.held[seq]
+        if done and output is not None and output.position < target:
+            self.held[seq] = output
+        return done
+
+    def split(self, which: int, at: int) -> None:
+        """Both halves join the copies, and so does what they are merged to."""
+        snapshot, output = self.copies[which]
+        first, second = self.cache.split(snapshot, at)
+        assert (first is None) == (at == snapshot.begin)
+        assert (second.begin, second.end) == (at, snapshot.end)
+        is_late = output is not None and output.position >= at
+        if first is not None:
+            assert (first.begin, first.end, first.nbytes + second.nbytes) == (
+                snapshot.begin, at, snapshot.nbytes,
+            )  # fmt: skip
+            self.copies.append((first, None if is_late else output))
+        self.copies.append((second, output if is_late else None))
+        self.copies.append((self.cache.merge(first, second), output))
+
+    def look(self, computes: bool = True, read_only: bool = False) -> None:
+        """A pass of all that hold something, read back."""
+        holders = sorted(self.held, reverse=True)
+        if holders:
+            self.pass_ = [9] * len(holders), holders
+            self.cache.start_forward(self.ctx, Batch(*self.pass_), read_only=read_only)
+            self.check(computes)
+
+
+def encoder_trace(backend: ml.Backend, seed: int, floats: Sequence[DType], computes: bool) -> None:
+    """The trace of one seed; raises where the cache and the dict part."""
+    rnd = random.Random(seed)
+    config = ml.CacheConfig(
+        mask_batch_padding=rnd.choice((1, 3)),
+        mask_dtype=rnd.choice(list(floats)),
+        permuted_v=rnd.random() < 0.3,
+    )
+    with backend.new_context() as ctx:
+        count = rnd.randint(1, 4)
+        r = EncoderRig(backend, ctx, rnd.choice(list(floats)), config, count)
+        for _ in range(rnd.randint(3, 12)):
+            seq, roll = rnd.randrange(count), rnd.random()
+            if roll < 0.4:
+                pairs = [(rnd.randrange(8), s) for s in rnd.choices(range(count), k=rnd.randint(1, 4))]
+                pairs = rnd.sample(list(dict.fromkeys(pairs)), len(set(pairs)))
+                items = sorted(rnd.sample(range(len(pairs)), rnd.randint(0, len(pairs))))
+                before = dict(r.held)
+                r.start([p for p, _ in pairs], [s for _, s in pairs], items)
+                r.put(*(rnd.randint(1, 5) for _ in r.receivers))
+                if all(s in r.held for _, s in pairs):
+                    r.check(computes)
+                if rnd.random() < 0.2:
+                    r.cache.undo_forward()
+                    r.held = before
+            elif roll < 0.52 and count > 1:
+                src, dst = rnd.sample(range(count), 2)
+                r.copy_prefix(src, dst, rnd.randrange(9))
+            elif roll < 0.68 or not r.copies:
+                begin = rnd.randrange(4)
+                r.snapshot(seq, begin, begin + rnd.randrange(6))
+            elif roll < 0.76:
+                which = rnd.randrange(len(r.copies))
+                snapshot = r.copies[which][0]
+                r.restore(seq, which, rnd.randint(0, snapshot.end + 1))
+                r.split(which, rnd.randint(snapshot.begin, snapshot.end))
+            elif roll < 0.88:
+                begin = rnd.randrange(8)
+                r.remove(seq, begin, rnd.choice((None, begin + rnd.randrange(4))))
+            else:
+                r.look(computes, read_only=rnd.random() < 0.5)
+        for which, (snapshot, _) in enumerate(r.copies):
+            r.restore(0, which, snapshot.end)
+            r.look(computes=False)
+        r.look(computes)

@@ -1,0 +1,62 @@
+"""Random sequences of calls against the specification: a plain dict of (sequence, position) -> token."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+import ml
+from kvcache.testing.family import run_family
+from kvcache.testing.harness import CacheCase
+from kvcache.testing.rigs.protocol import only_protocol
+from kvcache.testing.traces import run_traces
+from ml import DType
+
+__all__ = ["PropertyTests"]
+
+PARTS = 8
+
+
+class PropertyTests(CacheCase):
+    traces: ClassVar[int] = 100
+    """How many seeded traces of the attention caches to run."""
+    quantized_traces: ClassVar[int] = 8
+    state_traces: ClassVar[int] = 24
+    encoder_traces: ClassVar[int] = 24
+    """How many of the quantized, the recurrent and the encoder cache."""
+
+    @pytest.mark.parametrize("part", range(PARTS))
+    def test_random_traces_agree_with_the_model(
+        self, backend: ml.Backend, declared: ml.Features, floats: list[DType], part: int
+    ) -> None:
+        seeds = range(part, self.traces, PARTS)
+        failures = run_traces(backend, seeds, floats, declared.has("matmul"))
+        assert not failures, "\n\n".join(str(failure) for failure in failures[:3])
+
+    def test_quantized_tokens_agree_with_the_model_in_random_traces(
+        self, backend: ml.Backend, declared: ml.Features, floats: list[DType]
+    ) -> None:
+        if not declared.has("matmul"):
+            pytest.skip("declared absent: compute")
+        failures = run_traces(backend, range(self.quantized_traces), floats, cache="quantized")
+        assert not failures, "\n\n".join(str(failure) for failure in failures[:3])
+
+    @pytest.mark.parametrize("cache", ["recurrent", "encoder"])
+    def test_states_and_outputs_follow_their_tokens_in_random_traces(
+        self, backend: ml.Backend, declared: ml.Features, floats: list[DType], cache: str
+    ) -> None:
+        count = self.state_traces if cache == "recurrent" else self.encoder_traces
+        for seed in range(count):
+            failure = run_family(cache, backend, seed, floats, declared)
+            assert failure is None, failure
+
+    def test_random_traces_need_the_required_protocol_only(
+        self, backend: ml.Backend, declared: ml.Features, floats: list[DType]
+    ) -> None:
+        limited = only_protocol(backend)
+        failures = run_traces(limited, range(1_000_000, 1_000_006), floats, declared.has("matmul"))
+        assert not failures, "\n\n".join(str(failure) for failure in failures[:3])
+        for cache in ("recurrent", "encoder"):
+            failure = run_family(cache, limited, 1_000_000, floats, declared)
+            assert failure is None, failure

@@ -1,0 +1,130 @@
+"""The recurrent cache: states that follow their tokens, wherever the sequences go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import kvcache
+import ml
+from kvcache import Batch
+from kvcache.testing.harness import CacheCase
+from kvcache.testing.rigs.protocol import Plan, only_protocol
+from kvcache.testing.rigs.states import CONV, DELTA, StateRig, StateSetup
+from ml import DType
+
+__all__ = ["RecurrentTests"]
+
+MakeStates = Callable[..., StateRig]
+
+
+class RecurrentTests(CacheCase):
+    @pytest.fixture
+    def states(self, backend: ml.Backend, ctx: ml.Context) -> MakeStates:
+        """``states(**changes)``: a recurrent cache and its model, side by side."""
+        return lambda **changes: StateRig(replace(StateSetup(), **changes), backend, ctx)
+
+    @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2), (2, 0), (0, 2, 0, 2), (1, 0, 2, 0, 1)])
+    @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "set"])
+    def test_sequences_of_a_pass_come_in_the_order_of_the_batch(
+        self, states: MakeStates, order: tuple[int, ...], in_place: bool
+    ) -> None:
+        r = states()
+        r.forward(0, 0, 1, 2, in_place=in_place)
+        r.forward(*order, in_place=in_place)
+        r.forward(*reversed(order), in_place=in_place)
+        r.drain()
+
+    def test_states_have_the_dtypes_that_the_class_says(self, backend: ml.Backend, ctx: ml.Context) -> None:
+        for dtype, given, expected in (
+            (DType.F32, None, DType.F32),
+            (DType.F16, None, DType.F16),
+            (DType.F16, DType.F32, DType.F32),
+            (DType.Q8_0, None, DType.F32),
+            (DType.Q4_0, DType.F16, DType.F16),
+        ):
+            cache = kvcache.RecurrentCache(CONV, DELTA, conv_dtype=given)
+            cache.init(backend, dtype, 2, 8, 8)
+            cache.start_forward(ctx, Batch([0, 0], [1, 0]))
+            assert cache.conv_state(ctx, 0).dtype is expected
+            assert cache.recurrent_state(ctx, 0).dtype is DType.F32
+            cache.set_conv_state(ctx, 0, ctx.from_numpy(np.full((2, *CONV), 1.5), DType.F32))
+            assert (cache.conv_state(ctx, 0).to_numpy() == 1.5).all()
+
+    def test_reserving_leaves_states_alone(self, states: MakeStates) -> None:
+        r = states()
+        r.forward(0, 0, 1)
+        r.cache.start_forward(r.ctx, Batch([0, 1, 2], [0, 0, 1]), reserve=True)
+        for layer in (0, 2):
+            shown = r.cache.conv_state(r.ctx, layer)
+            assert shown.shape == (2, *CONV)
+            r.ctx.forward(r.ctx.full(shown.shape, 9, shown.dtype).copy(r.ctx, shown))
+            r.cache.set_recurrent_state(r.ctx, layer, r.ctx.full((2, *DELTA), 9, DType.F32))
+        r.check()
+        r.forward(1, 0)
+        r.drain()
+
+    def test_sharing_a_state_calls_no_backend_and_takes_no_memory(self, backend: ml.Backend) -> None:
+        """Nor do snapshots of it, while its slot is not written."""
+        plan = Plan()
+        limited = only_protocol(backend, plan)
+        with limited.new_context() as ctx:
+            r = StateRig(StateSetup(max_sequences=4, checkpoints=0), limited, ctx)
+            r.forward(0, 0, 1, 2)
+            before = r.cache.nbytes
+            plan.arm(None)
+            r.copy_prefix(0, 3, 2)
+            r.snapshot(0)
+            r.remove(3, 0)
+            assert r.restore(3, 0)
+            assert plan.calls == []
+            r.forward(3)
+            r.forward(0)
+            assert r.cache.nbytes == before
+            r.drain()
+            r.check_copies()
+
+    def test_memory_stays_what_it_is_however_sequences_come_and_go(self, states: MakeStates) -> None:
+        r = states(max_sequences=3, checkpoints=2, interval=2)
+        sizes = set()
+        for turn in range(6):
+            for _ in range(6):
+                r.forward(0, 1, 2)
+            sizes.add(r.cache.nbytes)
+            r.remove(turn % 3, 0)
+            r.copy_prefix((turn + 1) % 3, turn % 3, 5)
+            for seq in range(3):
+                r.remove(seq, 0)
+        assert len(sizes) == 1
+
+    @pytest.mark.parametrize("what", ["go on", "remove", "shift", "copy_prefix", "undone", "overwritten"])
+    def test_a_snapshots_state_lives_through(self, states: MakeStates, what: str) -> None:
+        r = states(max_sequences=2, capacity=8, checkpoints=0)
+        r.forward(0, 0, 0)
+        r.snapshot(0)
+        if what == "go on":
+            r.forward(0)
+            r.forward(0, 1)
+        elif what == "remove":
+            r.remove(0, 0)
+            r.forward(0, 0, 1)
+        elif what == "shift":
+            r.remove(0, 0, 1)
+            r.forward(0)
+        elif what == "copy_prefix":
+            r.copy_prefix(0, 1, 3)
+            r.forward(1)
+            r.copy_prefix(1, 0, 4)
+            r.forward(0)
+        elif what == "undone":
+            r.forward(1, 0)
+            r.snapshot(1)
+            r.start_and_resume([0, 1])
+            r.forward(0, 1)
+        else:
+            r.spoil()
+            r.remove(0, 0)
+        r.check_copies()

@@ -1,0 +1,103 @@
+"""Snapshots of attention caches: copied out to the host, cut, joined and put back, bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import ml
+from kvcache.snapshots.snapshot import AttentionSnapshot
+from kvcache.testing.harness import KINDS, CacheCase, every_arrangement
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.snapshots import CopyRig
+from ml import DType
+
+__all__ = ["SnapshotTests"]
+
+
+def _same(one: AttentionSnapshot, other: AttentionSnapshot) -> None:
+    assert (one.begin, one.end, one.nbytes) == (other.begin, other.end, other.nbytes)
+    np.testing.assert_array_equal(one.positions, other.positions)
+    assert one.layers.keys() == other.layers.keys()
+    for i, layer in one.layers.items():
+        for mine, yours in zip(layer.tensors, other.layers[i].tensors, strict=True):
+            np.testing.assert_array_equal(mine.to_numpy(), yours.to_numpy())
+
+
+class SnapshotTests(CacheCase):
+    @pytest.fixture(params=[DType.F32, DType.Q8_0, DType.Q4_0], ids=lambda dtype: dtype.name)
+    def setup(self, request: pytest.FixtureRequest, declared: ml.Features) -> Setup:
+        if request.param is not DType.F32 and not declared.has("matmul"):
+            pytest.skip("declared absent: compute")
+        return Setup(max_sequences=3, capacity=12, layers=2, dtype=request.param)
+
+    @staticmethod
+    def filled(setup: Setup, backend: ml.Backend, ctx: ml.Context) -> CopyRig:
+        """Sequence 0 holds six tokens, the first ones scattered between the two of 1."""
+        r = CopyRig(setup, backend, ctx)
+        for position in range(2):
+            r.forward([position, position], [0, 1])
+        r.forward([2, 3, 4, 5], 0)
+        return r
+
+    @pytest.mark.parametrize("detached", [False, True], ids=["in the cache", "copied out"])
+    @pytest.mark.parametrize("begin", [0, 2])
+    def test_a_snapshot_is_restored_at_every_position_inside(
+        self, backend: ml.Backend, ctx: ml.Context, setup: Setup, begin: int, detached: bool
+    ) -> None:
+        r = self.filled(setup, backend, ctx)
+        r.snapshot(0, begin, None)
+        if detached:
+            r.detach(0)
+        for target in (None, *range(begin, 7)):
+            r.copy_prefix(0, 2, begin)
+            assert r.restore(0, 2, target)
+            r.extend(2)
+
+    @every_arrangement
+    def test_a_snapshot_fits_any_arrangement_of_the_same_cache(
+        self, backend: ml.Backend, ctx: ml.Context, setup: Setup, arranged: ml.CacheConfig
+    ) -> None:
+        """Also one that has stored nothing; and what it says there is the same, bit by bit."""
+        source = self.filled(setup, backend, ctx)
+        target = CopyRig(replace(setup, config=arranged), backend, ctx)
+        target.next_token = source.next_token
+        source.snapshot(0, 0, None)
+        source.detach(0)
+        target.copies = list(source.copies)
+        for seq in (2, 0):
+            assert target.restore(0, seq, None)
+            _same(target.cache.snapshot(seq), target.copies[0][0])
+            target.extend(seq)
+        target.drain()
+
+    def test_what_is_split_and_merged_is_what_it_was(
+        self, backend: ml.Backend, ctx: ml.Context, setup: Setup
+    ) -> None:
+        cache = self.filled(setup, backend, ctx).cache
+        whole = cache.snapshot(0)
+        for at in range(7):
+            parent, child = cache.split(whole, at)
+            assert (parent is None) == (at == 0)
+            _same(cache.merge(parent, child), whole)
+            _same(child, cache.snapshot(0, at))
+            if parent is not None:
+                _same(parent, cache.snapshot(0, 0, at))
+
+    @pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
+    def test_a_snapshot_outlives_what_it_was_taken_of(
+        self, backend: ml.Backend, ctx: ml.Context, kind: Setup
+    ) -> None:
+        r = self.filled(kind, backend, ctx)
+        r.snapshot(0, 0, None)
+        r.remove(0, 0)
+        for position in range(2, 12):
+            r.forward([position], [1])
+        r.defrag()
+        r.check_copies()
+        r.detach(0)
+        r.remove(1, 0)
+        r.forward(range(8), 1)
+        r.check_copies()

@@ -1,0 +1,272 @@
+"""Calls out of order, closing and binding anew; which batches and ranges are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache
+import ml
+from kvcache import Batch, CausalCache, ChunkedCache, SlidingWindowCache
+from kvcache.testing.harness import every_kind
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.snapshots import CopyRig
+from ml import DType
+
+MakeRig = Callable[..., CopyRig]
+Call = Callable[[CausalCache, ml.Context], object]
+
+
+def _put(cache: CausalCache, ctx: ml.Context) -> None:
+    cache.put(ctx, ctx.zeros((1, 2, 8), DType.F32), ctx.zeros((1, 2, 5), DType.F32))
+
+
+NEEDS_INIT: dict[str, Call] = {
+    "start_forward": lambda cache, ctx: cache.start_forward(ctx, Batch([0], [0])),
+    "start_forward with reserve": lambda cache, ctx: cache.start_forward(ctx, Batch([0], [0]), reserve=True),
+    "put": _put,
+    "get": lambda cache, ctx: cache.get(ctx),
+    "attend": lambda cache, ctx: cache.attend(ctx, ctx.zeros((1, 2, 8), DType.F32), 1.0),
+    "set_causal": lambda cache, ctx: cache.set_causal(ctx, except_=[0]),
+    "copy_prefix": lambda cache, ctx: cache.copy_prefix(0, 1, 1),
+    "can_resume": lambda cache, ctx: cache.can_resume(0, 0),
+    "remove": lambda cache, ctx: cache.remove(0, 0),
+    "defrag": lambda cache, ctx: cache.defrag(),
+    "cells": lambda cache, ctx: cache.cells,
+    "held": lambda cache, ctx: cache.held(),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_INIT)
+def test_a_call_before_init_start_put_or_after_close_is_refused(rig: MakeRig, name: str) -> None:
+    call, r = NEEDS_INIT[name], rig()
+    with pytest.raises(kvcache.OrderError, match="init"):
+        call(Setup().unbound(), r.ctx)
+    if name in ("put", "get", "attend", "set_causal"):
+        with pytest.raises(kvcache.OrderError):
+            call(r.cache, r.ctx)
+    r.forward([0], 0)
+    if name in ("get", "attend"):
+        r.cache.set_layer(1)
+        with pytest.raises(kvcache.OrderError):
+            call(r.cache, r.ctx)
+        r.check_seen()
+    r.cache.close()
+    with pytest.raises(kvcache.ClosedError):
+        call(r.cache, r.ctx)
+
+
+@pytest.mark.parametrize("end", [
+    lambda cache: cache.remove(0, 1), lambda cache: cache.copy_prefix(0, 1, 1), lambda cache: cache.defrag(),
+    lambda cache: cache.undo_forward(),
+], ids=["remove", "copy_prefix", "defrag", "undo_forward"])  # fmt: skip
+def test_what_changes_sequences_ends_the_pass(rig: MakeRig, end: Callable[[CausalCache], None]) -> None:
+    r = rig()
+    r.forward([0, 1], 0)
+    end(r.cache)
+    with pytest.raises(kvcache.OrderError):
+        r.cache.get(r.ctx)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_start_can_be_taken_back_and_the_pass_before_goes_on(rig: MakeRig, read_only: bool) -> None:
+    r = rig(layers=2)
+    r.forward([0, 1], 0)
+    under_way = r.cache.pass_under_way()
+    r.cache.start_forward(r.ctx, Batch([1 if read_only else 2], [0]), read_only=read_only)
+    r.cache.undo_forward(under_way)
+    r.check_seen()
+    r.cache.undo_forward()
+    r.check_figures()
+
+
+def test_close_drops_the_tensors_and_those_of_get_outlive_it(rig: MakeRig, backend: ml.Backend) -> None:
+    before = backend.memory().allocated
+    r = rig(capacity=512)
+    r.forward([0, 1], 0)
+    key = r.cache.get(r.ctx)[0]
+    host = key.to_numpy()
+    r.cache.close()
+    r.cache.close()
+    assert (key.to_numpy() == host).all()
+    del key
+    assert r.cache.nbytes == 0
+    assert backend.memory().allocated <= before
+
+
+@every_kind
+def test_a_cache_is_bound_once_and_anew_after_close(rig: MakeRig, kind: Setup) -> None:
+    r = rig(kind, layers=3)
+    r.forward([0, 1, 0], [0, 0, 1])
+    r.cache.schedule_snapshots(0, [3])
+    with pytest.raises(kvcache.OrderError):
+        r.cache.init(r.backend, DType.F16, 9, 9, 9)
+    r.check_seen()
+    r.cache.close()
+    r.cache.init(r.backend, DType.F32, 2, 16, 8)
+    assert r.cache.held() == {}
+    assert r.cache.free_cells == r.cache.cells
+    r.cache.start_forward(r.ctx, Batch([0, 1, 2, 3], [0] * 4))
+    assert r.cache.take_snapshots(0) == []
+    r.cache.start_forward(r.ctx, Batch([0], [1]))
+    _put(r.cache, r.ctx)  # layer 0, and shapes of its own
+    assert r.cache.get(r.ctx)[0].shape[1:] == (2, 8)
+    r.cache.set_layer(2)
+    with pytest.raises(kvcache.OrderError):
+        r.cache.get(r.ctx)
+
+
+def test_a_config_is_the_backends_or_ones_own_until_a_pass_has_stored(
+    rig: MakeRig, backend: ml.Backend
+) -> None:
+    wanted = backend.cache_config() if isinstance(backend, ml.SupportsCacheConfig) else ml.CacheConfig()
+    for after in (False, True):
+        cache = CausalCache()
+        if after:
+            cache.init(backend, DType.F32, 1, 8, 8)
+            assert cache.config == wanted
+        cache.set_config(ml.CacheConfig(cache_padding=6))
+        if not after:
+            cache.init(backend, DType.F32, 1, 8, 8)
+        assert cache.cells == 12
+    r = rig()
+    r.forward([0, 1], 0)
+    for _ in range(2):
+        with pytest.raises(kvcache.OrderError):
+            r.cache.set_config(ml.CacheConfig(permuted_v=True))
+        r.remove(0, 1)
+
+
+# Refusals.
+
+REFUSED: dict[str, tuple[Any, Any]] = {
+    "an empty batch": ([], []),
+    "a negative position": ([3, -1], [0, 0]),
+    "a pair given twice, apart": ([3, 5, 3], [0, 1, 0]),
+    "a pair stored already, of another order": ([7, 0, 3], [1, 1, 0]),
+    "a sequence beyond the last, among others": ([3, 0], [0, 9]),
+    "a negative sequence": ([3], [-1]),
+    "more positions than sequences": ([3, 4], [0]),
+    "more sequences than positions": ([3], [0, 1]),
+    "a position beyond I32": ([2**31], [0]),
+    "positions that are no integers": ([3.5], [0]),
+    "sequences that are no integers": ([3], [0.5]),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_batch_that_cannot_be_stored_is_refused_and_changes_nothing(
+    rig: MakeRig, kind: Setup, name: str
+) -> None:
+    r = rig(kind)
+    r.forward([0, 1, 2, 0, 1], [0, 0, 0, 1, 1])
+    for reserve in (False, name == "a negative sequence"):
+        with pytest.raises(kvcache.InvalidBatchError) as caught:
+            r.cache.start_forward(r.ctx, Batch(*REFUSED[name]), reserve)
+        assert isinstance(caught.value, ValueError)
+        assert len(str(caught.value)) > 20
+        r.check_figures()
+        r.check_seen()  # the pass before goes on
+
+
+BATCH = Batch([1], [0])
+CALLS: list[tuple[type[Exception], Call]] = [
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.set_layer(-1)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.copy_prefix(0, 0, 1)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.copy_prefix(0, 1, -1)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.remove(0, -1)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.remove(0, 3, 2)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.snapshot(0, -1)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.snapshot(0, 0, 7)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.split(cache.snapshot(0), 7)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.merge(cache.snapshot(0), cache.snapshot(0, 2))),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.schedule_snapshots(0, [9, 3])),
+    (kvcache.InvalidSequenceError, lambda cache, ctx: cache.schedule_snapshots(4, [9])),
+    (kvcache.InvalidSequenceError, lambda cache, ctx: cache.take_snapshots(-1)),
+    (kvcache.InvalidBatchError, lambda cache, ctx: cache.copy_prefix(0, 2, 1)),
+    (kvcache.InvalidBatchError, lambda cache, ctx: cache.copy_prefix(-1, 0, 1)),
+    (kvcache.InvalidBatchError, lambda cache, ctx: cache.remove(2, 0)),
+    (kvcache.InvalidBatchError, lambda cache, ctx: cache.can_resume(-1, 0)),
+    (kvcache.InvalidBatchError, lambda cache, ctx: cache.start_forward(ctx, BATCH, True, read_only=True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "call"), CALLS, ids=range(len(CALLS)))
+def test_a_call_that_means_nothing_is_refused_and_changes_nothing(
+    rig: MakeRig, error: type[Exception], call: Call
+) -> None:
+    r = rig()
+    r.forward(range(5), 0)
+    with pytest.raises(error):
+        call(r.cache, r.ctx)
+    r.check_figures()
+    r.check_seen()
+
+
+@pytest.mark.parametrize(("begin", "end"), [(5, None), (9, 12), (2, 2), (4, 100), (2, 4), (1, 100)])
+def test_a_range_without_anything_behind_it_needs_no_shift_function(
+    rig: MakeRig, begin: int, end: int | None
+) -> None:
+    r = rig(can_shift=False)
+    r.forward([0, 1, 2, 3], 0)
+    assert r.remove(0, begin, end)
+    assert r.cache.positions(0).tolist() == list(range(min(4, begin) if begin != end else 4))
+    r.forward([r.model.last(0) + 2], 0)
+    with pytest.raises(ml.NotSupportedError, match="shift"):
+        r.cache.remove(0, 0, 1)
+
+
+def test_numpy_arrays_tuples_and_ranges_are_batches(rig: MakeRig) -> None:
+    r = rig()
+    makers: list[Any] = [np.array, tuple, list]
+    for i, make in enumerate(makers):
+        r.cache.start_forward(r.ctx, Batch(make([2 * i, 2 * i + 1]), make([0, 0])))
+    zeros: Any = np.zeros(2, np.int32)
+    r.cache.start_forward(r.ctx, Batch(range(6, 8), zeros, multimodal=[(0, object())], inputs=object()))
+    assert r.cache.positions(0).tolist() == list(range(8))
+
+
+# Cells.
+
+
+@pytest.mark.parametrize(("make", "max_sequences", "padding", "cells"), [
+    (CausalCache, 3, 1, 300), (CausalCache, 1, 32, 128), (CausalCache, 2, 100, 200),
+    (lambda: ChunkedCache(4), 3, 7, 301),
+    (lambda: SlidingWindowCache(4), 1, 1, 4 + 8), (lambda: SlidingWindowCache(4), 2, 1, 2 * 5 + 8),
+    (lambda: SlidingWindowCache(0), 2, 1, 2 + 8), (lambda: SlidingWindowCache(4, 5), 2, 1, 2 * 5 + 8),
+    (lambda: SlidingWindowCache(4, 20), 2, 16, 48), (lambda: SlidingWindowCache(4, 99), 1, 1, 99 + 8),
+    (lambda: SlidingWindowCache(4, 100), 1, 1, 100), (lambda: SlidingWindowCache(99), 1, 1, 99 + 8),
+    (lambda: SlidingWindowCache(99), 2, 1, 200), (lambda: SlidingWindowCache(4, 1000), 3, 1, 300),
+])  # fmt: skip
+def test_the_number_of_cells_is(
+    backend: ml.Backend, make: type[CausalCache], max_sequences: int, padding: int, cells: int
+) -> None:
+    cache = make()
+    cache.set_config(ml.CacheConfig(cache_padding=padding))
+    for wrong in ((0, 100, 8), (max_sequences, 0, 8), (max_sequences, 100, -1)):
+        with pytest.raises(kvcache.InvalidRangeError):
+            cache.init(backend, DType.F32, *wrong)
+    cache.init(backend, DType.F32, max_sequences, 100, 8)
+    assert cache.cells == cache.free_cells == cells
+
+
+@every_kind
+def test_an_overflow_says_what_was_asked_free_and_held_and_changes_nothing(rig: MakeRig, kind: Setup) -> None:
+    r = rig(kind, max_sequences=2, capacity=8, max_batch=4, layers=2)
+    r.forward([0, 1, 2, 0], [0, 0, 0, 1])
+    free = r.cache.free_cells
+    with pytest.raises(kvcache.CacheFullError) as caught:
+        r.cache.start_forward(r.ctx, Batch(range(3, 4 + free), [0] * (free + 1)))
+    assert isinstance(caught.value, RuntimeError)
+    assert (caught.value.asked, caught.value.free, caught.value.held) == (free + 1, free, {0: 3, 1: 1})
+    for number in (free + 1, free):
+        assert str(number) in str(caught.value)
+    r.check_figures()
+    r.check_seen()  # the pass before goes on
+    assert r.forward(range(3, 3 + free), 0)
+    assert r.cache.free_cells == 0
+    r.drain()

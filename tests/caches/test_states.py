@@ -1,0 +1,455 @@
+"""Recurrent states: going back, snapshots in their slot, what is refused, and what a failure costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+import kvcache
+import ml
+from kvcache import Batch
+from kvcache.testing.models import values
+from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
+from kvcache.testing.rigs.protocol import Plan, only_protocol
+from kvcache.testing.rigs.states import CONV, DELTA, KINDS, RECURRENT_LAYERS, StateRig, StateSetup
+from ml import DType
+
+MakeStates = Callable[..., StateRig]
+LAZY = StateSetup(max_sequences=4, checkpoints=0)
+"""Without checkpoints, which would be copies too."""
+
+
+# Refusals.
+
+
+def test_batches_ranges_and_shapes_that_mean_nothing_are_refused(states: MakeStates) -> None:
+    r = states()
+    r.forward(0, 0, 1)
+    for positions, sequences in (
+        ([3], [0]),
+        ([1], [0]),
+        ([2, 4], [0, 0]),
+        ([1, 3, 2], [1, 0, 0]),
+        ([1], [2]),
+    ):
+        with pytest.raises(kvcache.InvalidBatchError):
+            r.cache.start_forward(r.ctx, Batch(positions, sequences))
+    for begin, end in ((-1, None), (-1, 2), (3, 2)):
+        assert not r.remove(0, begin, end)
+    r.copy_prefix(0, 1, -1)
+    r.copy_prefix(0, 0, 1)
+    for passed in ([2], [5, 1]):
+        with pytest.raises(kvcache.InvalidRangeError):
+            r.cache.schedule_snapshots(0, passed)
+    r.start([0, 1])
+    zeros = r.ctx.zeros
+    for shape in ((1, *CONV), (2, 6), (2, *DELTA), CONV):
+        with pytest.raises(kvcache.InvalidRangeError):
+            r.cache.set_conv_state(r.ctx, 0, zeros(shape, DType.F32))
+    with pytest.raises(kvcache.InvalidRangeError):
+        r.cache.set_recurrent_state(r.ctx, 0, zeros((1, *DELTA), DType.F32))
+    with pytest.raises(kvcache.InvalidRangeError):
+        r.cache.conv_state(r.ctx, -1)
+    r.step()
+    with pytest.raises(kvcache.InvalidBatchError, match=r"reserve.*read_only"):
+        r.cache.start_forward(r.ctx, Batch([1], [0]), reserve=True, read_only=True)
+
+
+def test_states_are_asked_for_within_a_pass_of_an_open_cache(states: MakeStates) -> None:
+    r = states()
+    state = r.ctx.zeros((1, *CONV), DType.F32)
+    uses: list[Callable[[], object]] = [
+        lambda: r.cache.conv_state(r.ctx, 0),
+        lambda: r.cache.recurrent_state(r.ctx, 0),
+        lambda: r.cache.set_conv_state(r.ctx, 0, state),
+        lambda: r.cache.sequences,
+    ]
+    for _ in range(2):
+        for use in uses:
+            with pytest.raises(kvcache.OrderError):
+                use()
+        r.forward(0)
+        r.remove(0, 0)
+    r.cache.close()
+    for use in [*uses, lambda: r.cache.offset(0), lambda: r.cache.checkpoint(0)]:
+        with pytest.raises(kvcache.ClosedError):
+            use()
+    r.cache.init(r.backend, DType.F32, 2, 8, 8)
+    assert (r.cache.offset(0), r.cache.nbytes) == (0, 0)
+
+
+def test_snapshots_of_other_shapes_and_dtypes_are_not_restored(states: MakeStates) -> None:
+    r = states()
+    r.forward(0, 0)
+    r.snapshot(0)
+    snapshot = r.copies[0][0]
+    assert r.cache.split(snapshot, 1) == (None, snapshot)
+    with pytest.raises(kvcache.InvalidRangeError):
+        r.cache.split(snapshot, 3)
+    wide = kvcache.RecurrentCache((2, 4), DELTA, values.shift_positions)
+    wide.init(r.backend, DType.F32, 2, 8, 8)
+    for other in (wide, states(conv_dtype=DType.F16).cache):
+        with pytest.raises(kvcache.InvalidRangeError):
+            other.restore(0, snapshot)
+        assert other.offset(0) == 0
+
+
+# Going back.
+
+
+def test_a_failed_pass_is_taken_out_by_going_back(states: MakeStates) -> None:
+    r = states()
+    r.forward(0, 0, 1)
+    r.checkpoint(0)
+    r.start([1, 0])
+    r.write("conv", 0, in_place=True)  # and then the model fails
+    r.remove(0, 2)
+    r.remove(1, 1)
+    assert [r.cache.offset(seq) for seq in range(2)] == [2, 0]  # 1 has no checkpoint: back to nothing
+    r.forward(0, 1)
+    r.drain()
+
+
+def test_a_context_shift_keeps_the_state_that_saw_everything(states: MakeStates) -> None:
+    r = states(capacity=8, max_sequences=1, interval=3)
+    for _ in range(8):
+        r.forward(0)
+    assert not r.start([0])
+    assert r.cache.shift_context(0, 2) == 3
+    r.model.remove(0, 2, 5)
+    r.check()
+    r.forward(0, 0)
+    r.drain()
+
+
+# Snapshots in their slot.
+
+
+def test_a_pass_copies_a_state_once_for_all_who_hold_it(backend: ml.Backend) -> None:
+    plan = Plan()
+    limited = only_protocol(backend, plan)
+    with limited.new_context() as ctx:
+        r = StateRig(replace(LAZY, checkpoints=3, interval=1), limited, ctx)
+        r.forward(0, 0)
+        r.snapshot(0)
+        r.snapshot(0, 1)
+        assert r.restore(0, 0)
+        plan.arm(None)
+        r.start([0])
+        assert Counter(plan.calls)["contiguous"] == len(KINDS) * len(RECURRENT_LAYERS)
+        plan.arm(None)
+        r.step()
+        (one, _), (other, _) = r.copies
+        assert one.states == other.states
+        assert r.cache.checkpoints(0) == (2,), "the checkpoint that was due is the same copy"
+        r.forward(0)
+        r.check_copies()
+
+
+def test_what_is_let_go_before_the_next_pass_is_never_copied(backend: ml.Backend) -> None:
+    calls = []
+    for keeps in (False, True):
+        plan = Plan()
+        limited = only_protocol(backend, plan)
+        with limited.new_context() as ctx:
+            r = StateRig(LAZY, limited, ctx)
+            r.forward(0, 0, 1)
+            if keeps:
+                r.snapshot(0)
+                r.copies.clear()
+            plan.arm(None)
+            r.forward(0, 1)
+            calls.append(Counter(plan.calls))
+    assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_state_goes_into_another_cache(states: MakeStates, closed: bool) -> None:
+    r, other = states(checkpoints=0), states(checkpoints=0)
+    r.forward(0, 0, 1)
+    r.snapshot(0)
+    if closed:
+        r.cache.close()
+    other.next_token, other.model.next_cell = r.next_token, r.model.next_cell
+    other.copies = r.copies
+    for seq in (2, 0):
+        assert other.cache.restore(seq, r.copies[0][0])
+        other.model.restore(seq, r.copies[0][1], None, shared=False)
+        other.check()
+    assert r.copies[0][0].in_cache is not closed, "restoring it elsewhere leaves it where it lies"
+    other.forward(0, 2)
+
+
+# Asked for ahead.
+
+
+def test_a_state_is_taken_where_a_batch_ends(states: MakeStates) -> None:
+    r = states()
+    r.cache.schedule_snapshots(0, [2, 4, 7])
+    assert (r.cache.next_snapshot(0), r.cache.next_snapshot(2)) == (2, None)
+    for sequences, upcoming, skipped in (((0, 1, 0), 4, []), ((0, 0, 0), 7, [4]), ((0, 0), None, [])):
+        r.forward(*sequences)
+        assert r.cache.next_snapshot(0) == upcoming
+        assert r.cache.skipped_snapshots(0) == skipped
+        assert r.cache.skipped_snapshots(0) == [], "it is said once"
+    assert [(one.begin, one.end) for one in r.cache.take_snapshots(0)] == [(0, 2), (2, 7)]
+
+
+@pytest.mark.parametrize("looked", [False, True])
+def test_positions_inside_a_batch_are_skipped_and_said_to_be(states: MakeStates, looked: bool) -> None:
+    r = states()
+    r.cache.schedule_snapshots(0, [3, 7])
+    r.forward(*[0] * 9)
+    if looked:
+        assert r.cache.take_snapshots(0) == []
+    assert r.cache.skipped_snapshots(0) == [3, 7]
+    assert r.cache.take_snapshots(0) == r.cache.skipped_snapshots(0) == []
+
+
+@pytest.mark.parametrize("how", ["taken back", "cancelled", "replaced"])
+def test_a_skip_that_was_not_asked_for_goes_with_the_tokens(states: MakeStates, how: str) -> None:
+    r = states(interval=1, checkpoints=9)
+    r.forward(0)
+    r.cache.schedule_snapshots(0, [2, 3])
+    r.forward(0, 0, 0)
+    if how == "cancelled":
+        r.cache.cancel_snapshots(0)
+    elif how == "replaced":
+        r.copy_prefix(1, 0, 0)
+    else:
+        assert r.remove(0, 1)
+        r.forward(0, 0)
+        assert [snapshot.end for snapshot in r.cache.take_snapshots(0)] == [3]
+    assert r.cache.skipped_snapshots(0) == ([2] if how == "taken back" else [])
+
+
+@pytest.mark.parametrize("how", ["remove", "undo", "failed pass"])
+def test_a_state_that_is_taken_back_is_taken_anew(states: MakeStates, how: str) -> None:
+    r = states(interval=1, checkpoints=9)
+    r.forward(0)
+    r.forward(0)
+    r.cache.schedule_snapshots(0, [3, 4])
+    if how == "undo":
+        r.cache.start_forward(r.ctx, Batch([2], [0]))
+        r.cache.undo_forward()
+    else:
+        if how == "remove":
+            r.forward(0)
+        else:
+            assert r.start([0])
+            r.write("conv", 0, in_place=True)
+        assert r.remove(0, 2)
+    assert (r.cache.snapshots_taken(0), r.cache.next_snapshot(0)) == ([], 3)
+    for end in (3, 4):
+        r.forward(0)
+        r.copies.append((r.cache.snapshots_taken(0)[-1], r.model.snapshot(0, end - 1, end)))
+    assert [(s.begin, s.end) for s in r.cache.take_snapshots(0)] == [(2, 3), (3, 4)]
+    r.remove(0, 2)
+    assert r.restore(0, 0)
+    assert r.restore(0, 1)
+    r.drain()
+
+
+# Failures.
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``act`` is what may fail; ``follow`` does the same to the model."""
+
+    prepare: Callable[[StateRig], object]
+    act: Callable[[StateRig], object]
+    follow: Callable[[StateRig], object] = lambda r: None
+    touches: frozenset[int] = frozenset()
+    setup: StateSetup = field(default_factory=lambda: StateSetup(max_sequences=4, interval=2))
+
+
+def _fill(r: StateRig) -> None:
+    r.forward(0, 0, 1, 2)
+    r.forward(2, 1)
+    r.copy_prefix(0, 1, 2)
+
+
+def _held(r: StateRig) -> None:
+    """Every state is a snapshot's too."""
+    _fill(r)
+    r.forward(3)
+    for seq in range(4):
+        r.snapshot(seq)
+
+
+def _copied(r: StateRig) -> None:
+    _fill(r)
+    r.snapshot(2)
+    r.copies[0][0].detach()
+
+
+def _scheduled(r: StateRig) -> None:
+    r.cache.schedule_snapshots(0, [2])
+    r.forward(0, 0, 1)
+    assert [snapshot.end for snapshot in r.cache.snapshots_taken(0)] == [2]
+
+
+def _pass(
+    *sequences: int,
+    touches: tuple[int, ...] = (),
+    slots: int = 4,
+    prepare: Callable[[StateRig], object] = _fill,
+) -> Fault:
+    def follow(r: StateRig) -> None:
+        r.begin()
+        r.step()
+
+    def act(r: StateRig) -> None:
+        r.cache.start_forward(r.ctx, r.plan(sequences))
+
+    return Fault(prepare, act, follow, frozenset(touches), StateSetup(max_sequences=slots, interval=2))
+
+
+def _started(r: StateRig) -> None:
+    _fill(r)
+    r.start([1, 2])
+    for layer in RECURRENT_LAYERS:
+        r.state("conv", layer)
+        r.state("recurrent", layer)
+
+
+def _evaluated_and_held(r: StateRig) -> None:
+    _fill(r)
+    r.forward(1, 2)
+    for seq in (1, 2):
+        r.snapshot(seq)
+
+
+def _start_anew(r: StateRig) -> None:
+    for seq in (1, 2):
+        r.remove(seq, 0)
+
+
+def _set_states(r: StateRig) -> None:
+    for layer in RECURRENT_LAYERS:
+        r.write("conv", layer, in_place=False)
+        r.write("recurrent", layer, in_place=True)
+
+
+def _check_states(r: StateRig) -> None:
+    r.before = [row.seen for row in r.model.rows]  # they have been set
+    r.step()
+
+
+FAULTS = {
+    "a pass that loads zeros": _pass(0, 1, prepare=lambda r: r.forward(2)),
+    "a pass that makes a copy of a shared state": _pass(1, 2),
+    "a pass that takes a checkpoint": _pass(0, 0, 2),
+    "a pass that swaps two states": _pass(
+        1, 0, slots=2, touches=(0, 1), prepare=lambda r: r.forward(0, 0, 1)
+    ),
+    "a pass that moves another's state away": _pass(
+        0, 2, slots=3, touches=(1, 2), prepare=lambda r: r.forward(0, 1, 2)
+    ),
+    "a pass over states that snapshots hold": _pass(2, 1, prepare=_held),
+    "a pass that moves states to where snapshots hold some": _pass(3, 0, touches=(2,), prepare=_held),
+    "a pass after one that took a scheduled state": _pass(0, 1, prepare=_scheduled),
+    "setting states that snapshots hold": Fault(_evaluated_and_held, lambda r: r.spoil(), _start_anew),
+    "setting states": Fault(_started, _set_states, _check_states),
+    "a checkpoint": Fault(_fill, lambda r: r.cache.checkpoint(2), lambda r: r.model.keep(r.model.rows[2])),
+    "remove in the middle": Fault(
+        lambda r: r.forward(0, 0, 1, 0),
+        lambda r: r.cache.remove(0, 0, 1),
+        lambda r: r.model.remove(0, 0, 1),
+        frozenset([0]),
+    ),
+    "restoring into free cells": Fault(
+        _copied,
+        lambda r: r.cache.restore(3, r.copies[0][0]),
+        lambda r: r.model.restore(3, r.copies[0][1], None, shared=False),
+    ),
+    "restoring over what is there": Fault(
+        _copied,
+        lambda r: r.cache.restore(2, r.copies[0][0]),
+        lambda r: r.model.restore(2, r.copies[0][1], None, shared=False),
+        frozenset([2]),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS.values()), ids=list(FAULTS))
+@every_way_to_fail
+def test_a_failing_backend_leaves_states_as_they_were_or_says_which_are_lost(
+    backend: ml.Backend, fault: Fault, when: str
+) -> None:
+    failures: list[set[int]] = []
+
+    def make(limited: ml.Backend, ctx: ml.Context) -> StateRig:
+        r = StateRig(fault.setup, limited, ctx)
+        fault.prepare(r)
+        return r
+
+    def check(r: StateRig) -> None:
+        lost = {seq for seq in range(fault.setup.max_sequences) if _is_lost(r, seq)}
+        failures.append(lost)
+        if not lost:
+            r.check()
+            fault.act(r)
+            fault.follow(r)
+        else:
+            assert lost == fault.touches, "others than those whose data was touched are lost"
+            for seq in sorted(lost):
+                _uses_say_so(r, seq)
+                r.cache.remove(seq, 0)
+                r.model.remove(seq, 0, None)
+        r.check()
+        r.drain()
+        r.check_copies()
+
+    every_failure(backend, when, make, fault.act, check, stride=3)
+    assert failures
+
+
+def _is_lost(r: StateRig, seq: int) -> bool:
+    try:
+        r.cache.prepare_copy_prefix(seq, (seq + 1) % r.setup.max_sequences, 0)
+    except kvcache.SequenceLostError:
+        return True
+    return False
+
+
+def _uses_say_so(r: StateRig, seq: int) -> None:
+    offset = r.cache.offset(seq)
+    uses: list[Callable[[], object]] = [
+        lambda: r.cache.start_forward(r.ctx, Batch([offset], [seq])),
+        lambda: r.cache.copy_prefix(seq, (seq + 1) % r.setup.max_sequences, 1),
+        lambda: r.cache.snapshot(seq),
+    ]
+    if offset > 1:
+        uses.append(lambda: r.cache.remove(seq, 0, 1))
+    for use in uses:
+        with pytest.raises(kvcache.SequenceLostError, match=f"sequence {seq}"):
+            use()
+    assert not r.cache.can_resume(seq, offset)
+
+
+def test_a_state_that_cannot_be_copied_out_when_a_cache_closes_is_lost(backend: ml.Backend) -> None:
+    plan = Plan()
+    limited = only_protocol(backend, plan)
+    with limited.new_context() as ctx:
+        r = StateRig(LAZY, limited, ctx)
+        r.forward(0, 0, 1)
+        r.snapshot(0)
+        r.snapshot(1)
+        for snapshot, _ in r.copies:
+            snapshot.attention.detach()
+        plan.arm(0)
+        r.cache.close()
+        plan.arm(None)
+        (lost, _), (kept, _) = r.copies
+        other = LAZY.make(limited)
+        for use in (lost.detach, lambda: lost.states, lambda: other.restore(0, lost)):
+            with pytest.raises(kvcache.SequenceLostError):
+                use()
+        assert other.offset(0) == 0
+        assert other.restore(0, kept)
+        assert other.offset(0) == 1

@@ -1,0 +1,288 @@
+"""Wrappers: several caches as one, all of them or none, also their snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import kvcache
+import ml
+from kvcache import Batch
+from kvcache.testing.models import values
+from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
+from kvcache.testing.rigs.wrapper import ForeignCache, WrapperRig, wrapper_trace
+from ml import DType
+
+WIDE = Setup(max_sequences=3, capacity=12, max_batch=6)
+NARROW = Setup(max_sequences=3, capacity=12, max_batch=6, window=2, memory=4)
+CHUNKS = Setup(max_sequences=3, capacity=12, max_batch=6, chunk=4)
+WINDOW, MEMORY = 3, 5
+
+
+@pytest.fixture
+def wrapped(backend: ml.Backend, ctx: ml.Context) -> Callable[..., WrapperRig]:
+    """``wrapped(*setups, foreign=None)``: a wrapper and a model for each cache in it."""
+    return lambda *setups, foreign=None: WrapperRig(setups or (NARROW, WIDE), backend, ctx, foreign)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_wrapper_follows_all_its_models_in_random_traces(backend: ml.Backend, part: int) -> None:
+    for seed in range(part, 60, 4):
+        wrapper_trace(backend, seed)
+
+
+def test_layers_go_to_the_cache_of_their_type(wrapped: Callable[..., WrapperRig]) -> None:
+    r = wrapped(NARROW, WIDE, CHUNKS)
+    r.forward(range(6), [0] * 6)
+    r.forward([6, 0, 7], [0, 1, 0])
+    assert [len(model.tokens[0]) for model in r.models] == [6, 8, 8]
+    r.cache.set_layer_type(1)
+    r.forward([8], [0], lifted=[0])
+    assert r.cache.current is r.rigs[2].cache, "a pass begins with type 0"
+    for wrong in (-1, 3):
+        with pytest.raises(kvcache.InvalidRangeError):
+            r.cache.set_layer_type(wrong)
+    r.drain()
+
+
+def test_except_lists_reach_all_caches_and_wrong_ones_none(wrapped: Callable[..., WrapperRig]) -> None:
+    r = wrapped()
+    r.forward(range(4), [0] * 4, lifted=[0, 1])
+    with pytest.raises(kvcache.InvalidRangeError):
+        r.cache.set_causal(r.ctx, except_=[4])
+    for i, rig in enumerate(r.rigs):
+        r.cache.set_layer_type(i)
+        rig.check_seen([0, 1])
+    r.drain()
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_shift_function_that_raises_leaves_all_as_they_were(
+    wrapped: Callable[..., WrapperRig], broken: int
+) -> None:
+    r = wrapped(WIDE, CHUNKS)
+    r.forward(range(6), [0] * 6)
+
+    def fail(*_: Any) -> ml.Tensor:
+        raise ValueError("no shift today")
+
+    cache = r.rigs[broken].cache
+    shift, cache.editor.shift = cache.editor.shift, fail
+    with pytest.raises(ValueError, match="no shift today"):
+        r.cache.remove(0, 1, 3)
+    r.check()
+    cache.editor.shift = shift
+    assert r.remove(0, 1, 3)
+    r.extend(0)
+    r.drain()
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_an_encoder_pass_goes_on_where_another_cache_refuses(
+    backend: ml.Backend, ctx: ml.Context, reserve: bool
+) -> None:
+    encoder, other = kvcache.EncoderCache(), ForeignCache(kvcache.CausalCache())
+    wrapper = kvcache.WrapperCache(encoder, other)
+    wrapper.init(backend, DType.F32, 2, 8, 4)
+    key = ctx.from_numpy(values.keys(range(1, 5), range(4), 0))
+    value = ctx.from_numpy(values.values(range(1, 5), 0))
+    wrapper.start_forward(ctx, Batch([0, 0], [0, 1]))
+    wrapper.put(ctx, key, value)
+    other.refuses = "start_forward"
+    with pytest.raises(kvcache.KVCacheError, match="this cache refuses"):
+        wrapper.start_forward(ctx, Batch([1], [1]), reserve)
+    wrapper.set_layer(1)
+    wrapper.put(ctx, key, value)  # the second layer of the same pass, for both sequences
+    for layer in range(2):
+        wrapper.set_layer(layer)
+        found = wrapper.get(ctx)[0].to_numpy()
+        assert (found == key.to_numpy()).all()
+
+
+def test_states_and_views_of_them_go_on_where_another_cache_refuses(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    recurrent = kvcache.RecurrentCache((2,), (3,), checkpoint_interval=1)
+    other = ForeignCache(kvcache.CausalCache())
+    wrapper = kvcache.WrapperCache(recurrent, other)
+    wrapper.init(backend, DType.F32, 4, 8, 8)
+    wrapper.start_forward(ctx, Batch([0, 0, 0], [2, 0, 1]))
+    recurrent.set_recurrent_state(ctx, 0, ctx.from_numpy([[2.0] * 3, [0.5] * 3, [1.0] * 3]))
+    recurrent.copy_prefix(2, 3, 1)
+    wrapper.start_forward(ctx, Batch([1, 1], [0, 1]))
+    state = recurrent.recurrent_state(ctx, 0)
+    other.refuses = "start_forward"
+    for sequences in ([1, 2, 0, 3], [2], [3, 0], [0, 1]):
+        positions = [recurrent.offset(seq) for seq in sequences]
+        with pytest.raises(kvcache.KVCacheError, match="this cache refuses"):
+            wrapper.start_forward(ctx, Batch(positions, sequences))
+        assert recurrent.sequences == (0, 1)
+        assert state.to_numpy().tolist() == [[0.5] * 3, [1.0] * 3]
+        assert recurrent.recurrent_state(ctx, 0).to_numpy().tolist() == [[0.5] * 3, [1.0] * 3]
+    recurrent.set_recurrent_state(ctx, 0, ctx.from_numpy([[5.0] * 3, [7.0] * 3]))
+    other.refuses = None
+    assert state.to_numpy().tolist() == [[5.0] * 3, [7.0] * 3]  # it is the same view still
+    wrapper.start_forward(ctx, Batch([2, 1, 1, 2], [0, 2, 3, 1]))
+    assert recurrent.recurrent_state(ctx, 0).to_numpy()[:, 0].tolist() == [5.0, 2.0, 2.0, 7.0]
+
+
+def test_a_context_shift_moves_all(wrapped: Callable[..., WrapperRig]) -> None:
+    r = wrapped(WIDE, CHUNKS)
+    for _ in range(2):
+        r.extend(0, 6)
+    assert r.cache.shift_context(0, 2) == 5
+    for model in r.models:
+        model.remove(0, 2, 7)
+    r.check()
+    r.extend(0, 2)
+    r.drain()
+
+
+def test_an_init_that_fails_closes_what_was_opened(backend: ml.Backend) -> None:
+    first, last = kvcache.CausalCache(), ForeignCache(kvcache.CausalCache())
+    last.refuses = "init"
+    wrapper = kvcache.WrapperCache(first, last)
+    with pytest.raises(kvcache.KVCacheError):
+        wrapper.init(backend, DType.F32, 2, 8, 4)
+    with pytest.raises(kvcache.ClosedError):
+        first.positions(0)
+    last.refuses = None
+    wrapper.init(backend, DType.F32, 2, 8, 4)
+    assert first.cells >= 16  # more where the backend asks for padding
+
+
+def test_a_config_that_one_refuses_is_taken_by_none(backend: ml.Backend, ctx: ml.Context) -> None:
+    inner: list[Any] = [
+        kvcache.CausalCache(), kvcache.EncoderCache(), kvcache.RecurrentCache((2,), (3,)),
+    ]  # fmt: skip
+    busy = kvcache.CausalCache()
+    for last in (busy, ForeignCache(kvcache.CausalCache())):
+        wrapper = kvcache.WrapperCache(kvcache.WrapperCache(*inner), last)
+        wrapper.init(backend, DType.F32, 2, 8, 4)
+        before = [cache.config for cache in (inner[0], inner[1], inner[2].attention)]
+        if isinstance(last, ForeignCache):
+            last.refuses = "set_config"
+        else:
+            last.start_forward(ctx, Batch([0], [0]))
+        with pytest.raises(kvcache.KVCacheError):
+            wrapper.set_config(ml.CacheConfig(permuted_v=True, cache_padding=7))
+        assert [cache.config for cache in (inner[0], inner[1], inner[2].attention)] == before
+        assert inner[0].cells == -(-16 // before[0].cache_padding) * before[0].cache_padding
+        wrapper.close()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("refuses", ["start_forward", "copy_prefix", "remove"])
+def test_a_foreign_cache_is_asked_last_and_its_refusal_is_everyones(
+    wrapped: Callable[..., WrapperRig], place: int, refuses: str
+) -> None:
+    r = wrapped(foreign=place)
+    r.forward(range(6), [0] * 6)
+    assert r.foreign is not None
+    calls: dict[str, Callable[[], object]] = {
+        "start_forward": lambda: r.cache.start_forward(r.ctx, Batch([6, 0], [0, 1])),
+        "copy_prefix": lambda: r.cache.copy_prefix(0, 1, 3),
+        "remove": lambda: r.cache.remove(0, 4),
+    }
+    r.foreign.refuses = refuses
+    with pytest.raises(kvcache.KVCacheError, match="this cache refuses"):
+        calls[refuses]()
+    r.foreign.refuses = None
+    r.check()
+    r.copy_prefix(0, 1, 3)
+    r.remove(0, 5)
+    r.forward([5, 3], [0, 1])
+    r.drain()
+
+
+def test_one_foreign_cache_may_be_wrapped_and_not_two() -> None:
+    foreign = [ForeignCache(kvcache.CausalCache()) for _ in range(2)]
+    kvcache.WrapperCache(foreign[0], kvcache.CausalCache())
+    with pytest.raises(kvcache.InvalidRangeError, match="ForeignCache"):
+        kvcache.WrapperCache(*foreign)
+    with pytest.raises(kvcache.InvalidRangeError):
+        kvcache.WrapperCache()
+    with pytest.raises(kvcache.KVCacheError):
+        kvcache.WrapperCache(foreign[0]).undo_forward()
+
+
+@pytest.mark.parametrize("what", ["start", "copy", "remove", "shift"])
+@every_way_to_fail
+def test_a_failing_backend_leaves_all_caches_as_they_were_or_the_sequence_lost(
+    backend: ml.Backend, what: str, when: str
+) -> None:
+    def make(limited: ml.Backend, ctx: ml.Context) -> WrapperRig:
+        r = WrapperRig((CHUNKS, WIDE), limited, ctx)
+        r.forward([0, 1, 2, 3, 0, 1], [0, 0, 0, 0, 1, 1])
+        return r
+
+    acts: dict[str, Callable[[WrapperRig], object]] = {
+        "start": lambda r: r.cache.start_forward(r.ctx, Batch([4, 2], [0, 1])),
+        "copy": lambda r: r.cache.copy_prefix(0, 2, 3),
+        "remove": lambda r: r.cache.remove(0, 2),
+        "shift": lambda r: r.cache.remove(0, 0, 2),
+    }
+
+    def check(r: WrapperRig) -> None:
+        if r.cache.can_resume(0, 4):
+            r.check()
+            acts[what](r)
+            return
+        assert what == "shift"
+        with pytest.raises(kvcache.SequenceLostError):
+            r.cache.start_forward(r.ctx, Batch([9], [0]))
+        r.cache.remove(0, 0)
+        for model in r.models:
+            model.remove(0, 0)
+        r.check()
+        r.forward([0, 2], [0, 1])
+        r.drain()
+
+    every_failure(backend, when, make, acts[what], check, stride=3)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_wrapper_reads_in_all_caches_or_in_none(
+    backend: ml.Backend, ctx: ml.Context, order: tuple[int, int]
+) -> None:
+    caches = kvcache.SlidingWindowCache(2), kvcache.CausalCache()
+    wrapper = kvcache.WrapperCache(*(caches[i] for i in order))
+    wrapper.set_config(ml.CacheConfig())
+    wrapper.init(backend, DType.F32, 2, 8, 8)
+    key, value = ctx.from_numpy(values.keys(range(1, 7), range(6))), ctx.zeros((6, 2, 5), DType.F32)
+    wrapper.start_forward(ctx, Batch(range(6), [0] * 6))
+
+    def read() -> list[int]:
+        seen = []
+        for i in range(2):
+            wrapper.set_layer_type(order.index(i))
+            mask = wrapper.get(ctx)[2]
+            assert isinstance(mask, ml.Tensor)
+            seen.append(int((mask.to_numpy() == 0).sum()))
+        return seen
+
+    for i in range(2):
+        wrapper.set_layer_type(i)
+        wrapper.put(ctx, key, value)
+    everything = read()
+    with pytest.raises(kvcache.InvalidBatchError):
+        wrapper.start_forward(ctx, Batch([8], [0]), read_only=True)  # past the window
+    assert read() == everything, "the pass before goes on"
+    wrapper.start_forward(ctx, Batch([4], [0]), read_only=True)
+    assert read() == [3, 5]
+
+
+def test_a_wrapped_cache_that_cannot_says_so(backend: ml.Backend, ctx: ml.Context) -> None:
+    class Older(ForeignCache):
+        def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:  # type: ignore[override]
+            self._ask("start_forward", ctx, batch, reserve)
+
+    older: Any = Older(kvcache.CausalCache())
+    wrapper = kvcache.WrapperCache(kvcache.EncoderCache(), older)
+    wrapper.init(backend, DType.F32, 2, 8, 8)
+    wrapper.start_forward(ctx, Batch([0], [0]))
+    with pytest.raises(kvcache.NotSupportedError, match="Older has no read_only"):
+        wrapper.start_forward(ctx, Batch([0], [0]), read_only=True)
