@@ -11,9 +11,10 @@ import pytest
 import ml
 from kvcache.offload.outages import FIRST, LONGEST, READING, WRITING, Outages
 from kvcache.stores import MemoryStore, StoreFull, StoreReadOnly, StoreUnavailable
-from kvcache.testing.conversing import ConversationSetup, Rig
-from kvcache.testing.prefix_traces import FlakyStore
 from kvcache.testing.servers import ValkeyServer
+
+from .prefix.rigs.conversing import ConversationSetup, Rig
+from .prefix.rigs.stores import FlakyStore
 
 LONG = list(range(20))
 needs_server = pytest.mark.skipif(

@@ -30,9 +30,10 @@ from kvcache.stores import (
     put_snapshot,
     unpack,
 )
-from kvcache.testing.conversing import CACHES, ConversationSetup, Rig
-from kvcache.testing.prefix_case import PlainStore
 from ml import DType
+
+from .prefix.rigs.conversing import CACHES, ConversationSetup, Rig
+from .prefix.rigs.stores import PlainStore
 
 TOKENS = [4, *range(10, 17)]
 """The first one brings an encoder's output."""

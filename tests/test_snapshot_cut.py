@@ -15,8 +15,9 @@ from kvcache.snapshots.cut import cut_page
 from kvcache.snapshots.serialize import page_bytes
 from kvcache.stores import SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorrupt
-from kvcache.testing.conversing import DIVISIBLE, ConversationSetup, Rig
 from ml import DType
+
+from .prefix.rigs.conversing import DIVISIBLE, ConversationSetup, Rig
 
 TOKENS = [0, 1, 2, 3, b"a picture", 5, 6, 7, 8]
 LAYOUTS = {

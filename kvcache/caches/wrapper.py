@@ -213,6 +213,12 @@ class WrapperCache:
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> WrapperSnapshot:
         """A snapshot of every wrapped cache over ``[begin, end)``; None: to the sequence's end."""
         end = self.offset(seq) if end is None else end
+        for cache in self.caches:
+            if hasattr(cache, "offset") and cache.offset(seq) < end <= self.offset(seq):
+                raise NotSupportedError(
+                    f"snapshot: {type(cache).__name__} holds sequence {seq} up to {cache.offset(seq)} only, "
+                    f"not to {end}"
+                )
         return WrapperSnapshot(
             begin, end, tuple(cache.snapshot(seq, begin, end) for cache in self._keepers("snapshot"))
         )

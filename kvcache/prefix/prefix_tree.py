@@ -188,8 +188,13 @@ class PrefixTree:
         """Give the nodes on the way that lost their content what the sequence has of it."""
         for node in self.radix_tree.match(ids).nodes:
             if node.end <= ids.size and (node.data is None or not node.data.present):
+                try:
+                    snapshot = self.cache.snapshot(seq, node.begin, node.end)
+                except SequenceLostError:
+                    self._prune(node)
+                    raise
                 node.data = TreeEntry(node.begin, stored=stored)
-                self._keep_on_device(node, self.cache.snapshot(seq, node.begin, node.end))
+                self._keep_on_device(node, snapshot)
 
     def _node_at(self, ids: np.ndarray) -> Node[TreeEntry]:
         """The node that ends exactly with ``ids``: found, parted from an edge, or added."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvcache.testing.answers import AnswerTests
 from kvcache.testing.attending import AttendingTests
 from kvcache.testing.batches import BatchTests
-from kvcache.testing.branches import BranchTests
 from kvcache.testing.capacity import CapacityTests
 from kvcache.testing.composed import EncoderSnapshotTests, WrapperSnapshotTests
 from kvcache.testing.defrag import DefragTests
@@ -15,7 +14,6 @@ from kvcache.testing.lazy import LazySnapshotTests
 from kvcache.testing.lazy_states import LazyStateTests
 from kvcache.testing.masks import MaskTests
 from kvcache.testing.order import OrderTests
-from kvcache.testing.prefix import PrefixTests
 from kvcache.testing.properties import PropertyTests
 from kvcache.testing.quantized import QuantizedTests
 from kvcache.testing.reading import ReadingTests
@@ -59,8 +57,6 @@ class CacheTests(
     RecurrentTests,
     RecurrentFaultTests,
     ScheduledStateTests,
-    BranchTests,
-    PrefixTests,
     AnswerTests,
 ):
     """Everything the contract says of the attention caches. Subclass it; see :mod:`kvcache.testing`.

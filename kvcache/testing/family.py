@@ -15,9 +15,7 @@ FAMILY = {
     "recurrent": "kvcache.testing.states",
     "encoder": "kvcache.testing.encoder",
     "wrapper": "kvcache.testing.wrapping",
-    "branches": "kvcache.testing.branching",
     "quantized": "kvcache.testing.quantized",
-    "prefix": "kvcache.testing.prefix_traces",
 }
 """Name of a cache -> the module with its trace; imported when asked for."""
 
@@ -28,18 +26,12 @@ def run_family(
     """What went wrong in the trace of ``seed``, or None."""
     module, computes = importlib.import_module(FAMILY[cache]), features.has("matmul")
     try:
-        if cache == "prefix":
-            codecs = (DType.Q8_0, DType.Q4_0) if computes else ()
-            found: str | None = module.prefix_failure(backend, seed, [*floats, *codecs])
-            return found
         if cache == "recurrent":
             module.state_trace(backend, seed, floats)
         elif cache == "encoder":
             module.encoder_trace(backend, seed, floats, computes)
         elif cache == "wrapper":
             module.wrapper_trace(backend, seed)
-        elif cache == "branches":
-            module.branch_trace(backend, seed)
         elif computes:
             module.quantized_trace(backend, seed, floats)
     except Exception:
