@@ -17,8 +17,8 @@ from kvcache.storage.cell_table import CellTable, Pin
 from kvcache.stores import MemoryStore
 from kvcache.stores.reading import FileReader
 
-from . import test_direct_load as cases
 from . import test_layer_shapes as narrow
+from .prefix import test_direct_load as cases
 
 Patch = pytest.MonkeyPatch
 BUGS: dict[str, Callable[[Patch], None]] = {}

@@ -30,6 +30,7 @@ import numpy as np
 
 import ml
 from kvcache.cache import SupportsReservation
+from kvcache.caches.wrapper import WrapperCache
 from kvcache.offload.tiers import StoreTier
 from kvcache.snapshots.page_check import check_meta
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
@@ -355,7 +356,7 @@ class _Approach:
             return None
         if first["kind"] == "attention" and isinstance(cache, SupportsReservation):
             return self._attention(cache, first, spans, at)
-        caches = getattr(cache, "caches", ())
+        caches = cache.caches if isinstance(cache, WrapperCache) else ()
         if first["kind"] != "wrapper" or {len(meta["parts"]) for meta in metas} != {len(caches)}:
             return None
         finish = []

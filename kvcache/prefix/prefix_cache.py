@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
-from kvcache.cache import ClosedError, InvalidRangeError, SnapshotCache
+from kvcache.cache import ClosedError, InvalidRangeError, SnapshotCache, SupportsOffset
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.evictor import Evictor
@@ -81,7 +81,7 @@ class PrefixCache(Closing):
                 "model and weights they are of"
             )
         keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": cache.settings()}, block_size)
-        if not hasattr(cache, "offset"):
+        if not isinstance(cache, SupportsOffset):
             raise InvalidRangeError(
                 f"PrefixCache: {type(cache).__name__} knows no positions; wrap it with the cache of the "
                 "model's own tokens (WrapperCache)"

@@ -19,7 +19,6 @@ def _failing(name: str) -> Callable[..., Any]:
         self.calls += 1
         if name in self.failing or (self.every and self.calls % self.every == 0):
             raise self.error(f"{name}: told to fail")
-        self.written += name == "put"
         return getattr(MemoryStore, name)(self, *arguments)
 
     return call
@@ -31,7 +30,7 @@ class FlakyStore(MemoryStore):
     def __init__(self, budget: int | None = None) -> None:
         super().__init__(budget)
         self.failing: frozenset[str] = frozenset()
-        self.every = self.calls = self.written = 0
+        self.every = self.calls = 0
         self.error: type[Exception] = StoreUnavailable
 
     put, stat, get_into, prefix, delete = map(_failing, CALLS)
