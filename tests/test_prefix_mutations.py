@@ -174,7 +174,7 @@ def a_page_written_in_part_that_stands_for_the_whole(patch: Patch) -> None:
     patch.setattr(
         TreeEntry,
         "host",
-        property(lambda self: self.page or (self.store_write and self.store_write.pages[0][1])),
+        property(lambda self: self.serialized or (self.store_write and self.store_write.entries[0][1])),
     )
 
 
@@ -490,7 +490,7 @@ def a_close_that_does_not_wait(patch: Patch) -> None:
 def a_caller_who_copies(patch: Patch) -> None:
     def send(self: OffloadWorker, snapshot: Any, owner: object) -> OffloadJob:
         transfer = OffloadJob(snapshot, owner)
-        transfer.page = paging.serialize(self._backend, snapshot)
+        transfer.serialized = paging.serialize(self._backend, snapshot)
         self._finished.append(transfer)
         return transfer
 
@@ -499,13 +499,13 @@ def a_caller_who_copies(patch: Patch) -> None:
 
 @bug("", {"store": "memory", "budget": 0, "host": 0, "cache": "causal"})
 def a_page_whose_halves_change_places(patch: Patch) -> None:
-    original = cutting.cut_page
+    original = cutting.cut_serialized
 
-    def cut_page(page: Any, at: int, own: bool = False) -> Any:
+    def cut_serialized(page: Any, at: int, own: bool = False) -> Any:
         first, second = original(page, at, own)
         return second, first
 
-    patch.setattr(tree, "cut_page", cut_page)
+    patch.setattr(tree, "cut_serialized", cut_serialized)
 
 
 # The tests.

@@ -18,6 +18,7 @@ import pytest
 import kvcache
 import ml
 from kvcache.caches import branches
+from kvcache.caches.wrapper import unwrapped
 from kvcache.runner.drafts import Draft, ModelDraft, prompt_lookup
 from kvcache.runner.errors import RequestError
 from kvcache.runner.generate import Generator, GeneratorOptions
@@ -117,7 +118,7 @@ def leftover(generator: SpeculativeGenerator) -> None:
     cache: Any = generator.cache
     for seq, count in held.items():
         assert branches.offset(cache, seq) == count
-    full = [part for part in branches._parts(cache) if type(part) is kvcache.CausalCache]
+    full = [part for part in unwrapped(cache) if type(part) is kvcache.CausalCache]
     for part in full:
         assert part.cells - part.free_cells <= sum(held.values())
 
@@ -139,7 +140,7 @@ def speculate(
                 found[event.request] = event.tokens
         for seq in range(branches_of(generator)):
             assert branches.offset(generator.cache, seq) == 0
-        for part in branches._parts(generator.cache):
+        for part in unwrapped(generator.cache):
             attention = getattr(part, "attention", part)
             assert attention.free_cells == attention.cells
     return [found[i] for i in range(len(prompts))], generator

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import ml
+from kvcache.attention.batch import check_whole
 from kvcache.cache import (
     Batch,
     Cache,
@@ -213,6 +214,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> WrapperSnapshot:
         """A snapshot of every wrapped cache over ``[begin, end)``; None: to the sequence's end."""
         end = self.offset(seq) if end is None else end
+        check_whole("snapshot", "end", end)
         for cache in self._positioned:
             if cache.offset(seq) < end <= self.offset(seq):
                 raise NotSupportedError(

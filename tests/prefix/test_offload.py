@@ -186,5 +186,5 @@ def test_a_snapshot_is_had_at_any_time_of_its_way(backend: ml.Backend, way: Way)
     way.gate.set()
     worker.drain()
     assert worker.waiting == transfer.nbytes == 0
-    assert transfer.content() is transfer.page
+    assert transfer.content() is transfer.serialized
     assert [*worker.finished()] == [transfer]

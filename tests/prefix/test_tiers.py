@@ -285,7 +285,7 @@ def test_a_parted_edges_snapshots_take_the_memory_that_they_count(talk: Talk) ->
             r.prefix.evict()
         r.keep([*LONG[:7], 90])
         r.prefix.evict()
-        found = [node.data.page for node in r.prefix.tree.radix_tree if node.data is not None]
+        found = [node.data.serialized for node in r.prefix.tree.radix_tree if node.data is not None]
         assert len(found) == 3
         for serialized in found:
             positions = serialized.arrays["positions"]

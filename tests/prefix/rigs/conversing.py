@@ -199,15 +199,15 @@ class Rig:
         """Every tier counts what it holds, to the byte, within its budget; statistics add up."""
         tree, stats = self.prefix.tree, self.prefix.stats
         nodes = list(tree.radix_tree)
-        pages = [n.data.page.nbytes for n in nodes if n.data and n.data.page]
+        serialized = [n.data.serialized.nbytes for n in nodes if n.data and n.data.serialized]
         coming = [
-            n.data.leaving.page_bytes
+            n.data.leaving.serialized_nbytes
             for n in nodes
             if n.data and n.data.leaving and tree.host is not None and n in tree.host
         ]
         for ledger, sizes in (
             (tree.device, [n.data.snapshot.nbytes for n in nodes if n.data and n.data.snapshot]),
-            (tree.host, [*pages, *coming]),
+            (tree.host, [*serialized, *coming]),
         ):
             if ledger is not None:
                 assert ledger.nbytes == sum(sizes)
