@@ -53,7 +53,7 @@ class Leaving:
         """As when cells or budget run out: nothing is waited for that need not be."""
         tree = self.prefix.tree
         while (node := tree.device.first()) is not None:
-            tree.page_out(node)
+            tree.offload(node)
 
     def wait(self) -> None:
         self.page_out()

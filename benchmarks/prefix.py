@@ -19,7 +19,7 @@ import ml
 from kvcache import Batch, HostTier, PrefixCache, serialize
 from kvcache.bench.timing import Contender, Trial, interleave, machine
 from kvcache.offload import direct_load as arriving
-from kvcache.offload.direct_load import restore_page
+from kvcache.offload.direct_load import restore_serialized
 from kvcache.prefix.prefix_tree import TreeEntry
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.models.families import expected_shapes
@@ -178,7 +178,7 @@ def from_host(backend: ml.Backend, dtype: ml.DType, count: int, rounds: int) -> 
             np.copyto(target.view(np.uint8), array.view(np.uint8))
 
     def restore() -> None:
-        if not restore_page(cache, 1, page):
+        if not restore_serialized(cache, 1, page):
             raise AssertionError("the page was not restored")
 
     def enter() -> None:

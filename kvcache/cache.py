@@ -11,7 +11,7 @@ The protocol mirrors Ollama's ``kvcache.Cache`` (kvcache/cache.go). One pass of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,9 +32,14 @@ __all__ = [
     "SequenceLostError",
     "ShiftFunction",
     "SnapshotCache",
+    "SupportsCells",
     "SupportsMark",
+    "SupportsOffset",
     "SupportsPrepare",
     "SupportsReservation",
+    "SupportsSchedule",
+    "SupportsSetCausal",
+    "SupportsSnapshots",
 ]
 
 Mask = ml.Tensor | ml.CausalMask | None
@@ -180,7 +185,7 @@ class Cache(Protocol):
         """Forget ``[begin, end)``; what follows ``end`` moves down by ``end - begin``."""
 
 
-# What a cache may offer beyond that. All caches of this package offer the first two.
+# What a cache may offer beyond that: who needs it asks with isinstance, once.
 
 
 @runtime_checkable
@@ -203,33 +208,27 @@ class SupportsPrepare(Protocol):
         """Take back the last ``start_forward``; ``resume`` is what ``pass_under_way`` gave before it."""
 
 
-class SnapshotCache(Cache, Protocol):
-    """A cache whose sequences can be kept and put back: what a PrefixCache needs.
-
-    A snapshot is of positions ``[begin, end)`` and has what ``kvcache.Snapshot`` lists.
-    """
-
-    on_pressure: Callable[[int], bool | None] | None
-    """Called with the number of cells that are missing, before snapshots are copied out of the cache.
-
-    It may drop or detach some, and says whether it did.
-    """
-
-    @property
-    def backend(self) -> ml.Backend:
-        """OrderError before ``init``, ClosedError after ``close``."""
-
-    @property
-    def max_sequences(self) -> int: ...
-
-    def settings(self) -> dict[str, object]:
-        """What decides the content of a snapshot, JSON-able: caches that agree in it may share snapshots."""
+@runtime_checkable
+class SupportsOffset(Protocol):
+    """A cache that knows where its sequences stand: all but those of an encoder's output."""
 
     def offset(self, seq: int) -> int:
-        """Where the next token of a sequence belongs; 0 for an empty one."""
+        """Where the next token of a sequence belongs; 0 for an empty one. InvalidSequenceError."""
 
     def resume_point(self, seq: int, position: int) -> int:
         """The last position up to ``position`` from which the sequence can go on exactly; 0: from nothing."""
+
+
+@runtime_checkable
+class SupportsSnapshots(Protocol):
+    """A cache whose sequences can be kept and put back. A snapshot has what ``kvcache.Snapshot`` lists."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is allocated; 0 before anything is stored."""
+
+    def settings(self) -> dict[str, object]:
+        """What decides the content of a snapshot, JSON-able: caches that agree in it may share snapshots."""
 
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> Any:
         """What the sequence holds of ``[begin, end)``; None: to its end. Nothing is copied yet.
@@ -244,23 +243,87 @@ class SnapshotCache(Cache, Protocol):
         InvalidRangeError for a snapshot of another kind of cache.
         """
 
-    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
-        """``[a, c)`` as ``[a, at)`` and ``[at, c)``; (None, snapshot) where it has no parts, or at ``a``."""
+    def prepare_restore_snapshot(
+        self, seq: int, snapshot: Any, target: int | None = None
+    ) -> Callable[[], None] | None:
+        """Check all that ``restore`` may refuse; None where it would give False."""
+
+    def merge(self, parent: Any, child: Any) -> Any:
+        """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; ``parent`` None: the child."""
 
     def join(self, parts: Sequence[Any]) -> Any:
         """One snapshot of one or more that follow one another, in order."""
 
-    def schedule_snapshots(self, seq: int, positions: list[int]) -> None:
-        """Take a snapshot at each of ``positions`` when the sequence reaches it."""
+    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
+        """``[a, c)`` as ``[a, at)`` and ``[at, c)``; (None, snapshot) where it has no parts, or at ``a``."""
 
-    def take_snapshots(self, seq: int) -> list[Any]:
-        """The scheduled snapshots that were taken since the last call, by position."""
+
+@runtime_checkable
+class SupportsSchedule(Protocol):
+    """A cache that takes snapshots by itself, at positions that are told before they are reached."""
+
+    def schedule_snapshots(self, seq: int, positions: list[int]) -> None:
+        """Take a snapshot at each of ``positions`` when the sequence reaches it.
+
+        InvalidRangeError for one that it has reached already.
+        """
+
+    def next_snapshot(self, seq: int) -> int | None:
+        """The position at which a batch of this sequence should end for the next one; None: anywhere."""
+
+    def take_snapshots(self, seq: int, upto: int | None = None) -> list[Any]:
+        """Those that were taken since the last call, by position, up to ``upto`` (None: all)."""
+
+    def snapshots_taken(self, seq: int) -> list[Any]:
+        """What ``take_snapshots`` would hand over, and still has then."""
 
     def skipped_snapshots(self, seq: int) -> list[int]:
         """The scheduled positions, ascending, that were reached since the last call and not taken."""
 
     def cancel_snapshots(self, seq: int) -> None:
         """Forget what was scheduled for a sequence, and what was taken of it and not handed over."""
+
+    def rolled_back(self, seq: int) -> int | None:
+        """The lowest position that was removed since this was last asked; None: nothing was.
+
+        -1 where ``copy_prefix`` replaced all of it (kvcache.snapshots.schedule.REPLACED).
+        """
+
+
+class SnapshotCache(Cache, SupportsOffset, SupportsSnapshots, SupportsSchedule, Protocol):
+    """What a PrefixCache needs of its cache."""
+
+    on_pressure: Callable[[int], bool | None] | None
+    """Called with the number of cells that are missing, before snapshots are copied out of the cache.
+
+    It may drop or detach some, and says whether it did; it is asked again while cells are missing.
+    """
+
+    @property
+    def backend(self) -> ml.Backend:
+        """OrderError before ``init``, ClosedError after ``close``."""
+
+    @property
+    def max_sequences(self) -> int: ...
+
+
+@runtime_checkable
+class SupportsSetCausal(Protocol):
+    """A cache whose mask can be lifted for some tokens."""
+
+    def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
+        """Let the batch's tokens at the indices ``except_`` see what comes after them too."""
+
+
+@runtime_checkable
+class SupportsCells(Protocol):
+    """A cache whose tokens lie in cells, among those of other sequences."""
+
+    def defrag(self) -> None:
+        """Move cells so that every sequence lies in one run. The pass under way ends."""
+
+    def mark_lost(self, seq: int) -> None:
+        """Let a sequence say that it is lost wherever it is used, until it is removed."""
 
 
 @runtime_checkable

@@ -18,8 +18,8 @@ from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.verification import Verifier
 from kvcache.storage import state_table
 from kvcache.storage.state_table import StateTable
-from kvcache.testing.branching import BRANCHING, branch_trace
 
+from .prefix.rigs.branching import BRANCHING, branch_trace
 from .test_speculative import Oracle, plain, speculate
 
 Patch = pytest.MonkeyPatch

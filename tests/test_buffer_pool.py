@@ -37,7 +37,7 @@ def test_what_was_given_back_is_lent_again() -> None:
     with pytest.raises(LookupError), (loan := Loan(lender)):
         first = loan.memory(100)
         raise LookupError
-    assert loan.page is None
+    assert loan.serialized is None
     assert np.shares_memory(Loan(lender).memory(60), first)
     assert not np.shares_memory(Loan(lender).memory(60), first), "it is on loan"
 

@@ -17,8 +17,8 @@ from kvcache.storage.cell_table import CellTable, Pin
 from kvcache.stores import MemoryStore
 from kvcache.stores.reading import FileReader
 
-from . import test_direct_load as cases
 from . import test_layer_shapes as narrow
+from .prefix import test_direct_load as cases
 
 Patch = pytest.MonkeyPatch
 BUGS: dict[str, Callable[[Patch], None]] = {}
@@ -69,7 +69,7 @@ def pages_in_each_others_places(patch: Patch) -> None:
 @bug
 def a_page_too_many_kept(patch: Patch) -> None:
     original = arriving._Approach.take
-    patch.setattr(arriving._Approach, "take", lambda self, n: original(self, min(n + 1, len(self.pages))))
+    patch.setattr(arriving._Approach, "take", lambda self, n: original(self, min(n + 1, len(self.entries))))
 
 
 @bug
@@ -87,7 +87,7 @@ def a_failing_page_counted_as_good(patch: Patch) -> None:
 
 @bug
 def layers_that_nobody_compares(patch: Patch) -> None:
-    patch.setattr(layering, "layers_of_page", lambda page: {})
+    patch.setattr(layering, "layers_of_serialized", lambda page: {})
 
 
 @pytest.fixture

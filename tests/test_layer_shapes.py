@@ -15,7 +15,7 @@ import ml
 from kvcache import Batch, PrefixCache
 from kvcache.runner.language_model import cache_for
 from kvcache.runner.loading import load_model
-from kvcache.snapshots.layer_shapes import check_layers, layers_of_cache, layers_of_page
+from kvcache.snapshots.layer_shapes import check_layers, layers_of_cache, layers_of_serialized
 from kvcache.stores import FileStore, SerializedSnapshot, SnapshotCorrupt, get_snapshot, put_snapshot
 from ml import DType
 
@@ -139,7 +139,7 @@ def test_the_layers_of_a_cache_are_those_of_its_pages(backend: ml.Backend, kind:
     evaluate(cache, 0, 0, TOKENS)
     assert layers_of_cache(cache) == LAYERS
     page = kvcache.serialize(backend, cache.snapshot(0))
-    assert layers_of_page(page) == LAYERS
+    assert layers_of_serialized(page) == LAYERS
     check_layers(page, LAYERS)
     check_layers(page, {})
     for other in ({0: LAYERS[0]}, {**LAYERS, 3: LAYERS[0]}, {**LAYERS, 2: ((HEADS, DIM), (HEADS, DIM))}):

@@ -11,9 +11,10 @@ import pytest
 import ml
 from kvcache.offload.outages import FIRST, LONGEST, READING, WRITING, Outages
 from kvcache.stores import MemoryStore, StoreFull, StoreReadOnly, StoreUnavailable
-from kvcache.testing.conversing import ConversationSetup, Rig
-from kvcache.testing.prefix_traces import FlakyStore
 from kvcache.testing.servers import ValkeyServer
+
+from .prefix.rigs.conversing import ConversationSetup, Rig
+from .prefix.rigs.stores import FlakyStore
 
 LONG = list(range(20))
 needs_server = pytest.mark.skipif(
@@ -138,7 +139,7 @@ def test_a_page_larger_than_a_budget_is_said_once(clock: Clock, caplog: pytest.L
         outages.took(store, 800)
     assert len(lines(caplog)) == 1
     outages.took(store, 1000)
-    assert "3 pages were not kept there" in lines(caplog)[1]
+    assert "3 serialized snapshots were not kept there" in lines(caplog)[1]
 
 
 def count_calls(store: FlakyStore, r: Rig) -> int:

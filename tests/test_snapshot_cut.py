@@ -11,12 +11,13 @@ import pytest
 
 import ml
 from kvcache import deserialize, serialize
-from kvcache.snapshots.cut import cut_page
-from kvcache.snapshots.serialize import page_bytes
+from kvcache.snapshots.cut import cut_serialized
+from kvcache.snapshots.serialize import serialized_nbytes
 from kvcache.stores import SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorrupt
-from kvcache.testing.conversing import DIVISIBLE, ConversationSetup, Rig
 from ml import DType
+
+from .prefix.rigs.conversing import DIVISIBLE, ConversationSetup, Rig
 
 TOKENS = [0, 1, 2, 3, b"a picture", 5, 6, 7, 8]
 LAYOUTS = {
@@ -66,14 +67,14 @@ def test_cutting_a_page_is_cutting_its_snapshot(
 ) -> None:
     r, snapshot = taken(backend, ConversationSetup(cache, dtype=dtype, config=LAYOUTS[layout]), 1)
     page = serialize(backend, snapshot)
-    assert page.nbytes == page_bytes(snapshot)
+    assert page.nbytes == serialized_nbytes(snapshot)
     for at in range(2, len(TOKENS)):
-        pages = cut_page(page, at)
+        pages = cut_serialized(page, at)
         for cut, part in zip(pages, r.cache.split(snapshot, at), strict=True):
             assert content(cut) == content(serialize(backend, part))
             assert deserialize(backend, cut).nbytes == part.nbytes
         assert sum(cut.nbytes for cut in pages) == page.nbytes
-        for one, other in zip(pages, cut_page(page, at, own=True), strict=True):
+        for one, other in zip(pages, cut_serialized(page, at, own=True), strict=True):
             assert content(one) == content(other)
             for name, array in other.arrays.items():
                 assert array is page.arrays[name] or not np.shares_memory(array, page.arrays[name])
@@ -83,7 +84,7 @@ def test_parts_of_parts_restore_the_whole(backend: ml.Backend) -> None:
     r, snapshot = taken(backend, ConversationSetup("encoder"))
     rest, parts = serialize(backend, snapshot), []
     for at in (2, 4, 5, 8):
-        first, rest = cut_page(rest, at)
+        first, rest = cut_serialized(rest, at)
         parts.append(first)
     for part in (*parts, rest):
         assert r.cache.restore(1, deserialize(backend, part))
@@ -93,9 +94,9 @@ def test_parts_of_parts_restore_the_whole(backend: ml.Backend) -> None:
 @pytest.mark.parametrize("cache", ["sliding", "recurrent", "wrapper"])
 def test_what_is_whole_is_not_cut(backend: ml.Backend, cache: str) -> None:
     _, snapshot = taken(backend, ConversationSetup(cache))
-    assert serialize(backend, snapshot).nbytes == page_bytes(snapshot)
-    with pytest.raises(SnapshotCorrupt, match="cut_page"):
-        cut_page(serialize(backend, snapshot), 4)
+    assert serialize(backend, snapshot).nbytes == serialized_nbytes(snapshot)
+    with pytest.raises(SnapshotCorrupt, match="cut_serialized"):
+        cut_serialized(serialize(backend, snapshot), 4)
 
 
 def test_what_is_no_page_of_a_snapshot_is_corrupt(backend: ml.Backend) -> None:
@@ -104,9 +105,9 @@ def test_what_is_no_page_of_a_snapshot_is_corrupt(backend: ml.Backend) -> None:
     arrays = {name: array for name, array in page.arrays.items() if not name.endswith("positions")}
     for wrong, at in ((page, 0), (page, 9), (SerializedSnapshot(), 4), (replace(page, arrays=arrays), 4)):
         with pytest.raises(SnapshotCorrupt, match=f"at {at}"):
-            cut_page(wrong, at)
+            cut_serialized(wrong, at)
     strange = SerializedSnapshot(
         {"snapshot": {"kind": "strange", "begin": 0, "end": 9}}, {"a": np.zeros(3, np.float32)}
     )
     with pytest.raises(SnapshotCorrupt, match="strange"):
-        cut_page(strange, 4)
+        cut_serialized(strange, 4)

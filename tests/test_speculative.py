@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvcache
 import ml
 from kvcache.caches import branches
+from kvcache.caches.wrapper import unwrapped
 from kvcache.runner.drafts import Draft, ModelDraft, prompt_lookup
 from kvcache.runner.errors import RequestError
 from kvcache.runner.generate import Generator
@@ -117,6 +119,9 @@ def leftover(generator: SpeculativeGenerator) -> None:
         held[request.session.seq] = request.run.stored
     for seq, count in held.items():
         assert branches.offset(generator.cache, seq) == count
+    full = [part for part in unwrapped(generator.cache) if type(part) is kvcache.CausalCache]
+    for part in full:
+        assert part.cells - part.free_cells <= sum(held.values())
 
 
 def branches_of(generator: SpeculativeGenerator) -> int:
@@ -136,7 +141,7 @@ def speculate(
                 found[event.request] = event.tokens
         for seq in range(branches_of(generator)):
             assert branches.offset(generator.cache, seq) == 0
-        for part in branches._parts(generator.cache):
+        for part in unwrapped(generator.cache):
             attention = getattr(part, "attention", part)
             assert attention.free_cells == attention.cells
     return [found[i] for i in range(len(prompts))], generator

@@ -104,7 +104,7 @@ def test_pins_order_of_use_and_what_leaves_first(prefix: PrefixCache, numpy_back
 def test_looking_is_no_use_and_copies_nothing(prefix: PrefixCache, numpy_backend: ml.Backend) -> None:
     for tokens in ([1, 2, 3], [1, 2, 4], [5, 6]):
         talk(prefix, numpy_backend, tokens).close()
-    prefix.tree.page_out(next(node for node in prefix.tree.radix_tree if node.end == 2))
+    prefix.tree.offload(next(node for node in prefix.tree.radix_tree if node.end == 2))
     session = talk(prefix, numpy_backend, [1, 2, 3, 9])
     tree = prefix.tree
 

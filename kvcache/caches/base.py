@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import ml
@@ -91,17 +90,6 @@ class BoundCache(Generic[P]):
             raise ml.DTypeError(f"init: dtype={dtype!r}; a cache stores an ml.DType of {names}")
         for name, value in sizes.items():
             check_whole("init", name, value, least=1)
-
-    def set_config(self, config: ml.CacheConfig) -> None:
-        """Arrange tensors by ``config`` instead of what the backend asks for.
-
-        Before ``init``, or after it while nothing has been stored; OrderError later.
-        """
-        self.prepare_set_config(config)()
-
-    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
-        """Check all that ``set_config`` may refuse; the callable returned then does it."""
-        raise NotImplementedError
 
     @property
     def config(self) -> ml.CacheConfig:

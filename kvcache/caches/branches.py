@@ -30,9 +30,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.attention.batch import check_whole
-from kvcache.cache import Cache, InvalidRangeError, NotSupportedError, SupportsMark, SupportsPrepare
+from kvcache.cache import (
+    Cache,
+    InvalidRangeError,
+    NotSupportedError,
+    SupportsMark,
+    SupportsOffset,
+    SupportsPrepare,
+)
 from kvcache.caches.windows import SlidingWindowCache
-from kvcache.caches.wrapper import WrapperCache
+from kvcache.caches.wrapper import unwrapped
 from kvcache.storage.state_slots import Checkpoint
 
 __all__ = [
@@ -108,7 +115,7 @@ def mark(cache: Cache, seq: int) -> Mark:
     Costs a copy of the state in a recurrent cache, and nothing in others. The caller holds it: it is
     no checkpoint, and is gone when it is let go.
     """
-    parts = _parts(cache)
+    parts = unwrapped(cache)
     position = _end("mark", cache, seq)
     _prepare(cache, "remove", seq, position)  # refuses a sequence that a device failure took
     _check_exact("mark", cache, seq, position)
@@ -128,7 +135,7 @@ def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> N
     if marked is None:
         commits = [_prepare(cache, "remove", seq, position)]
     else:  # what may yet refuse goes first
-        parts = sorted(enumerate(_parts(cache)), key=lambda pair: isinstance(pair[1], SupportsPrepare))
+        parts = sorted(enumerate(unwrapped(cache)), key=lambda pair: isinstance(pair[1], SupportsPrepare))
         commits = [_return(part, marked, i) for i, part in parts]
     _check_exact("rollback", cache, seq, position, marked)
     _commit(commits)
@@ -137,7 +144,7 @@ def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> N
 def resume_point(cache: Cache, seq: int, position: int, to: Mark | None = None) -> int:
     """The last position up to ``position`` that ``rollback`` with ``to`` can go to; 0: to nothing."""
     _check_mark("resume_point", cache, seq, to)
-    parts = _parts(cache)
+    parts = unwrapped(cache)
     while position > 0:
         lower = min(_reached(part, seq, position, to, i) for i, part in enumerate(parts))
         if lower == position:
@@ -148,7 +155,7 @@ def resume_point(cache: Cache, seq: int, position: int, to: Mark | None = None) 
 
 def offset(cache: Cache, seq: int) -> int:
     """Where the next token of a sequence belongs, by the caches that know; 0 where none does."""
-    return max((part.offset(seq) for part in _parts(cache) if hasattr(part, "offset")), default=0)
+    return max(_offsets(cache, seq), default=0)
 
 
 def window_memory(window: int, tokens: int) -> int:
@@ -168,7 +175,7 @@ def check_reach(cache: Cache, tokens: int) -> None:
 
     NotSupportedError, which says the memory that a window needs. ``init`` has been called.
     """
-    for part in _parts(cache):
+    for part in unwrapped(cache):
         reach = part.reach if isinstance(part, SlidingWindowCache) else None
         if reach is not None and reach < tokens:
             raise NotSupportedError(
@@ -180,18 +187,16 @@ def check_reach(cache: Cache, tokens: int) -> None:
 # Parts.
 
 
-def _parts(cache: Any) -> list[Any]:
-    """The caches that hold something: those that a wrapper wraps, or the cache itself."""
-    if isinstance(cache, WrapperCache):
-        return [part for wrapped in cache.caches for part in _parts(wrapped)]
-    return [cache]
+def _offsets(cache: Cache, seq: int) -> list[int]:
+    """Where the next token of a sequence belongs, by each of the caches that know."""
+    return [part.offset(seq) for part in unwrapped(cache) if isinstance(part, SupportsOffset)]
 
 
 def _end(op: str, cache: Cache, seq: int) -> int:
     """Where a sequence stands, or beyond any end where no cache tells."""
     cache.can_resume(seq, 0)  # refuses an unknown sequence
-    if any(hasattr(part, "offset") for part in _parts(cache)):
-        return offset(cache, seq)
+    if known := _offsets(cache, seq):
+        return max(known)
     if op == "fork":
         return _ALL
     raise NotSupportedError(f"{op}: {_name(cache)} does not tell its offset")
@@ -199,8 +204,8 @@ def _end(op: str, cache: Cache, seq: int) -> int:
 
 def _reached(part: Any, seq: int, position: int, to: Mark | None, i: int) -> int:
     """The last position up to ``position`` from which one cache can go on exactly."""
-    if hasattr(part, "resume_point"):
-        found = int(part.resume_point(seq, position))
+    if isinstance(part, SupportsOffset):
+        found = part.resume_point(seq, position)
     else:
         found = position if part.can_resume(seq, position) else 0
     if isinstance(part, SlidingWindowCache) and not part.window and not part.can_resume(seq, found - 1):
@@ -214,10 +219,10 @@ def _check_exact(op: str, cache: Cache, seq: int, position: int, to: Mark | None
     if position == 0:
         cache.can_resume(seq, 0)  # refuses an unknown sequence
         return
-    known = [part.offset(seq) for part in _parts(cache) if hasattr(part, "offset")]
+    known = _offsets(cache, seq)
     if known and position > max(known):
         raise InvalidRangeError(f"{op}: position {position} of sequence {seq}, which is at {max(known)}")
-    for i, part in enumerate(_parts(cache)):
+    for i, part in enumerate(unwrapped(cache)):
         reached = _reached(part, seq, position, to, i)
         if reached != position:
             raise NotSupportedError(
@@ -241,10 +246,10 @@ def _name(part: Any) -> str:
 
 
 def _check_mark(op: str, cache: Cache, seq: int, to: Mark | None) -> None:
-    if to is not None and (to.seq != seq or len(to.states) != len(_parts(cache))):
+    if to is not None and (to.seq != seq or len(to.states) != len(unwrapped(cache))):
         raise InvalidRangeError(
             f"{op}: a mark of sequence {to.seq} in {len(to.states)} caches, for sequence {seq} in "
-            f"{len(_parts(cache))}"
+            f"{len(unwrapped(cache))}"
         )
 
 

@@ -36,11 +36,11 @@ from kvcache.cache import (
     ShiftFunction,
 )
 from kvcache.caches.base import BoundCache
-from kvcache.caches.managed import ManagedSnapshots
+from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
 from kvcache.caches.sequences import SequenceEditor, drop_middle, lost_error
 from kvcache.snapshots.attention import AttentionSnapshots, Window
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot
-from kvcache.snapshots.snapshot import AttentionSnapshot, carried_out
+from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.cell_table import CellTable, SavedRow
 from kvcache.storage.layer_buffers import LayerBuffers
@@ -49,7 +49,9 @@ from ml import nn
 __all__ = ["CausalCache", "drop_middle"]
 
 
-class CausalCache(BoundCache[ForwardPass], ManagedSnapshots[AttentionSnapshot]):
+class CausalCache(
+    BoundCache[ForwardPass], PreparedCalls[AttentionSnapshot], ManagedSnapshots[AttentionSnapshot]
+):
     """Keeps every token; a query sees all of its own sequence up to itself.
 
     ``shift`` re-encodes stored keys for new positions; without it, tokens cannot be removed from the
@@ -408,26 +410,10 @@ class CausalCache(BoundCache[ForwardPass], ManagedSnapshots[AttentionSnapshot]):
         check_sequence("offset", seq, self._max_sequences)
         return self._table.rows[seq].last + 1
 
-    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
-        """Empty ``dst_seq``, then let it share the cells of ``src_seq`` at positions ``[0, length)``."""
-        self.prepare_copy_prefix(src_seq, dst_seq, length)()
-
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
         """Check all that ``copy_prefix`` may refuse; the callable returned then does it."""
         self._check_copy(src_seq, dst_seq, length)
         return self._ending_pass(self.editor.prepare_copy_prefix(src_seq, dst_seq, length))
-
-    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
-        """Forget positions ``[begin, end)`` of a sequence; None: to its end.
-
-        Tokens at or after ``end`` move down by ``end - begin``, their keys re-encoded by the shift
-        function. A shared token only loses this sequence.
-
-        Raises NotSupportedError where something has to move and there is no shift function, the
-        token is shared, or (with a window) the sequence could then not resume at its end;
-        InvalidRangeError for a range that means nothing. Nothing is touched before all that is known.
-        """
-        self.prepare_remove(seq, begin, end)()
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
         """Check all that ``remove`` may refuse and compute shifted keys; the callable then does it."""
@@ -440,14 +426,6 @@ class CausalCache(BoundCache[ForwardPass], ManagedSnapshots[AttentionSnapshot]):
             change()
 
         return commit
-
-    def shift_context(self, seq: int, keep: int) -> int:
-        """Make room in a full sequence: keep the first ``keep`` tokens, drop the older half of the rest.
-
-        What stays moves down and its keys are re-encoded (see ``remove``); returns how many tokens went.
-        As Ollama's runner does when a conversation outgrows its context.
-        """
-        return drop_middle(self, seq, keep, self.offset(seq))
 
     def defrag(self) -> None:
         """Move cells so that every sequence lies in one run, with room to grow. Views go stale."""
@@ -469,18 +447,6 @@ class CausalCache(BoundCache[ForwardPass], ManagedSnapshots[AttentionSnapshot]):
         """
         self.offset(seq)  # refuses an unknown sequence
         return self.snapshots.snapshot(seq, begin, end)
-
-    def restore(self, seq: int, snapshot: AttentionSnapshot, target: int | None = None) -> bool:
-        """Make the sequence hold ``[0, target)``, with what the snapshot has; None: all of it.
-
-        What the sequence holds from ``snapshot.begin`` on is replaced. A snapshot that still lies in this
-        cache is shared, and nothing is copied. False, and nothing touched, where ``target`` lies outside
-        the snapshot, ``[0, begin)`` is not stored, or a window would be incomplete. Raises CacheFullError
-        where the cells do not suffice, InvalidRangeError for a snapshot of another dtype or shape; all or
-        nothing then too. A device that fails while data that is replaced is overwritten leaves the
-        sequence lost.
-        """
-        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
 
     def prepare_restore_snapshot(
         self, seq: int, snapshot: AttentionSnapshot, target: int | None = None

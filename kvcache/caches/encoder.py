@@ -17,7 +17,8 @@ from kvcache.attention.batch import SequenceTokens, check_modes, check_sequence,
 from kvcache.attention.device_copies import DeviceCopies, device_copies, near
 from kvcache.cache import Batch, InvalidRangeError, Mask, OrderError
 from kvcache.caches.base import BoundCache
-from kvcache.snapshots.snapshot import EncoderSnapshot, carried_out, check_following, check_inside
+from kvcache.caches.managed import PreparedCalls
+from kvcache.snapshots.snapshot import EncoderSnapshot, check_following, check_inside
 from ml import nn
 
 __all__ = ["EncoderCache"]
@@ -51,7 +52,7 @@ class _Pass:
     """What was put while reserving."""
 
 
-class EncoderCache(BoundCache[_Pass]):
+class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
     """K and V of each sequence's encoder output, stored once and read by every later token.
 
     ``put`` after ``start_forward`` stores for the sequences of the batch that bring an item in
@@ -259,10 +260,6 @@ class EncoderCache(BoundCache[_Pass]):
 
     # Sequences.
 
-    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
-        """Let ``dst_seq`` share the encoder output of ``src_seq`` if it came before ``length``."""
-        self.prepare_copy_prefix(src_seq, dst_seq, length)()
-
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
         self._check_copy(src_seq, dst_seq, length)
 
@@ -279,10 +276,6 @@ class EncoderCache(BoundCache[_Pass]):
         self._bound("can_resume")
         check_sequence("can_resume", seq, self._max_sequences)
         return True
-
-    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
-        """Drop a sequence's encoder output where the token it came with lies in ``[begin, end)``."""
-        self.prepare_remove(seq, begin, end)()
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
         self._check_remove(seq, begin, end)
@@ -321,10 +314,6 @@ class EncoderCache(BoundCache[_Pass]):
         if entry is None or not begin <= entry.position < end:
             return EncoderSnapshot(begin, end, None, 0, {})
         return EncoderSnapshot(begin, end, entry.position, entry.length, dict(entry.layers))
-
-    def restore(self, seq: int, snapshot: EncoderSnapshot, target: int | None = None) -> bool:
-        """Give the sequence the snapshot's output; False where ``target`` lies outside the snapshot."""
-        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
 
     def prepare_restore_snapshot(
         self, seq: int, snapshot: EncoderSnapshot, target: int | None = None

@@ -1,16 +1,17 @@
-"""What caches offer of snapshots that a manager of theirs takes: scheduled ahead, merged, joined, split."""
+"""What caches offer in the same words: calls that are checked first, and snapshots by a manager of theirs."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import ml
+from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import Snapshot
 
-__all__ = ["ManagedSnapshots", "SnapshotManager"]
+__all__ = ["ManagedSnapshots", "PreparedCalls", "SnapshotManager"]
 
 S = TypeVar("S", bound=Snapshot)
 
@@ -25,8 +26,69 @@ class SnapshotManager(Protocol[S]):
     def split(self, snapshot: S, at: int) -> tuple[S | None, S]: ...
 
 
+class PreparedCalls(Generic[S]):
+    """Calls that do all or nothing: what one may refuse its ``prepare_...`` refuses first."""
+
+    @abstractmethod
+    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
+        """Check all that ``set_config`` may refuse; the callable returned then does it."""
+
+    @abstractmethod
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
+        """Check all that ``copy_prefix`` may refuse; the callable returned then does it."""
+
+    @abstractmethod
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
+        """Check all that ``remove`` may refuse; the callable returned then does it."""
+
+    @abstractmethod
+    def prepare_restore_snapshot(
+        self, seq: int, snapshot: S, target: int | None = None
+    ) -> Callable[[], None] | None:
+        """Check all that ``restore`` may refuse; None where it would give False."""
+
+    def set_config(self, config: ml.CacheConfig) -> None:
+        """Arrange tensors by ``config`` instead of what the backend asks for.
+
+        Before ``init``, or after it while nothing has been stored; OrderError later.
+        """
+        self.prepare_set_config(config)()
+
+    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
+        """Let ``dst_seq`` share positions ``[0, length)`` of ``src_seq``; no data is copied.
+
+        What ``dst_seq`` held is emptied. A recurrent cache whose ``src_seq`` has gone past ``length`` shares
+        as far as its nearest checkpoint before that: ``offset`` says where ``dst_seq`` goes on.
+        """
+        self.prepare_copy_prefix(src_seq, dst_seq, length)()
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        """Forget positions ``[begin, end)`` of a sequence; None: to its end.
+
+        Tokens from ``end`` on move down by ``end - begin``, which takes a shift function; NotSupportedError
+        without one, where such a token is shared, and where a window could not go on then. Of an encoder's
+        output goes what came with a token of the range; a recurrent cache: see its class.
+        """
+        self.prepare_remove(seq, begin, end)()
+
+    def restore(self, seq: int, snapshot: S, target: int | None = None) -> bool:
+        """Make the sequence hold ``[0, target)``, with what the snapshot has; None: all of it.
+
+        What the sequence holds from ``snapshot.begin`` on is replaced. What still lies in this cache is
+        shared, and nothing is copied. False, and nothing touched, where ``target`` lies outside the
+        snapshot (a window or a state has its end alone), ``[0, begin)`` is not stored, or a window would be
+        incomplete. Raises CacheFullError where the cells do not suffice, InvalidRangeError for a snapshot of
+        another kind, dtype or shape; all or nothing then too. A device that fails while data that is
+        replaced is overwritten leaves the sequence lost.
+        """
+        commit = self.prepare_restore_snapshot(seq, snapshot, target)
+        if commit is not None:
+            commit()
+        return commit is not None
+
+
 class ManagedSnapshots(Generic[S]):
-    """Calls about the snapshots of a cache, by its manager ``snapshots``; goes behind BoundCache."""
+    """Calls about the snapshots of a cache, by its manager ``snapshots``; behind PreparedCalls."""
 
     snapshots: SnapshotManager[S]
 
@@ -37,6 +99,18 @@ class ManagedSnapshots(Generic[S]):
     @abstractmethod
     def offset(self, seq: int) -> int:
         """Where the next token of a sequence belongs. InvalidSequenceError for one that is none."""
+
+    @abstractmethod
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        """See PreparedCalls."""
+
+    def shift_context(self, seq: int, keep: int) -> int:
+        """Make room in a full sequence: keep the first ``keep`` tokens, drop the older half of the rest.
+
+        What stays moves down and its keys are re-encoded (see ``remove``); a recurrent state stays what it
+        is. Returns how many tokens went. As Ollama's runner does when a conversation outgrows its context.
+        """
+        return drop_middle(self, seq, keep, self.offset(seq))
 
     def schedule_snapshots(self, seq: int, positions: Iterable[int]) -> None:
         """Take a snapshot at each of ``positions`` when a batch reaches it, also from its middle.
@@ -49,6 +123,11 @@ class ManagedSnapshots(Generic[S]):
         """
         offset = self.offset(seq)
         self.snapshots.schedule.add(seq, positions, offset)
+
+    def next_snapshot(self, seq: int) -> int | None:
+        """The next position at which a batch of this sequence should end; None: anywhere."""
+        self.offset(seq)
+        return None
 
     def take_snapshots(self, seq: int, upto: int | None = None) -> list[S]:
         """The scheduled snapshots that were taken since the last call, by position; those up to ``upto``."""

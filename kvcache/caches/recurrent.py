@@ -20,18 +20,19 @@ from kvcache.attention.batch import SequenceTokens, check_sequence, check_whole,
 from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, Mask, OrderError, ShiftFunction
 from kvcache.caches.base import BoundCache
 from kvcache.caches.causal import CausalCache
-from kvcache.caches.managed import ManagedSnapshots
-from kvcache.caches.sequences import drop_middle
+from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
 from kvcache.snapshots.recurrent import StateSnapshots
 from kvcache.snapshots.schedule import SnapshotSchedule
-from kvcache.snapshots.snapshot import RecurrentSnapshot, carried_out
+from kvcache.snapshots.snapshot import RecurrentSnapshot
 from kvcache.storage.state_slots import Checkpoint, HeldStates, StatePass
 from kvcache.storage.state_table import StateTable, shifted, state_lost
 
 __all__ = ["RecurrentCache"]
 
 
-class RecurrentCache(BoundCache[StatePass], ManagedSnapshots[RecurrentSnapshot]):
+class RecurrentCache(
+    BoundCache[StatePass], PreparedCalls[RecurrentSnapshot], ManagedSnapshots[RecurrentSnapshot]
+):
     """Per-sequence states, checkpoints of them, and a causal cache for the attention layers.
 
     ``conv_shape`` and ``state_shape`` are one sequence's: (channels, kernel - 1) and (heads, key_dim,
@@ -45,6 +46,9 @@ class RecurrentCache(BoundCache[StatePass], ManagedSnapshots[RecurrentSnapshot])
     there, else to the nearest checkpoint before it, else to 0: ``offset(seq)`` says where, and the next
     batch has to begin there. After a failed pass, ``remove(seq, position)`` with the batch's first
     position does the same.
+    ``remove`` from the middle moves later tokens down as in CausalCache, checkpoints with them, and the state
+    stays what it is, having seen what was removed (as a context shift wants it); checkpoints that have seen
+    some of the range and nothing after it are dropped: none of them is the state of a position that is left.
     """
 
     def __init__(
@@ -326,14 +330,6 @@ class RecurrentCache(BoundCache[StatePass], ManagedSnapshots[RecurrentSnapshot])
         """The last position up to ``position`` whose state is there; 0: from nothing."""
         return self.prepare_restore(seq, position) or 0
 
-    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
-        """Let ``dst_seq`` share ``[0, length)``; no data moves until one of the two is continued.
-
-        Where ``src_seq`` has gone past ``length``, ``dst_seq`` begins at its nearest checkpoint before
-        that: see ``offset``.
-        """
-        self.prepare_copy_prefix(src_seq, dst_seq, length)()
-
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
         self._check_copy(src_seq, dst_seq, length)
         source = self._states.rows[src_seq]
@@ -349,16 +345,6 @@ class RecurrentCache(BoundCache[StatePass], ManagedSnapshots[RecurrentSnapshot])
             self.snapshots.schedule.replace(dst_seq)
 
         return commit
-
-    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
-        """Forget ``[begin, end)``.
-
-        To the end (None): goes back as the class says. From the middle: later tokens move down as in
-        CausalCache, checkpoints with them, and the state stays what it is, having seen what was removed
-        (as a context shift wants it). Checkpoints that have seen some of the range and nothing after
-        it are dropped: none of them is the state of a position that is left.
-        """
-        self.prepare_remove(seq, begin, end)()
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
         self._check_remove(seq, begin, end)
@@ -385,10 +371,6 @@ class RecurrentCache(BoundCache[StatePass], ManagedSnapshots[RecurrentSnapshot])
     def defrag(self) -> None:
         """As CausalCache.defrag; every sequence's states have a slot of their own already."""
         self.attention.defrag()
-
-    def shift_context(self, seq: int, keep: int) -> int:
-        """As CausalCache.shift_context; the recurrent state stays what it is."""
-        return drop_middle(self, seq, keep, self.offset(seq))
 
     def mark_lost(self, seq: int) -> None:
         """As CausalCache.mark_lost."""
@@ -422,15 +404,6 @@ class RecurrentCache(BoundCache[StatePass], ManagedSnapshots[RecurrentSnapshot])
         """
         self.offset(seq)  # refuses an unknown sequence
         return self.snapshots.snapshot(seq, begin, end)
-
-    def restore(self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None) -> bool:
-        """Make the sequence what it was at ``snapshot.end``: a state is whole, no other target will do.
-
-        A state that still lies in its slot is shared until one of its sequences goes on.
-        False, and nothing touched, for another target or where ``[0, begin)`` is not stored. What is
-        raised leaves the sequence as it was, as in CausalCache.restore.
-        """
-        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
 
     def prepare_restore_snapshot(
         self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import ml
+from kvcache.attention.batch import check_whole
 from kvcache.cache import (
     Batch,
     Cache,
@@ -24,15 +25,21 @@ from kvcache.cache import (
     KVCacheError,
     Mask,
     NotSupportedError,
+    SupportsCells,
+    SupportsOffset,
     SupportsPrepare,
+    SupportsSchedule,
+    SupportsSetCausal,
+    SupportsSnapshots,
 )
+from kvcache.caches.managed import PreparedCalls
 from kvcache.caches.sequences import drop_middle
-from kvcache.snapshots.snapshot import WrapperSnapshot, carried_out, check_following, check_inside, check_kind
+from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind
 
-__all__ = ["WrapperCache"]
+__all__ = ["WrapperCache", "unwrapped"]
 
 
-class WrapperCache:
+class WrapperCache(PreparedCalls[WrapperSnapshot]):
     """Delegates layers to one of ``caches`` by type, and sequences to all of them."""
 
     def __init__(self, *caches: Cache) -> None:
@@ -52,6 +59,14 @@ class WrapperCache:
         self._preparable: list[SupportsPrepare | None] = [
             cache if isinstance(cache, SupportsPrepare) else None for cache in self._order
         ]
+        # What the others offer, by their place in the constructor.
+        self._positioned = [cache for cache in caches if isinstance(cache, SupportsOffset)]
+        self._in_cells = [cache for cache in caches if isinstance(cache, SupportsCells)]
+        self._masked = [cache for cache in caches if isinstance(cache, SupportsSetCausal)]
+        self._kept = [cache for cache in caches if isinstance(cache, SupportsSnapshots)]
+        self._scheduling: dict[int, Any] = {
+            i: cache for i, cache in enumerate(caches) if isinstance(cache, SupportsSchedule)
+        }
 
     @property
     def current(self) -> Cache:
@@ -76,10 +91,6 @@ class WrapperCache:
             for cache in done:
                 cache.close()
             raise
-
-    def set_config(self, config: ml.CacheConfig) -> None:
-        """Configure all caches, or none: each is asked before the first is touched."""
-        self.prepare_set_config(config)()
 
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
         commits = [cache.prepare_set_config(config) for cache in self._preparable if cache is not None]
@@ -133,9 +144,8 @@ class WrapperCache:
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
         """As CausalCache.set_causal, on every wrapped cache that has it."""
         indices = tuple(except_)
-        for cache in self.caches:
-            if hasattr(cache, "set_causal"):
-                cache.set_causal(ctx, except_=indices)
+        for cache in self._masked:
+            cache.set_causal(ctx, except_=indices)
 
     def set_layer(self, layer: int) -> None:
         for cache in self.caches:
@@ -151,10 +161,6 @@ class WrapperCache:
         self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
     ) -> ml.Tensor:
         return self.current.attend(ctx, query, scale, sinks)
-
-    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
-        """Share the prefix in all caches, or in none."""
-        self.prepare_copy_prefix(src_seq, dst_seq, length)()
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
         return self._prepare("copy_prefix", src_seq, dst_seq, length)
@@ -187,18 +193,13 @@ class WrapperCache:
         caches = [cache.settings() for cache in self._keepers("settings")]
         return {"kind": type(self).__name__, "caches": caches}
 
-    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
-        """Remove from all caches, or from none: each is asked before the first is touched."""
-        self.prepare_remove(seq, begin, end)()
-
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
         return self._prepare("remove", seq, begin, end)
 
     def defrag(self) -> None:
         """As CausalCache.defrag, on every wrapped cache that has it."""
-        for cache in self.caches:
-            if hasattr(cache, "defrag"):
-                cache.defrag()
+        for cache in self._in_cells:
+            cache.defrag()
 
     def shift_context(self, seq: int, keep: int) -> int:
         """As CausalCache.shift_context, the same range in all caches."""
@@ -206,20 +207,23 @@ class WrapperCache:
 
     def offset(self, seq: int) -> int:
         """Where the next token of a sequence belongs, by the wrapped caches that know."""
-        return max((cache.offset(seq) for cache in self.caches if hasattr(cache, "offset")), default=0)
+        return max((cache.offset(seq) for cache in self._positioned), default=0)
 
     # Snapshots.
 
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> WrapperSnapshot:
         """A snapshot of every wrapped cache over ``[begin, end)``; None: to the sequence's end."""
         end = self.offset(seq) if end is None else end
+        check_whole("snapshot", "end", end)
+        for cache in self._positioned:
+            if cache.offset(seq) < end <= self.offset(seq):
+                raise NotSupportedError(
+                    f"snapshot: {type(cache).__name__} holds sequence {seq} up to {cache.offset(seq)} only, "
+                    f"not to {end}"
+                )
         return WrapperSnapshot(
             begin, end, tuple(cache.snapshot(seq, begin, end) for cache in self._keepers("snapshot"))
         )
-
-    def restore(self, seq: int, snapshot: WrapperSnapshot, target: int | None = None) -> bool:
-        """Restore all caches, or none: each is asked before the first is touched."""
-        return carried_out(self.prepare_restore_snapshot(seq, snapshot, target))
 
     def prepare_restore_snapshot(
         self, seq: int, snapshot: WrapperSnapshot, target: int | None = None
@@ -286,24 +290,23 @@ class WrapperCache:
                 f"schedule_snapshots: position {wanted[0]} of sequence {seq}, which is at {offset} already; "
                 "snapshot takes it now"
             )
-        for cache in self._keepers("schedule_snapshots"):
-            if hasattr(cache, "schedule_snapshots"):
-                cache.schedule_snapshots(seq, wanted)
+        self._keepers("schedule_snapshots")
+        for cache in self._scheduling.values():
+            cache.schedule_snapshots(seq, wanted)
 
     def cancel_snapshots(self, seq: int) -> None:
         """As CausalCache.cancel_snapshots."""
-        for cache in self.caches:
-            if hasattr(cache, "cancel_snapshots"):
-                cache.cancel_snapshots(seq)
+        for cache in self._scheduling.values():
+            cache.cancel_snapshots(seq)
 
     def rolled_back(self, seq: int) -> int | None:
         """As CausalCache.rolled_back: the lowest of all wrapped caches."""
-        found = [cache.rolled_back(seq) for cache in self.caches if hasattr(cache, "rolled_back")]
+        found = [cache.rolled_back(seq) for cache in self._scheduling.values()]
         return min((position for position in found if position is not None), default=None)
 
     def next_snapshot(self, seq: int) -> int | None:
         """The next position at which a batch of this sequence should end; None: anywhere."""
-        asked = (cache.next_snapshot(seq) for cache in self.caches if hasattr(cache, "next_snapshot"))
+        asked = (cache.next_snapshot(seq) for cache in self._scheduling.values())
         return min((position for position in asked if position is not None), default=None)
 
     def take_snapshots(self, seq: int, upto: int | None = None) -> list[WrapperSnapshot]:
@@ -312,20 +315,19 @@ class WrapperCache:
         What one of them took where another could not is joined to its next one. Those up to ``upto``.
         """
         found = [snapshot for snapshot in self.snapshots_taken(seq) if upto is None or snapshot.end <= upto]
-        for cache in self.caches if found else ():
-            if hasattr(cache, "take_snapshots"):
-                cache.take_snapshots(seq, found[-1].end)
+        for cache in self._scheduling.values() if found else ():
+            cache.take_snapshots(seq, found[-1].end)
         return found
 
     def skipped_snapshots(self, seq: int) -> list[int]:
         """As CausalCache.skipped_snapshots: the positions that one of the wrapped caches did not take."""
-        asked = (c.skipped_snapshots(seq) for c in self.caches if hasattr(c, "skipped_snapshots"))
+        asked = (cache.skipped_snapshots(seq) for cache in self._scheduling.values())
         return sorted({position for positions in asked for position in positions})
 
     def snapshots_taken(self, seq: int) -> list[WrapperSnapshot]:
         """What ``take_snapshots`` would hand over, and still has then."""
         keepers = self._keepers("take_snapshots")
-        taken = {i: c.snapshots_taken(seq) for i, c in enumerate(keepers) if hasattr(c, "snapshots_taken")}
+        taken = {i: cache.snapshots_taken(seq) for i, cache in self._scheduling.items()}
         if not taken:
             return []
         common = set.intersection(*({part.end for part in parts} for parts in taken.values()))
@@ -342,33 +344,31 @@ class WrapperCache:
 
     def _keepers(self, op: str) -> list[Any]:
         """The wrapped caches, all of which have to know snapshots."""
-        for cache in self.caches:
-            if not hasattr(cache, "prepare_restore_snapshot"):
-                raise NotSupportedError(f"{op}: {type(cache).__name__} takes no snapshots")
-        return list(self.caches)
+        if len(self._kept) < len(self.caches):
+            other = next(cache for cache in self.caches if cache not in self._kept)
+            raise NotSupportedError(f"{op}: {type(other).__name__} takes no snapshots")
+        return list(self._kept)
 
     @property
     def on_pressure(self) -> Callable[[int], bool | None] | None:
         """As CausalCache.on_pressure, of all wrapped caches."""
-        found = (getattr(cache, "on_pressure", None) for cache in self.caches)
+        found = (cache.on_pressure for cache in self._scheduling.values())
         return next((call for call in found if call is not None), None)
 
     @on_pressure.setter
     def on_pressure(self, call: Callable[[int], bool | None] | None) -> None:
-        for cache in self.caches:
-            if hasattr(cache, "on_pressure"):
-                cache.on_pressure = call
+        for cache in self._scheduling.values():
+            cache.on_pressure = call
 
     @property
     def nbytes(self) -> int:
         """Bytes of the caches that tell."""
-        return sum(getattr(cache, "nbytes", 0) for cache in self.caches)
+        return sum(cache.nbytes for cache in self._kept)
 
     def mark_lost(self, seq: int) -> None:
         """Mark a sequence lost in all caches that can: some have changed it where others failed to."""
-        for cache in self.caches:
-            if hasattr(cache, "mark_lost"):
-                cache.mark_lost(seq)
+        for cache in self._in_cells:
+            cache.mark_lost(seq)
 
     def _prepare(self, op: str, *arguments: Any) -> Callable[[], None]:
         """Ask all caches; the callable returned changes them, the one that may yet refuse first."""
@@ -389,6 +389,13 @@ class WrapperCache:
                     raise
 
         return commit
+
+
+def unwrapped(cache: Any) -> list[Any]:
+    """The caches that hold something: those that a wrapper wraps, or the cache itself."""
+    if isinstance(cache, WrapperCache):
+        return [part for wrapped in cache.caches for part in unwrapped(wrapped)]
+    return [cache]
 
 
 def _joined_at(cache: Any, parts: Sequence[Any], ends: Collection[int]) -> list[Any]:

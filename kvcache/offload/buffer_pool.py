@@ -1,4 +1,4 @@
-"""Memory for pages that are read: lent for a while, and used again once it was given back.
+"""Memory for serialized snapshots that are read: lent for a while, and used again once it was given back.
 
 Fresh memory costs a page fault for every 4 KiB, as much time as the reading itself.
 """
@@ -15,7 +15,7 @@ from kvcache.stores.serialized_snapshot import SerializedSnapshot
 __all__ = ["Lender", "Loan"]
 
 KEPT = 3
-"""Buffers that wait for use: one page is read while another is put to use."""
+"""Buffers that wait for use: one serialized snapshot is read while another is put to use."""
 LARGEST = 64 << 20
 """Bytes of the largest buffer that is kept."""
 
@@ -43,32 +43,32 @@ class Lender:
 
 
 class Loan:
-    """A page over lent memory, which stays what it is until ``give_back``; ``page`` is None for none.
+    """A serialized snapshot over lent memory, good until ``give_back``; ``serialized`` is None for none.
 
     What is never given back is never lent again: it is freed as any object is.
     """
 
-    __slots__ = ("_buffer", "_lender", "page")
+    __slots__ = ("_buffer", "_lender", "serialized")
 
     def __init__(self, lender: Lender) -> None:
         self._lender = lender
         self._buffer: np.ndarray | None = None
-        self.page: SerializedSnapshot | None = None
+        self.serialized: SerializedSnapshot | None = None
 
     def memory(self, nbytes: int) -> np.ndarray:
-        """Memory of exactly ``nbytes`` bytes for the page, in place of what the loan had."""
+        """Memory of exactly ``nbytes`` bytes for the serialized snapshot, in place of what the loan had."""
         self.give_back()
         self._buffer = self._lender.take(nbytes)
         return self._buffer[:nbytes]
 
     def give_back(self) -> None:
-        """The page is no longer looked at. A second call does nothing."""
-        buffer, self._buffer, self.page = self._buffer, None, None
+        """The serialized snapshot is no longer looked at. A second call does nothing."""
+        buffer, self._buffer, self.serialized = self._buffer, None, None
         if buffer is not None:
             self._lender.put_back(buffer)
 
     def __enter__(self) -> SerializedSnapshot | None:
-        return self.page
+        return self.serialized
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,4 +1,4 @@
-"""Pages put straight into a cache's memory, from a store or from host memory.
+"""Serialized snapshots put straight into a cache's memory, from a store or from host memory.
 
 ::
 
@@ -7,9 +7,9 @@
          nothing is taken from    what turns out to be damaged is zeroed,
          a sequence or snapshot   and its cells are free again
 
-Pages that follow one another go in one step: their headers first, then their bytes, then one restore.
+Entries that follow one another go in one step: their headers first, then their bytes, then one restore.
 Whatever does not fit this way (a window, a recurrent state, scattered cells, memory that the host cannot
-write) goes the other one: ``deserialize`` and ``restore``, which also say what is wrong with a page.
+write) goes the other one: ``deserialize`` and ``restore``, which also say what is wrong.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ import numpy as np
 
 import ml
 from kvcache.cache import SupportsReservation
+from kvcache.caches.wrapper import WrapperCache
 from kvcache.offload.tiers import StoreTier
-from kvcache.snapshots.page_check import check_meta
+from kvcache.snapshots.check_serialized import check_meta
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
 from kvcache.snapshots.serialize import deserialize
 from kvcache.snapshots.snapshot import Snapshot, WrapperSnapshot
@@ -40,19 +41,19 @@ from kvcache.stores.keys import Chain
 from kvcache.stores.protocol import Reader
 from kvcache.stores.serialized_snapshot import SerializedSnapshot, read_outline
 
-__all__ = ["page_in", "restore_page"]
+__all__ = ["load_back", "restore_serialized"]
 
 GROUP = 32
-"""Pages that are put into a cache in one step, each with a file open."""
+"""Serialized snapshots that are put into a cache in one step, each with a file open."""
 READERS = 2
-"""Pages that are read at a time: one processor alone does not use up the memory's bandwidth, or a disk's."""
+"""Entries that are read at a time: one processor alone does not use up the bandwidth of memory or a disk."""
 RUN = 4096
 """Bytes; what lies in shorter runs than this is read in one piece, and copied from there."""
 
 log = logging.getLogger("kvcache")
 
 
-def page_in(
+def load_back(
     cache: Any,
     seq: int,
     store: StoreTier,
@@ -61,15 +62,15 @@ def page_in(
     ends: Sequence[int],
     told: Callable[[int], None] | None = None,
 ) -> int:
-    """Put pages of a store straight behind the first ``reached`` positions; how far that went.
+    """Put serialized snapshots of a store straight behind the first ``reached`` positions; how far that went.
 
-    ``ends`` are where pages end that follow one another, the last one of each block: conversations that part
-    inside one leave several pages of it, of which each tells of the one before. What cannot be had in
+    ``ends`` are where entries end that follow one another, the last one of each block: those that part
+    inside one leave several entries of it, of which each tells of the one before. What cannot be had in
     this way ends it: whoever goes on there in the ordinary way finds out what is wrong. ``told``, which is
     called by this thread and raises nothing, hears now and then how far it is.
     """
     with contextlib.ExitStack() as stack:
-        found: list[_StoredPage] = []
+        found: list[_StoredEntry] = []
         for end in ends:
             before = found[-1].end if found else reached
             more = _back_to(store, chain, before, end, GROUP - len(found), stack)
@@ -84,21 +85,23 @@ def page_in(
     return reached
 
 
-def restore_page(cache: Any, seq: int, page: SerializedSnapshot, target: int | None = None) -> bool:
-    """``cache.restore`` of a page, which was checked; what is whole as far as it goes, whatever ``target``.
+def restore_serialized(
+    cache: Any, seq: int, serialized: SerializedSnapshot, target: int | None = None
+) -> bool:
+    """``cache.restore`` of what was checked; what is whole as far as it goes, whatever ``target``.
 
     Raises what ``restore`` raises.
     """
     snapshot: Snapshot | None = None
-    if target in (None, page.meta["snapshot"]["end"]):
-        approach = _Approach.find(cache, seq, [_HeldPage(page)])
+    if target in (None, serialized.meta["snapshot"]["end"]):
+        approach = _Approach.find(cache, seq, [_HeldEntry(serialized)])
         snapshot = None if approach is None else approach.take(approach.fill())
     if snapshot is None:
-        snapshot = deserialize(cache.backend, page)
+        snapshot = deserialize(cache.backend, serialized)
     return bool(cache.restore(seq, snapshot, target if snapshot.divisible else None))
 
 
-# Pages whose arrays are still to be had.
+# Serialized snapshots whose arrays are still to be had.
 
 
 _Tracks = Mapping[str, tuple["_Track", int, int]]
@@ -112,20 +115,22 @@ class _Source(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Its arrays, as they lie in the page."""
+        """Its arrays, as they lie in the serialized snapshot."""
 
     def positions(self, name: str) -> np.ndarray: ...
     def fill(self, tracks: _Tracks) -> None:
         """Write each array but positions to where it goes; verified when this returns."""
 
 
-class _HeldPage:
-    """A page in host memory."""
+class _HeldEntry:
+    """A serialized snapshot in host memory."""
 
-    def __init__(self, page: SerializedSnapshot) -> None:
-        self._arrays = page.arrays
-        self.meta = page.meta["snapshot"]
-        self.tensors = {name: StoredTensor(array.shape, array.dtype) for name, array in page.arrays.items()}
+    def __init__(self, serialized: SerializedSnapshot) -> None:
+        self._arrays = serialized.arrays
+        self.meta = serialized.meta["snapshot"]
+        self.tensors = {
+            name: StoredTensor(array.shape, array.dtype) for name, array in serialized.arrays.items()
+        }
 
     def positions(self, name: str) -> np.ndarray:
         return self._arrays[name]
@@ -135,11 +140,11 @@ class _HeldPage:
             np.copyto(track.part(begin, end), bits_of(self._arrays[name]))
 
 
-class _StoredPage:
-    """A page that is about to be read. The positions, which lie in front of the rest, are there."""
+class _StoredEntry:
+    """An entry that is about to be read. The positions, which lie in front of the rest, are there."""
 
     def __init__(self, reader: Reader) -> None:
-        """Raises SnapshotCorrupt and others for no page, and what the reader raises."""
+        """Raises SnapshotCorrupt and others for no serialized snapshot, and what the reader raises."""
         self._reader = reader
         outline = read_outline(reader)
         places = sorted(outline.places.items(), key=lambda item: item[1][2:])
@@ -147,7 +152,7 @@ class _StoredPage:
         first = takewhile(lambda item: item[1].dtype == np.int64, self.tensors.items())
         self._positions = {name: np.empty(shape, np.int64) for name, (shape, _) in first}
         reader.fill([*self._positions.values()])
-        self.begin, self.end = check_meta("page-in", outline.meta, self.tensors, self.positions, True)
+        self.begin, self.end = check_meta("load back", outline.meta, self.tensors, self.positions, True)
         self.meta = outline.meta["snapshot"]
 
     def positions(self, name: str) -> np.ndarray:
@@ -168,42 +173,46 @@ class _StoredPage:
                 runs.append(apart[-1][1].reshape(-1).view(np.uint8).data)
         self._reader.fill(runs)
         if self._reader.left:
-            raise SnapshotCorrupt(f"page-in: {self._reader.left} bytes behind the page's arrays")
+            raise SnapshotCorrupt(
+                f"load back: {self._reader.left} bytes behind the serialized snapshot's arrays"
+            )
         for place, array in apart:
             np.copyto(place, array)
 
 
 def _back_to(
     store: StoreTier, chain: Chain, reached: int, end: int, limit: int, stack: contextlib.ExitStack
-) -> list[_StoredPage]:
-    """The pages of ``[reached, end)``, in order; none where they are more than ``limit`` or one lacks."""
-    found: list[_StoredPage] = []
+) -> list[_StoredEntry]:
+    """The entries of ``[reached, end)``, in order; none where they are more than ``limit`` or one lacks."""
+    found: list[_StoredEntry] = []
     while end > reached and len(found) < limit:
-        page = next(_pages(store, chain.at(end), end, stack), None)
-        if page is None:
+        serialized = next(_entries_at(store, chain.at(end), end, stack), None)
+        if serialized is None:
             return []
-        found.append(page)
-        end = page.begin
+        found.append(serialized)
+        end = serialized.begin
     return found[::-1] if end == reached else []
 
 
-def _pages(store: StoreTier, key: str, end: int, stack: contextlib.ExitStack) -> Iterator[_StoredPage]:
+def _entries_at(store: StoreTier, key: str, end: int, stack: contextlib.ExitStack) -> Iterator[_StoredEntry]:
     for reader in store.readers(key):
         stack.callback(reader.close)
         try:
-            page = _StoredPage(reader)
+            serialized = _StoredEntry(reader)
         except Exception as error:
             _note(error)
             continue
-        if page.begin < page.end == end:
-            yield page
+        if serialized.begin < serialized.end == end:
+            yield serialized
 
 
-def _land_some(cache: Any, seq: int, pages: Sequence[_StoredPage], told: Callable[[int], None] | None) -> int:
-    """Put the pages into the cache, or the first where their cells do not lie in a run; how many."""
-    alike = _alike(pages)
+def _land_some(
+    cache: Any, seq: int, entries: Sequence[_StoredEntry], told: Callable[[int], None] | None
+) -> int:
+    """Put the entries into the cache, or the first where their cells do not lie in a run; how many."""
+    alike = _alike(entries)
     for count in sorted({1, alike}, reverse=True):
-        approach = _Approach.find(cache, seq, pages[:count])
+        approach = _Approach.find(cache, seq, entries[:count])
         if approach is not None:
             filled = approach.fill(told)
             snapshot = approach.take(filled)
@@ -212,22 +221,24 @@ def _land_some(cache: Any, seq: int, pages: Sequence[_StoredPage], told: Callabl
 
 
 def _note(error: Exception) -> None:
-    """What fails here is found again, and dealt with, by whoever reads the page in the ordinary way."""
+    """What fails here is found again, and dealt with, by whoever reads the entry in the ordinary way."""
     if isinstance(error, StoreError):
-        log.info("page-in: %s", error)
+        log.info("load back: %s", error)
     else:
-        log.warning("page-in: %r; the page is read another way", error, exc_info=error)
+        log.warning("load back: %r; the serialized snapshot is read another way", error, exc_info=error)
 
 
-def _alike(pages: Sequence[_StoredPage]) -> int:
-    """How many of the pages, from the first on, are of the same caches, layers, shapes and dtypes."""
-    names, kind = pages[0].tensors.keys(), _kind(pages[0].meta)
-    same = takewhile(lambda page: page.tensors.keys() == names and _kind(page.meta) == kind, pages)
+def _alike(entries: Sequence[_StoredEntry]) -> int:
+    """How many of the entries, from the first on, are of the same caches, layers, shapes and dtypes."""
+    names, kind = entries[0].tensors.keys(), _kind(entries[0].meta)
+    same = takewhile(
+        lambda serialized: serialized.tensors.keys() == names and _kind(serialized.meta) == kind, entries
+    )
     return sum(1 for _ in same)
 
 
 def _kind(meta: Mapping[str, Any]) -> Any:
-    """A page's description without its span."""
+    """A serialized snapshot's description without its span."""
     return {
         name: [*map(_kind, value)] if name == "parts" else value
         for name, value in meta.items()
@@ -239,7 +250,7 @@ def _kind(meta: Mapping[str, Any]) -> Any:
 
 
 class _Track:
-    """The memory of one tensor of a cache's layer in a run of cells, with its axes as they lie in pages."""
+    """The memory of one tensor of a cache's layer in a run of cells, with its axes as they lie in entries."""
 
     __slots__ = ("_axis", "_bits", "_rows", "_step")
 
@@ -260,7 +271,7 @@ class _Track:
         return size > 0 and (not self._axis or (end - begin) * self._step >= RUN)
 
     def runs(self, begin: int, end: int) -> list[memoryview]:
-        """The memory of these cells, in the order in which a page has their elements."""
+        """The memory of these cells, in the order in which a serialized snapshot has their elements."""
         if not self._rows:
             outer = self._bits.shape[: self._axis]
             rows = self._bits.reshape(*outer, -1).view(np.uint8)
@@ -275,22 +286,22 @@ class _Track:
 
 @dataclass(slots=True)
 class _Approach:
-    """Free cells for pages that follow one another, in all caches of a wrapper."""
+    """Free cells for serialized snapshots that follow one another, in all caches of a wrapper."""
 
     seq: int
-    pages: Sequence[_Source]
+    entries: Sequence[_Source]
     reservations: list[CellReservation] = field(default_factory=list)
     cuts: list[list[int]] = field(default_factory=list)
-    """For each reservation where in it each page begins, and the last one ends."""
+    """For each reservation where in it each serialized snapshot begins, and the last one ends."""
     tracks: list[dict[str, _Track]] = field(default_factory=list)
-    """For each reservation, by the names in the pages."""
+    """For each reservation, by the names in the serialized snapshots."""
     _named: list[Callable[[CellReservation], dict[str, _Track] | None]] = field(default_factory=list)
     _finish: Callable[[int], Snapshot] | None = None
 
     @classmethod
-    def find(cls, cache: object, seq: int, pages: Sequence[_Source]) -> _Approach | None:
-        """None, and nothing held, where the pages cannot go this way. They are of one kind (``_alike``)."""
-        made = cls(seq, pages)
+    def find(cls, cache: object, seq: int, entries: Sequence[_Source]) -> _Approach | None:
+        """None, and nothing held, where the entries cannot go this way. They are of one kind (``_alike``)."""
+        made = cls(seq, entries)
         try:
             if made._prepare(cache):
                 return made
@@ -303,12 +314,15 @@ class _Approach:
         return None
 
     def fill(self, told: Callable[[int], None] | None = None) -> int:
-        """Have the arrays written; how many pages, from the first on, hold what was put."""
+        """Have the arrays written; how many serialized snapshots, from the first on, hold what was put."""
         jobs: list[Callable[[], None]] = [
-            partial(page.fill, self._tracks_of(i)) for i, page in enumerate(self.pages)
+            partial(serialized.fill, self._tracks_of(i)) for i, serialized in enumerate(self.entries)
         ]
         if told is not None:
-            jobs = [_telling(job, told, page.meta["end"]) for job, page in zip(jobs, self.pages, strict=True)]
+            jobs = [
+                _telling(job, told, serialized.meta["end"])
+                for job, serialized in zip(jobs, self.entries, strict=True)
+            ]
         try:
             return _run_together(jobs)
         except BaseException:
@@ -323,7 +337,7 @@ class _Approach:
         }
 
     def take(self, count: int) -> Snapshot | None:
-        """The first ``count`` pages as a snapshot in the cache; None for none."""
+        """The first ``count`` serialized snapshots as a snapshot in the cache; None for none."""
         self.tracks.clear()
         if not count or self._finish is None:
             self.discard()
@@ -336,7 +350,7 @@ class _Approach:
             self.reservations.pop().discard()
 
     def _prepare(self, cache: object) -> bool:
-        self._finish = self._visit(cache, [page.meta for page in self.pages], "")
+        self._finish = self._visit(cache, [serialized.meta for serialized in self.entries], "")
         if self._finish is None:
             return False
         for reservation, name in zip(self.reservations, self._named, strict=True):  # when all cells are held
@@ -349,13 +363,13 @@ class _Approach:
     def _visit(
         self, cache: object, metas: Sequence[Mapping[str, Any]], at: str
     ) -> Callable[[int], Snapshot] | None:
-        """Hold cells for what ``metas`` describe, a page each; what makes the snapshot of the first few."""
+        """Hold cells for what ``metas`` describe, an entry each; what makes the snapshot of the first few."""
         first, spans = metas[0], [(meta["begin"], meta["end"]) for meta in metas]
         if any(one[1] != other[0] for one, other in pairwise(spans)):
             return None
         if first["kind"] == "attention" and isinstance(cache, SupportsReservation):
             return self._attention(cache, first, spans, at)
-        caches = getattr(cache, "caches", ())
+        caches = cache.caches if isinstance(cache, WrapperCache) else ()
         if first["kind"] != "wrapper" or {len(meta["parts"]) for meta in metas} != {len(caches)}:
             return None
         finish = []
@@ -370,7 +384,7 @@ class _Approach:
     def _attention(
         self, cache: SupportsReservation, meta: Mapping[str, Any], spans: Sequence[tuple[int, int]], at: str
     ) -> Callable[[int], Snapshot] | None:
-        positions = [page.positions(f"{at}positions") for page in self.pages]
+        positions = [serialized.positions(f"{at}positions") for serialized in self.entries]
         cuts = [0, *accumulate(held.size for held in positions)]
         layers = {
             i: tuple(self._stored(name, axes, cuts) for name, axes in parts) for i, _, parts in meta["layers"]
@@ -388,13 +402,13 @@ class _Approach:
         return lambda count: reservation.keep(cuts[count], spans[count - 1][1])
 
     def _stored(self, name: str, axes: Sequence[int], cuts: Sequence[int]) -> StoredTensor:
-        """A tensor of all pages together, its axes in the cache's order; ValueError where they differ."""
-        tensor = self.pages[0].tensors[name]
+        """A tensor of all entries together, its axes in the cache's order; ValueError where they differ."""
+        tensor = self.entries[0].tensors[name]
         along = axes.index(0)
-        for page, (begin, end) in zip(self.pages, pairwise(cuts), strict=True):
+        for serialized, (begin, end) in zip(self.entries, pairwise(cuts), strict=True):
             shape = (*tensor.shape[:along], end - begin, *tensor.shape[along + 1 :])
-            if page.tensors[name] != (shape, tensor.dtype):
-                raise ValueError(f"{name}: {page.tensors[name]} for {shape} {tensor.dtype}")
+            if serialized.tensors[name] != (shape, tensor.dtype):
+                raise ValueError(f"{name}: {serialized.tensors[name]} for {shape} {tensor.dtype}")
         shape = tuple(tensor.shape[axes.index(i)] for i in range(len(axes)))
         return StoredTensor((cuts[-1], *shape[1:]), tensor.dtype)
 
@@ -416,7 +430,7 @@ def _run_together(jobs: Sequence[Callable[[], None]]) -> int:
     if threads < 2:
         run(0)
     else:
-        with ThreadPoolExecutor(threads - 1, thread_name_prefix="kvcache-page-in") as pool:
+        with ThreadPoolExecutor(threads - 1, thread_name_prefix="kvcache-load-back") as pool:
             others = [pool.submit(run, first) for first in range(1, threads)]
             run(0)
         for other in others:
@@ -442,7 +456,7 @@ def _cores() -> int:
 
 
 def _named(reservation: CellReservation, layers: Sequence[Any]) -> dict[str, _Track] | None:
-    """A reservation's memory by the names that pages have for it."""
+    """A reservation's memory by the names that serialized snapshots have for it."""
     places = reservation.open()
     if places is None:
         return None

@@ -31,7 +31,7 @@ class _Outage:
 class _Full:
     since: float
     nbytes: int
-    """The smallest page that found no room."""
+    """The smallest serialized snapshot that found no room."""
     refused: int = 0
 
 
@@ -86,7 +86,7 @@ class Outages:
         )
 
     def full(self, store: object, nbytes: int, error: StoreFull) -> None:
-        """It had no room for a page of ``nbytes``. One line of the log, until it has."""
+        """It had no room for a serialized snapshot of ``nbytes``. One line of the log, until it has."""
         with self._lock:
             found = self._full.setdefault(id(store), _Full(self._clock(), nbytes))
             found.nbytes, found.refused = min(nbytes, found.nbytes), found.refused + 1
@@ -94,7 +94,7 @@ class Outages:
             log.warning("a store is full: %s; what it does not take is computed again", error)
 
     def took(self, store: object, nbytes: int) -> None:
-        """It has taken a page of ``nbytes``. As large as one that it had no room for: it has room again."""
+        """It has taken an entry of ``nbytes``. As large as one that it had no room for: it has room again."""
         if not self._full:
             return
         with self._lock:
@@ -104,7 +104,7 @@ class Outages:
             del self._full[id(store)]
             now = self._clock()
         log.warning(
-            "a store has room again after %.1f s: %r; %d pages were not kept there meanwhile",
+            "a store has room again after %.1f s: %r; %d serialized snapshots were not kept there meanwhile",
             now - found.since,
             store,
             found.refused,

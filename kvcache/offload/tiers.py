@@ -39,23 +39,23 @@ class HostTier:
 
 @dataclass(eq=False, slots=True)
 class StoreWrite:
-    """Pages on their way to the stores: (key, page) each."""
+    """Serialized snapshots on their way to the stores: (key, serialized snapshot) each."""
 
-    pages: Sequence[tuple[str, SerializedSnapshot]]
-    page: SerializedSnapshot
+    entries: Sequence[tuple[str, SerializedSnapshot]]
+    serialized: SerializedSnapshot
     """What they were cut from."""
     owner: object = None
     failed: bool = False
 
     @property
     def nbytes(self) -> int:
-        return self.page.nbytes
+        return self.serialized.nbytes
 
 
 class StoreTier:
     """One or more stores: read in order, written to all of them by a thread.
 
-    At most ``backlog`` bytes wait to be written; ``submit`` then waits its turn, so that pages never pile
+    At most ``backlog`` bytes wait to be written; ``submit`` then waits its turn, so that entries never pile
     up in memory. A store that fails costs a warning and a later recomputation, no more; one that is out
     of reach is not asked for a while (:class:`kvcache.offload.outages.Outages`).
     """
@@ -66,9 +66,9 @@ class StoreTier:
         self.waiting = 0
         """Bytes that are not written yet."""
         self.written = 0
-        """Pages written since the start."""
+        """Serialized snapshots written since the start."""
         self.failed = 0
-        """Parcels of which a page was written nowhere."""
+        """Parcels of which a serialized snapshot was written nowhere."""
         self.outages = Outages()
         self._finished: deque[StoreWrite] = deque()
         self._lender = Lender()
@@ -81,7 +81,7 @@ class StoreTier:
     def submit(self, store_write: StoreWrite) -> None:
         """Have a store write written; waits while the backlog is full (one store write always fits)."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="kvcache-page-out", daemon=True)
+            self._thread = threading.Thread(target=self._work, name="kvcache-store-write", daemon=True)
             self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self.has_room(store_write.nbytes))
@@ -112,30 +112,30 @@ class StoreTier:
     def _work(self) -> None:
         while (store_write := self._queue.get()) is not None:
             try:
-                for key, page in store_write.pages:
-                    store_write.failed |= not self._write(key, page)
+                for key, serialized in store_write.entries:
+                    store_write.failed |= not self._write(key, serialized)
             except Exception:
                 store_write.failed = True
-                log.exception("page-out: a store write of %d bytes was not written", store_write.nbytes)
+                log.exception("offload: a store write of %d bytes was not written", store_write.nbytes)
             self.failed += store_write.failed
             self._finished.append(store_write)
             with self._changed:
                 self.waiting -= store_write.nbytes
                 self._changed.notify_all()
 
-    def _write(self, key: str, page: SerializedSnapshot) -> bool:
+    def _write(self, key: str, serialized: SerializedSnapshot) -> bool:
         """Whether at least one store has it now."""
         kept = False
         for store in self._reachable(WRITING):
             try:
                 if store.stat([key])[0] is None:
-                    store.put(key, pack(page))
-                    self.outages.took(store, page.nbytes)
+                    store.put(key, pack(serialized))
+                    self.outages.took(store, serialized.nbytes)
                     self.written += 1
                 kept = True
                 self.outages.worked(store, WRITING)
             except StoreFull as error:
-                self.outages.full(store, page.nbytes, error)
+                self.outages.full(store, serialized.nbytes, error)
             except Exception as error:
                 self._failed(store, WRITING, error, "the snapshot will be computed again")
         return kept
@@ -157,25 +157,25 @@ class StoreTier:
                 self._failed(store, READING, error, "the prefix is computed instead")
         return best
 
-    def pages(self, keys: Sequence[str]) -> Generator[SerializedSnapshot | None, None, None]:
-        """Pages by their keys, in order, each good until the next one is asked for.
+    def entries(self, keys: Sequence[str]) -> Generator[SerializedSnapshot | None, None, None]:
+        """Serialized snapshots by their keys, in order, each good until the next one is asked for.
 
-        Where a store can show its bytes in place they are not copied here; else the next page is read by
+        Where a store can show its bytes in place they are not copied here; else the next entry is read by
         a thread while one is put to use.
         """
         if len(keys) < 2 or all(hasattr(store, "view") for store in self.stores):
             for key in keys:
-                with self.page(key) as page:
-                    yield page
+                with self.serialized(key) as serialized:
+                    yield serialized
             return
-        with ThreadPoolExecutor(1, thread_name_prefix="kvcache-page-in") as pool:
+        with ThreadPoolExecutor(1, thread_name_prefix="kvcache-load-back") as pool:
             waiting = deque([pool.submit(self.read, keys[0])])
             for following in (*keys[1:], None):
                 loan = waiting.popleft().result()
                 if following is not None:
                     waiting.append(pool.submit(self.read, following))
-                with loan as page:
-                    yield page
+                with loan as serialized:
+                    yield serialized
 
     @property
     def reads_straight(self) -> bool:
@@ -190,17 +190,17 @@ class StoreTier:
             except StoreError:
                 continue
             except Exception as error:
-                _warn("page-in", error, "the page is read another way")
+                _warn("load back", error, "the serialized snapshot is read another way")
                 continue
             if found is not None:
                 yield found
 
-    def page(self, key: str) -> Loan:
+    def serialized(self, key: str) -> Loan:
         """As ``read``, in place where a store shows its bytes."""
         return self._read(key, in_place=True)
 
     def read(self, key: str) -> Loan:
-        """A page by its key, in lent memory; none where no store has it whole. A corrupt one is dropped."""
+        """An entry by its key, in lent memory; none where no store has it whole. A corrupt one is dropped."""
         return self._read(key, in_place=False)
 
     def _read(self, key: str, in_place: bool) -> Loan:
@@ -210,10 +210,10 @@ class StoreTier:
                 shown = in_place and hasattr(store, "view")
                 found = _view(store, key) if shown else self._copy(store, key, loan)
                 if found is not None:
-                    loan.page = unpack(found)
+                    loan.serialized = unpack(found)
                     return loan
             except SnapshotCorrupt as error:
-                _warn("page-in", error, "it is dropped and computed again")
+                _warn("load back", error, "it is dropped and computed again")
                 _drop(store, key)
             except Exception as error:
                 self._failed(store, READING, error, "the prefix is computed instead")
@@ -228,7 +228,7 @@ class StoreTier:
         if isinstance(error, StoreUnavailable):
             self.outages.failed(store, way, error)
         else:
-            _warn("page-in" if way == READING else "page-out", error, follows)
+            _warn("load back" if way == READING else "offload", error, follows)
 
     @staticmethod
     def _copy(store: SnapshotStore, key: str, loan: Loan) -> np.ndarray | None:
@@ -257,7 +257,7 @@ def _drop(store: SnapshotStore, key: str) -> None:
     try:
         store.delete(key)
     except Exception as error:
-        _warn("page-in", error, "it will be found again")
+        _warn("load back", error, "it will be found again")
 
 
 def _warn(what: str, error: Exception, follows: str) -> None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 
 import ml
-from kvcache.snapshots.serialize import page_bytes, serialize
+from kvcache.snapshots.serialize import serialize, serialized_nbytes
 from kvcache.snapshots.snapshot import (
     AttentionSnapshot,
     EncoderSnapshot,
@@ -30,26 +30,26 @@ log = logging.getLogger("kvcache")
 
 
 class OffloadJob:
-    """A snapshot under way. When it is there, ``page`` is; when that failed, ``error`` is."""
+    """A snapshot under way. When it is there, ``serialized`` is; when that failed, ``error`` is."""
 
-    __slots__ = ("error", "nbytes", "owner", "page", "page_bytes", "snapshot")
+    __slots__ = ("error", "nbytes", "owner", "serialized", "serialized_nbytes", "snapshot")
 
     def __init__(self, snapshot: Snapshot, owner: object) -> None:
         self.snapshot: Snapshot | None = snapshot
-        """Copies of its own on the device, until the page is there."""
+        """Copies of its own on the device, until the serialized snapshot is there."""
         self.owner = owner
         self.nbytes = snapshot.nbytes
-        self.page_bytes = page_bytes(snapshot)
-        self.page: SerializedSnapshot | None = None
+        self.serialized_nbytes = serialized_nbytes(snapshot)
+        self.serialized: SerializedSnapshot | None = None
         self.error: BaseException | None = None
 
     def content(self) -> Snapshot | SerializedSnapshot:
         """Where its content is now; while it is under way, on the device."""
-        snapshot = self.snapshot  # first: the page is there before the snapshot goes
+        snapshot = self.snapshot  # first: the serialized snapshot is there before the snapshot goes
         if snapshot is not None:
             return snapshot
-        assert self.page is not None
-        return self.page
+        assert self.serialized is not None
+        return self.serialized
 
 
 def wait_for(backend: ml.Backend, snapshot: Snapshot) -> None:
@@ -125,11 +125,11 @@ class OffloadWorker:
         while (transfer := self._next()) is not None:
             try:
                 assert transfer.snapshot is not None
-                transfer.page = serialize(self._backend, transfer.snapshot)
+                transfer.serialized = serialize(self._backend, transfer.snapshot)
                 transfer.snapshot = None
             except BaseException as error:  # counted by who sent it, whatever it is
                 transfer.error = error
-                log.exception("page-out: %d bytes did not leave the device", transfer.nbytes)
+                log.exception("offload: %d bytes did not leave the device", transfer.nbytes)
             self._finished.append(transfer)
             with self._changed:
                 self.waiting -= transfer.nbytes

@@ -16,7 +16,7 @@ BLOCK = 16
 
 
 class Evictor:
-    """Pages out the least recently used snapshots of a tree, of an edge no more than has to go."""
+    """Offloads the least recently used snapshots of a tree, of an edge no more than has to go."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
@@ -35,33 +35,33 @@ class Evictor:
     def enforce(self) -> None:
         """Bring every tier within its budget."""
         while (excess := self._tree.device.excess) and (node := self._tree.device.first()) is not None:
-            self._tree.page_out(self._end_of(node, _tokens(node, excess)))
+            self._tree.offload(self._end_of(node, _tokens(node, excess)))
         self._tree.shrink_host()
 
     def evict(self, nbytes: int | None = None) -> int:
-        """Page out the device's least recently used snapshots, ``nbytes`` of them or all; how many."""
+        """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many."""
         device, count = self._tree.device, 0
         goal = 0 if nbytes is None else max(0, device.nbytes - nbytes)
         while (device.nbytes > goal or nbytes is None) and (node := device.first()) is not None:
-            self._tree.page_out(node if not goal else self._end_of(node, _tokens(node, device.nbytes - goal)))
+            self._tree.offload(node if not goal else self._end_of(node, _tokens(node, device.nbytes - goal)))
             count += 1
         if self._tree.worker is not None:
             self._tree.worker.drain()
         return count
 
     def relieve(self, missing: int) -> bool:
-        """The cache needs cells: page out what was least recently used of all that would free some."""
+        """The cache needs cells: offload what was least recently used of all that would free some."""
         self._tree.tick()
         while (node := self._next_freeing()) is not None:
             end = self._end_of(node, missing)
             frees = _frees(end)
-            self._tree.page_out(end)
+            self._tree.offload(end)
             if frees:
                 return True
         with contextlib.closing(self._tree.device.in_order()) as nodes:
             shared = next(filter(_holds_cells, nodes), None)
         if shared is not None:  # with other snapshots: all of them have to go
-            self._tree.page_out(shared)
+            self._tree.offload(shared)
         return shared is not None
 
     def _next_freeing(self) -> Node[TreeEntry] | None:
@@ -82,7 +82,7 @@ class Evictor:
             if _holds_cells(node):
                 self._tree.use(node)
             else:
-                self._tree.page_out(node)
+                self._tree.offload(node)
         return found
 
     def _end_of(self, node: Node[TreeEntry], tokens: int) -> Node[TreeEntry]:

@@ -117,33 +117,33 @@ class PrefixMatcher:
         return reached
 
     def _from_store(self, seq: int, ids: np.ndarray, source: Source, stored: int) -> int | None:
-        """Restore what ``source`` has, and then pages of ``[0, stored)``; the length that is held now.
+        """Restore what ``source`` has, and then entries of ``[0, stored)``; the length that is held now.
 
         None, and nothing is held, where what is needed cannot be had.
         """
         if self._tree.divisible:
-            return self._page_by_page(seq, ids[:stored], source)
+            return self._entry_by_entry(seq, ids[:stored], source)
         with contextlib.ExitStack() as lent:
-            pages = self._lookup.read_back(ids[:stored], source.length, lent)
-            if not pages:
+            entries = self._lookup.read_back(ids[:stored], source.length, lent)
+            if not entries:
                 return None
-            first, _ = span_of(pages[0])
+            first, _ = span_of(entries[0])
             if first and not self.from_source(seq, ids, source):
                 return None
-            for page in pages:
-                if not self._lookup.restore(seq, page):
+            for serialized in entries:
+                if not self._lookup.restore(seq, serialized):
                     self._cache.remove(seq, 0)
-                    self._lookup.drop(ids, span_of(page)[1])
+                    self._lookup.drop(ids, span_of(serialized)[1])
                     return None
-                self._tell(stored, span_of(page)[1])
+                self._tell(stored, span_of(serialized)[1])
         if not first:
             self.origins.clear()
         self.origins["store"] += stored - sum(self.origins.values())
         self._tree.insert(seq, ids[:stored], pieces_of(self._tree, seq, ids[:stored], first), stored=True)
         return stored
 
-    def _page_by_page(self, seq: int, ids: np.ndarray, source: Source) -> int | None:
-        """Restore what ``source`` has, and then pages, each when it is read; None where the source fails."""
+    def _entry_by_entry(self, seq: int, ids: np.ndarray, source: Source) -> int | None:
+        """Restore what ``source`` has, then entries, each when it is read; None where the source fails."""
         if not self.from_source(seq, ids, source):
             return None
         reached = self._lookup.fetch(seq, ids, source.length, partial(self._tell, int(ids.size)))

@@ -59,8 +59,7 @@ class OpenSessions:
 
     def next_snapshot(self, seq: int) -> int | None:
         """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
-        found = getattr(self._cache, "next_snapshot", None)
-        return None if found is None else found(seq)
+        return self._cache.next_snapshot(seq)
 
     def _schedule(self, seq: int, ids: np.ndarray, cached: int) -> None:
         """Snapshots of whole content: where prompts part, at intervals, before the last token."""
@@ -151,5 +150,4 @@ class OpenSessions:
 
     def rolled_back(self, seq: int) -> int | None:
         """The lowest position that was taken out of the cache since the last call."""
-        found = getattr(self._cache, "rolled_back", None)
-        return None if found is None else found(seq)
+        return self._cache.rolled_back(seq)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sized
+from collections.abc import Sized
 from typing import Any, Protocol
 
 from kvcache.cache import InvalidRangeError
+from kvcache.caches.wrapper import unwrapped
 
 __all__ = ["check_unowned", "disown", "own"]
 
@@ -20,12 +21,12 @@ class Owner(Protocol):
 
 
 _OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
-"""By cache, those that a wrapper wraps included. One that is gone without ``close`` owns nothing."""
+"""By cache; of a wrapper, those that it wraps. One that is gone without ``close`` owns nothing."""
 
 
 def check_unowned(cache: Any) -> None:
     """Two that use the same sequences would empty each other's sessions: refuse the second."""
-    for part in _parts(cache):
+    for part in unwrapped(cache):
         ref = _OWNERS.get(part)
         owner = None if ref is None else ref()
         if owner is not None:
@@ -37,17 +38,10 @@ def check_unowned(cache: Any) -> None:
 
 def own(cache: Any, owner: Owner) -> None:
     """``owner`` uses the cache, and all that it wraps."""
-    for part in _parts(cache):
+    for part in unwrapped(cache):
         _OWNERS[part] = weakref.ref(owner)
 
 
 def disown(cache: Any) -> None:
-    for part in _parts(cache):
+    for part in unwrapped(cache):
         _OWNERS.pop(part, None)
-
-
-def _parts(cache: Any) -> Iterator[Any]:
-    """A cache, and all that it wraps."""
-    yield cache
-    for part in getattr(cache, "caches", ()):
-        yield from _parts(part)

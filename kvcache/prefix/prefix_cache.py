@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
-from kvcache.cache import ClosedError, InvalidRangeError, SnapshotCache
+from kvcache.cache import ClosedError, InvalidRangeError, SnapshotCache, SupportsOffset
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.evictor import Evictor
@@ -51,8 +51,8 @@ class PrefixCache(Closing):
     copies (0: the caller does).
 
     ``layers`` tells what the model stores, {layer: ((heads, dim) of K, (heads, dim) of V)} over all
-    attention layers: a page from a store that has others is corrupt. None: those of the cache, which one
-    that has not been used yet learns from the first page that it is given.
+    attention layers: what a store has of others is corrupt. None: those of the cache, which one
+    that has not been used yet learns from the first serialized snapshot that it is given.
 
     The PrefixCache uses all sequences of the cache. Not thread-safe; stores are written by a thread.
     """
@@ -81,7 +81,7 @@ class PrefixCache(Closing):
                 "model and weights they are of"
             )
         keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": cache.settings()}, block_size)
-        if not hasattr(cache, "offset"):
+        if not isinstance(cache, SupportsOffset):
             raise InvalidRangeError(
                 f"PrefixCache: {type(cache).__name__} knows no positions; wrap it with the cache of the "
                 "model's own tokens (WrapperCache)"
@@ -163,7 +163,7 @@ class PrefixCache(Closing):
         return self.tree.pin(self.alphabet.encode(tokens), -1)
 
     def evict(self, nbytes: int | None = None) -> int:
-        """Page out the device's least recently used snapshots, ``nbytes`` of them or all; how many.
+        """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many.
 
         They are in host memory when this returns, and may still be on their way to stores.
         """

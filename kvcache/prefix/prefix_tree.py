@@ -1,7 +1,7 @@
 """Snapshots on a radix tree, in tiers: what is kept of conversations, where it lies, and what goes first.
 
 A node of the radix tree may hold the snapshot of its edge on the device, mostly still in the
-cache's own cells, or its page in host memory. What is evicted goes from the device to host memory, from
+cache's own cells, or serialized in host memory. What is evicted goes from the device to host memory, from
 there to the stores, and is found in them by key. Content that is divisible is parted with its edge; what
 is whole (a window, a recurrent state) belongs to the end of its edge, and an edge that is parted above it
 has nothing.
@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvcache.cache import SequenceLostError, SnapshotCache
-from kvcache.offload.direct_load import restore_page
+from kvcache.offload.direct_load import restore_serialized
 from kvcache.offload.eviction import LRUQueue, Priority
 from kvcache.offload.tiers import HostTier, StoreTier, StoreWrite
 from kvcache.offload.worker import OffloadJob, OffloadWorker
 from kvcache.prefix.radix_tree import Alphabet, Node, RadixTree
-from kvcache.snapshots.cut import cut_page
+from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import Chain, Keys, SerializedSnapshot
@@ -35,16 +35,16 @@ __all__ = ["PrefixTree", "TreeEntry", "span_of"]
 
 @dataclass(eq=False, slots=True)
 class TreeEntry:
-    """What a node of the radix tree keeps: its snapshot on the device, its page in host memory, or both."""
+    """What a node of the radix tree keeps: its snapshot on the device, serialized in host memory, or both."""
 
     begin: int
     """Where the snapshot begins: with the node's edge, or before it where content is whole."""
     snapshot: Snapshot | None = None
-    page: SerializedSnapshot | None = None
+    serialized: SerializedSnapshot | None = None
     leaving: OffloadJob | None = None
     """Its content on the way from the device to host memory."""
     store_write: StoreWrite | None = None
-    """Its pages on their way to the stores."""
+    """Its serialized snapshots on their way to the stores."""
     stored: bool = False
     pins: int = 0
     used: int = 0
@@ -59,15 +59,15 @@ class TreeEntry:
 
     @property
     def host(self) -> SerializedSnapshot | None:
-        """Its page, also while it is being written."""
-        return self.page or (self.store_write.page if self.store_write is not None else None)
+        """Its serialized snapshot, also while it is being written."""
+        return self.serialized or (self.store_write.serialized if self.store_write is not None else None)
 
     @property
     def tier(self) -> str:
         """ "cache" (in its cells), "device" (copied out), "leaving" it, "host", "writing", or "none"."""
         if self.snapshot is not None:
             return "cache" if self.snapshot.in_cache else "device"
-        if self.page is not None:
+        if self.serialized is not None:
             return "host"
         if self.leaving is not None:
             return "leaving"
@@ -86,7 +86,7 @@ class PrefixTree:
         keys: Keys,
         worker: OffloadWorker | None = None,
     ) -> None:
-        """``worker``: copies what leaves the device; None: it is copied by who pages it out."""
+        """``worker``: copies what leaves the device; None: it is copied by who offloads it."""
         self.cache, self.store, self.keys, self.worker = cache, store, keys, worker
         self.radix_tree: RadixTree[TreeEntry] = RadixTree()
         self.alphabet = Alphabet()
@@ -150,7 +150,7 @@ class PrefixTree:
         tier = "host" if isinstance(source, SerializedSnapshot) else "device"
         try:
             if isinstance(source, SerializedSnapshot):
-                restored = restore_page(self.cache, seq, source, target)
+                restored = restore_serialized(self.cache, seq, source, target)
             else:
                 restored = self.cache.restore(seq, source, target if source.divisible else None)
             if not restored:
@@ -188,8 +188,13 @@ class PrefixTree:
         """Give the nodes on the way that lost their content what the sequence has of it."""
         for node in self.radix_tree.match(ids).nodes:
             if node.end <= ids.size and (node.data is None or not node.data.present):
+                try:
+                    snapshot = self.cache.snapshot(seq, node.begin, node.end)
+                except SequenceLostError:
+                    self._prune(node)
+                    raise
                 node.data = TreeEntry(node.begin, stored=stored)
-                self._keep_on_device(node, self.cache.snapshot(seq, node.begin, node.end))
+                self._keep_on_device(node, snapshot)
 
     def _node_at(self, ids: np.ndarray) -> Node[TreeEntry]:
         """The node that ends exactly with ``ids``: found, parted from an edge, or added."""
@@ -216,7 +221,7 @@ class PrefixTree:
         if held is None or not self.divisible:
             return self.radix_tree.split(node, at)
         snapshots = None if held.snapshot is None else self.cache.split(held.snapshot, at)
-        pages = None if held.page is None else cut_page(held.page, at, own=True)
+        halves = None if held.serialized is None else cut_serialized(held.serialized, at, own=True)
         upper = self.radix_tree.split(node, at)
         stored = held.stored and at % self.keys.block_size == 0
         upper.data = TreeEntry(held.begin, stored=stored, pins=held.pins, since=held.since)
@@ -226,9 +231,9 @@ class PrefixTree:
             self._off_device(node)
             self._keep_on_device(upper, snapshots[0])
             self._keep_on_device(node, snapshots[1])
-        if pages is not None:
-            self._keep_on_host(upper, pages[0])
-            self._keep_on_host(node, pages[1])
+        if halves is not None:
+            self._keep_on_host(upper, halves[0])
+            self._keep_on_host(node, halves[1])
         return upper
 
     def _keep_on_device(self, node: Node[TreeEntry], snapshot: Snapshot) -> None:
@@ -243,11 +248,11 @@ class PrefixTree:
             node.data.snapshot.drop()
             node.data.snapshot = None
 
-    def _keep_on_host(self, node: Node[TreeEntry], page: SerializedSnapshot) -> None:
+    def _keep_on_host(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         assert node.data is not None
         assert self.host is not None
-        node.data.page = page
-        self.host.add(node, page.nbytes)
+        node.data.serialized = serialized
+        self.host.add(node, serialized.nbytes)
 
     def touch(self, ids: np.ndarray) -> None:
         """A prefix was used: it goes later than all others."""
@@ -290,18 +295,18 @@ class PrefixTree:
 
     # From tier to tier.
 
-    def page_out(self, node: Node[TreeEntry]) -> None:
+    def offload(self, node: Node[TreeEntry]) -> None:
         """Move a snapshot from the device to the next tier, or drop it where there is none."""
         held = node.data
         assert held is not None
         if held.host is None and held.leaving is None and self._is_wanted(held):
             if self.worker is not None:
                 self._send(self.worker, node, held)
-            elif (page := self._copied_out(held)) is not None:
-                if self.host is not None and self.host.fits(page.nbytes):
-                    self._keep_on_host(node, page)
+            elif (serialized := self._copied_out(held)) is not None:
+                if self.host is not None and self.host.fits(serialized.nbytes):
+                    self._keep_on_host(node, serialized)
                 else:
-                    self._write(node, page)
+                    self._write(node, serialized)
         self._off_device(node)
         self._prune(node)
         self._land()
@@ -317,15 +322,15 @@ class PrefixTree:
         assert held.snapshot is not None
         with contextlib.suppress(SequenceLostError):  # a device failure took what it names
             held.leaving = worker.send(held.snapshot, node)
-            if self.host is not None and self.host.fits(held.leaving.page_bytes):
+            if self.host is not None and self.host.fits(held.leaving.serialized_nbytes):
                 # Counted at once: what goes first then depends on no thread.
-                self.host.add(node, held.leaving.page_bytes)
+                self.host.add(node, held.leaving.serialized_nbytes)
 
-    def _write(self, node: Node[TreeEntry], page: SerializedSnapshot) -> None:
-        """Have a page written that host memory has no place for, unless the stores have it."""
+    def _write(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
+        """Have a serialized snapshot written that host memory has no place for, unless the stores have it."""
         assert node.data is not None
         if self.store is not None and not node.data.stored and node.data.store_write is None:
-            self._submit(node, page)
+            self._submit(node, serialized)
 
     def _land(self) -> None:
         """Take note of what has left the device by now."""
@@ -337,11 +342,11 @@ class PrefixTree:
             if held is None or held.leaving is not transfer:
                 continue  # forgotten meanwhile
             held.leaving = None
-            if transfer.page is not None:
+            if transfer.serialized is not None:
                 if self.host is not None and node in self.host:
-                    held.page = transfer.page
+                    held.serialized = transfer.serialized
                 else:
-                    self._write(node, transfer.page)
+                    self._write(node, transfer.serialized)
             elif self.host is not None:
                 self.host.discard(node)
             self._prune(node)
@@ -352,7 +357,7 @@ class PrefixTree:
             self._leave_host(other)
 
     def _copied_out(self, held: TreeEntry) -> SerializedSnapshot | None:
-        """The page of a snapshot; None where a device failure took what it names."""
+        """A snapshot, serialized; None where a device failure took what it names."""
         try:
             return None if held.snapshot is None else serialize(self.cache.backend, held.snapshot)
         except SequenceLostError:
@@ -362,12 +367,12 @@ class PrefixTree:
         held = node.data
         assert held is not None
         assert self.host is not None
-        if held.page is not None:
-            self._write(node, held.page)
+        if held.serialized is not None:
+            self._write(node, held.serialized)
         elif self.store is None or held.stored:
             held.leaving = None  # it goes on its way, and nobody waits for it
         self.host.discard(node)
-        held.page = None
+        held.serialized = None
         self._prune(node)
 
     def drop(self, node: Node[TreeEntry]) -> None:
@@ -428,15 +433,15 @@ class PrefixTree:
                 continue
             if limit is not None and (done >= limit or not self._has_room(held)):
                 return True
-            page = held.page or self._copied_out(held)
-            if page is not None:
-                done += page.nbytes
-                self._submit(node, page)
+            serialized = held.serialized or self._copied_out(held)
+            if serialized is not None:
+                done += serialized.nbytes
+                self._submit(node, serialized)
         return False
 
     def _has_room(self, held: TreeEntry) -> bool:
         """Whether a node's content can be handed to the stores' thread without a wait."""
-        source = held.page or held.snapshot
+        source = held.serialized or held.snapshot
         return source is None or self.store is None or self.store.has_room(source.nbytes)
 
     def drain(self) -> None:
@@ -460,34 +465,34 @@ class PrefixTree:
                 held.stored, held.store_write = not store_write.failed, None
                 self._prune(node)
 
-    def _submit(self, node: Node[TreeEntry], page: SerializedSnapshot) -> None:
+    def _submit(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         """Have a node's content written: cut at multiples of the block size where it is divisible."""
         assert self.store is not None
         assert node.data is not None
         chain = self.keys.chain(self.alphabet.named(node.prefix()))
-        pages = [(chain.at(end), part) for end, part in self._cut(page, chain)]
-        node.data.store_write = StoreWrite(pages, page, node)
+        entries = [(chain.at(end), part) for end, part in self._cut(serialized, chain)]
+        node.data.store_write = StoreWrite(entries, serialized, node)
         self.store.submit(node.data.store_write)
 
-    def _cut(self, page: SerializedSnapshot, chain: Chain) -> Iterator[tuple[int, SerializedSnapshot]]:
-        """(end, page) of the parts of a page; an empty end of one has no part of its own."""
-        begin, end = span_of(page)
+    def _cut(self, serialized: SerializedSnapshot, chain: Chain) -> Iterator[tuple[int, SerializedSnapshot]]:
+        """(end, part) of the parts of a serialized snapshot; an empty end has no part of its own."""
+        begin, end = span_of(serialized)
         cuts = range(begin - begin % chain.block_size + chain.block_size, end, chain.block_size)
         if not self.divisible or not cuts:
-            yield end, page
+            yield end, serialized
             return
         for at in cuts:
-            first, page = cut_page(page, at)
+            first, serialized = cut_serialized(serialized, at)
             yield at, first
-        yield end, page
+        yield end, serialized
 
 
-def span_of(page: SerializedSnapshot) -> tuple[int, int]:
-    """[begin, end) of a page's snapshot; raises SnapshotCorrupt where it has none."""
-    meta = page.meta.get("snapshot")
+def span_of(serialized: SerializedSnapshot) -> tuple[int, int]:
+    """[begin, end) of a serialized snapshot; raises SnapshotCorrupt where it has none."""
+    meta = serialized.meta.get("snapshot")
     begin, end = (meta.get("begin"), meta.get("end")) if isinstance(meta, Mapping) else (None, None)
     if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
-        raise SnapshotCorrupt(f"page: a snapshot of [{begin}, {end})")
+        raise SnapshotCorrupt(f"serialized snapshot: a snapshot of [{begin}, {end})")
     return begin, end
 
 

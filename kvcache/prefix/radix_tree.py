@@ -10,7 +10,7 @@ tokens, so that a walk costs one comparison of arrays per node and not one step 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -35,7 +35,7 @@ class Alphabet:
         """Raises InvalidRangeError for what is no sequence, and what is neither bytes nor an id >= 0."""
         if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
             found = tokens.astype(np.int64, copy=True).reshape(-1)
-        elif isinstance(tokens, (str, bytes, bytearray)) or not hasattr(tokens, "__len__"):
+        elif isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Sized):
             raise InvalidRangeError(f"tokens: {tokens!r:.60}; give a sequence, of ids and of items of bytes")
         elif set(map(type, tokens)) <= {int}:
             try:

@@ -1,4 +1,4 @@
-"""Pages of a prefix that stores have, put into a sequence of the cache."""
+"""Serialized snapshots of a prefix that stores have, put into a sequence of the cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvcache.cache import InvalidRangeError
-from kvcache.offload.direct_load import page_in, restore_page
+from kvcache.offload.direct_load import load_back, restore_serialized
 from kvcache.offload.tiers import StoreTier
 from kvcache.prefix.prefix_tree import PrefixTree, span_of
+from kvcache.snapshots.check_serialized import check_serialized
 from kvcache.snapshots.layer_shapes import Layers, check_layers, layers_of_cache
-from kvcache.snapshots.page_check import check_page
 from kvcache.stores import Chain, SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorrupt
 
@@ -26,9 +26,9 @@ Told = Callable[[int], None]
 
 
 class StoreLookup:
-    """Reads pages from the stores of a tree. What is not what its key says is dropped there, and not used.
+    """Reads entries from the stores of a tree. What is not what its key says is dropped there, and not used.
 
-    ``layers`` are those that pages have to have; {}: those of the cache.
+    ``layers`` are those that serialized snapshots have to have; {}: those of the cache.
     """
 
     def __init__(self, tree: PrefixTree, layers: Layers) -> None:
@@ -41,7 +41,7 @@ class StoreLookup:
         return self._tree.store.longest(self._chain(ids[:limit]), length, limit, self._tree.divisible)
 
     def fetch(self, seq: int, ids: np.ndarray, reached: int, told: Told | None = None) -> int:
-        """Put pages behind the first ``reached`` tokens, which the sequence has; returns how far that went.
+        """Put entries behind the first ``reached`` tokens, which the sequence has; returns how far that went.
 
         In order, each when it is read, as far as they follow one another. For content that is divisible.
         ``told``, which raises nothing, hears now and then how far it is.
@@ -53,47 +53,47 @@ class StoreLookup:
         return go_on(seq, ids, chain, reached, ends, told or _unheard)
 
     def read_back(self, ids: np.ndarray, floor: int, lent: contextlib.ExitStack) -> list[SerializedSnapshot]:
-        """Pages that follow one another to the end of ``ids``, from ``floor`` or before; [] if one lacks.
+        """Entries that follow one another to the end of ``ids``, from ``floor`` or before; [] if one lacks.
 
         They are good until ``lent`` is closed.
         """
         chain = self._chain(ids)
-        pages: list[SerializedSnapshot] = []
+        entries: list[SerializedSnapshot] = []
         at = int(ids.size)
-        while at > floor or not pages:
-            page = self._checked(ids, lent.enter_context(self._store.read(chain.at(at))), at)
-            if page is None:
+        while at > floor or not entries:
+            serialized = self._checked(ids, lent.enter_context(self._store.read(chain.at(at))), at)
+            if serialized is None:
                 return []
-            pages.append(page)
-            at, _ = span_of(page)
-        return pages[::-1]
+            entries.append(serialized)
+            at, _ = span_of(serialized)
+        return entries[::-1]
 
-    def restore(self, seq: int, page: SerializedSnapshot) -> bool:
-        """Whether a page, which was checked, was put into the sequence; not one of another cache."""
+    def restore(self, seq: int, serialized: SerializedSnapshot) -> bool:
+        """Whether an entry, which was checked, was put into the sequence; not one of another cache."""
         try:
-            check_layers(page, self._layers or layers_of_cache(self._cache))
-            return restore_page(self._cache, seq, page)
+            check_layers(serialized, self._layers or layers_of_cache(self._cache))
+            return restore_serialized(self._cache, seq, serialized)
         except (SnapshotCorrupt, InvalidRangeError) as error:
-            log.warning("page-in: %s; the page is dropped and computed again", error)
+            log.warning("load back: %s; the serialized snapshot is dropped and computed again", error)
             return False
 
     def drop(self, ids: np.ndarray, end: int) -> None:
-        """Take the page of the first ``end`` tokens out of the stores: it is not what its key says."""
+        """Take the entry of the first ``end`` tokens out of the stores: it is not what its key says."""
         self._store.drop(self._chain(ids[:end]).at(end))
 
     def _straight(
         self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int], told: Told
     ) -> int:
-        """Have pages read to where they will lie, the others from where the store has them."""
+        """Have serialized snapshots read to where they will lie, the others from where the store has them."""
         stuck = 0
         while ends:
             before = reached
             if stuck < 2:  # the first may begin before what is held already; a cache that cannot never can
-                reached = page_in(self._cache, seq, self._store, chain, reached, ends, told)
+                reached = load_back(self._cache, seq, self._store, chain, reached, ends, told)
                 stuck = stuck + 1 if reached == before else 0
                 ends = [end for end in ends if end > reached]
             if ends:
-                with self._store.page(chain.at(ends[0])) as found:
+                with self._store.serialized(chain.at(ends[0])) as found:
                     if not self._next(seq, ids, found, reached, ends[0]):
                         break
                 reached, ends = ends[0], ends[1:]
@@ -103,10 +103,10 @@ class StoreLookup:
     def _ahead(
         self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int], told: Told
     ) -> int:
-        """Restore each page while the next one is read."""
-        with contextlib.closing(self._store.pages([chain.at(end) for end in ends])) as pages:
+        """Restore each serialized snapshot while the next one is read."""
+        with contextlib.closing(self._store.entries([chain.at(end) for end in ends])) as entries:
             for end in ends:
-                if not self._next(seq, ids, next(pages), reached, end):
+                if not self._next(seq, ids, next(entries), reached, end):
                     break
                 reached = end
                 told(reached)
@@ -115,16 +115,16 @@ class StoreLookup:
     def _next(
         self, seq: int, ids: np.ndarray, found: SerializedSnapshot | None, reached: int, end: int
     ) -> bool:
-        """Whether a page, which ends at ``end``, was put behind the first ``reached`` tokens."""
-        page = self._checked(ids, found, end)
-        if page is None:
+        """Whether an entry, which ends at ``end``, was put behind the first ``reached`` tokens."""
+        serialized = self._checked(ids, found, end)
+        if serialized is None:
             return False
-        begin, _ = span_of(page)
+        begin, _ = span_of(serialized)
         with contextlib.ExitStack() as lent:
             before = self.read_back(ids[:begin], reached, lent) if begin > reached else []
             if begin > reached and not before:  # conversations part there, and what ends there is gone
                 return False
-            for part in (*before, page):
+            for part in (*before, serialized):
                 if not self.restore(seq, part):
                     self.drop(ids, span_of(part)[1])
                     self._cache.remove(seq, reached)
@@ -132,18 +132,20 @@ class StoreLookup:
         return True
 
     def _checked(
-        self, ids: np.ndarray, page: SerializedSnapshot | None, end: int
+        self, ids: np.ndarray, serialized: SerializedSnapshot | None, end: int
     ) -> SerializedSnapshot | None:
-        """A stored page if it is one of a snapshot that ends at ``end``; another under its key is dropped."""
-        if page is None:
+        """What is stored if it is an entry that ends at ``end``; another under its key is dropped."""
+        if serialized is None:
             return None
         try:
-            begin, last = check_page("page-in", page, complete=True)
+            begin, last = check_serialized("load back", serialized, complete=True)
             if begin < last == end:
-                return page
-            raise SnapshotCorrupt(f"page-in: a page of [{begin}, {last}) under the key of {end} tokens")
+                return serialized
+            raise SnapshotCorrupt(
+                f"load back: a serialized snapshot of [{begin}, {last}) under the key of {end} tokens"
+            )
         except SnapshotCorrupt as error:
-            log.warning("%s; the page is dropped and computed again", error)
+            log.warning("%s; the serialized snapshot is dropped and computed again", error)
         self.drop(ids, end)
         return None
 

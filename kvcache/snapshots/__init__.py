@@ -2,5 +2,5 @@
 
 Others use the snapshot classes of ``snapshot``, the managers ``AttentionSnapshots`` and ``StateSnapshots``,
 ``SnapshotSchedule``, ``CellReservation`` and ``IncomingSnapshot`` (cells held for content still to come),
-``serialize`` and ``deserialize``, ``cut_page``, ``check_page`` and ``check_layers``.
+``serialize`` and ``deserialize``, ``cut_serialized``, ``check_serialized`` and ``check_layers``.
 """

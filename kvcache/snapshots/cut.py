@@ -1,4 +1,4 @@
-"""Pages cut in two where they lie, in host memory: no device is asked.
+"""Serialized snapshots cut in two where they lie, in host memory: no device is asked.
 
 Only what is divisible can be: attention over all of the past, encoders' outputs, wrappers of these.
 """
@@ -13,28 +13,28 @@ import numpy as np
 from kvcache.stores.errors import SnapshotCorrupt
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
-__all__ = ["cut_page"]
+__all__ = ["cut_serialized"]
 
 Meta = dict[str, Any]
 Arrays = dict[str, np.ndarray]
 
 
-def cut_page(
-    page: SerializedSnapshot, at: int, own: bool = False
+def cut_serialized(
+    serialized: SerializedSnapshot, at: int, own: bool = False
 ) -> tuple[SerializedSnapshot, SerializedSnapshot]:
-    """The pages of ``[begin, at)`` and ``[at, end)``, with ``at`` inside.
+    """The serialized snapshots of ``[begin, at)`` and ``[at, end)``, with ``at`` inside.
 
-    Their arrays are views of the page's where that can be; with ``own`` they have memory of their own,
+    Their arrays are views where that can be; with ``own`` they have memory of their own,
     so that one half is freed when it goes.
 
-    Raises SnapshotCorrupt for no page of a snapshot, or one that cannot be cut.
+    Raises SnapshotCorrupt for what is no serialized snapshot, or one that cannot be cut.
     """
     try:
-        cut = _Cut(page.arrays, at, own)
-        first, second = cut.meta(page.meta["snapshot"], "")
+        cut = _Cut(serialized.arrays, at, own)
+        first, second = cut.meta(serialized.meta["snapshot"], "")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise SnapshotCorrupt(
-            f"cut_page: at {at}: not the page of a divisible snapshot ({error!r})"
+            f"cut_serialized: at {at}: not a serialized snapshot that is divisible ({error!r})"
         ) from error
     return SerializedSnapshot({"snapshot": first}, cut.first), SerializedSnapshot(
         {"snapshot": second}, cut.second

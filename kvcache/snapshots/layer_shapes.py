@@ -1,4 +1,4 @@
-"""Which layers a cache or a page has, and how wide they are: pages are only good for a model's own.
+"""Which layers a cache or a serialized snapshot has, and how wide: it is good for its own model only.
 
 A layer's **widths** are (heads, dim) of its keys and of its values, as the model puts them.
 """
@@ -13,7 +13,7 @@ from kvcache.storage.quantized import BLOCK
 from kvcache.stores.errors import SnapshotCorrupt
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
-__all__ = ["Layers", "check_layers", "layers_of_cache", "layers_of_page"]
+__all__ = ["Layers", "check_layers", "layers_of_cache", "layers_of_serialized"]
 
 Layers = Mapping[int, tuple[tuple[int, int], tuple[int, int]]]
 """By layer the widths of keys and values: those of attention over what the model itself has written."""
@@ -24,27 +24,31 @@ def layers_of_cache(cache: Any) -> Layers:
     return _of_snapshot(cache.snapshot(0, 0, 0))
 
 
-def layers_of_page(page: SerializedSnapshot) -> Layers:
-    """Those that a page, which was checked, has something of."""
-    return _of_meta(page, page.meta["snapshot"])
+def layers_of_serialized(serialized: SerializedSnapshot) -> Layers:
+    """Those that a serialized snapshot, which was checked, has something of."""
+    return _of_meta(serialized, serialized.meta["snapshot"])
 
 
-def check_layers(page: SerializedSnapshot, expected: Layers) -> None:
-    """Raise SnapshotCorrupt unless a page, which was checked, has exactly these layers, as wide; {}: any."""
-    found = layers_of_page(page)
-    if not expected or not (found or _has_positions(page)):
+def check_layers(serialized: SerializedSnapshot, expected: Layers) -> None:
+    """Raise SnapshotCorrupt unless what was checked has exactly these layers, as wide; {}: any."""
+    found = layers_of_serialized(serialized)
+    if not expected or not (found or _has_positions(serialized)):
         return
     lacking, strange = expected.keys() - found.keys(), found.keys() - expected.keys()
     if lacking or strange:
-        raise SnapshotCorrupt(f"page: it has the layers {sorted(found)}; the cache stores {sorted(expected)}")
+        raise SnapshotCorrupt(
+            f"serialized snapshot: it has the layers {sorted(found)}; the cache stores {sorted(expected)}"
+        )
     for i, widths in expected.items():
         if found[i] != widths:
-            raise SnapshotCorrupt(f"page: layer {i} is {found[i]} (heads, dim); the cache stores {widths}")
+            raise SnapshotCorrupt(
+                f"serialized snapshot: layer {i} is {found[i]} (heads, dim); the cache stores {widths}"
+            )
 
 
-def _has_positions(page: SerializedSnapshot) -> bool:
+def _has_positions(serialized: SerializedSnapshot) -> bool:
     """Whether attention layers have something in it."""
-    return any(array.size for name, array in page.arrays.items() if name.endswith("positions"))
+    return any(array.size for name, array in serialized.arrays.items() if name.endswith("positions"))
 
 
 def _of_snapshot(snapshot: object) -> Layers:
@@ -56,19 +60,19 @@ def _of_snapshot(snapshot: object) -> Layers:
     return {i: widths for part in parts for i, widths in _of_snapshot(part).items()}
 
 
-def _of_meta(page: SerializedSnapshot, meta: Mapping[str, Any]) -> Layers:
+def _of_meta(serialized: SerializedSnapshot, meta: Mapping[str, Any]) -> Layers:
     kind = meta["kind"]
     if kind == "attention":
-        return {i: _pair([_shape(page, *part) for part in parts]) for i, _, parts in meta["layers"]}
+        return {i: _pair([_shape(serialized, *part) for part in parts]) for i, _, parts in meta["layers"]}
     if kind == "recurrent":
-        return _of_meta(page, meta["attention"])
+        return _of_meta(serialized, meta["attention"])
     parts = meta["parts"] if kind == "wrapper" else ()
-    return {i: widths for part in parts for i, widths in _of_meta(page, part).items()}
+    return {i: widths for part in parts for i, widths in _of_meta(serialized, part).items()}
 
 
-def _shape(page: SerializedSnapshot, name: str, axes: Sequence[int]) -> tuple[int, ...]:
+def _shape(serialized: SerializedSnapshot, name: str, axes: Sequence[int]) -> tuple[int, ...]:
     """An array's shape as (count, heads, ...)."""
-    shape = page.arrays[name].shape
+    shape = serialized.arrays[name].shape
     return tuple(shape[axes.index(i)] for i in range(len(shape)))
 
 

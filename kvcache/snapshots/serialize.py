@@ -1,7 +1,7 @@
 """Snapshots in host memory: the arrays of a snapshot and what they are, and back.
 
-A page is what goes to host memory, to disk or over a wire (see kvcache.stores). It names no backend and no
-layout: a page written on one backend is restored on any other that has its dtypes. Arrays keep the order
+It is what goes to host memory, to disk or over a wire (see kvcache.stores). It names no backend and no
+layout: what is written on one backend is restored on any other that has its dtypes. Arrays keep the order
 of axes in which the cache stores them, so that they are put back by plain copies; ``axes`` says which
 (0 cells, 1 heads, 2 dims, from the outermost in).
 """
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache.snapshots.page_check import check_page
+from kvcache.snapshots.check_serialized import check_serialized
 from kvcache.snapshots.snapshot import (
     AttentionSnapshot,
     EncoderSnapshot,
@@ -25,7 +25,7 @@ from kvcache.snapshots.snapshot import (
 )
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
-__all__ = ["deserialize", "page_bytes", "serialize"]
+__all__ = ["deserialize", "serialize", "serialized_nbytes"]
 
 Meta = Mapping[str, Any]
 
@@ -38,24 +38,24 @@ def serialize(backend: ml.Backend, snapshot: Snapshot) -> SerializedSnapshot:
         return SerializedSnapshot({"snapshot": meta}, writer.arrays)
 
 
-def page_bytes(snapshot: Snapshot) -> int:
+def serialized_nbytes(snapshot: Snapshot) -> int:
     """``serialize(backend, snapshot).nbytes``, before anything is copied."""
     if isinstance(snapshot, WrapperSnapshot):
-        return sum(page_bytes(part) for part in snapshot.parts)
+        return sum(serialized_nbytes(part) for part in snapshot.parts)
     if isinstance(snapshot, RecurrentSnapshot):
-        return page_bytes(snapshot.attention) + snapshot.state.nbytes
+        return serialized_nbytes(snapshot.attention) + snapshot.state.nbytes
     positions = snapshot.positions.size if isinstance(snapshot, AttentionSnapshot) else 0
     return snapshot.nbytes + np.dtype(np.int64).itemsize * positions
 
 
-def deserialize(backend: ml.Backend, page: SerializedSnapshot) -> Snapshot:
-    """A snapshot over a page's arrays, for a cache on ``backend``; raises SnapshotCorrupt for no page of one.
+def deserialize(backend: ml.Backend, serialized: SerializedSnapshot) -> Snapshot:
+    """A snapshot over these arrays, for a cache on ``backend``; SnapshotCorrupt for what is none.
 
     Where the backend lives in host memory the arrays are used in place: leave them as they are.
     """
-    check_page("deserialize", page)
+    check_serialized("deserialize", serialized)
     with backend.new_context() as ctx:
-        return _Reader(ctx, backend, page.arrays).decode(page.meta["snapshot"])
+        return _Reader(ctx, backend, serialized.arrays).decode(serialized.meta["snapshot"])
 
 
 class _Writer:

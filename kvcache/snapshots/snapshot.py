@@ -15,7 +15,7 @@ written (kvcache.storage.state_slots).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -35,7 +35,6 @@ __all__ = [
     "RecurrentSnapshot",
     "Snapshot",
     "WrapperSnapshot",
-    "carried_out",
     "check_following",
     "check_inside",
     "check_kind",
@@ -373,14 +372,6 @@ def check_kind(op: str, cache: object, snapshot: object, kind: type) -> None:
         raise InvalidRangeError(
             f"{op}: {type(cache).__name__} takes a {kind.__name__}, not {type(snapshot).__name__}"
         )
-
-
-def carried_out(commit: Callable[[], None] | None) -> bool:
-    """Do what was prepared; False where there is nothing that could be done."""
-    if commit is None:
-        return False
-    commit()
-    return True
 
 
 def check_inside(snapshot: Snapshot, at: int) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache.testing.branches import BranchTests
 from kvcache.testing.faults import FaultTests
-from kvcache.testing.prefix import PrefixTests
 from kvcache.testing.storing import StoringTests
 from kvcache.testing.suites.answers import AnswerTests
 from kvcache.testing.suites.attending import AttendingTests
@@ -32,8 +30,6 @@ class CacheTests(
     SnapshotTests,
     EncoderTests,
     RecurrentTests,
-    BranchTests,
-    PrefixTests,
     AnswerTests,
 ):
     """Everything that depends on the backend. Subclass it; see :mod:`kvcache.testing`.

@@ -15,8 +15,6 @@ FAMILY = {
     "recurrent": "kvcache.testing.rigs.states",
     "encoder": "kvcache.testing.rigs.encoder",
     "wrapper": "kvcache.testing.rigs.wrapper",
-    "branches": "kvcache.testing.branching",
-    "prefix": "kvcache.testing.prefix_traces",
 }
 """Name of a cache -> the module with its trace; imported when asked for."""
 
@@ -27,18 +25,12 @@ def run_family(
     """What went wrong in the trace of ``seed``, or None."""
     module, computes = importlib.import_module(FAMILY[cache]), features.has("matmul")
     try:
-        if cache == "prefix":
-            codecs = (DType.Q8_0, DType.Q4_0) if computes else ()
-            found: str | None = module.prefix_failure(backend, seed, [*floats, *codecs])
-            return found
         if cache == "recurrent":
             module.state_trace(backend, seed, floats)
         elif cache == "encoder":
             module.encoder_trace(backend, seed, floats, computes)
-        elif cache == "wrapper":
-            module.wrapper_trace(backend, seed)
         else:
-            module.branch_trace(backend, seed)
+            module.wrapper_trace(backend, seed)
     except Exception:
         return f"seed {seed}: {cache}\n{traceback.format_exc(limit=-6)}"
     return None

@@ -122,7 +122,7 @@ def _tiers_of(held: TreeEntry) -> tuple[str, ...]:
         found.append("cache" if held.snapshot.in_cache else "device")
     elif held.leaving is not None:
         found.append("device")
-    if held.page is not None:
+    if held.serialized is not None:
         found.append("host")
     if held.store_write is not None:
         found.append("writing")

@@ -1,6 +1,6 @@
-"""What a page says of itself, checked once: every field is there, of its type, and agrees with the arrays.
+"""What a serialized snapshot says of itself, checked once: every field, its type, and the arrays.
 
-Whoever reads a page that was checked needs no checks of its own. All say their kind, "begin" and "end"::
+Whoever reads one that was checked needs no checks of its own. All say their kind, "begin" and "end"::
 
     attention   "dtype", "whole", "layers": [[layer, activations, [tensor, ...]], ...]
     recurrent   "attention": {...}, "states": [["conv" or "recurrent", layer, tensor], ...]
@@ -22,7 +22,7 @@ from kvcache.storage.quantized import BLOCK
 from kvcache.stores.errors import SnapshotCorrupt
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
-__all__ = ["StoredArray", "check_meta", "check_page"]
+__all__ = ["StoredArray", "check_meta", "check_serialized"]
 
 DEEPEST = 16
 """Wrappers inside wrappers."""
@@ -30,7 +30,7 @@ STATES = ("conv", "recurrent")
 
 
 class StoredArray(Protocol):
-    """An array of a page, whether it was read already or not."""
+    """An array of a serialized snapshot, whether it was read already or not."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -38,13 +38,13 @@ class StoredArray(Protocol):
     def dtype(self) -> np.dtype[Any]: ...
 
 
-def check_page(op: str, page: SerializedSnapshot, complete: bool = False) -> tuple[int, int]:
-    """[begin, end) of a page's snapshot; raises SnapshotCorrupt unless it is the page of one.
+def check_serialized(op: str, serialized: SerializedSnapshot, complete: bool = False) -> tuple[int, int]:
+    """[begin, end) of a serialized snapshot; raises SnapshotCorrupt unless it is one.
 
-    ``complete``, as a conversation's pages are: attention layers have something of every position, and
+    ``complete``, as those of conversations are: attention layers have something of every position, and
     each array is a part of the snapshot.
     """
-    return check_meta(op, page.meta, page.arrays, page.arrays.__getitem__, complete)
+    return check_meta(op, serialized.meta, serialized.arrays, serialized.arrays.__getitem__, complete)
 
 
 def check_meta(
@@ -54,12 +54,12 @@ def check_meta(
     positions: Callable[[str], np.ndarray],
     complete: bool = False,
 ) -> tuple[int, int]:
-    """As ``check_page``, of one whose arrays are still to be read, but for ``positions``."""
+    """As ``check_serialized``, of one whose arrays are still to be read, but for ``positions``."""
     try:
-        return _Check(arrays, positions, complete).page(meta)
+        return _Check(arrays, positions, complete).serialized(meta)
     except (KeyError, ValueError) as error:
         said = f"it has no array {error}" if isinstance(error, KeyError) else error
-        raise SnapshotCorrupt(f"{op}: not the page of a snapshot: {said}") from error
+        raise SnapshotCorrupt(f"{op}: not a serialized snapshot: {said}") from error
 
 
 class _Check:
@@ -71,7 +71,7 @@ class _Check:
         self._arrays, self._positions, self._complete = arrays, positions, complete
         self._named: set[str] = set()
 
-    def page(self, meta: object) -> tuple[int, int]:
+    def serialized(self, meta: object) -> tuple[int, int]:
         if not isinstance(meta, Mapping):
             raise ValueError(f"its meta is {meta!r:.40}")
         span = self._snapshot(meta.get("snapshot"), "", DEEPEST)

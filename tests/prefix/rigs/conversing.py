@@ -1,17 +1,7 @@
-"""Conversations whose K and V follow from their tokens alone, so that all that a session sees can be judged.
-
-K and V of position i in a layer are a digest of the tokens up to i, and a recurrent state is one of all
-tokens that it has seen. A session that was given another one's prefix has to see, bit for bit, what
-computing its own tokens from nothing would have stored: no run of a second cache is needed to know it.
-
-The first token of a conversation that is an item has an encoder's output, a digest too. Where the cache
-stores blocks of codes, the numbers are such that codes and scales hold them exactly.
-"""
+"""A PrefixCache over a cache of any kind, and conversations over it, of which all that is seen is checked."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,15 +17,9 @@ from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.testing.rigs.attention import mask_of
 from ml import DType
 
-__all__ = ["CACHES", "DIVISIBLE", "STATEFUL", "Chat", "ConversationSetup", "Rig", "shared"]
+from ..models import digests
+from ..models.digests import CONV, HEADS, KEY_DIM, STATE, VALUE_DIM, Token, item_of
 
-Token = int | bytes
-HEADS, KEY_DIM, VALUE_DIM = 2, 8, 5
-BLOCK_KEY_DIM, BLOCK_VALUE_DIM = 32, 64
-"""Where the cache is quantized."""
-OUTPUT_ROWS = 3
-"""Length of an encoder's output."""
-CONV, STATE = (2, 3), (2, 2, 2)
 WINDOW, CHUNK = 3, 4
 
 
@@ -97,6 +81,10 @@ DIVISIBLE = ("causal", "chunked", "wrapper of chunks", "encoder")
 """Those whose content can be cut at any position."""
 STATEFUL = ("recurrent", "recurrent and sliding")
 """Those that want batches to end where a snapshot is due."""
+WHOLE = tuple(name for name in CACHES if name not in DIVISIBLE)
+SOME = ("causal", "wrapper", "recurrent")
+LONG = list(range(10, 30))
+"""Twenty tokens. Whole content is kept at 8, 16, 19 and 20 of them."""
 
 
 @dataclass(frozen=True)
@@ -123,81 +111,6 @@ class ConversationSetup:
         """What one token takes in all attention layers of one part, where there is only one."""
         (part,) = CACHES[self.cache][1]
         return len(part.layers) * HEADS * (KEY_DIM + VALUE_DIM) * self.dtype.numpy.itemsize
-
-
-def shared(one: Sequence[Token], other: Sequence[Token]) -> int:
-    """How many tokens two conversations have in common from the first on."""
-    for i, (mine, yours) in enumerate(zip(one, other, strict=False)):
-        if mine != yours:
-            return i
-    return min(len(one), len(other))
-
-
-@functools.lru_cache(1 << 16)
-def _link(digest: bytes, token: Token) -> bytes:
-    item = b"b" + token if isinstance(token, bytes) else b"i%d" % token
-    return hashlib.blake2b(digest + item, digest_size=16).digest()
-
-
-def _digests(tokens: Sequence[Token]) -> list[bytes]:
-    """One for each prefix of 1, 2, ... tokens."""
-    found, digest = [], b""
-    for token in tokens:
-        digest = _link(digest, token)
-        found.append(digest)
-    return found
-
-
-@functools.lru_cache(1 << 16)
-def _numbers(digest: bytes, place: bytes, count: int) -> np.ndarray:
-    """Eighths of small integers, which all floats hold exactly."""
-    raw = hashlib.shake_128(digest + place).digest(count)
-    return np.frombuffer(raw, np.int8).astype(np.float32) / 8
-
-
-@functools.lru_cache(1 << 16)
-def _codes(digest: bytes, place: bytes, count: int, dtype: DType) -> np.ndarray:
-    """Integers whose blocks of 32 have the scale 1, so that each is its own code."""
-    raw = np.frombuffer(hashlib.shake_128(digest + place).digest(count), np.uint8).astype(np.float32)
-    peak, others = (-127.0, 253) if dtype is DType.Q8_0 else (-8.0, 15)
-    found = raw % others - others // 2
-    found[::32] = peak
-    return found
-
-
-def _rows(digests: Sequence[bytes], layer: int, dtype: DType) -> tuple[np.ndarray, np.ndarray]:
-    """K (tokens, HEADS, key dim) and V (tokens, HEADS, value dim) of these prefixes' last tokens."""
-    place = b"kv%d" % layer
-    if dtype.is_quantized:
-        dim, wide = BLOCK_KEY_DIM, BLOCK_KEY_DIM + BLOCK_VALUE_DIM
-        both = [_codes(digest, place, HEADS * wide, dtype) for digest in digests]
-    else:
-        dim, wide = KEY_DIM, KEY_DIM + VALUE_DIM
-        both = [_numbers(digest, place, HEADS * wide) for digest in digests]
-    stacked = np.stack(both) if both else np.zeros(0, np.float32)
-    stacked = stacked.reshape(len(both), HEADS, wide)
-    return stacked[:, :, :dim], stacked[:, :, dim:]
-
-
-def _item(tokens: Sequence[Token]) -> int | None:
-    """The position of the conversation's item, if it has one."""
-    found = (i for i, token in enumerate(tokens) if isinstance(token, bytes) or token % 7 == 4)
-    return next(found, None)
-
-
-def _output(tokens: Sequence[Token], item: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """K and V (OUTPUT_ROWS, HEADS, dim) of the item's encoder output."""
-    digest = _digests(tokens[: item + 1])[-1]
-    return _rows([_link(digest, row) for row in range(OUTPUT_ROWS)], layer, DType.F32)
-
-
-def _state(tokens: Sequence[Token], kind: str, layer: int) -> np.ndarray:
-    """The state (1, *shape) that has seen these tokens: zero at first."""
-    shape = CONV if kind == "conv" else STATE
-    if not tokens:
-        return np.zeros((1, *shape), np.float32)
-    place = f"{kind}{layer}".encode()
-    return _numbers(_digests(tokens)[-1], place, int(np.prod(shape))).reshape(1, *shape)
 
 
 class Rig:
@@ -252,12 +165,12 @@ class Rig:
         first, count = len(history), len(tokens)
         whole = [*history, *tokens]
         self.evaluated += count
-        item = _item(whole)
+        item = item_of(whole)
         items = [] if item is None or item < first else [(item - first, whole[item])]
         with self.backend.new_context() as ctx:
             batch = Batch(list(range(first, first + count)), [seq] * count, multimodal=items)
             self.cache.start_forward(ctx, batch)
-            for index, part, cache in self._each():
+            for index, part, cache in self.parts_of():
                 for layer in part.states:
                     self._step(ctx, cache, layer, history, whole)
                 for layer in part.layers:
@@ -286,15 +199,15 @@ class Rig:
         """Every tier counts what it holds, to the byte, within its budget; statistics add up."""
         tree, stats = self.prefix.tree, self.prefix.stats
         nodes = list(tree.radix_tree)
-        pages = [n.data.page.nbytes for n in nodes if n.data and n.data.page]
+        serialized = [n.data.serialized.nbytes for n in nodes if n.data and n.data.serialized]
         coming = [
-            n.data.leaving.page_bytes
+            n.data.leaving.serialized_nbytes
             for n in nodes
             if n.data and n.data.leaving and tree.host is not None and n in tree.host
         ]
         for ledger, sizes in (
             (tree.device, [n.data.snapshot.nbytes for n in nodes if n.data and n.data.snapshot]),
-            (tree.host, [*pages, *coming]),
+            (tree.host, [*serialized, *coming]),
         ):
             if ledger is not None:
                 assert ledger.nbytes == sum(sizes)
@@ -307,7 +220,7 @@ class Rig:
 
     def check_empty(self) -> None:
         """Nothing holds a cell any more."""
-        for _, part, cache in self._each():
+        for _, part, cache in self.parts_of():
             if part.encoder:
                 assert cache.nbytes == 0
                 continue
@@ -316,7 +229,7 @@ class Rig:
             assert table.free == table.cells
             assert not table.pins
 
-    def _each(self) -> Iterator[tuple[int, Layers, Any]]:
+    def parts_of(self) -> Iterator[tuple[int, Layers, Any]]:
         caches = getattr(self.cache, "caches", (self.cache,))
         return ((i, part, cache) for i, (part, cache) in enumerate(zip(self.parts, caches, strict=True)))
 
@@ -331,19 +244,21 @@ class Rig:
     ) -> None:
         for kind in ("conv", "recurrent"):
             state = getattr(cache, f"{kind}_state")(ctx, layer)
-            np.testing.assert_array_equal(state.to_numpy().astype(np.float32), _state(history, kind, layer))
-            new = ctx.from_numpy(_state(whole, kind, layer), state.dtype)
+            np.testing.assert_array_equal(
+                state.to_numpy().astype(np.float32), digests.state(history, kind, layer)
+            )
+            new = ctx.from_numpy(digests.state(whole, kind, layer), state.dtype)
             getattr(cache, f"set_{kind}_state")(ctx, layer, new)
 
     def _attend_to_item(
         self, ctx: ml.Context, cache: Any, seq: int, layer: int, whole: Sequence[Token], brings: bool
     ) -> None:
         """Store the encoder's output with the item; every later token finds it."""
-        item = _item(whole)
+        item = item_of(whole)
         if item is None:
             assert not cache.encoder_cached(seq)
             return
-        output = _output(whole, item, layer)
+        output = digests.encoder_output(whole, item, layer)
         if brings:
             self.cache.put(ctx, *(ctx.from_numpy(part) for part in output))
         key, value, mask = self.cache.get(ctx)
@@ -353,7 +268,7 @@ class Rig:
     def _pass(
         self, ctx: ml.Context, cache: Any, part: Layers, layer: int, whole: Sequence[Token], first: int
     ) -> None:
-        key, value = _rows(_digests(whole), layer, self.setup.dtype)
+        key, value = digests.rows(digests.digests(whole), layer, self.setup.dtype)
         self.cache.put(ctx, ctx.from_numpy(key[first:]), ctx.from_numpy(value[first:]))
         stored_key, stored_value, mask = self.cache.get(ctx)
         config = getattr(cache, "attention", cache).config
@@ -381,6 +296,7 @@ class Chat:
     def __init__(self, rig: Rig, session: Session, tokens: list[Token]) -> None:
         self.rig, self.session, self.tokens = rig, session, tokens
         self.done = self.cached = session.cached
+        self.rewound = False
 
     @property
     def seq(self) -> int:
@@ -406,6 +322,7 @@ class Chat:
 
     def rewind(self, length: int) -> None:
         """Take tokens back; those before ``length`` that went with them are evaluated again."""
+        self.rewound = True
         self.done = self.session.rewind(length)
         self.tokens = self.tokens[:length]
         assert self.done <= length

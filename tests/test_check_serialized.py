@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import ml
 from kvcache.cache import InvalidRangeError
-from kvcache.snapshots.page_check import check_page
+from kvcache.snapshots.check_serialized import check_serialized
 from kvcache.snapshots.serialize import deserialize, serialize
 from kvcache.stores import (
     MemoryStore,
@@ -30,9 +30,10 @@ from kvcache.stores import (
     put_snapshot,
     unpack,
 )
-from kvcache.testing.conversing import CACHES, ConversationSetup, Rig
-from kvcache.testing.prefix_case import PlainStore
 from ml import DType
+
+from .prefix.rigs.conversing import CACHES, ConversationSetup, Rig
+from .prefix.rigs.stores import PlainStore
 
 TOKENS = [4, *range(10, 17)]
 """The first one brings an encoder's output."""
@@ -143,7 +144,7 @@ def test_a_layer_without_a_number_is_corrupt_dropped_and_a_miss(
         r = rig(backend, "causal", DType.F32, reader(store))
         with caplog.at_level(logging.WARNING):
             assert r.keep([*TOKENS, 99]) == 0
-        assert f"a layer's number is {name!r}; the page is dropped and computed again" in caplog.text
+        assert f"a layer's number is {name!r}; the serialized snapshot is dropped" in caplog.text
         r.prefix.flush()
         found = get_snapshot(store, first)
         assert found is not None
@@ -168,9 +169,9 @@ def test_a_page_with_a_gap_is_no_conversations(backend: ml.Backend) -> None:
         for name, array in page.arrays.items()
     }
     gap = SerializedSnapshot(page.meta, arrays)
-    check_page("test", gap)
+    check_serialized("test", gap)
     with pytest.raises(SnapshotCorrupt, match=f"test: .* {count - 1} positions of"):
-        check_page("test", gap, complete=True)
+        check_serialized("test", gap, complete=True)
 
 
 @every_cache
@@ -188,7 +189,7 @@ def judge(backend: ml.Backend, cache: str, dtype: DType, page: SerializedSnapsho
         snapshot = deserialize(backend, page)
     except SnapshotCorrupt:
         return
-    assert check_page("test", page) == (snapshot.begin, snapshot.end)
+    assert check_serialized("test", page) == (snapshot.begin, snapshot.end)
     made = rig(backend, cache, dtype).cache
     try:
         taken = made.restore(0, snapshot)
@@ -248,7 +249,7 @@ def test_any_bytes_are_a_snapshots_or_corrupt(backend: ml.Backend, data: st.Data
     ids=repr,
 )
 def test_what_is_no_page_of_a_snapshot_says_so(backend: ml.Backend, meta: Any) -> None:
-    with pytest.raises(SnapshotCorrupt, match="deserialize: not the page of a snapshot"):
+    with pytest.raises(SnapshotCorrupt, match="deserialize: not a serialized snapshot"):
         deserialize(backend, SerializedSnapshot(meta))
 
 
@@ -263,9 +264,9 @@ def test_a_page_nested_without_end_is_corrupt(backend: ml.Backend) -> None:
 @every_cache
 def test_what_a_cache_makes_is_sound(backend: ml.Backend, cache: str, dtype: DType) -> None:
     for page in stored(backend, cache, dtype).values():
-        begin, end = check_page("test", page, complete=True)
+        begin, end = check_serialized("test", page, complete=True)
         assert 0 <= begin < end <= len(TOKENS)
     r = rig(backend, cache, dtype)
     chat = r.chat(TOKENS)
     for end in (0, len(TOKENS)):
-        assert check_page("test", serialize(backend, r.cache.snapshot(chat.seq, 0, end))) == (0, end)
+        assert check_serialized("test", serialize(backend, r.cache.snapshot(chat.seq, 0, end))) == (0, end)

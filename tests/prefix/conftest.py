@@ -1,0 +1,54 @@
+"""Rigs of the prefix cache, on NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import ml
+
+from ..cupy_double import module as cupy
+from .rigs.conversing import ConversationSetup, Rig
+from .rigs.stores import Way
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[ml.Backend]:
+    with ml.open_backend("numpy") as backend:
+        yield backend
+
+
+@pytest.fixture
+def ctx(backend: ml.Backend) -> Iterator[ml.Context]:
+    with backend.new_context() as ctx:
+        yield ctx
+
+
+@pytest.fixture(params=["torch", "mlx", "the double of CuPy"])
+def other(request: pytest.FixtureRequest, open_any: Any) -> Iterator[ml.Backend]:
+    """Other backends, for a sample of what runs whole on NumPy."""
+    double = request.param == "the double of CuPy"
+    with cupy.CupyBackend() if double else open_any(request.param) as backend:
+        yield backend
+
+
+@pytest.fixture
+def talk(backend: ml.Backend) -> Callable[..., Rig]:
+    """``talk(cache="causal", budget, tiers, **changes of the setup or options)``: a rig."""
+
+    def make(cache: str = "causal", budget: int | None = None, tiers: Any = (), **changes: Any) -> Rig:
+        names = ("salt", "identity", "backlog", "in_flight")
+        options = {name: changes.pop(name) for name in names if name in changes}
+        return Rig(replace(ConversationSetup(cache), **changes), backend, budget, tiers, **options)
+
+    return make
+
+
+@pytest.fixture
+def way() -> Iterator[Way]:
+    found = Way()
+    yield found
+    found.gate.set()

@@ -1,0 +1,93 @@
+"""Stores that fail, are slow or shut, and a way to host memory that is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvcache.stores import MemoryStore, SnapshotStore, StoreUnavailable
+from kvcache.testing.rigs.protocol import InjectedError, Plan
+
+THREAD = "kvcache-offload"
+CALLS = ("put", "stat", "get_into", "prefix", "delete")
+
+
+def _failing(name: str) -> Callable[..., Any]:
+    def call(self: FlakyStore, *arguments: Any) -> Any:
+        self.calls += 1
+        if name in self.failing or (self.every and self.calls % self.every == 0):
+            raise self.error(f"{name}: told to fail")
+        return getattr(MemoryStore, name)(self, *arguments)
+
+    return call
+
+
+class FlakyStore(MemoryStore):
+    """A store in memory that fails when told to: in the calls of ``failing``, or in every ``every``-th."""
+
+    def __init__(self, budget: int | None = None) -> None:
+        super().__init__(budget)
+        self.failing: frozenset[str] = frozenset()
+        self.every = self.calls = 0
+        self.error: type[Exception] = StoreUnavailable
+
+    put, stat, get_into, prefix, delete = map(_failing, CALLS)
+
+
+class SlowStore(MemoryStore):
+    """Takes its time, and notes how many bytes wait meanwhile; writes nothing while its gate is shut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look: Callable[[], int] = int
+        self.waited: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def put(self, key: str, parts: Sequence[Any]) -> bool:
+        assert self.gate.wait(60)
+        time.sleep(0.002)
+        self.waited.append(self.look())
+        return super().put(key, parts)
+
+
+class PlainStore:
+    """Another store with what every store has, and nothing besides."""
+
+    def __init__(self, store: SnapshotStore) -> None:
+        self.put, self.stat, self.get_into = store.put, store.stat, store.get_into
+        self.prefix, self.delete, self.close = store.prefix, store.delete, store.close
+
+
+class Way(Plan):
+    """The way to host memory: it may be shut, slow or broken, and notes who takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.seconds = 0.0
+        self.broken = 0
+        """How many more copies fail."""
+        self.taken: list[str] = []
+        self.sizes: dict[str, list[int]] = {}
+        """Of what each thread took."""
+        self.look: Callable[[], int] = int
+        self.waiting: list[int] = []
+
+    def run(self, name: str, call: Callable[[], Any]) -> Any:
+        if name != "to_numpy":
+            return super().run(name, call)
+        self.taken.append(threading.current_thread().name)
+        if self.taken[-1] == THREAD:
+            assert self.gate.wait(timeout=60)
+            time.sleep(self.seconds)
+            self.waiting.append(self.look())
+            if self.broken:
+                self.broken -= 1
+                raise InjectedError("to_numpy: the way is broken")
+        found = call()
+        self.sizes.setdefault(self.taken[-1], []).append(found.size)
+        return found

@@ -1,0 +1,284 @@
+"""What a session starts from, what that costs, and whose it is, in exact figures."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+import ml
+from kvcache import Batch, CausalCache
+from kvcache.offload.tiers import HostTier
+from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.stores import FileStore, MemoryStore
+from kvcache.testing.rigs.protocol import Plan, only_protocol
+from ml import DType
+
+from .rigs.conversing import CACHES, DIVISIBLE, LONG, SOME, WHOLE, ConversationSetup, Rig
+from .rigs.stores import CALLS, FlakyStore
+
+Talk = Callable[..., Rig]
+every_cache = pytest.mark.parametrize("cache", CACHES)
+some_caches = pytest.mark.parametrize("cache", SOME)
+
+
+def turn(r: Rig, history: list[int], rnd: random.Random) -> int:
+    """A question of three tokens and an answer of four; how many tokens were computed for it."""
+    before = r.evaluated
+    history += rnd.choices(range(50), k=3)
+    chat = r.chat(history, 7)
+    for _ in range(4):
+        history.append(rnd.randrange(50))
+        chat.say(history[-1:])
+    chat.close()
+    return r.evaluated - before
+
+
+@every_cache
+def test_a_conversation_is_not_evaluated_twice(talk: Talk, cache: str) -> None:
+    r, rnd, history = talk(cache, capacity=120), random.Random(1), [*LONG]
+    assert [turn(r, history, rnd) for _ in range(6)] == [27, *[7] * 5], "the question and the answer"
+    computed = r.evaluated
+    assert r.keep([*history, 51]) == len(history)
+    assert r.evaluated == computed + 1
+    r.check_books()
+
+
+def test_one_token_is_always_left(talk: Talk) -> None:
+    r = talk()
+    assert [r.keep([1]), r.keep([1]), r.keep([1, 2]), r.keep([1, 2]), r.keep([1])] == [0, 0, 1, 1, 0]
+
+
+def test_what_diverges_shares_all_before_it(talk: Talk) -> None:
+    for cache in DIVISIBLE:
+        r = talk(cache)
+        r.keep(LONG)
+        for at in (14, 15, 3, 17, 0, 1):
+            assert r.keep([*LONG[:at], 90 + at, 5, 5]) == at
+
+
+@pytest.mark.parametrize("cache", WHOLE)
+def test_what_diverges_shares_all_up_to_the_nearest_snapshot(talk: Talk, cache: str) -> None:
+    r = talk(cache)
+    r.keep(LONG)
+    assert r.keep([*LONG[:14], 90, 5, 5]) == 8
+    assert r.keep([*LONG[:14], 91, 5, 5]) == 14, "one was taken where the two parted"
+    assert r.keep([*LONG[:18], 92, 5, 5]) == 16
+    assert r.keep([*LONG[:7], 93]) == 0
+
+
+def test_a_recurrent_state_inside_a_batch_is_not_there_to_be_kept_and_that_is_said_once(
+    talk: Talk, caplog: pytest.LogCaptureFixture
+) -> None:
+    r = talk("recurrent")
+    for first in (0, 50):
+        chat = r.begin([first, *LONG])
+        chat.prefill(honour=False)
+        chat.close()
+    assert r.prefix.stats.skipped == 6
+    (said,) = caplog.messages
+    assert "ran past [8, 16, 20]" in said
+    assert r.keep([0, *LONG[:13], 90]) == 0
+    assert r.keep([0, *LONG, 90]) == 21
+
+
+@some_caches
+def test_of_all_that_is_there_the_longest_is_taken(talk: Talk, cache: str) -> None:
+    store = FlakyStore()
+    writer = talk(cache, tiers=[store])
+    writer.keep(LONG[:12])
+    writer.prefix.flush()
+    r = talk(cache, tiers=[HostTier(), store])
+    store.failing = frozenset(CALLS)
+    r.keep(LONG[:8])
+    r.prefix.evict()
+    assert r.keep([*LONG[:8], 90]) == 8
+    r.prefix.evict()
+    store.failing = frozenset()
+    before = replace(r.prefix.stats)
+    chat = r.chat([*LONG[:12], 91])
+    assert chat.cached == 12, "the store has more than host memory"
+    assert r.prefix.stats.store > before.store
+    chat.say([92])
+    chat.close()
+    assert r.keep([*LONG[:12], 91, 92, 93]) == 14, "the cache has more than the store"
+    live = r.chat([*LONG[:12], 91, 92, 93, 94, 95])
+    assert r.chat([*LONG[:12], 91, 92, 93, 94, 95, 96]).cached == 17, "an open session has more than both"
+    live.close()
+
+
+@some_caches
+def test_each_tier_gives_back_what_it_was_given(talk: Talk, cache: str) -> None:
+    tiers: list[list[Any]] = [[], [HostTier()], [FlakyStore()]]
+    for name, where in zip(("device", "host", "store"), tiers, strict=True):
+        r = talk(cache, tiers=where)
+        r.keep(LONG)
+        if name != "device":
+            assert r.prefix.evict() > 0
+            assert r.prefix.nbytes["device"] == 0
+        if name == "store":
+            r.prefix.flush()
+        assert r.keep([*LONG, 90]) == 20
+        stats = r.prefix.stats
+        assert (getattr(stats, name), stats.reused, stats.tokens, stats.sessions) == (20, 20, 41, 2)
+        r.prefix.close()
+        r.check_empty()
+
+
+def test_a_prefix_comes_from_several_tiers_at_once(talk: Talk) -> None:
+    store = FlakyStore()
+    writer = talk(tiers=[store])
+    writer.keep(LONG[:16])
+    writer.prefix.close()
+    r = talk(tiers=[store])
+    store.failing = frozenset(CALLS)
+    r.keep(LONG[:6])
+    store.failing = frozenset()
+    assert r.keep(LONG) == 16
+    assert (r.prefix.stats.device, r.prefix.stats.store) == (6, 10)
+
+
+@every_cache
+def test_a_store_serves_another_process(talk: Talk, cache: str) -> None:
+    """Also one that dies: it loses what was computed since it last wrote through."""
+    store = MemoryStore()
+    first = talk(cache, tiers=[store])
+    first.keep(LONG)
+    kept = first.prefix.nbytes["device"]
+    assert not first.prefix.write_through()
+    assert first.prefix.nbytes["device"] == kept, "nothing is evicted for it"
+    assert first.prefix.tree.store is not None
+    first.prefix.tree.store.flush()
+    first.keep([*LONG, 90, 91])
+    second = talk(cache, tiers=[store])
+    assert second.keep([*LONG, 90, 91]) == second.prefix.stats.store == 20
+    second.prefix.evict()
+    assert second.keep([*LONG, 90, 91, 92]) == 22
+
+
+def test_a_conversation_goes_on_on_another_backend(tmp_path: Path, open_any: Callable) -> None:
+    for cache in SOME:
+        history, computed = [*LONG], []
+        for name in ("numpy", "torch", "mlx", "numpy"):
+            with open_any(name) as other, FileStore(tmp_path / cache, durable=False) as store:
+                r = Rig(ConversationSetup(cache), other, tiers=[store])
+                computed.append(turn(r, history, random.Random(len(history))))
+                r.prefix.close()
+        assert computed == [27, 7, 7, 7]
+
+
+# Who shares with whom.
+
+
+def test_items_are_told_apart(talk: Talk) -> None:
+    store = MemoryStore()
+    r = talk(tiers=[store])
+    r.keep([1, b"a cat", 2, 3])
+    assert r.keep([1, b"a cat", 2, 4]) == 3
+    assert r.keep([1, b"a dog", 2, 3]) == 1
+    r.prefix.close()
+    chat = talk(tiers=[store]).begin([1, b"a dog", 2, 3, b"a cat"])
+    assert chat.cached == 4, "numbers that this one gave other items mean nothing to that one"
+    assert chat.session.tokens == [1, b"a dog", 2, 3, b"a cat"]
+
+
+@pytest.mark.parametrize("what", ["salt", "identity", "dtype", "block_size", "window"])
+def test_what_was_computed_otherwise_is_never_shared(talk: Talk, what: str) -> None:
+    store = MemoryStore()
+    changed: dict[str, dict[str, Any]] = {
+        "salt": {"salt": "another"},
+        "identity": {"identity": {"model": "another"}},
+        "dtype": {"dtype": DType.F16},
+        "block_size": {"options": {"block_size": 5, "interval": 8}},
+        "window": {"cache": "sliding with memory"},
+    }
+    cache = "sliding" if what == "window" else "causal"
+    first = talk(cache, tiers=[store])
+    first.keep(LONG)
+    first.prefix.close()
+    other: Any = {"cache": cache, **changed[what]}
+    assert talk(tiers=[store], **other).keep([*LONG, 1]) == (20 if what == "window" else 0)
+    if what == "window":
+        wide = kvcache.SlidingWindowCache(4)
+        wide.init(first.backend, DType.F32, 2, 32, 32)
+        prefix = PrefixCache(wide, tiers=[store], identity={"model": "digests"}, block_size=4, interval=8)
+        assert prefix.begin([*LONG, 1]).cached == 0
+    assert talk(cache, tiers=[store]).keep([*LONG, 1]) == 20
+
+
+def test_a_store_needs_to_know_the_model(talk: Talk) -> None:
+    with pytest.raises(kvcache.InvalidRangeError, match="identity"):
+        talk(tiers=[MemoryStore()], identity={})
+
+
+def test_an_encoders_output_goes_with_the_token_that_it_came_with(talk: Talk) -> None:
+    r = talk("encoder", tiers=[HostTier()])
+    first = r.chat([0, 1, b"a picture", 2, 3, 5, 6])
+    second = r.chat([0, 1, b"a picture", 2, 3, 7])
+    assert (first.cached, second.cached) == (0, 5)
+    assert r.keep([0, 1, b"another picture", 2, 3, 7]) == 2
+    nbytes = r.cache.caches[0].nbytes
+    third = r.chat([0, 1, b"a picture", 8])
+    assert third.cached == 3
+    assert r.cache.caches[0].nbytes == nbytes, "shared, not copied"
+    for chat in (first, second, third):
+        chat.close()
+    r.prefix.evict()
+    assert r.cache.caches[0].nbytes == 0
+    assert r.keep([0, 1, b"a picture", 2, 3, 5, 9]) == 6
+
+
+# What is moved.
+
+
+@every_cache
+def test_sharing_moves_no_data(backend: ml.Backend, cache: str) -> None:
+    plan = Plan()
+    r = Rig(ConversationSetup(cache), only_protocol(backend, plan))
+    live = r.chat(LONG)
+    plan.arm(None)
+    chat = r.begin([*LONG, 1])
+    chat.close()
+    live.close()
+    again = [r.begin([*LONG, 1]), r.begin([*LONG, 2])]
+    assert [chat.cached for chat in again] == [20, 20]
+    assert plan.calls == []
+
+
+def test_a_prefix_from_host_memory_is_copied_once_for_all_who_use_it(backend: ml.Backend) -> None:
+    plan = Plan()
+    r = Rig(ConversationSetup(), only_protocol(backend, plan), tiers=[HostTier()])
+    r.keep(LONG)
+    r.prefix.evict()
+    assert r.begin([*LONG, 1]).cached == 20
+    plan.arm(None)
+    assert r.begin([*LONG, 2]).cached == 20
+    assert plan.calls == []
+
+
+def test_reuse_does_not_double_peak_memory(backend: ml.Backend) -> None:
+    heads, dim, tokens = 2, 64, 1024
+    cache = CausalCache()
+    cache.init(backend, DType.F32, 4, tokens + 8, tokens)
+    prefix, prompt = PrefixCache(cache), list(range(tokens))
+    with prefix.begin(prompt) as session, backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch(prompt, [session.seq] * tokens))
+        rows = ctx.zeros((tokens, heads, dim), DType.F32)
+        cache.put(ctx, rows, rows)
+    content, allocated = tokens * heads * dim * 2 * 4, cache.nbytes
+    assert prefix.nbytes == {"device": content}
+    tracemalloc.start()
+    try:
+        sessions = [prefix.begin([*prompt, number]) for number in range(4)]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [session.cached for session in sessions] == [tokens] * 4
+    assert peak < content / 4
+    assert cache.nbytes == allocated

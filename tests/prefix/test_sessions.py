@@ -1,0 +1,197 @@
+"""What a session leaves to others and goes back to, and who may use its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import kvcache
+import ml
+from kvcache.offload.tiers import HostTier
+from kvcache.prefix.prefix_cache import PrefixCache, SessionReplacedError
+from kvcache.stores import MemoryStore
+from kvcache.testing.rigs.protocol import InjectedError
+from ml import DType
+
+from .rigs.conversing import LONG, SOME, STATEFUL, WHOLE, Rig
+
+Talk = Callable[..., Rig]
+some_caches = pytest.mark.parametrize("cache", SOME)
+
+
+@some_caches
+def test_what_is_kept_of_a_session_depends_on_its_end(talk: Talk, cache: str) -> None:
+    r = talk(cache)
+    r.chat(LONG).close(keep=False)
+    assert r.prefix.nbytes == {"device": 0}
+    assert r.begin(LONG).cached == 0
+    r.prefix.sessions[0].close()
+    r.check_empty()
+    chat = r.chat(LONG)
+    with pytest.raises(InjectedError), chat.session as session:
+        session.extend([90, 91])
+        r.start_only(session.seq, 20, 2)
+        raise InjectedError
+    # Of a state that a pass has begun to change nothing is left but what was kept before.
+    assert r.keep([*LONG, 90, 91, 92]) == (19 if cache in STATEFUL else 20)
+    chat = r.begin([1, *LONG])
+    with pytest.raises(InjectedError), chat.session as session:
+        chat.prefill()
+        chat.say([90])
+        session.extend([91])
+        raise InjectedError
+    assert r.prefix.sessions == ()
+    assert r.keep([1, *LONG, 90, 91]) == 22, "what was evaluated before an exception"
+    r.chat([5, 6]).session.extend([7])
+    r.prefix.sessions[0].close()
+    assert r.keep([5, 6, 7, 8]) == 2, "what was added and not evaluated is forgotten"
+    r.check_books()
+
+
+@some_caches
+def test_what_was_removed_behind_its_back_is_not_trusted(talk: Talk, cache: str) -> None:
+    r = talk(cache)
+    chat = r.chat(LONG)
+    r.cache.remove(chat.seq, 15)
+    at = r.cache.offset(chat.seq)
+    others = [*LONG[:at], 90, 91, 92, 93, 94, 95, 96]
+    if r.cache.can_resume(chat.seq, at):
+        r.evaluate(chat.seq, others[:at], others[at : at + 5])
+    assert r.peek(LONG) <= 15
+    chat.session.extend([97, 98])
+    chat.close()
+    assert max(r.peek(tokens) for tokens in (LONG, [*LONG, 97, 98, 1], [*others, 1])) <= 15
+
+
+# Going back.
+
+
+@pytest.mark.parametrize("cache", WHOLE)
+def test_going_back_goes_to_the_nearest_snapshot(talk: Talk, cache: str) -> None:
+    r = talk(cache)
+    chat = r.chat(LONG, 7)
+    chat.session.keep()
+    for length, expected in ((38, 32), (24, 20), (18, 16), (14, 8), (7, 0)):
+        other = r.chat([*LONG, *range(50, 50 + length)], 7)
+        other.rewind(length)
+        assert length >= other.session.cached >= expected
+        other.close()
+    chat.say([90, 91, 92, 93, 94, 95])
+    for length in (18, 17):
+        chat.rewind(length)
+        assert length >= chat.session.cached >= 16
+        chat.say([99, 98])
+    chat.close()
+    assert r.keep([*LONG[:17], 99, 98, 97]) == 19
+    r.check_books()
+
+
+@pytest.mark.parametrize(("budget", "tiers", "reached"), [(None, [HostTier()], 16), (0, [], 0)])
+def test_going_back_takes_what_host_memory_has(talk: Talk, budget: Any, tiers: Any, reached: int) -> None:
+    r = talk("wrapper", budget, tiers)
+    chat = r.chat(LONG)
+    chat.say([90])
+    chat.session.keep()
+    r.prefix.evict()
+    chat.rewind(17)
+    assert chat.session.cached == reached
+    chat.close()
+
+
+def test_going_back_where_others_hold_the_cells_evaluates_again(talk: Talk) -> None:
+    r = talk("wrapper", max_sequences=2, capacity=10, tiers=[HostTier()])
+    chat = r.chat(LONG[:10])
+    chat.session.keep()
+    r.prefix.evict()
+    other = r.chat([*LONG[:9], 1])
+    other.rewind(9)
+    assert chat.session.cached == 0
+    assert other.tokens == LONG[:9]
+
+
+# Behind its back.
+
+
+@pytest.mark.parametrize("cache", ["causal", "recurrent"])
+def test_nothing_is_kept_of_a_sequence_that_was_replaced(talk: Talk, cache: str) -> None:
+    r = talk(cache, max_sequences=4)
+    one, two, prompt = r.chat(LONG), r.chat([1, 2, 3]), r.begin([5, 6, 7])
+    parts = prompt.session.chunks(2)
+    for chat in (two, prompt):
+        r.cache.copy_prefix(one.seq, chat.seq, 20)
+    two.close()
+    with pytest.raises(SessionReplacedError, match="chunks"):
+        next(parts)
+    with pytest.raises(SessionReplacedError), prompt.session as session:
+        session.extend([8])
+    one.close()
+    assert [r.keep([1, 2, 3, 4]), r.keep([5, 6, 7, 8])] == [0, 0]
+    r.check_books()
+
+
+def test_a_cache_takes_one_prefix_cache_at_a_time(talk: Talk) -> None:
+    r = talk("wrapper")
+    chat = r.chat(LONG)
+    for cache in (r.cache, *r.cache.caches, kvcache.WrapperCache(r.cache.caches[1])):
+        with pytest.raises(kvcache.InvalidRangeError, match="another PrefixCache, with 1 open session"):
+            PrefixCache(cache)
+    chat.say([1])
+    r.prefix.close()
+    with PrefixCache(r.cache) as again:
+        assert again.longest(LONG) == 0
+    own = kvcache.CausalCache()
+    own.init(r.backend, DType.F32, 2, 8, 8)
+    with pytest.raises(kvcache.InvalidRangeError, match="interval"):
+        PrefixCache(own, interval=0)
+    PrefixCache(own)
+    with PrefixCache(own) as dropped:
+        assert dropped.sessions == (), "one that is gone without close is no obstacle"
+    held = PrefixCache(own).begin([1, 2])
+    with pytest.raises(kvcache.InvalidRangeError, match="another PrefixCache, with 1 open session"):
+        PrefixCache(own)
+    held.close()
+
+
+def test_a_cache_without_positions_is_refused(backend: ml.Backend) -> None:
+    cache: Any = kvcache.EncoderCache()
+    cache.init(backend, DType.F32, 2, 8, 8)
+    with pytest.raises(kvcache.InvalidRangeError, match="EncoderCache knows no positions; wrap it"):
+        PrefixCache(cache)
+
+
+def test_close_ends_sessions_and_lets_go_of_the_cache(talk: Talk) -> None:
+    store = MemoryStore()
+    r = talk(tiers=[store])
+    chat = r.chat(LONG)
+    r.prefix.close()
+    r.prefix.close()
+    assert chat.session.closed
+    r.check_empty()
+    uses: list[Callable[[], object]] = [
+        lambda: r.prefix.begin([1]), lambda: r.prefix.pin([1]), lambda: r.prefix.unpin([1]),
+        r.prefix.evict, r.prefix.clear, r.prefix.flush,
+        lambda: chat.session.extend([1]), lambda: chat.session.rewind(1),
+    ]  # fmt: skip
+    for use in uses:
+        with pytest.raises(kvcache.ClosedError):
+            use()
+    chat.close()
+    with PrefixCache(
+        r.cache, tiers=[store], identity={"model": "digests"}, block_size=4, interval=8
+    ) as again:
+        assert again.begin([*LONG, 1]).cached == 20, "the caller's store stays open"
+
+
+def test_clear_forgets_all_but_open_sessions_and_stores(talk: Talk) -> None:
+    store = MemoryStore()
+    r = talk(tiers=[HostTier(), store])
+    r.keep([1, 2, 3, 4])
+    chat = r.chat(LONG)
+    r.prefix.flush()
+    r.prefix.clear()
+    assert not any(r.prefix.nbytes.values())
+    chat.say([1])
+    assert r.chat([*LONG, 1, 2]).cached == 21
+    assert r.keep([1, 2, 3, 4, 5]) == r.prefix.stats.store == 4
