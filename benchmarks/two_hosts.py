@@ -23,7 +23,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks import two_hosts_report as report
-from benchmarks.break_even import Point
+from benchmarks.two_hosts_report import Point
 from benchmarks.whole_model import RANDOM
 from benchmarks.wire import link_speed
 from examples.two_hosts.network import Network, unavailable
