@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import ml
-from benchmarks.record import Row
+from benchmarks.report import Row
 from kvcache import Batch
 from kvcache.bench.timing import Contender, interleave
 from kvcache.integrations import bench_torch
@@ -41,7 +41,7 @@ LENGTHS = (128, 2048, 8192)
 ROOM = 600
 
 
-def run(quick: bool) -> Iterator[Row]:
+def run(quick: bool, _: str) -> Iterator[Row]:
     bench_torch.fix_threads(1)
     torch.manual_seed(0)
     models: dict[str, dict[str, Any]] = {}
