@@ -1,4 +1,4 @@
-"""put + get of one token and of a chunk, and the slowest steps of decoding: on PyTorch a layer, on MLX a step."""
+"""put + get of one token and of a chunk, and the slowest steps of decoding, on PyTorch and MLX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slowest of 5,000 decoding steps from an empty cache of 32k, on PyTorch; those on MLX are with put + get."""
+"""The slowest of 5,000 decoding steps from an empty cache of 32k on PyTorch; MLX's are with put + get."""
 
 from __future__ import annotations
 
