@@ -11,8 +11,8 @@ import kvcache
 import ml
 from kvcache.stores import open_store
 from kvcache.views import PrefixPicture, look_at_store, render
-from kvcache.views.summaries import tabled
-from kvcache.views.text import cells_wide, draw, plain
+from kvcache.views.blocks import tabled
+from kvcache.views.text import cells_wide, plain
 
 WIDTHS = [60, 80, 120]
 SAID = "And it came to pass in those days, that the waters prevailed upon the earth. 水は"
@@ -76,7 +76,7 @@ def test_the_table_of_a_store_has_all_its_columns(width: int, tmp_path: Path) ->
 def test_words_give_way_and_figures_do_not() -> None:
     from kvcache.views.text import _table
 
-    table = tabled(("tokens", "text", "bytes"), [("1,234", SAID, "5,678"), ("9", "x", "1")], ["", ""])
+    table = tabled("", ("tokens", "text", "bytes"), [("1,234", SAID, "5,678"), ("9", "x", "1")], ["", ""])
     narrow = plain(_table(table, 30)).splitlines()
     assert narrow[0].split() == ["tokens", "text", "bytes"]
     assert narrow[1].split()[0] == "1,234"
@@ -91,6 +91,6 @@ def test_words_give_way_and_figures_do_not() -> None:
 
 def test_a_title_has_its_sentence_beside_it_where_there_is_room(picture: PrefixPicture) -> None:
     assert picture.text(120).startswith("prefix tree  ")
-    first, second, *_ = draw(picture, 30)
+    first, second, *_ = picture.lines(30)
     assert [text for text, _ in first] == ["prefix tree"]
     assert second[0][0].startswith("  ")
