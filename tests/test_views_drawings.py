@@ -246,17 +246,9 @@ class Page(html.parser.HTMLParser):
 def test_a_page_is_whole_and_loads_nothing(prefix_picture: PrefixPicture) -> None:
     document = prefix_picture.html("A & B <title>")
     page = Page(document)
-    assert not page.tags & {
-        "script",
-        "link",
-        "img",
-        "iframe",
-        "object",
-        "embed",
-        "use",
-        "image",
-        "foreignobject",
-    }
+    assert not page.tags & set(
+        ["script", "link", "img", "iframe", "object", "embed", "use", "image", "foreignobject"]
+    )
     names = {name for name, _ in page.attributes}
     assert not names & {"src", "href", "xlink:href", "srcset", "action", "onload", "onclick", "data"}
     assert not [v for _, v in page.attributes if "url(" in v and not v.startswith("url(#")]
@@ -280,16 +272,8 @@ def test_hostile_text_stays_text(prefix_picture: PrefixPicture) -> None:
 
 def test_tables_say_everything_that_is_known_of_a_node(prefix_picture: PrefixPicture) -> None:
     words = " ".join(Page(prefix_picture.html()).words)
-    for wanted in (
-        "Open sessions",
-        "Nodes",
-        "pinned",
-        "leaves first",
-        "[3, 6)",
-        "1 used since",
-        "3 snapshots",
-    ):
-        assert wanted in words
+    for said in ("Open sessions", "Nodes", "pinned", "leaves first", "[3, 6)", "1 used since", "3 snapshots"):
+        assert said in words
 
 
 # All forms.
