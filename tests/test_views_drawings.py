@@ -246,9 +246,8 @@ class Page(html.parser.HTMLParser):
 def test_a_page_is_whole_and_loads_nothing(prefix_picture: PrefixPicture) -> None:
     document = prefix_picture.html("A & B <title>")
     page = Page(document)
-    assert not page.tags & set(
-        ["script", "link", "img", "iframe", "object", "embed", "use", "image", "foreignobject"]
-    )
+    loading = {"script", "link", "img", "iframe", "object", "embed", "use", "image", "foreignobject"}
+    assert not page.tags & loading
     names = {name for name, _ in page.attributes}
     assert not names & {"src", "href", "xlink:href", "srcset", "action", "onload", "onclick", "data"}
     assert not [v for _, v in page.attributes if "url(" in v and not v.startswith("url(#")]
