@@ -1,6 +1,6 @@
 """ValkeyStore's replies read by the client's own library, libvalkey, within the same bounds of size and time.
 
-For ``benchmarks.remote``: what it would cost to have no reader of replies of our own. The library builds a
+For ``benchmarks.stores``: what it would cost to have no reader of replies of our own. The library builds a
 ``bytes`` of every value, from a buffer that it has copied what came into.
 """
 
