@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import ml
+from benchmarks.models import RANDOM
 from benchmarks.report import Row
 from kvcache import Batch
 from kvcache.bench.timing import Contender, interleave
@@ -20,23 +21,7 @@ from kvcache.runner.models.families import parse_config
 
 __all__ = ["run"]
 
-STORIES = Path("/work/shared/models/stories260K")
-RANDOM = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 8192,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 16384,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-}
+STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
 LENGTHS = (128, 2048, 8192)
 ROOM = 600
 
