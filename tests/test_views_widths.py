@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import kvcache
@@ -14,6 +13,8 @@ from kvcache.views import PrefixPicture, look_at_store, render
 from kvcache.views.blocks import tabled
 from kvcache.views.text import cells_wide, plain
 
+from .views_rig import bound, talk
+
 WIDTHS = [60, 80, 120]
 SAID = "And it came to pass in those days, that the waters prevailed upon the earth. 水は"
 
@@ -21,21 +22,12 @@ SAID = "And it came to pass in those days, that the waters prevailed upon the ea
 @pytest.fixture(scope="module")
 def picture() -> PrefixPicture:
     """A conversation that others part from, and one that is open."""
-    with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
-        cache = kvcache.CausalCache()
-        cache.init(backend, ml.DType.F32, 2, 64, 64)
-        with kvcache.PrefixCache(cache) as prefix:
-            for last in (1, 2, 3):
-                session = prefix.begin([*range(30), last, last])
-                todo = list(session.remaining)
-                positions = range(session.cached, session.cached + len(todo))
-                cache.start_forward(ctx, kvcache.Batch(positions, [session.seq] * len(todo)))
-                cache.set_layer(0)
-                rows = ctx.from_numpy(np.zeros((len(todo), 1, 4), np.float32))
-                cache.put(ctx, rows, rows)
-                if last < 3:
-                    session.close()
-            return render(prefix, lambda tokens: SAID, 10)
+    cache = kvcache.CausalCache()
+    with ml.open_backend("numpy") as backend, kvcache.PrefixCache(bound(cache, backend, 2, 64, 64)) as prefix:
+        for last in (1, 2):
+            talk(prefix, backend, [*range(30), last, last]).close()
+        talk(prefix, backend, [*range(30), 3, 3])
+        return render(prefix, lambda tokens: SAID, 10)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
