@@ -8,7 +8,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,9 @@ import kvcache.command.app
 import kvcache.command.main
 import ml
 from kvcache.command.backends import Surveyed, listing, plain, survey
-from kvcache.command.progress import Bars
-from kvcache.command.screen import LiveScreen, Totals
 from kvcache.runner.errors import ModelError
 from kvcache.runner.generate import Generator
 from kvcache.runner.loading import bundled_model
-from kvcache.runner.requests import Finished, Prefilled, Started, Statistics, Token
 
 Make = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[1]
@@ -411,75 +407,3 @@ def test_backends_tell_memory_that_is_known_in_part() -> None:
     assert shown == [
         "1.0 GiB free of 2.0 GiB", "1.0 GiB free", "2.0 GiB, how much is free is unknown", "unknown"
     ]  # fmt: skip
-
-
-# A terminal.
-
-
-class Terminal:
-    """A console that thinks it is one, and what it was sent."""
-
-    def __init__(self, width: int = 60) -> None:
-        self.console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False)
-
-    @property
-    def text(self) -> str:
-        """What stays: the live part erases itself, so only whole printed lines count."""
-        return self.console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
-
-
-def answer(request: int, text: str) -> Finished:
-    return Finished(request, "length", text, (5, 6), 4, 1)
-
-
-def test_the_live_screen_streams_whole_lines_and_ends_clean() -> None:
-    terminal = Terminal(40)
-    screen = LiveScreen(["In the"], terminal.console, Bars(terminal.console))
-    for done in range(1, 4):
-        screen.loading(done, 3)
-    screen.event(Started(0, 4, 1))
-    screen.event(Prefilled(0, 4, 4))
-    words = " beginning God created the heaven and the earth.\nAnd"
-    for word in words.split(" ")[1:]:
-        screen.event(Token(0, 7, f" {word}"))
-    screen.event(answer(0, words))
-    screen.stop()
-    screen.finish(Statistics(4, 1, 3, 9, 8, 0.5, 0.5), 4096)
-    text = terminal.text
-    assert "2/3 tensors" in text
-    assert "tok/s" in text
-    assert "In the beginning God created the heaven\n" in text
-    assert "and the earth.\n" in text
-    assert "And\n" in text
-    assert "4.0 KiB" in text
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h")  # the cursor is shown again
-
-
-def test_the_live_screen_frames_several_answers() -> None:
-    terminal = Terminal()
-    screen = LiveScreen(["one", "two"], terminal.console)
-    for i in range(2):
-        screen.event(Started(i, 2, 0))
-        screen.event(answer(i, f" answer {i}"))
-    screen.stop()
-    screen.finish(Statistics(), 0)
-    assert " answer 1" in terminal.text
-    assert "2 · reused 1 · computed 3" in terminal.text
-
-
-def test_the_progress_line_counts() -> None:
-    totals = Totals()
-    for event in (
-        Started(0, 10, 4),
-        Prefilled(0, 7, 10),
-        Started(1, 2, 0),
-        Prefilled(0, 10, 10),
-        Token(0, 3, "x"),
-    ):
-        totals.take(event)
-    time.sleep(0.01)
-    totals.take(Token(0, None, "rest"))
-    totals.take(answer(0, "xrest"))
-    line = totals.line(2)
-    assert line.startswith("1/2 done · 1 tokens · ")
-    assert line.endswith("tok/s · prompt 10/12 · reused 4 · computed 6")
