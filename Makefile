@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test lint types docs bench census dist oldest newest clean
+.PHONY: run test check lint types docs bench census dist oldest newest clean
 
 run: $(VENV)/.installed-run
 	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
@@ -16,6 +16,18 @@ run: $(VENV)/.installed-run
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# The loop of somebody who edits: lint, types, and tests on NumPy. Left out are other frameworks, whole suites, servers and
+# stores of others, processes and ranks, and what pages show.
+LEFT_OUT = architecture backend_* cache_* census_* chat* cli* conformance* direct_load* discovery docs_* engine_ranks example* \
+  fixed_shapes integration_* kvcache_package ml_package *mutations named_backend other_projects peers_* plugins prefix_stateful \
+  pressure quantized_gguf rank_* ring_* runner_* same_answers saved_conversations scale \
+  speculative stores_crash stores_guide stores_index stores_mooncake stores_plugins stores_suite stores_valkey* tensor_parallel* \
+  threads_* train_tiny tutorial two_hosts versions views_disk
+check: lint types
+	$(BIN)/python -m pytest -q -n auto --dist worksteal --ignore=tests/mutants $(LEFT_OUT:%='--ignore-glob=tests/test_%.py') \
+	  -k "not torch and not mlx and not jax and not cupy"
+	$(BIN)/python -m pytest -q --pyargs ml.testing kvcache.testing --ml-backend=numpy --ml-quick
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -33,8 +45,7 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.prefix
 	$(BIN)/python -m benchmarks.pressure
 	$(BIN)/python -m benchmarks.file_store --entries 1000 10000 100000
-	$(BIN)/python -m benchmarks.remote
-	$(BIN)/python -m benchmarks.remote_mooncake
+	$(BIN)/python -m benchmarks.stores file valkey mooncake
 	$(BIN)/python -m benchmarks.two_hosts
 	$(BIN)/python -m benchmarks.scale --measure
 

@@ -1,69 +1,127 @@
-"""Attention of one query over what ``get`` returns, and of eight sequences at once."""
+"""Attention of one query over what ``get`` returns, and of eight sequences at once, on PyTorch and MLX."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 import ml
 import ml.nn
-from benchmarks import cases
-from benchmarks.cases import EACH, SEQUENCES
-from benchmarks.record import Row, rows_of
+from benchmarks.put_get import Framework, opened
+from benchmarks.report import Row, rows_of
 from benchmarks.shapes import DIM, DTYPES, GROUPS, HEADS
-from kvcache.bench.timing import Contender, interleave
-from kvcache.integrations import bench_torch
+from kvcache import Batch, CausalCache
+from kvcache.bench.timing import Contender
 
 __all__ = ["run"]
 
-
-def run(quick: bool) -> Iterator[Row]:
-    bench_torch.fix_threads(1)
-    backend = ml.open_backend("torch", device="cpu")
-    for case in cases.attention(quick):
-        if case.history is None:
-            yield from _several(backend, case.dtype, case.rounds)
-        else:
-            yield from _one(backend, case.history, case.dtype, case.rounds)
+SCALE = DIM**-0.5
+SEQUENCES, EACH = 8, 4096
+"""Sequences that are attended to at once, and tokens of each."""
 
 
-def _one(backend: ml.Backend, history: int, dtype: str, rounds: int) -> Iterator[Row]:
-    by_hand = bench_torch.Contiguous(history, HEADS, GROUPS, DIM, dtype)
-    cache, ctx = cases.filled(backend, 1, history, DTYPES[dtype])
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """Attention of one query over contiguous head-major K and V, as hand-written code would call it.
+
+    ``attend(query, k, v)`` may be lazy, ``done`` waits for what it gives.
+    """
+
+    query: Any
+    k: Any
+    v: Any
+    attend: Callable[[Any, Any, Any], Any]
+    done: Callable[[Any], object]
+
+    def lazy(self) -> Any:
+        return self.attend(self.query, self.k, self.v)
+
+    def over(self, k: ml.Tensor, v: ml.Tensor) -> Contender:
+        """The same call over tensors of a cache, (tokens, heads, dim)."""
+        theirs = [x.native.swapaxes(0, 1)[None] for x in (k, v)]
+        self.done(theirs)
+        return Contender(lambda: self.done(self.attend(self.query, *theirs)))
+
+
+def by_hand(on: Framework, history: int, dtype: str) -> Hand:
+    if on.eager:
+        contiguous = on.hand.Contiguous(history, HEADS, GROUPS, DIM, dtype)
+        call = lambda _, k, v: contiguous.step(k, v)  # noqa: E731
+        return Hand(contiguous.query, contiguous.k, contiguous.v, call, lambda found: found)
+    import mlx.core as mx
+
+    kind = getattr(mx, dtype)
+    query = mx.random.normal((1, HEADS * GROUPS, 1, DIM)).astype(kind)
+    k, v = (mx.random.normal((1, HEADS, history, DIM)).astype(kind) for _ in "kv")
+    mx.eval(query, k, v)
+    call = lambda query, k, v: mx.fast.scaled_dot_product_attention(query, k, v, scale=SCALE)  # noqa: E731
+    return Hand(query, k, v, call, mx.eval)
+
+
+def run(quick: bool, framework: str) -> Iterator[Row]:
+    backend, on = opened(framework)
+    for dtype in DTYPES:
+        for history in (1024,) if quick else (1024, 8192, 32768):
+            yield from _one(backend, on, history, dtype, 20 if quick or history > 8192 else 60)
+        yield from _several(backend, on, dtype, 3 if quick else 12)
+
+
+def _one(backend: ml.Backend, on: Framework, history: int, dtype: str, rounds: int) -> Iterator[Row]:
+    hand = by_hand(on, history, dtype)
+    cache, ctx = filled(backend, 1, history, DTYPES[dtype])
     key, value, _ = cache.get(ctx)
-    k, v = (x.native.transpose(0, 1).unsqueeze(0) for x in (key, value))
-    query = ctx.from_native(by_hand.query.reshape(1, HEADS * GROUPS, DIM))
-    scale = DIM**-0.5
-    floor = {"floor (contiguous head-major)": Contender(by_hand.step)}
+    query = ctx.from_native(hand.query.reshape(1, HEADS * GROUPS, DIM))
+    floor = {"floor (contiguous head-major)": Contender(lambda: hand.done(hand.lazy()))}
     # Apart: the two read the same memory, and the second would find it in the processor's caches.
     ways = {
-        "ours, over what get returns": Contender(lambda: by_hand.step(k, v)),
-        "attend, its checks included": Contender(lambda: cache.attend(ctx, query, scale)),
+        "ours, over what get returns": hand.over(key, value),
+        "attend, its checks included": Contender(lambda: hand.done(cache.attend(ctx, query, SCALE).native)),
     }
     for name, way in ways.items():
-        trial = interleave(floor | {name: way}, rounds, seconds=10)
-        rows = rows_of(f"torch {dtype}", f"attention, 1 query, {history}", trial)
+        trial = on.interleave(floor | {name: way}, rounds, seconds=10)
+        rows = rows_of(f"{on.name} {dtype}", f"attention, 1 query, {history}", trial)
         yield from (row for row in rows if row.contender == name or name.startswith("attend"))
 
 
-def _several(backend: ml.Backend, dtype: str, rounds: int) -> Iterator[Row]:
+def _several(backend: ml.Backend, on: Framework, dtype: str, rounds: int) -> Iterator[Row]:
     """Floor: eight calls over one sequence's contiguous tensors each (its own tensors, as in the cache)."""
-    hands = [bench_torch.Contiguous(EACH, HEADS, GROUPS, DIM, dtype) for _ in range(SEQUENCES)]
-    cache, ctx = cases.filled(backend, SEQUENCES, EACH, DTYPES[dtype])
+    hands = [by_hand(on, EACH, dtype) for _ in range(SEQUENCES)]
+    done = hands[0].done
+    cache, ctx = filled(backend, SEQUENCES, EACH, DTYPES[dtype])
     query = ctx.full((SEQUENCES, HEADS * GROUPS, DIM), 0.1, DTYPES[dtype])
-    scale = DIM**-0.5
 
     def masked() -> object:
         key, value, mask = cache.get(ctx)
-        return ml.nn.attention(ctx, query, key, value, mask, scale)
+        return done(ml.nn.attention(ctx, query, key, value, mask, SCALE).native)
 
-    trial = interleave(
-        {
-            "floor (8 calls, contiguous)": Contender(lambda: [hand.step() for hand in hands]),
-            "ours, attend": Contender(lambda: cache.attend(ctx, query, scale)),
-            "one masked call over all cells": Contender(masked),
-        },
-        rounds,
-        warmup=2,
-        seconds=30,
-    )
-    yield from rows_of(f"torch {dtype}", f"attention, {SEQUENCES} sequences of {EACH}", trial)
+    contenders = {
+        "floor (8 calls, contiguous)": Contender(lambda: done([hand.lazy() for hand in hands])),
+        "ours, attend": Contender(lambda: done(cache.attend(ctx, query, SCALE).native)),
+        "one masked call over all cells": Contender(masked),
+    }
+    trial = on.interleave(contenders, rounds, warmup=2, seconds=30)
+    yield from rows_of(f"{on.name} {dtype}", f"attention, {SEQUENCES} sequences of {EACH}", trial)
+
+
+def filled(backend: ml.Backend, sequences: int, each: int, dtype: ml.DType) -> tuple[CausalCache, ml.Context]:
+    """A cache of ``sequences`` with random tokens, in a pass of one further token each; its context."""
+    ctx, cache, random = backend.new_context(), CausalCache(), np.random.default_rng(0)
+    # Room beyond the history: what get returns is then strided, as it is in a decoding cache.
+    cache.init(backend, dtype, sequences, each + 256, 512)
+
+    def put(positions: range | list[int], owners: list[int]) -> None:
+        host = random.normal(size=(len(owners), HEADS, DIM)).astype(np.float32)
+        part = ctx.from_numpy(host).cast(ctx, dtype)
+        cache.start_forward(ctx, Batch(positions, owners))
+        cache.put(ctx, part, part)
+        ctx.compute()
+
+    for seq in range(sequences):
+        for begin in range(0, each - 1, 512):
+            count = min(512, each - 1 - begin)
+            put(range(begin, begin + count), [seq] * count)
+    put([each - 1] * sequences, list(range(sequences)))
+    return cache, ctx

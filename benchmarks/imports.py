@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from benchmarks.record import Row
+from benchmarks.report import Row
 
 __all__ = ["run"]
 
@@ -21,7 +21,7 @@ assert not {"torch", "mlx", "cupy", "jax", "transformers"} & set(sys.modules)
 """
 
 
-def run(quick: bool) -> Iterator[Row]:
+def run(quick: bool, _: str) -> Iterator[Row]:
     rounds = 3 if quick else 9
     codes = {"import ml": "import ml", "import kvcache": "import kvcache", "a cache on NumPy": _NUMPY_PATH}
     times: dict[str, list[float]] = {name: [] for name in ("nothing", *codes)}

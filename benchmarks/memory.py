@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ml
-from benchmarks.record import Row
+from benchmarks.report import Row
 from benchmarks.shapes import DIM, HEADS
 from kvcache import Batch, CausalCache
 
@@ -18,7 +18,7 @@ __all__ = ["run"]
 LAYERS, CAPACITY, CHUNK = 8, 16384, 512
 
 
-def run(quick: bool) -> Iterator[Row]:
+def run(quick: bool, _: str) -> Iterator[Row]:
     """The process's own peak: the part runs in a process of its own, and warms up with a small cache."""
     for name in ("torch", "mlx"):
         with ml.open_backend(name, device="cpu") as backend:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import tempfile
 import time
@@ -12,43 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 
 import kvcache
 import ml
+from benchmarks.models import SMALL, random_model
 from kvcache import Batch, HostTier, PrefixCache, serialize
 from kvcache.bench.timing import Contender, Trial, interleave, machine
 from kvcache.offload import direct_load as arriving
 from kvcache.offload.direct_load import restore_serialized
 from kvcache.prefix.prefix_tree import TreeEntry
-from kvcache.runner.loading import load_config, load_model
-from kvcache.runner.models.families import expected_shapes
+from kvcache.runner.loading import load_model
 from kvcache.stores import FileStore
 
 __all__ = ["main"]
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512, "vocab_size": 2048,
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}  # fmt: skip
 MIB = 1 << 20
-
-
-def random_model(folder: Path) -> Path:
-    """A Llama of 3 million random weights, as a Hugging Face folder."""
-    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    random = np.random.default_rng(0)
-    shapes = expected_shapes(load_config(folder))
-    weights = {
-        name: (random.normal(size=shape) * 0.05).astype(np.float32)
-        if len(shape) > 1
-        else np.ones(shape, "f4")
-        for name, shape in shapes.items()
-    }
-    save_file(weights, folder / "model.safetensors")
-    return folder
 
 
 @dataclass(slots=True)
@@ -360,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "talk" in args.parts:
         with tempfile.TemporaryDirectory() as folder, ml.open_backend(args.backend) as backend:
             sizes = args.conversations, args.turns, args.system, args.budget * MIB
-            print(_talk_table(talk(backend, random_model(Path(folder)), *sizes), args))
+            print(_talk_table(talk(backend, random_model(Path(folder), SMALL, 0.05), *sizes), args))
     for part, floor, title in (("host", "memcpy", "host memory"), ("disk", "read", "disk")):
         rows = []
         for name in args.restores if part in args.parts else ():

@@ -1,26 +1,50 @@
-"""Results as JSON, a page of tables, and plots."""
+"""The page of ``python -m benchmarks``: rows, what was aimed at, tables and plots."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots
-from kvcache.bench.timing import machine
+from benchmarks.pages import axes_of, legend, load, save, svg, table
+from kvcache.bench.timing import Trial, machine
 
-__all__ = ["load", "verdict", "write"]
+__all__ = ["PARTS", "RECORD", "Row", "page", "plots", "record", "rows_of", "tables", "verdict", "write"]
 
-PACKAGES = ("torch", "transformers", "mlx", "mlx-lm", "numpy")
-INTRODUCTION = """# Benchmarks
+PARTS = {
+    "put_get_torch": "put + get of one layer on PyTorch",
+    "put_get_mlx": "put + get on MLX, one evaluation per step",
+    "tail": "The slowest steps of decoding, PyTorch",
+    "attention": "Attention over what is stored, PyTorch",
+    "attention_mlx": "Attention over what is stored, MLX",
+    "start_forward": "start_forward and masks",
+    "whole_model": "Whole models",
+    "memory": "Memory",
+    "imports": "Imports",
+}
+"""What is measured -> its heading."""
+RECORD = "results.json"
+_PACKAGES = ("torch", "transformers", "mlx", "mlx-lm", "numpy")
+_AIMS = {
+    "put + get, 1 token, window": 1.2,
+    "put + get, 1 token": 1.1,
+    "put + get, 512": 1.2,
+    "attention, 1 query": 1.05,
+    "attention, 8 sequences": 1.3,
+}
+"""What rows of ours named so may be at most, in times of the floor."""
+_INTRODUCTION = """# Benchmarks
 
-Written by `make bench` (`python -m benchmarks`); the figures are in [results.json](results.json), what was
-tried on the way in the [log](log.md). Every part runs in a process of its own on one thread. Contenders take
-turns round by round; a round in which the process lost its core is dropped and counted. Times are medians
-[10th, 90th percentile]; a ratio is the median of the rounds' own ratios to the floor, which is the faster one
-where there are two. The machine is shared: ratios count, absolute times do not.
+Written by `make bench` (`python -m benchmarks`); the figures are in [results.json](results.json), from which
+the site has its tables and plots, and what was tried on the way is in the [log](log.md). Every part runs in a
+process of its own on one thread. Contenders take turns round by round; a round in which the process lost its
+core is dropped and counted. Times are medians [10th, 90th percentile]; a ratio is the median of the rounds'
+own ratios to the floor, which is the faster one where there are two. The machine is shared: ratios count,
+absolute times do not.
 
 **put + get** stores K and V of one layer and hands back native views of what a query reads, 8 KV heads of
 128. The first layer of a step is not timed (there the mask is made, see *start_forward*), the others are, and
@@ -29,21 +53,56 @@ assignment, or `as_strided` and `copy_`, into preallocated buffers, and two view
 been run on one.
 """
 
-
-def load(folder: Path) -> dict[str, Any]:
-    """The results of before, so that a part may be run alone."""
-    file = folder / "results.json"
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"parts": {}}
-    return found
+Series = dict[str, list[tuple[float, float]]]
 
 
-def write(folder: Path, results: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    results["machine"] = machine()
-    results["packages"] = {name: found for name in PACKAGES if (found := _version(name))}
-    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    drawn = plots.draw(folder, results["parts"])
-    (folder / "index.md").write_text("\n".join(_page(results, drawn)), encoding="utf-8")
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contender in one measurement; times in microseconds unless ``unit`` says otherwise."""
+
+    group: str
+    """The framework and dtype."""
+    measurement: str
+    contender: str
+    median: float
+    low: float = 0.0
+    high: float = 0.0
+    ratio: float | None = None
+    unit: str = "us"
+    rounds: int = 1
+    dropped: int = 0
+    target: float | None = None
+    """The ratio that is at most wanted."""
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.target is None or self.ratio is None else self.ratio <= self.target
+
+
+def rows_of(group: str, measurement: str, trial: Trial, ours: str = "ours", per: int = 1) -> Iterator[Row]:
+    """One row per contender; a call did the work ``per`` times."""
+    wanted = next((ratio for start, ratio in _AIMS.items() if measurement.startswith(start)), None)
+    for name, sample in trial.samples().items():
+        times = (sample.median / per, sample.low / per, sample.high / per)
+        target = wanted if name.startswith(ours) else None
+        kept = len(trial.times[name])
+        yield Row(group, measurement, name, *times, sample.ratio, "us", kept, trial.dropped, target)
+
+
+def record(rows: Sequence[Row], quick: bool, seconds: float, foreign: float | None) -> dict[str, Any]:
+    """What is kept of a part."""
+    found = [list(astuple(row)) for row in rows]
+    return {"quick": quick, "seconds": seconds, "foreign_cores": foreign, "rows": found}
+
+
+def write(folder: Path, parts: Mapping[str, Any]) -> None:
+    """Put these parts in the place of those that were recorded before, and write the page."""
+    packages = {name: found for name in _PACKAGES if (found := _version(name))}
+    former = load(folder / RECORD).get("parts", {})
+    results = {"machine": machine(), "packages": packages, "parts": {**former, **parts}}
+    save(folder / RECORD, results)
+    (folder / "index.md").write_text(page(load(folder / RECORD)), encoding="utf-8")
 
 
 def _version(package: str) -> str | None:
@@ -53,53 +112,129 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _page(results: Mapping[str, Any], drawn: Mapping[str, list[str]]) -> Iterable[str]:
+def page(results: Mapping[str, Any]) -> str:
+    """Everything but the tables of the parts, which stand between marks."""
     packages = ", ".join(f"{name} {found}" for name, found in results["packages"].items())
-    yield INTRODUCTION
-    yield f"{results['machine']}; {packages}.\n"
-    yield from _targets(results["parts"])
+    lines = [_INTRODUCTION, f"{results['machine']}; {packages}.\n", "## Targets\n", _targets(results)]
+    shown = plots(results, draw=False)
     for name, part in results["parts"].items():
         load = part["foreign_cores"]
         others = "" if load is None else f"; others kept {load:.1f} cores busy"
-        yield f"\n## {part['title']}\n"
         command = f"`python -m benchmarks --part {name}`"
-        yield f"{command}: {part['seconds']:.0f} s{', quick' * part['quick']}{others}.\n"
-        for picture in drawn.get(name, ()):
-            yield f"![{part['title']}]({picture})\n"
-        yield from _table(part["rows"])
+        lines += [f"\n## {PARTS[name]}\n"]
+        lines += [f"{command}: {part['seconds']:.0f} s{', quick' * part['quick']}{others}.\n"]
+        lines += [f"![{PARTS[name]}]({file})\n" for file, (of, _) in shown.items() if of == name]
+        lines += [f"<!-- table: {name} -->\n<!-- end -->"]
+    return "\n".join(lines) + "\n"
 
 
-def _targets(parts: Mapping[str, Any]) -> Iterable[str]:
-    yield "## Targets\n"
-    yield "| measurement | where | ratio | at most | |"
-    yield "|---|---|---|---|---|"
-    for part in parts.values():
-        for row in part["rows"]:
-            if row["target"] is not None:
-                mark = "reached" if row["met"] else "**not reached**"
-                yield (
-                    f"| {row['measurement']} ({row['contender']}) | {row['group']} | {row['ratio']:.3g} | "
-                    f"{row['target']:g} | {mark} |"
-                )
+def _rows(part: Mapping[str, Any]) -> list[Row]:
+    return [Row(*row) for row in part["rows"]]
 
 
-def _table(rows: Iterable[Mapping[str, Any]]) -> Iterable[str]:
-    yield "| where | measurement | contender | median [10th, 90th] | x floor | rounds (dropped) | |"
-    yield "|---|---|---|---|---|---|---|"
-    for row in rows:
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:,.2f}"
-        spread = f" [{_number(row['low'])}, {_number(row['high'])}]" if row["high"] else ""
-        yield (
-            f"| {row['group']} | {row['measurement']} | {row['contender']} | "
-            f"{_number(row['median'])}{spread} {row['unit']} | {ratio} | "
-            f"{row['rounds']} ({row['dropped']}) | {row['note']} |"
+def _targets(results: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            f"{row.measurement} ({row.contender})",
+            row.group,
+            f"{row.ratio:.3g}",
+            f"{row.target:g}",
+            "reached" if row.met else "**not reached**",
         )
+        for part in results["parts"].values()
+        for row in _rows(part)
+        if row.met is not None
+    ]
+    return table(("measurement", "where", "ratio", "at most", ""), rows)
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """The table of each part."""
+    head = ("where", "measurement", "contender", "median [10th, 90th]", "x floor", "rounds (dropped)", "")
+    return {name: table(head, map(_cells, _rows(part))) for name, part in results["parts"].items()}
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    spread = f" [{_number(row.low)}, {_number(row.high)}]" if row.high else ""
+    return (
+        row.group,
+        row.measurement,
+        row.contender,
+        f"{_number(row.median)}{spread} {row.unit}",
+        "" if row.ratio is None else f"{row.ratio:,.2f}",
+        f"{row.rounds} ({row.dropped})",
+        row.note,
+    )
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
 
-def verdict(rows: Iterable[Mapping[str, Any]]) -> str:
-    judged = [row["met"] for row in rows if row["met"] is not None]
+def verdict(rows: Iterable[Row]) -> str:
+    judged = [row.met for row in rows if row.met is not None]
     return f"{sum(judged)} of {len(judged)} targets reached"
+
+
+# Plots.
+
+
+def plots(results: Mapping[str, Any], draw: bool = True) -> dict[str, tuple[str, bytes]]:
+    """File -> (its part, the SVG); with ``draw`` False no SVG, and no need of matplotlib."""
+    found: dict[str, tuple[str, bytes]] = {}
+
+    def add(part: str, title: str, series: Series, y: str, log: bool = True) -> None:
+        file = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") + ".svg"
+        found[file] = part, _lines(title, series, y, log) if draw else b""
+
+    for part in ("put_get_torch", "put_get_mlx", "start_forward", "whole_model"):
+        rows = _rows(results["parts"].get(part, {"rows": ()}))
+        if part == "start_forward" and rows:
+            add(part, "start_forward and mask", _beside_go(rows), "us")
+        elif part == "whole_model":
+            for model in dict.fromkeys(row.measurement.rsplit(", ", 1)[0] for row in rows):
+                series = _by_length(rows, "torch float32", re.escape(model) + r", (\d+)$")
+                add(part, model, series, "tokens per second", log=False)
+        elif part != "start_forward":
+            for group in dict.fromkeys(row.group for row in rows):
+                series = _by_length(rows, group, r"put \+ get, 1 token, (\d+)$")
+                add(part, f"put + get of one token, {group}", series, "us per layer")
+    return found
+
+
+def _by_length(rows: Sequence[Row], group: str, pattern: str) -> Series:
+    series: Series = defaultdict(list)
+    for row in rows:
+        found = re.match(pattern, row.measurement)
+        if found and row.group == group:
+            series[row.contender].append((float(found[1]), row.median))
+    return series
+
+
+def _beside_go(rows: Sequence[Row]) -> Series:
+    series: Series = defaultdict(list)
+    for row in rows:
+        found = re.match(r"start_forward, (\d+ x \d+) tokens, (\d+)$", row.measurement)
+        if found and row.group == "numpy":
+            series[f"{found[1]} tokens"].append((float(found[2]), row.median))
+            series[f"{found[1]} tokens, Go"].append((float(found[2]), float(row.note.split()[1])))
+    return series
+
+
+def _lines(title: str, series: Series, y: str, log: bool) -> bytes:
+    axes = axes_of((7.5, 4.2))
+    colors: dict[str, Any] = {}
+    for label, points in series.items():
+        base = label.removesuffix(", Go")
+        style = "--" if "floor" in label or label != base else "-"
+        drawn = axes.plot(
+            *zip(*sorted(points), strict=True), style, marker="o", label=label, color=colors.get(base)
+        )
+        colors[base] = drawn[0].get_color()
+    axes.set(xlabel="history, tokens", ylabel=y, title=title, xscale="log")
+    if log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    legend(axes)
+    return svg(axes.figure)

@@ -1,27 +1,27 @@
 """docs/scaling.md from one command: ``python -m benchmarks.scale``.
 
 Measures what each step costs on this machine, runs synthetic traffic through the real PrefixCache and its
-stores, computes what a fleet would ask of each resource, and writes docs/benchmarks/scale.json, the plots
-beside it, and the tables of docs/scaling.md. ``--write`` writes plots and tables from what was recorded.
+stores, computes what a fleet would ask of each resource, and writes docs/benchmarks/scale.json and the
+tables of docs/scaling.md. ``--write`` writes the tables from what was recorded.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import scale_report
+from benchmarks.pages import DOCS, load, save
 from benchmarks.scale_simulation import POLICIES, Fleet, by_budget, serve
 from benchmarks.scale_traffic import Traffic
 from kvcache.bench.timing import machine
 
 __all__ = ["main", "simulate"]
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 _STAYS = 0.9
 
@@ -29,14 +29,16 @@ _STAYS = 0.9
 def simulate(traffic: Traffic, seeds: int, shares: Sequence[float]) -> dict[str, Any]:
     """Every policy within every share, from several seeds; then hosts, with and without a shared store."""
     policies = {
-        policy: [by_budget(_seeded(traffic, seed), policy, shares) for seed in range(seeds)]
+        policy: [by_budget(replace(traffic, seed=seed), policy, shares) for seed in range(seeds)]
         for policy in POLICIES
     }
-    return {"traffic": asdict(traffic), "seeds": seeds, "policies": policies, "fleet": _fleets(traffic)}
-
-
-def _seeded(traffic: Traffic, seed: int) -> Traffic:
-    return Traffic(**asdict(traffic) | {"seed": seed})
+    return {
+        "traffic": asdict(traffic),
+        "seeds": seeds,
+        "shares": list(shares),
+        "policies": policies,
+        "fleet": _fleets(traffic),
+    }
 
 
 def _fleets(traffic: Traffic) -> list[dict[str, Any]]:
@@ -60,22 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--measure", action="store_true", help="keep the simulation, measure the rest anew")
     one.add_argument("--simulate", action="store_true", help="keep what was measured, simulate anew")
-    one.add_argument("--write", action="store_true", help="only write plots and tables")
+    one.add_argument("--write", action="store_true", help="only write the tables")
     parser.add_argument("--docs", type=Path, default=DOCS, help="the folder with scaling.md")
     options = parser.parse_args(arguments)
     record = options.docs / "benchmarks" / "scale.json"
     if not options.write:
-        former = json.loads(record.read_text(encoding="utf-8")) if options.measure or options.simulate else {}
+        former = load(record) if options.measure or options.simulate else {}
         found = {} if options.simulate else _measured(options.quick)
         if not options.measure:
             found |= {"simulation": _simulated(options.quick)}
-        record.write_text(json.dumps(former | found, indent=1) + "\n", encoding="utf-8")
-    from benchmarks import scale_plots, scale_report
-
-    results = json.loads(record.read_text(encoding="utf-8"))
-    drawn = scale_plots.draw(record.parent, results)
-    scale_report.write(options.docs / "scaling.md", results)
-    print(f"wrote {options.docs / 'scaling.md'} and {len(drawn)} plots")
+        save(record, former | found)
+    scale_report.write(options.docs / "scaling.md", load(record))
+    print(f"wrote {options.docs / 'scaling.md'}")
 
 
 def _measured(quick: bool) -> dict[str, Any]:

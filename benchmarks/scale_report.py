@@ -1,42 +1,32 @@
-"""docs/scaling.md: the tables between its marks are written from recorded figures, never by hand."""
+"""docs/scaling.md: its tables are written from recorded figures, and its plots drawn from them."""
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pages
+from benchmarks.pages import axes_of, legend, svg, table
 from benchmarks.scale_model import DESIGNS, GB, SHAPES, Demand, Load, demands
 
-__all__ = ["TABLES", "filled", "tables", "write"]
+__all__ = ["PLOTS", "TABLES", "filled", "write"]
 
 Results = Mapping[str, Any]
 STORE = "Mooncake", "Valkey", "file"
 """Whose speed the fleet's tables count with: the first that was measured."""
 _SHARED = -2
 """The last two demands are of something that the fleet need not have: one radix tree for all hosts."""
-_MARK = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(text: str, results: Results) -> str:
-    """The page with its tables written anew. KeyError for a mark that no table has."""
-    found = tables(results)
-    return _MARK.sub(lambda mark: f"{mark[1]}\n{found[mark[2]]}\n\n{mark[3]}", text)
+    """The page with its tables written anew."""
+    return pages.filled(text, {name: make(results) for name, make in TABLES.items()})
 
 
 def write(page: Path, results: Results) -> None:
     page.write_text(filled(page.read_text(encoding="utf-8"), results), encoding="utf-8")
-
-
-def tables(results: Results) -> dict[str, str]:
-    return {name: make(results) for name, make in TABLES.items()}
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _number(value: float) -> str:
@@ -62,7 +52,7 @@ def _constants(results: Results) -> str:
         ],
         ["keys (sha256): each token", f"{found['key']['token'] * 1e9:.2f} ns"],
     ]
-    return _table(["", "measured"], rows)
+    return table(["", "measured"], rows)
 
 
 def _stores(results: Results) -> str:
@@ -70,7 +60,7 @@ def _stores(results: Results) -> str:
     for name, figures in results["constants"]["stores"].items():
         asked = f"{figures['prefix'] * 1e6:,.0f} us" if "prefix" in figures else ""
         rows.append([name, f"{figures['put'] / GB:.2f}", f"{figures['get'] / GB:.2f}", asked])
-    return _table(["64 MiB, one call at a time", "put, GB/s", "get, GB/s", "`prefix` of 16 keys"], rows)
+    return table(["64 MiB, one call at a time", "put, GB/s", "get, GB/s", "`prefix` of 16 keys"], rows)
 
 
 def _shapes(_: Results) -> str:
@@ -92,7 +82,7 @@ def _shapes(_: Results) -> str:
         f"a page of {load.chunk}",
         f"{load.length:,} tokens",
     ]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _load(_: Results) -> str:
@@ -107,7 +97,7 @@ def _load(_: Results) -> str:
         ["fabric", f"{load.fabric / GB:.0f} GB/s in all, between the hosts and the shared tier"],
         ["memory", f"{load.memory / GB:,.0f} GB for K and V in each host"],
     ]
-    return _table(["", "assumed"], rows)
+    return table(["", "assumed"], rows)
 
 
 def _store(results: Results) -> str:
@@ -120,7 +110,7 @@ def _fleet(results: Results, shape: int) -> str:
     rows = [[_resource(of), *map(_cell, of)] for of in zip(*columns, strict=True)]
     most = [max(column[:_SHARED], key=lambda demand: demand.share) for column in columns]
     rows.append(["**saturates first**", *(f"{worst.resource}, at {_percent(worst)}" for worst in most)])
-    return _table([SHAPES[shape].name, *(design.name for design in DESIGNS)], rows)
+    return table([SHAPES[shape].name, *(design.name for design in DESIGNS)], rows)
 
 
 def _resource(of: Sequence[Demand]) -> str:
@@ -146,21 +136,17 @@ def _even(_: Results) -> str:
         [shape.name, *(f"{_number(shape.token * speed / GB)} GB/s" for speed in speeds)]
         for shape in (*SHAPES, *(shape.quantized() for shape in SHAPES))
     ]
-    return _table(["a host that prefills", *(f"{speed:,} tokens/s" for speed in speeds)], rows)
+    return table(["a host that prefills", *(f"{speed:,} tokens/s" for speed in speeds)], rows)
 
 
 def _policies(results: Results) -> str:
     found = results["simulation"]["policies"]
-    shares = [row["share"] for row in next(iter(found.values()))[0]]
-    rows = []
-    for policy, seeds in found.items():
-        rates = [[seed[i]["rate"] for seed in seeds] for i in range(len(shares))]
-        rows.append([policy, *map(_spread, rates)])
-    heads = [f"{share:.0%}" if share < 1 else "no limit" for share in shares]
-    return _table(["room for this share of all that is new", *heads], rows)
+    rows = [[policy, *map(_spread, zip(*seeds, strict=True))] for policy, seeds in found.items()]
+    heads = [*(f"{share:.0%}" for share in results["simulation"]["shares"]), "no limit"]
+    return table(["room for this share of all that is new", *heads], rows)
 
 
-def _spread(rates: list[float]) -> str:
+def _spread(rates: Sequence[float]) -> str:
     middle = f"{100 * statistics.mean(rates):.1f}%"
     return middle if len(rates) == 1 else f"{middle} ±{100 * (max(rates) - min(rates)) / 2:.1f}"
 
@@ -180,7 +166,7 @@ def _traffic(results: Results) -> str:
             f"{found['turns']:g} turns, geometric; {found['branching']:.0%} asked again from an earlier one",
         ],
     ]
-    return _table(["", "tokens on average"], rows)
+    return table(["", "tokens on average"], rows)
 
 
 def _hosts(results: Results) -> str:
@@ -196,9 +182,7 @@ def _hosts(results: Results) -> str:
                 f"{row['remote'] / tokens:.1%}",
             ]
         )
-    return _table(
-        ["a conversation's next turn", "shared store", "found", "on the host", "in the store"], rows
-    )
+    return table(["a conversation's next turn", "shared store", "found", "on the host", "in the store"], rows)
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
@@ -212,4 +196,65 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "traffic": _traffic,
     "policies": _policies,
     "hosts": _hosts,
+}
+
+
+# Plots.
+
+
+def _plot_policies(results: Results) -> Any:
+    axes, simulation = axes_of((7.5, 4.2)), results["simulation"]
+    shares = [100 * share for share in simulation["shares"]]
+    bounds = []
+    for policy, seeds in simulation["policies"].items():
+        *rates, bound = [[100 * rate for rate in of] for of in zip(*seeds, strict=True)]
+        bounds += bound
+        style = "--" if "shallowest" in policy else "-"
+        (line,) = axes.plot(shares, [statistics.mean(of) for of in rates], style, marker="o", label=policy)
+        spread = [min(of) for of in rates], [max(of) for of in rates]
+        axes.fill_between(shares, *spread, alpha=0.15, color=line.get_color())
+    axes.set_xscale("log")
+    axes.set_xticks(shares, [f"{share:g}" for share in shares])
+    axes.set_xticks([], minor=True)
+    axes.axhline(statistics.mean(bounds), linestyle="--", color="gray", label="no limit")
+    axes.set(xlabel="room, % of all that is ever new", ylabel="tokens of prompts found, %", ylim=(0, 100))
+    axes.set_title("What is found again, by policy and budget")
+    legend(axes)
+    return axes.figure
+
+
+def _plot_hosts(results: Results) -> Any:
+    axes, rows = axes_of((7.5, 3.6)), results["simulation"]["fleet"]
+    names = [f"{row['routing']}\nstore: {row['store']}" for row in rows]
+    local = [100 * (row["hits"] - row["remote"]) / row["tokens"] for row in rows]
+    remote = [100 * row["remote"] / row["tokens"] for row in rows]
+    axes.barh(names, local, label="on the host")
+    axes.barh(names, remote, left=local, label="in the shared store")
+    axes.invert_yaxis()
+    axes.set(xlabel="tokens of prompts found, %", xlim=(0, 100), title="Four hosts and a shared store")
+    axes.tick_params(axis="y", labelsize=7)
+    axes.legend(fontsize=7)
+    return axes.figure
+
+
+def _plot_demands(results: Results) -> Any:
+    axes, store = axes_of((7.5, 4.2)), _store(results)
+    width = 0.8 / len(DESIGNS)
+    for i, design in enumerate(DESIGNS):
+        found = demands(Load(), SHAPES[0], design, results["constants"], store)
+        places = [at + (i - (len(DESIGNS) - 1) / 2) * width for at in range(len(found))]
+        axes.barh(places, [100 * demand.share for demand in found], width, label=design.name)
+    axes.set_yticks(range(len(found)), [demand.resource for demand in found], fontsize=7)
+    axes.axvline(100, linestyle="--", color="gray")
+    axes.invert_yaxis()
+    axes.set(xlabel="% of what is there", xscale="log")
+    axes.set_title(f"{SHAPES[0].name}: what is asked of each resource")
+    axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.15))
+    return axes.figure
+
+
+PLOTS: dict[str, Callable[[Results], bytes]] = {
+    "scale-policies.svg": lambda results: svg(_plot_policies(results)),
+    "scale-hosts.svg": lambda results: svg(_plot_hosts(results)),
+    "scale-demands.svg": lambda results: svg(_plot_demands(results)),
 }

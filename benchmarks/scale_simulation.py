@@ -175,12 +175,12 @@ def _walk(tree: dict[int, Any], tokens: Sequence[int], most: int = 0) -> tuple[i
     return min(known, most), len(tokens) - known
 
 
-def by_budget(traffic: Traffic, policy: str, shares: Sequence[float]) -> list[dict[str, float]]:
-    """A policy within shares of all that is ever new; the last row has no limit."""
+def by_budget(traffic: Traffic, policy: str, shares: Sequence[float]) -> list[float]:
+    """Rates of a policy within shares of all that is ever new, and with no limit."""
     stream = list(requests(traffic))
     _, new = ideal(stream, system_prompts(traffic))
-    found = [run(traffic, stream, policy, int(share * new)).as_dict() | {"share": share} for share in shares]
-    return [*found, run(traffic, stream, policy, None).as_dict() | {"share": 1.0}]
+    budgets = [*(int(share * new) for share in shares), None]
+    return [run(traffic, stream, policy, budget).rate for budget in budgets]
 
 
 @dataclass(frozen=True, slots=True)

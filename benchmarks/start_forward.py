@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 import ml
-from benchmarks.record import Row
+from benchmarks.report import Row
 from kvcache import Batch, CausalCache
 from kvcache.bench.timing import Round
 
@@ -23,7 +23,7 @@ GO = {
 """Microseconds of Ollama's Go causal cache, by (history, sequences, tokens), measured once elsewhere."""
 
 
-def run(quick: bool) -> Iterator[Row]:
+def run(quick: bool, _: str) -> Iterator[Row]:
     for elide in (False, True):
         for (history, sequences, tokens), go in GO.items():
             if quick and history not in (1024, 8192):

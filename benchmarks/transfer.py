@@ -1,4 +1,4 @@
-"""What benchmarks of remote stores share: a page's bytes, a plain TCP socket beside the stores, tables.
+"""What benchmarks of stores share: an entry's bytes, a plain TCP socket beside the stores, tables.
 
 The socket leads to a process that keeps what it gets, as a server does: either in memory that it has used
 before, or in fresh memory, which its system has to find and clear page by page on the way.
@@ -6,7 +6,6 @@ before, or in fresh memory, which its system has to find and clear page by page 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import mmap
 import multiprocessing
@@ -17,22 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from kvcache.bench.timing import Contender, Trial, machine
-from kvcache.stores import SnapshotStore
+from benchmarks.pages import table
+from kvcache.bench.timing import Contender, Trial
 
-__all__ = [
-    "FRESH",
-    "MIB",
-    "SOCKET",
-    "Plain",
-    "floors",
-    "heading",
-    "options",
-    "page",
-    "plain_socket",
-    "show",
-    "timed",
-]
+__all__ = ["FRESH", "MIB", "SOCKET", "Plain", "floors", "page", "plain_socket", "show", "show_calls", "timed"]
 
 MIB = 1 << 20
 LAYERS = 32
@@ -141,37 +128,16 @@ def timed(found: Contenders, rounds: int) -> dict[str, Trial]:
 # What is printed.
 
 
-def options(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--mib", type=int, nargs="+", default=[64], help="sizes of entries")
-    parser.add_argument("--rounds", type=int, default=15)
-    return parser
-
-
-def heading(title: str, rounds: int, *more: str) -> None:
-    print(f"# {title}\n")
-    print("Median [10th, 90th percentile] of rounds in turn; ratios are those of the rounds' own times.")
-    print(f"\n{'; '.join((machine(), f'{rounds} rounds', *more))}.")
-
-
-def show(found: Contenders, size: int, rounds: int, store: SnapshotStore) -> None:
-    """Time them, and print: a table for each operation, and one of the store's small calls."""
+def show(found: Contenders, size: int, rounds: int) -> None:
+    """Time them, and print a table for each operation: medians, and multiples of the floors' throughput."""
     for op, trial in timed(found, rounds).items():
-        print("\n".join(_table(op, trial, size)))
-    print("\n".join(_round_trips(store, rounds)))
-
-
-def _table(op: str, trial: Trial, size: int) -> list[str]:
-    against = [name for name in (SOCKET, FRESH) if name in trial.times]
-    titles = {SOCKET: "x the socket's throughput", FRESH: "x the socket's into fresh memory"}
-    head = [op, "GB/s", "milliseconds", *(titles[name] for name in against)]
-    lines = ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for name, sample in trial.samples().items():
-        speed = size / sample.median / 1e3
-        spent = [f"{value / 1000:,.1f}" for value in (sample.median, sample.low, sample.high)]
-        ratios = [_ratio(trial, name, floor) for floor in against]
-        lines.append(f"| {name} | {speed:.2f} | {_spread(*spent)} | {' | '.join(ratios)} |")
-    return lines
+        against = [trial.floor, *(name for name in (FRESH,) if name in trial.times)]
+        rows = []
+        for name, sample in trial.samples().items():
+            spent = (f"{value / 1000:,.2f}" for value in (sample.median, sample.low, sample.high))
+            ratios = (_ratio(trial, name, floor) for floor in against)
+            rows.append([name, f"{size / sample.median / 1e3:.2f}", _spread(*spent), *ratios])
+        print(f"\n{table([op, 'GB/s', 'milliseconds', *(f'x {name}' for name in against)], rows)}")
 
 
 def _ratio(trial: Trial, name: str, floor: str) -> str:
@@ -185,22 +151,14 @@ def _spread(median: str, low: str, high: str) -> str:
     return f"{median} [{low}, {high}]"
 
 
-def _round_trips(store: SnapshotStore, rounds: int) -> list[str]:
-    """Small calls, for which the way there and back counts."""
-    store.put("small", [bytes(1000)])
-    buffer = bytearray(1000)
-    keys = [f"k{i}" for i in range(256)]
-    calls: dict[str, Callable[[], object]] = {
-        "stat of one key": lambda: store.stat(["small"]),
-        "stat of 256 keys that are not there": lambda: store.stat(keys),
-        "get_into of 1,000 bytes": lambda: store.get_into("small", buffer),
-    }
-    lines = ["", "| small calls | microseconds |", "|---|---|"]
+def show_calls(calls: Mapping[str, Callable[[], object]], rounds: int) -> None:
+    """Print what small calls take, for which the way there and back counts."""
+    rows = []
     for name, call in calls.items():
         times = []
-        for _ in range(20 * rounds):
+        for _ in range(rounds):
             start = time.perf_counter()
             call()
             times.append((time.perf_counter() - start) * 1e6)
-        lines.append(f"| {name} | {statistics.median(times):,.0f} |")
-    return lines
+        rows.append((name, f"{statistics.median(times):,.0f}"))
+    print(f"\n{table(('small calls', 'microseconds'), rows)}")

@@ -10,7 +10,6 @@ docs/two-hosts.md; of a model that is not measured, the former figures stay.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -20,18 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from benchmarks import two_hosts_report as report
-from benchmarks.break_even import Point
-from benchmarks.whole_model import RANDOM
+from benchmarks.models import RANDOM, random_model
+from benchmarks.two_hosts_report import Point
 from benchmarks.wire import link_speed
 from examples.two_hosts.network import Network, unavailable
 from examples.two_hosts.processes import Process, end_in_order, store_server
 from kvcache.bench.timing import Foreign, machine
 from kvcache.runner import bundled_model
 from kvcache.runner.loading import load_config
-from kvcache.runner.models.families import expected_shapes
 
 __all__ = ["main"]
 
@@ -97,7 +94,7 @@ def measure(plan: Plan, backend: str) -> dict[str, Any]:
     busy = foreign.cores()
     with tempfile.TemporaryDirectory() as temporary, Network() as network:
         folder = Path(temporary)
-        path = bundled_model() if plan.config is None else random_model(folder, plan.config)
+        path = bundled_model() if plan.config is None else random_model(folder / "model", plan.config)
         links = [
             {"gigabits": limit, "measured": measured / GIGABIT} for limit, measured in speeds(plan, network)
         ]
@@ -168,20 +165,6 @@ def point(plan: Plan, network: Network, host: Process, length: int, question: li
     print(f"{length} tokens: computed {found.computed:.4f} s; restored", end=" ")
     print(", ".join(f"{limit or 'unlimited'}: {s:.4f}" for limit, s in middle.items()), flush=True)
     return found
-
-
-def random_model(folder: Path, config: dict[str, Any]) -> Path:
-    """A folder with random F16 weights, which compute in F32: half the file, the same work."""
-    path = folder / "model"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    random = np.random.default_rng(0)
-    weights = {}
-    for name, shape in expected_shapes(load_config(path)).items():
-        plain = np.ones(shape) if len(shape) == 1 else 0.02 * random.standard_normal(shape, np.float32)
-        weights[name] = plain.astype(np.float16)
-    save_file(weights, path / "model.safetensors")
-    return path
 
 
 if __name__ == "__main__":

@@ -1,57 +1,91 @@
-"""Tables and plots of ``benchmarks.two_hosts``: docs/two-hosts/, and docs/two-hosts.md between its marks."""
+"""Tables and plots of ``benchmarks.two_hosts``: from where on restoring pays against recomputing."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.break_even import Point, break_even_bandwidth, break_even_length
+from benchmarks import pages
+from benchmarks.pages import axes_of, legend, svg, table
 from kvcache.runner.memory import human_bytes
 
-__all__ = ["load", "points_of", "row_of", "tables", "write"]
+__all__ = [
+    "Point",
+    "break_even_bandwidth",
+    "break_even_length",
+    "load",
+    "plot",
+    "points_of",
+    "row_of",
+    "tables",
+    "write",
+]
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 GIGABIT = 1e9
 
 
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Seconds to the first token of a prompt of which ``tokens`` are stored and a few are new.
+
+    ``computed``: all of it anew. ``restored``: by the link's bits per second, as given to tc (None: no
+    limit). ``nbytes``: what came over the wire.
+    """
+
+    tokens: int
+    nbytes: int
+    computed: float
+    restored: Mapping[float | None, float]
+
+
+def break_even_length(points: Sequence[Point], bits: float | None) -> float | None:
+    """The fewest stored tokens from which on restoring is no slower; None: at no length that was measured.
+
+    Between two lengths the gap between the times is taken for a straight line. 0: already at the
+    shortest one.
+    """
+    gaps = [(point.tokens, point.computed - point.restored[bits]) for point in points]
+    slower = [i for i, (_, gap) in enumerate(gaps) if gap < 0]
+    if not slower:
+        return 0.0
+    if slower[-1] == len(gaps) - 1:
+        return None
+    (shorter, before), (longer, after) = gaps[slower[-1] : slower[-1] + 2]
+    return shorter + (longer - shorter) * before / (before - after)
+
+
+def break_even_bandwidth(point: Point) -> float | None:
+    """Bits per second at which both take as long; None where restoring is slower on any link.
+
+    The time on a link is that without a limit, and the bytes divided by the bandwidth.
+    """
+    spare = point.computed - point.restored[None]
+    return 8 * point.nbytes / spare if spare > 0 else None
+
+
 def load(docs: Path) -> dict[str, Any]:
-    file = docs / "two-hosts" / "figures.json"
-    if not file.is_file():
-        return {"models": {}}
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    return pages.load(docs / "two-hosts" / "figures.json") or {"models": {}}
 
 
 def write(docs: Path, results: Mapping[str, Any]) -> None:
-    """Figures, a plot for each model where matplotlib is there, and the tables of the page."""
-    folder = docs / "two-hosts"
-    folder.mkdir(exist_ok=True)
-    (folder / "figures.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    for name, record in results["models"].items():
-        draw(folder / f"{name}.svg", record)
+    """Figures, and the tables of the page."""
+    pages.save(docs / "two-hosts" / "figures.json", results)
     page = docs / "two-hosts.md"
     text = page.read_text(encoding="utf-8")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{tables(results)}\n{END}{after}", encoding="utf-8")
-
-
-def points_of(record: Mapping[str, Any]) -> list[Point]:
-    return [
-        Point(row["tokens"], row["nbytes"], row["computed"], {limit: s for limit, s in row["restored"]})  # noqa: C416
-        for row in record["points"]
-    ]
+    page.write_text(f"{before}{BEGIN}\n{tables(load(docs))}\n{END}{after}", encoding="utf-8")
 
 
 def row_of(point: Point) -> dict[str, Any]:
     """What ``points_of`` reads: as JSON has it, a list instead of keys that are no strings."""
-    return {
-        "tokens": point.tokens,
-        "nbytes": point.nbytes,
-        "computed": point.computed,
-        "restored": [[limit, seconds] for limit, seconds in point.restored.items()],
-    }
+    return asdict(point) | {"restored": [list(item) for item in point.restored.items()]}
+
+
+def points_of(record: Mapping[str, Any]) -> list[Point]:
+    return [Point(**row | {"restored": dict(row["restored"])}) for row in record["points"]]
 
 
 def tables(results: Mapping[str, Any]) -> str:
@@ -62,6 +96,7 @@ def tables(results: Mapping[str, Any]) -> str:
 def _model(name: str, record: Mapping[str, Any]) -> Sequence[str]:
     points = points_of(record)
     limits = [link["gigabits"] for link in record["links"]]
+    named = [_bandwidth(limit) for limit in limits]
     links = ", ".join(f"{_bandwidth(link['gigabits'])}: {link['measured']:.3g}" for link in record["links"])
     glance = " **A glance (`--quick`), no result.**" if record.get("quick") else ""
     foreign = record["foreign_cores"]
@@ -79,30 +114,26 @@ def _model(name: str, record: Mapping[str, Any]) -> Sequence[str]:
         f"{conditions}\n",
         f"![Time to the first token, and how much sooner it comes](two-hosts/{name}.svg)\n",
         f"{legend}\n",
-        "| stored tokens | over the wire | computed anew |"
-        + "".join(f" {_bandwidth(limit)} |" for limit in limits)
-        + " break-even bandwidth |",
-        "|---" * (len(limits) + 4) + "|",
-        *(_row(point, limits) for point in points),
+        table(
+            ("stored tokens", "over the wire", "computed anew", *named, "break-even bandwidth"),
+            [_row(point, limits) for point in points],
+        ),
         "",
-        "| |" + "".join(f" {_bandwidth(limit)} |" for limit in limits),
-        "|---" * (len(limits) + 1) + "|",
-        "| restoring pays from |" + "".join(f" {_length(points, limit)} |" for limit in limits),
+        table(("", *named), [("restoring pays from", *(_length(points, limit) for limit in limits))]),
         "",
     ]
 
 
-def _row(point: Point, limits: Sequence[float | None]) -> str:
-    cells = [
-        f"{1000 * point.restored[limit]:,.1f} ({point.computed / point.restored[limit]:.2g}x)"
-        for limit in limits
-    ]
+def _row(point: Point, limits: Sequence[float | None]) -> list[str]:
+    times = [(point.restored[limit], point.computed / point.restored[limit]) for limit in limits]
     even = break_even_bandwidth(point)
-    return (
-        f"| {point.tokens:,} | {human_bytes(point.nbytes)} | {1000 * point.computed:,.1f} | "
-        + " | ".join(cells)
-        + f" | {'none' if even is None else f'{even / GIGABIT:.3g} Gb/s'} |"
-    )
+    return [
+        f"{point.tokens:,}",
+        human_bytes(point.nbytes),
+        f"{1000 * point.computed:,.1f}",
+        *(f"{1000 * seconds:,.1f} ({gain:.2g}x)" for seconds, gain in times),
+        "none" if even is None else f"{even / GIGABIT:.3g} Gb/s",
+    ]
 
 
 def _length(points: Sequence[Point], limit: float | None) -> str:
@@ -116,19 +147,11 @@ def _bandwidth(limit: float | None) -> str:
     return "no limit" if limit is None else f"{limit:g} Gb/s"
 
 
-def draw(path: Path, record: Mapping[str, Any]) -> None:
-    """Left: seconds by length; right: how many times sooner, by bandwidth. Nothing without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "ml-kvcache"
-    from matplotlib import pyplot
-
+def plot(record: Mapping[str, Any]) -> bytes:
+    """Left: seconds by length; right: how many times sooner, by bandwidth."""
     points = points_of(record)
     measured = {link["gigabits"]: link["measured"] for link in record["links"]}
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    left, right = axes_of((11, 4.2), 2)
     lengths = [point.tokens for point in points]
     left.plot(lengths, [point.computed for point in points], "k--", marker="o", label="computed anew")
     for limit in measured:
@@ -140,9 +163,7 @@ def draw(path: Path, record: Mapping[str, Any]) -> None:
     right.axhline(1, color="black", linestyle="--", linewidth=0.8)
     right.set(xlabel="Gb/s of a plain TCP socket", ylabel="times sooner than computed anew")
     right.set(xscale="log", yscale="log")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    figure.suptitle(f"{record['title']}, on a second host")
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    pyplot.close(figure)
+    legend(left)
+    legend(right)
+    left.figure.suptitle(f"{record['title']}, on a second host")
+    return svg(left.figure)

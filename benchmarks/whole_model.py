@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 import ml
-from benchmarks.record import Row
+from benchmarks.models import RANDOM
+from benchmarks.report import Row
 from kvcache import Batch
 from kvcache.bench.timing import Contender, interleave
 from kvcache.integrations import bench_torch
@@ -20,28 +21,12 @@ from kvcache.runner.models.families import parse_config
 
 __all__ = ["run"]
 
-STORIES = Path("/work/shared/models/stories260K")
-RANDOM = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 8192,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 16384,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-}
+STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
 LENGTHS = (128, 2048, 8192)
 ROOM = 600
 
 
-def run(quick: bool) -> Iterator[Row]:
+def run(quick: bool, _: str) -> Iterator[Row]:
     bench_torch.fix_threads(1)
     torch.manual_seed(0)
     models: dict[str, dict[str, Any]] = {}

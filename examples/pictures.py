@@ -1,13 +1,11 @@
-"""Draws the pictures of the docs from caches at work: ``python -m examples.pictures docs/pictures``.
-
-All but occupancy.svg, which needs matplotlib, come out the same byte for byte wherever they are drawn.
-"""
+"""Draws the pictures of the docs from caches at work: ``python -m examples.pictures FOLDER``."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,34 +140,31 @@ PICTURES: dict[str, Callable[[Desk], Picture]] = {
 }
 
 
-def draw(folder: Path, plots: bool = True) -> Iterator[Path]:
-    """Write all of them; those of matplotlib with ``plots``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with ml.open_backend("numpy") as backend:
-        desk = Desk(backend)
-        for name, make in PICTURES.items():
-            yield make(desk).save(folder / f"{name}.svg")
-        if plots:
-            import matplotlib
+def drawings() -> dict[str, bytes]:
+    """All of them as SVG, by name; the last one needs matplotlib."""
+    import matplotlib
 
-            matplotlib.rcParams["svg.hashsalt"] = "ml-kvcache"  # the same figures give the same file
-            path = folder / "occupancy.svg"
-            occupancy(desk).figure.savefig(path, metadata={"Date": None})
-            yield path
+    stream = io.BytesIO()
+    with ml.open_backend("numpy") as backend, matplotlib.rc_context({"svg.hashsalt": "ml-kvcache"}):
+        found = {name: make(Desk(backend)).svg().encode() for name, make in PICTURES.items()}
+        occupancy(Desk(backend)).figure.savefig(stream, format="svg", metadata={"Date": None})
+    return found | {"occupancy": stream.getvalue()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
     try:
-        for path in draw(parser.parse_args().folder):
-            print(path)
+        drawn = drawings()
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        sys.exit(
-            "pictures: occupancy.svg needs matplotlib, the others are drawn: pip install 'ml-kvcache[plots]'"
-        )
+        sys.exit("pictures: occupancy.svg needs matplotlib: pip install 'ml-kvcache[plots]'")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in drawn.items():
+        (folder / f"{name}.svg").write_bytes(content)
+        print(folder / f"{name}.svg")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """The console blocks of a page: commands behind ``$``, typed one after another, print what the page shows.
 
 Lines behind ``>`` go on with the command above them. ``...`` stands for whatever comes there. What a command
-with ``--json`` prints is compared by its keys and kinds of values.
+with ``--json`` prints is compared by its keys and kinds of values. A plain ``kvcache`` command runs in this
+process, and bash runs whatever else there is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -26,6 +28,11 @@ ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SECTION = re.compile(r"^## (.*)$", re.MULTILINE)
 _UNSET = ("ML_BACKEND", "FORCE_COLOR")
+_PLAIN = re.compile(
+    r"(?:(?P<source>(?:echo|printf) [^|]*) \| )?kvcache (?P<words>[^|;&<>$\n]*?)"
+    r"(?: << 'END'\n(?P<text>.*)\nEND)?",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class Shell:
         self.folder = folder
         self.code = 0
         """Of the last command."""
-        self._settings = {key: value for key, value in os.environ.items() if key not in _UNSET} | {
+        self._settings = {
             "HOME": str(home),
             "PATH": f"{home}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
@@ -89,25 +96,48 @@ class Shell:
             "OMP_NUM_THREADS": "1",
         }
 
-    def type(self, command: Command) -> None:
-        """Run it; asserts that it prints what the page shows, and fails only where that is an error."""
+    def _bash(self, text: str) -> tuple[int, str, str]:
         ended = subprocess.run(
-            ["bash", "--norc", "-c", f"(exit {self.code}); {command.text}\n"],
+            ["bash", "--norc", "-c", f"(exit {self.code}); {text}\n"],
             cwd=self.folder,
-            env=self._settings,
+            env={key: value for key, value in os.environ.items() if key not in _UNSET} | self._settings,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
             timeout=120,
             check=False,
         )
-        self.code = ended.returncode
-        where = f"line {command.line}: {command.text}\nexit code {ended.returncode}, printed:\n"
-        printed = ended.stdout + ended.stderr
-        assert ended.returncode == 0 or command.printed.startswith("kvcache"), where + printed
+        return ended.returncode, ended.stdout, ended.stderr
+
+    def _run(self, text: str) -> tuple[int, str, str]:
+        """Exit code, output and errors."""
+        plain = _PLAIN.fullmatch(text)
+        if plain is None or "completion" in text:
+            return self._bash(text)
+        from typer.testing import CliRunner
+
+        from kvcache.command.main import app
+
+        given = self._bash(plain["source"])[1] if plain["source"] else f"{plain['text'] or ''}\n"
+        with contextlib.chdir(self.folder):
+            result = CliRunner().invoke(
+                app,
+                shlex.split(plain["words"], comments=True),
+                input=given if plain["source"] or plain["text"] else "",
+                env=self._settings | dict.fromkeys(_UNSET),
+                prog_name="kvcache",
+            )
+        return result.exit_code, result.stdout, result.stderr
+
+    def type(self, command: Command) -> None:
+        """Run it; asserts that it prints what the page shows, and fails only where that is an error."""
+        self.code, out, errors = self._run(command.text)
+        where = f"line {command.line}: {command.text}\nexit code {self.code}, printed:\n"
+        printed = out + errors
+        assert self.code == 0 or command.printed.startswith("kvcache"), where + printed
         if "--json" in command.text:
-            assert ended.stderr == "", where + printed
-            assert alike(json.loads(ended.stdout), json.loads(command.printed)), where + printed
+            assert errors == "", where + printed
+            assert alike(json.loads(out), json.loads(command.printed)), where + printed
         else:
             assert matches(command.printed, printed), where + printed
 

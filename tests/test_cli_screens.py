@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from kvcache.command.progress import Bars, draws
-from kvcache.command.screen import LiveScreen, PlainScreen
+from kvcache.command.screen import LiveScreen, PlainScreen, Totals
 from kvcache.runner.requests import Event, Finished, Prefilled, Started, Statistics, Token
 
 from .cli_terminal import CTRL_C, CTRL_D, drive
@@ -35,8 +36,8 @@ def sent(to: Console) -> str:
     return to.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def finished(request: int = 0) -> Finished:
-    return Finished(request, "length", " x", (5,), 4, 1)
+def finished(request: int = 0, text: str = " x") -> Finished:
+    return Finished(request, "length", text, (5,), 4, 1)
 
 
 # Bars.
@@ -137,6 +138,58 @@ def test_the_summary_is_whole_at_any_width(width: int) -> None:
     assert words[:3] == ["tokens", "reused", "1"]
     assert words[-3:] == ["cache", "4.0", "KiB"]
     assert all(len(re.sub(r"\x1b\[[\d;]*m", "", line)) <= width for line in sent(to).splitlines())
+
+
+def test_the_live_screen_streams_whole_lines_and_ends_clean() -> None:
+    to = console(40)
+    screen = LiveScreen(["In the"], to, Bars(to))
+    for done in range(1, 4):
+        screen.loading(done, 3)
+    screen.event(Started(0, 4, 1))
+    screen.event(Prefilled(0, 4, 4))
+    words = " beginning God created the heaven and the earth.\nAnd"
+    for word in words.split(" ")[1:]:
+        screen.event(Token(0, 7, f" {word}"))
+    screen.event(finished(0, words))
+    screen.stop()
+    screen.finish(Statistics(4, 1, 3, 9, 8, 0.5, 0.5), 4096)
+    text = sent(to)
+    assert "2/3 tensors" in text
+    assert "tok/s" in text
+    assert "In the beginning God created the heaven\n" in text
+    assert "and the earth.\n" in text
+    assert "And\n" in text
+    assert "4.0 KiB" in text
+    assert text.count(HIDDEN) == text.count(SHOWN)  # the cursor is shown again
+
+
+def test_the_live_screen_frames_several_answers() -> None:
+    screen = LiveScreen(["one", "two"], to := console(60))
+    for i in range(2):
+        screen.event(Started(i, 2, 0))
+        screen.event(finished(i, f" answer {i}"))
+    screen.stop()
+    screen.finish(Statistics(), 0)
+    assert " answer 1" in sent(to)
+    assert "2 · reused 1 · computed 3" in sent(to)
+
+
+def test_the_progress_line_counts() -> None:
+    totals = Totals()
+    for event in (
+        Started(0, 10, 4),
+        Prefilled(0, 7, 10),
+        Started(1, 2, 0),
+        Prefilled(0, 10, 10),
+        Token(0, 3, "x"),
+    ):
+        totals.take(event)
+    time.sleep(0.01)
+    totals.take(Token(0, None, "rest"))
+    totals.take(finished(0, "xrest"))
+    line = totals.line(2)
+    assert line.startswith("1/2 done · 1 tokens · ")
+    assert line.endswith("tok/s · prompt 10/12 · reused 4 · computed 6")
 
 
 # Real terminals.

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", minversion="2.9", reason="examples/train_tiny needs torch >= 2.9 (its Muon)")
-for needed in ("tokenizers", "safetensors", "matplotlib"):
-    pytest.importorskip(needed, reason=f"examples/train_tiny needs {needed}")
+pytest.importorskip("tokenizers", reason="examples/train_tiny needs tokenizers")
+pytest.importorskip("safetensors", reason="examples/train_tiny needs safetensors")
 
-ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE = ROOT / "examples" / "train_tiny"
-BUNDLED = ROOT / "kvcache" / "runner" / "tiny"
+import torch
+from tokenizers import Tokenizer
+
+from examples.train_tiny import card, text, train
+
+BUNDLED = Path(__file__).resolve().parents[1] / "kvcache" / "runner" / "tiny"
 WORDS = [
     "and",
     "the",
@@ -36,182 +37,126 @@ WORDS = [
 ]
 
 
-def make_text(chapters: int) -> str:
-    """Chapters of seven verses of twelve words; the first line of each names it."""
-    choose = random.Random(0)
-    verses = [[" ".join(choose.choices(WORDS, k=12)) + "." for _ in range(7)] for _ in range(chapters)]
-    return "\n\n".join(f"Chapter {i + 1}.\n" + "\n".join(lines) for i, lines in enumerate(verses)) + "\n"
-
-
-def train_tiny(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLE), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("train_tiny")
-    (base / "text.txt").write_text(make_text(40), encoding="utf-8")
-    result = train_tiny("--text", base / "text.txt", "--steps", 2, "--batch", 1, "--out", base / "out")
-    assert result.returncode == 0, result.stderr
-    return base / "out"
-
-
-@pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
-    from train_tiny import cli, corpus, evaluate, export, tokenizer, windows
-
-    return SimpleNamespace(
-        cli=cli, corpus=corpus, evaluate=evaluate, export=export, tokenizer=tokenizer, windows=windows
-    )
-
-
-@pytest.fixture
-def here(package: SimpleNamespace) -> Iterator[Callable[..., int]]:
-    """``here(*args)``: the command in this process, as its exit status."""
-    import torch
-
+@pytest.fixture(scope="module", autouse=True)
+def unchanged() -> Iterator[None]:
+    """The command sets torch's threads and seed, and its samples are short here."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    yield lambda *args: package.cli.main([str(arg) for arg in args])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(card, "SAMPLE_TOKENS", 3)
+        yield
     torch.set_num_threads(threads)
     torch.set_rng_state(state)
 
 
-def test_writes_every_file(trained: Path) -> None:
-    expected = {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "README.md",
-        "loss.svg",
-    }
-    assert {path.name for path in trained.iterdir()} == expected | {"heldout.txt", "training_log.json"}
+def run(folder: Path, out: str = "out") -> int:
+    return train.main(
+        ["--text", f"{folder / 'text.txt'}", "--steps=2", "--batch=1", "--out", f"{folder / out}"]
+    )
 
 
-def test_log_and_card_report_the_run(trained: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 chapters of seven verses of twelve words, the first line of each names it; two steps."""
+    folder, choose = tmp_path_factory.mktemp("train_tiny"), random.Random(0)
+    chapters = [
+        "\n".join([f"Chapter {i + 1}."] + [" ".join(choose.choices(WORDS, k=12)) + "." for _ in range(7)])
+        for i in range(40)
+    ]
+    (folder / "text.txt").write_text("\n\n".join(chapters) + "\n", encoding="utf-8")
+    assert run(folder) == 0
+    return folder / "out"
+
+
+def test_all_files_are_written_and_the_card_reports_the_run(trained: Path) -> None:
+    assert {path.name for path in trained.iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md",
+        "heldout.txt", "training_log.json",
+    }  # fmt: skip
     log = json.loads((trained / "training_log.json").read_text(encoding="utf-8"))
-    assert [step for step, _ in log["train"]] == [2]
-    assert log["heldout_bits_per_byte"] > 0
-    card = (trained / "README.md").read_text(encoding="utf-8")
-    assert f"**{log['heldout_bits_per_byte']:.3f} bits per byte**" in card
-
-
-def test_heldout_is_every_twentieth_chapter(trained: Path) -> None:
+    assert [step for step, _, _ in log["points"]] == [2]
+    written = (trained / "README.md").read_text(encoding="utf-8")
+    assert f"**{log['heldout_bits_per_byte']:.3f} bits per byte**" in written
     assert (trained / "heldout.txt").read_text(encoding="utf-8").startswith("Chapter 20.\n")
 
 
-def test_training_is_reproducible_in_another_process(
-    trained: Path, tmp_path: Path, here: Callable[..., int]
-) -> None:
-    text = trained.parent / "text.txt"
-    assert here("--text", text, "--steps", 2, "--batch", 1, "--out", tmp_path) == 0
-    assert (tmp_path / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
-    assert (tmp_path / "tokenizer.json").read_bytes() == (trained / "tokenizer.json").read_bytes()
-    assert (tmp_path / "loss.svg").read_bytes() == (trained / "loss.svg").read_bytes()
+def test_training_is_reproducible(trained: Path) -> None:
+    assert run(trained.parent, "again") == 0
+    for name in ("model.safetensors", "tokenizer.json", "heldout.txt"):
+        assert (trained.parent / "again" / name).read_bytes() == (trained / name).read_bytes()
 
 
-def test_transformers_computes_the_same_logits(trained: Path, package: SimpleNamespace) -> None:
+def test_transformers_computes_the_same_logits(trained: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
-    import torch
-
     theirs = transformers.LlamaForCausalLM.from_pretrained(trained, dtype=torch.float32)
     assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (1, 2)
-    ours = package.export.load_model(trained)
     tokens = torch.arange(3, 203).view(2, 100)
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-4)
+        ours = train.load_model(trained)(tokens)
+        torch.testing.assert_close(ours, theirs(tokens).logits, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    "text", ["And God said,\nLet there be light.", "  two  spaces\t\r\n\n", "żółw 🐢 \u0000", ""]
+    "words", ["And God said,\nLet there be light.", "  two  spaces\t\r\n\n", "żółw 🐢 \u0000", ""]
 )
-def test_tokenizer_round_trip(trained: Path, text: str) -> None:
-    from tokenizers import Tokenizer
-
+def test_tokenizer_round_trip(trained: Path, words: str) -> None:
     tokenizer = Tokenizer.from_file(str(trained / "tokenizer.json"))
-    ids = tokenizer.encode(text).ids
-    assert ids[0] == 1
-    assert tokenizer.decode(ids) == text
+    ids = tokenizer.encode(words).ids
+    assert ids[0] == text.BOS
+    assert tokenizer.decode(ids) == words
 
 
-def test_windows_start_at_verses_and_cover_an_epoch(package: SimpleNamespace) -> None:
-    import numpy as np
-
+def test_windows_start_at_verses_and_cover_an_epoch() -> None:
     newline, length = 9, 8
     chapters = [np.array([10, 11, newline, 12, 13, 14, newline, 15, 16, 17]) for _ in range(20)]
-    windows = package.windows.Windows(chapters, newline, length, seed=0)
-    batch = next(windows.batches(4))
-    assert batch.inputs[:, 0].tolist() == [package.tokenizer.BOS] * 4
-    assert batch.inputs[:, 1:].equal(batch.targets[:, :-1])
-    assert set(batch.targets[:, 0].tolist()) <= {10, 12, 15}
+    windows = text.Windows(chapters, newline, length, seed=0)
+    inputs, targets = next(windows.batches(4))
+    assert inputs[:, 0].tolist() == [text.BOS] * 4
+    assert inputs[:, 1:].equal(targets[:, :-1])
+    assert set(targets[:, 0].tolist()) <= {10, 12, 15}
     seen = {position for start in windows.epoch() for position in range(start, start + length)}
     assert len(seen) > 0.7 * len(windows.stream)
 
 
-def test_parse_verses(package: SimpleNamespace) -> None:
+def test_verses_are_parsed() -> None:
     printed = "Ge1:1 In the beginning.\n1Sm2:10 The adversaries.\n\nPsa119:176 I have gone astray.\n"
     expected = [("Ge1", "In the beginning."), ("1Sm2", "The adversaries."), ("Psa119", "I have gone astray.")]
-    assert package.corpus.parse_verses(printed) == expected
+    assert text.parse_verses(printed) == expected
 
 
-def test_without_the_bible_program_says_what_to_install(
-    package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_bible_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(RuntimeError, match="apt-get install -y bible-kjv bible-kjv-text"):
-        package.corpus.read_bible()
+    with pytest.raises(text.TrainTinyError, match="apt-get install -y bible-kjv bible-kjv-text"):
+        text.read_bible()
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("content", "message"),
     [("one chapter\n", "at least 2 are needed"), ("a b c\n\nd e f\n", "the training text has")],
 )
 def test_bad_text_is_one_line_and_exit_1(
-    tmp_path: Path, here: Callable[..., int], capsys: pytest.CaptureFixture[str], text: str, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
 ) -> None:
-    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    assert here("--text", tmp_path / "text.txt", "--out", tmp_path / "out") == 1
+    (tmp_path / "text.txt").write_text(content, encoding="utf-8")
+    assert run(tmp_path) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert message in said
     assert not (tmp_path / "out").exists()
 
 
-def test_report_judges_the_same_model_again(trained: Path, here: Callable[..., int]) -> None:
-    names = ("README.md", "training_log.json", "loss.svg", "heldout.txt")
-    before = {name: (trained / name).read_bytes() for name in names}
-    assert here("--text", trained.parent / "text.txt", "--report", "--out", trained) == 0
-    assert {name: (trained / name).read_bytes() for name in names} == before
-
-
-def test_report_without_a_model_is_one_line_and_exit_1_of_the_process(trained: Path, tmp_path: Path) -> None:
-    result = train_tiny("--text", trained.parent / "text.txt", "--report", "--out", tmp_path)
-    assert result.returncode == 1
-    assert result.stderr.count("\n") == 1
-    assert "train first" in result.stderr
-
-
-def test_bundled_folder_is_small() -> None:
+def test_the_bundled_folder_is_small_and_its_tokenizer_round_trips_its_text() -> None:
     assert sum(path.stat().st_size for path in BUNDLED.iterdir()) <= 4_000_000
-
-
-def test_bundled_tokenizer_round_trips_the_heldout_text() -> None:
-    from tokenizers import Tokenizer
-
+    words = (BUNDLED / "heldout.txt").read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
-    text = (BUNDLED / "heldout.txt").read_text(encoding="utf-8")
-    assert 20_000 <= len(text) <= 60_000
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert 20_000 <= len(words) <= 60_000
+    assert tokenizer.decode(tokenizer.encode(words).ids) == words
 
 
-def test_bundled_weights_reach_the_loss_on_their_card(package: SimpleNamespace) -> None:
+def test_bundled_weights_reach_the_loss_on_their_card() -> None:
     log = json.loads((BUNDLED / "training_log.json").read_text(encoding="utf-8"))
-    model, tokenizer = package.export.load_model(BUNDLED), package.export.load_tokenizer(BUNDLED)
-    chapters = package.corpus.read_text(BUNDLED / "heldout.txt").chapters
-    loss = package.evaluate.bits_per_byte(model, tokenizer, chapters)
+    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    chapters = text.read_text(BUNDLED / "heldout.txt").chapters
+    loss = card.bits_per_byte(train.load_model(BUNDLED), tokenizer, chapters)
     assert loss == pytest.approx(log["heldout_txt_bits_per_byte"], abs=1e-3)
-    assert f"{log['heldout_txt_bits_per_byte']:.3f} on `heldout.txt`" in (BUNDLED / "README.md").read_text(
-        "utf-8"
-    )
+    written = (BUNDLED / "README.md").read_text(encoding="utf-8")
+    assert f"{log['heldout_txt_bits_per_byte']:.3f} on `heldout.txt`" in written

@@ -24,7 +24,8 @@ from kvcache import (
 )
 from kvcache.views import Occupancy, look_at_mask, render
 from kvcache.views.binning import binned, thinned
-from kvcache.views.data import CellMap, CellRun, EncoderView, OtherView, StatesView
+from kvcache.views.blocks import CellMap, CellRun
+from kvcache.views.pictures import EncoderView, OtherView, StatesView
 
 from .views_rig import bound, store, store_batch
 
@@ -171,7 +172,7 @@ def test_looking_changes_nothing(numpy_backend: ml.Backend) -> None:
     before = state()
     picture = render(cache)
     look_at_mask(cache)
-    for drawn in (picture.text(), picture.ansi(), picture.svg(), picture.html(), picture.json()):
+    for drawn in (picture.text(), picture.svg(), picture.html(), picture.json()):
         assert drawn
     assert state() == before
     assert snapshot.in_cache

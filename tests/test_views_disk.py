@@ -18,8 +18,8 @@ import ml
 from kvcache import CausalCache, EncoderCache, RecurrentCache, SlidingWindowCache, WrapperCache, serialize
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import SerializedSnapshot, SnapshotCorrupt, StoreUnavailable, pack
-from kvcache.views.data import PagePart
 from kvcache.views.disk import look_at_page, look_at_store
+from kvcache.views.pictures import PagePart
 
 from .views_rig import bound, store, talk
 

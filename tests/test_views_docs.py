@@ -1,17 +1,16 @@
-"""The page about pictures: its code runs, and the drawings beside it are those of the caches they name."""
+"""The page about pictures: its code runs, and its pictures are those of the caches they name."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from examples.pictures import PICTURES, draw
+from examples import pictures
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
-PAGE = DOCS / "seeing.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "seeing.md"
 
 
 def test_the_code_of_the_page_runs(
@@ -28,26 +27,12 @@ def test_the_code_of_the_page_runs(
     assert " 0  ++00" in capsys.readouterr().out
 
 
-def test_the_drawings_are_up_to_date(tmp_path: Path) -> None:
-    """Else: python -m examples.pictures docs/pictures"""
-    drawn = list(draw(tmp_path, plots=False))
-    assert [path.stem for path in drawn] == list(PICTURES)
-    for path in drawn:
-        committed = DOCS / "pictures" / path.name
-        assert path.read_text(encoding="utf-8") == committed.read_text(encoding="utf-8"), path.name
-
-
-def test_every_drawing_is_shown_and_every_one_shown_is_there() -> None:
-    shown = {
-        name
-        for page in DOCS.glob("*.md")
-        for name in re.findall(r"\]\(pictures/([\w.-]+)\)", page.read_text(encoding="utf-8"))
-    }
-    assert shown == {path.name for path in (DOCS / "pictures").iterdir()}
-
-
-def test_the_plot_is_drawn_anew(tmp_path: Path) -> None:
+def test_pictures_are_drawn_into_a_folder_the_same_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
-    *_, plot = draw(tmp_path)
-    assert plot.name == "occupancy.svg"
-    assert plot.stat().st_size > 10_000
+    monkeypatch.setattr(sys, "argv", ["pictures", str(tmp_path / "new")])
+    pictures.main()
+    drawn = {path.stem: path.read_bytes() for path in (tmp_path / "new").iterdir()}
+    assert drawn == pictures.drawings()
+    assert set(drawn) == {*pictures.PICTURES, "occupancy"}

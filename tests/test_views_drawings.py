@@ -16,9 +16,9 @@ import ml
 from kvcache import CausalCache, EncoderCache, HostTier, InvalidRangeError, WrapperCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.views import look_at_mask, render
+from kvcache.views.blocks import CellMap, CellRun, NodeView, SequenceView
 from kvcache.views.canvas import fitted
-from kvcache.views.colors import sequence_color, sgr
-from kvcache.views.data import CellMap, CellRun, NodeView, SequenceView
+from kvcache.views.colors import sequence_color
 from kvcache.views.pictures import CachePicture, MaskPicture, Picture, PrefixPicture
 from kvcache.views.text import cells_wide
 from kvcache.views.words import age_text, bytes_text, counted, preview, printable
@@ -99,7 +99,6 @@ def test_a_mask_as_text(numpy_backend: ml.Backend) -> None:
 def test_no_line_is_wider_than_asked(prefix_picture: PrefixPicture, width: int) -> None:
     lines = prefix_picture.text(width).splitlines()
     assert max(map(cells_wide, lines)) <= width
-    assert ESCAPES.sub("", prefix_picture.ansi(width)).splitlines() == lines
 
 
 def test_wide_characters_take_two_columns() -> None:
@@ -132,14 +131,6 @@ def test_many_sequences_and_cells_are_condensed() -> None:
 
 
 # Colours and rich.
-
-
-def test_ansi_has_the_same_text_and_nothing_but_colours(prefix_picture: PrefixPicture) -> None:
-    text = prefix_picture.ansi()
-    assert ESCAPES.search(text)
-    assert ESCAPES.sub("", text) == prefix_picture.text()
-    assert sgr("seq0") == "38;2;0;114;178"
-    assert sequence_color(0) == sequence_color(8)
 
 
 def test_rich_draws_the_same_and_interprets_nothing(prefix_picture: PrefixPicture) -> None:
@@ -255,17 +246,8 @@ class Page(html.parser.HTMLParser):
 def test_a_page_is_whole_and_loads_nothing(prefix_picture: PrefixPicture) -> None:
     document = prefix_picture.html("A & B <title>")
     page = Page(document)
-    assert not page.tags & {
-        "script",
-        "link",
-        "img",
-        "iframe",
-        "object",
-        "embed",
-        "use",
-        "image",
-        "foreignobject",
-    }
+    loading = {"script", "link", "img", "iframe", "object", "embed", "use", "image", "foreignobject"}
+    assert not page.tags & loading
     names = {name for name, _ in page.attributes}
     assert not names & {"src", "href", "xlink:href", "srcset", "action", "onload", "onclick", "data"}
     assert not [v for _, v in page.attributes if "url(" in v and not v.startswith("url(#")]
@@ -289,16 +271,8 @@ def test_hostile_text_stays_text(prefix_picture: PrefixPicture) -> None:
 
 def test_tables_say_everything_that_is_known_of_a_node(prefix_picture: PrefixPicture) -> None:
     words = " ".join(Page(prefix_picture.html()).words)
-    for wanted in (
-        "Open sessions",
-        "Nodes",
-        "pinned",
-        "leaves first",
-        "[3, 6)",
-        "1 used since",
-        "3 snapshots",
-    ):
-        assert wanted in words
+    for said in ("Open sessions", "Nodes", "pinned", "leaves first", "[3, 6)", "1 used since", "3 snapshots"):
+        assert said in words
 
 
 # All forms.

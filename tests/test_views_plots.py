@@ -5,51 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 import ml
-from kvcache import CausalCache, EncoderCache, HostTier, InvalidRangeError, NotSupportedError
+from kvcache import CausalCache, HostTier, InvalidRangeError
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.views import Occupancy, look_at_mask, plots, render
-from kvcache.views.colors import FREE, SHARED, sequence_color
+from kvcache.views import Occupancy, plots
 
 from .views_rig import bound, store, talk
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def rgb(color: str) -> list[float]:
-    return [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-
-
-def image(axes: Any) -> np.ndarray:
-    (found,) = axes.get_images()
-    return np.asarray(found.get_array(), dtype=float)
-
-
-def test_a_plot_of_cells_has_the_colour_of_each_cell(numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=100)
-    store(cache, numpy_backend, 0, range(5))
-    cache.copy_prefix(0, 1, 3)
-    axes = plots.cells(render(cache))
-    pixels = image(axes).reshape(-1, 3)[:200]
-    expected = [rgb(SHARED)] * 3 + [rgb(sequence_color(0))] * 2 + [rgb(FREE)] * 195
-    assert np.allclose(pixels, expected)
-    assert axes.get_title() == "CausalCache: 5 of 200 cells used"
-
-
-def test_a_plot_of_a_mask_is_the_mask(numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend)
-    store(cache, numpy_backend, 1, range(4))
-    picture = look_at_mask(cache)
-    pixels = image(plots.mask(picture))
-    seen = np.all(np.isclose(pixels, rgb(sequence_color(1))), axis=2)
-    assert np.array_equal(seen, picture.seen)
-    assert np.allclose(pixels[~seen], 1)
 
 
 def test_occupancy_is_stacked_up_to_all_used_cells(numpy_backend: ml.Backend, tmp_path: Path) -> None:
@@ -85,18 +52,16 @@ def test_tiers_are_lines_of_bytes(numpy_backend: ml.Backend) -> None:
     assert (host.get_ydata() * 2**20).tolist() == [0, 0, 128 + 4 * 8]
 
 
-def test_axes_of_ones_own_are_used(numpy_backend: ml.Backend) -> None:
+def test_axes_of_ones_own_are_used() -> None:
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
-    assert plots.cells(render(bound(CausalCache(), numpy_backend)), axes) is axes
+    assert plots.tiers([], axes) is axes
 
 
 def test_what_cannot_be_plotted_is_refused(numpy_backend: ml.Backend) -> None:
     with pytest.raises(InvalidRangeError, match="0 samples"):
         plots.occupancy([])
-    with pytest.raises(NotSupportedError, match="EncoderCache has no cells"):
-        plots.cells(render(bound(EncoderCache(), numpy_backend)))
     cache = bound(CausalCache(), numpy_backend)
     occupancy = Occupancy(cache)
     occupancy.sample()
@@ -111,8 +76,8 @@ def test_pictures_need_neither_rich_nor_matplotlib() -> None:
         "assert not [name for name in sys.modules if name.startswith('kvcache.views')]\n"
         "cache = kvcache.CausalCache()\ncache.init(ml.open_backend('numpy'), ml.DType.F32, 1, 8, 8)\n"
         "from kvcache.views import plots, render\n"
-        "print(render(cache).ansi(), render(cache).html())\n"
-        "try: plots.cells(render(cache))\n"
+        "print(render(cache).text(), render(cache).html())\n"
+        "try: plots.tiers([])\n"
         "except ml.NotSupportedError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)

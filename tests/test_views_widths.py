@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import kvcache
 import ml
 from kvcache.stores import open_store
 from kvcache.views import PrefixPicture, look_at_store, render
-from kvcache.views.summaries import tabled
-from kvcache.views.text import cells_wide, draw, plain
+from kvcache.views.blocks import tabled
+from kvcache.views.text import cells_wide, plain
+
+from .views_rig import bound, talk
 
 WIDTHS = [60, 80, 120]
 SAID = "And it came to pass in those days, that the waters prevailed upon the earth. 水は"
@@ -21,21 +22,12 @@ SAID = "And it came to pass in those days, that the waters prevailed upon the ea
 @pytest.fixture(scope="module")
 def picture() -> PrefixPicture:
     """A conversation that others part from, and one that is open."""
-    with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
-        cache = kvcache.CausalCache()
-        cache.init(backend, ml.DType.F32, 2, 64, 64)
-        with kvcache.PrefixCache(cache) as prefix:
-            for last in (1, 2, 3):
-                session = prefix.begin([*range(30), last, last])
-                todo = list(session.remaining)
-                positions = range(session.cached, session.cached + len(todo))
-                cache.start_forward(ctx, kvcache.Batch(positions, [session.seq] * len(todo)))
-                cache.set_layer(0)
-                rows = ctx.from_numpy(np.zeros((len(todo), 1, 4), np.float32))
-                cache.put(ctx, rows, rows)
-                if last < 3:
-                    session.close()
-            return render(prefix, lambda tokens: SAID, 10)
+    cache = kvcache.CausalCache()
+    with ml.open_backend("numpy") as backend, kvcache.PrefixCache(bound(cache, backend, 2, 64, 64)) as prefix:
+        for last in (1, 2):
+            talk(prefix, backend, [*range(30), last, last]).close()
+        talk(prefix, backend, [*range(30), 3, 3])
+        return render(prefix, lambda tokens: SAID, 10)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -76,7 +68,7 @@ def test_the_table_of_a_store_has_all_its_columns(width: int, tmp_path: Path) ->
 def test_words_give_way_and_figures_do_not() -> None:
     from kvcache.views.text import _table
 
-    table = tabled(("tokens", "text", "bytes"), [("1,234", SAID, "5,678"), ("9", "x", "1")], ["", ""])
+    table = tabled("", ("tokens", "text", "bytes"), [("1,234", SAID, "5,678"), ("9", "x", "1")], ["", ""])
     narrow = plain(_table(table, 30)).splitlines()
     assert narrow[0].split() == ["tokens", "text", "bytes"]
     assert narrow[1].split()[0] == "1,234"
@@ -91,6 +83,6 @@ def test_words_give_way_and_figures_do_not() -> None:
 
 def test_a_title_has_its_sentence_beside_it_where_there_is_room(picture: PrefixPicture) -> None:
     assert picture.text(120).startswith("prefix tree  ")
-    first, second, *_ = draw(picture, 30)
+    first, second, *_ = picture.lines(30)
     assert [text for text, _ in first] == ["prefix tree"]
     assert second[0][0].startswith("  ")

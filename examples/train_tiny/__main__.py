@@ -11,12 +11,12 @@ if not __package__:  # started as a folder: import ourselves as the package `tra
     __package__ = "train_tiny"
 
 try:
-    main = import_module(f"{__package__}.cli").main
+    main = import_module(f"{__package__}.train").main
 except ModuleNotFoundError as error:
     name = str(error.name).partition(".")[0]
-    if name not in ("matplotlib", "safetensors", "tokenizers", "torch"):
+    if name not in ("safetensors", "tokenizers", "torch"):
         raise
-    needed = "'torch>=2.9' numpy tokenizers safetensors matplotlib"
+    needed = "'torch>=2.9' numpy tokenizers safetensors"
     sys.exit(f"train_tiny: {name} is not installed: pip install {needed}")
 
 if __name__ == "__main__":

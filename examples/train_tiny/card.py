@@ -1,16 +1,22 @@
-"""The model card, README.md, filled in with what the run measured."""
+"""What is written beside the weights: the model card with its figures, and the held-out text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import itemgetter
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
-from .corpus import Corpus
-from .log import Log
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
 from .model import Llama
-from .sample import Request
+from .text import BOS, EOS, Corpus, encode_chapters
 
-__all__ = ["CARD", "about_corpus", "about_log", "about_model", "show"]
+__all__ = ["Log", "bits_per_byte", "write_report"]
 
 CARD = """\
 # A tiny Llama
@@ -51,9 +57,9 @@ The weights are under the project's own licence.
 
 {steps} steps of {batch} windows of {context} tokens ({epochs:.1f} epochs) took {minutes:.0f} minutes
 on one thread of {machine}, with Muon on the matrices of the layers
-and AdamW on the rest. `training_log.json` holds the figures behind this picture:
+and AdamW on the rest (`training_log.json`):
 
-![loss](loss.svg)
+{curve}
 
 `heldout.txt` was scored at every checkpoint (lowest: {best:.3f}, at step {best_step}; the weights are
 those of the last step all the same). Its score also guided the choice of optimizer, learning rates and
@@ -76,55 +82,131 @@ Beyond {context} tokens it is untrained.
 """
 
 
-def about_model(model: Llama) -> Mapping[str, object]:
+REQUESTS = (
+    ("", 0.0, 0),
+    ("And the LORD said unto Moses,", 0.0, 0),
+    ("", 0.8, 1),
+    ("And it came to pass", 0.8, 2),
+    ("Blessed is the man", 0.8, 3),
+    ("Jesus answered and said unto them,", 0.8, 4),
+)
+"""(prompt, temperature, seed) of the samples; a temperature of 0 is greedy."""
+SAMPLE_TOKENS = 120
+
+
+@dataclass(slots=True)
+class Log:
+    """How a run was started and how it went.
+
+    ``points``: (step, nats per token of the steps since the point before, bits per byte of heldout.txt).
+    """
+
+    command: str
+    machine: str
+    seed: int
+    batch: int
+    seconds: float = 0.0
+    points: list[tuple[int, float, float]] = field(default_factory=list)
+
+
+def write_report(out: Path, model: Llama, tokenizer: Tokenizer, corpus: Corpus, log: Log) -> None:
+    """heldout.txt, README.md and training_log.json; ``model`` has the weights as they lie in ``out``."""
     config = model.config
-    return {
-        "layers": config.num_hidden_layers,
-        "hidden": config.hidden_size,
-        "ffn": config.intermediate_size,
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "theta": config.rope_theta,
-        "parameters": model.parameter_count(),
-        "context": config.max_position_embeddings,
-        "span": config.max_position_embeddings - 1,
-        "vocab": config.vocab_size,
-    }
+    train_tokens, held_tokens = (_count(tokenizer, text) for text in (corpus.train, corpus.heldout))
+    to_bpb = train_tokens / _size(corpus.train) / math.log(2)
+    bpb, bpb_shipped = (bits_per_byte(model, tokenizer, text) for text in (corpus.heldout, corpus.shipped))
+    best, best_step = min((bits, step) for step, _, bits in log.points)
+    steps = log.points[-1][0]
+    shown = log.points[:: max(1, len(log.points) // 8)]
+    curve = ["| step | training, nats per token | heldout.txt, bits per byte |", "|---|---|---|"]
+    curve += [f"| {step} | {nats:.3f} | {bits:.3f} |" for step, nats, bits in shown]
+    card = CARD.format(
+        source=corpus.source,
+        licence=corpus.licence,
+        chapters=len(corpus.chapters),
+        bytes=_size(corpus.chapters),
+        stride=corpus.stride,
+        held=len(corpus.heldout),
+        held_bytes=_size(corpus.heldout),
+        shipped=len(corpus.shipped),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        ffn=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        theta=config.rope_theta,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        context=config.max_position_embeddings,
+        span=config.max_position_embeddings - 1,
+        vocab=config.vocab_size,
+        bytes_per_token=sum(map(len, corpus.heldout)) / held_tokens,
+        bpb=bpb,
+        bpb_shipped=bpb_shipped,
+        train_bpb=log.points[-1][1] * to_bpb,
+        command=log.command,
+        steps=steps,
+        batch=log.batch,
+        epochs=steps * log.batch * config.max_position_embeddings / train_tokens,
+        minutes=log.seconds / 60,
+        machine=log.machine,
+        best=best,
+        best_step=best_step,
+        curve="\n".join(
+            ("| step | training, nats per token | heldout.txt, bits per byte |", "|---|---|---|", *curve)
+        ),
+        sample_tokens=SAMPLE_TOKENS,
+        samples="\n\n".join(_sample(model, tokenizer, *request) for request in REQUESTS),
+    )
+    (out / "README.md").write_text(card, encoding="utf-8")
+    (out / "heldout.txt").write_text("\n\n".join(corpus.shipped) + "\n", encoding="utf-8")
+    digest = hashlib.sha256("\n\n".join(corpus.chapters).encode()).hexdigest()
+    results = {"text_sha256": digest, "heldout_bits_per_byte": bpb, "heldout_txt_bits_per_byte": bpb_shipped}
+    write_log(out, {**results, **asdict(log)})
 
 
-def about_corpus(corpus: Corpus) -> Mapping[str, object]:
-    return {
-        "source": corpus.source,
-        "licence": corpus.licence,
-        "chapters": len(corpus.chapters),
-        "bytes": utf8_size(corpus.chapters),
-        "stride": corpus.stride,
-        "held": len(corpus.heldout),
-        "held_bytes": utf8_size(corpus.heldout),
-        "shipped": len(corpus.shipped),
-    }
+def write_log(out: Path, record: dict[str, object]) -> None:
+    """JSON, a field a line."""
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in record.items())
+    (out / "training_log.json").write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
-def about_log(log: Log) -> Mapping[str, object]:
-    best_step, best = min(log.heldout, key=itemgetter(1))
-    return {
-        "best": best,
-        "best_step": best_step,
-        "command": log.command,
-        "steps": log.steps,
-        "batch": log.batch,
-        "minutes": log.seconds / 60,
-        "machine": log.machine,
-    }
-
-
-def show(request: Request, text: str) -> str:
-    """One sample: how it was asked for, then each line of it as a quotation."""
-    how = f"temperature {request.temperature}, seed {request.seed}" if request.temperature else "greedy"
-    prompt = f"Prompt `{request.prompt}`" if request.prompt else "No prompt"
-    return f"{prompt}, {how}:\n\n" + "  \n".join(f"> {line}" for line in text.split("\n"))
-
-
-def utf8_size(texts: Sequence[str]) -> int:
+def _size(texts: Sequence[str]) -> int:
     return sum(len(text.encode()) for text in texts)
+
+
+def _count(tokenizer: Tokenizer, chapters: Sequence[str]) -> int:
+    return sum(len(ids) for ids in encode_chapters(tokenizer, chapters))
+
+
+@torch.no_grad()
+def bits_per_byte(model: Llama, tokenizer: Tokenizer, chapters: Sequence[str]) -> float:
+    """Cut each chapter into windows of BOS and at most 511 tokens, sum their bits, divide by UTF-8 bytes.
+
+    BOS is not scored. Nothing is carried from one window to the next, so this is an upper bound.
+    """
+    nats = 0.0
+    for ids in encode_chapters(tokenizer, chapters):
+        for targets in torch.split(torch.from_numpy(ids), model.config.max_position_embeddings - 1):
+            logits = model(torch.cat([torch.tensor([BOS]), targets[:-1]])[None])[0]
+            nats += F.cross_entropy(logits.float(), targets, reduction="sum").item()
+    return nats / math.log(2) / _size(chapters)
+
+
+@torch.no_grad()
+def _sample(model: Llama, tokenizer: Tokenizer, prompt: str, temperature: float, seed: int) -> str:
+    """How it was asked for, then the text up to the end of the chapter, each line of it as a quotation."""
+    random = torch.Generator().manual_seed(seed)
+    ids: list[int] = tokenizer.encode(prompt).ids
+    for _ in range(SAMPLE_TOKENS):
+        logits = model(torch.tensor([ids[-model.config.max_position_embeddings :]]))[0, -1]
+        if temperature:
+            token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=random))
+        else:
+            token = int(logits.argmax())
+        if token == EOS:
+            break
+        ids.append(token)
+    how = f"temperature {temperature}, seed {seed}" if temperature else "greedy"
+    asked = f"Prompt `{prompt}`" if prompt else "No prompt"
+    return f"{asked}, {how}:\n\n" + "  \n".join(f"> {line}" for line in tokenizer.decode(ids).split("\n"))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvcache.views.data import CellMap
+from kvcache.views.blocks import CellMap
 from kvcache.views.pictures import (
     CachePicture,
     MaskPicture,

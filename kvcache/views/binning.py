@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.views.data import CellMap
+from kvcache.views.blocks import CellMap
 
 __all__ = ["Binned", "binned", "thinned"]
 

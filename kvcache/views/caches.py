@@ -15,18 +15,16 @@ from kvcache.caches.recurrent import RecurrentCache
 from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.storage.cell_table import CellTable, Row
-from kvcache.views.data import (
-    CellMap,
-    CellRun,
+from kvcache.views.blocks import CellMap, CellRun, SequenceView
+from kvcache.views.pictures import (
+    CachePicture,
     EncoderEntry,
     EncoderView,
     OtherView,
     Part,
-    SequenceView,
     StatesView,
     StateView,
 )
-from kvcache.views.pictures import CachePicture
 
 __all__ = ["check_bound", "render_cache"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["FREE", "KEPT", "SHARED", "color", "rich_style", "sequence_color", "sgr", "tier_color"]
+__all__ = ["FREE", "KEPT", "SHARED", "rich_style", "sequence_color", "tier_color"]
 
 _SEQUENCES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b5a800", "#7f6bd6")
 """After Okabe and Ito, Color Universal Design (2008), made darker where white is behind them."""
@@ -18,6 +18,9 @@ _TIERS = {
 }
 
 
+_STYLES = {"dim": "dim", "free": "dim", "title": "bold", "shared": "bold reverse", "kept": KEPT}
+
+
 def sequence_color(seq: int) -> str:
     return _SEQUENCES[seq % len(_SEQUENCES)]
 
@@ -26,28 +29,10 @@ def tier_color(tier: str) -> str:
     return _TIERS.get(tier, _TIERS["none"])
 
 
-def color(style: str) -> str | None:
-    """The colour of a style of text.py as #rrggbb; None for one that has none."""
+def rich_style(style: str) -> str:
+    """A style of text.py for rich; "" for none."""
     if style.startswith("seq"):
         return sequence_color(int(style[3:]))
     if style.startswith("tier:"):
         return tier_color(style[5:])
-    return {"shared": SHARED, "kept": KEPT}.get(style)
-
-
-def rich_style(style: str) -> str:
-    """The same for rich."""
-    if style in ("dim", "title", "shared"):
-        return {"dim": "dim", "title": "bold", "shared": "bold reverse"}[style]
-    return color(style) or ("dim" if style == "free" else "")
-
-
-def sgr(style: str) -> str:
-    """The parameters of the escape code that sets a style; "" for none."""
-    if style in ("dim", "free", "title", "shared"):
-        return {"dim": "2", "free": "2", "title": "1", "shared": "1;7"}[style]
-    found = color(style)
-    if found is None:
-        return ""
-    red, green, blue = (int(found[i : i + 2], 16) for i in (1, 3, 5))
-    return f"38;2;{red};{green};{blue}"
+    return _STYLES.get(style, "")

@@ -19,9 +19,7 @@ from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable
 from kvcache.stores.folder import LOCK, PAGES, STORE_FORMAT, WRITING
 from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, TEMPORARY, Manifest, unkeyed_digest
 from kvcache.stores.serialized_snapshot import SNAPSHOT_DIGEST, SerializedSnapshot, digest_of_snapshot, unpack
-from kvcache.views.data import EntryView, PagePart
-from kvcache.views.pictures import PagePicture, StorePicture
-from kvcache.views.summaries import NOT_CHECKED
+from kvcache.views.pictures import NOT_CHECKED, EntryView, PagePart, PagePicture, StorePicture
 from kvcache.views.words import Decode, preview, printable
 
 __all__ = ["is_store", "look_at_page", "look_at_store", "page_meta"]

@@ -1,32 +1,11 @@
-"""Pictures as a page of HTML that needs nothing but itself: inline SVG and tables, no script, no link."""
+"""Blocks as a page of HTML that needs nothing but itself: inline SVG and tables, no script, no link."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Sequence
 
-from kvcache.views.data import (
-    CacheData,
-    CellMap,
-    EncoderView,
-    PageData,
-    Part,
-    PictureData,
-    PrefixData,
-    StatesView,
-    StoreData,
-)
-from kvcache.views.summaries import (
-    LISTED,
-    Table,
-    encoder_table,
-    node_facts,
-    sequence_table,
-    session_table,
-    states_table,
-    tabled,
-    tier_text,
-)
+from kvcache.views.blocks import Block, Facts, Table, Tiers, tabled
 from kvcache.views.svg import document
 
 __all__ = ["fragment", "page"]
@@ -42,67 +21,34 @@ _STYLE = (
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def page(picture: PictureData, title: str = "") -> str:
+def page(blocks: Sequence[Block], title: str) -> str:
     """A whole document. What tokens, keys or paths say is escaped, and nothing may be loaded or run."""
-    name = html.escape(title or _title(picture))
+    name = html.escape(title)
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<title>{name}</title><style>{_STYLE}</style>"
     )
-    body = f"<h1>{name}</h1>\n{fragment(picture)}"
+    body = f"<h1>{name}</h1>\n{fragment(blocks)}"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
 
 
-def fragment(picture: PictureData) -> str:
+def fragment(blocks: Sequence[Block]) -> str:
     """The drawing and its tables, for a page or a notebook."""
-    tables = "\n".join(_table(caption, table) for caption, table in _tables(picture) if table.rows)
-    return f"{document(picture)}{tables}\n"
+    return document(blocks) + "\n".join(map(_table, blocks)) + "\n"
 
 
-def _title(picture: PictureData) -> str:
-    if isinstance(picture, PrefixData):
-        return "Prefix cache"
-    if isinstance(picture, StoreData | PageData):
-        return picture.name
-    return str(getattr(picture, "name", "Cache"))
-
-
-def _tables(picture: PictureData) -> Iterator[tuple[str, Table]]:
-    if isinstance(picture, PrefixData):
-        yield "Tiers", tabled(("tier",), [(tier_text(tier),) for tier in picture.tiers], [""] * LISTED)
-        yield "Open sessions", session_table(picture)
-        yield "Nodes", _nodes(picture)
-        yield from _tables(picture.cache)
-    elif isinstance(picture, CacheData):
-        for part in picture.parts:
-            yield from _part(part)
-    elif isinstance(picture, PageData) and picture.facts:
-        yield "Meta", tabled(("name", "value"), list(picture.facts), [""] * LISTED)
-
-
-def _part(part: Part) -> Iterator[tuple[str, Table]]:
-    if isinstance(part, CellMap):
-        yield f"{part.name}: sequences", sequence_table(part)
-    elif isinstance(part, StatesView):
-        yield part.name, states_table(part)
-    elif isinstance(part, EncoderView):
-        yield part.name, encoder_table(part)
-
-
-def _nodes(picture: PrefixData) -> Table:
-    """Every node with all that is known of it, in the order of the drawing."""
-    rows = [
-        (" ".join([*("·" * node.depth)]) + f" {node.text}", "+".join(node.tiers), ", ".join(node_facts(node)))
-        for node in picture.nodes
-    ]
-    return tabled(("begins", "tier", "facts"), rows, [f"tier:{node.tier}" for node in picture.nodes])
-
-
-def _table(caption: str, table: Table) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.head)
+def _table(block: Block) -> str:
+    if isinstance(block, Tiers):
+        block = tabled("tiers", ("tier",), [(words,) for _, words in block.tiers])
+    elif isinstance(block, Facts):
+        block = tabled("meta", ("name", "value"), block.rows)
+    if not isinstance(block, Table) or not block.rows or "html" not in block.forms:
+        return ""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in block.head)
     rows = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in table.rows
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in block.rows
     )
-    more = f"<p>... {table.more:,} more</p>" if table.more else ""
-    return f"<table><caption>{html.escape(caption)}</caption>\n<tr>{head}</tr>\n{rows}</table>{more}"
+    more = f"<p>... {block.more:,} more</p>" if block.more else ""
+    caption = html.escape(block.caption[:1].upper() + block.caption[1:])
+    return f"<table><caption>{caption}</caption>\n<tr>{head}</tr>\n{rows}</table>{more}"

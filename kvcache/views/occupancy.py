@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvcache.views.blocks import CellMap
 from kvcache.views.caches import render_cache
-from kvcache.views.data import CacheData, CellMap
+from kvcache.views.pictures import CachePicture
 
 __all__ = ["Filled", "Occupancy", "Sample"]
 
@@ -63,7 +64,7 @@ class Occupancy:
         return [asdict(sample) for sample in self.samples]
 
 
-def _filled(picture: CacheData) -> tuple[Filled, ...]:
+def _filled(picture: CachePicture) -> tuple[Filled, ...]:
     return tuple(_counts(cells) for cells in picture.maps)
 
 

@@ -1,43 +1,91 @@
-"""Pictures: what a look at a cache, a prefix cache, a mask, a store or a page gives.
+"""Pictures: what a look at a cache, a prefix cache, a mask, a store or a serialized snapshot gives.
 
-Each is the plain data of one moment (``data.py``) that can draw itself.
+Each is the plain data of one moment, with no tensor and no reference to what was looked at: it may be kept,
+compared, sent as JSON. What it shows it says once, in blocks, and every form draws those.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvcache.cache import InvalidRangeError
 from kvcache.views import html, svg, text
-from kvcache.views.data import CacheData, MaskData, PageData, PictureData, PrefixData, StoreData
-from kvcache.views.summaries import page_line, store_line
+from kvcache.views.blocks import (
+    Block,
+    CellMap,
+    Facts,
+    Heading,
+    MaskBlock,
+    NodeView,
+    Table,
+    Tiers,
+    TierView,
+    Tree,
+    tabled,
+)
+from kvcache.views.text import Line
+from kvcache.views.words import age_text, bytes_text, counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["CachePicture", "MaskPicture", "PagePicture", "Picture", "PrefixPicture", "StorePicture"]
+__all__ = [
+    "NOT_CHECKED",
+    "CachePicture",
+    "EncoderEntry",
+    "EncoderView",
+    "EntryView",
+    "MaskPicture",
+    "OtherView",
+    "PagePart",
+    "PagePicture",
+    "Part",
+    "Picture",
+    "PrefixPicture",
+    "SessionView",
+    "StateView",
+    "StatesView",
+    "StorePicture",
+]  # fmt: skip
+
+NOT_CHECKED = "digest not checked without the key"
+"""The note of an entry whose digest is keyed by a secret."""
 
 
-class Picture(PictureData):
+class Picture(ABC):
     """What all pictures can do. ``print(picture)`` draws it as text, a notebook as HTML, rich in colours."""
+
+    @abstractmethod
+    def blocks(self) -> Iterator[Block]:
+        """What is shown, from the top down."""
+
+    def record(self) -> dict[str, Any]:
+        """All of it as dicts, lists, numbers and strings."""
+        return {"picture": type(self).__name__, **_fields(self)}
 
     def text(self, width: int = 80) -> str:
         """Plain text of at most ``width`` columns, with no escape codes."""
-        return text.plain(text.draw(self, width))
+        return text.plain(self.lines(width))
 
-    def ansi(self, width: int = 80) -> str:
-        """The same with colours, for a terminal."""
-        return text.ansi(text.draw(self, width))
+    def lines(self, width: int) -> list[Line]:
+        """The same as spans of (text, style), in which rich draws it in colours."""
+        return text.draw(self.blocks(), width)
 
     def svg(self) -> str:
         """The drawing alone, as an SVG document."""
-        return svg.document(self)
+        return svg.document(self.blocks())
 
     def html(self, title: str = "") -> str:
         """A page that needs nothing but itself: drawings as inline SVG, tables, no script."""
-        return html.page(self, title)
+        return html.page(list(self.blocks()), title or str(getattr(self, "name", "Cache")))
 
     def json(self) -> str:
         """``record()`` as JSON."""
@@ -57,38 +105,381 @@ class Picture(PictureData):
         return self.text()
 
     def __rich__(self) -> RenderableType:
-        from kvcache.views.terminal import renderable  # rich is there where it is asked for
+        from kvcache.views.terminal import Drawn  # rich is there where it is asked for
 
-        return renderable(self)
+        return Drawn(self.lines)
 
     def _repr_html_(self) -> str:
-        return html.fragment(self)
+        return html.fragment(list(self.blocks()))
 
 
-class CachePicture(Picture, CacheData):
-    __doc__ = CacheData.__doc__
+def _fields(view: Any) -> dict[str, Any]:
+    """A dataclass as a dict of JSON-able values."""
+    return {field.name: _plain(getattr(view, field.name)) for field in dataclasses.fields(view)}
 
 
-class PrefixPicture(Picture, PrefixData):
-    __doc__ = PrefixData.__doc__
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _fields(value)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+# A cache.
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """The recurrent state of one sequence: that of ``tokens`` tokens, and checkpoints to go back to."""
+
+    seq: int
+    tokens: int
+    slot: int | None
+    """Where it lies; None for one that the next pass loads."""
+    checkpoints: tuple[int, ...]
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StatesView:
+    """The recurrent states of a cache: ``slots`` places, and the checkpoints' copies."""
+
+    name: str
+    slots: int
+    nbytes: int
+    rows: tuple[StateView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderEntry:
+    """An encoder's output: ``length`` rows in each layer, which came with the token at ``position``."""
+
+    sequences: tuple[int, ...]
+    """Those that share it."""
+    position: int
+    length: int
+    layers: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderView:
+    name: str
+    nbytes: int
+    rows: tuple[EncoderEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherView:
+    """A cache of another package, of which no more is known."""
+
+    name: str
+    nbytes: int
+
+
+Part = CellMap | StatesView | EncoderView | OtherView
+
+
+@dataclass(frozen=True)
+class CachePicture(Picture):
+    """A cache: one part for each table of cells, set of states, or encoder's outputs in it."""
+
+    name: str
+    nbytes: int
+    parts: tuple[Part, ...]
+
+    @property
+    def maps(self) -> tuple[CellMap, ...]:
+        return tuple(part for part in self.parts if isinstance(part, CellMap))
+
+    def blocks(self) -> Iterator[Block]:
+        if len(self.parts) > 1:
+            yield Heading(self.name, f"{bytes_text(self.nbytes)} in {len(self.parts)} parts", beside=True)
+        for part in self.parts:
+            yield from _part(part)
+
+
+def _part(part: Part) -> Iterator[Block]:
+    if isinstance(part, CellMap):
+        yield Heading(part.name + (f" ({part.note})" if part.note else ""), _cells_sentence(part))
+        yield part
+        yield _sequences(part)
+    elif isinstance(part, StatesView):
+        yield Heading(part.name, f"{counted(part.slots, 'slot')}, {bytes_text(part.nbytes)}", beside=True)
+        yield _states(part)
+    else:
+        yield Heading(part.name, bytes_text(part.nbytes), beside=True)
+        if isinstance(part, EncoderView):
+            yield _encoder(part)
+
+
+def _cells_sentence(cells: CellMap) -> str:
+    """'11 of 64 cells used, 2 shared, 3 kept by snapshots alone, 2 holes (the largest 20 cells)'."""
+    parts = [f"{cells.used:,} of {counted(cells.cells, 'cell')} used"]
+    if shared := cells.count("shared"):
+        parts.append(f"{shared:,} shared")
+    if kept := cells.count("kept"):
+        parts.append(f"{kept:,} kept by snapshots alone")
+    if cells.holes:
+        largest = max(run.size for run in cells.holes)
+        parts.append(f"{counted(len(cells.holes), 'hole')} (the largest {counted(largest, 'cell')})")
+    return ", ".join([*parts, bytes_text(cells.nbytes)])
+
+
+def _sequences(cells: CellMap) -> Table:
+    rows = [
+        (
+            f"{view.seq}",
+            f"{view.tokens:,}",
+            f"{view.first} to {view.last}",
+            f"{view.shared:,}",
+            f"{view.visible:,}",
+            f"{view.runs:,}",
+            "lost" if view.lost else "",
+        )
+        for view in cells.sequences
+    ]
+    head = ("sequence", "tokens", "positions", "shared", "next token sees", "runs", "")
+    colors = [f"seq{view.seq}" for view in cells.sequences]
+    return tabled(f"{cells.name}: sequences", head, rows, colors, forms="text html")
+
+
+def _states(states: StatesView) -> Table:
+    rows = [
+        (
+            f"{row.seq}",
+            f"{row.tokens:,}",
+            "to be loaded" if row.slot is None else f"{row.slot}",
+            " ".join(map(str, row.checkpoints)) or "-",
+            "lost" if row.lost else "",
+        )
+        for row in states.rows
+    ]
+    head = ("sequence", "state of tokens", "slot", "checkpoints at", "")
+    return tabled(states.name, head, rows, [f"seq{row.seq}" for row in states.rows])
+
+
+def _encoder(view: EncoderView) -> Table:
+    rows = [
+        (
+            ", ".join(map(str, row.sequences)),
+            f"{row.length:,}",
+            f"{row.position}",
+            f"{row.layers}",
+            bytes_text(row.nbytes),
+        )
+        for row in view.rows
+    ]
+    head = ("sequences", "length", "came with position", "layers", "bytes")
+    return tabled(view.name, head, rows, [f"seq{row.sequences[0]}" for row in view.rows])
+
+
+# A PrefixCache.
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """An open session: ``evaluated`` of its ``tokens`` are in the cache, ``cached`` of them from before."""
+
+    seq: int
+    tokens: int
+    cached: int
+    evaluated: int
+    text: str
+
+
+@dataclass(frozen=True)
+class PrefixPicture(Picture):
+    """A PrefixCache: its tree (the most recently used nodes, parents before children), tiers and sessions."""
+
+    nodes: tuple[NodeView, ...]
+    total: int
+    """Nodes of the radix tree, those that are left out too."""
+    hidden: int
+    """Nodes left out whose parent is the root, and those below them."""
+    tiers: tuple[TierView, ...]
+    sessions: tuple[SessionView, ...]
+    tokens: int
+    """Tokens of all prompts so far."""
+    reused: int
+    """How many of them were found."""
+    evicted: int
     cache: CachePicture
 
+    def html(self, title: str = "") -> str:
+        return super().html(title or "Prefix cache")
 
-class MaskPicture(Picture, MaskData):
-    __doc__ = MaskData.__doc__
+    def blocks(self) -> Iterator[Block]:
+        yield Heading("prefix tree", self._sentence(), beside=True)
+        yield Tiers(tuple((tier, _tier_text(tier)) for tier in self.tiers))
+        known = ((node, _facts(node, span=False), _facts(node, ages=False)) for node in self.nodes)
+        yield Tree(tuple(known), self.hidden)
+        sessions = [
+            (f"{view.seq}", f"{view.tokens:,}", f"{view.evaluated:,}", f"{view.cached:,}", view.text)
+            for view in self.sessions
+        ]
+        head = ("sequence", "tokens", "in the cache", "found there", "begins")
+        colors = [f"seq{view.seq}" for view in self.sessions]
+        yield replace(tabled("open sessions", head, sessions, colors, forms="text html"), titled=True)
+        nodes = [("· " * node.depth + node.text, "+".join(node.tiers), _facts(node)) for node in self.nodes]
+        colors = [f"tier:{node.tier}" for node in self.nodes]
+        yield tabled("nodes", ("begins", "tier", "facts"), nodes, colors, forms="html")
+        yield from self.cache.blocks()
+
+    def _sentence(self) -> str:
+        parts = [counted(self.total, "node")]
+        if self.tokens:
+            share = f"{100 * self.reused / self.tokens:.0f} %"
+            parts.append(f"{self.reused:,} of {self.tokens:,} prompt tokens reused ({share})")
+        if self.evicted:
+            parts.append(f"{self.evicted:,} evicted")
+        return ", ".join(parts)
 
 
-class StorePicture(Picture, StoreData):
-    __doc__ = StoreData.__doc__
+def _tier_text(tier: TierView) -> str:
+    """'device 3.0 KiB of 1.0 MiB, 2 snapshots'."""
+    if tier.nbytes is None:
+        budget = f", budget {bytes_text(tier.budget)}" if tier.budget is not None else ""
+        return f"{tier.name} {tier.note}{budget}".strip()
+    limit = "" if tier.budget is None else f" of {bytes_text(tier.budget)}"
+    count = "" if tier.entries is None else f", {counted(tier.entries, 'snapshot')}"
+    return f"{tier.name} {bytes_text(tier.nbytes)}{limit}{count}"
 
-    def summary(self) -> str:
-        """One line: how many entries of how many bytes, and what is wrong with them."""
-        return store_line(self)
+
+def _facts(node: NodeView, ages: bool = True, span: bool = True) -> str:
+    """'12 tokens, [0, 12), 3.0 KiB, 5 s old, pinned, leaves first'."""
+    found = [counted(node.tokens, "token")]
+    found += [f"[{node.begin}, {node.end})"] if span else []
+    if not node.tiers:
+        return ", ".join([*found, "nothing kept here"])
+    found += [bytes_text(node.nbytes)] if node.nbytes else []
+    found += [f"{age_text(node.age)} old"] if ages else []
+    found += [f"{node.idle:,} used since"] if ages and node.idle else []
+    found += ["pinned" if node.pins == 1 else f"pinned {node.pins} times"] if node.pins else []
+    found += ["leaves first"] if node.next_out else []
+    return ", ".join(found)
 
 
-class PagePicture(Picture, PageData):
-    __doc__ = PageData.__doc__
+# A mask.
+
+
+@dataclass(frozen=True, eq=False)
+class MaskPicture(Picture):
+    """Who sees what in one pass: ``seen[i, j]``, whether token i of the batch attends to cell j."""
+
+    name: str
+    seen: np.ndarray
+    """(tokens, history) of bool, in the order of ``get``; no padded rows."""
+    queries: tuple[tuple[int, int], ...]
+    """(sequence, position) of each row."""
+    cells: np.ndarray
+    """The cell of each column."""
+
+    def blocks(self) -> Iterator[Block]:
+        tokens, history = self.seen.shape
+        pairs = f"{int(self.seen.sum()):,} of {tokens * history:,} pairs"
+        sentence = f"{counted(tokens, 'token')} over {counted(history, 'cell')}, {pairs}"
+        yield Heading(f"mask of {self.name}", sentence, beside=True)
+        yield MaskBlock(self.seen, self.queries, self.cells)
+
+
+# What lies on disk.
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """One cache's share of a snapshot: K and V of ``tokens`` positions in ``layers`` layers, or states."""
+
+    kind: str
+    tokens: int
+    layers: int
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class PagePicture(Picture):
+    """A snapshot in a file, in the layout of ``kvcache.stores.SerializedSnapshot``."""
+
+    name: str
+    nbytes: int
+    begin: int
+    end: int
+    parts: tuple[PagePart, ...]
+    tokens: int | None
+    """How many token ids the file holds too; None: none."""
+    facts: tuple[tuple[str, str], ...]
+    """How its tokens begin, and what else its meta says."""
 
     def summary(self) -> str:
         """One line: the positions it spans, its tokens and bytes."""
-        return page_line(self)
+        tokens = "" if self.tokens is None else f", {counted(self.tokens, 'token')}"
+        return f"positions [{self.begin}, {self.end}){tokens}, {bytes_text(self.nbytes)}"
+
+    def blocks(self) -> Iterator[Block]:
+        yield Heading(self.name, self.summary())
+        rows = [
+            (part.kind, f"{part.tokens:,}", f"{part.layers}", part.dtype, bytes_text(part.nbytes))
+            for part in self.parts
+        ]
+        yield tabled("", ("kind", "positions", "layers", "dtype", "bytes"), rows, ["title"] * len(rows))
+        yield Facts(self.facts)
+
+
+@dataclass(frozen=True, slots=True)
+class EntryView:
+    """An entry of a store; ``problem`` says why it cannot be read, "" where it can.
+
+    ``note`` says what was not looked at, "" where all was.
+    """
+
+    key: str
+    nbytes: int
+    age: float
+    """Seconds since it was last used."""
+    begin: int = 0
+    end: int = 0
+    kind: str = ""
+    problem: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class StorePicture(Picture):
+    """The folder of a FileStore: the entries that were used last, and totals of all."""
+
+    name: str
+    total: int
+    nbytes: int
+    budget: int | None
+    entries: tuple[EntryView, ...]
+    writing: int
+    """Temporary files: of writers at work, or of ones that died."""
+
+    def summary(self) -> str:
+        """One line: how many entries of how many bytes, and what is wrong with them."""
+        limit = "" if self.budget is None else f" of {bytes_text(self.budget)}"
+        writing = f", {counted(self.writing, 'temporary file')}" if self.writing else ""
+        count = sum(bool(entry.problem) for entry in self.entries)
+        broken = f", {count} broken" if count else ""
+        unchecked = sum(bool(entry.note) for entry in self.entries)
+        note = f"; {NOT_CHECKED}: {counted(unchecked, 'entry')}" if unchecked else ""
+        return f"{counted(self.total, 'entry')}, {bytes_text(self.nbytes)}{limit}{broken}{writing}{note}"
+
+    def blocks(self) -> Iterator[Block]:
+        yield Heading(self.name, self.summary())
+        rows = [
+            (
+                entry.key[:16] + ("…" if len(entry.key) > 16 else ""),
+                f"[{entry.begin}, {entry.end})" if entry.kind else "-",
+                entry.kind or "-",
+                bytes_text(entry.nbytes),
+                age_text(entry.age),
+                entry.problem or entry.note,
+            )
+            for entry in self.entries
+        ]
+        styles = ["tier:none" if entry.problem else "tier:store" for entry in self.entries]
+        head = ("key", "positions", "kind", "bytes", "last used", "")
+        yield tabled("", head, rows, styles, self.total - len(rows))

@@ -12,9 +12,9 @@ from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.session import Session
+from kvcache.views.blocks import NodeView, TierView
 from kvcache.views.caches import render_cache
-from kvcache.views.data import NodeView, SessionView, TierView
-from kvcache.views.pictures import PrefixPicture
+from kvcache.views.pictures import PrefixPicture, SessionView
 from kvcache.views.words import HEAD, Decode, preview, printable
 
 __all__ = ["render_prefix"]

@@ -1,43 +1,16 @@
-"""Pictures as SVG: the map of cells, the radix tree over positions, masks, tiers."""
+"""Blocks as SVG: the map of cells, the radix tree over positions, masks, tiers."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from kvcache.views import binning
+from kvcache.views.blocks import Block, CellMap, CellRun, Heading, MaskBlock, NodeView, Table, Tiers, Tree
 from kvcache.views.canvas import WIDTH, Canvas, fitted
 from kvcache.views.colors import KEPT, SHARED, sequence_color, tier_color
-from kvcache.views.data import (
-    CacheData,
-    CellMap,
-    CellRun,
-    EncoderView,
-    MaskData,
-    NodeView,
-    PageData,
-    Part,
-    PictureData,
-    PrefixData,
-    StatesView,
-    StoreData,
-    TierView,
-)
-from kvcache.views.summaries import (
-    Table,
-    cells_line,
-    encoder_table,
-    mask_line,
-    node_facts,
-    page_line,
-    page_table,
-    prefix_line,
-    states_table,
-    store_line,
-    store_table,
-    tier_text,
-)
-from kvcache.views.words import bytes_text, counted
+from kvcache.views.words import counted
 
 __all__ = ["document"]
 
@@ -52,45 +25,27 @@ _NAMED = 8
 """Sequences in a legend."""
 
 
-def document(picture: PictureData) -> str:
-    """The SVG of any picture."""
-    canvas = Canvas(_mask_width(picture) if isinstance(picture, MaskData) else WIDTH)
-    if isinstance(picture, PrefixData):
-        draw_prefix_tree(canvas, picture)
-        draw_cache(canvas, picture.cache)
-    elif isinstance(picture, CacheData):
-        draw_cache(canvas, picture)
-    elif isinstance(picture, MaskData):
-        draw_mask(canvas, picture)
-    elif isinstance(picture, StoreData):
-        canvas.title(fitted(picture.name, WIDTH - 16), store_line(picture))
-        _rows(canvas, store_table(picture))
-    elif isinstance(picture, PageData):
-        canvas.title(fitted(picture.name, WIDTH - 16), page_line(picture))
-        _rows(canvas, page_table(picture))
+def document(blocks: Iterable[Block]) -> str:
+    """The SVG of what can be drawn of them; a mask is as wide as it needs."""
+    shown = list(blocks)
+    masks = [block for block in shown if isinstance(block, MaskBlock)]
+    canvas = Canvas(_mask_width(masks[0].seen.shape[1]) if masks else WIDTH)
+    for block in shown:
+        if type(block) in _DRAWN:
+            _DRAWN[type(block)](canvas, block)
     return canvas.document()
+
+
+def _heading(canvas: Canvas, heading: Heading) -> None:
+    canvas.title(fitted(heading.title[:1].upper() + heading.title[1:], WIDTH - 16), heading.sentence)
 
 
 # Cells.
 
 
-def draw_cache(canvas: Canvas, picture: CacheData) -> None:
-    for part in picture.parts:
-        _part(canvas, part)
-
-
-def _part(canvas: Canvas, part: Part) -> None:
-    if isinstance(part, CellMap):
-        note = f" ({part.note})" if part.note else ""
-        canvas.title(part.name + note, cells_line(part))
-        _cells(canvas, part)
-        canvas.legend(_cell_legend(part))
-        return
-    canvas.title(part.name, bytes_text(part.nbytes))
-    if isinstance(part, StatesView):
-        _rows(canvas, states_table(part))
-    elif isinstance(part, EncoderView):
-        _rows(canvas, encoder_table(part))
+def _cell_map(canvas: Canvas, cells: CellMap) -> None:
+    _cells(canvas, cells)
+    canvas.legend(_cell_legend(cells))
 
 
 def _cells(canvas: Canvas, cells: CellMap) -> None:
@@ -205,26 +160,25 @@ _DEEPEST = 14
 """Depths beyond are drawn at this one."""
 
 
-def draw_prefix_tree(canvas: Canvas, picture: PrefixData) -> None:
+def _tree(canvas: Canvas, tree: Tree) -> None:
     """A row for each node: how its edge begins, and where it lies among positions."""
-    canvas.title("Prefix tree", prefix_line(picture))
-    for tier in picture.tiers:
-        _tier(canvas, tier)
-    end = max((node.end for node in picture.nodes), default=0)
+    end = max((node.end for node, *_ in tree.nodes), default=0)
     if end:
         _axis(canvas, end)
     depths = {-1: canvas.y}
-    for node in picture.nodes:
-        _node(canvas, node, end, depths)
-        if node.hidden:
-            canvas.text(_indent(node.depth + 1), canvas.y + 14, f"... {node.hidden:,} more", "dim")
-            canvas.y += 22
-    if picture.hidden:
-        canvas.text(_indent(0), canvas.y + 14, f"... {picture.hidden:,} more", "dim")
-        canvas.y += 22
+    for node, _, facts in tree.nodes:
+        _node(canvas, node, facts, end, depths)
+        _left_out(canvas, node.hidden, node.depth + 1)
+    _left_out(canvas, tree.hidden, 0)
     canvas.y += 6
-    shown = dict.fromkeys(node.tier for node in picture.nodes)
+    shown = dict.fromkeys(node.tier for node, *_ in tree.nodes)
     canvas.legend((tier_color(tier), _TIER_NAMES.get(tier, tier)) for tier in shown)
+
+
+def _left_out(canvas: Canvas, count: int, depth: int) -> None:
+    if count:
+        canvas.text(_indent(depth), canvas.y + 14, f"... {count:,} more", "dim")
+        canvas.y += 22
 
 
 _TIER_NAMES = {
@@ -237,13 +191,14 @@ _TIER_NAMES = {
 }
 
 
-def _tier(canvas: Canvas, tier: TierView) -> None:
-    canvas.text(8, canvas.y + 10, fitted(tier_text(tier), _TREE), "mono")
-    if tier.nbytes is not None and tier.budget:
-        part = min(1.0, tier.nbytes / tier.budget)
-        canvas.rect(_TREE, canvas.y, WIDTH - _TREE - 8, 12, _EMPTY, stroke="#e3e6ea")
-        canvas.rect(_TREE, canvas.y, (WIDTH - _TREE - 8) * part, 12, tier_color(tier.name), tier_text(tier))
-    canvas.y += 18
+def _tiers(canvas: Canvas, tiers: Tiers) -> None:
+    for tier, words in tiers.tiers:
+        canvas.text(8, canvas.y + 10, fitted(words, _TREE), "mono")
+        if tier.nbytes is not None and tier.budget:
+            part = min(1.0, tier.nbytes / tier.budget)
+            canvas.rect(_TREE, canvas.y, WIDTH - _TREE - 8, 12, _EMPTY, stroke="#e3e6ea")
+            canvas.rect(_TREE, canvas.y, (WIDTH - _TREE - 8) * part, 12, tier_color(tier.name), words)
+        canvas.y += 18
 
 
 def _axis(canvas: Canvas, end: int) -> None:
@@ -256,14 +211,13 @@ def _indent(depth: int) -> float:
     return 14.0 + 16 * min(depth, _DEEPEST)
 
 
-def _node(canvas: Canvas, node: NodeView, end: int, above: dict[int, float]) -> None:
+def _node(canvas: Canvas, node: NodeView, facts: str, end: int, above: dict[int, float]) -> None:
     """``above`` has where the last node of each depth was drawn."""
     x, y = _indent(node.depth), canvas.y
     if node.depth:
         parent = above[node.depth - 1] + 18
         canvas.path(f"M{x - 10:.0f} {parent:.0f} V{y + 10:.0f} H{x - 2:.0f}", "#9aa1a9")
     above[node.depth] = y
-    facts = ", ".join(node_facts(node, ages=False))
     canvas.text(x, y + 14, fitted(f"“{node.text}”", _TREE - x - 12), "mono")
     scale = (WIDTH - 8 - _TREE) / end
     tip = f"{node.text} / {' + '.join(node.tiers) or 'nothing kept'}: {facts}"
@@ -285,13 +239,11 @@ _MASK_LEAST = 330.0
 """Pixels that the heading of a small mask needs."""
 
 
-def _mask_width(picture: MaskData) -> float:
-    columns = min(_MASK_COLUMNS, int(picture.seen.shape[1]))
-    return min(WIDTH, max(_MASK_LEAST, _LEFT + 8 + columns * _MASK_STEP))
+def _mask_width(columns: int) -> float:
+    return min(WIDTH, max(_MASK_LEAST, _LEFT + 8 + min(_MASK_COLUMNS, columns) * _MASK_STEP))
 
 
-def draw_mask(canvas: Canvas, picture: MaskData) -> None:
-    canvas.title(f"Mask of {picture.name}", mask_line(picture))
+def _mask(canvas: Canvas, picture: MaskBlock) -> None:
     part, down, across = binning.thinned(picture.seen, _MASK_ROWS, _MASK_COLUMNS)
     rows, columns = part.shape
     step = min(_MASK_STEP, _ROOM / max(1, columns))
@@ -317,8 +269,8 @@ def draw_mask(canvas: Canvas, picture: MaskData) -> None:
     canvas.y += 26
 
 
-def _rows(canvas: Canvas, table: Table) -> None:
-    if not table.rows:
+def _table(canvas: Canvas, table: Table) -> None:
+    if not table.rows or "svg" not in table.forms:
         return
     step = (WIDTH - 16) / len(table.head)
     for i, row in enumerate((table.head, *table.rows)):
@@ -330,3 +282,13 @@ def _rows(canvas: Canvas, table: Table) -> None:
         canvas.text(8, canvas.y + 12, f"... {table.more:,} more", "dim")
         canvas.y += 18
     canvas.y += 8
+
+
+_DRAWN: Mapping[type, Callable[[Canvas, Any], None]] = {
+    CellMap: _cell_map,
+    Heading: _heading,
+    MaskBlock: _mask,
+    Table: _table,
+    Tiers: _tiers,
+    Tree: _tree,
+}

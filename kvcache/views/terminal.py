@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from rich.console import Console, ConsoleOptions, Group
 from rich.live import Live
@@ -12,31 +12,32 @@ from rich.text import Text
 
 from kvcache.cache import ClosedError
 from kvcache.views.colors import rich_style
-from kvcache.views.data import PictureData
-from kvcache.views.text import draw
+from kvcache.views.text import Line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Beneath", "Watched", "renderable"]
+__all__ = ["Beneath", "Drawn", "Watched"]
 
 
-class _Drawn:
-    """A picture at the width that the console has for it."""
+class Drawn:
+    """Lines for the width that the console has for them."""
 
-    def __init__(self, picture: PictureData) -> None:
-        self._picture = picture
+    def __init__(self, lines: Callable[[int], list[Line]]) -> None:
+        self._lines = lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        for line in draw(self._picture, options.max_width):
+        for line in self._lines(options.max_width):
             text = Text(no_wrap=True, overflow="crop", end="\n")
             for span, style in line:  # Text, and not markup: what tokens say is never interpreted
                 text.append(span, rich_style(style))
             yield text
 
 
-def renderable(picture: PictureData) -> RenderableType:
-    return _Drawn(picture)
+class Shown(Protocol):
+    """A picture."""
+
+    def lines(self, width: int) -> list[Line]: ...
 
 
 class Watched:
@@ -47,14 +48,14 @@ class Watched:
     (``Live(..., auto_refresh=False)`` and ``refresh()`` see to that).
     """
 
-    def __init__(self, take: Callable[[], PictureData]) -> None:
+    def __init__(self, take: Callable[[], Shown]) -> None:
         self._take = take
         self._last = take()
 
     def __rich__(self) -> RenderableType:
         with contextlib.suppress(ClosedError):
             self._last = self._take()
-        return renderable(self._last)
+        return Drawn(self._last.lines)
 
 
 class Beneath:
@@ -63,7 +64,7 @@ class Beneath:
     Whole lines are printed above the live part, so that a long text scrolls as any other output does.
     """
 
-    def __init__(self, take: Callable[[], PictureData], console: Console) -> None:
+    def __init__(self, take: Callable[[], Shown], console: Console) -> None:
         self._console = console
         self._watched = Watched(take)
         self._line = ""

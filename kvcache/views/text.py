@@ -1,4 +1,4 @@
-"""Pictures as lines of styled text: plain, with ANSI colours, or (terminal.py) for rich."""
+"""Blocks as lines of styled text: plain, or (terminal.py) for rich."""
 
 from __future__ import annotations
 
@@ -6,43 +6,15 @@ import itertools
 import math
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvcache.views import binning
-from kvcache.views.colors import sgr
-from kvcache.views.data import (
-    CacheData,
-    CellMap,
-    EncoderView,
-    MaskData,
-    OtherView,
-    PageData,
-    Part,
-    PictureData,
-    PrefixData,
-    StatesView,
-    StoreData,
-)
-from kvcache.views.summaries import (
-    Table,
-    cells_line,
-    encoder_table,
-    mask_line,
-    node_facts,
-    page_line,
-    page_table,
-    prefix_line,
-    sequence_table,
-    session_table,
-    states_table,
-    store_line,
-    store_table,
-    tier_text,
-)
-from kvcache.views.words import bytes_text, counted
+from kvcache.views.blocks import Block, CellMap, Facts, Heading, MaskBlock, Table, Tiers, Tree
+from kvcache.views.words import counted
 
-__all__ = ["Line", "Span", "ansi", "cells_wide", "draw", "plain"]
+__all__ = ["Line", "Span", "cells_wide", "draw", "plain"]
 
 Span = tuple[str, str]
 """(text, style): "", "dim", "title", "kept", "shared", "free", "tier:NAME", or "seqN"."""
@@ -57,62 +29,39 @@ _LEAST = 8
 """Columns that a column of words keeps, however narrow the terminal is."""
 
 
-def draw(picture: PictureData, width: int = 80) -> list[Line]:
-    """Any picture as lines; those that are longer than ``width`` (>= 24) are cut."""
-    return [_cut(line, width) for line in _lines(picture, max(24, width))]
+def draw(blocks: Iterable[Block], width: int = 80) -> list[Line]:
+    """An empty line before every further heading; lines that are longer than ``width`` (>= 24) are cut."""
+    lines: list[Line] = []
+    for block in blocks:
+        if lines and isinstance(block, Heading):
+            lines.append([])
+        lines += _DRAWN[type(block)](block, max(24, width))
+    return [_cut(line, width) for line in lines]
 
 
-def _lines(picture: PictureData, width: int) -> Iterator[Line]:
-    if isinstance(picture, PrefixData):
-        yield from _prefix(picture, width)
-    elif isinstance(picture, CacheData):
-        yield from _cache(picture, width)
-    elif isinstance(picture, MaskData):
-        yield from _mask(picture, width)
-    elif isinstance(picture, StoreData):
-        yield from _on_disk(picture.name, store_line(picture), store_table(picture), width)
-    elif isinstance(picture, PageData):
-        yield from _on_disk(picture.name, page_line(picture), page_table(picture), width)
-        for name, value in picture.facts:
-            yield [(f"  {name}  ", "dim"), (value, "")]
+def _heading(block: Heading, width: int) -> Iterator[Line]:
+    """The sentence on the title's line where there is room, else below it."""
+    if block.beside and len(block.title) + 2 + len(block.sentence) <= width:
+        yield [(block.title, "title"), (f"  {block.sentence}", "")]
+    else:
+        yield [(block.title, "title")]
+        yield from _wrapped(block.sentence, 2, width, "")
 
 
-def _on_disk(name: str, line: str, table: Table, width: int) -> Iterator[Line]:
-    yield [(name, "title")]
-    yield from _wrapped(line, 2, width, "")
-    yield from _table(table, width)
+def _facts(block: Facts, _: int) -> Iterator[Line]:
+    for name, value in block.rows:
+        yield [(f"  {name}  ", "dim"), (value, "")]
 
 
-# A cache.
+def _tiers(block: Tiers, _: int) -> Iterator[Line]:
+    for tier, words in block.tiers:
+        yield [("  ", ""), (words, f"tier:{tier.name}")]
 
 
-def _cache(picture: CacheData, width: int) -> Iterator[Line]:
-    if len(picture.parts) > 1:
-        yield [(picture.name, "title"), (f"  {bytes_text(picture.nbytes)} in {len(picture.parts)} parts", "")]
-        yield []
-    for i, part in enumerate(picture.parts):
-        if i:
-            yield []
-        yield from _part(part, width)
-
-
-def _part(part: Part, width: int) -> Iterator[Line]:
-    if isinstance(part, CellMap):
-        yield from _cells(part, width)
-    elif isinstance(part, StatesView):
-        yield [(part.name, "title"), (f"  {counted(part.slots, 'slot')}, {bytes_text(part.nbytes)}", "")]
-        yield from _table(states_table(part), width)
-    elif isinstance(part, EncoderView):
-        yield [(part.name, "title"), (f"  {bytes_text(part.nbytes)}", "")]
-        yield from _table(encoder_table(part), width)
-    elif isinstance(part, OtherView):
-        yield [(part.name, "title"), (f"  {bytes_text(part.nbytes)}", "")]
+# Cells.
 
 
 def _cells(cells: CellMap, width: int) -> Iterator[Line]:
-    note = f" ({cells.note})" if cells.note else ""
-    yield [(cells.name + note, "title")]
-    yield from _wrapped(cells_line(cells), 2, width, "")
     margin = len(f"{cells.cells}") + 2
     columns = _columns(width - margin)
     found = binning.binned(cells, columns * ROWS)
@@ -130,8 +79,6 @@ def _cells(cells: CellMap, width: int) -> Iterator[Line]:
             yield [(f"{start:>{margin - 2}}  ", "dim"), *spans]
         at += len(lines)
     yield from _wrapped(_legend(cells, found.size), margin, width, "dim")
-    if cells.sequences:
-        yield from _table(sequence_table(cells), width)
 
 
 def _columns(room: int) -> int:
@@ -156,20 +103,7 @@ def _legend(cells: CellMap, size: int) -> str:
     return ", ".join([*parts, "· free", f"a mark is {counted(size, 'cell')}"])
 
 
-# A PrefixCache.
-
-
-def _prefix(picture: PrefixData, width: int) -> Iterator[Line]:
-    yield from _titled("prefix tree", prefix_line(picture), width)
-    for tier in picture.tiers:
-        yield [("  ", ""), (tier_text(tier), f"tier:{tier.name}")]
-    yield from _tree(picture, width)
-    if picture.sessions:
-        yield []
-        yield [("open sessions", "title")]
-        yield from _table(session_table(picture), width)
-    yield []
-    yield from _cache(picture.cache, width)
+# The radix tree.
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +116,11 @@ class _Step:
     hidden: int = 0
 
 
-def _tree(picture: PrefixData, width: int) -> Iterator[Line]:
+def _tree(tree: Tree, width: int) -> Iterator[Line]:
     """Depth-first, without recursion: conversations nest deep."""
-    children = picture.children()
+    children: dict[int | None, list[int]] = {}
+    for i, (node, *_) in enumerate(tree.nodes):
+        children.setdefault(node.parent, []).append(i)
 
     def below(parent: int | None, hidden: int, indent: str) -> list[_Step]:
         own = children.get(parent, [])
@@ -192,7 +128,7 @@ def _tree(picture: PrefixData, width: int) -> Iterator[Line]:
         steps += [_Step(None, indent, True, hidden)] if hidden else []
         return steps[::-1]
 
-    waiting = below(None, picture.hidden, "")
+    waiting = below(None, tree.hidden, "")
     while waiting:
         step = waiting.pop()
         room = width // 3
@@ -201,12 +137,10 @@ def _tree(picture: PrefixData, width: int) -> Iterator[Line]:
         if step.index is None:
             yield [connector, (f"... {step.hidden:,} more", "dim")]
             continue
-        node = picture.nodes[step.index]
+        node, facts, _ = tree.nodes[step.index]
         tiers = "+".join(node.tiers) or "empty"
-        facts = ", ".join(node_facts(node, span=False))
         taken = cells_wide(connector[0]) + len(tiers) + len(facts) + 4
-        room = max(min(room, 12), min(room, width - taken))
-        text = node.text if cells_wide(node.text) <= room else _first_columns(node.text, room - 1) + "…"
+        text = _fitted(node.text, max(min(room, 12), min(room, width - taken)))
         yield [connector, (f"{text}  ", ""), (tiers, f"tier:{node.tier}"), (f"  {facts}", "dim")]
         waiting += below(step.index, node.hidden, step.indent + ("   " if step.last else "│  "))
 
@@ -214,13 +148,12 @@ def _tree(picture: PrefixData, width: int) -> Iterator[Line]:
 # A mask.
 
 
-def _mask(picture: MaskData, width: int) -> Iterator[Line]:
-    yield [(f"mask of {picture.name}", "title"), (f"  {mask_line(picture)}", "")]
-    labels = [f"{seq}:{position}" for seq, position in picture.queries]
+def _mask(mask: MaskBlock, width: int) -> Iterator[Line]:
+    labels = [f"{seq}:{position}" for seq, position in mask.queries]
     margin = max([len(label) for label in labels], default=0) + 1
-    part, down, across = binning.thinned(picture.seen, 2 * ROWS, max(8, width - margin))
+    part, down, across = binning.thinned(mask.seen, 2 * ROWS, max(8, width - margin))
     for i, row in enumerate(part):
-        seq = picture.queries[i * down][0]
+        seq = mask.queries[i * down][0]
         spans = _merged((_shade(share), f"seq{seq}" if share else "free") for share in row.tolist())
         yield [(f"{labels[i * down]:>{margin - 1}} ", "dim"), *spans]
     size = "" if down == across == 1 else f", a mark is {down} by {across}"
@@ -235,8 +168,11 @@ def _shade(share: float) -> str:
 
 
 def _table(table: Table, width: int) -> Iterator[Line]:
-    if not table.rows:
+    if not table.rows or "text" not in table.forms:
         return
+    if table.titled:
+        yield []
+        yield [(table.caption, "title")]
     widths, numbers = _column_widths(table, width)
     yield [("  " + "  ".join(_padded(table.head, widths, numbers)), "dim")]
     for row, style in zip(table.rows, table.colors, strict=True):
@@ -265,19 +201,10 @@ def _padded(row: Sequence[str], widths: Sequence[int], numbers: Sequence[bool]) 
     """Numbers to the right, words to the left; nothing behind the last ones."""
     cells = []
     for cell, size, number in zip(row, widths, numbers, strict=True):
-        shown = cell if cells_wide(cell) <= size else _first_columns(cell, size - 1) + "…"
+        shown = _fitted(cell, size)
         blanks = " " * (size - cells_wide(shown))
         cells.append(blanks + shown if number else shown + blanks)
     return [*cells[:-1], cells[-1].rstrip()]
-
-
-def _titled(title: str, text: str, width: int) -> Iterator[Line]:
-    """Side by side, or where there is no room for that one below the other."""
-    if len(title) + 2 + len(text) <= width:
-        yield [(title, "title"), (f"  {text}", "")]
-    else:
-        yield [(title, "title")]
-        yield from _wrapped(text, 2, width, "")
 
 
 def _wrapped(text: str, indent: int, width: int, style: str) -> Iterator[Line]:
@@ -315,6 +242,10 @@ def _cut(line: Line, width: int) -> Line:
     return found
 
 
+def _fitted(text: str, columns: int) -> str:
+    return text if cells_wide(text) <= columns else _first_columns(text, columns - 1) + "…"
+
+
 def _first_columns(text: str, room: int) -> str:
     if text.isascii():
         return text[:room]
@@ -331,16 +262,17 @@ def cells_wide(text: str) -> int:
     )
 
 
+_DRAWN: Mapping[type, Callable[[Any, int], Iterator[Line]]] = {
+    CellMap: _cells,
+    Facts: _facts,
+    Heading: _heading,
+    MaskBlock: _mask,
+    Table: _table,
+    Tiers: _tiers,
+    Tree: _tree,
+}
+
+
 def plain(lines: Iterable[Line]) -> str:
     """Without styles."""
     return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
-
-
-def ansi(lines: Iterable[Line]) -> str:
-    """With SGR colours."""
-    return "\n".join("".join(_colored(text, style) for text, style in line) for line in lines)
-
-
-def _colored(text: str, style: str) -> str:
-    codes = sgr(style)
-    return f"\x1b[{codes}m{text}\x1b[0m" if codes and text.strip() else text

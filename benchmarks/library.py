@@ -1,7 +1,7 @@
 """ValkeyStore's replies read by the client's own library, libvalkey, within the same bounds of size and time.
 
-``python -m benchmarks.remote_library`` says what it would cost to have no reader of replies of our own, for
-some MiB; ``benchmarks.remote`` for one of 64. The library builds a ``bytes`` of every value, from a
+``python -m benchmarks.library`` says what it would cost to have no reader of replies of our own, for some
+MiB; ``benchmarks.stores valkey`` for one of 64. The library builds a ``bytes`` of every value, from a
 buffer that it has copied what came into.
 """
 

@@ -1,0 +1,40 @@
+"""Llamas of random weights, as Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from kvcache.runner.loading import load_config
+from kvcache.runner.models.families import expected_shapes
+
+__all__ = ["RANDOM", "SMALL", "random_model"]
+
+RANDOM: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8192, "hidden_size": 1024,
+    "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 16384, "rope_theta": 10000.0,
+    "tie_word_embeddings": True, "torch_dtype": "float32",
+}  # fmt: skip
+"""24 layers of 1,024."""
+SMALL: dict[str, Any] = {
+    **RANDOM, "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 8192,
+}  # fmt: skip
+"""3 million weights."""
+
+
+def random_model(folder: Path, config: dict[str, Any], spread: float = 0.02) -> Path:
+    """``folder`` with weights in F16, which compute in F32: half the file, the same work."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    random, weights = np.random.default_rng(0), {}
+    for name, shape in expected_shapes(load_config(folder)).items():
+        plain = np.ones(shape) if len(shape) == 1 else spread * random.standard_normal(shape, np.float32)
+        weights[name] = plain.astype(np.float16)
+    save_file(weights, folder / "model.safetensors")
+    return folder

@@ -1,0 +1,82 @@
+"""What pages of figures share: records that git can carry, Markdown tables between marks, plots as SVG."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["DOCS", "axes_of", "filled", "legend", "load", "save", "svg", "table"]
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+_WIDTH = 240
+_DIGITS = 6
+_MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A record; an empty one where there is none."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def save(path: Path, record: Mapping[str, Any]) -> None:
+    """JSON with what fits on a line on one, and numbers of six digits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_compact(_rounded(record), 0) + "\n", encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+
+def _compact(value: Any, depth: int) -> str:
+    line = json.dumps(value)
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if len(line) <= _WIDTH or not any(isinstance(item, dict | list) for item in inside):
+        return line
+    if isinstance(value, dict):
+        items = [f"{json.dumps(key)}: {_compact(item, depth + 1)}" for key, item in value.items()]
+    else:
+        items = [_compact(item, depth + 1) for item in value]
+    lines = ",\n".join(" " * (depth + 1) + item for item in items)
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return f"{first}\n{lines}\n{' ' * depth}{last}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows))
+
+
+def filled(text: str, tables: Mapping[str, str]) -> str:
+    """A page with what is between its marks written anew. KeyError for a mark that no table has."""
+    return _MARK.sub(lambda mark: f"{mark[1]}\n{tables[mark[2]]}\n\n{mark[3]}", text)
+
+
+def axes_of(size: tuple[float, float], count: int = 1) -> Any:
+    """Axes side by side in a figure of their own; nothing global is touched."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=size, layout="constrained").subplots(1, count)
+
+
+def legend(axes: Any, **options: Any) -> None:
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, **options)
+
+
+def svg(figure: Any) -> bytes:
+    """The same bytes for the same figures."""
+    import matplotlib
+
+    stream = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "ml-kvcache"}):
+        figure.savefig(stream, format="svg", metadata={"Date": None})
+    return stream.getvalue()

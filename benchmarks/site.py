@@ -1,0 +1,41 @@
+"""The hook of mkdocs: draws the pictures and plots of the docs, and writes the tables of benchmarks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # mkdocs loads this file by its path
+
+from benchmarks import report, scale_report, two_hosts_report
+from benchmarks.pages import DOCS, filled, load
+from examples import pictures
+
+__all__ = ["drawings", "on_files", "on_page_markdown"]
+
+PAGE = "benchmarks/index.md"
+
+
+def drawings() -> dict[str, bytes]:
+    """Every drawing of the site by its path in it."""
+    found = {f"pictures/{name}.svg": drawn for name, drawn in pictures.drawings().items()}
+    results, scale = load(DOCS / "benchmarks" / report.RECORD), load(DOCS / "benchmarks" / "scale.json")
+    found |= {f"benchmarks/{name}": drawn for name, (_, drawn) in report.plots(results).items()}
+    found |= {f"benchmarks/{name}": plot(scale) for name, plot in scale_report.PLOTS.items()}
+    models = two_hosts_report.load(DOCS)["models"]
+    return found | {f"two-hosts/{name}.svg": two_hosts_report.plot(of) for name, of in models.items()}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    for path, content in drawings().items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str | None:
+    if page.file.src_uri != PAGE:
+        return None
+    return filled(markdown, report.tables(load(DOCS / "benchmarks" / report.RECORD)))

@@ -1,0 +1,232 @@
+"""What a picture is made of, for text, SVG and HTML alike: headings, tables, maps of cells, trees, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+__all__ = [
+    "Block", "CellMap", "CellRun", "Facts", "Heading", "Kind", "MaskBlock", "NodeView", "SequenceView",
+    "Table", "TierView", "Tiers", "Tree", "tabled",
+]  # fmt: skip
+
+Kind = Literal["free", "kept", "shared", "own"]
+LISTED = 64
+"""Rows of a table; what is left out is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellRun:
+    """Neighbouring cells ``[begin, end)`` that the same sequences and as many snapshots hold."""
+
+    begin: int
+    end: int
+    sequences: tuple[int, ...]
+    """Those that hold them, ascending."""
+    snapshots: int
+    """How many snapshots that have copied nothing hold each of them."""
+    position: int | None
+    """Of the first cell in its sequences; the others count up. None where no sequence holds them."""
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def kind(self) -> Kind:
+        """ "own" (of one sequence), "shared" (of several), "kept" (by snapshots alone), or "free"."""
+        if not self.sequences:
+            return "kept" if self.snapshots else "free"
+        return "own" if len(self.sequences) == 1 else "shared"
+
+    @property
+    def code(self) -> int:
+        """0 free, 1 kept by snapshots alone, 2 shared, 3 + seq of one sequence."""
+        if self.kind == "own":
+            return 3 + self.sequences[0]
+        return {"free": 0, "kept": 1, "shared": 2}[self.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """One sequence: ``tokens`` cells at positions from ``first`` to ``last``, in ``runs`` runs of cells."""
+
+    seq: int
+    tokens: int
+    first: int
+    last: int
+    shared: int
+    """How many of its cells another sequence holds too."""
+    visible: int
+    """How many of them its next token attends to: fewer than all with a window or chunks."""
+    runs: int
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class CellMap:
+    """All cells of an attention cache, from the first to the last."""
+
+    name: str
+    note: str
+    """What bounds it: its window or chunk, "" where nothing does."""
+    cells: int
+    nbytes: int
+    sequences: tuple[SequenceView, ...]
+    runs: tuple[CellRun, ...]
+
+    def count(self, kind: Kind) -> int:
+        """How many cells are of a kind."""
+        return sum(run.size for run in self.runs if run.kind == kind)
+
+    @property
+    def used(self) -> int:
+        """Cells that a sequence or a snapshot holds."""
+        return self.cells - self.count("free")
+
+    @cached_property
+    def holes(self) -> tuple[CellRun, ...]:
+        """Runs of free cells with used ones behind them."""
+        used = [i for i, run in enumerate(self.runs) if run.kind != "free"]
+        return tuple(run for run in self.runs[: used[-1] if used else 0] if run.kind == "free")
+
+    @cached_property
+    def codes(self) -> np.ndarray:
+        """The code of every cell (see ``CellRun.code``)."""
+        return np.repeat(self.run_codes, [run.size for run in self.runs])
+
+    @cached_property
+    def run_codes(self) -> np.ndarray:
+        """The code of each run."""
+        return np.array([run.code for run in self.runs], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node of the radix tree: the edge ``[begin, end)``, and what is kept of it."""
+
+    parent: int | None
+    """Index of its parent in ``PrefixPicture.nodes``; None below the root."""
+    depth: int
+    begin: int
+    end: int
+    text: str
+    """How its tokens begin."""
+    tiers: tuple[str, ...]
+    """Where its snapshot lies, the nearest first: "cache" (in its cells) or "device" (copied out), "host",
+    "writing" (on its way to a store), "store"."""
+    nbytes: int
+    """Of the nearest; 0 where only a store has it, or nothing does."""
+    pins: int = 0
+    age: float = 0.0
+    """Seconds since it was made."""
+    idle: int = 0
+    """How many prefixes that are kept were used since this one was."""
+    next_out: bool = False
+    """Whether it is the first to leave the device."""
+    hidden: int = 0
+    """Nodes below it that the picture leaves out."""
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def tier(self) -> str:
+        """The nearest one, or "none"."""
+        return self.tiers[0] if self.tiers else "none"
+
+
+@dataclass(frozen=True, slots=True)
+class TierView:
+    """A tier: ``entries`` snapshots of ``nbytes`` in all, against its budget; None: not known."""
+
+    name: str
+    nbytes: int | None
+    budget: int | None
+    entries: int | None
+    note: str = ""
+
+
+# Blocks, beside CellMap.
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A title, and a sentence about what it names, below it or (``beside``) on its line."""
+
+    title: str
+    sentence: str = ""
+    beside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text; ``colors`` has the style of each row's first column, "" for none.
+
+    ``forms``: where it is shown, of "text", "svg" and "html".
+    """
+
+    caption: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    colors: tuple[str, ...]
+    more: int = 0
+    forms: str = "text svg html"
+    titled: bool = False
+    """Whether text shows the caption, too."""
+
+
+def tabled(
+    caption: str,
+    head: tuple[str, ...],
+    rows: Sequence[tuple[str, ...]],
+    colors: Sequence[str] = (),
+    more: int = 0,
+    forms: str = "text svg html",
+) -> Table:
+    """A table of the first rows without columns that are empty; ``more`` rows are left out already."""
+    shown = rows[:LISTED]
+    wanted = [i for i, name in enumerate(head) if name or any(row[i] for row in shown)]
+    picked = [tuple(row[i] for i in wanted) for row in (head, *shown)]
+    styles = tuple(colors[:LISTED]) or ("",) * len(shown)
+    return Table(caption, picked[0], tuple(picked[1:]), styles, more + len(rows) - len(shown), forms)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Tiers, and what each of them holds in words."""
+
+    tiers: tuple[tuple[TierView, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Nodes, parents before children, each with what is known of it now, and of that what does not age."""
+
+    nodes: tuple[tuple[NodeView, str, str], ...]
+    hidden: int
+    """Nodes that are left out below the root."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MaskBlock:
+    """As MaskPicture has them."""
+
+    seen: np.ndarray
+    queries: tuple[tuple[int, int], ...]
+    cells: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and values."""
+
+    rows: tuple[tuple[str, str], ...]
+
+
+Block = Heading | Table | CellMap | Tiers | Tree | MaskBlock | Facts

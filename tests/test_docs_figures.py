@@ -1,0 +1,62 @@
+"""Pages with figures: what git carries is small, and every picture is drawn when the site is built."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import pages, report
+from benchmarks.pages import DOCS
+
+RESULTS = DOCS / "benchmarks" / "results.json"
+
+
+def test_the_page_of_benchmarks_is_that_of_its_figures() -> None:
+    """Else: python -m benchmarks writes both."""
+    results = pages.load(RESULTS)
+    page = (DOCS / "benchmarks" / "index.md").read_text(encoding="utf-8")
+    assert report.page(results) == page
+    whole = pages.filled(page, report.tables(results))
+    for row in (report.Row(*row) for part in results["parts"].values() for row in part["rows"]):
+        assert f"| {row.group} | {row.measurement} | {row.contender} |" in whole
+
+
+def test_every_picture_that_is_shown_is_drawn_and_every_drawing_shown() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.site import drawings
+
+    shown = set()
+    for page in DOCS.rglob("*.md"):
+        for name in re.findall(r"\]\(([\w./-]+\.svg)\)", page.read_text(encoding="utf-8")):
+            shown.add((page.parent / name).relative_to(DOCS).as_posix())
+    found = drawings()
+    assert shown == set(found)
+    assert all(b"<svg" in content and len(content) > 2000 for content in found.values())
+    assert not list(DOCS.rglob("*.svg"))
+
+
+def test_a_record_has_what_fits_on_a_line_on_one(tmp_path: Path) -> None:
+    record = {"a": {"b": list(range(100)), "c": 1.23456789}, "rows": [["x" * 100, 1, None]] * 3, "empty": {}}
+    pages.save(tmp_path / "to" / "record.json", record)
+    lines = (tmp_path / "to" / "record.json").read_text(encoding="utf-8").splitlines()
+    assert max(map(len, lines)) < 500
+    assert len(lines) == 12
+    assert pages.load(tmp_path / "to" / "record.json") == json.loads(json.dumps(record)) | {
+        "a": {"b": list(range(100)), "c": 1.23457}
+    }
+    assert pages.load(tmp_path / "none.json") == {}
+
+
+def test_a_part_takes_the_place_of_the_one_that_was_recorded(tmp_path: Path) -> None:
+    slow, quick = (report.Row("numpy", "m", "ours", time, ratio=time, target=1.0) for time in (2.0, 0.5))
+    for row in (slow, quick):
+        report.write(tmp_path, {"memory": report.record([row], False, 1.0, None)})
+    report.write(tmp_path, {"tail": report.record([slow], False, 1.0, 0.25)})
+    page = (tmp_path / "index.md").read_text(encoding="utf-8")
+    assert page.count("| m (ours) | numpy | 0.5 | 1 | reached |") == 1
+    assert page.count("| m (ours) | numpy | 2 | 1 | **not reached** |") == 1
+    assert "others kept 0.2 cores busy" in page
+    assert report.verdict([slow, quick]) == "1 of 2 targets reached"
