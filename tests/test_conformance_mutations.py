@@ -161,7 +161,7 @@ def test_what_the_quick_part_names_exists(tmp_path: Path) -> None:
 def test_an_exact_copy_passes_everything(copy: ModuleType, run_suite: Any) -> None:
     reports = run_suite(copy, BackendTests)
     assert not reports.failed
-    assert reports.outcomes["passed"] > 150
+    assert reports.outcomes["passed"] > 140
 
 
 def test_every_area_of_the_suite_has_a_bug_of_its_own() -> None:
@@ -192,7 +192,7 @@ def test_a_storage_only_backend_that_says_so_passes(copy: ModuleType, run_suite:
     without_compute(copy)
     reports = run_suite(copy, BackendTests, Features(absent=frozenset({"compute"})))
     assert not reports.failed
-    assert reports.outcomes["passed"] > 140
+    assert reports.outcomes["passed"] > 120
     assert reports.outcomes["skipped"] > 15
 
 
