@@ -183,3 +183,27 @@ def test_an_earlier_items_output_is_not_read_for_a_later_item(backend: ml.Backen
 
 def _zeros(ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor]:
     return ctx.zeros((4, 2, 8), DType.F32), ctx.zeros((4, 2, 5), DType.F32)
+
+
+def test_ranges_and_outputs_that_mean_nothing_are_refused(encoders: Callable[..., EncoderRig]) -> None:
+    r = encoders()
+    r.start([1], [0])
+    r.put(3)
+    snapshot = r.cache.snapshot(0, 0, 4)
+    refused: list[Callable[[], object]] = [
+        lambda: r.cache.snapshot(0, -1),
+        lambda: r.cache.snapshot(0, 3, 2),
+        lambda: r.cache.split(snapshot, 5),
+        lambda: r.cache.merge(snapshot, r.cache.snapshot(0, 3, 5)),
+    ]
+    for call in refused:
+        with pytest.raises(kvcache.InvalidRangeError):
+            call()
+    for dtype in (DType.F16, DType.BF16):
+        other = encoders(dtype)
+        with pytest.raises(kvcache.InvalidRangeError):
+            other.cache.restore(0, snapshot)
+        assert not other.cache.encoder_cached(0)
+    empty = r.cache.snapshot(2)
+    assert (empty.begin, empty.end, empty.position, empty.nbytes) == (0, 0, None, 0)
+    r.look(computes=False)

@@ -286,3 +286,22 @@ def test_a_wrapped_cache_that_cannot_says_so(backend: ml.Backend, ctx: ml.Contex
     wrapper.start_forward(ctx, Batch([0], [0]))
     with pytest.raises(kvcache.NotSupportedError, match="Older has no read_only"):
         wrapper.start_forward(ctx, Batch([0], [0]), read_only=True)
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_pass_under_way_goes_on_where_one_refuses_the_next(
+    wrapped: Callable[..., WrapperRig], place: int, reserve: bool
+) -> None:
+    r = wrapped(foreign=place)
+    positions, sequences = [0, 1, 2, 3, 0, 1], [0, 0, 0, 0, 1, 1]
+    r.forward(positions, sequences)
+    assert r.foreign is not None
+    r.foreign.refuses = "start_forward"
+    with pytest.raises(kvcache.KVCacheError, match="this cache refuses"):
+        r.cache.start_forward(r.ctx, Batch([4, 0], [0, 2]), reserve)
+    r.foreign.refuses = None
+    r.store(positions, sequences)  # once more, into the cells of the first time
+    r.check()
+    r.forward([2, 4], [1, 0])
+    r.drain()

@@ -344,3 +344,22 @@ def test_a_failing_backend_hands_over_all_scheduled_snapshots_or_none(backend: m
             r.restore(2, snapshot, *saved)
 
     every_failure(backend, when, make, lambda r: r.cache.take_snapshots(0), check, stride=3)
+
+
+def test_what_was_passed_is_refused_and_scheduled_nowhere(everything: Callable[..., Everything]) -> None:
+    r = everything()
+    r.forward(0, 0)
+    with pytest.raises(kvcache.InvalidRangeError):
+        r.cache.schedule_snapshots(0, [4, 2])
+    r.forward(0, 0)
+    assert r.cache.next_snapshot(0) is None
+    assert not r.cache.take_snapshots(0)
+    assert not r.causal.take_snapshots(0)
+
+
+def test_a_whole_part_keeps_all_whole(everything: Callable[..., Everything]) -> None:
+    r = everything()
+    r.forward(*[0] * 5)
+    snapshot = r.cache.snapshot(0)
+    assert r.cache.split(snapshot, 3) == (None, snapshot)
+    assert r.cache.merge(None, snapshot) is snapshot
