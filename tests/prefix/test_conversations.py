@@ -6,6 +6,7 @@ there then, so that hypothesis can leave out steps, and what fails comes as a sh
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import tempfile
@@ -468,7 +469,7 @@ def run_machine(
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_sessions_see_what_computing_from_nothing_would_store(backend: ml.Backend, cache: str) -> None:
-    run_machine(backend, 25, cache=cache)
+    run_machine(backend, 120 if "ML_LONG" in os.environ else 12, cache=cache)
 
 
 def test_on_other_backends_too(other: ml.Backend) -> None:
