@@ -149,7 +149,7 @@ class Sharing:
     def __init__(self, url: str, mode: str) -> None:
         self.url, self.mode, self.kind = url, mode, kind_of(url)
         size = SIZES[self.kind]
-        self.sizes = [1000, size, 5_000_000, 90_000] if self.kind == "valkey" else [size]
+        self.sizes = [1000, size, 4_200_000, 90_000] if self.kind == "valkey" else [size]
 
     def data_of(self, key: str, writer: int) -> bytes:
         size = self.sizes[int(key[1:]) % len(self.sizes)]
@@ -591,9 +591,9 @@ IN_FOLDERS: dict[str, tuple[Callable[[], None], Callable[..., None], tuple[str, 
     "lock nothing": (_set(fcntl, "flock", lambda fd, operation: None), sharing, ("2", "2", "delete")),
 }
 ON_SERVERS: dict[str, tuple[Callable[[], None], Callable[..., None], tuple[str, ...]]] = {
-    "write over": (_write_over, sharing, ("8", "2", "keep")),
-    "share a writer id": (_share_a_writer_id, sharing, ("8", "2", "keep")),
-    "manifest first": (_manifest_first, sharing, ("8", "2", "keep")),
+    "write over": (_write_over, sharing, ("6", "2", "keep")),
+    "share a writer id": (_share_a_writer_id, sharing, ("6", "2", "keep")),
+    "manifest first": (_manifest_first, sharing, ("6", "2", "keep")),
 }
 
 

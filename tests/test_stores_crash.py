@@ -87,11 +87,11 @@ def test_killed_beside_another_process_whatever_becomes_of_the_index(
 
 
 def test_killed_at_any_moment_what_a_server_acknowledged_is_whole(server: ValkeyServer) -> None:
-    assert int(passes(server.url, "killed_while_writing", 20).split()[2]) > 20
+    assert int(passes(server.url, "killed_while_writing", 12).split()[2]) > 12
 
 
 def test_killed_at_any_moment_what_a_pool_acknowledged_is_whole(pool: MooncakePool) -> None:
-    assert int(passes(in_pool(pool), "killed_while_writing", 12).split()[0]) == 12
+    assert int(passes(in_pool(pool), "killed_while_writing", 8).split()[0]) == 8
 
 
 @pytest.mark.parametrize("scenario", ["orphans_are_taken_over", "late_writers_are_told", "a_fork_is_noticed"])
@@ -222,7 +222,7 @@ def test_killed_at_any_moment_200_times_nothing_wrong_comes_back_and_the_client_
             worker.start()
         try:
             for _ in range(KILLS):
-                time.sleep(rng.random() * 0.03)
+                time.sleep(rng.random() * 0.05)
                 life.number += 1
                 server.kill()
                 server.start()

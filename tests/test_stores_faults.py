@@ -61,7 +61,7 @@ DAMAGE: dict[str, Change] = {
     "a byte too few": lambda data: data.pop(),
     "a byte too many": lambda data: data.append(7),
     "hardly anything left": lambda data: data.__delitem__(slice(1, None)),
-    "two parts exchanged": lambda data: data.__setitem__(slice(None), data[500:] + data[:500]),
+    "two parts exchanged": lambda data: data.extend([data.pop(0) for _ in range(len(data) // 2)]),
     "zeros": lambda data: data.__setitem__(slice(None), bytes(len(data))),
 }
 
