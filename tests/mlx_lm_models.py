@@ -40,12 +40,12 @@ def make_gemma(seed: int = 3, head_dim: int = 16) -> Any:
     return seeded(gemma3_text.Model(arguments), seed)
 
 
-def make_qwen(seed: int = 3) -> Any:
-    """Two layers, the first recurrent (gated delta net), the second with experts."""
+def make_qwen(seed: int = 3, layers: int = 2) -> Any:
+    """All layers but the last recurrent (gated delta net), every other with experts."""
     arguments = qwen3_next.ModelArgs(
         model_type="qwen3_next",
-        num_hidden_layers=2,
-        full_attention_interval=2,
+        num_hidden_layers=layers,
+        full_attention_interval=layers,
         linear_num_value_heads=4,
         linear_num_key_heads=2,
         linear_key_head_dim=8,

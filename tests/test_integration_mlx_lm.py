@@ -238,8 +238,8 @@ def test_a_query_sees_itself_and_the_window_before_it(
 # What goes wrong.
 
 
-def test_a_pass_that_fails_half_way_is_noticed_and_can_be_made_good() -> None:
-    model = models.make_gemma()
+@pytest.mark.parametrize("model", [models.make_gemma(), models.make_qwen(layers=4)], ids=["gemma", "qwen"])
+def test_a_pass_that_fails_half_way_is_noticed_and_can_be_made_good(model: Any) -> None:
     prompt, prompt_cache = models.prompt_of(12), make_prompt_cache(model, capacity=64)
     expected = models.greedy(model, prompt, 8, own_prompt_cache(model))
     mx.eval(model(mx.array([prompt[:9]]), cache=prompt_cache))
