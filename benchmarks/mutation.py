@@ -79,9 +79,8 @@ AREAS = {
             for name in ("file", "folder", "index", "in_flight", "entries", "catalog")
         ),
         (
-            "tests/test_stores_index.py",
-            "tests/test_stores_files.py",
-            "tests/test_stores_suite.py::TestFileStore",
+            *(f"tests/test_stores_{name}.py" for name in STORE_TESTS),
+            *("tests/test_stores_suite.py::TestFileStore", "-k", "not no_key"),  # mutmut cannot name its ids
         ),
     ),
 }
