@@ -129,6 +129,21 @@ class Driver:
             self.table.take(seq, np.array(positions), np.array(cells))
         self.naive.rows[seq] = sorted(row + list(zip(positions, cells, strict=True)))
 
+    def append(self) -> None:
+        """One token: behind the last one and in the cell behind it, or not at all."""
+        seq = self.sequence()
+        row = self.naive.rows[seq]
+        position = self.rnd.randrange(row[-1][0] + 3) if row else 0
+        cell = self.table.append(seq, position)
+        if row and position > row[-1][0] and row[-1][1] + 1 in self.free():
+            assert cell == row[-1][1] + 1
+            row.append((position, cell))
+        else:
+            assert cell is None
+
+    def free(self) -> list[int]:
+        return [cell for cell, count in enumerate(self.naive.references()) if not count]
+
     def share(self) -> None:
         src, dst = self.sequence(), self.sequence()
         if src != dst:
@@ -161,6 +176,7 @@ class Driver:
         if self.rnd.random() < 0.5:
             self.table.unpin(pin)
         self.table.drop_pin(pin)
+        assert {id(live) for live in self.table.live_pins()} == {id(live) for live, _ in self.naive.pins}
         self.table.sweep()
 
     def adopt(self) -> None:
@@ -215,7 +231,7 @@ class Driver:
 def test_random_changes_agree_with_the_naive_table(block: int) -> None:
     for seed in range(block * 30, block * 30 + 30):
         driver = Driver(random.Random(seed))
-        changes = [driver.take] * 4 + [driver.share, driver.drop, driver.drop]
+        changes = [driver.take] * 4 + [driver.append] * 2 + [driver.share, driver.drop, driver.drop]
         changes += [driver.evict_and_restore, driver.take_and_restore, driver.spread]
         changes += [driver.pin, driver.pin, driver.unpin, driver.adopt]
         for _ in range(25):

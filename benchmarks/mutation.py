@@ -1,0 +1,189 @@
+"""How many small faults in the core the tests notice: mutmut over five areas, each with quick tests.
+
+``python -m benchmarks.mutation`` goes on where it was stopped; ``--sample 0`` takes every mutant, ``--again``
+those that survived, after their tests changed. Figures and survivors go to docs/mutation.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from mutmut.configuration import reset_config
+from mutmut.mutation.data import SourceFileMutationData
+from mutmut.mutation.file_mutation import mutate_file_contents
+from mutmut.stats import status_by_exit_code
+from mutmut.utils.format_utils import get_mutant_name
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / ".mutation"
+RESULT = ROOT / "docs" / "mutation.json"
+NOTICED = ("killed", "timeout", "segfault")
+TRACES = "tests/test_cache_numpy.py::TestStorageOnly::test_random_traces_agree_with_the_model"
+CONVERSATIONS = "tests/test_prefix_stateful.py::test_sessions_see_what_computing_from_nothing_would_store[0]"
+PREFIX_TESTS = (
+    "prompt budget evict edge under_way written page host_memory store refreshes deepest pinned nearest clear"
+)
+STORE_TESTS = ("index", "files", "files_access", "files_damage", "readers")
+OTHER_TESTS = "recurrent sliding chunk encoder trace fail state snapshot quantized mask costs"
+
+
+@dataclass(frozen=True)
+class Area:
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+def either(words: str) -> str:
+    return " or ".join(words.split())
+
+
+AREAS = {
+    "cell table": Area(
+        ("kvcache/storage/cell_table.py",),
+        ("tests/test_cell_table.py", TRACES),
+    ),
+    "read plan": Area(
+        ("kvcache/attention/*.py",),
+        (
+            *("tests/test_dense_batch.py", "tests/test_ragged_batch.py", "tests/test_fixed_shapes.py"),
+            TRACES,
+        ),
+    ),
+    "snapshots": Area(
+        ("kvcache/snapshots/*.py",),
+        (
+            "tests/test_snapshot_cut.py",
+            "tests/test_serialize.py",
+            "tests/test_layer_shapes.py",
+            CONVERSATIONS,
+        ),
+    ),
+    "prefix tree": Area(
+        tuple(f"kvcache/prefix/{name}.py" for name in ("radix_tree", "prefix_tree", "matcher")),
+        (
+            *("tests/test_radix_tree.py", CONVERSATIONS, "tests/test_cache_numpy.py::TestStorageOnly"),
+            *("-k", f"radix or sessions_see or ({either(PREFIX_TESTS)}) and not ({either(OTHER_TESTS)})"),
+        ),
+    ),
+    "FileStore": Area(
+        tuple(
+            f"kvcache/stores/{name}.py"
+            for name in ("file", "folder", "index", "in_flight", "entries", "catalog")
+        ),
+        (
+            *(f"tests/test_stores_{name}.py" for name in STORE_TESTS),
+            *("tests/test_stores_suite.py::TestFileStore", "-k", "not no_key"),  # mutmut cannot name its ids
+        ),
+    ),
+}
+
+
+def prepare(name: str, area: Area) -> Path:
+    """A folder with links to the project and a project file that tells mutmut of this area."""
+    folder = WORK / name.replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in ("kvcache", "ml", "backends", "ml_kvcache", "tests", "benchmarks", "docs", "examples"):
+        if not (folder / part).exists():
+            (folder / part).symlink_to(ROOT / part)
+    settings = {
+        "source_paths": ["kvcache"],
+        "only_mutate": list(area.files),
+        "also_copy": ["ml", "backends", "ml_kvcache"],
+        "do_not_mutate_patterns": [r"^\s*raise \w+", r"\b(_?[lL]og(ger)?|warnings)\.\w+\("],
+        "pytest_add_cli_args": ["-p", "no:cacheprovider", "-p", "no:xdist"],
+        "pytest_add_cli_args_test_selection": list(area.tests),
+        "use_git_change_detection": False,
+        "process_isolation": "forkserver",  # threads of a test that ran before do not live on in a fork
+        "timeout_multiplier": 4.0,
+    }
+    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    text = f"{project}\n[tool.mutmut]\n" + "\n".join(lines) + "\n"
+    told = folder / "pyproject.toml"
+    if not told.exists() or told.read_text(encoding="utf-8") != text:
+        told.write_text(text, encoding="utf-8")
+        (folder / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)  # which tests concern which mutant
+    return folder
+
+
+def mutants(area: Area) -> dict[str, Path]:
+    """Every mutant of the area -> its file; run in the area's folder."""
+    reset_config()
+    return {
+        get_mutant_name(path, name): path
+        for pattern in area.files
+        for path in sorted(Path().glob(pattern))
+        for name in mutate_file_contents(str(path), path.read_text(encoding="utf-8")).mutant_names
+    }
+
+
+def statuses(found: dict[str, Path]) -> dict[str, str]:
+    """What became of each mutant so far."""
+    codes: dict[str, int | None] = {}
+    for path in set(found.values()):
+        data = SourceFileMutationData(path=path)
+        data.load()
+        codes |= data.exit_code_by_key
+    # 255 is not a time limit, as mutmut has it, but a run of pytest that failed to begin.
+    return {name: status_by_exit_code[code if (code := codes.get(name)) != 255 else None] for name in found}
+
+
+def change(mutant: str) -> list[str]:
+    """The lines that the mutant takes away and adds."""
+    shown = subprocess.run(["mutmut", "show", mutant], capture_output=True, text=True, check=True).stdout
+    lines = shown.splitlines()
+    return [
+        line[0] + line[1:].strip() for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")
+    ]
+
+
+def measure(name: str, area: Area, arguments: argparse.Namespace) -> dict[str, object]:
+    os.chdir(prepare(name, area))
+    every = mutants(area)
+    chosen = sorted(every)
+    if 0 < arguments.sample < len(chosen):
+        chosen = sorted(random.Random(arguments.seed).sample(chosen, arguments.sample))
+    sample = {mutant: every[mutant] for mutant in chosen}
+    known = statuses(sample)
+    repeated = ("not checked", "survived", "no tests") if arguments.again else ("not checked",)
+    if todo := [mutant for mutant, status in known.items() if status in repeated]:
+        subprocess.run(["mutmut", "run", "--max-children", str(arguments.jobs), *todo], check=True)
+        known = statuses(sample)
+    counts = Counter(known.values())
+    survivors = {mutant: change(mutant) for mutant in chosen if known[mutant] not in NOTICED}
+    noticed = sum(counts[status] for status in NOTICED)
+    print(f"{name}: {noticed} of {len(chosen)} noticed, {len(every)} in all", *survivors, sep="\n  ")
+    return {
+        "mutants": len(every),
+        "sampled": len(chosen),
+        "noticed": noticed,
+        "score": round(noticed / len(chosen), 3),
+        "survivors": survivors,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("areas", nargs="*", metavar="AREA", help=f"of {', '.join(AREAS)}; all without")
+    parser.add_argument("--sample", type=int, default=60, help="mutants per area, 0 for all (60)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (0)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (one per core)")
+    parser.add_argument("--again", action="store_true", help="test those that survived once more")
+    arguments = parser.parse_args()
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    result = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    for name in arguments.areas or AREAS:
+        result[name] = {"seed": arguments.seed, **measure(name, AREAS[name], arguments)}
+        RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,436 @@
+"""Bugs that the mutation tool cannot plant (docs/mutation.md): each makes the test named beside it fail.
+
+The tool changes an operator, a constant or an argument. Here stand the faults between functions: a step left
+out, done for the wrong part or in the wrong order, a view where a copy belongs, a copy where nothing moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from _pytest.runner import runtestprotocol
+
+from kvcache.cache import SupportsPrepare
+from kvcache.caches.causal import CausalCache
+from kvcache.stores import SnapshotCorrupt, StoreUnavailable
+from kvcache.stores.entries import BrokenEntryError
+
+Plant = Callable[..., Any]
+Bug = tuple[str, str, Plant]
+"""What of kvcache is replaced; the test that fails then, by how its name begins behind ``test_``, and a part
+of its parameters; what is called in its place, with the original first."""
+KEPT: list[Any] = []
+"""What is never let go of."""
+
+
+def always(value: Any) -> Plant:
+    return lambda original, *args, **named: value
+
+
+NOTHING = always(None)
+
+
+class Put:
+    """A value, property or class in the place of another, not called by way of it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self) -> None:
+        raise AssertionError("what is put is not called")
+
+
+def named(path: str) -> Any:
+    return pkgutil.resolve_name(f"kvcache.{path}")
+
+
+def like(path: str) -> Put:
+    return Put(named(path))
+
+
+def prop(function: Callable[[Any], Any]) -> Put:
+    return Put(property(function))
+
+
+def after(change: Callable[[Any], None]) -> Plant:
+    """The result, changed."""
+
+    def call(f: Any, *args: Any) -> Any:
+        found = f(*args)
+        change(found)
+        return found
+
+    return call
+
+
+def without(owner: str, name: str) -> Plant:
+    """The call, during which one step of it does nothing."""
+
+    def call(f: Any, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(named(owner), name, lambda *args: None)
+            return f(*args)
+
+    return call
+
+
+def first_layer_only(f: Any, backend: Any, buffers: Any, *rest: Any) -> Any:
+    return f(backend, dict([*buffers.items()][:1]), *rest)
+
+
+def reversed_result(f: Any, *args: Any) -> Any:
+    return (found for found in [*f(*args)][::-1])
+
+
+# The replacements that need more than a line.
+
+
+def all_rows_see_all(f: Any, self: Any, tokens: int, *args: Any) -> np.ndarray:
+    found = f(self, tokens, *args)
+    if len(self.groups) > 1:
+        found[:tokens, (found[:tokens] == 0).any(axis=0)] = 0
+    return found
+
+
+def unchecked_keys_written(f: Any, self: Any, ctx: Any, key: Any, value: Any) -> None:
+    buffers, forward = self._buffers.get(self._layer), self._pass
+    if buffers and forward and key.shape == (forward.tokens, buffers.key.heads, buffers.key.dim):
+        buffers.key.write(ctx, forward.targets(ctx), key)
+    f(self, ctx, key, value)
+
+
+def cells_in_ascending_order(f: Any, self: Any, ctx: Any) -> Any:
+    if not isinstance(self.cells, int):
+        self.cells = np.sort(self.cells)
+    return f(self, ctx)
+
+
+def written_while_reserved(f: Any, self: Any, ctx: Any, key: Any, value: Any) -> None:
+    f(self, ctx, key, value)
+    self._buffers[self._layer].write(ctx, self._pass.cells or 0, key, value)
+
+
+def highest_position_only(f: Any, self: Any, groups: Any) -> Any:
+    return f(self, [replace(group, positions=group.positions[-1:]) for group in groups])
+
+
+def own_evictions_only(f: Any, self: Any, groups: Any) -> Any:
+    return [pair for pair in f(self, groups) if pair[0] in {group.seq for group in groups}]
+
+
+def evicting_reader(f: Any, self: Any, *args: Any, **options: Any) -> None:
+    f(self, *args, **options)
+    if options.get("read_only") and self._pass is not None:
+        self._make_room(0, self._pass.groups)
+
+
+def states_lent_to_readers(f: Any, self: Any, ctx: Any, key: Any, sequences: Any, *args: Any) -> Any:
+    return self.point(self.rows[next(iter(sequences))]).state.read(ctx)[key]
+
+
+def entry_written_in_place(
+    f: Any, self: Any, current: Any, seq: int, position: int, size: int, tensors: Any
+) -> None:
+    f(self, current, seq, position, size, tensors) if seq not in self._entries else None
+    entry = self._entries[seq]
+    entry.position, entry.length = position, size
+    entry.layers[self._layer] = tensors
+
+
+def restored_in_the_first_cache(f: Any, self: Any, seq: int, snapshot: Any, target: int | None = None) -> Any:
+    end = snapshot.end if target is None else target
+    return self.caches[0].prepare_restore_snapshot(seq, snapshot.parts[0], end)
+
+
+def outputs_not_copied(f: Any, self: Any, seq: int, *args: Any) -> Any:
+    found = f(self, seq, *args)
+    return replace(found, layers=self._entries[seq].layers) if found.layers else found
+
+
+def prepared_for_the_first_cache(f: Any, self: Any, *args: Any) -> Any:
+    first = self._order[0]
+    return first.prepare_remove(*args) if isinstance(first, SupportsPrepare) else f(self, *args)
+
+
+def where_the_batch_ends(f: Any, self: Any, seq: int, begin: int = 0, end: int | None = None) -> Any:
+    found = f(self, seq, begin)
+    found.end = found.end if end is None else end
+    return found
+
+
+def taken_by_some_thrown_away(f: Any, self: Any, seq: int, upto: int | None = None) -> Any:
+    found = f(self, seq, upto)
+    for cache in self.caches:
+        if isinstance(cache, CausalCache):
+            cache.take_snapshots(seq)
+    return found
+
+
+def forked_one_by_one(f: Any, cache: Any, seq: int, into: Any, position: int | None = None) -> None:
+    for branch in into:
+        f(cache, seq, [branch], position)
+
+
+def failures_passed_over(f: Any, jobs: Any) -> int:
+    for job in jobs:
+        with contextlib.suppress(Exception):
+            job()
+    return len(jobs)
+
+
+def lent_twice(f: Any, self: Any, nbytes: int) -> Any:
+    found = f(self, nbytes)
+    self.put_back(found)
+    return found
+
+
+def all_looked_at(f: Any, self: Any) -> Any:
+    freeing = filter(named("prefix.evictor:_frees"), self._tree.device)
+    return min(freeing, key=named("prefix.prefix_tree:_priority"), default=None)
+
+
+def torn_taken_for_damage(f: Any, self: Any, key: str, view: memoryview) -> bool:
+    try:
+        return bool(f(self, key, view))
+    except BrokenEntryError as error:
+        raise SnapshotCorrupt(f"{key}: {error}") from error
+
+
+def put_over(f: Any, self: Any, key: str, *rest: Any) -> Any:
+    self.delete(key)
+    return f(self, key, *rest)
+
+
+# fmt: off
+BUGS: dict[str, list[Bug]] = {
+    "tests/test_cache_numpy.py::TestNumpy": [
+        ("attention.read_plan:ReadPlan.mask", "a_query_sees_exactly", all_rows_see_all),
+        ("attention.forward_pass:ForwardPass.lift", "a_query",
+         lambda f, self, to: setattr(self, "lifted", to)),
+        ("attention.forward_pass:ForwardPass.targets", "strided_views_are_put", cells_in_ascending_order),
+        ("attention.forward_pass:ForwardPass.shared", "several_sequences_in", lambda f, *a: (f(*a)[0], None)),
+        ("attention.forward_pass:ForwardPass._blank", "columns_of_padding_do_no_harm", NOTHING),
+        ("attention.forward_pass:plan_own", "columns_of_padding_do_no_harm",
+         lambda f, table, group, pad: named("attention.read_plan:plan_read")(table, [group], pad)),
+        ("caches.causal:CausalCache.set_layer", "layers_keep_apart", NOTHING),
+        ("caches.causal:CausalCache.put", "wrong_shapes_are_refused_and_leave_all", unchecked_keys_written),
+        ("caches.causal:CausalCache.put", "nothing_is_stored_and_nothing_is_evicted", written_while_reserved),
+        ("caches.causal:CausalCache._restore", "evictions_are_undone", NOTHING),
+        ("caches.causal:CausalCache.start_forward", "it_takes_no_cell_and_evicts_nothing", evicting_reader),
+        ("storage.relocation:prepare_shift", "what_follows_moves_down", first_layer_only),
+        ("caches.sequences:SequenceEditor._check_shift", "shared_tokens_do_not_move", NOTHING),
+        ("storage.relocation:defragment", "every_token_is",
+         lambda f, b, of, table: table.move(table.spread())),
+        ("storage.cell_table:CellTable.move", "every_token_is_found_again", NOTHING),
+        ("storage.relocation:_mark_lost", "a_lost_sequence_says_so", NOTHING),
+        ("storage.layer_buffers:LayerBuffers.stamp", "put_of_one_layer",
+         Put(property(lambda self: 1 << 62, lambda *a: None))),
+        ("caches.windows:SlidingWindowCache._evictions", "the_lowest_position_of", highest_position_only),
+        ("caches.windows:SlidingWindowCache._evictions", "sequences_out_of_the_batch", own_evictions_only),
+        ("caches.windows:ChunkedCache.lower_bound", "a_query", lambda f, self: lambda p: p - self.chunk + 1),
+        ("storage.state_table:StateTable.read", "states_are_read_as_they_stand", states_lent_to_readers),
+        ("storage.state_table:arrange", "no_branch_sees_the_state", lambda f, *a: replace(f(*a), moves=())),
+        ("storage.state_slots:StateBuffers.release", "a_state_lives_through", NOTHING),
+        ("storage.state_slots:StateBuffers.copy_out", "views_of_the_same_pass", NOTHING),
+        ("storage.state_slots:HeldStates.moved_out", "states_follow_their_tokens_in_random_traces", NOTHING),
+        ("caches.recurrent:RecurrentCache.snapshot", "taking_and_restoring",
+         after(lambda found: found.state.detach())),
+        ("snapshots.attention:AttentionSnapshots.snapshot", "taking_cutting_joining",
+         after(lambda found: found.detach())),
+        ("snapshots.attention:AttentionSnapshots._in_cache", "the_oldest_are_copied_out", reversed_result),
+        ("snapshots.attention:AttentionSnapshots.reclaim", "the_oldest_are_copied_out",
+         lambda f, self, count: self.detach_all()),
+        ("snapshots.attention:AttentionSnapshots.reclaim", "the_oldest_are_copied_out", NOTHING),
+        ("snapshots.attention:AttentionSnapshots.detach_shared", "a_snapshot_lives_through", NOTHING),
+        ("storage.cell_table:CellTable.unowned", "a_full_cache_copies", prop(lambda self: self.cells)),
+        ("storage.cell_table:CellTable.drop_pin", "the_last_one_to_forget", NOTHING),
+        ("snapshots.snapshot:InCache.check", "a_defrag_that_fails_says", NOTHING),
+        ("snapshots.snapshot:InCache.nbytes", "bytes_are_the_same_in_the_cache",
+         prop(lambda self: sum(buffers.nbytes for buffers in self.buffers.values()))),
+        ("snapshots.attention:AttentionSnapshots.snapshot", "what_is_taken_inside_a", where_the_batch_ends),
+        ("snapshots.schedule:SnapshotSchedule.cut", "what_is_taken_back_is_taken_anew", NOTHING),
+        ("snapshots.snapshot:InCache.__init__", "one_taken_in",
+         lambda f, s, b, t, of, c: f(s, b, t, dict(of), c)),
+        ("caches.wrapper:WrapperCache.take_snapshots", "what_one_took_where", taken_by_some_thrown_away),
+        ("caches.causal:CausalCache.prepare_restore_snapshot", "one_that_cannot",
+         lambda f, *a: f(*a) or (lambda: None)),
+        ("caches.wrapper:WrapperCache.mark_lost", "a_failing_backend_restores_none", NOTHING),
+        ("caches.wrapper:WrapperCache.prepare_restore_snapshot", "all_caches_are_restored_together",
+         restored_in_the_first_cache),
+        ("caches.encoder:EncoderCache.snapshot", "what_is_put_later_in_the_pass", outputs_not_copied),
+        ("caches.encoder:EncoderCache._batch_mask", "rows_see_their_own",
+         lambda f, self, ctx, now, n: f(self, ctx, replace(now, groups=now.groups[::-1]), n)),
+        ("storage.quantized:QuantizedBuffer.store", "quantized_tokens_stay_within_their_bound",
+         lambda f, self, ctx, cells, found: self.codes.store(ctx, cells, found[:1])),
+        ("caches.encoder:EncoderCache._store", "a_later_output_for_one", entry_written_in_place),
+        ("caches.causal:CausalCache.undo_forward", "a_start_of_all_can_be_taken_back", NOTHING),
+        ("caches.causal:CausalCache.pass_under_way", "the_pass_under_way_goes_on", NOTHING),
+        ("storage.state_table:StateTable._move", "states_and_views_of_them_go_on", NOTHING),
+        ("caches.wrapper:WrapperCache.prepare_remove", "a_context_shift_moves", prepared_for_the_first_cache),
+        ("caches.branches:_check_exact", "a_window_goes_back_by_its_memory", NOTHING),
+        ("caches.branches:keep", "the_kept_branch",
+         lambda f, cache, winner, seq, losers=(): f(cache, winner, seq)),
+        ("caches.branches:_reached", "a_wrapper_goes_where_all",
+         lambda f, part, seq, at, to, i: f(part, seq, at, to, i) if i else at),
+        ("caches.branches:fork", "what_means_nothing_is_refused", forked_one_by_one),
+        ("caches.branches:_return", "tokens_of_one_pass",
+         lambda f, part, to, i: (lambda: None) if i else f(part, to, i)),
+    ],
+    "tests/test_cache_numpy.py::TestStorageOnly": [
+        ("storage.state_table:arrange", "states_follow_their_tokens", lambda f, *a: replace(f(*a), loads=())),
+        ("storage.state_slots:StateBuffers.capture", "states_follow_their_tokens_in_random_traces",
+         like("storage.state_slots:StateBuffers.views")),
+        ("caches.wrapper:WrapperCache.can_resume", "a_wrapper_follows_all_its_models",
+         lambda f, self, *a: any(c.can_resume(*a) for c in self.caches)),
+        ("prefix.session:Session.computed", "tokens_that_were_not", like("prefix.session:Session.encoded")),
+        ("prefix.session:Session.__exit__", "a_pass_that_fails_in_its", lambda f, self, *error: self.close()),
+        ("offload.buffer_pool:Lender.take", "a_page_that_is_read_later[recurrent]", lent_twice),
+        ("snapshots.schedule:SnapshotSchedule.lowest_cut", "what_was_removed_behind_its_back", NOTHING),
+        ("prefix.matcher:PrefixMatcher.fill", "the_least_recently_used",
+         without("prefix.prefix_tree:PrefixTree", "touch")),
+        ("prefix.prefix_tree:_priority", "of_one_conversation_the", lambda f, n: (*f(n)[:2], -f(n)[2])),
+        ("prefix.prefix_tree:_priority", "what_is_pinned_goes_last", lambda f, node: (False, *f(node)[1:])),
+        ("prefix.evictor:Evictor.within_budgets", "what_a_refused_prompt",
+         lambda f, self: contextlib.nullcontext()),
+        ("prefix.evictor:Evictor._end_of", "the_end_of_an_edge_goes", lambda f, self, node, tokens: node),
+        ("prefix.evictor:_frees", "what_an_open_session_uses", like("prefix.evictor:_holds_cells")),
+        ("prefix.evictor:Evictor._next_freeing", "what_an_eviction_costs", all_looked_at),
+        ("prefix.evictor:_holds_cells", "what_was_copied_out_of_the_cache", always(True)),
+        ("prefix.prefix_tree:PrefixTree._send", "each_tier_gives_back_what_it[causal]", NOTHING),
+        ("prefix.prefix_tree:_chain", "a_conversation_is_not[wrapper]", lambda f, nodes: f(nodes)[-1:]),
+        ("stores.keys:Keys.__init__", "what_was_computed_otherwise",
+         lambda f, self, given, size: f(self, {**given, "salt": ""}, size)),
+        ("caches.causal:CausalCache.settings", "what_was_computed_otherwise",
+         always({"kind": "CausalCache"})),
+        ("offload.tiers:StoreTier.__init__", "what_waits_to_be", lambda f, self, of, n: f(self, of, 1 << 40)),
+        ("offload.tiers:StoreTier.longest", "a_store_that_fails_costs",
+         lambda f, self, *a: max(named("offload.tiers:_longest")(store, *a) for store in self.stores)),
+        ("caches.causal:CausalCache.snapshot", "sharing_moves_no_data[causal]",
+         after(lambda found: found.detach())),
+        ("prefix.open_sessions:OpenSessions._schedule", "what_diverges_shares_all_up_to", NOTHING),
+        ("prefix.open_sessions:OpenSessions._restore_nearest", "going_back_goes_to_the_nearest[sliding",
+         lambda f, self, seq, *a: self._cache.remove(seq, 0) or 0),
+        ("prefix.prefix_tree:TreeEntry.host", "what_waits_to_be_written_is_there[causal]",
+         prop(lambda self: self.page or (self.store_write and self.store_write.pages[0][1]))),
+        ("prefix.prefix_tree:TreeEntry.present", "what_is_under_way_is_there_already[wrapper]",
+         prop(lambda self: self.snapshot is not None or self.host is not None)),
+        ("prefix.prefix_tree:cut_page", "an_end_that_went_to_another_tier", lambda f, *args: f(*args)[::-1]),
+        ("snapshots.snapshot:AttentionSnapshot.drop", "clear_forgets_all[causal]",
+         lambda f, self: KEPT.append(self)),
+        ("snapshots.schedule:SnapshotSchedule.replace", "a_session_whose_sequence_was_replaced",
+         like("snapshots.schedule:SnapshotSchedule.drop")),
+        ("prefix.prefix_cache:check_unowned", "a_cache_takes_one_prefix_cache", NOTHING),
+        ("offload.worker:OffloadWorker.send", "cells_are_free_while[recurrent]",
+         without("snapshots.snapshot:RecurrentSnapshot", "detach")),
+        ("offload.worker:wait_for", "a_device_with_streams", NOTHING),
+        ("offload.worker:OffloadWorker.__init__", "what_is_under_way_is_bounded",
+         lambda f, self, of, n: f(self, of, 1 << 40)),
+        ("offload.worker:OffloadWorker.finished", "what_the_device_does_not_give",
+         lambda f, s: (t for t in f(s) if t.error is None)),
+        ("offload.worker:OffloadWorker.drain", "close_waits_for_what_is_under_way", NOTHING),
+    ],
+    "tests/test_direct_load.py": [
+        ("stores.reading:FileReader._check", "damage_costs_the_pages", NOTHING),
+        ("snapshots.reservation:CellReservation._clear", "damage_costs",
+         lambda f, self, start: setattr(self, "_places", {})),
+        ("storage.cell_table:CellTable.hold", "an_interrupted", like("storage.cell_table:CellTable.pin")),
+        ("offload.direct_load:_Approach.discard", "an_interrupted_restore",
+         lambda f, self: self.tracks.clear()),
+        ("offload.direct_load:_Approach._tracks_of", "a_stored_conversation", lambda f, self, i: f(self, 0)),
+        ("offload.direct_load:_run_together", "damage_costs_the_pages", failures_passed_over),
+    ],
+    "tests/test_layer_shapes.py": [
+        ("snapshots.layer_shapes:layers_of_page", "a_page_of_other_layers", always({})),
+    ],
+    "tests/test_stores_suite.py::TestMemoryStore": [
+        ("stores.memory:MemoryStore._touch", "reading_an_entry_makes_it_the_last_to_go", NOTHING),
+        ("stores.memory:_joined", "what_was_put_is_a_copy",
+         lambda f, views, size: np.frombuffer(views[0], np.uint8) if len(views) == 1 else f(views, size)),
+        ("stores.memory:MemoryStore.close", "every_call_after_close_says_so", NOTHING),
+        ("stores.memory:check_key", "what_is_no_key_is_refused", lambda f, key: key),
+        ("stores.memory:MemoryStore.stat", "stat_does_not",
+         lambda f, self, keys: [self.prefix(keys), f(self, keys)][1]),
+    ],
+    "tests/test_stores_suite.py::TestFileStore": [
+        ("stores.entries:_check_digest", "a_damaged_entry_is_reported", NOTHING),
+        ("stores.file:FileStore._drop", "a_damaged_entry_is_reported", NOTHING),
+        ("stores.folder:Folder.touch", "bytes_and_recency_are_known", NOTHING),
+        ("stores.index:Index.by_use", "the_first_byte_beyond_the_budget", reversed_result),
+        ("stores.catalog:Catalog._last_used", "reading_an_entry_makes_it", always(0)),
+        ("stores.file:FileStore._used", "of_a_chain_that_was", lambda f, self, keys: f(self, [*keys][::-1])),
+        ("stores.file:FileStore._commit", "of_many_threads_that_put_one_key", put_over),
+        ("stores.entries:Entries.read", "threads_that_put_read_and_delete", torn_taken_for_damage),
+    ],
+    "tests/test_stores_valkey_damage.py": [
+        ("stores.digests:Digests.start", "the_data_of_one_key_are_not", lambda f, self, *of: self._new()),
+    ],
+    "tests/test_stores_valkey_full.py": [
+        ("stores.valkey.entries:Entries.discard", "a_manifest_that_the_server_has_no_room_for", NOTHING),
+    ],
+    "tests/test_stores_valkey.py": [
+        ("stores.valkey.entries:_REMOVE", "nothing_is_removed_that",
+         Put("return redis.call('UNLINK', KEYS[1])")),
+        ("stores.valkey.store:_UNFINISHED", "chunks_that_nobody_published_expire", Put(1 << 40)),
+        ("stores.valkey.entries:SLACK", "a_hit_starts_the_time_anew", Put(0)),
+        ("stores.valkey.entries:Entries.name", "every_name_begins",
+         lambda f, self, key: f"kvcache:xxh3:m:{key}".encode()),
+    ],
+    "tests/test_stores_valkey_access.py": [
+        ("stores.valkey.link:Link._translated", "a_server_that_quotes",
+         lambda f, self, op, e: StoreUnavailable(f"{op}: {e}")),
+    ],
+}
+# fmt: on
+SLIPS = (AttributeError, TypeError, NameError)
+"""What a bug raises that does not fit the code; it is not noticed then."""
+RANDOM = 10
+"""How often a test may pass: some only fail as threads happen to meet."""
+
+
+class Planter:
+    """Runs, instead of all that pytest collected, each bug's own test until it fails for one parameter."""
+
+    def __init__(self, bugs: list[Bug]) -> None:
+        self.bugs = bugs
+        self.unnoticed = [f"{target}: {test}" for target, test, _ in bugs]
+        self.error: BaseException | None = None
+
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> None:
+        if call.excinfo is not None:
+            self.error = call.excinfo.value
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        for target, test, plant in self.bugs:
+            name, _, parameter = f"test_{test}".rstrip("]").partition("[")
+            items = [i for i in session.items if i.name.startswith(name) and parameter in i.name[len(name) :]]
+            with pytest.MonkeyPatch.context() as patch:
+                owner, _, attribute = target.rpartition("." if "." in target.partition(":")[2] else ":")
+                patch.setattr(named(owner), attribute, in_place_of(named(target), plant))
+                if any(self.fails(item) for item in items * RANDOM):
+                    self.unnoticed.remove(f"{target}: {test}")
+        return True
+
+    def fails(self, item: Any) -> bool:
+        self.error = None
+        item._initrequest()
+        runtestprotocol(item, log=False, nextitem=None)
+        return not isinstance(self.error, (type(None), pytest.skip.Exception, *SLIPS))
+
+
+def in_place_of(original: Any, plant: Plant) -> Any:
+    if isinstance(plant, Put):
+        return plant.value
+    return lambda *args, **options: plant(original, *args, **options)
+
+
+@pytest.mark.parametrize("file", BUGS)
+def test_each_planted_bug_is_noticed(file: str) -> None:
+    planter = Planter(BUGS[file])
+    pytest.main([file, "-q", "-p", "no:cacheprovider", "--tb=no"], plugins=[planter])
+    assert not planter.unnoticed, "\n".join(planter.unnoticed)
