@@ -35,6 +35,7 @@ __all__ = [
     "SupportsCells",
     "SupportsMark",
     "SupportsOffset",
+    "SupportsParts",
     "SupportsPrepare",
     "SupportsReservation",
     "SupportsSchedule",
@@ -324,6 +325,13 @@ class SupportsCells(Protocol):
 
     def mark_lost(self, seq: int) -> None:
         """Let a sequence say that it is lost wherever it is used, until it is removed."""
+
+
+@runtime_checkable
+class SupportsParts(Protocol):
+    """A cache that is put together from others, as WrapperCache is."""
+
+    caches: Sequence[Any]
 
 
 @runtime_checkable

@@ -29,8 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 
 import ml
-from kvcache.cache import SupportsReservation
-from kvcache.caches.wrapper import WrapperCache
+from kvcache.cache import SupportsParts, SupportsReservation
 from kvcache.offload.tiers import StoreTier
 from kvcache.snapshots.check_serialized import check_meta
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
@@ -369,7 +368,7 @@ class _Approach:
             return None
         if first["kind"] == "attention" and isinstance(cache, SupportsReservation):
             return self._attention(cache, first, spans, at)
-        caches = cache.caches if isinstance(cache, WrapperCache) else ()
+        caches = cache.caches if isinstance(cache, SupportsParts) else ()
         if first["kind"] != "wrapper" or {len(meta["parts"]) for meta in metas} != {len(caches)}:
             return None
         finish = []
