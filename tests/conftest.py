@@ -234,7 +234,7 @@ def interrupt_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return interrupt
 
 
-# Plugins of strangers: installed into a folder, and held to the shipped suites in a process of their own.
+# Plugins of third parties: installed into a folder, and held to the shipped suites in a process of their own.
 
 SAMPLE = """
 import os

@@ -1,4 +1,4 @@
-"""The shipped cache suite on our CuPy backend, used exactly as a stranger uses it; it needs a GPU."""
+"""The shipped cache suite on our CuPy backend, used exactly as a third party uses it; it needs a GPU."""
 
 import pytest
 

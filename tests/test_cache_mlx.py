@@ -1,4 +1,4 @@
-"""The shipped cache suite on our PyMlx backend, used exactly as a stranger uses it."""
+"""The shipped cache suite on our MLX backend, used exactly as a third party uses it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The shipped cache suite on our NumPy backend, used exactly as a stranger uses it."""
+"""The shipped cache suite on our NumPy backend, used exactly as a third party uses it."""
 
 import inspect
 from collections import Counter

@@ -105,7 +105,7 @@ def test_defrag_of_a_composed_cache_lets_every_sequence_lie_in_one_run(numpy: ml
 
 
 def _put(cache: Any, ctx: ml.Context, kind: str, positions: list[int], sequences: list[int]) -> list[int]:
-    """Store 100 * sequence + position for each token; the rows of ``get``, strangers between its own too."""
+    """Store 100 * sequence + position for each token; the rows of ``get``, those of others too."""
     cache.start_forward(ctx, Batch(positions, sequences))
     numbers = [100 * seq + position for position, seq in zip(positions, sequences, strict=True)]
     key = ctx.from_numpy(np.array(numbers, np.float32).reshape(-1, 1, 1))

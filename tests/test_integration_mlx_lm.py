@@ -224,7 +224,7 @@ def test_a_query_sees_itself_and_the_window_before_it(
         return
     for tokens in random.choice([1, 1, 2, 6], 14):
         tokens = int(tokens)
-        other.update_and_fetch(marked([-1]), marked([-1]))  # a stranger between the cells
+        other.update_and_fetch(marked([-1]), marked([-1]))  # another sequence between the cells
         mask = entry.make_mask(tokens, return_array=return_array, window_size=narrower)
         assert entry.offset == length
         keys, _ = entry.update_and_fetch(*[marked([*range(length, length + tokens)])] * 2)

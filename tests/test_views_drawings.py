@@ -1,4 +1,4 @@
-"""Drawings: text, colours, SVG and HTML say what the picture says, and what strangers wrote stays text."""
+"""Drawings: text, colours, SVG and HTML say what the picture says, and what others wrote stays text."""
 
 from __future__ import annotations
 

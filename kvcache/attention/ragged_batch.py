@@ -1,7 +1,7 @@
 """Sequences of different lengths read as one tensor, for runtimes whose attention has a batch axis.
 
-``get`` gives one history for the whole batch and a mask that hides strangers; such a runtime wants
-(sequences, history, heads, dim), every sequence in order of positions from column 0 on, and the
+``get`` gives one history for the whole batch and a mask that hides other sequences' cells; such a runtime
+wants (sequences, history, heads, dim), every sequence in order of positions from column 0 on, and the
 shorter ones followed by columns that nobody sees::
 
     sequence 0   0 1 2 3 4        columns 0 to 4

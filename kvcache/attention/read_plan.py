@@ -1,7 +1,7 @@
 """Which cells a pass reads, in which order, and the mask over them.
 
-Cells that lie close together are read as one view, strangers among them masked; cells that lie far
-apart are gathered, so that reading costs what is used and not what lies between.
+Cells that lie close together are read as one view, those of other sequences among them masked; cells that lie
+far apart are gathered, so that reading costs what is used and not what lies between.
 """
 
 from __future__ import annotations

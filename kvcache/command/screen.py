@@ -1,6 +1,6 @@
 """What the command shows while it generates: a live screen on a terminal, else plain text.
 
-Text goes to stdout, bars to stderr. ``quiet`` leaves the text alone.
+Text goes to stdout, bars to stderr. with ``quiet`` there is nothing but the text.
 """
 
 from __future__ import annotations

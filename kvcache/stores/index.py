@@ -148,7 +148,7 @@ class Index:
     def write(self, before: State, changes: int, gone: Mapping[str, bool], there: Sequence[Row]) -> State:
         """All of it, or nothing: these entries are gone and those are there, as of this count of changes.
 
-        ``gone`` says of each whether it was there, and so has to have a row: where a page of the index is
+        ``gone`` says of each whether it was there, and so must have a row: where a page of the index is
         damaged SQLite may only not find it.
         """
         with _translated(), self._transaction() as db:

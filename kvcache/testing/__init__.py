@@ -1,4 +1,4 @@
-"""The cache suite, as strangers run it on their own backend.
+"""The cache suite, as third parties run it on their own backend.
 
 From the shell, on any installed plugin::
 

@@ -58,7 +58,7 @@ class Canvas:
         self._elements.append(f"{box}><title>{html.escape(tip)}</title></rect>" if tip else f"{box}/>")
 
     def path(self, points: str, stroke: str = FREE) -> None:
-        """A line of SVG path data, which is ours and never a stranger's text."""
+        """A line of SVG path data, which is ours and never foreign text."""
         self._elements.append(f'<path d="{points}" fill="none" stroke="{stroke}"/>')
 
     def title(self, text: str, more: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Words and numbers as people read them, and text of strangers made safe to show."""
+"""Words and numbers as people read them, and foreign text made safe to show."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Trait(enum.Enum):
     Each was found, and is held, by ``python -m benchmarks.census transformers``.
     """
 
-    STRANGER = "takes no cache of keys and values"
+    NO_CACHE = "takes no cache of keys and values"
     BY_ONE = "goes on rightly from a state by one token at a time only"
     INSIDE = "keeps the states of its linear layers in its own modules"
     UNEVEN = "gives other results where a prompt comes in parts"
@@ -41,7 +41,7 @@ class Trait(enum.Enum):
 
 
 _TRAITS = {
-    Trait.STRANGER: "minimax openai-gpt reformer rwkv xlnet xlstm xlm",
+    Trait.NO_CACHE: "minimax openai-gpt reformer rwkv xlnet xlstm xlm",
     Trait.BY_ONE: "falcon_mamba jamba mamba prophetnet recurrent_gemma",
     Trait.INSIDE: "recurrent_gemma",
     Trait.UNEVEN: "cpmant doge moshi",
@@ -95,7 +95,7 @@ def layer_plan(config: Any) -> Plan:
     decoder = config.get_text_config(decoder=True)
     traits = frozenset(trait for trait, types in _TRAITS.items() if decoder.model_type in types.split())
     Plan((), model_type=decoder.model_type, traits=traits).refuse(
-        "HFCache", Trait.STRANGER, "use it without one"
+        "HFCache", Trait.NO_CACHE, "use it without one"
     )
     try:
         types, arguments = get_layer_types_and_kwargs(decoder)

@@ -78,7 +78,7 @@ class MovingTests(CacheCase):
         r.defrag()
         for seq in (0, 1):
             r.extend(seq)
-            assert r.cache.get(r.ctx)[2] is None  # in order, and no stranger among them
+            assert r.cache.get(r.ctx)[2] is None  # in order, and no other sequence among them
 
     @every_arrangement
     def test_what_follows_moves_down_with_its_keys_re_encoded(
