@@ -47,6 +47,12 @@ def brought() -> set[str]:
     return names
 
 
+def test_the_packages_are_typed() -> None:
+    for package in ("ml", "kvcache", "backends"):
+        (folder,) = importlib.import_module(package).__path__
+        assert (Path(folder) / "py.typed").exists()
+
+
 def test_import_ml_imports_no_framework(brought: set[str]) -> None:
     assert not brought & set(FRAMEWORKS)
     assert not brought & {"backends", "kvcache"}

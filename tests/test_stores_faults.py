@@ -283,6 +283,7 @@ def test_a_server_that_is_frozen_is_unavailable_after_the_time_limit(tmp_path: P
 # Several at once.
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX, where another test has imported it
 @pytest.mark.parametrize("kind", ["file", "valkey"])
 def test_a_forked_child_goes_on_with_its_parents_store(places: Places, kind: str) -> None:
     store = filled(places(kind), "a")
