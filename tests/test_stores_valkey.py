@@ -18,7 +18,7 @@ pytest.importorskip("valkey", reason="the package valkey is not installed: pip i
 
 from valkey import Valkey
 
-from benchmarks import remote
+from benchmarks import stores as benchmark
 from kvcache.stores import (
     SnapshotCorrupt,
     StoreFull,
@@ -493,7 +493,7 @@ def test_every_option_and_the_format_are_in_the_page() -> None:
 
 
 def test_the_benchmark_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    remote.main(["--mib", "2", "--rounds", "1"])
+    benchmark.main(["valkey", "--mib", "2", "--rounds", "1"])
     printed = capsys.readouterr().out
     for row in ("plain TCP socket", "ValkeyStore.put, a server at its maxmemory", "ValkeyStore.get_into"):
         assert f"| {row} |" in printed
