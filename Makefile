@@ -19,13 +19,13 @@ test: $(VENV)/.installed-test
 
 # The loop of somebody who edits: lint, types, and tests on NumPy. Left out are other frameworks, whole suites, servers and
 # stores of others, processes and ranks, and what pages show.
-LEFT_OUT = architecture backend_* cache_* census_* chat* cli* conformance* direct_load* discovery docs_* engine_ranks example* \
-  fixed_shapes integration_* kvcache_package ml_package *mutations named_backend other_projects peers_* plugins prefix_stateful \
+LEFT_OUT = architecture backend_* cache_* census chat* cli* conformance* discovery docs_* engine_ranks example* \
+  fixed_shapes integration_* kvcache_package ml_package named_backend other_projects peers_* planted_bugs plugins \
   pressure quantized_gguf rank_* ring_* runner_* same_answers saved_conversations scale \
   speculative stores_crash stores_guide stores_index stores_mooncake stores_plugins stores_suite stores_valkey* tensor_parallel* \
   threads_* train_tiny tutorial two_hosts versions views_disk
 check: lint types
-	$(BIN)/python -m pytest -q -n auto --dist worksteal --ignore=tests/mutants $(LEFT_OUT:%='--ignore-glob=tests/test_%.py') \
+	$(BIN)/python -m pytest -q -n auto --dist worksteal $(LEFT_OUT:%='--ignore-glob=tests/test_%.py') \
 	  -k "not torch and not mlx and not jax and not cupy"
 	$(BIN)/python -m pytest -q --pyargs ml.testing kvcache.testing --ml-backend=numpy --ml-quick
 
@@ -75,8 +75,7 @@ ENDS = $(addprefix tests/test_, conformance_numpy.py conformance_mlx.py backend_
 newest: PYTHON = $(NEWEST)
 oldest: CONSTRAINTS = -c tests/oldest.txt
 newest: CONSTRAINTS = --upgrade --only-binary numpy,ml-dtypes,mlx
-newest: ENDS += $(wildcard tests/test_prefix_*.py) $(addprefix tests/test_, direct_load.py eviction.py layer_shapes.py buffer_pool.py \
-  page_check.py serialize.py pressure.py)
+newest: ENDS += tests/prefix $(addprefix tests/test_, layer_shapes.py buffer_pool.py check_serialized.py serialize.py pressure.py)
 oldest newest:
 	rm -rf .$@
 	$(PYTHON) -m venv .$@

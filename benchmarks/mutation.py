@@ -26,23 +26,17 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / ".mutation"
 RESULT = ROOT / "docs" / "mutation.json"
 NOTICED = ("killed", "timeout", "segfault")
-TRACES = "tests/test_cache_numpy.py::TestStorageOnly::test_random_traces_agree_with_the_model"
-CONVERSATIONS = "tests/test_prefix_stateful.py::test_sessions_see_what_computing_from_nothing_would_store[0]"
-PREFIX_TESTS = (
-    "prompt budget evict edge under_way written page host_memory store refreshes deepest pinned nearest clear"
+STORING = "tests/test_cache_numpy.py::TestStorageOnly"
+TRACES = f"{STORING}::test_random_traces_agree_with_the_model"
+CONVERSATIONS = (
+    "tests/prefix/test_conversations.py::test_sessions_see_what_computing_from_nothing_would_store"
 )
-STORE_TESTS = ("index", "files", "files_access", "files_damage", "readers")
-OTHER_TESTS = "recurrent sliding chunk encoder trace fail state snapshot quantized mask costs"
 
 
 @dataclass(frozen=True)
 class Area:
     files: tuple[str, ...]
     tests: tuple[str, ...]
-
-
-def either(words: str) -> str:
-    return " or ".join(words.split())
 
 
 AREAS = {
@@ -53,24 +47,26 @@ AREAS = {
     "read plan": Area(
         ("kvcache/attention/*.py",),
         (
-            *("tests/test_dense_batch.py", "tests/test_ragged_batch.py", "tests/test_fixed_shapes.py"),
-            TRACES,
+            *(f"tests/test_{name}.py" for name in ("dense_batch", "ragged_batch", "fixed_shapes")),
+            *(TRACES, f"{STORING}::test_a_query_sees_exactly", "tests/caches/test_order.py"),
+            *("-k", "not torch and not mlx and not cupy and not jax"),
         ),
     ),
     "snapshots": Area(
         ("kvcache/snapshots/*.py",),
         (
-            "tests/test_snapshot_cut.py",
-            "tests/test_serialize.py",
-            "tests/test_layer_shapes.py",
-            CONVERSATIONS,
+            *(f"tests/test_{name}.py" for name in ("snapshot_cut", "serialize", "layer_shapes")),
+            *(f"tests/caches/test_{name}.py" for name in ("snapshots", "states", "wrapper_snapshots")),
+            *("tests/prefix/test_direct_load.py", TRACES),
+            *("-k", "not torch and not mlx and not cupy and not CuPy"),
         ),
     ),
     "prefix tree": Area(
         tuple(f"kvcache/prefix/{name}.py" for name in ("radix_tree", "prefix_tree", "matcher")),
         (
-            *("tests/test_radix_tree.py", CONVERSATIONS, "tests/test_cache_numpy.py::TestStorageOnly"),
-            *("-k", f"radix or sessions_see or ({either(PREFIX_TESTS)}) and not ({either(OTHER_TESTS)})"),
+            *(f"tests/prefix/test_{name}.py" for name in ("radix_tree", "eviction", "finding", "offload")),
+            *(f"tests/prefix/test_{name}.py" for name in ("sessions", "tiers")),
+            *(f"{CONVERSATIONS}[{cache}]" for cache in ("causal", "recurrent")),
         ),
     ),
     "FileStore": Area(
@@ -79,8 +75,9 @@ AREAS = {
             for name in ("file", "folder", "index", "in_flight", "entries", "catalog")
         ),
         (
-            *(f"tests/test_stores_{name}.py" for name in STORE_TESTS),
-            *("tests/test_stores_suite.py::TestFileStore", "-k", "not no_key"),  # mutmut cannot name its ids
+            *(f"tests/test_stores_{name}.py" for name in ("index", "files", "files_failing", "faults")),
+            "tests/test_stores_suite.py::TestFileStore",
+            *("-k", "not no_key and not valkey and not mooncake"),  # mutmut cannot name the ids of no_key
         ),
     ),
 }
@@ -178,6 +175,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (one per core)")
     parser.add_argument("--again", action="store_true", help="test those that survived once more")
     arguments = parser.parse_args()
+    os.environ["ML_UNSHRUNK"] = "1"  # that a test fails is enough
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
     for name in arguments.areas or AREAS:

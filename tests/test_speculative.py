@@ -364,7 +364,7 @@ def test_a_pass_that_fails_leaves_the_cache_empty(
 ) -> None:
     prompts = [[1, 9, 8]]
     expected = plain(tiny, prompts, GenerationOptions(COUNT))
-    draft = Oracle(prompts, expected, tiny.config.vocab_size).right
+    draft = Oracle(prompts, expected, tiny.config.vocab_size).wrong  # as many branches as there may be
     options = SpeculativeOptions(max_sequences=1, capacity=64, width=width)
     with SpeculativeGenerator(tiny, None, draft, options=options) as generator:
         forward, calls = tiny.forward, []

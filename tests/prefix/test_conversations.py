@@ -452,12 +452,10 @@ def check_full(error: CacheFullError) -> None:
         raise AssertionError(f"{error.asked} cells are refused, and {error.free} are free") from error
 
 
-def run_machine(
-    backend: ml.Backend, examples: int, dtypes: tuple[DType, ...] = DTYPES, explain: bool = True, **fixed: Any
-) -> None:
-    """So many programs on a backend; what fails is raised, made short (``explain``)."""
+def run_machine(backend: ml.Backend, examples: int, dtypes: tuple[DType, ...] = DTYPES, **fixed: Any) -> None:
+    """So many programs on a backend; what fails is raised, made short unless ML_UNSHRUNK is set."""
     named = {"backend": backend, "setups": setups(dtypes, **fixed)}
-    phases = [Phase.generate, Phase.shrink] if explain else [Phase.generate]
+    phases = [Phase.generate] if "ML_UNSHRUNK" in os.environ else [Phase.generate, Phase.shrink]
     run_state_machine_as_test(
         type("ConversationsOn", (Conversations,), named),
         settings=settings(

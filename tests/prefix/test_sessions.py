@@ -193,5 +193,10 @@ def test_clear_forgets_all_but_open_sessions_and_stores(talk: Talk) -> None:
     r.prefix.clear()
     assert not any(r.prefix.nbytes.values())
     chat.say([1])
-    assert r.chat([*LONG, 1, 2]).cached == 21
+    other = r.chat([*LONG, 1, 2])
+    assert other.cached == 21
     assert r.keep([1, 2, 3, 4, 5]) == r.prefix.stats.store == 4
+    chat.close()
+    other.close()
+    r.prefix.clear()
+    r.check_empty()
