@@ -18,8 +18,7 @@ from _pytest.runner import runtestprotocol
 
 from kvcache.cache import SupportsPrepare
 from kvcache.caches.causal import CausalCache
-from kvcache.stores import SnapshotCorrupt, StoreUnavailable
-from kvcache.stores.entries import BrokenEntryError
+from kvcache.stores import StoreUnavailable
 
 Plant = Callable[..., Any]
 Bug = tuple[str, str, Plant]
@@ -196,18 +195,6 @@ def all_looked_at(f: Any, self: Any) -> Any:
     return min(freeing, key=named("prefix.prefix_tree:_priority"), default=None)
 
 
-def torn_taken_for_damage(f: Any, self: Any, key: str, view: memoryview) -> bool:
-    try:
-        return bool(f(self, key, view))
-    except BrokenEntryError as error:
-        raise SnapshotCorrupt(f"{key}: {error}") from error
-
-
-def put_over(f: Any, self: Any, key: str, *rest: Any) -> Any:
-    self.delete(key)
-    return f(self, key, *rest)
-
-
 def marked_as_checkpoint(f: Any, self: Any, seq: int, *op: str) -> Any:
     taken = f(self, seq, *op)
     if taken.offset:
@@ -314,6 +301,11 @@ def one_more(f: Any, *args: Any) -> Any:
 
 def one_later(f: Any, *args: Any) -> Any:
     return [(seq, limit + 1) for seq, limit in f(*args)]
+
+
+def put_over(f: Any, self: Any, key: str, *rest: Any) -> Any:
+    self.delete(key)
+    return f(self, key, *rest)
 
 
 # fmt: off
@@ -547,8 +539,6 @@ BUGS: dict[str, list[Bug]] = {
         ("stores.index:Index.by_use", "eviction[the first byte", reversed_result),
         ("stores.catalog:Catalog._last_used", "eviction[reading", always(0)),
         ("stores.file:FileStore._used", "eviction[of a chain", lambda f, self, keys: f(self, [*keys][::-1])),
-        ("stores.file:FileStore._commit", "of_many_threads_that_put_one_key", put_over),
-        ("stores.entries:Entries.read", "threads_that_put_read_and_delete", torn_taken_for_damage),
     ],
     "tests/test_stores_faults.py": [
         ("stores.digests:Digests.start", "the_data_of_one_key_are_not[valkey-xxh3",
