@@ -31,6 +31,11 @@ TRACES = f"{STORING}::test_random_traces_agree_with_the_model"
 CONVERSATIONS = (
     "tests/prefix/test_conversations.py::test_sessions_see_what_computing_from_nothing_would_store"
 )
+MASKS = (
+    "a_query_sees_exactly",
+    "an_elided_mask_is_causal_bottom_right_for_a_prompt_and_none_where_all_see_all",
+    "a_mask_that_says_more_is_not_elided",
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,8 @@ AREAS = {
         ("kvcache/attention/*.py",),
         (
             *(f"tests/test_{name}.py" for name in ("dense_batch", "ragged_batch", "fixed_shapes")),
-            *(TRACES, f"{STORING}::test_a_query_sees_exactly", "tests/caches/test_order.py"),
+            *("tests/test_large_masks.py", "tests/caches/test_order.py", TRACES),
+            *(f"{STORING}::test_{name}" for name in MASKS),
             *("-k", "not torch and not mlx and not cupy and not jax"),
         ),
     ),
