@@ -27,6 +27,8 @@ from ml.capabilities import (
     SupportsDistributed,
     SupportsHostWrite,
     SupportsKVStore,
+    SupportsPartialAttention,
+    SupportsRaggedAttention,
     SupportsRope,
     SupportsZeroCopyRead,
 )
@@ -49,6 +51,7 @@ from ml.errors import (
 from ml.hookspecs import hookimpl
 from ml.plugins import available_backends, open_backend
 from ml.protocols import Backend, Context, Indices, Tensor
+from ml.ragged import RaggedPlan
 
 __all__ = [
     "CAUSAL",
@@ -79,6 +82,7 @@ __all__ = [
     "MLError",
     "NotSupportedError",
     "PluginError",
+    "RaggedPlan",
     "ReadOnlyError",
     "ShapeError",
     "SupportsAttention",
@@ -86,6 +90,8 @@ __all__ = [
     "SupportsDistributed",
     "SupportsHostWrite",
     "SupportsKVStore",
+    "SupportsPartialAttention",
+    "SupportsRaggedAttention",
     "SupportsRope",
     "SupportsZeroCopyRead",
     "Tensor",

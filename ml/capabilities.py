@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from ml.nn.rope_spec import RopeSpec
     from ml.protocols import Backend, Context, Tensor
+    from ml.ragged import RaggedPlan
 
 __all__ = [
     "CAUSAL",
@@ -44,6 +45,8 @@ __all__ = [
     "SupportsDistributed",
     "SupportsHostWrite",
     "SupportsKVStore",
+    "SupportsPartialAttention",
+    "SupportsRaggedAttention",
     "SupportsRope",
     "SupportsZeroCopyRead",
 ]
@@ -190,6 +193,56 @@ class SupportsAttention(Protocol):
         history), additive, of any float dtype (cast here, rows beyond tokens trimmed), CAUSAL or
         None; sinks (heads,): a logit per head that takes part in the softmax and is dropped.
         Returns (tokens, heads, v_dim).
+        """
+
+
+@runtime_checkable
+class SupportsPartialAttention(Protocol):
+    """A backend with a fused attention over part of the history, to be merged with that over other parts."""
+
+    def partial_attention(
+        self,
+        ctx: Context,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | CausalMask | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of several batches at once, and what its weights were divided by.
+
+        query (batch, tokens, heads, head_dim), key (batch, history, kv_heads, head_dim), value (batch,
+        history, kv_heads, v_dim), all of one float dtype and strided as they may be; mask (batch or 1, rows
+        >= tokens, history), additive, of any float dtype, CAUSAL (bottom-right aligned) or None.
+
+        Returns the attention (batch, tokens, heads, v_dim) in that dtype, and F32 (batch, tokens, heads):
+        the natural logarithm of the sum of exp(score) over the keys (log-sum-exp). Of a query that sees no
+        key both are unspecified.
+        """
+
+
+@runtime_checkable
+class SupportsRaggedAttention(Protocol):
+    """A backend with one kernel for a whole batch of sequences of different lengths."""
+
+    def ragged_attention(
+        self,
+        ctx: Context,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        plan: RaggedPlan,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor | None:
+        """Attention of each query over the rows of the buffers that ``plan`` gives it.
+
+        query (tokens, heads, head_dim); key (cells, kv_heads, head_dim) and value (cells, kv_heads, v_dim)
+        are whole buffers, strided as they may be; query, key and value are of one float dtype; sinks
+        (heads,) as in ``SupportsAttention``. Rows that the plan does not name are not read: NaN there
+        reaches no result. Returns (tokens, heads, v_dim).
+
+        None where the kernel does not do this case: the caller then goes by partial attention.
         """
 
 

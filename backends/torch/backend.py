@@ -14,6 +14,7 @@ from backends.torch.attention import CausalMasks, attend
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, translated
 from backends.torch.devices import device_memory, find_places, release
 from backends.torch.distributed import join
+from backends.torch.partial import attend_partially
 from backends.torch.store import TorchKVStore
 from backends.torch.tensor import TorchStorage, TorchTensor, as_element
 from ml.base import BaseGroup, BaseTensor
@@ -112,6 +113,22 @@ class TorchBackend(PlacedBackend):
             return attend(ctx, self.causal_masks, query, key, value, mask, scale, sinks)
         except (RuntimeError, IndexError, MemoryError) as error:
             raise translated("attention", error, ctx.device) from error
+
+    def partial_attention(
+        self,
+        ctx: TorchContext,
+        query: TorchTensor,
+        key: TorchTensor,
+        value: TorchTensor,
+        mask: TorchTensor | CausalMask | None,
+        scale: float,
+    ) -> tuple[TorchTensor, TorchTensor]:
+        """See :class:`ml.SupportsPartialAttention`."""
+        ctx.check("partial_attention")
+        try:
+            return attend_partially(ctx, self.causal_masks, query, key, value, mask, scale)
+        except (RuntimeError, IndexError, MemoryError) as error:
+            raise translated("partial_attention", error, ctx.device) from error
 
 
 class TorchContext(PlacedContext):

@@ -11,6 +11,7 @@
 from ml.nn.attention import attention, generic_attention
 from ml.nn.linear import embedding, linear, swiglu
 from ml.nn.norms import layer_norm, rms_norm
+from ml.nn.partial import generic_partial_attention, merge_attention, partial_attention
 from ml.nn.rope import Positions, RopeSpec, Rotation, apply_rope, rope, rope_shift, rope_tables
 from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
@@ -26,8 +27,11 @@ __all__ = [
     "attention",
     "embedding",
     "generic_attention",
+    "generic_partial_attention",
     "layer_norm",
     "linear",
+    "merge_attention",
+    "partial_attention",
     "rms_norm",
     "rope",
     "rope_shift",

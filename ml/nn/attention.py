@@ -11,7 +11,7 @@ from ml.dtypes import DType
 from ml.errors import DTypeError, ShapeError
 from ml.protocols import Backend, Context, Tensor
 
-__all__ = ["attention", "generic_attention"]
+__all__ = ["attention", "causal_scores", "generic_attention", "widened"]
 
 SCORES_LIMIT = 1 << 24
 """Scores that the generic body holds at once (64 MiB of F32): longer prompts go in blocks of queries."""
@@ -116,7 +116,7 @@ def _attend(
     else:
         stacked = query.reshape(ctx, tokens, kv_heads, group, head_dim).permute(ctx, 1, 0, 2, 3)
         stacked = stacked.contiguous(ctx).reshape(ctx, kv_heads, tokens * group, head_dim)
-    scores = _wide(ctx, stacked.matmul(ctx, key.permute(ctx, 1, 2, 0)))
+    scores = widened(ctx, stacked.matmul(ctx, key.permute(ctx, 1, 2, 0)))
     weights = _weights(ctx, scores, tokens, group, mask, sinks)
     if weights.dtype is not value.dtype:
         weights = weights.cast(ctx, value.dtype)
@@ -137,7 +137,7 @@ def _weights(
 ) -> Tensor:
     """Softmax over the last axis of scores F32 (kv_heads, tokens * group, history)."""
     if mask is not None and mask is not CAUSAL:
-        mask = _wide(ctx, mask if mask.shape[0] == tokens else mask.slice(ctx, 0, 0, tokens))
+        mask = widened(ctx, mask if mask.shape[0] == tokens else mask.slice(ctx, 0, 0, tokens))
         if tokens == 1 or group == 1:  # the mask's rows are the scores' rows
             scores, mask = scores.add(ctx, mask), None
     if mask is None and sinks is None:
@@ -145,16 +145,16 @@ def _weights(
     shape = scores.shape
     scores = scores.reshape(ctx, shape[0], tokens, group, shape[2])
     if mask is CAUSAL:
-        scores = _causal(ctx, scores)
+        scores = causal_scores(ctx, scores)
     elif mask is not None:
         scores = scores.add(ctx, mask.reshape(ctx, tokens, 1, shape[2]))
     weights = scores.softmax(ctx) if sinks is None else _softmax_with_sinks(ctx, scores, sinks)
     return weights.reshape(ctx, *shape)
 
 
-def _causal(ctx: Context, scores: Tensor) -> Tensor:
-    """Scores (kv_heads, tokens, group, history) with -inf where a key comes after the query."""
-    _, tokens, _, history = scores.shape
+def causal_scores(ctx: Context, scores: Tensor) -> Tensor:
+    """Scores (..., kv_heads, tokens, group, history) with -inf where a key comes after the query."""
+    tokens, _, history = scores.shape[-3:]
     last = ctx.arange(history - tokens, history, 1, DType.I32).reshape(ctx, tokens, 1, 1)
     seen = ctx.arange(0, history, 1, DType.I32).compare(ctx, "<=", last)
     return seen.where(ctx, scores, ctx.full((1,), -math.inf, DType.F32))
@@ -163,11 +163,12 @@ def _causal(ctx: Context, scores: Tensor) -> Tensor:
 def _softmax_with_sinks(ctx: Context, scores: Tensor, sinks: Tensor) -> Tensor:
     """Of scores (kv_heads, tokens, group, history); the sinks' share is left out, so rows sum to < 1."""
     kv_heads, tokens, group, history = scores.shape
-    logits = _wide(ctx, sinks.contiguous(ctx)).view(ctx, 0, (kv_heads, tokens, group, 1), (group, 0, 1, 1))
+    logits = widened(ctx, sinks.contiguous(ctx)).view(ctx, 0, (kv_heads, tokens, group, 1), (group, 0, 1, 1))
     return scores.concat(ctx, logits, 3).softmax(ctx).slice(ctx, 3, 0, history)
 
 
-def _wide(ctx: Context, x: Tensor) -> Tensor:
+def widened(ctx: Context, x: Tensor) -> Tensor:
+    """``x`` in F32."""
     return x if x.dtype is DType.F32 else x.cast(ctx, DType.F32)
 
 

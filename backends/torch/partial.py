@@ -1,0 +1,121 @@
+"""Attention over part of a history, with its log-sum-exp, through the kernels under SDPA that return it.
+
+The queries that share a KV head are stacked as rows of one product, and several batches are one call.
+Neither keys nor values are copied where their last axis is contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from backends.torch.attention import CausalMasks
+from backends.torch.tensor import Placement, TorchTensor
+from ml.capabilities import CausalMask
+from ml.dtypes import DType
+from ml.errors import DTypeError, ShapeError
+
+__all__ = ["attend_partially"]
+
+ALIGNED = 16
+"""The efficient kernel of CUDA reads a mask whose rows begin at multiples of so many elements."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def attend_partially(
+    ctx: Placement,
+    masks: CausalMasks,
+    query: TorchTensor,
+    key: TorchTensor,
+    value: TorchTensor,
+    mask: TorchTensor | CausalMask | None,
+    scale: float,
+) -> tuple[TorchTensor, TorchTensor]:
+    """See :class:`ml.SupportsPartialAttention`."""
+    for tensor in (key, value, mask):
+        if tensor is not None and not isinstance(tensor, CausalMask):
+            query.check_peer("partial_attention", tensor)
+    q, k, v = query.native_on(ctx), key.native_on(ctx), value.native_on(ctx)
+    batch, tokens, heads, head_dim = q.shape
+    history, kv_heads, v_dim = v.shape[1:]
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise DTypeError(f"partial_attention: {q.dtype}, {k.dtype}, {v.dtype}; they are of one float dtype")
+    bias = _bias(ctx, masks, q, history, mask)
+    group = heads // kv_heads
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    rows = q.reshape(batch, tokens, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    rows = rows.reshape(batch, kv_heads, group * tokens, head_dim)
+    if bias is not None:  # a row of the mask for each query head of a group
+        shape = bias.shape[0], 1, group, tokens, history
+        bias = bias.view(-1, 1, 1, tokens, history).expand(shape).reshape(-1, 1, group * tokens, history)
+    out, lse = _kernel(rows, k, v, bias, scale, v_dim == head_dim)
+    out = out.reshape(batch, kv_heads, group, tokens, v_dim).permute(0, 3, 1, 2, 4)
+    lse = lse.reshape(batch, kv_heads, group, tokens).permute(0, 3, 1, 2)
+    return (
+        TorchTensor.own(ctx, out.reshape(batch, tokens, heads, v_dim), query.dtype),
+        TorchTensor.own(ctx, lse.reshape(batch, tokens, heads), DType.F32),
+    )
+
+
+def _bias(
+    ctx: Placement, masks: CausalMasks, q: torch.Tensor, history: int, mask: TorchTensor | CausalMask | None
+) -> torch.Tensor | None:
+    """The mask as (batch or 1, tokens, history) of the query's dtype."""
+    if mask is None:
+        return None
+    batch, tokens = q.shape[:2]
+    if isinstance(mask, CausalMask):
+        if tokens > history:
+            raise ShapeError(
+                f"partial_attention: CAUSAL with {tokens} queries and {history} keys; some see none"
+            )
+        return masks.of(q[0], history).unsqueeze(0)
+    native = mask.native_on(ctx)
+    if native.dim() != 3 or native.shape[0] not in (1, batch) or native.shape[2] != history:
+        raise ShapeError(
+            f"partial_attention: mask {mask.shape}; it has to be ({batch} or 1, rows >= {tokens}, {history})"
+        )
+    return native[:, :tokens].to(q.dtype)
+
+
+def _kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float, square: bool
+) -> Pair:
+    """q (batch, heads, rows, D), k and v (batch, heads, history, ...) -> attention, log-sum-exp."""
+    if square and (q.is_cpu or q.is_cuda):
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        return _on_cpu(q, k, v, bias, scale) if q.is_cpu else _on_cuda(q, k, v, bias, scale)
+    scores = torch.matmul(q.float() * scale, k.float().transpose(-1, -2))
+    if bias is not None:
+        scores += bias
+    lse = scores.logsumexp(-1)
+    return torch.matmul((scores - lse.unsqueeze(-1)).exp_(), v.float()).to(q.dtype), lse
+
+
+def _on_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> Pair:
+    single = q.shape[2] == 1 and q.dtype is not torch.float32
+    if single:  # two equal rows take half the time of one: the narrow dtypes have no product for one
+        q = q.expand(-1, -1, 2, -1)
+    flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
+    return (out[:, :, :1], lse[:, :, :1]) if single else (out, lse)
+
+
+def _on_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> Pair:
+    """FlashAttention where it can, which takes no mask and no F32; else the memory-efficient kernel."""
+    rows, history = q.shape[2], k.shape[2]
+    aten: Any = torch.ops.aten
+    if bias is None and q.dtype is not torch.float32 and q.shape[3] <= 256 and not q.shape[3] % 8:
+        flash = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
+        return flash[0], flash[1]
+    if bias is not None:
+        padded = q.new_empty((*q.shape[:2], rows, -(-history // ALIGNED) * ALIGNED))
+        bias = padded[..., :history].copy_(bias)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
+    return out, lse[:, :, :rows]

@@ -1,0 +1,145 @@
+"""Attention over parts of a history, and the merging of such parts into attention over the whole.
+
+Softmax can be taken part by part where each part tells the logarithm of what it divided by (Dao et al.,
+FlashAttention, 2022): parts are then averaged with the weights that these give. So a prefix that many
+sequences share is attended to once for all of them (Juravsky et al., Hydragen, 2024), and a history may lie
+in several places.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TypeGuard
+
+from ml.capabilities import CAUSAL, CausalMask, SupportsPartialAttention
+from ml.dtypes import DType
+from ml.errors import ShapeError
+from ml.nn.attention import causal_scores, widened
+from ml.protocols import Backend, Context, Tensor
+
+__all__ = ["Part", "generic_partial_attention", "merge_attention", "partial_attention"]
+
+Part = tuple[Tensor, Tensor]
+"""Attention over part of a history (..., tokens, heads, v_dim), its log-sum-exp F32 (..., tokens, heads)."""
+
+
+def partial_attention(
+    ctx: Context,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | CausalMask | None,
+    scale: float,
+) -> Part:
+    """What :class:`ml.SupportsPartialAttention` says, by the backend's kernel where it has one.
+
+    A query of another float dtype than the keys' is converted to theirs; the result has their dtype.
+    """
+    _check(query, key, value)
+    if query.dtype is not key.dtype:
+        query = query.cast(ctx, key.dtype)
+    if mask is CAUSAL and query.shape[1] == 1:
+        mask = None
+    backend: Backend | None = getattr(ctx, "backend", None)
+    body = backend.partial_attention if _has_kernel(backend) else generic_partial_attention
+    return body(ctx, query, key, value, mask, scale)
+
+
+def _has_kernel(backend: Backend | None) -> TypeGuard[SupportsPartialAttention]:
+    """isinstance, remembered per class."""
+    kind: type = type(backend)
+    return _offers(kind)
+
+
+@functools.lru_cache(maxsize=64)
+def _offers(kind: type) -> bool:
+    return issubclass(kind, SupportsPartialAttention)
+
+
+def generic_partial_attention(
+    ctx: Context,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | CausalMask | None,
+    scale: float,
+) -> Part:
+    """:func:`partial_attention` on the required core only. Holds all scores at once."""
+    batch, tokens, heads, head_dim = query.shape
+    history, kv_heads, v_dim = value.shape[1:]
+    group = heads // kv_heads
+    stacked = query.scale(ctx, scale).contiguous(ctx).reshape(ctx, batch, tokens, kv_heads, group, head_dim)
+    stacked = stacked.permute(ctx, 0, 2, 1, 3, 4).contiguous(ctx)
+    stacked = stacked.reshape(ctx, batch, kv_heads, tokens * group, head_dim)
+    scores = widened(ctx, stacked.matmul(ctx, key.permute(ctx, 0, 2, 3, 1)))
+    if mask is not None:
+        apart = scores.reshape(ctx, batch, kv_heads, tokens, group, history)
+        if isinstance(mask, CausalMask):
+            apart = causal_scores(ctx, apart)
+        else:
+            shown = widened(ctx, mask if mask.shape[1] == tokens else mask.slice(ctx, 1, 0, tokens))
+            apart = apart.add(ctx, shown.contiguous(ctx).reshape(ctx, shown.shape[0], 1, tokens, 1, history))
+        scores = apart.reshape(ctx, batch, kv_heads, tokens * group, history)
+    top = scores.max(ctx, -1, keepdims=True)
+    weights = scores.sub(ctx, top).exp(ctx)
+    total = weights.sum(ctx, -1, keepdims=True)
+    if value.dtype is not DType.F32:
+        weights = weights.div(ctx, total).cast(ctx, value.dtype)
+    out = weights.matmul(ctx, value.permute(ctx, 0, 2, 1, 3))
+    if value.dtype is DType.F32:
+        out = out.div(ctx, total)
+    lse = total.log(ctx).add(ctx, top)
+    parts = [
+        x.reshape(ctx, batch, kv_heads, tokens, group, size).permute(ctx, 0, 2, 1, 3, 4).contiguous(ctx)
+        for x, size in ((out, v_dim), (lse, 1))
+    ]
+    return parts[0].reshape(ctx, batch, tokens, heads, v_dim), parts[1].reshape(ctx, batch, tokens, heads)
+
+
+def merge_attention(ctx: Context, parts: Sequence[Part], sinks: Tensor | None = None) -> Tensor:
+    """Attention over all of what ``parts`` attended to; (tokens, heads, v_dim) in the parts' dtype.
+
+    Each part is (tokens, heads, v_dim) and (tokens, heads). A log-sum-exp of -inf says that the query sees
+    nothing of that part, whose attention then has to be finite. ``sinks`` (heads,) as in ``attention``.
+    """
+    if not parts:
+        raise ShapeError("merge_attention: no parts; it merges at least one")
+    (first, lse), *rest = parts
+    tokens, heads, _ = first.shape
+    logits = lse.reshape(ctx, tokens, heads, 1)
+    for _, other in rest:
+        logits = logits.concat(ctx, other.reshape(ctx, tokens, heads, 1), 2)
+    if sinks is not None:
+        shown = widened(ctx, sinks).contiguous(ctx).view(ctx, 0, (tokens, heads, 1), (0, 1, 0))
+        logits = logits.concat(ctx, shown, 2)
+    elif not rest:
+        return first
+    weights = logits.softmax(ctx)
+    merged = _weighed(ctx, first, weights, 0)
+    for number, (out, _) in enumerate(rest, 1):
+        merged = merged.add(ctx, _weighed(ctx, out, weights, number))
+    return merged if merged.dtype is first.dtype else merged.cast(ctx, first.dtype)
+
+
+def _weighed(ctx: Context, out: Tensor, weights: Tensor, number: int) -> Tensor:
+    return widened(ctx, out).mul(ctx, weights.slice(ctx, 2, number, number + 1))
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+    shapes = query.shape, key.shape, value.shape
+    if any(len(shape) != 4 for shape in shapes):
+        raise ShapeError(
+            f"partial_attention: query, key, value {shapes}; each is (batch, tokens, heads, size)"
+        )
+    (batch, _, heads, head_dim), (_, history, kv_heads, _), _ = shapes
+    wanted = (batch, history, kv_heads)
+    if shapes[1] != (*wanted, head_dim) or shapes[2][:3] != wanted or not history:
+        raise ShapeError(
+            f"partial_attention: query {shapes[0]}, key {shapes[1]}, value {shapes[2]}; key has to be "
+            f"({batch}, history >= 1, kv_heads, {head_dim}) and value ({batch}, history, kv_heads, v_dim)"
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ShapeError(
+            f"partial_attention: {heads} heads over {kv_heads} KV heads; it has to be a multiple"
+        )
