@@ -8,7 +8,7 @@ import numpy as np
 
 from ml.ragged import RaggedPlan
 
-__all__ = ["random_plan", "ragged_reference"]
+__all__ = ["ragged_reference", "random_plan"]
 
 
 def random_plan(seed: int, tokens: int, cells: int) -> RaggedPlan:
@@ -19,7 +19,9 @@ def random_plan(seed: int, tokens: int, cells: int) -> RaggedPlan:
     rng = np.random.default_rng(seed)
     edges = np.sort(rng.choice(np.arange(1, cells), min(cells - 1, int(rng.integers(1, 7))), replace=False))
     edges = np.concatenate(([0], edges, [cells]))
-    segments, readers, index = [], [], []
+    segments: list[tuple[int, ...]] = []
+    readers: list[tuple[int, int, int]] = []
+    index: list[int] = []
     seen: set[int] = set()
     for number, (start, stop) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
         length, first, last = stop - start, len(readers), number == len(edges) - 2
@@ -48,6 +50,7 @@ def ragged_reference(
     sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Float64 (tokens, heads, v_dim), one query and head at a time."""
+    query, key, value = (x.astype(np.float64) for x in (query, key, value))
     tokens, heads, _ = query.shape
     group = heads // key.shape[1]
     seen: list[list[int]] = [[] for _ in range(tokens)]
@@ -58,11 +61,9 @@ def ragged_reference(
     out = np.zeros((tokens, heads, value.shape[2]))
     for token, rows in enumerate(seen):
         for head in range(heads):
-            scores = (
-                key[rows, head // group].astype(np.float64) @ query[token, head].astype(np.float64) * scale
-            )
+            scores = key[rows, head // group] @ query[token, head] * scale
             top = scores.max() if sinks is None else max(scores.max(), float(sinks[head]))
             weights = np.exp(scores - top)
             total = weights.sum() + (0 if sinks is None else math.exp(float(sinks[head]) - top))
-            out[token, head] = (weights / total) @ value[rows, head // group].astype(np.float64)
+            out[token, head] = (weights / total) @ value[rows, head // group]
     return out
