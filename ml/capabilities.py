@@ -86,6 +86,8 @@ class CacheConfig:
     ``elide_mask``: the mask may be None or :data:`CAUSAL` where that says the same.
     ``fixed_shapes``: a pass of n tokens has the same tensors each time, over all cells, for CUDA graphs
     and compilers of graphs (see kvcache.attention.fixed_shapes); nothing is elided then.
+    ``call_bytes``: how much of K and V is attended to in the time that one more call takes. ``attend`` reads
+    runs and shared prefixes of fewer bytes together with others, even where that copies them.
     """
 
     cache_padding: int = 1
@@ -95,11 +97,12 @@ class CacheConfig:
     layout: Layout | Literal["head_major", "token_major"] = Layout.HEAD_MAJOR
     elide_mask: bool = False
     fixed_shapes: bool = False
+    call_bytes: int = 1 << 19
 
     def __post_init__(self) -> None:
-        check(self, ShapeError, cache_padding=INTEGER, mask_batch_padding=INTEGER)
+        check(self, ShapeError, cache_padding=INTEGER, mask_batch_padding=INTEGER, call_bytes=INTEGER)
         check(self, ShapeError, permuted_v=TRUTH, elide_mask=TRUTH, fixed_shapes=TRUTH)
-        for name in ("cache_padding", "mask_batch_padding"):
+        for name in ("cache_padding", "mask_batch_padding", "call_bytes"):
             if getattr(self, name) < 1:
                 raise ShapeError(f"CacheConfig: {name}={getattr(self, name)}; it is >= 1")
         if self.mask_dtype not in (DType.F32, DType.F16, DType.BF16):

@@ -1,14 +1,14 @@
-"""Attention over what a cache stores: each sequence reads its own cells.
+"""Attention over what a cache stores, for a whole batch: each stored byte is read once, whoever shares it.
 
-One masked call over the cells of n sequences costs n * n; a call per sequence costs n. Where the
-cells of all lie so close that one call is cheaper, one call it is.
+A backend with a kernel for ragged batches (:class:`ml.SupportsRaggedAttention`) gets the plan of the pass, in
+one call. On others the pass is the few calls that ``calls`` has planned, and their results are merged.
 """
 
 from __future__ import annotations
 
 import ml
-from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.forward_pass import ForwardPass
+from kvcache.storage.buffer import Buffer
 from kvcache.storage.layer_buffers import LayerBuffers
 from ml import nn
 
@@ -24,34 +24,37 @@ def attend(
     sinks: ml.Tensor | None,
 ) -> ml.Tensor:
     """query (tokens, heads, head_dim) -> (tokens, heads, v_dim)."""
-    if forward.worth_merging():
+    if forward.fixed is not None:
         reading, mask = forward.shared(ctx)
         key, value = buffers.read(ctx, reading.cells(ctx), reading.length)
         return nn.attention(ctx, query, key, value, mask, scale, sinks)
-    if len(forward.groups) == 1 and isinstance(forward.groups[0].rows, slice):
-        return _attend_group(ctx, forward, buffers, forward.groups[0], query, scale, sinks)
-    result = ctx.empty((*query.shape[:2], buffers.value.dim), query.dtype)
-    for group in forward.groups:
-        rows = group.rows
-        if isinstance(rows, slice):
-            part = query.slice(ctx, 0, rows.start, rows.stop)
-            out = _attend_group(ctx, forward, buffers, group, part, scale, sinks)
-            out.copy(ctx, result.slice(ctx, 0, rows.start, rows.stop))
+    wanted, stored = query.dtype, buffers.read_dtype
+    if wanted is not stored:
+        query = query.cast(ctx, stored)
+    worth = max(1, forward.config.call_bytes // buffers.bytes_per_cell)
+    result = _by_kernel(ctx, forward, buffers, query, scale, sinks, worth)
+    if result is None:
+        levels = forward.levels(ctx, worth)
+        if len(levels) == 1:
+            result = levels[0].attend(ctx, buffers, query, scale, sinks)
         else:
-            out = _attend_group(ctx, forward, buffers, group, query.rows(ctx, rows), scale, sinks)
-            result.set_rows(ctx, out, rows)
-    return result
+            parts = [level.partial(ctx, buffers, query, scale) for level in levels]
+            result = nn.merge_attention(ctx, parts, sinks)
+    return result if wanted is stored else result.cast(ctx, wanted)
 
 
-def _attend_group(
+def _by_kernel(
     ctx: ml.Context,
     forward: ForwardPass,
     buffers: LayerBuffers,
-    group: SequenceTokens,
     query: ml.Tensor,
     scale: float,
     sinks: ml.Tensor | None,
-) -> ml.Tensor:
-    reading, mask = forward.own(ctx, group)
-    key, value = buffers.read(ctx, reading.cells(ctx), reading.length)
-    return nn.attention(ctx, query, key, value, mask, scale, sinks)
+    worth: int,
+) -> ml.Tensor | None:
+    """By the backend's kernel for ragged batches; None where it has none, or not for this."""
+    key, value, backend = buffers.key, buffers.value, getattr(ctx, "backend", None)
+    if not isinstance(key, Buffer) or not isinstance(value, Buffer) or not nn.has_ragged_attention(backend):
+        return None
+    keys, values = key.read(ctx, 0, key.cells), value.read(ctx, 0, value.cells)
+    return backend.ragged_attention(ctx, query, keys, values, forward.plan(worth), scale, sinks)

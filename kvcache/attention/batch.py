@@ -31,6 +31,11 @@ class SequenceTokens:
     def __len__(self) -> int:
         return self.positions.size
 
+    def indices(self) -> np.ndarray:
+        """The tokens of the batch, one by one."""
+        rows = self.rows
+        return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
     def spread(self, chosen: int | np.ndarray) -> np.ndarray:
         """Cells given in ascending positions (a run's first, or each) as an array."""
         return np.arange(chosen, chosen + len(self)) if isinstance(chosen, int) else chosen

@@ -10,10 +10,13 @@ import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens
+from kvcache.attention.calls import plan_calls
 from kvcache.attention.device_copies import DeviceCopies, device_copies, near
 from kvcache.attention.fixed_shapes import FixedPass, read_everything
 from kvcache.attention.masks import KeptMask, build_mask
-from kvcache.attention.read_plan import LowerBound, ReadPlan, plan_own, plan_read
+from kvcache.attention.planned import PlannedLevel
+from kvcache.attention.read_plan import LowerBound, ReadPlan, plan_read
+from kvcache.attention.segments import Segment, find_segments, ragged_plan
 from kvcache.cache import Mask
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
@@ -52,8 +55,9 @@ class ForwardPass:
     """The first cell of the run that the batch is written to; -1 where it is none."""
     _targets: ml.Tensor | DeviceCopies | None = None
     _shared: tuple[ReadPlan, Mask | DeviceCopies] | None = None
-    _merge: bool | None = None
-    _own: dict[int, tuple[ReadPlan, Mask | DeviceCopies]] = field(default_factory=dict)
+    _segments: list[Segment] | None = None
+    _levels: list[PlannedLevel] | None = None
+    _plan: ml.RaggedPlan | None = None
 
     def __post_init__(self) -> None:
         self.run = self.cells if isinstance(self.cells, int) and self.fixed is None else -1
@@ -108,43 +112,54 @@ class ForwardPass:
 
     def lift(self, indices: frozenset[int]) -> None:
         self.lifted = indices
-        self._shared = None
-        self._own.clear()
+        self._shared = self._segments = self._levels = self._plan = None
 
     def shared(self, ctx: ml.Context) -> tuple[ReadPlan, Mask]:
         """What ``get`` reads: all groups together, arranged as the config says."""
         self.fill(ctx)
         if self._shared is None:
             reading = plan_read(self.table, self.groups, self.config.cache_padding)
-            self._blank(ctx, reading)
+            self._blank_view(ctx, reading)
             self._shared = reading, device_copies(ctx.input(), self._mask(ctx, reading, self.config))
         reading, mask = self._shared
         return reading, near(ctx, mask)
 
-    def own(self, ctx: ml.Context, group: SequenceTokens) -> tuple[ReadPlan, Mask]:
-        """What one group reads on its own; the mask has a row for each of its tokens."""
-        found = self._own.get(group.seq)
-        if found is None:
-            reading = plan_own(self.table, group, self.config.cache_padding)
-            self._blank(ctx, reading)
-            found = reading, device_copies(ctx.input(), self._own_mask(ctx, reading))
-            self._own[group.seq] = found
-        reading, mask = found
-        return reading, near(ctx, mask)
+    def segments(self, worth: int) -> list[Segment]:
+        """What the queries read; runs and shares of fewer cells than ``worth`` do not stand alone."""
+        if self._segments is None:
+            self._segments = find_segments(self.table, self.groups, self.lower, self.lifted, worth)
+        return self._segments
 
-    def _blank(self, ctx: ml.Context, reading: ReadPlan) -> None:
-        """Write zeros into the free cells of a view, where what they held may be NaN; in every layer.
+    def levels(self, ctx: ml.Context, worth: int) -> list[PlannedLevel]:
+        """The calls of attention of this pass; reading ``worth`` cells costs as much as a call does."""
+        if self._levels is None:
+            segments = self.segments(worth)
+            levels, padding = plan_calls(segments, self.tokens, self.table, self.config, worth)
+            if padding:
+                self._blank(ctx, np.concatenate([self.table.stale(*gap) for gap in padding]))
+            self._levels = [PlannedLevel.of(ctx, level, self.config) for level in levels]
+        return self._levels
 
-        A weight of 0 does not hide NaN. A little more than the view is cleared: the next tokens' are, too.
-        """
-        if self.table.blank is None or reading.index is not None:
+    def plan(self, worth: int) -> ml.RaggedPlan:
+        """What the queries read, for a backend with one kernel for all."""
+        if self._plan is None:
+            self._plan = ragged_plan(self.segments(worth), self.tokens)
+        return self._plan
+
+    def _blank_view(self, ctx: ml.Context, reading: ReadPlan) -> None:
+        """Blank the free cells of a view. And a little more: the next tokens' are, too."""
+        if reading.index is not None:
             return
         start, stop = reading.start, reading.start + reading.length
         if len(reading.rows) == 1 and isinstance(reading.columns[0], int) and not reading.columns[0]:
             start += len(reading.rows[0])
-        if not self.table.stale(start, stop).size:
+        if start < stop and self.table.stale(start, stop).size:
+            self._blank(ctx, self.table.stale(start, stop + self.config.cache_padding))
+
+    def _blank(self, ctx: ml.Context, cells: np.ndarray) -> None:
+        """Write zeros into free cells, where what they held may be NaN: a weight of 0 does not hide that."""
+        if not cells.size:
             return
-        cells = self.table.stale(start, stop + self.config.cache_padding)
         first, count = int(cells[0]), cells.size
         is_run = int(cells[-1]) - first + 1 == count
         scattered = None if is_run else device_copies(ctx, ctx.from_numpy(cells, ml.DType.I32))
@@ -164,7 +179,7 @@ class ForwardPass:
         if self.lower is None and not self.lifted and self._keep(ctx, reading, shape[0]):
             assert self.kept is not None
             return self.kept.shown(ctx, reading.length)
-        large = self._large(ctx, reading, shape)
+        large = build_mask(ctx.input(), reading, shape, self.lower, self.lifted, config.mask_dtype)
         if large is not None:
             return large
         host = reading.mask(self.tokens, self.lower, self.lifted, config.mask_batch_padding)
@@ -176,37 +191,3 @@ class ForwardPass:
         if self.kept is None or not self.kept.follow(place, reading):
             self.kept = KeptMask.build(place, reading, rows, self.config.mask_dtype)
         return self.kept is not None
-
-    def _own_mask(self, ctx: ml.Context, reading: ReadPlan) -> Mask:
-        elided = reading.elided(self.lower, self.lifted)
-        if not isinstance(elided, bool):
-            return elided
-        padding = self.config.mask_batch_padding
-        rows = -(-len(reading.groups[0]) // padding) * padding
-        large = self._large(ctx, reading, (rows, reading.length), own=True)
-        if large is not None:
-            return large
-        host = reading.own_mask(self.lower, self.lifted, padding)
-        return ctx.input().from_numpy(host, self.config.mask_dtype)
-
-    def _large(
-        self, ctx: ml.Context, reading: ReadPlan, shape: tuple[int, int], own: bool = False
-    ) -> ml.Tensor | None:
-        dtype = self.config.mask_dtype
-        return build_mask(ctx.input(), reading, shape, self.lower, self.lifted, dtype, own)
-
-    def worth_merging(self) -> bool:
-        """Whether one masked call over all cells is cheaper than a call per sequence."""
-        if self._merge is None:
-            self._merge = self.fixed is not None or (len(self.groups) > 1 and self._is_dense())
-        return self._merge
-
-    def _is_dense(self) -> bool:
-        spans = [self.table.rows[group.seq].span() for group in self.groups]
-        together = self.tokens * (max(high for _, high in spans) - min(low for low, _ in spans))
-        apart = sum(len(group) * len(self.table.rows[group.seq]) for group in self.groups)
-        return together - apart <= _PAIRS_PER_CALL * len(self.groups)
-
-
-_PAIRS_PER_CALL = 64
-"""(query, key) pairs that cost about what one more attention call does."""

@@ -16,9 +16,9 @@ import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.read_plan import HIDDEN, LowerBound, ReadPlan, sees_all, visible
+from kvcache.attention.read_plan import HIDDEN, LowerBound, ReadPlan, sees_all, unmask, visible
 
-__all__ = ["HOST_LIMIT", "KEEP_LIMIT", "KeptMask", "build_mask"]
+__all__ = ["HOST_LIMIT", "KEEP_LIMIT", "KeptMask", "build_mask", "seen_mask"]
 
 HOST_LIMIT = 1 << 20
 """Bytes (as F32) of a mask that is still built on the host, in one piece."""
@@ -126,9 +126,8 @@ def build_mask(
     lower: LowerBound | None,
     lifted: frozenset[int],
     dtype: ml.DType,
-    own: bool = False,
 ) -> ml.Tensor | None:
-    """The mask of ``reading.mask``, or of ``reading.own_mask`` with ``own``, made on the backend.
+    """The mask of ``reading.mask``, made on the backend.
 
     None where it is small, or where the rows or the columns of a sequence lie scattered.
     """
@@ -137,13 +136,32 @@ def build_mask(
         return None
     parts = []
     for group, row, column in zip(reading.groups, reading.rows, reading.columns, strict=True):
-        begin = 0 if own else group.rows.start if isinstance(group.rows, slice) else None
-        if begin is None or not isinstance(column, int):
+        if not isinstance(group.rows, slice) or not isinstance(column, int):
             return None
         first, stop = visible(group, row, lower, lifted)
-        parts.append(_Part(begin, first + column, stop + column))
+        parts.append(_Part(group.rows.start, first + column, stop + column))
+    return _of_parts(ctx, parts, shape, dtype)
+
+
+def seen_mask(ctx: ml.Context, seen: np.ndarray, rows: int, length: int, dtype: ml.DType) -> ml.Tensor:
+    """(batch, rows, length): query i sees ``[seen[0, b, i], seen[1, b, i])`` of batch b; more rows none."""
+    _, batch, queries = seen.shape
+    if batch == 1 and rows * length * 4 > HOST_LIMIT:
+        mask = _of_parts(ctx, [_Part(0, seen[0, 0], seen[1, 0])], (rows, length), dtype)
+        return mask.view(ctx, 0, (1, rows, length))
+    host = np.full((batch, rows, length), HIDDEN, dtype=np.float32)
+    if queries == 1:
+        columns = np.arange(length)
+        host[:, 0][(columns >= seen[0]) & (columns < seen[1])] = 0
+    else:
+        for own, begin, end in zip(host, *seen, strict=True):
+            unmask(own[:queries], begin, end)
+    return ctx.from_numpy(host, dtype)
+
+
+def _of_parts(ctx: ml.Context, parts: list[_Part], shape: tuple[int, int], dtype: ml.DType) -> ml.Tensor:
     low, high = parts[0].everyone()
-    if len(parts) == 1 and parts[0].row == 0 and 2 * (high - low) > length:
+    if len(parts) == 1 and parts[0].row == 0 and 2 * (high - low) > shape[1]:
         return _mostly_seen(ctx, parts[0], shape, dtype)
     mask = ctx.full(shape, -np.inf, dtype)
     seen = ctx.zeros((1, 1), dtype)

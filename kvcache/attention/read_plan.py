@@ -18,7 +18,7 @@ from kvcache.attention.device_copies import DeviceCopies, device_copies, near
 from kvcache.cache import InvalidBatchError, Mask
 from kvcache.storage.cell_table import CellTable, Row
 
-__all__ = ["HIDDEN", "LowerBound", "ReadPlan", "check_sees", "plan_own", "plan_read", "sees_all", "visible"]
+__all__ = ["HIDDEN", "LowerBound", "ReadPlan", "check_sees", "plan_read", "sees_all", "unmask", "visible"]
 
 LowerBound = Callable[[np.ndarray], np.ndarray]
 """Lowest position that a query at each of these positions may see."""
@@ -83,27 +83,13 @@ class ReadPlan:
                 if sees_all(group, row, lower):
                     own[...] = 0
                 else:
-                    _unmask(own, *visible(group, row, lower, lifted))
+                    unmask(own, *visible(group, row, lower, lifted))
                 continue
             first, stop = visible(group, row, lower, lifted)
             block = np.full((len(group), len(row)), HIDDEN, dtype=np.float32)
-            _unmask(block, first, stop)
+            unmask(block, first, stop)
             where = np.arange(columns, columns + len(row)) if isinstance(columns, int) else columns
             mask[np.arange(tokens)[group.rows][:, None], where] = block
-        return mask
-
-    def own_mask(self, lower: LowerBound | None, lifted: frozenset[int], row_padding: int) -> np.ndarray:
-        """As ``mask``, of the one group alone: a row for each of its tokens in ascending positions."""
-        group, row, columns = self.groups[0], self.rows[0], self.columns[0]
-        count = len(group)
-        mask = np.full((-(-count // row_padding) * row_padding, self.length), HIDDEN, dtype=np.float32)
-        first, stop = visible(group, row, lower, lifted)
-        if isinstance(columns, int):
-            _unmask(mask[:count, columns : columns + len(row)], first, stop)
-            return mask
-        block = np.full((count, len(row)), HIDDEN, dtype=np.float32)
-        _unmask(block, first, stop)
-        mask[:count, columns] = block
         return mask
 
 
@@ -121,29 +107,6 @@ def plan_read(table: CellTable, groups: Iterable[SequenceTokens], padding: int =
         columns = [spans[i][0] - start if row.contiguous else row.cells - start for i, row in enumerate(rows)]
         return ReadPlan(groups, rows, stop - start, columns, start)
     return _gathered(table, groups, rows, padding)
-
-
-def plan_own(table: CellTable, group: SequenceTokens, padding: int) -> ReadPlan:
-    """How to read one row alone, in a length that is a multiple of ``padding``.
-
-    With padding, what lies in the view besides are free cells: where another owns one of them, the row is
-    gathered.
-    """
-    if padding == 1:
-        return plan_read(table, [group])
-    row = table.rows[group.seq]
-    low, high = row.span()
-    length = -(-(high - low) // padding) * padding
-    start = min(low, table.cells - length)
-    stop = start + length
-    if row.contiguous:
-        alone = not (table.references[start:low].any() or table.references[high:stop].any())
-    else:
-        dense = length <= _SPARSE * len(row) + max(_SLACK, 2 * padding)
-        alone = dense and np.count_nonzero(table.references[start:stop]) == len(row)
-    if not alone:
-        return _gathered(table, [group], [row], padding)
-    return ReadPlan([group], [row], length, [low - start if row.contiguous else row.cells - start], start)
 
 
 def _gathered(table: CellTable, groups: list[SequenceTokens], rows: list[Row], padding: int) -> ReadPlan:
@@ -197,7 +160,7 @@ def check_sees(group: SequenceTokens, row: Row, lower: LowerBound | None) -> Non
         )
 
 
-def _unmask(block: np.ndarray, first: np.ndarray, stop: np.ndarray) -> None:
+def unmask(block: np.ndarray, first: np.ndarray, stop: np.ndarray) -> None:
     """Zero ``[first[i], stop[i])`` of each row; what all rows see in one stroke, the rims by value."""
     if len(first) == 1:
         block[0, first[0] : stop[0]] = 0

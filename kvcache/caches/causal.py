@@ -118,7 +118,7 @@ class CausalCache(
         self._fixed = {}
         padding = self._active.cache_padding
         cells = -(-self._cells() // padding) * padding
-        table = CellTable(cells, self._max_sequences, tracks_blank=padding > 1)
+        table = CellTable(cells, self._max_sequences)
         storage = CellStorage(backend, self._dtype, self._active, table)
         self._table, self._buffers = storage.table, storage.buffers  # at hand for each put and get
         self.snapshots.detach_all()

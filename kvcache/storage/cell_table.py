@@ -169,12 +169,12 @@ class Pin:
 class CellTable:
     """Rows of all sequences over ``cells`` cells, and who shares what.
 
-    ``blank`` says of free cells whether they hold zeros still or again; None where nobody has to know.
+    ``blank`` says of free cells whether they hold zeros still or again.
     """
 
-    def __init__(self, cells: int, max_sequences: int, tracks_blank: bool = False) -> None:
+    def __init__(self, cells: int, max_sequences: int) -> None:
         self.cells = cells
-        self.blank: Array | None = np.ones(cells, dtype=bool) if tracks_blank else None
+        self.blank: Array = np.ones(cells, dtype=bool)
         self.references = np.zeros(cells, dtype=np.int32)
         self.free = cells
         self.rows = [Row() for _ in range(max_sequences)]
@@ -341,14 +341,11 @@ class CellTable:
 
     def stale(self, start: int, stop: int) -> Array:
         """The free cells of ``[start, stop)`` that may hold what was once put there."""
-        if self.blank is None:
-            return _EMPTY
         free = self.references[start:stop] == 0
         return start + np.flatnonzero(free & ~self.blank[start:stop])
 
     def _release(self, cells: Array) -> None:
-        if self.blank is not None:
-            self.blank[cells] = False
+        self.blank[cells] = False
         self.references[cells] -= 1
         self.free += int((self.references[cells] == 0).sum())
 
@@ -386,8 +383,7 @@ class CellTable:
     def move(self, target: Array) -> None:
         """Rename cells as ``spread`` said."""
         used = np.flatnonzero(self.references)
-        if self.blank is not None:
-            self.blank[used] = False
+        self.blank[used] = False
         references = np.zeros_like(self.references)
         references[target[used]] = self.references[used]
         self.references = references

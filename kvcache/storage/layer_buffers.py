@@ -59,6 +59,17 @@ class LayerBuffers:
     def nbytes(self) -> int:
         return self.key.nbytes + self.value.nbytes
 
+    @property
+    def read_dtype(self) -> ml.DType:
+        """Of what ``read`` gives."""
+        return self.key.tensor.dtype if isinstance(self.key, Buffer) else self.activations
+
+    @property
+    def bytes_per_cell(self) -> int:
+        """Of what ``read`` gives, K and V together."""
+        numbers = self.key.heads * self.key.dim + self.value.heads * self.value.dim
+        return max(1, numbers * self.read_dtype.itemsize)
+
     def touch(self, ctx: ml.Context) -> None:
         """Write the zeros that new buffers hold, so that the system gives them their memory now.
 
@@ -94,6 +105,23 @@ class LayerBuffers:
                 return found
             return self.key.read(ctx, cells, count), self.value.read(ctx, cells, count)
         return self.key.gather(ctx, cells), self.value.gather(ctx, cells)
+
+    def read_batch(
+        self, ctx: ml.Context, start: int, step: int, batch: int, count: int
+    ) -> tuple[ml.Tensor, ml.Tensor]:
+        """K and V of runs at even distances, (batch, count, heads, dim): see :meth:`Buffer.read_batch`."""
+        return (
+            self.key.read_batch(ctx, start, step, batch, count),
+            self.value.read_batch(ctx, start, step, batch, count),
+        )
+
+    def gather_batch(
+        self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int
+    ) -> tuple[ml.Tensor, ml.Tensor]:
+        """K and V of scattered cells, (batch, count, heads, dim)."""
+        return self.key.gather_batch(ctx, cells, batch, count), self.value.gather_batch(
+            ctx, cells, batch, count
+        )
 
     def read_as_configured(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ml.Tensor]:
         """The same, with values as (heads, dim, count) where ``permuted_v`` asks for it."""

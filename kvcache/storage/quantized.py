@@ -62,6 +62,14 @@ class QuantizedBuffer:
         """Cells ``[start, start + count)``, dequantised: new storage (count, heads, dim)."""
         return self._decode(ctx, self.codes.read(ctx, start, count), self.scales.read(ctx, start, count))
 
+    def read_batch(self, ctx: ml.Context, start: int, step: int, batch: int, count: int) -> ml.Tensor:
+        parts = [part.read_batch(ctx, start, step, batch, count) for part in (self.codes, self.scales)]
+        return self._decode(ctx, *parts)
+
+    def gather_batch(self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int) -> ml.Tensor:
+        parts = [part.gather_batch(ctx, cells, batch, count) for part in (self.codes, self.scales)]
+        return self._decode(ctx, *parts)
+
     def read_permuted(self, ctx: ml.Context, start: int, count: int) -> ml.Tensor:
         return self.read(ctx, start, count).permute(ctx, 1, 2, 0)
 

@@ -67,6 +67,7 @@ def random_setup(
         layout=rnd.choice(list(Layout)),
         elide_mask=rnd.random() < 0.5,
         fixed_shapes=rnd.random() < 0.1,
+        call_bytes=rnd.choice((1, 200, 1 << 19)),
     )
     setup = Setup(
         max_sequences=rnd.choice((3, 4)) if wide else rnd.choice((1, 2, 2, 3)),

@@ -11,13 +11,20 @@
 from ml.nn.attention import attention, generic_attention
 from ml.nn.linear import embedding, linear, swiglu
 from ml.nn.norms import layer_norm, rms_norm
-from ml.nn.partial import generic_partial_attention, merge_attention, partial_attention
+from ml.nn.partial import (
+    Part,
+    generic_partial_attention,
+    has_ragged_attention,
+    merge_attention,
+    partial_attention,
+)
 from ml.nn.rope import Positions, RopeSpec, Rotation, apply_rope, rope, rope_shift, rope_tables
 from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 __all__ = [
     "LinearScaling",
     "Llama3Scaling",
+    "Part",
     "Positions",
     "RopeScaling",
     "RopeSpec",
@@ -28,6 +35,7 @@ __all__ = [
     "embedding",
     "generic_attention",
     "generic_partial_attention",
+    "has_ragged_attention",
     "layer_norm",
     "linear",
     "merge_attention",

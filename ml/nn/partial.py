@@ -12,16 +12,22 @@ import functools
 from collections.abc import Sequence
 from typing import TypeGuard
 
-from ml.capabilities import CAUSAL, CausalMask, SupportsPartialAttention
+from ml.capabilities import CAUSAL, CausalMask, SupportsPartialAttention, SupportsRaggedAttention
 from ml.dtypes import DType
 from ml.errors import ShapeError
 from ml.nn.attention import causal_scores, widened
 from ml.protocols import Backend, Context, Tensor
 
-__all__ = ["Part", "generic_partial_attention", "merge_attention", "partial_attention"]
+__all__ = [
+    "Part",
+    "generic_partial_attention",
+    "has_ragged_attention",
+    "merge_attention",
+    "partial_attention",
+]
 
 Part = tuple[Tensor, Tensor]
-"""Attention over part of a history (..., tokens, heads, v_dim), its log-sum-exp F32 (..., tokens, heads)."""
+"""Attention over a part (..., tokens, heads, v_dim), and its log-sum-exp F32 (..., tokens, heads)."""
 
 
 def partial_attention(
@@ -52,9 +58,20 @@ def _has_kernel(backend: Backend | None) -> TypeGuard[SupportsPartialAttention]:
     return _offers(kind)
 
 
+def has_ragged_attention(backend: Backend | None) -> TypeGuard[SupportsRaggedAttention]:
+    """Whether a backend has one kernel for a whole ragged batch; remembered per class."""
+    kind: type = type(backend)
+    return _offers_ragged(kind)
+
+
 @functools.lru_cache(maxsize=64)
 def _offers(kind: type) -> bool:
     return issubclass(kind, SupportsPartialAttention)
+
+
+@functools.lru_cache(maxsize=64)
+def _offers_ragged(kind: type) -> bool:
+    return issubclass(kind, SupportsRaggedAttention)
 
 
 def generic_partial_attention(

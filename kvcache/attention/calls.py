@@ -1,0 +1,231 @@
+"""Which calls of attention a pass takes: several segments at once where that is cheaper, and in levels.
+
+A call costs about as much as reading ``worth`` cells does. Segments of one length, or nearly, that lie at
+even distances, as sequences do that grow from their homes, are one call over one strided view; short ones
+that lie elsewhere are gathered for one.
+A level holds each query at most once, and the levels' results are merged::
+
+    level 0   what is each sequence's own      one call, (sequences, 1 token, longest)
+    level 1   the system prompt                one call, (1, sequences, prompt)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+import ml
+from kvcache.attention.segments import Segment
+from kvcache.storage.cell_table import CellTable
+
+__all__ = ["Call", "Level", "plan_calls"]
+
+GATHERING = 1.6
+"""What gathering cells takes besides reading them, in times of that."""
+MOST_QUERIES = 16
+"""Segments with more queries than this have work enough for a call of their own."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call over ``batch`` segments with as many queries each."""
+
+    tokens: slice | np.ndarray
+    """The queries, segment by segment."""
+    batch: int
+    length: int
+    """Of the longest segment, padding included; all are read that far."""
+    start: int = 0
+    step: int = 0
+    """Segment i is read from cell ``start + i * step``."""
+    cells: np.ndarray | None = None
+    """Or in these cells, ``length`` for each segment."""
+    seen: np.ndarray | ml.CausalMask | None = None
+    """Each query sees ``[seen[0], seen[1])`` of what is read, (2, batch, queries); None: all of it."""
+
+
+@dataclass(slots=True)
+class Level:
+    calls: list[Call]
+    whole: bool
+    """Whether every query of the pass is in one of the calls."""
+
+
+def _call(found: Sequence[Segment], length: int) -> Call:
+    """The call for segments with as many queries each; where their cells lie is still to be said."""
+    queries = np.concatenate([segment.queries for segment in found])
+    low, count = int(queries[0]), queries.size
+    in_order = int(queries[-1]) - low == count - 1 and bool((queries[1:] - queries[:-1] == 1).all())
+    tokens = slice(low, low + count) if in_order else queries
+    return Call(tokens, len(found), length, seen=_seen(found, length))
+
+
+def _seen(found: Sequence[Segment], length: int) -> np.ndarray | ml.CausalMask | None:
+    if all(segment.begin is None and segment.length == length for segment in found):
+        return None
+    each = found[0].queries.size
+    seen = np.array([segment.bounds() for segment in found]).transpose(1, 0, 2)
+    if len(found) > 1 or found[0].length < length or seen[0].any():
+        return seen
+    last = np.arange(length - each + 1, length + 1)
+    return ml.CAUSAL if np.array_equal(seen[1, 0], last) else seen
+
+
+class _Planner:
+    def __init__(self, table: CellTable, config: ml.CacheConfig, worth: int) -> None:
+        self.table, self.config, self.worth = table, config, worth
+        self.padding: list[tuple[int, int]] = []
+        """Free cells that calls read: they have to be finite."""
+
+    def level(self, segments: Sequence[Segment]) -> tuple[list[Call], list[Segment]]:
+        """The calls, and what is left of segments that were cut to the length of others."""
+        calls: list[Call] = []
+        rest: list[Segment] = []
+        by_count: dict[int, list[Segment]] = {}
+        for segment in segments:
+            by_count.setdefault(segment.queries.size, []).append(segment)
+        for count, found in by_count.items():
+            single = found if count > MOST_QUERIES or len(found) == 1 else self._batched(found, calls, rest)
+            calls += [self._single(segment) for segment in single]
+        return calls, rest
+
+    def _batched(self, found: list[Segment], calls: list[Call], rest: list[Segment]) -> list[Segment]:
+        """Add calls of several segments; the segments that are better read one by one."""
+        runs = sorted((s for s in found if isinstance(s.cells, int)), key=lambda segment: segment.cells)
+        others: list[Segment] = [s for s in found if not isinstance(s.cells, int)]
+        for progression in _progressions(runs):
+            if len(progression) < 2 or not self._even(progression, calls, rest):
+                others += progression
+        return self._gathered(others, calls)
+
+    def _even(self, found: list[Segment], calls: list[Call], rest: list[Segment]) -> bool:
+        """Read segments at even distances as one view, in the length that costs least; False if none does."""
+        starts = [segment.cells for segment in found if isinstance(segment.cells, int)]
+        lengths = np.array([segment.length for segment in found])
+        step = starts[1] - starts[0]
+        room = min(step, self.table.cells - starts[-1])
+        length, cost = self._best_length(lengths, room, all(segment.begin is None for segment in found))
+        if not length or cost >= len(found) + lengths.sum() / self.worth:
+            return False
+        ends = zip(starts, lengths.tolist(), strict=True)
+        gaps = [(start + own, start + length) for start, own in ends if own < length]
+        references = self.table.references
+        if any(references[begin:end].any() for begin, end in gaps):
+            return False
+        self.padding += gaps
+        rest += [s.part(length, s.length) for s in found if s.length > length]
+        shown = [s.part(0, length) if s.length > length else s for s in found]
+        call = _call(shown, length)
+        call.start, call.step = starts[0], step
+        calls.append(call)
+        return True
+
+    def _best_length(self, lengths: np.ndarray, room: int, cuttable: bool) -> tuple[int, float]:
+        """How far to read all segments in one call, and what that costs in calls; 0: they do not fit."""
+        padding, count = self.config.cache_padding, lengths.size
+        ordered = np.unique(lengths) if cuttable else lengths.max(keepdims=True)
+        padded = -(-ordered // padding) * padding
+        fits = padded <= room
+        if not fits.any():
+            return 0, 0.0
+        ordered, padded = ordered[fits], padded[fits]
+        longer = np.sort(lengths)
+        first = np.searchsorted(longer, ordered, side="right")
+        sums = np.concatenate((np.cumsum(longer[::-1])[::-1], [0]))
+        left = count - first
+        over = sums[first] - left * ordered
+        costs = 1 + count * padded / self.worth + left + over / self.worth + (left > 0)
+        best = int(costs.argmin())
+        if (
+            left[best] and padding > 1
+        ):  # what is cut off begins anywhere: its padding would be another's cells
+            best = int(np.flatnonzero(left == 0)[0]) if (left == 0).any() else -1
+        return (int(padded[best]), float(costs[best])) if best >= 0 else (0, 0.0)
+
+    def _gathered(self, found: list[Segment], calls: list[Call]) -> list[Segment]:
+        """Read short or scattered segments gathered together; what is better read alone."""
+        alone = [s for s in found if isinstance(s.cells, int) and s.length * GATHERING >= self.worth]
+        if len(alone) == len(found):
+            return alone
+        rest = [s for s in found if not isinstance(s.cells, int) or s.length * GATHERING < self.worth]
+        rest.sort(key=lambda segment: -segment.length)
+        while rest:
+            longest, size = rest[0].length, 1
+            while size < len(rest) and (longest - rest[size].length) * (1 + GATHERING) <= self.worth:
+                size += 1
+            together, rest = rest[:size], rest[size:]
+            if size == 1:
+                alone += together
+            else:
+                calls.append(self._gather(together, longest))
+        return alone
+
+    def _gather(self, found: list[Segment], longest: int) -> Call:
+        length = -(-longest // self.config.cache_padding) * self.config.cache_padding
+        cells = np.empty((len(found), length), np.int64)
+        for own, segment in zip(cells, found, strict=True):
+            own[: segment.length] = _cells(segment)
+            own[segment.length :] = own[0]  # not another's, whose values may not be finite
+        call = _call(found, length)
+        call.cells = cells.reshape(-1)
+        return call
+
+    def _single(self, segment: Segment) -> Call:
+        start, length = segment.cells, segment.length
+        padded = -(-length // self.config.cache_padding) * self.config.cache_padding
+        if not isinstance(start, int):
+            return self._gather([segment], length)
+        if padded > length:
+            gap = start + length, start + padded
+            if gap[1] > self.table.cells or self.table.references[gap[0] : gap[1]].any():
+                return self._gather([segment], length)
+            self.padding.append(gap)
+        call = _call([segment], padded)
+        call.start, call.step = start, padded
+        return call
+
+
+def plan_calls(
+    segments: Sequence[Segment], tokens: int, table: CellTable, config: ml.CacheConfig, worth: int
+) -> tuple[list[Level], list[tuple[int, int]]]:
+    """The levels of a pass of ``tokens`` queries, and the ranges of free cells that its calls read."""
+    planner = _Planner(table, config, worth)
+    pending: list[list[Segment]] = [[]]
+    depth = [0] * tokens
+    for segment in segments:
+        queries = segment.queries.tolist()
+        level = max(depth[query] for query in queries)
+        for query in queries:
+            depth[query] = level + 1
+        if level == len(pending):
+            pending.append([])
+        pending[level].append(segment)
+    levels = []
+    for found in pending:  # grows by what is cut off
+        calls, rest = planner.level(found)
+        levels.append(Level(calls, sum(segment.queries.size for segment in found) == tokens))
+        if rest:
+            pending.append(rest)
+    return levels, planner.padding
+
+
+def _progressions(runs: list[Segment]) -> list[list[Segment]]:
+    """Runs in the order of their cells, in stretches at even distances."""
+    starts = [segment.cells for segment in runs if isinstance(segment.cells, int)]
+    found, begin = [], 0
+    while begin < len(runs):
+        end = begin + 1
+        if end < len(runs):
+            step = starts[end] - starts[begin]
+            while end < len(runs) and starts[end] - starts[end - 1] == step:
+                end += 1
+        found.append(runs[begin:end])
+        begin = end
+    return found
+
+
+def _cells(segment: Segment) -> np.ndarray:
+    cells = segment.cells
+    return np.arange(cells, cells + segment.length) if isinstance(cells, int) else cells

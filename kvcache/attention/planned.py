@@ -1,0 +1,133 @@
+"""The calls of attention that a pass takes, with the tensors that all layers use: masks, cells, queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+import ml
+from kvcache.attention.calls import Call, Level
+from kvcache.attention.device_copies import DeviceCopies, device_copies, near
+from kvcache.attention.masks import seen_mask
+from kvcache.cache import Mask
+from kvcache.storage.layer_buffers import LayerBuffers
+from ml import nn
+
+__all__ = ["PlannedCall", "PlannedLevel"]
+
+
+@dataclass(slots=True)
+class PlannedCall:
+    """One call, ready for any layer."""
+
+    call: Call
+    _tokens: ml.Tensor | DeviceCopies | None
+    """Which queries, where they do not lie side by side."""
+    _cells: ml.Tensor | DeviceCopies | None
+    _mask: Mask | DeviceCopies
+
+    @classmethod
+    def of(cls, ctx: ml.Context, call: Call, config: ml.CacheConfig) -> Self:
+        place = ctx.input()
+
+        def indices(found: np.ndarray | slice | None) -> ml.Tensor | DeviceCopies | None:
+            if not isinstance(found, np.ndarray):
+                return None
+            return device_copies(place, place.from_numpy(found, ml.DType.I32))
+
+        seen = call.seen
+        if isinstance(seen, np.ndarray):
+            rows = -(-seen.shape[2] // config.mask_batch_padding) * config.mask_batch_padding
+            mask = device_copies(place, seen_mask(place, seen, rows, call.length, config.mask_dtype))
+            return cls(call, indices(call.tokens), indices(call.cells), mask)
+        return cls(call, indices(call.tokens), indices(call.cells), seen)
+
+    def queries(self, ctx: ml.Context, query: ml.Tensor) -> ml.Tensor:
+        """This call's of query (tokens, heads, head_dim), segment by segment."""
+        tokens = self.call.tokens
+        if not isinstance(tokens, slice):
+            assert self._tokens is not None
+            return query.rows(ctx, near(ctx, self._tokens))
+        if tokens.stop - tokens.start == query.shape[0]:
+            return query
+        return query.slice(ctx, 0, tokens.start, tokens.stop)
+
+    def store(self, ctx: ml.Context, found: ml.Tensor, whole: ml.Tensor) -> None:
+        """Write what was found for this call's queries into (tokens, ...)."""
+        tokens = self.call.tokens
+        if isinstance(tokens, slice):
+            found.copy(ctx, whole.slice(ctx, 0, tokens.start, tokens.stop))
+        else:
+            assert self._tokens is not None
+            whole.set_rows(ctx, found, near(ctx, self._tokens))
+
+    def attend(
+        self, ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, scale: float, sinks: ml.Tensor | None
+    ) -> ml.Tensor:
+        """Attention where this call is all that its queries see; (queries, heads, v_dim)."""
+        call = self.call
+        if call.batch > 1:
+            return nn.merge_attention(ctx, [self.partial(ctx, buffers, query, scale)], sinks)
+        cells = call.start if self._cells is None else near(ctx, self._cells)
+        mask = near(ctx, self._mask)
+        if isinstance(mask, ml.Tensor):
+            mask = mask.reshape(ctx, *mask.shape[1:])
+        key, value = buffers.read(ctx, cells, call.length)
+        return nn.attention(ctx, query, key, value, mask, scale, sinks)
+
+    def partial(self, ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, scale: float) -> nn.Part:
+        """Attention over what this call reads: (queries, heads, v_dim), and its log-sum-exp."""
+        call = self.call
+        count, heads, size = query.shape
+        row, *strides = query.strides
+        each = count // call.batch
+        stacked = query.view(ctx, 0, (call.batch, each, heads, size), (each * row, row, *strides))
+        if self._cells is None:
+            key, value = buffers.read_batch(ctx, call.start, call.step, call.batch, call.length)
+        else:
+            key, value = buffers.gather_batch(ctx, near(ctx, self._cells), call.batch, call.length)
+        out, lse = nn.partial_attention(ctx, stacked, key, value, near(ctx, self._mask), scale)
+        return out.reshape(ctx, count, heads, out.shape[3]), lse.reshape(ctx, count, heads)
+
+
+@dataclass(slots=True)
+class PlannedLevel:
+    """Calls that no query is in twice."""
+
+    calls: list[PlannedCall]
+    whole: bool
+
+    @classmethod
+    def of(cls, ctx: ml.Context, level: Level, config: ml.CacheConfig) -> Self:
+        return cls([PlannedCall.of(ctx, call, config) for call in level.calls], level.whole)
+
+    @property
+    def in_one(self) -> bool:
+        """Whether one call has all queries in the order of the batch."""
+        return self.whole and len(self.calls) == 1 and isinstance(self.calls[0].call.tokens, slice)
+
+    def attend(
+        self, ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, scale: float, sinks: ml.Tensor | None
+    ) -> ml.Tensor:
+        """Attention where this level is all there is."""
+        if self.in_one:
+            return self.calls[0].attend(ctx, buffers, query, scale, sinks)
+        result = ctx.empty((*query.shape[:2], buffers.value.dim), query.dtype)
+        for call in self.calls:
+            call.store(ctx, call.attend(ctx, buffers, call.queries(ctx, query), scale, sinks), result)
+        return result
+
+    def partial(self, ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, scale: float) -> nn.Part:
+        """Attention over this level; queries that are not in it have zeros, and a log-sum-exp of -inf."""
+        if self.in_one:
+            return self.calls[0].partial(ctx, buffers, query, scale)
+        shape = (*query.shape[:2], buffers.value.dim)
+        out = ctx.empty(shape, query.dtype) if self.whole else ctx.zeros(shape, query.dtype)
+        lse = ctx.full(shape[:2], -np.inf, ml.DType.F32)
+        for call in self.calls:
+            found = call.partial(ctx, buffers, call.queries(ctx, query), scale)
+            call.store(ctx, found[0], out)
+            call.store(ctx, found[1], lse)
+        return out, lse

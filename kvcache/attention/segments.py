@@ -1,0 +1,204 @@
+"""What the queries of a pass read, found from the cell table: each stored cell once, with all who read it.
+
+Cells that several sequences of the batch share, such as a system prompt, are one segment with the queries
+of all of them as readers; what is a sequence's own is a segment for each long run, and one of the cells
+that lie scattered.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+import ml
+from kvcache.attention.batch import SequenceTokens
+from kvcache.attention.read_plan import LowerBound, sees_all, visible
+from kvcache.storage.cell_table import CellTable, Row
+
+__all__ = ["Segment", "find_segments", "ragged_plan"]
+
+Piece = tuple[int, int]
+"""Entries ``[begin, end)`` of a row."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """Cells, and the queries that see some of them: all, or of reader i ``[begin[i], end[i])``, not empty."""
+
+    cells: int | np.ndarray
+    """The first of a run, or each in order."""
+    length: int
+    queries: np.ndarray
+    """Tokens of the batch, in ascending positions of each sequence."""
+    begin: np.ndarray | None = None
+    end: np.ndarray | None = None
+    shared: bool = False
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        if self.begin is None or self.end is None:
+            return np.zeros_like(self.queries), np.full_like(self.queries, self.length)
+        return self.begin, self.end
+
+    def part(self, begin: int, end: int) -> Segment:
+        """Cells ``[begin, end)``, for the same readers, each of whom sees all of this segment."""
+        cells = self.cells + begin if isinstance(self.cells, int) else self.cells[begin:end]
+        return Segment(cells, end - begin, self.queries)
+
+
+def find_segments(
+    table: CellTable,
+    groups: Sequence[SequenceTokens],
+    lower: LowerBound | None,
+    lifted: frozenset[int],
+    worth: int,
+) -> list[Segment]:
+    """The segments of a pass. Runs and shares of fewer cells than ``worth`` do not stand alone."""
+    rows = [table.rows[group.seq] for group in groups]
+    shared = {} if len(rows) == 1 else _shared(table, rows, worth)
+    readers = [
+        _Reader(group, row, lower, lifted) if number in shared or not _plain(group, row, lower) else None
+        for number, (group, row) in enumerate(zip(groups, rows, strict=True))
+    ]
+    together: dict[Piece, list[tuple[_Reader, Piece]]] = {}
+    found: list[Segment] = []
+    for number, (group, row, reader) in enumerate(zip(groups, rows, readers, strict=True)):
+        if reader is None:
+            found.append(Segment(row.span()[0], len(row), group.indices()))
+            continue
+        pieces = shared.get(number, [])
+        for begin, end in pieces:
+            key = int(row.cells[begin]), int(row.cells[end - 1])
+            together.setdefault(key, []).append((reader, (begin, end)))
+        found += [_segment([(reader, entries)]) for entries in _own(row, pieces, worth)]
+    found += [_segment(who) for who in together.values()]
+    return [segment for segment in found if segment.length]
+
+
+class _Reader:
+    """The queries of a group, and which entries of its row each sees."""
+
+    def __init__(
+        self, group: SequenceTokens, row: Row, lower: LowerBound | None, lifted: frozenset[int]
+    ) -> None:
+        self.row, self.queries = row, group.indices()
+        self.first, self.stop = visible(group, row, lower, lifted)
+
+    def within(self, entries: Piece | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What each query sees of these entries, counted among them."""
+        if isinstance(entries, np.ndarray):
+            return np.searchsorted(entries, self.first), np.searchsorted(entries, self.stop)
+        begin, end = entries
+        return np.clip(self.first - begin, 0, end - begin), np.clip(self.stop - begin, 0, end - begin)
+
+
+def _plain(group: SequenceTokens, row: Row, lower: LowerBound | None) -> bool:
+    return row.contiguous and sees_all(group, row, lower)
+
+
+def _shared(table: CellTable, rows: Sequence[Row], worth: int) -> dict[int, list[Piece]]:
+    """Of rows that share runs of cells with others: which entries, in pieces with the same readers each."""
+    touched = [number for number, row in enumerate(rows) if _is_shared(table, row)]
+    if len(touched) < 2:
+        return {}
+    spans = [rows[number].span() for number in touched]
+    low, high = min(low for low, _ in spans), max(high for _, high in spans)
+    marks, keys = np.zeros(high - low, np.uint64), _keys(len(rows))
+    for number in touched:
+        marks[rows[number].cells - low] += keys[number]
+    readers: dict[Piece, list[tuple[int, Piece]]] = {}
+    for number in touched:
+        cells = rows[number].cells
+        owners = marks[cells - low]
+        cuts = np.flatnonzero((owners[1:] != owners[:-1]) | (cells[1:] - cells[:-1] != 1)) + 1
+        for begin, end in itertools.pairwise([0, *cuts.tolist(), cells.size]):
+            if owners[begin] != keys[number]:
+                run = int(cells[begin]), int(cells[end - 1])
+                readers.setdefault(run, []).append((number, (begin, end)))
+    kept: dict[int, list[Piece]] = {}
+    for (first, last), who in readers.items():
+        if (len(who) - 1) * (last + 1 - first) >= worth:
+            for number, piece in who:
+                kept.setdefault(number, []).append(piece)
+    return kept
+
+
+def _is_shared(table: CellTable, row: Row) -> bool:
+    """Whether something else, a sequence or a snapshot, owns one of a row's cells too."""
+    if not row.contiguous:
+        return bool((table.references[row.cells] > 1).any())
+    low, high = row.span()
+    return bool((table.references[low:high] > 1).any())
+
+
+@functools.lru_cache(maxsize=8)
+def _keys(count: int) -> np.ndarray:
+    """Numbers whose sums tell sets of rows apart."""
+    return np.random.default_rng(1).integers(1, 2**63, count, np.uint64)
+
+
+def _own(row: Row, shared: Iterable[Piece], worth: int) -> Iterator[Piece | np.ndarray]:
+    """The entries of a row besides ``shared``: long runs each on its own, and all others together."""
+    rest, begin = [], 0
+    for piece in sorted(shared):
+        rest.append((begin, piece[0]))
+        begin = piece[1]
+    rest.append((begin, len(row)))
+    short = []
+    for begin, end in rest:
+        if begin == end:
+            continue
+        cells = row.cells[begin:end]
+        cuts = [] if row.contiguous else (np.flatnonzero(cells[1:] - cells[:-1] != 1) + 1 + begin).tolist()
+        for run in itertools.pairwise([begin, *cuts, end]):
+            if run[1] - run[0] >= worth:
+                yield run
+            else:
+                short.append(run)
+    if len(short) == 1:
+        yield short[0]
+    elif short:
+        yield np.concatenate([np.arange(*run) for run in short])
+
+
+def _segment(who: Sequence[tuple[_Reader, Piece | np.ndarray]]) -> Segment:
+    """One segment of the entries that each reader names: the same cells. Without what nobody sees."""
+    reader, entries = who[0]
+    run = isinstance(entries, tuple)
+    cells = reader.row.cells[slice(*entries) if isinstance(entries, tuple) else entries]
+    seen = [(reader.queries, *reader.within(entries)) for reader, entries in who]
+    queries, begin, end = (np.concatenate(part) for part in zip(*seen, strict=True))
+    some = begin < end
+    if not some.any():
+        return Segment(0, 0, queries[:0])
+    if not some.all():
+        queries, begin, end = queries[some], begin[some], end[some]
+    low, high = int(begin.min()), int(end.max())
+    found = Segment(int(cells[low]) if run else cells[low:high], high - low, queries, shared=len(who) > 1)
+    if not (begin == low).all() or not (end == high).all():
+        found.begin, found.end = begin - low, end - low
+    return found
+
+
+def ragged_plan(segments: Sequence[Segment], tokens: int) -> ml.RaggedPlan:
+    """The segments as a backend's kernel takes them."""
+    table, index = [], [np.zeros(0, np.int64)]
+    first = gathered = 0
+    for segment in segments:
+        stop = first + segment.queries.size
+        if isinstance(segment.cells, int):
+            table.append((0, segment.cells, segment.length, first, stop))
+        else:
+            table.append((1, gathered, segment.length, first, stop))
+            index.append(segment.cells)
+            gathered += segment.length
+        first = stop
+    readers = np.empty((first, 3), np.int32)
+    readers[:, 0] = np.concatenate([segment.queries for segment in segments])
+    bounds = [segment.bounds() for segment in segments]
+    readers[:, 1] = np.concatenate([begin for begin, _ in bounds])
+    readers[:, 2] = np.concatenate([end for _, end in bounds])
+    return ml.RaggedPlan(tokens, np.array(table), readers, np.concatenate(index))
