@@ -16,7 +16,7 @@ from kvcache.attention.fixed_shapes import FixedPass, read_everything
 from kvcache.attention.masks import KeptMask, build_mask
 from kvcache.attention.planned import PlannedLevel
 from kvcache.attention.read_plan import LowerBound, ReadPlan, plan_read
-from kvcache.attention.segments import Segment, find_segments, ragged_plan
+from kvcache.attention.segments import KeptSegments, Segment, ragged_plan
 from kvcache.cache import Mask
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
@@ -49,13 +49,15 @@ class ForwardPass:
     lifted: frozenset[int] = frozenset()
     kept: KeptMask | None = None
     """What the pass before left: the mask that this one may go on with."""
+    segmented: KeptSegments | None = None
+    """What is read, or what the pass before read, until this one is asked."""
     fixed: FixedPass | None = None
     """Slots and mask of this batch size, where shapes are fixed."""
     run: int = field(init=False)
     """The first cell of the run that the batch is written to; -1 where it is none."""
     _targets: ml.Tensor | DeviceCopies | None = None
     _shared: tuple[ReadPlan, Mask | DeviceCopies] | None = None
-    _segments: list[Segment] | None = None
+    _own_segments: bool = False
     _levels: list[PlannedLevel] | None = None
     _plan: ml.RaggedPlan | None = None
 
@@ -112,7 +114,7 @@ class ForwardPass:
 
     def lift(self, indices: frozenset[int]) -> None:
         self.lifted = indices
-        self._shared = self._segments = self._levels = self._plan = None
+        self._shared = self.segmented = self._levels = self._plan = None
 
     def shared(self, ctx: ml.Context) -> tuple[ReadPlan, Mask]:
         """What ``get`` reads: all groups together, arranged as the config says."""
@@ -126,9 +128,13 @@ class ForwardPass:
 
     def segments(self, worth: int) -> list[Segment]:
         """What the queries read; runs and shares of fewer cells than ``worth`` do not stand alone."""
-        if self._segments is None:
-            self._segments = find_segments(self.table, self.groups, self.lower, self.lifted, worth)
-        return self._segments
+        if self.segmented is None or not self._own_segments:
+            before, self._own_segments = self.segmented, True
+            self.segmented = before.next(self.table, self.groups) if before and not self.lifted else None
+            if self.segmented is None:
+                table, groups = self.table, self.groups
+                self.segmented = KeptSegments.find(table, groups, self.lower, self.lifted, worth)
+        return self.segmented.found
 
     def levels(self, ctx: ml.Context, worth: int) -> list[PlannedLevel]:
         """The calls of attention of this pass; reading ``worth`` cells costs as much as a call does."""

@@ -19,7 +19,7 @@ from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.read_plan import LowerBound, sees_all, visible
 from kvcache.storage.cell_table import CellTable, Row
 
-__all__ = ["Segment", "find_segments", "ragged_plan"]
+__all__ = ["KeptSegments", "Segment", "find_segments", "ragged_plan"]
 
 Piece = tuple[int, int]
 """Entries ``[begin, end)`` of a row."""
@@ -36,7 +36,6 @@ class Segment:
     """Tokens of the batch, in ascending positions of each sequence."""
     begin: np.ndarray | None = None
     end: np.ndarray | None = None
-    shared: bool = False
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
         if self.begin is None or self.end is None:
@@ -78,6 +77,50 @@ def find_segments(
     return [segment for segment in found if segment.length]
 
 
+class KeptSegments:
+    """The segments of a pass, for the next: of sequences that decode together each sees one cell more."""
+
+    def __init__(
+        self, table: CellTable, groups: Sequence[SequenceTokens], found: list[Segment], tails: list[int]
+    ) -> None:
+        self.found = found
+        self._changes = table.changes
+        self._groups = [(group.seq, group.rows) for group in groups]
+        self._tails = tails
+
+    @classmethod
+    def find(
+        cls,
+        table: CellTable,
+        groups: Sequence[SequenceTokens],
+        lower: LowerBound | None,
+        lifted: frozenset[int],
+        worth: int,
+    ) -> KeptSegments:
+        found = find_segments(table, groups, lower, lifted, worth)
+        ends = {
+            segment.cells + segment.length - 1: place
+            for place, segment in enumerate(found)
+            if isinstance(segment.cells, int) and segment.begin is None and segment.queries.size == 1
+        }
+        lasts = [table.rows[group.seq].last_cell for group in groups] if lower is None else []
+        return cls(table, groups, found, [ends[last] for last in lasts if last in ends])
+
+    def next(self, table: CellTable, groups: Sequence[SequenceTokens]) -> KeptSegments | None:
+        """Those of the step after this; None where more than that has changed."""
+        if len(self._tails) < len(groups) or table.changes != self._changes:
+            return None
+        if [(group.seq, group.rows) for group in groups] != self._groups:
+            return None
+        found = self.found.copy()
+        for group, tail in zip(groups, self._tails, strict=True):
+            segment, row = found[tail], table.rows[group.seq]
+            if segment.cells + segment.length != row.last_cell or not sees_all(group, row, None):
+                return None
+            found[tail] = Segment(segment.cells, segment.length + 1, segment.queries)
+        return KeptSegments(table, groups, found, self._tails)
+
+
 class _Reader:
     """The queries of a group, and which entries of its row each sees."""
 
@@ -85,6 +128,8 @@ class _Reader:
         self, group: SequenceTokens, row: Row, lower: LowerBound | None, lifted: frozenset[int]
     ) -> None:
         self.row, self.queries = row, group.indices()
+        self.everything = sees_all(group, row, lower)
+        """Whether the queries, which is one, see all of the row."""
         self.first, self.stop = visible(group, row, lower, lifted)
 
     def within(self, entries: Piece | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -169,6 +214,9 @@ def _segment(who: Sequence[tuple[_Reader, Piece | np.ndarray]]) -> Segment:
     reader, entries = who[0]
     run = isinstance(entries, tuple)
     cells = reader.row.cells[slice(*entries) if isinstance(entries, tuple) else entries]
+    if all(reader.everything for reader, _ in who):
+        queries = np.concatenate([reader.queries for reader, _ in who]) if len(who) > 1 else reader.queries
+        return Segment(int(cells[0]) if run else cells, cells.size, queries)
     seen = [(reader.queries, *reader.within(entries)) for reader, entries in who]
     queries, begin, end = (np.concatenate(part) for part in zip(*seen, strict=True))
     some = begin < end
@@ -177,7 +225,7 @@ def _segment(who: Sequence[tuple[_Reader, Piece | np.ndarray]]) -> Segment:
     if not some.all():
         queries, begin, end = queries[some], begin[some], end[some]
     low, high = int(begin.min()), int(end.max())
-    found = Segment(int(cells[low]) if run else cells[low:high], high - low, queries, shared=len(who) > 1)
+    found = Segment(int(cells[low]) if run else cells[low:high], high - low, queries)
     if not (begin == low).all() or not (end == high).all():
         found.begin, found.end = begin - low, end - low
     return found

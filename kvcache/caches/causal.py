@@ -197,8 +197,9 @@ class CausalCache(
         else:
             self._make_room(count, groups)
             cells = place(table, groups, count)
-            kept = None if before is None else before.kept
-            forward = ForwardPass(table, config, lower, count, groups, cells, layers, kept=kept)
+            forward = ForwardPass(table, config, lower, count, groups, cells, layers)
+            if before is not None:
+                forward.kept, forward.segmented = before.kept, before.segmented
         if config.fixed_shapes:
             forward = self._fix(ctx, forward)
         self._pass = forward

@@ -177,6 +177,8 @@ class CellTable:
         self.blank: Array = np.ones(cells, dtype=bool)
         self.references = np.zeros(cells, dtype=np.int32)
         self.free = cells
+        self.changes = 0
+        """Counts all that is done to rows and pins but the growing of a row into the cell behind it."""
         self.rows = [Row() for _ in range(max_sequences)]
         self._home = max(1, cells // max_sequences)
         self.pins: dict[int, Pin] = {}
@@ -194,6 +196,7 @@ class CellTable:
     def pin(self, cells: Array) -> Pin:
         """Keep ``cells`` (distinct, each in use) from being given to others until ``unpin``."""
         pin = Pin(cells)
+        self.changes += 1
         self.references[cells] += 1
         self.pins[id(pin)] = pin
         return pin
@@ -287,7 +290,10 @@ class CellTable:
 
     def take_run(self, seq: int, position: int, cell: int, count: int) -> None:
         """Store positions that count up from ``position``, behind the last one, in a run of cells."""
-        self.rows[seq].append_run(position, cell, count)
+        row = self.rows[seq]
+        if not len(row) or row.last_cell + 1 != cell:
+            self.changes += 1
+        row.append_run(position, cell, count)
         if count == 1:
             self.references[cell] = 1
         else:
@@ -307,12 +313,14 @@ class CellTable:
 
     def take(self, seq: int, positions: Array, cells: Array) -> None:
         """Store ascending positions in free cells."""
+        self.changes += 1
         self.rows[seq].insert(positions, cells)
         self.references[cells] = 1
         self.free -= cells.size
 
     def share(self, src: int, dst: int, count: int) -> None:
         """Give ``dst``, which is empty, the first ``count`` entries of ``src``."""
+        self.changes += 1
         source = self.rows[src]
         cells = source.cells[:count].copy()
         self.rows[dst].assign(source.positions[:count].copy(), cells)
@@ -320,6 +328,7 @@ class CellTable:
 
     def adopt(self, seq: int, positions: Array, cells: Array) -> None:
         """Append positions to a row in cells that a pin or another row owns already."""
+        self.changes += 1
         self.rows[seq].insert(positions, cells)
         self.references[cells] += 1
 
@@ -345,6 +354,7 @@ class CellTable:
         return start + np.flatnonzero(free & ~self.blank[start:stop])
 
     def _release(self, cells: Array) -> None:
+        self.changes += 1
         self.blank[cells] = False
         self.references[cells] -= 1
         self.free += int((self.references[cells] == 0).sum())
@@ -382,6 +392,7 @@ class CellTable:
 
     def move(self, target: Array) -> None:
         """Rename cells as ``spread`` said."""
+        self.changes += 1
         used = np.flatnonzero(self.references)
         self.blank[used] = False
         references = np.zeros_like(self.references)
