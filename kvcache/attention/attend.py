@@ -14,6 +14,9 @@ from ml import nn
 
 __all__ = ["attend"]
 
+KERNEL_WORTH = 32
+"""Cells of a run, or of a share, that a kernel for ragged batches is given apart from others."""
+
 
 def attend(
     ctx: ml.Context,
@@ -31,9 +34,9 @@ def attend(
     wanted, stored = query.dtype, buffers.read_dtype
     if wanted is not stored:
         query = query.cast(ctx, stored)
-    worth = max(1, forward.config.call_bytes // buffers.bytes_per_cell)
-    result = _by_kernel(ctx, forward, buffers, query, scale, sinks, worth)
+    result = _by_kernel(ctx, forward, buffers, query, scale, sinks)
     if result is None:
+        worth = max(1, forward.config.call_bytes // buffers.bytes_per_cell)
         levels = forward.levels(ctx, worth)
         if len(levels) == 1:
             result = levels[0].attend(ctx, buffers, query, scale, sinks)
@@ -50,11 +53,11 @@ def _by_kernel(
     query: ml.Tensor,
     scale: float,
     sinks: ml.Tensor | None,
-    worth: int,
 ) -> ml.Tensor | None:
     """By the backend's kernel for ragged batches; None where it has none, or not for this."""
     key, value, backend = buffers.key, buffers.value, getattr(ctx, "backend", None)
     if not isinstance(key, Buffer) or not isinstance(value, Buffer) or not nn.has_ragged_attention(backend):
         return None
     keys, values = key.read(ctx, 0, key.cells), value.read(ctx, 0, value.cells)
+    worth = min(KERNEL_WORTH, max(1, forward.config.call_bytes // buffers.bytes_per_cell))
     return backend.ragged_attention(ctx, query, keys, values, forward.plan(worth), scale, sinks)

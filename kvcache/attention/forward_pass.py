@@ -57,7 +57,7 @@ class ForwardPass:
     """The first cell of the run that the batch is written to; -1 where it is none."""
     _targets: ml.Tensor | DeviceCopies | None = None
     _shared: tuple[ReadPlan, Mask | DeviceCopies] | None = None
-    _own_segments: bool = False
+    _worth: int | None = None
     _levels: list[PlannedLevel] | None = None
     _plan: ml.RaggedPlan | None = None
 
@@ -128,8 +128,8 @@ class ForwardPass:
 
     def segments(self, worth: int) -> list[Segment]:
         """What the queries read; runs and shares of fewer cells than ``worth`` do not stand alone."""
-        if self.segmented is None or not self._own_segments:
-            before, self._own_segments = self.segmented, True
+        if self.segmented is None or self._worth != worth:
+            before, self._worth = (self.segmented if self._worth is None else None), worth
             self.segmented = before.next(self.table, self.groups) if before and not self.lifted else None
             if self.segmented is None:
                 table, groups = self.table, self.groups

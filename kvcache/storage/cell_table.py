@@ -15,6 +15,7 @@ All work is on whole arrays or on a batch's tokens, never a Python loop over cel
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 
@@ -376,18 +377,26 @@ class CellTable:
     def spread(self) -> Array:
         """For every cell where it should lie so that rows are runs with room to grow; -1 if free.
 
-        Rows follow one another in the order of sequences, a shared cell in its first owner's row,
-        and the free cells are dealt out evenly behind them. What only pins keep comes last.
+        Each row goes to its home, so that rows lie at even distances. Where one is longer, or pins keep
+        cells that no row has, they follow one another, the free cells dealt out evenly behind the rows.
+        A shared cell is in its first owner's row. What only pins keep comes last.
         """
-        target = np.full(self.cells, -1, dtype=np.int64)
-        rows = list(self.occupied())
-        gap = self.free // max(1, len(rows))
-        cursor = 0
-        owners: list[Row | Pin] = [*(row for _, row in rows), *self.pins.values()]
+        owners: list[Row | Pin] = [*(row for _, row in self.occupied()), *self.pins.values()]
+        homes = [seq * self._home for seq, _ in self.occupied()]
+        seen = np.zeros(self.cells, dtype=bool)
+        own = []
         for owner in owners:
-            own = owner.cells[target[owner.cells] < 0]
-            target[own] = np.arange(cursor, cursor + own.size)
-            cursor += own.size + (gap if isinstance(owner, Row) else 0)
+            cells = owner.cells[~seen[owner.cells]]
+            seen[cells] = True
+            own.append(cells)
+        sizes = [cells.size for cells in own]
+        if max(sizes, default=0) > self._home or any(sizes[len(homes) :]):
+            gaps = [self.free // max(1, len(homes))] * len(homes) + [0] * len(self.pins)
+            room = [size + gap for size, gap in zip(sizes, gaps, strict=True)]
+            homes = list(itertools.accumulate(room, initial=0))
+        target = np.full(self.cells, -1, dtype=np.int64)
+        for cells, start in zip(own, homes, strict=False):
+            target[cells] = np.arange(start, start + cells.size)
         return target
 
     def move(self, target: Array) -> None:

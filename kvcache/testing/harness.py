@@ -42,6 +42,7 @@ ARRANGEMENTS = {
     "padded by an odd number": ml.CacheConfig(cache_padding=7, mask_batch_padding=2, permuted_v=True),
     "elided": ml.CacheConfig(elide_mask=True),
     "elided and padded": ml.CacheConfig(elide_mask=True, cache_padding=4),
+    "in many parts": ml.CacheConfig(call_bytes=1),
     "of fixed shapes": ml.CacheConfig(fixed_shapes=True, mask_batch_padding=2),
 }
 """The ways in which a backend may want its tensors."""

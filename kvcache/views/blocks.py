@@ -9,6 +9,8 @@ from typing import Literal
 
 import numpy as np
 
+from kvcache.attention.calls import StepReads
+
 __all__ = [
     "Block", "CellMap", "CellRun", "Facts", "Heading", "Kind", "MaskBlock", "NodeView", "SequenceView",
     "Table", "TierView", "Tiers", "Tree", "tabled",
@@ -78,6 +80,8 @@ class CellMap:
     nbytes: int
     sequences: tuple[SequenceView, ...]
     runs: tuple[CellRun, ...]
+    reads: StepReads | None = None
+    """What a step that decodes a token of each sequence reads; None where nothing is stored."""
 
     def count(self, kind: Kind) -> int:
         """How many cells are of a kind."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.attention.calls import StepReads, step_reads
 from kvcache.cache import ClosedError, OrderError
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
@@ -66,7 +67,16 @@ def _map_of(cache: CausalCache) -> CellMap:
     held_by = np.array([len(group) for group in owners])[labels]
     views = (_sequence(seq, row, held_by, cache.visible(seq)) for seq, row in table.occupied())
     runs = _runs(table, labels, owners)
-    return CellMap(type(cache).__name__, _note(cache), table.cells, cache.nbytes, tuple(views), runs)
+    name, note = type(cache).__name__, _note(cache)
+    return CellMap(name, note, table.cells, cache.nbytes, tuple(views), runs, _reads(cache))
+
+
+def _reads(cache: CausalCache) -> StepReads | None:
+    storage = cache.storage
+    if not storage.buffers or not any(storage.table.occupied()):
+        return None
+    worth = cache.config.call_bytes // next(iter(storage.buffers.values())).bytes_per_cell
+    return step_reads(storage.table, cache.config, cache.lower_bound(), max(1, worth))
 
 
 def _note(cache: CausalCache) -> str:

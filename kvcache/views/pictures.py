@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvcache.attention.calls import StepReads
 from kvcache.cache import InvalidRangeError
 from kvcache.views import html, svg, text
 from kvcache.views.blocks import (
@@ -205,6 +206,8 @@ def _part(part: Part) -> Iterator[Block]:
         yield Heading(part.name + (f" ({part.note})" if part.note else ""), _cells_sentence(part))
         yield part
         yield _sequences(part)
+        if part.reads is not None:
+            yield Facts(tuple(_reads(part.reads)))
     elif isinstance(part, StatesView):
         yield Heading(part.name, f"{counted(part.slots, 'slot')}, {bytes_text(part.nbytes)}", beside=True)
         yield _states(part)
@@ -225,6 +228,17 @@ def _cells_sentence(cells: CellMap) -> str:
         largest = max(run.size for run in cells.holes)
         parts.append(f"{counted(len(cells.holes), 'hole')} (the largest {counted(largest, 'cell')})")
     return ", ".join([*parts, bytes_text(cells.nbytes)])
+
+
+def _reads(reads: StepReads) -> Iterator[tuple[str, str]]:
+    """What a step that decodes a token of each sequence reads."""
+    calls = counted(reads.calls, "call")
+    besides = f", and {reads.padding:,} of padding" if reads.padding else ""
+    yield "a step reads", f"{counted(reads.cells, 'cell')} of each layer in {calls}{besides}"
+    if reads.shared:
+        yield "once for several", f"{counted(reads.shared, 'cell')}, {reads.saved:,} saved"
+    if reads.gathered:
+        yield "gathered", counted(reads.gathered, "cell")
 
 
 def _sequences(cells: CellMap) -> Table:

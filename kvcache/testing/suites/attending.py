@@ -82,6 +82,28 @@ class AttendingTests(CacheCase):
         r.check_attend(2)
         r.drain()
 
+    @attends
+    @every_kind
+    @every_arrangement
+    def test_sequences_with_one_prefix_decode_together(
+        self, rig: MakeRig, kind: Setup, arranged: ml.CacheConfig
+    ) -> None:
+        """One of them holds NaN for a while, which reaches no other."""
+        r = rig(kind, max_sequences=4, capacity=20, max_batch=12, config=arranged)
+        r.forward(range(5), 0)
+        for seq, length in ((1, 5), (2, 3)):
+            r.copy_prefix(0, seq, length)
+        if not arranged.fixed_shapes:  # where every pass reads every cell
+            r.start([0, 1], [3, 3])
+            r.put_nan()
+        for step in range(6):
+            sequences = [0, 2, 1] if step < 4 else [0, 1, 2, 3]
+            if step == 4:
+                r.remove(3, 0)
+            r.start([r.model.last(seq) + 1 for seq in sequences], sequences)
+            r.put()
+            r.check_attend(step, sinks=step % 2 == 0)
+
     # Padding.
 
     @attends
