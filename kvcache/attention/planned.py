@@ -72,7 +72,7 @@ class PlannedCall:
             return nn.merge_attention(ctx, [self.partial(ctx, buffers, query, scale)], sinks)
         cells = call.start if self._cells is None else near(ctx, self._cells)
         mask = near(ctx, self._mask)
-        if isinstance(mask, ml.Tensor):
+        if mask is not None and mask is not ml.CAUSAL:
             mask = mask.reshape(ctx, *mask.shape[1:])
         key, value = buffers.read(ctx, cells, call.length)
         return nn.attention(ctx, query, key, value, mask, scale, sinks)

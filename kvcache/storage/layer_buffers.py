@@ -15,7 +15,10 @@ __all__ = ["LayerBuffers", "stored_shape"]
 class LayerBuffers:
     """K and V of one layer, allocated at the first ``put`` for all cells at once."""
 
-    __slots__ = ("_key_shape", "_value_shape", "activations", "key", "permuted_v", "stamp", "store", "value")
+    __slots__ = (
+        "_key_shape", "_value_shape", "activations", "bytes_per_cell", "key", "permuted_v", "read_dtype",
+        "stamp", "store", "value",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -42,6 +45,11 @@ class LayerBuffers:
         else:
             self.key = Buffer(ctx, dtype, cells, *key, order)
             self.value = Buffer(ctx, dtype, cells, *value, (1, 2, 0) if self.permuted_v else order)
+        self.read_dtype = activations if dtype.is_quantized else dtype
+        """Of what ``read`` gives."""
+        numbers = key[0] * key[1] + value[0] * value[1]
+        self.bytes_per_cell = max(1, numbers * self.read_dtype.itemsize)
+        """Of what ``read`` gives, K and V together."""
         self.stamp = 0
         """``Forward.stamp`` of the pass that was last put here."""
         self.store = self._find_store(ctx)
@@ -58,17 +66,6 @@ class LayerBuffers:
     @property
     def nbytes(self) -> int:
         return self.key.nbytes + self.value.nbytes
-
-    @property
-    def read_dtype(self) -> ml.DType:
-        """Of what ``read`` gives."""
-        return self.key.tensor.dtype if isinstance(self.key, Buffer) else self.activations
-
-    @property
-    def bytes_per_cell(self) -> int:
-        """Of what ``read`` gives, K and V together."""
-        numbers = self.key.heads * self.key.dim + self.value.heads * self.value.dim
-        return max(1, numbers * self.read_dtype.itemsize)
 
     def touch(self, ctx: ml.Context) -> None:
         """Write the zeros that new buffers hold, so that the system gives them their memory now.
