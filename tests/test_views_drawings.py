@@ -71,7 +71,9 @@ def test_a_map_of_cells_as_text(numpy_backend: ml.Backend) -> None:
         "    mark is 1 cell\n"
         "  sequence  tokens  positions  shared  next token sees  runs\n"
         "         0       4  0 to 3          2                4     1\n"
-        "         1       3  0 to 2          2                3     2"
+        "         1       3  0 to 2          2                3     2\n"
+        "  a step reads  7 cells a layer in 1 call, and 1 of padding\n"
+        "  gathered  8 cells"
     )
 
 

@@ -28,6 +28,11 @@ class SequenceTokens:
     def lowest(self) -> int:
         return int(self.positions[0])
 
+    @property
+    def first_token(self) -> int:
+        """Which token of the batch has the lowest position."""
+        return self.rows.start if isinstance(self.rows, slice) else int(self.rows[0])
+
     def __len__(self) -> int:
         return self.positions.size
 

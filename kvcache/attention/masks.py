@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.read_plan import HIDDEN, LowerBound, ReadPlan, sees_all, unmask, visible
 
 __all__ = ["HOST_LIMIT", "KEEP_LIMIT", "KeptMask", "build_mask", "seen_mask"]
@@ -55,7 +54,7 @@ class KeptMask:
         tensor = ctx.full((rows, width), -np.inf, dtype)
         seen = ctx.zeros((1, 1), dtype)
         sizes = [len(row) for row in reading.rows]
-        places = [_place(group) for group in reading.groups]
+        places = [group.first_token for group in reading.groups]
         for row, column, size in zip(places, columns, sizes, strict=True):
             _fill(ctx, tensor, seen, (row, row + 1), (column, column + size))
         return cls(tensor, reading.start, [group.seq for group in reading.groups], columns, sizes, places)
@@ -70,7 +69,7 @@ class KeptMask:
             or [group.seq for group in reading.groups] != self.sequences
             or any(size != before + 1 for size, before in zip(sizes, self.sizes, strict=True))
             or _decoding(reading) != self.columns
-            or [_place(group) for group in reading.groups] != self.rows
+            or [group.first_token for group in reading.groups] != self.rows
         ):
             return False
         rows, width = self.tensor.shape
@@ -84,12 +83,6 @@ class KeptMask:
     def shown(self, ctx: ml.Context, length: int) -> ml.Tensor:
         """The mask over the first ``length`` columns, a view."""
         return self.tensor.slice(ctx, 1, 0, length)
-
-
-def _place(group: SequenceTokens) -> int:
-    """Which token of the batch a group of one is."""
-    rows = group.rows
-    return rows.start if isinstance(rows, slice) else int(rows[0])
 
 
 def _decoding(reading: ReadPlan) -> list[int] | None:

@@ -85,7 +85,7 @@ class KeptSegments:
     ) -> None:
         self.found = found
         self._changes = table.changes
-        self._groups = [(group.seq, group.rows) for group in groups]
+        self._order = [(group.seq, group.first_token) for group in groups]
         self._tails = tails
 
     @classmethod
@@ -110,7 +110,7 @@ class KeptSegments:
         """Those of the step after this; None where more than that has changed."""
         if len(self._tails) < len(groups) or table.changes != self._changes:
             return None
-        if [(group.seq, group.rows) for group in groups] != self._groups:
+        if [(group.seq, group.first_token) for group in groups] != self._order:
             return None
         found = self.found.copy()
         for group, tail in zip(groups, self._tails, strict=True):

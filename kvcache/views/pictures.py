@@ -234,7 +234,7 @@ def _reads(reads: StepReads) -> Iterator[tuple[str, str]]:
     """What a step that decodes a token of each sequence reads."""
     calls = counted(reads.calls, "call")
     besides = f", and {reads.padding:,} of padding" if reads.padding else ""
-    yield "a step reads", f"{counted(reads.cells, 'cell')} of each layer in {calls}{besides}"
+    yield "a step reads", f"{counted(reads.cells, 'cell')} a layer in {calls}{besides}"
     if reads.shared:
         yield "once for several", f"{counted(reads.shared, 'cell')}, {reads.saved:,} saved"
     if reads.gathered:
