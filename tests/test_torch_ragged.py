@@ -240,6 +240,21 @@ def test_layers_share_one_upload_and_none_waits_for_the_device(monkeypatch: pyte
     assert operations.seen == {"empty", "new_empty"}
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_nothing_waits_for_it(ctx: Any) -> None:
+    """The first time compiles; the second uploads a plan and launches while torch refuses to wait."""
+    case = _case(7, 3, 90, (4, 2), (64, 64))
+    _attend(ctx, case, _shared_prefix(3, 80))
+    q, k, v = (ctx.from_numpy(x) for x in case)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = ctx.backend.ragged_attention(ctx, q, k, v, _shared_prefix(3, 80), 0.125)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    right = ragged_reference(*case, _shared_prefix(3, 80), 0.125)
+    np.testing.assert_allclose(out.to_numpy(), right, atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_the_work_is_the_plan(seed: int) -> None:
     """Each query meets each of its rows once; slots are each query's own; whole blocks are seen by all."""
