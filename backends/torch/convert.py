@@ -24,8 +24,8 @@ TO_TORCH: dict[DType, torch.dtype] = {
     DType.BOOL: torch.bool,
 }
 STAGED_BYTES = 1 << 20
-"""Up to so much, such as a pass's integers, goes to CUDA by pinned memory, which torch keeps until it is read:
-other memory is read while the host waits, until all that the device was asked to do before is done."""
+"""Up to so much, such as a pass's integers, goes to CUDA by pinned memory, which torch keeps until then.
+With other memory the host waits until the device has done all that it was asked to do before."""
 FROM_TORCH = {native: dtype for dtype, native in TO_TORCH.items()}
 
 

@@ -87,7 +87,8 @@ def choose_tile(plan: RaggedPlan, group: int, head_dim: int, v_dim: int, itemsiz
     keys = max(16, min(64, SHARED_BYTES // (2 * width * itemsize)))
     keys = 1 << (keys.bit_length() - 1)
     stages = 3 if 3 * keys * width * itemsize <= SHARED_BYTES else 2
-    return Tile(rows, min(group, rows), keys, 8 if rows >= 128 else 4, stages)
+    warps = 8 if rows >= 128 or rows * padded(v_dim) >= 128 * 128 else 4
+    return Tile(rows, min(group, rows), keys, warps, stages)
 
 
 def _cost(plan: RaggedPlan, group: int, rows: int) -> int:
