@@ -25,6 +25,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # Jobs in the background are started so, and hand it on to the processes that the tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+if not Path("/dev/nvidiactl").exists():
+    # No GPU: Triton's kernels run in its interpreter, which it has to know when it is first imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_collection_finish() -> None:
     """What exists by now stays to the end: a million objects that no later garbage collection looks through.

@@ -17,7 +17,7 @@ from backends.torch.tensor import Placement, TorchTensor
 from ml.capabilities import CAUSAL, CausalMask
 from ml.errors import DTypeError, ShapeError
 
-__all__ = ["CausalMasks", "attend"]
+__all__ = ["CausalMasks", "attend", "check_heads", "check_sinks"]
 
 STACKED_MASK_LIMIT = 16 << 20
 """Bytes of a mask that may be repeated for the query heads of a group."""
@@ -61,7 +61,7 @@ def attend(
         if tensor is not None and tensor is not CAUSAL:
             query.check_peer("attention", tensor)
     q, k, v = query.native_on(ctx), key.native_on(ctx), value.native_on(ctx)
-    _check(q, k, v)
+    check_heads("attention", q, k, v)
     tokens, heads, head_dim = q.shape
     history, kv_heads, v_dim = v.shape
     bias = _bias(ctx, masks, q, history, mask)
@@ -81,16 +81,22 @@ def attend(
     return TorchTensor.own(ctx, out.permute(2, 0, 1, 3).reshape(tokens, heads, v_dim), query.dtype)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise ShapeError or DTypeError unless these are heads of one attention."""
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     if not q.dim() == k.dim() == v.dim() == 3 or shapes[1][:2] != shapes[2][:2]:
-        raise ShapeError(f"attention: query, key, value {shapes}; each is (tokens, heads, size)")
+        raise ShapeError(f"{op}: query, key, value {shapes}; each is (tokens, heads, size)")
     if shapes[0][2] != shapes[1][2] or not shapes[1][1] or shapes[0][1] % shapes[1][1]:
         raise ShapeError(
-            f"attention: query {shapes[0]}, key {shapes[1]}; one head size, heads a multiple of KV heads"
+            f"{op}: query {shapes[0]}, key {shapes[1]}; one head size, heads a multiple of KV heads"
         )
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise DTypeError(f"attention: query, key, value {q.dtype}, {k.dtype}, {v.dtype}; one float dtype")
+        raise DTypeError(f"{op}: query, key, value {q.dtype}, {k.dtype}, {v.dtype}; one float dtype")
+
+
+def check_sinks(op: str, sinks: torch.Tensor, heads: int) -> None:
+    if tuple(sinks.shape) != (heads,) or not sinks.dtype.is_floating_point:
+        raise ShapeError(f"{op}: sinks {sinks.dtype} {tuple(sinks.shape)}; they are floats ({heads},)")
 
 
 def _bias(
@@ -129,8 +135,7 @@ def _shown(
 
 def _logits(sinks: torch.Tensor, kv_heads: int, heads: int) -> torch.Tensor:
     """(kv_heads, group, 1) in F32."""
-    if tuple(sinks.shape) != (heads,) or not sinks.dtype.is_floating_point:
-        raise ShapeError(f"attention: sinks {sinks.dtype} {tuple(sinks.shape)}; they are floats ({heads},)")
+    check_sinks("attention", sinks, heads)
     return sinks.to(torch.float32).reshape(kv_heads, heads // kv_heads, 1)
 
 

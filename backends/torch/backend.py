@@ -15,6 +15,7 @@ from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, transla
 from backends.torch.devices import device_memory, find_places, release
 from backends.torch.distributed import join
 from backends.torch.partial import attend_partially
+from backends.torch.ragged import attend_ragged
 from backends.torch.store import TorchKVStore
 from backends.torch.tensor import TorchStorage, TorchTensor, as_element
 from ml.base import BaseGroup, BaseTensor
@@ -22,6 +23,7 @@ from ml.capabilities import CacheConfig, CausalMask, Layout
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, GroupError
+from ml.ragged import RaggedPlan
 from ml.strided import Shape, overlaps_itself
 
 __all__ = ["TorchBackend", "TorchContext"]
@@ -129,6 +131,23 @@ class TorchBackend(PlacedBackend):
             return attend_partially(ctx, self.causal_masks, query, key, value, mask, scale)
         except (RuntimeError, IndexError, MemoryError) as error:
             raise translated("partial_attention", error, ctx.device) from error
+
+    def ragged_attention(
+        self,
+        ctx: TorchContext,
+        query: TorchTensor,
+        key: TorchTensor,
+        value: TorchTensor,
+        plan: RaggedPlan,
+        scale: float,
+        sinks: TorchTensor | None = None,
+    ) -> TorchTensor | None:
+        """See :class:`ml.SupportsRaggedAttention`. By Triton on CUDA; None elsewhere, and without triton."""
+        ctx.check("ragged_attention")
+        try:
+            return attend_ragged(ctx, query, key, value, plan, scale, sinks)
+        except (RuntimeError, IndexError, MemoryError) as error:
+            raise translated("ragged_attention", error, ctx.device) from error
 
 
 class TorchContext(PlacedContext):

@@ -23,6 +23,9 @@ TO_TORCH: dict[DType, torch.dtype] = {
     DType.I64: torch.int64,
     DType.BOOL: torch.bool,
 }
+STAGED_BYTES = 1 << 20
+"""Up to so much, such as a pass's integers, goes to CUDA by pinned memory, which torch keeps until then.
+With other memory the host waits until the device has done all that it was asked to do before."""
 FROM_TORCH = {native: dtype for dtype, native in TO_TORCH.items()}
 
 
@@ -40,8 +43,12 @@ def fill_from_host(array: torch.Tensor, host: np.ndarray, dtype: DType) -> None:
         array, host = array.view(torch.int16), host.view(np.int16)
     if array.is_cpu:
         array.numpy()[...] = host
+        return
+    source = torch.from_numpy(np.array(host, order="C"))  # a copy: torch warns of read-only arrays
+    if array.is_cuda and array.nbytes <= STAGED_BYTES:
+        array.copy_(source.pin_memory(), non_blocking=True)
     else:
-        array.copy_(torch.from_numpy(np.array(host, order="C")))  # a copy: torch warns of read-only arrays
+        array.copy_(source)
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

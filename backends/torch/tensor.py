@@ -39,6 +39,7 @@ class Placement(Protocol):
 
     @property
     def backend(self) -> BaseBackend: ...
+    def from_numpy(self, array: Any, dtype: DType | None = None) -> BaseTensor: ...
 
 
 class TorchStorage(Storage):

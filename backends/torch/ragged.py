@@ -1,0 +1,94 @@
+"""Attention for a whole batch of sequences of different lengths: on CUDA, by the kernels of triton_ragged.py.
+
+FlashAttention's variable lengths (``torch.nn.attention.varlen``) take keys packed sequence behind sequence:
+where runs begin anywhere, several queries share one, or rows are listed, keys would have to be copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+
+from backends.torch.attention import check_heads, check_sinks
+from backends.torch.ragged_work import Work, choose_tile, divide
+from backends.torch.tensor import Placement, TorchTensor
+from ml.dtypes import DType
+from ml.errors import BoundsError, ShapeError
+from ml.ragged import RaggedPlan
+
+__all__ = ["attend_ragged", "work_of"]
+
+PROGRAMS = 4
+"""Programs per multiprocessor that a pass is divided into, where it is long enough."""
+OLDEST = (8, 0)
+"""The compute capability from which on tensor cores take BF16."""
+
+
+def attend_ragged(
+    ctx: Placement,
+    query: TorchTensor,
+    key: TorchTensor,
+    value: TorchTensor,
+    plan: RaggedPlan,
+    scale: float,
+    sinks: TorchTensor | None,
+) -> TorchTensor | None:
+    """See :class:`ml.SupportsRaggedAttention`. None where ``_kernels`` has none."""
+    for tensor in (key, value, sinks):
+        if tensor is not None:
+            query.check_peer("ragged_attention", tensor)
+    kernels = _kernels(ctx.torch_device)
+    if kernels is None:
+        return None
+    q, k, v = query.native_on(ctx), key.native_on(ctx), value.native_on(ctx)
+    logits = None if sinks is None else sinks.native_on(ctx)
+    check_heads("ragged_attention", q, k, v)
+    if logits is not None:
+        check_sinks("ragged_attention", logits, q.shape[1])
+    if q.shape[0] != plan.tokens:
+        raise ShapeError(f"ragged_attention: {q.shape[0]} queries; the plan is for {plan.tokens}")
+    if 0 in (q.numel(), v.numel()):
+        return TorchTensor.own(ctx, q.new_zeros((*q.shape[:2], v.shape[2])), query.dtype)
+    work, packed = work_of(ctx, q, v, plan, PROGRAMS * _multiprocessors(q.device))
+    if work.reach > k.shape[0]:
+        raise BoundsError(f"ragged_attention: the plan names row {work.reach - 1} of {k.shape[0]}")
+    return TorchTensor.own(ctx, kernels.attend(q, k, v, logits, scale, work, packed), query.dtype)
+
+
+def work_of(
+    ctx: Placement, q: torch.Tensor, v: torch.Tensor, plan: RaggedPlan, programs: int
+) -> tuple[Work, torch.Tensor]:
+    """The plan divided for tensors like these, and on their device: one upload for all layers alike."""
+    heads, head_dim = q.shape[1:]
+    kv_heads, v_dim = v.shape[1:]
+    kind = f"torch {q.device} {heads} {kv_heads} {head_dim} {v_dim} {q.element_size()} {programs}"
+    found = plan.memo.get(kind)
+    if found is None:
+        group = heads // kv_heads
+        tile = choose_tile(plan, group, head_dim, v_dim, q.element_size())
+        work = divide(plan, tile, programs, kv_heads * -(-group // tile.heads))
+        found = plan.memo[kind] = work, ctx.from_numpy(work.packed, DType.I32)
+    work, packed = found
+    return work, packed.native
+
+
+@functools.lru_cache(maxsize=16)
+def _kernels(device: torch.device) -> ModuleType | None:
+    """The kernels, where triton is installed and the device is CUDA's; they were not tried on ROCm."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    if torch.cuda.get_device_capability(device) < OLDEST:
+        return None
+    try:
+        return importlib.import_module("backends.torch.triton_ragged")
+    except ImportError:
+        return None
+
+
+@functools.lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

@@ -1,0 +1,333 @@
+"""Ragged attention of the torch backend: its Triton kernels against the definition.
+
+On CUDA they run as they are, elsewhere in Triton's interpreter (see conftest.py), and anywhere they are
+compiled for Hopper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ml
+from ml.ragged import RaggedPlan
+from ml.testing.ragged import ragged_reference, random_plan
+
+torch = pytest.importorskip("torch")
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed; there are no wheels but for Linux", allow_module_level=True)
+if not (os.environ.get("TRITON_INTERPRET") or torch.cuda.is_available()):
+    pytest.skip("there is a driver of NVIDIA's, and torch has no CUDA device", allow_module_level=True)
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from backends.torch import backend as torch_backend  # noqa: E402
+from backends.torch import ragged, ragged_work  # noqa: E402
+from backends.torch import triton_ragged as kernels  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")  # of the interpreter
+TOLERANCE = {ml.DType.F32: 2e-5, ml.DType.F16: 4e-3, ml.DType.BF16: 3e-2}
+Case = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def ctx() -> Iterator[Any]:
+    with ml.open_backend("torch") as backend, backend.new_context() as ctx:
+        yield ctx
+
+
+@pytest.fixture(autouse=True)
+def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two multiprocessors: small plans are divided as large ones are on a whole GPU."""
+    monkeypatch.setattr(ragged, "_kernels", lambda device: kernels)
+    monkeypatch.setattr(ragged, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(ragged_work, "SHORTEST_CHUNK", 64)
+
+
+def _case(seed: int, tokens: int, cells: int, heads: tuple[int, int], dims: tuple[int, int]) -> Case:
+    rng = np.random.default_rng(seed)
+    shapes = (tokens, heads[0], dims[0]), (cells, heads[1], dims[0]), (cells, heads[1], dims[1])
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    return q, k, v
+
+
+LAYOUTS = {"token_major": (0, 1, 2), "head_major": (1, 0, 2), "permuted": (1, 2, 0)}
+
+
+def _laid_out(ctx: Any, array: np.ndarray, dtype: ml.DType, layout: str) -> Any:
+    """(cells, heads, size) over memory in the order of ``layout``."""
+    order = LAYOUTS[layout]
+    stored = ctx.from_numpy(np.ascontiguousarray(array.transpose(order)), ml.DType.F32).cast(ctx, dtype)
+    return stored.permute(ctx, *np.argsort(order).tolist())
+
+
+def _attend(
+    ctx: Any,
+    case: Case,
+    plan: RaggedPlan,
+    dtype: ml.DType = ml.DType.F32,
+    layouts: tuple[str, str] = ("head_major", "head_major"),
+    sinks: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the backend computes, and what is right for the same rounded inputs."""
+    q, k, v = (_laid_out(ctx, x, dtype, at) for x, at in zip(case, ("token_major", *layouts), strict=True))
+    scale = case[0].shape[2] ** -0.5
+    logits = None if sinks is None else ctx.from_numpy(sinks, ml.DType.F32)
+    given = [x.to_numpy().astype(np.float32) for x in (q, k, v)]
+    with np.errstate(invalid="ignore"):  # the interpreter computes with NumPy
+        out = ctx.backend.ragged_attention(ctx, q, k, v, plan, scale, logits)
+        assert out.dtype is dtype
+        return out.to_numpy().astype(np.float64), ragged_reference(*given, plan, scale, sinks)
+
+
+def _plan(tokens: int, segments: Any, readers: Any, index: Any = ()) -> RaggedPlan:
+    return RaggedPlan(tokens, np.array(segments), np.array(readers), np.array(index, dtype=np.int32))
+
+
+def _shared_prefix(readers: int, prefix: int) -> RaggedPlan:
+    """Everyone sees the prefix, and then one to three rows of their own."""
+    own = [1 + i % 3 for i in range(readers)]
+    segments = [(0, 0, prefix, 0, readers)]
+    segments += [(0, prefix + 3 * i, n, readers + i, readers + i + 1) for i, n in enumerate(own)]
+    bounds = [(i, 0, prefix) for i in range(readers)] + [(i, 0, n) for i, n in enumerate(own)]
+    return _plan(readers, segments, bounds)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims", "dtype", "layouts", "sinks"),
+    [
+        ((4, 2), (8, 8), "F32", ("head_major", "head_major"), False),
+        ((3, 3), (40, 24), "F32", ("token_major", "permuted"), True),
+        ((4, 1), (64, 64), "F16", ("head_major", "permuted"), False),
+        ((6, 2), (80, 80), "BF16", ("token_major", "token_major"), True),
+        ((4, 2), (128, 64), "BF16", ("permuted", "head_major"), False),
+        ((2, 2), (16, 40), "F16", ("permuted", "token_major"), True),
+        ((36, 1), (144, 136), "F32", ("head_major", "head_major"), False),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else str(value),
+)
+def test_random_plans_give_what_the_definition_says(
+    ctx: Any, heads: Any, dims: Any, dtype: str, layouts: Any, sinks: bool
+) -> None:
+    seed = sum(dims)
+    logits = np.random.default_rng(seed).standard_normal(heads[0]).astype(np.float32) if sinks else None
+    case = _case(seed, 3, 100, heads, dims)
+    out, right = _attend(ctx, case, random_plan(seed, 3, 100), ml.DType[dtype], layouts, logits)
+    np.testing.assert_allclose(out, right, atol=TOLERANCE[ml.DType[dtype]], rtol=0)
+
+
+@pytest.mark.parametrize("sinks", [None, np.array([9, -np.inf], np.float32)], ids=["plain", "sinks"])
+@pytest.mark.parametrize(("length", "work"), [(40, (1, 0, 0)), (590, (5, 1, 5))], ids=["short", "long"])
+def test_a_long_segment_of_one_query_is_divided_and_merged(
+    ctx: Any, length: int, work: Any, sinks: Any
+) -> None:
+    plan = _plan(1, [(0, 7, 600, 0, 1)], [(0, 3, length)])
+    out, right = _attend(ctx, _case(1, 1, 610, (2, 1), (16, 16)), plan, sinks=sinks)
+    ((made, _),) = plan.memo.values()
+    assert (made.items, made.merges, made.slots) == work
+    np.testing.assert_allclose(out, right, atol=2e-5, rtol=0)
+
+
+def test_a_prefix_of_64_readers_is_read_by_tiles_of_them(ctx: Any) -> None:
+    plan = _shared_prefix(64, 96)
+    tile = ragged_work.choose_tile(plan, 2, 16, 16, 4)
+    work = ragged_work.divide(plan, tile, 1, 1)
+    assert work.items == 64 + -(-64 // tile.readers)
+    assert tile.readers > 8
+    small = _shared_prefix(9, 96)
+    out, right = _attend(ctx, _case(2, 9, 96 + 3 * 9, (2, 1), (16, 16)), small)
+    np.testing.assert_allclose(out, right, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["run", "listed"])
+def test_a_prompt_has_causal_bounds(ctx: Any, listed: bool) -> None:
+    tokens, history = 70, 90
+    rows = np.random.default_rng(3).permutation(100)[:history] if listed else ()
+    bounds = [(i, 0, history - tokens + i + 1) for i in range(tokens)]
+    plan = _plan(tokens, [(int(listed), 0 if listed else 5, history, 0, tokens)], bounds, rows)
+    out, right = _attend(ctx, _case(3, tokens, 100, (2, 2), (16, 16)), plan, ml.DType.F16)
+    np.testing.assert_allclose(out, right, atol=4e-3, rtol=0)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [ml.DType.F32, ml.DType.BF16])
+def test_what_a_query_does_not_see_reaches_no_result_of_it(ctx: Any, poison: float, dtype: ml.DType) -> None:
+    """Each query in turn: all else is poisoned, also what its neighbours in the same tile see."""
+    plan = _plan(3, [(0, 2, 70, 0, 3), (1, 0, 3, 3, 4)],
+                 [(0, 0, 70), (1, 0, 65), (2, 66, 68), (2, 1, 3)], [80, 75, 74])  # fmt: skip
+    seen = {0: [*range(2, 72)], 1: [*range(2, 67)], 2: [68, 69, 75, 74]}
+    clean = _case(4, 3, 84, (2, 1), (16, 16))
+    for query in (1, 2):
+        q, k, v = (x.copy() for x in clean)
+        hidden = np.setdiff1d(np.arange(84), seen[query])
+        k[hidden], v[hidden] = poison, poison
+        out, _ = _attend(ctx, (q, k, v), plan, dtype)
+        _, right = _attend(ctx, clean, plan, dtype)
+        np.testing.assert_allclose(out[query], right[query], atol=TOLERANCE[dtype], rtol=0)
+        assert not np.isfinite(out[0]).any()
+
+
+def test_values_that_are_seen_and_not_finite_are_not_hidden(ctx: Any) -> None:
+    plan = _plan(2, [(0, 0, 20, 0, 2)], [(0, 0, 20), (1, 0, 10)])
+    q, k, v = _case(5, 2, 20, (1, 1), (16, 16))
+    v[15, 0, 3], v[4, 0, 7] = np.inf, np.nan
+    out, _ = _attend(ctx, (q, k, v), plan)
+    assert np.argwhere(~np.isfinite(out)).tolist() == [[0, 0, 3], [0, 0, 7], [1, 0, 7]]
+
+
+def test_two_launches_do_however_many_sequences(ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    for name in ("attend_items", "merge_parts"):
+        monkeypatch.setattr(kernels, name, Recorded(launched, name, getattr(kernels, name)))
+    for readers in (1, 6):
+        _attend(ctx, _case(6, readers, 64 + 3 * readers, (1, 1), (16, 16)), _shared_prefix(readers, 64))
+        assert launched == ["attend_items", "merge_parts"]
+        launched.clear()
+    _attend(ctx, _case(6, 2, 8, (1, 1), (16, 16)), _plan(2, [(0, 0, 8, 0, 2)], [(0, 0, 8), (1, 0, 8)]))
+    assert launched == ["attend_items"]
+
+
+class Recorded:
+    """A kernel whose launches are noted; without one, a device that does nothing."""
+
+    def __init__(self, launched: list[str], name: str, kernel: Any = None) -> None:
+        self.launched, self.name, self.kernel = launched, name, kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert all(type(size) is int for size in grid)
+        self.launched.append(self.name)
+        return (lambda *_, **__: None) if self.kernel is None else self.kernel[grid]
+
+
+class Operations(TorchDispatchMode):
+    """Notes what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_share_one_upload_and_none_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without memory of a device that is not there."""
+    done: list[str] = []
+    for name in ("attend_items", "merge_parts"):
+        monkeypatch.setattr(kernels, name, Recorded(done, name))
+    monkeypatch.setattr(torch_backend, "fill_from_host", lambda *_: done.append("upload"))
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+    plan = _shared_prefix(3, 80)
+    with ml.open_backend("torch", device="cpu") as backend, backend.new_context() as ctx, FakeTensorMode():
+        ctx.torch_device = torch.device("cuda", 0)
+        q, k, v = (ctx.empty((n, heads, 16), ml.DType.F32) for n, heads in ((3, 4), (90, 2), (90, 2)))
+        with Operations() as operations:
+            for _ in range(3):
+                out = backend.ragged_attention(ctx, q, k, v, plan, 0.25)
+        assert (out.shape, out.native.device.type) == ((3, 4, 16), "cuda")
+    assert done == ["upload"] + ["attend_items", "merge_parts"] * 3
+    assert operations.seen == {"empty", "new_empty"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_nothing_waits_for_it(ctx: Any) -> None:
+    """The first time compiles; the second uploads a plan and launches while torch refuses to wait."""
+    case = _case(7, 3, 90, (4, 2), (64, 64))
+    _attend(ctx, case, _shared_prefix(3, 80))
+    q, k, v = (ctx.from_numpy(x) for x in case)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = ctx.backend.ragged_attention(ctx, q, k, v, _shared_prefix(3, 80), 0.125)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    right = ragged_reference(*case, _shared_prefix(3, 80), 0.125)
+    np.testing.assert_allclose(out.to_numpy(), right, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_work_is_the_plan(seed: int) -> None:
+    """Each query meets each of its rows once; slots are each query's own; whole blocks are seen by all."""
+    tokens = 1 + seed % 13
+    plan = random_plan(seed, tokens, 40 + 30 * seed)
+    tile = ragged_work.Tile(16, 1 + seed % 5, (16, 64)[seed % 2], 4, 2)
+    work = ragged_work.divide(plan, tile, 8, 1)
+    count, merged, slots, items_at, pairs_at, merges_at, index_at, _ = work.packed[:8].tolist()
+    assert (count, merged, slots) == (work.items, work.merges, work.slots)
+    items = work.packed[items_at:pairs_at].reshape(count, 8)
+    pairs = work.packed[pairs_at:merges_at].reshape(-1, 4)
+    assert work.packed[index_at:].tolist() == plan.index.tolist()
+    met: dict[int, list[int]] = {query: [] for query in range(tokens)}
+    owned: dict[int, list[int]] = {query: [] for query in range(tokens)}
+    for gathered, start, low, first, stop, high, pair, readers in items.tolist():
+        assert low <= first <= stop <= high
+        assert (stop - first) % tile.keys == 0
+        assert 1 <= readers <= tile.readers
+        places = np.arange(start + low, start + high)
+        rows = plan.index[places] if gathered else places
+        for query, begin, end, slot in pairs[pair : pair + readers].tolist():
+            shown = rows[max(begin - low, 0) : max(end - low, 0)].tolist()
+            assert begin <= first or first == stop
+            assert stop <= end or first == stop
+            assert (slot == -2) == (not shown)
+            met[query] += shown
+            owned[query] += [slot] if slot != -2 else []
+    for number, (_, _, _, start, stop) in enumerate(plan.segments.tolist()):
+        for query, begin, end in plan.readers[start:stop].tolist():
+            for row in plan.rows(number)[begin:end].tolist():
+                met[query].remove(row)
+    assert not any(met.values())
+    merges = {q: range(a, b) for q, a, b in work.packed[merges_at:index_at].reshape(-1, 3).tolist()}
+    assert {q: sorted(s) for q, s in owned.items()} == {q: [*merges.get(q, [-1])] for q in owned}
+    assert sorted(s for q in merges for s in owned[q]) == list(range(slots))
+
+
+def test_a_device_without_the_kernels_leaves_it_to_partial_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with ml.open_backend("torch", device="cpu") as backend, backend.new_context() as ctx:
+        tensors = [ctx.zeros((2, 1, 16), ml.DType.F32)] * 3
+        plan = _plan(2, [(0, 0, 2, 0, 2)], [(0, 0, 1), (1, 0, 2)])
+        assert backend.ragged_attention(ctx, *tensors, plan, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "says"),
+    [
+        ({"k": (7, 1, 16)}, ml.BoundsError, "row 7 of 7"),
+        ({"q": (3, 1, 16)}, ml.ShapeError, "3 queries; the plan is for 2"),
+        ({"q": (2, 1, 8)}, ml.ShapeError, "one head size"),
+        ({"sinks": (2,)}, ml.ShapeError, "sinks"),
+        ({"readers": [(0, 0, 9), (1, 0, 8)]}, ml.BoundsError, "outside of its segment"),
+        ({"readers": [(0, 3, 3), (1, 0, 8)]}, ml.BoundsError, "sees no rows"),
+        ({"index": [0, 1, 2]}, ml.BoundsError, "outside of its index"),
+    ],
+)
+def test_what_would_read_elsewhere_is_refused(ctx: Any, changed: Any, error: type, says: str) -> None:
+    shapes = {"q": (2, 1, 16), "k": (8, 1, 16), "v": changed.get("k", (8, 1, 16)), "sinks": None} | changed
+    given = {n: shapes[n] and ctx.zeros(shapes[n], ml.DType.F32) for n in ("q", "k", "v", "sinks")}
+    bounds, index = changed.get("readers", [(0, 0, 8), (1, 0, 8)]), changed.get("index", ())
+    plan = _plan(2, [(len(index) and 1, 0, 8, 0, 2)], bounds, index)
+    with pytest.raises(error, match=says):
+        ctx.backend.ragged_attention(ctx, given["q"], given["k"], given["v"], plan, 1.0, given["sinks"])
+
+
+def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    """In a process of its own, where nothing is interpreted; no GPU takes part."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(tmp_path)
+    }
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    script = Path(__file__).with_name("compile_ragged.py")
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["F16", "BF16", "F32", "merge"]
