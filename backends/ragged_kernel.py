@@ -250,9 +250,10 @@ class Shape:
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Shape | None:
         """None where the kernels do not do this case."""
-        (tokens, heads, head_dim), kv_heads, v_dim = query.shape, key.shape[1], value.shape[2]
+        (_, heads, head_dim), kv_heads, v_dim = query.shape, key.shape[1], value.shape[2]
         one_dtype = query.dtype is key.dtype is value.dtype and query.dtype.is_float
-        if not one_dtype or min(tokens, heads, head_dim, v_dim) < 1 or max(head_dim, v_dim) > LARGEST:
+        empty = 0 in (*query.shape, kv_heads, v_dim)
+        if empty or heads % kv_heads or not one_dtype or max(head_dim, v_dim) > LARGEST:
             return None
         return cls(heads, kv_heads, head_dim, v_dim, sinks is not None)
 

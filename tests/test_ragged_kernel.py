@@ -131,6 +131,25 @@ def test_every_shape_of_heads_is_attended_with(cupy_attend: Attend, shape: Shape
     assert_close(cupy_attend(shape, prompts(3, 9, shared=40), 52))
 
 
+@pytest.mark.parametrize(
+    ("query", "key", "value"),
+    [
+        ((0, 4, 8), (9, 2, 8), (9, 2, 8)),
+        ((1, 4, 8), (9, 2, 8), (9, 2, 0)),
+        ((1, 3, 8), (9, 2, 8), (9, 2, 8)),
+        ((1, 4, 1032), (9, 2, 1032), (9, 2, 8)),
+    ],
+    ids=["no tokens", "no values", "heads that do not divide", "large heads"],
+)
+def test_what_the_kernels_do_not_do_is_left_to_the_caller(query: Any, key: Any, value: Any) -> None:
+    with module.CupyBackend() as backend:
+        ctx = backend.new_context()
+        made = [ctx.zeros(shape, DType.F32) for shape in (query, key, value)]
+        assert backend.ragged_attention(ctx, *made, random_plan(1, 1, 9), 1.0) is None
+        narrow = ctx.zeros((1, 4, 8), DType.F16), *made[1:]
+        assert backend.ragged_attention(ctx, *narrow, random_plan(1, 1, 9), 1.0) is None
+
+
 def test_long_histories_are_cut_and_merged(cupy_attend: Attend) -> None:
     """By several readers at once, some of which see nothing of some chunks."""
     cells, shape = 5 * SHORTEST, SHAPES["one head"]
