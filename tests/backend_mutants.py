@@ -30,7 +30,7 @@ from ml.testing.refusals import RefusalTests
 from ml.testing.rows import RowTests
 from ml.testing.stores import KVStoreTests
 
-__all__ = ["MUTANTS", "Mutant"]
+__all__ = ["MUTANTS", "Mutant", "mutant"]
 
 
 @dataclass(frozen=True)
@@ -446,28 +446,6 @@ def an_operation_is_left_out_without_a_word(numpy: ModuleType) -> None:
 
 
 # Capabilities.
-
-
-def _attention(ctx: Any, *args: Any) -> Any:
-    from ml.nn import generic_attention
-
-    return generic_attention(ctx, *args)
-
-
-@mutant(CapabilityTests)
-def causal_is_top_left_aligned(numpy: ModuleType) -> None:
-    def attention(self: Any, ctx: Any, q: Any, k: Any, v: Any, mask: Any, *rest: Any) -> Any:
-        if mask is ml.CAUSAL:
-            rows, columns = np.indices((q.shape[0], k.shape[0]))
-            mask = ctx.from_numpy(np.where(columns <= rows, 0, -np.inf).astype(np.float32))
-        return _attention(ctx, q, k, v, mask, *rest)
-
-    numpy.NumpyBackend.attention = attention
-
-
-@mutant(CapabilityTests)
-def sinks_are_ignored(numpy: ModuleType) -> None:
-    numpy.NumpyBackend.attention = lambda self, ctx, *args: _attention(ctx, *args[:5])
 
 
 @mutant(CapabilityTests)

@@ -20,6 +20,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .kernel_emulator import Kernels, names_of
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 TOTAL = 1 << 30
 DEVICES = 2
@@ -388,6 +390,24 @@ def may_share_memory(a: ndarray, b: ndarray, max_work: Any = None) -> bool:
     return np.may_share_memory(a.array, b.array)
 
 
+class RawModule:
+    """Kernels in CUDA C, emulated (kernel_emulator.py)."""
+
+    def __init__(self, code: str | None = None, *, path: Any = None, options: tuple[str, ...] = ()) -> None:
+        assert code is not None
+        self.kernels = Kernels(code, names_of(code))
+
+    def get_function(self, name: str) -> Callable[..., None]:
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
+            ran(name)
+            for x in args:
+                host(x)
+            values = [x.data.ptr if isinstance(x, ndarray) else x for x in args]
+            self.kernels.launch(name, grid, block[0], values)
+
+        return launch
+
+
 def get_default_memory_pool() -> Pool:
     return POOL
 
@@ -425,7 +445,7 @@ def modules() -> dict[str, ModuleType]:
     for thing in (Device, Stream, ExternalStream, MemoryPointer, alloc, get_current_stream):
         setattr(cuda, thing.__name__, thing)
     vars(cuda).update(runtime=runtime, nvrtc=nvrtc)
-    vars(cupy).update({function.__name__: function for function in (*FUNCTIONS, ndarray, matmul)})
+    vars(cupy).update({thing.__name__: thing for thing in (*FUNCTIONS, RawModule, ndarray, matmul)})
     vars(cupy).update({name: _ufunc(name) for name in UFUNCS}, cuda=cuda, __version__="14.2.0", __path__=[])
     return {
         "cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nvrtc": nvrtc, "cupyx": ModuleType("cupyx"),

@@ -78,6 +78,7 @@ class TestDoubleCaches(
 def signatures() -> list[tuple[str, Any, Any]]:
     real = pytest.importorskip("cupy")
     pairs = [(f.__name__, f, getattr(real, f.__name__)) for f in double.FUNCTIONS]
+    pairs.append(("RawModule", double.RawModule, real.RawModule))
     pairs += [
         (name, getattr(double.ndarray, name), getattr(real.ndarray, name))
         for name in ("astype", "copy", "fill", "set", "max", "sum", "mean", "view", "__dlpack__")

@@ -14,7 +14,7 @@ import pytest
 import ml
 from ml import CAUSAL, DType
 from ml.nn import LinearScaling, RopeSpec, YarnScaling, apply_rope, generic_attention, rope_tables
-from ml.testing.optional import causal_matrix, reference
+from ml.testing.attention import causal_matrix, reference
 
 mx = pytest.importorskip("mlx.core")
 

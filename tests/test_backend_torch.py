@@ -11,7 +11,7 @@ import pytest
 
 import ml
 from ml import CAUSAL, DType
-from ml.testing.optional import causal_matrix, reference
+from ml.testing.attention import causal_matrix, reference
 
 torch = pytest.importorskip("torch")
 

@@ -1,4 +1,4 @@
-"""The suite is itself tested: every deliberate bug of backend_mutants.py is caught, an exact copy passes.
+"""The suite is itself tested: every deliberate bug of *_mutants.py is caught, an exact copy passes.
 
 Each backend here is a copy of the NumPy backend, registered under a name of its own as a third
 party's would be; the suite runs on it in a nested pytest session in this process.
@@ -25,6 +25,7 @@ from ml.base import BaseTensor
 from ml.dtypes import DType
 from ml.plugins import registry
 from ml.testing import BackendTests
+from ml.testing.attention import AttentionTests
 from ml.testing.groups import GroupTests
 from ml.testing.harness import BackendCase
 from ml.testing.optional import CapabilityTests
@@ -32,7 +33,7 @@ from ml.testing.quick import QUICK
 from ml.testing.refusals import RefusalTests
 from ml.testing.stores import KVStoreTests
 
-from .backend_mutants import MUTANTS
+from .attention_mutants import MUTANTS
 
 NUMBERS = itertools.count()
 
@@ -137,7 +138,7 @@ def test_a_failure_names_the_cases_that_failed(copy: ModuleType, run_suite: Any)
     assert run_suite(copy, truncates.area).cases == ["F32-BF16-cast"]
 
 
-LEFT_TO_THE_WHOLE = {CapabilityTests, KVStoreTests, GroupTests, RefusalTests}
+LEFT_TO_THE_WHOLE = {AttentionTests, CapabilityTests, KVStoreTests, GroupTests, RefusalTests}
 """Areas of which the quick part has nothing, or little."""
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import ml
 from ml import DType, nn
-from ml.testing.optional import causal_matrix, reference
+from ml.testing.attention import causal_matrix, reference
 
 BACKENDS = [
     info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch")

@@ -10,6 +10,7 @@ import cupy
 import numpy as np
 
 from backends.cupy.devices import find_places
+from backends.cupy.ragged import ragged_attention
 from backends.cupy.tensor import CupyTensor
 from backends.numpylike import ArrayContext, element_strides
 from backends.placement import PlacedBackend, PlacedContext
@@ -17,6 +18,7 @@ from ml.base import Storage
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError
+from ml.ragged import RaggedPlan
 from ml.strided import Shape, extent
 
 __all__ = ["CupyBackend", "CupyContext"]
@@ -46,6 +48,20 @@ class CupyBackend(PlacedBackend):
 
     def _new_context(self, max_graph_nodes: int) -> CupyContext:
         return CupyContext(self, max_graph_nodes)
+
+    def ragged_attention(
+        self,
+        ctx: CupyContext,
+        query: CupyTensor,
+        key: CupyTensor,
+        value: CupyTensor,
+        plan: RaggedPlan,
+        scale: float,
+        sinks: CupyTensor | None = None,
+    ) -> CupyTensor | None:
+        """See :class:`ml.SupportsRaggedAttention`."""
+        ctx.check("ragged_attention")
+        return ragged_attention(ctx, query, key, value, plan, scale, sinks)
 
     def _device_memory(self, index: int, device: DeviceInfo, allocated: int) -> DeviceMemory:
         return DeviceMemory(device.name, allocated, *self.places[index].memory())

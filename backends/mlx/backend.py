@@ -14,6 +14,8 @@ from backends.mlx import fused
 from backends.mlx.arrays import MLX_DTYPES, from_host, from_mlx_dtype, scalar, schedule
 from backends.mlx.distributed import MlxGroup, join
 from backends.mlx.errors import device_errors
+from backends.mlx.partial import partial_attention
+from backends.mlx.ragged import ragged_attention
 from backends.mlx.storage import SIZE_LIMIT, WAIT_BYTES, MlxStorage
 from backends.mlx.store import MlxKVStore
 from backends.mlx.tensor import MlxTensor
@@ -27,6 +29,7 @@ from ml.errors import DeviceError, DTypeError, GroupError
 from ml.host import host_memory
 from ml.nn.rope import RopeSpec
 from ml.protocols import Tensor
+from ml.ragged import RaggedPlan
 from ml.strided import Shape, contiguous_strides, overlaps_itself
 
 __all__ = ["MlxBackend", "MlxContext"]
@@ -101,6 +104,31 @@ class MlxBackend(BaseBackend):
     ) -> Any:
         ctx.check("attention")
         return fused.attention(ctx, query, key, value, mask, scale, sinks)
+
+    def partial_attention(
+        self, ctx: Any, query: Any, key: Any, value: Any, mask: Tensor | CausalMask | None, scale: float
+    ) -> Any:
+        """See :class:`ml.SupportsPartialAttention`."""
+        ctx.check("partial_attention")
+        with device_errors("partial_attention"):
+            return partial_attention(query, key, value, mask, scale)
+
+    def ragged_attention(
+        self,
+        ctx: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        plan: RaggedPlan,
+        scale: float,
+        sinks: Any = None,
+    ) -> Any:
+        """See :class:`ml.SupportsRaggedAttention`. None on the CPU."""
+        ctx.check("ragged_attention")
+        if self.devices[0].kind == "cpu":
+            return None
+        with device_errors("ragged_attention"):
+            return ragged_attention(ctx, query, key, value, plan, scale, sinks)
 
     def rope(self, ctx: Any, x: Any, positions: Any, spec: RopeSpec) -> Any:
         ctx.check("rope")

@@ -19,6 +19,8 @@ _WIDTH = len("capabilities")
 
 CAPABILITIES: dict[str, type] = {
     "SupportsAttention": ml.SupportsAttention,
+    "SupportsPartialAttention": ml.SupportsPartialAttention,
+    "SupportsRaggedAttention": ml.SupportsRaggedAttention,
     "SupportsRope": ml.SupportsRope,
     "SupportsCacheConfig": ml.SupportsCacheConfig,
     "SupportsKVStore": ml.SupportsKVStore,

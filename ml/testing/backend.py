@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ml.testing.aliasing import AliasingTests
+from ml.testing.attention import AttentionTests
 from ml.testing.casts import CastTests
 from ml.testing.compute import ComputeTests
 from ml.testing.copies import CopyTests
@@ -28,6 +29,7 @@ class BackendTests(
     ComputeTests,
     OrderTests,
     RefusalTests,
+    AttentionTests,
     CapabilityTests,
     KVStoreTests,
     GroupTests,

@@ -1,0 +1,337 @@
+"""Attention: whole, over part of a history, merged from parts, and of a ragged batch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ml.capabilities import (
+    CAUSAL,
+    Features,
+    SupportsAttention,
+    SupportsPartialAttention,
+    SupportsRaggedAttention,
+)
+from ml.dtypes import DType
+from ml.nn import generic_attention, generic_partial_attention, merge_attention
+from ml.nn.partial import Part
+from ml.protocols import Backend, Context, Tensor
+from ml.ragged import RaggedPlan
+from ml.testing.harness import BackendCase, each
+from ml.testing.ragged import ragged_reference, random_plan
+from ml.testing.samples import FLOATS, exact, normal
+
+__all__ = ["AttentionTests", "causal_matrix", "reference"]
+
+Attend = Callable[..., Tensor]
+"""attend(query, key, value, mask, scale, sinks=None), of tensors or host arrays."""
+Partial = Callable[..., Part]
+"""partial(query, key, value, mask, scale), of tensors or host arrays."""
+HEADS = {"one": (1, 1), "each its own": (4, 4), "grouped": (4, 2), "one for all": (6, 1)}
+"""Of queries, and of keys and values."""
+TOLERANCE = {DType.F32: 2e-5, DType.F16: 4e-3, DType.BF16: 3e-2}
+
+
+def definition(
+    q: Any, k: Any, v: Any, mask: Any, scale: float, sinks: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention and its log-sum-exp in float64, one query and head at a time; mask is a matrix or None."""
+    q, k, v = exact(q), exact(k), exact(v)
+    tokens, heads, _ = q.shape
+    group = heads // k.shape[1]
+    out, lse = np.zeros((tokens, heads, v.shape[2])), np.zeros((tokens, heads))
+    for t in range(tokens):
+        for h in range(heads):
+            scores = k[:, h // group] @ q[t, h] * scale
+            if mask is not None:
+                scores = scores + exact(mask)[t]
+            top = scores.max() if sinks is None else max(scores.max(), float(sinks[h]))
+            weights = np.exp(scores - top)
+            total = weights.sum() + (0 if sinks is None else math.exp(float(sinks[h]) - top))
+            out[t, h] = (weights / total) @ v[:, h // group]
+            lse[t, h] = top + math.log(total)
+    return out, lse
+
+
+def reference(q: Any, k: Any, v: Any, mask: Any, scale: float, sinks: Any = None) -> np.ndarray:
+    """The attention of ``definition``."""
+    return definition(q, k, v, mask, scale, sinks)[0]
+
+
+def causal_matrix(tokens: int, history: int) -> np.ndarray:
+    """0 where key j comes no later than query i when both end together, else -inf."""
+    rows, columns = np.indices((tokens, history))
+    return np.where(columns <= rows + history - tokens, 0.0, -np.inf).astype(np.float32)
+
+
+def assert_attention(result: Tensor, expected: np.ndarray, dtype: DType, slack: float = 0.0) -> None:
+    actual, tolerance = result.to_numpy(), TOLERANCE[dtype] + slack
+    assert result.dtype is dtype
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(exact(actual), expected, rtol=tolerance, atol=tolerance)
+
+
+def assert_part(part: Part, q: Any, k: Any, v: Any, masks: Any, scale: float, dtype: DType) -> None:
+    """``masks``: None, or a matrix for all batches or for each."""
+    rows = [None] * len(q) if masks is None else np.broadcast_to(masks, (len(q), *masks.shape[-2:]))
+    out, lse = zip(*(definition(*one, scale) for one in zip(q, k, v, rows, strict=True)), strict=True)
+    largest = float(np.abs(lse).max())
+    # A weight is as exact as the F32 score that it is the exponential of.
+    assert_attention(part[0], np.stack(out), dtype, slack=largest * float(np.finfo(np.float32).eps))
+    assert part[1].dtype is DType.F32
+    # Scores may be rounded to the dtype of the keys, and so is what they sum up to.
+    atol = TOLERANCE[dtype] * max(1.0, largest)
+    np.testing.assert_allclose(exact(part[1].to_numpy()), np.stack(lse), rtol=0, atol=atol)
+
+
+class AttentionTests(BackendCase):
+    # Whole.
+
+    @pytest.fixture
+    def attend(self, backend: Backend, ctx: Context, declared: Features) -> Attend:
+        """The backend's own attention, or the generic body on its operations."""
+        if isinstance(backend, SupportsAttention):
+            body: Callable[..., Tensor] = backend.attention
+        elif declared.has("matmul") and declared.has("softmax"):
+            body = generic_attention
+        else:
+            pytest.skip("declared absent: matmul and softmax, and no SupportsAttention")
+
+        def attend(q: Any, k: Any, v: Any, mask: Any, scale: float, sinks: Any = None) -> Tensor:
+            *tensors, logits = _tensors(ctx, q, k, v, mask, sinks)
+            return body(ctx, *tensors, scale, logits)
+
+        return attend
+
+    @each(dtype=FLOATS, heads=HEADS, sizes=[(1, 1), (1, 9), (5, 9), (5, 5), (33, 70), (1, 600)])
+    def test_attention_matches_float64_with_and_without_a_mask(
+        self, attend: Attend, dtype: DType, heads: tuple[int, int], sizes: tuple[int, int]
+    ) -> None:
+        tokens, history = sizes
+        (q,), (k,), (v,) = self._batches(
+            1, tokens, heads[0], history, heads[1], dtype, v_dim=4 + 2 * heads[1]
+        )
+        assert_attention(attend(q, k, v, None, 0.3), reference(q, k, v, None, 0.3), dtype)
+        mask = causal_matrix(tokens, history)
+        expected = reference(q, k, v, mask, 0.3)
+        assert_attention(attend(q, k, v, mask, 0.3), expected, dtype)
+        assert_attention(attend(q, k, v, CAUSAL, 0.3), expected, dtype)
+
+    @each(dtype=FLOATS, mask_dtype=FLOATS)
+    def test_the_mask_may_have_any_float_dtype_and_padded_rows(
+        self, attend: Attend, dtype: DType, mask_dtype: DType
+    ) -> None:
+        (q,), (k,), (v,) = self._batches(1, 3, 4, 8, 2, dtype)
+        mask = np.full((16, 8), -np.inf, np.float32)
+        mask[:3] = causal_matrix(3, 8)
+        mask[1, 2:5] = -np.inf
+        mask[2, 0] = -1.5
+        result = attend(q, k, v, mask.astype(mask_dtype.numpy), 0.5)
+        assert_attention(result, reference(q, k, v, mask[:3], 0.5), dtype)
+
+    @each(dtype=FLOATS, kind=["none", "causal", "mask"], tokens=(1, 4))
+    def test_sinks_take_part_in_the_softmax_and_are_dropped(
+        self, attend: Attend, dtype: DType, kind: str, tokens: int
+    ) -> None:
+        (q,), (k,), (v,) = self._batches(1, tokens, 4, 7, 2, dtype)
+        sinks = np.array([0.5, -2.0, 3.0, 0.0]).astype(dtype.numpy)
+        matrix = None if kind == "none" else causal_matrix(tokens, 7)
+        result = attend(q, k, v, CAUSAL if kind == "causal" else matrix, 0.4, sinks)
+        assert_attention(result, reference(q, k, v, matrix, 0.4, sinks), dtype)
+
+    @each(dtype=FLOATS)
+    def test_keys_and_values_are_read_as_a_cache_hands_them_out(
+        self, ctx: Context, attend: Attend, dtype: DType
+    ) -> None:
+        """Views of (kv_heads, cells, head_dim), values also (kv_heads, head_dim, cells); v_dim differs."""
+        (q,), (k,), (v,) = self._batches(1, 2, 4, 6, 2, dtype, v_dim=5)
+        expected = reference(q, k, v, causal_matrix(2, 6), 0.3)
+        keys, values = ctx.zeros((2, 10, 8), dtype), ctx.zeros((2, 5, 10), dtype)
+        ctx.from_numpy(k).permute(ctx, 1, 0, 2).copy(ctx, keys.slice(ctx, 1, 2, 8))
+        ctx.from_numpy(v).permute(ctx, 1, 2, 0).copy(ctx, values.slice(ctx, 2, 2, 8))
+        key = keys.slice(ctx, 1, 2, 8).permute(ctx, 1, 0, 2)
+        value = values.slice(ctx, 2, 2, 8).permute(ctx, 2, 0, 1)
+        query = ctx.from_numpy(np.ascontiguousarray(q.transpose(1, 0, 2))).permute(ctx, 1, 0, 2)
+        mask = ctx.from_numpy(np.pad(causal_matrix(2, 6), 1)).slice(ctx, 0, 1, 3).slice(ctx, 1, 1, 7)
+        for given in (CAUSAL, mask):
+            assert_attention(attend(query, key, value, given, 0.3), expected, dtype)
+
+    @each(dtype=FLOATS)
+    def test_large_scores_do_not_overflow(self, attend: Attend, dtype: DType) -> None:
+        q, k = np.full((1, 1, 64), 20).astype(dtype.numpy), np.full((3, 1, 64), 20).astype(dtype.numpy)
+        k[1] = 19
+        v = np.arange(3 * 8).reshape(3, 1, 8).astype(dtype.numpy)
+        assert_attention(attend(q, k, v, None, 0.125), reference(q, k, v, None, 0.125), dtype)
+
+    def test_attention_writes_into_nothing_it_was_given(self, ctx: Context, attend: Attend) -> None:
+        (q,), (k,), (v,) = self._batches(1, 3, 4, 6, 2, DType.F32)
+        tensors = [ctx.from_numpy(x) for x in (q, k, v, causal_matrix(3, 6))]
+        result = attend(tensors[0], tensors[1], tensors[2], tensors[3], 0.3)
+        ctx.zeros(result.shape, result.dtype).copy(ctx, result)
+        for tensor, before in zip(tensors, (q, k, v, causal_matrix(3, 6)), strict=True):
+            np.testing.assert_array_equal(tensor.to_numpy(), before)
+
+    # Over part of a history.
+
+    @pytest.fixture
+    def partial(self, backend: Backend, ctx: Context, declared: Features) -> Partial:
+        """The backend's own partial attention, or the generic body on its operations."""
+        needed = ("scale", "matmul", "max", "sub", "exp", "sum", "div", "log", "add")
+        if isinstance(backend, SupportsPartialAttention):
+            body: Callable[..., Part] = backend.partial_attention
+        elif not (absent := [name for name in needed if not declared.has(name)]):
+            body = generic_partial_attention
+        else:
+            pytest.skip(f"declared absent: {absent[0]}, and no SupportsPartialAttention")
+
+        def partial(q: Any, k: Any, v: Any, mask: Any, scale: float) -> Part:
+            return body(ctx, *_tensors(ctx, q, k, v, mask), scale)
+
+        return partial
+
+    @each(dtype=FLOATS, heads=HEADS, sizes=[(1, 1), (1, 9), (5, 9), (9, 70)])
+    def test_part_of_a_history_is_attended_to_with_its_log_sum_exp(
+        self, partial: Partial, dtype: DType, heads: tuple[int, int], sizes: tuple[int, int]
+    ) -> None:
+        q, k, v = self._batches(3, sizes[0], heads[0], sizes[1], heads[1], dtype, v_dim=6)
+        assert_part(partial(q, k, v, None, 0.3), q, k, v, None, 0.3, dtype)
+        causal = causal_matrix(*sizes)
+        assert_part(partial(q, k, v, CAUSAL, 0.3), q, k, v, causal, 0.3, dtype)
+        assert_part(partial(q, k, v, causal[None], 0.3), q, k, v, causal, 0.3, dtype)
+
+    @each(dtype=FLOATS, mask_dtype=FLOATS)
+    def test_each_batch_has_a_mask_of_any_float_dtype_and_padded_rows(
+        self, partial: Partial, dtype: DType, mask_dtype: DType
+    ) -> None:
+        q, k, v = self._batches(2, 3, 4, 8, 2, dtype)
+        masks = np.full((2, 16, 8), -np.inf, np.float32)
+        masks[:, :3] = causal_matrix(3, 8)
+        masks[0, 1, 2:5], masks[1, 2, 0], masks[1, 0, 0] = -np.inf, -1.5, -np.inf
+        part = partial(q, k, v, masks.astype(mask_dtype.numpy), 0.5)
+        assert_part(part, q, k, v, masks[:, :3], 0.5, dtype)
+
+    @each(dtype=FLOATS, permuted=(False, True))
+    def test_parts_are_read_as_a_cache_hands_them_out(
+        self, ctx: Context, partial: Partial, dtype: DType, permuted: bool
+    ) -> None:
+        """Sequences side by side in (kv_heads, cells, size), and values also (kv_heads, size, cells)."""
+        q, k, v = self._batches(3, 2, 4, 6, 2, dtype, v_dim=5)
+        keys, values = ctx.zeros((2, 31, 8), dtype), ctx.zeros((2, 31, 5), dtype)
+        if permuted:
+            values = ctx.zeros((2, 5, 31), dtype).permute(ctx, 0, 2, 1)
+        for number, (one, other) in enumerate(zip(k, v, strict=True)):
+            start = 2 + 9 * number
+            for host, buffer in ((one, keys), (other, values)):
+                ctx.from_numpy(host).permute(ctx, 1, 0, 2).copy(ctx, buffer.slice(ctx, 1, start, start + 6))
+        key, value = (
+            whole.view(ctx, 2 * whole.strides[1], (3, 6, 2, whole.shape[2]), (9 * cell, cell, head, size))
+            for whole in (keys, values)
+            for head, cell, size in [whole.strides]
+        )
+        query = ctx.from_numpy(np.ascontiguousarray(q.transpose(2, 0, 1, 3))).permute(ctx, 1, 2, 0, 3)
+        for given in (None, CAUSAL):
+            matrix = None if given is None else causal_matrix(2, 6)
+            assert_part(partial(query, key, value, given, 0.3), q, k, v, matrix, 0.3, dtype)
+
+    @each(dtype=FLOATS)
+    def test_large_scores_do_not_overflow_the_log_sum_exp(self, partial: Partial, dtype: DType) -> None:
+        q, k = np.full((1, 1, 1, 64), 20).astype(dtype.numpy), np.full((1, 3, 1, 64), 20).astype(dtype.numpy)
+        k[0, 1] = 19
+        v = np.arange(3 * 8).reshape(1, 3, 1, 8).astype(dtype.numpy)
+        assert_part(partial(q, k, v, None, 0.125), q, k, v, None, 0.125, dtype)
+
+    def test_partial_attention_writes_into_nothing_it_was_given(self, ctx: Context, partial: Partial) -> None:
+        hosts = [*self._batches(2, 3, 4, 6, 2, DType.F32), causal_matrix(3, 6)[None]]
+        tensors = [ctx.from_numpy(host) for host in hosts]
+        for result in partial(*tensors, 0.3):
+            ctx.zeros(result.shape, result.dtype).copy(ctx, result)
+        for tensor, before in zip(tensors, hosts, strict=True):
+            np.testing.assert_array_equal(tensor.to_numpy(), before)
+
+    def _batches(
+        self, batch: int, tokens: int, heads: int, history: int, kv_heads: int, dtype: DType, v_dim: int = 8
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return (
+            normal((batch, tokens, heads, 8), dtype, 24, spread=1),
+            normal((batch, history, kv_heads, 8), dtype, 25, spread=1),
+            normal((batch, history, kv_heads, v_dim), dtype, 26, spread=1),
+        )
+
+    # From parts.
+
+    @each(dtype=FLOATS, edges=[(0, 9), (0, 1, 9), (0, 4, 5, 7, 9)], sunk=(False, True))
+    def test_parts_merge_into_the_whole(
+        self, ctx: Context, partial: Partial, dtype: DType, edges: tuple[int, ...], sunk: bool
+    ) -> None:
+        (q,), (k,), (v,) = self._batches(1, 3, 4, 9, 2, dtype, v_dim=6)
+        sinks = np.array([0.5, -2.0, 3.0, 0.0]).astype(dtype.numpy) if sunk else None
+        parts = []
+        for start, stop in itertools.pairwise(edges):
+            out, lse = partial(q[None], k[None, start:stop], v[None, start:stop], None, 0.4)
+            parts.append((out.reshape(ctx, 3, 4, 6), lse.reshape(ctx, 3, 4)))
+        merged = merge_attention(ctx, parts, None if sinks is None else ctx.from_numpy(sinks))
+        assert_attention(merged, reference(q, k, v, None, 0.4, sinks), dtype)
+
+    @each(dtype=FLOATS, op=["softmax"])
+    def test_a_part_that_a_query_sees_nothing_of_has_no_weight(
+        self, ctx: Context, dtype: DType, op: str
+    ) -> None:
+        outs = [normal((2, 4, 6), dtype, seed, spread=1) for seed in (27, 28)]
+        unseen = np.full((2, 4), -np.inf, np.float32)
+        some = np.zeros((2, 4), np.float32)
+        some[1, 2] = -300.0  # however little the rest weighs
+        for order in (1, -1):
+            parts = [
+                (ctx.from_numpy(out), ctx.from_numpy(lse))
+                for out, lse in zip(outs, (some, unseen), strict=True)
+            ]
+            assert_attention(merge_attention(ctx, parts[::order]), exact(outs[0]), dtype)
+
+    # Of a ragged batch.
+
+    @each(
+        dtype=FLOATS,
+        heads=HEADS,
+        case=["1 of 9 cells", "3 of 40 cells", "20 of 70 cells", "2 of 900 cells"],
+    )
+    def test_each_query_attends_to_the_rows_that_its_plan_names(
+        self, backend: Backend, ctx: Context, dtype: DType, heads: tuple[int, int], case: str
+    ) -> None:
+        """Rows that no segment has hold NaN; keys are head-major, values (kv_heads, size, cells).
+
+        With sinks where queries share keys: a kernel may be compiled for each way.
+        """
+        sunk = heads[0] != heads[1]
+        tokens, cells = (int(word) for word in case.split() if word.isdigit())
+        plan = random_plan(tokens + heads[0], tokens, cells)
+        q = normal((tokens, heads[0], 8), dtype, 29, spread=1)
+        k, v = (normal((cells + 3, heads[1], size), dtype, 30 + size, spread=1) for size in (8, 5))
+        named = np.concatenate([plan.rows(number) for number in range(len(plan.segments))])
+        unnamed = np.setdiff1d(np.arange(cells + 3), named)
+        k[unnamed] = v[unnamed] = np.nan
+        sinks = normal((heads[0],), dtype, 31) if sunk else None
+        result = self._ragged(backend, ctx, q, k, v, plan, sinks)
+        assert_attention(result, ragged_reference(q, k, v, plan, 0.3, sinks), dtype)
+
+    def _ragged(
+        self, backend: Backend, ctx: Context, q: Any, k: Any, v: Any, plan: RaggedPlan, sinks: Any
+    ) -> Tensor:
+        if not isinstance(backend, SupportsRaggedAttention):
+            pytest.skip("no SupportsRaggedAttention: caches go by partial attention")
+        key = ctx.from_numpy(k.transpose(1, 0, 2)).permute(ctx, 1, 0, 2)
+        value = ctx.from_numpy(v.transpose(1, 2, 0)).permute(ctx, 2, 0, 1)
+        query, logits = _tensors(ctx, q, sinks)
+        result = backend.ragged_attention(ctx, query, key, value, plan, 0.3, logits)
+        if result is None:
+            pytest.skip("the kernel leaves this case to partial attention")
+        return result
+
+
+def _tensors(ctx: Context, *values: Any) -> list[Any]:
+    """Host arrays as tensors; anything else as it is."""
+    return [ctx.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values]
