@@ -9,7 +9,7 @@ import pytest
 
 import ml
 from benchmarks import ragged_hand as hand
-from benchmarks.counted import CountingBackend
+from benchmarks.counted import CountingBackend, CountingRaggedBackend
 from benchmarks.ragged import Ours
 from ml.nn import attention
 
@@ -72,3 +72,25 @@ def test_counted_is_what_attention_is_given_and_what_was_gathered_for_it(countin
 
     found = counting.count(ours.cache, gathered)
     assert (found.read, found.calls) == (6 * token, 3)
+
+
+SHARED = [
+    hand.Case(f"{readers} readers of {tokens}", (20,) * readers, ((tokens, readers),))
+    for readers in (2, 8, 32)
+    for tokens in (100, 500)
+]
+EIGHTS = hand.Case("32 readers of 200, by eights of 100 more", (20,) * 32, ((200, 32), (100, 8)))
+
+
+@pytest.mark.parametrize("kind", [CountingBackend, CountingRaggedBackend])
+@pytest.mark.parametrize("case", [*SHARED, EIGHTS], ids=lambda case: case.name)
+def test_what_sequences_share_is_read_once(case: hand.Case, kind: type[CountingBackend]) -> None:
+    """Within a tenth, and nothing of it is copied to be read. The kernel's is what its plan says."""
+    query, token = inputs(case)
+    with kind() as counting:
+        ours = Ours(hand.Ops(), counting, case, 2).give(query, token)
+        ours.start()
+        ours.layer(0)
+        found = counting.count(ours.cache, lambda: ours.layer(1)).read
+        np.testing.assert_allclose(ours.layer(1), over_all(case, query, token, 0), atol=1e-4)
+    assert found <= 1.1 * case.distinct
