@@ -42,6 +42,9 @@ docs: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.ragged
+	$(BIN)/python -m benchmarks.ragged --backend numpy --parts shared ragged one
+	$(BIN)/python -m benchmarks.ragged --backend mlx --parts shared ragged one
 	$(BIN)/python -m benchmarks.prefix
 	$(BIN)/python -m benchmarks.pressure
 	$(BIN)/python -m benchmarks.file_store --entries 1000 10000 100000

@@ -14,7 +14,8 @@ from examples import pictures
 
 __all__ = ["drawings", "on_files", "on_page_markdown"]
 
-PAGE = "benchmarks/index.md"
+PAGES = {"benchmarks/index.md": report.RECORD, "benchmarks/ragged.md": "ragged.json"}
+"""Pages with tables, and the records that these are of."""
 
 
 def drawings() -> dict[str, bytes]:
@@ -36,6 +37,6 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str | None:
-    if page.file.src_uri != PAGE:
+    if (record := PAGES.get(page.file.src_uri)) is None:
         return None
-    return filled(markdown, report.tables(load(DOCS / "benchmarks" / report.RECORD)))
+    return filled(markdown, report.tables(load(DOCS / "benchmarks" / record)))

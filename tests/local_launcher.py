@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from ml.distributed import free_ports
 
 LOOPBACK = "127.0.0.1"
+IMPORTS = {"torch": ("backends.torch.backend", "backends.torch.distributed"), "mlx": ("kvcache.runner",)}
+"""What takes ranks most of the time before they begin. Of MLX itself that is nothing: each imports it."""
 
 
 @contextmanager
@@ -31,15 +36,50 @@ def local_ranks(size: int) -> Iterator[tuple[dict[str, str], ...]]:
         )
 
 
-def launcher(size: int) -> list[str]:
-    return [sys.executable, "-P", __file__, str(size)]
+def launcher(size: int, *imports: str) -> list[str]:
+    """Of a Python program. With ``imports`` they and the program are imported once, and ranks are forks.
+
+    The program then begins at its ``main()``, or is what follows ``-c``. A framework must not have computed
+    anything by then: its threads are not there in a fork.
+    """
+    return [sys.executable, "-P", __file__, str(size), ",".join(imports)]
 
 
 def main() -> None:
-    with local_ranks(int(sys.argv[1])) as variables:
-        ranks = [subprocess.Popen(sys.argv[2:], env={**os.environ, **own}) for own in variables]
-        for rank in ranks:
-            rank.wait()
+    size, imports, *command = sys.argv[1:]
+    with local_ranks(int(size)) as variables:
+        if not imports:
+            ranks = [subprocess.Popen(command, env={**os.environ, **own}) for own in variables]
+            for rank in ranks:
+                rank.wait()
+            return
+        for name in imports.split(","):
+            importlib.import_module(name)
+        body = body_of(command)
+        pids = [forked(body, own) for own in variables]
+        for pid in pids:
+            os.waitpid(pid, 0)
+
+
+def body_of(command: list[str]) -> Callable[[], object]:
+    if "-c" in command:
+        source = compile(command[-1], "rank", "exec")
+        return lambda: exec(source, {"__name__": "__main__"})
+    program: Callable[[], object] = runpy.run_path(command[-1], run_name="rank")["main"]
+    return program
+
+
+def forked(body: Callable[[], object], variables: Mapping[str, str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.environ.update(variables)
+        body()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 if __name__ == "__main__":

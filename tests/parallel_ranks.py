@@ -230,7 +230,7 @@ def forgetful(rank: Rank) -> None:
     for path, prompts, wave in rank.job["forgetful"]:
         settings = GenerationOptions(max_new_tokens=4, ignore_eos=True)
         options = EngineOptions(max_sequences=3, capacity=40, context=72, prefill_chunk=24, interval=8)
-        folder = Path(rank.job["store"], f"{Path(path).name}-{rank.rank}")
+        folder = Path(rank.job["store"]).with_name(f"{Path(path).name}-own-{rank.rank}")
         with rank.model(path) as model:
             expected = []
             for prompt in prompts:

@@ -218,7 +218,8 @@ def start(engine: str, size: int, checks: Sequence[str], **job: Any) -> None:
     record = {"backend": engine, "size": size, "timeout": 60.0, "checks": list(checks), **job}
     command = [sys.executable, "-P", str(PROGRAM)]
     try:
-        run_ranks(local_launcher.launcher(size), command, size, json.dumps(record).encode(), 60.0)
+        launcher = local_launcher.launcher(size, *local_launcher.IMPORTS[engine])
+        run_ranks(launcher, command, size, json.dumps(record).encode(), 60.0)
     except RanksError as error:
         print("\n".join(error.told))  # pytest shows it where the test fails
         raise
@@ -264,13 +265,18 @@ def logit_jobs(make_model: Callable[..., Path], size: int, *kinds: Any) -> list[
 def test_two_ranks_compute_what_one_does_and_keep_pages_of_their_own(
     engine: str, alone: Any, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Collectives, greedy text, logits of every divided family, memory, stores and saved conversations."""
+    """Collectives, greedy text, logits of every divided family, memory, stores and saved conversations.
+
+    What ranks agree on that find and evict different things is tried by ``test_engine_ranks.py``: here are
+    other processes and stores.
+    """
     job = {
         "greedy": greedy_jobs(alone, 2),
         "logits": logit_jobs(make_model, 2, *DIVIDED.values()),
         "store": str(tmp_path / "store"),
         "again": False,
         "part": part_job(),
+        "forgetful": [forgetful_job(make_model, {"torch": "full", "mlx": "sliding"}[engine])],
     }
     checks = (
         "collectives",
@@ -282,28 +288,24 @@ def test_two_ranks_compute_what_one_does_and_keep_pages_of_their_own(
         "own_part_only",
         "out_of_step",
     )
-    start(engine, 2, (*checks, "lost_by_one", "conversations", "stored"), **job)
+    start(engine, 2, (*checks, "lost_by_one", "conversations", "forgetful", "stored"), **job)
     start(engine, 2, ["stored"], **job | {"again": True})  # other processes: nothing is computed again
-
-
-@pytest.mark.parametrize(("engine", "kind"), [("torch", "full"), ("mlx", "sliding")], indirect=["engine"])
-def test_ranks_that_find_and_evict_different_things_answer_as_if_nothing_was_kept(
-    engine: str, kind: str, make_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    """What ranks agree on is tried by ``test_engine_ranks.py``: here are other processes and stores."""
-    shared = np.random.default_rng(5).integers(3, 200, 30).tolist()
-    prompts = [[*shared[:end], *range(20 + end, 32 + end)] for end in (30, 24, 30, 9, 17, 30, 24, 12)]
-    path = make_model(**{**small_models.KINDS[kind], "num_key_value_heads": 2})
-    start(engine, 2, ["forgetful"], forgetful=[(str(path), prompts, 4)], store=str(tmp_path / "store"))
 
 
 def test_four_ranks_compute_what_one_does(engine: str, alone: Any, make_model: Callable[..., Path]) -> None:
     """The bundled model has 2 KV heads: each is on two ranks, which share its 3 query heads unevenly."""
     job = {
-        "greedy": greedy_jobs(alone, 4, 6),
+        "greedy": greedy_jobs(alone, 4, 3),
         "logits": logit_jobs(make_model, 4, DIVIDED["qwen3"]),
     }
     start(engine, 4, ["collectives", "greedy", "logits"], **job)
+
+
+def forgetful_job(make_model: Callable[..., Path], kind: str) -> tuple[str, list[list[int]], int]:
+    """(model, prompts that begin alike, how many come at a time)."""
+    shared = np.random.default_rng(5).integers(3, 200, 30).tolist()
+    prompts = [[*shared[:end], *range(20 + end, 32 + end)] for end in (30, 24, 30, 9, 17, 30, 24, 12)]
+    return str(make_model(**{**small_models.KINDS[kind], "num_key_value_heads": 2})), prompts, 4
 
 
 def part_job() -> tuple[str, int, int]:
