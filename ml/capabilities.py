@@ -245,7 +245,8 @@ class SupportsRaggedAttention(Protocol):
         (heads,) as in ``SupportsAttention``. Rows that the plan does not name are not read: NaN there
         reaches no result. Returns (tokens, heads, v_dim).
 
-        None where the kernel does not do this case: the caller then goes by partial attention.
+        None where the kernel does not do this: the device, the dtype or the sizes. The caller then goes by
+        partial attention, and need not ask again for these buffers.
         """
 
 

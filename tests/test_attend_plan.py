@@ -101,8 +101,8 @@ def test_a_short_share_is_read_with_what_is_a_sequences_own(backend: ml.Backend)
     driven.extend({0: 3})
     driven.cache.copy_prefix(0, 1, 3)
     driven.extend({0: 2, 1: 2})
-    assert shown(driven.segments()) == [(5, [0, 1]), (5, [2, 3])]
-    assert shown(driven.segments(worth=1)) == [(2, [0, 1]), (2, [2, 3]), (3, [0, 1, 2, 3])]
+    assert shown(driven.segments(worth=8)) == [(5, [0, 1]), (5, [2, 3])]
+    assert shown(driven.segments(worth=7)) == [(2, [0, 1]), (2, [2, 3]), (3, [0, 1, 2, 3])]
 
 
 def test_windows_that_lost_different_heads_share_what_both_still_see(backend: ml.Backend) -> None:

@@ -45,6 +45,14 @@ def attend_partially(
     bias = _bias(ctx, masks, q, history, mask)
     group = heads // kv_heads
     k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if tokens == 1:
+        bias = None if bias is None else bias.unsqueeze(1).expand(-1, -1, group, -1)
+        rows = q.reshape(batch, kv_heads, group, head_dim)
+        out, lse = _kernel(rows, k, v, bias, scale, v_dim == head_dim)
+        return (
+            TorchTensor.own(ctx, out.reshape(batch, 1, heads, v_dim), query.dtype),
+            TorchTensor.own(ctx, lse.reshape(batch, 1, heads), DType.F32),
+        )
     rows = q.reshape(batch, tokens, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     rows = rows.reshape(batch, kv_heads, group * tokens, head_dim)
     if bias is not None:  # a row of the mask for each query head of a group

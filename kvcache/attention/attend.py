@@ -34,7 +34,7 @@ def attend(
     wanted, stored = query.dtype, buffers.read_dtype
     if wanted is not stored:
         query = query.cast(ctx, stored)
-    result = _by_kernel(ctx, forward, buffers, query, scale, sinks)
+    result = None if buffers.no_kernel else _by_kernel(ctx, forward, buffers, query, scale, sinks)
     if result is None:
         worth = max(1, forward.config.call_bytes // buffers.bytes_per_cell)
         levels = forward.levels(ctx, worth)
@@ -54,10 +54,12 @@ def _by_kernel(
     scale: float,
     sinks: ml.Tensor | None,
 ) -> ml.Tensor | None:
-    """By the backend's kernel for ragged batches; None where it has none, or not for this."""
+    """By the backend's kernel for ragged batches; None where it has none for this layer, noted for good."""
     key, value, backend = buffers.key, buffers.value, getattr(ctx, "backend", None)
-    if not isinstance(key, Buffer) or not isinstance(value, Buffer) or not nn.has_ragged_attention(backend):
-        return None
-    keys, values = key.read(ctx, 0, key.cells), value.read(ctx, 0, value.cells)
-    worth = min(KERNEL_WORTH, max(1, forward.config.call_bytes // buffers.bytes_per_cell))
-    return backend.ragged_attention(ctx, query, keys, values, forward.plan(worth), scale, sinks)
+    result = None
+    if isinstance(key, Buffer) and isinstance(value, Buffer) and nn.has_ragged_attention(backend):
+        keys, values = key.read(ctx, 0, key.cells), value.read(ctx, 0, value.cells)
+        worth = min(KERNEL_WORTH, max(1, forward.config.call_bytes // buffers.bytes_per_cell))
+        result = backend.ragged_attention(ctx, query, keys, values, forward.plan(worth), scale, sinks)
+    buffers.no_kernel = result is None
+    return result

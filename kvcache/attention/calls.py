@@ -19,13 +19,11 @@ import numpy as np
 import ml
 from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.read_plan import LowerBound
-from kvcache.attention.segments import Segment, find_segments
+from kvcache.attention.segments import GATHERING, Segment, find_segments
 from kvcache.storage.cell_table import CellTable
 
 __all__ = ["Call", "Level", "StepReads", "plan_calls", "step_reads"]
 
-GATHERING = 1.6
-"""What gathering cells takes besides reading them, in times of that."""
 MOST_QUERIES = 16
 """Segments with more queries than this have work enough for a call of their own."""
 

@@ -19,7 +19,10 @@ from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.read_plan import LowerBound, sees_all, visible
 from kvcache.storage.cell_table import CellTable, Row
 
-__all__ = ["KeptSegments", "Segment", "find_segments", "ragged_plan"]
+__all__ = ["GATHERING", "KeptSegments", "Segment", "find_segments", "ragged_plan"]
+
+GATHERING = 1.6
+"""What gathering cells takes besides reading them, in times of that."""
 
 Piece = tuple[int, int]
 """Entries ``[begin, end)`` of a row."""
@@ -152,23 +155,38 @@ def _shared(table: CellTable, rows: Sequence[Row], worth: int) -> dict[int, list
     spans = [rows[number].span() for number in touched]
     low, high = min(low for low, _ in spans), max(high for _, high in spans)
     marks, keys = np.zeros(high - low, np.uint64), _keys(len(rows))
+    runs = {number: _runs(rows[number], 0, len(rows[number])) for number in touched}
     for number in touched:
-        marks[rows[number].cells - low] += keys[number]
+        cells = rows[number].cells
+        for begin, end in runs[number]:
+            first = int(cells[begin]) - low
+            marks[first : first + end - begin] += keys[number]
     readers: dict[Piece, list[tuple[int, Piece]]] = {}
     for number in touched:
         cells = rows[number].cells
-        owners = marks[cells - low]
-        cuts = np.flatnonzero((owners[1:] != owners[:-1]) | (cells[1:] - cells[:-1] != 1)) + 1
-        for begin, end in itertools.pairwise([0, *cuts.tolist(), cells.size]):
-            if owners[begin] != keys[number]:
-                run = int(cells[begin]), int(cells[end - 1])
-                readers.setdefault(run, []).append((number, (begin, end)))
+        for begin, end in runs[number]:
+            first = int(cells[begin])
+            owners = marks[first - low : first - low + end - begin]
+            cuts = np.flatnonzero(owners[1:] != owners[:-1]) + 1
+            for start, stop in itertools.pairwise([0, *cuts.tolist(), end - begin]):
+                if owners[start] != keys[number]:
+                    run = first + start, first + stop - 1
+                    readers.setdefault(run, []).append((number, (begin + start, begin + stop)))
     kept: dict[int, list[Piece]] = {}
     for (first, last), who in readers.items():
-        if (len(who) - 1) * (last + 1 - first) >= worth:
+        if (1 + GATHERING) * (len(who) - 1) * (last + 1 - first) >= worth:  # else most would be gathered
             for number, piece in who:
                 kept.setdefault(number, []).append(piece)
     return kept
+
+
+def _runs(row: Row, begin: int, end: int) -> list[Piece]:
+    """Entries ``[begin, end)`` of a row, in runs of cells."""
+    if row.contiguous:
+        return [(begin, end)]
+    cells = row.cells[begin:end]
+    cuts = np.flatnonzero(cells[1:] - cells[:-1] != 1) + 1 + begin
+    return list(itertools.pairwise([begin, *cuts.tolist(), end]))
 
 
 def _is_shared(table: CellTable, row: Row) -> bool:
@@ -196,9 +214,7 @@ def _own(row: Row, shared: Iterable[Piece], worth: int) -> Iterator[Piece | np.n
     for begin, end in rest:
         if begin == end:
             continue
-        cells = row.cells[begin:end]
-        cuts = [] if row.contiguous else (np.flatnonzero(cells[1:] - cells[:-1] != 1) + 1 + begin).tolist()
-        for run in itertools.pairwise([begin, *cuts, end]):
+        for run in _runs(row, begin, end):
             if run[1] - run[0] >= worth:
                 yield run
             else:

@@ -16,8 +16,8 @@ class LayerBuffers:
     """K and V of one layer, allocated at the first ``put`` for all cells at once."""
 
     __slots__ = (
-        "_key_shape", "_value_shape", "activations", "bytes_per_cell", "key", "permuted_v", "read_dtype",
-        "stamp", "store", "value",
+        "_key_shape", "_value_shape", "activations", "bytes_per_cell", "key", "no_kernel", "permuted_v",
+        "read_dtype", "stamp", "store", "value",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +50,8 @@ class LayerBuffers:
         numbers = key[0] * key[1] + value[0] * value[1]
         self.bytes_per_cell = max(1, numbers * self.read_dtype.itemsize)
         """Of what ``read`` gives, K and V together."""
+        self.no_kernel = False
+        """Whether the backend is known to have no kernel for ragged batches that reads these buffers."""
         self.stamp = 0
         """``Forward.stamp`` of the pass that was last put here."""
         self.store = self._find_store(ctx)
