@@ -76,6 +76,8 @@ def load(name: str) -> ModuleType:
     return module
 
 
+PARTS = "devices", "tensor", "ragged", "backend"
+"""Of the CuPy backend, which know the module."""
 WINDOWS = pytest.mark.parametrize("window", [None, 0, 1, 3, 30])
 
 
@@ -103,7 +105,8 @@ def test_attention_of_three_texts_is_plain_attention_of_each(name: str, window: 
 
 def double_of_cupy() -> Any:
     """fake_cupy.py, with what the example asks of CuPy and the backend does not."""
-    spec = importlib.util.spec_from_file_location("fake_cupy", Path(__file__).with_name("fake_cupy.py"))
+    file = Path(__file__).with_name("fake_cupy.py")
+    spec = importlib.util.spec_from_file_location(f"{__package__}.fake_cupy_of_the_example", file)
     assert spec is not None
     assert spec.loader is not None
     double: Any = importlib.util.module_from_spec(spec)
@@ -148,10 +151,10 @@ def extended(double: Any, kernel: Any) -> dict[str, ModuleType]:
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The double in CuPy's place, under our backend too; nothing of it stays behind."""
     double = double_of_cupy()
-    backend = [f"backends.cupy.{name}" for name in ("devices", "tensor", "backend")]
+    backend = [f"backends.cupy.{name}" for name in PARTS]
     names = [name for name in sys.modules if name.split(".")[0] in ("cupy", "cupyx") or name in backend]
     before = {name: sys.modules.pop(name) for name in names}
-    attributes = {name: vars(backends.cupy).pop(name, None) for name in ("devices", "tensor", "backend")}
+    attributes = {name: vars(backends.cupy).pop(name, None) for name in PARTS}
     sys.modules.update(double.modules)
     monkeypatch.setattr("ml.plugins._registry", None)  # what the real one's probe found is kept there
     try:
