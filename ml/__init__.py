@@ -23,6 +23,7 @@ from ml.capabilities import (
     KVStore,
     Layout,
     SupportsAttention,
+    SupportsAttentionCalls,
     SupportsCacheConfig,
     SupportsDistributed,
     SupportsHostWrite,
@@ -51,11 +52,12 @@ from ml.errors import (
 from ml.hookspecs import hookimpl
 from ml.plugins import available_backends, open_backend
 from ml.protocols import Backend, Context, Indices, Tensor
-from ml.ragged import RaggedPlan
+from ml.ragged import AttentionCall, RaggedPlan
 
 __all__ = [
     "CAUSAL",
     "STORAGE_DTYPES",
+    "AttentionCall",
     "Availability",
     "Backend",
     "BackendInfo",
@@ -86,6 +88,7 @@ __all__ = [
     "ReadOnlyError",
     "ShapeError",
     "SupportsAttention",
+    "SupportsAttentionCalls",
     "SupportsCacheConfig",
     "SupportsDistributed",
     "SupportsHostWrite",

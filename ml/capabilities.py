@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ml.nn.rope_spec import RopeSpec
     from ml.protocols import Backend, Context, Tensor
-    from ml.ragged import RaggedPlan
+    from ml.ragged import AttentionCall, RaggedPlan
 
 __all__ = [
     "CAUSAL",
@@ -41,6 +41,7 @@ __all__ = [
     "KVStore",
     "Layout",
     "SupportsAttention",
+    "SupportsAttentionCalls",
     "SupportsCacheConfig",
     "SupportsDistributed",
     "SupportsHostWrite",
@@ -221,6 +222,30 @@ class SupportsPartialAttention(Protocol):
         Returns the attention (batch, tokens, heads, v_dim) in that dtype, and F32 (batch, tokens, heads):
         the natural logarithm of the sum of exp(score) over the keys (log-sum-exp). Of a query that sees no
         key both are unspecified.
+        """
+
+
+@runtime_checkable
+class SupportsAttentionCalls(Protocol):
+    """A backend that does several calls of partial attention and their merging in one step."""
+
+    def attention_calls(
+        self,
+        ctx: Context,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        levels: Sequence[Sequence[AttentionCall]],
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of each query over what the calls that it is in read, at most one of each level.
+
+        query (tokens, heads, head_dim), key (cells, kv_heads, head_dim) and value (cells, kv_heads, v_dim)
+        are of one float dtype; key and value are whole buffers, strided as they may be; sinks (heads,) as in
+        ``SupportsAttention``. Every query is in a call. Returns (tokens, heads, v_dim).
+
+        It says the same as ``partial_attention`` of each call, merged by ``ml.nn.merge_attention``.
         """
 
 

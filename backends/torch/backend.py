@@ -14,7 +14,7 @@ from backends.torch.attention import CausalMasks, attend
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, translated
 from backends.torch.devices import device_memory, find_places, release
 from backends.torch.distributed import join
-from backends.torch.partial import attend_partially
+from backends.torch.partial import attend_calls, attend_partially
 from backends.torch.ragged import attend_ragged
 from backends.torch.store import TorchKVStore
 from backends.torch.tensor import TorchStorage, TorchTensor, as_element
@@ -23,7 +23,7 @@ from ml.capabilities import CacheConfig, CausalMask, Layout
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, GroupError
-from ml.ragged import RaggedPlan
+from ml.ragged import AttentionCall, RaggedPlan
 from ml.strided import Shape, overlaps_itself
 
 __all__ = ["TorchBackend", "TorchContext"]
@@ -115,6 +115,23 @@ class TorchBackend(PlacedBackend):
             return attend(ctx, self.causal_masks, query, key, value, mask, scale, sinks)
         except (RuntimeError, IndexError, MemoryError) as error:
             raise translated("attention", error, ctx.device) from error
+
+    def attention_calls(
+        self,
+        ctx: TorchContext,
+        query: TorchTensor,
+        key: TorchTensor,
+        value: TorchTensor,
+        levels: Sequence[Sequence[AttentionCall]],
+        scale: float,
+        sinks: TorchTensor | None = None,
+    ) -> TorchTensor:
+        """See :class:`ml.SupportsAttentionCalls`."""
+        ctx.check("attention_calls")
+        try:
+            return attend_calls(ctx, self.causal_masks, query, key, value, levels, scale, sinks)
+        except (RuntimeError, IndexError, MemoryError) as error:
+            raise translated("attention_calls", error, ctx.device) from error
 
     def partial_attention(
         self,

@@ -6,7 +6,8 @@ Neither keys nor values are copied where their last axis is contiguous.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
@@ -15,8 +16,9 @@ from backends.torch.tensor import Placement, TorchTensor
 from ml.capabilities import CausalMask
 from ml.dtypes import DType
 from ml.errors import DTypeError, ShapeError
+from ml.ragged import AttentionCall
 
-__all__ = ["attend_partially"]
+__all__ = ["attend_calls", "attend_partially"]
 
 ALIGNED = 16
 """The efficient kernel of CUDA reads a mask whose rows begin at multiples of so many elements."""
@@ -39,20 +41,104 @@ def attend_partially(
             query.check_peer("partial_attention", tensor)
     q, k, v = query.native_on(ctx), key.native_on(ctx), value.native_on(ctx)
     batch, tokens, heads, head_dim = q.shape
-    history, kv_heads, v_dim = v.shape[1:]
+    history, _, v_dim = v.shape[1:]
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
         raise DTypeError(f"partial_attention: {q.dtype}, {k.dtype}, {v.dtype}; they are of one float dtype")
     bias = _bias(ctx, masks, q, history, mask)
-    group = heads // kv_heads
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    out, lse = _part(q.reshape(-1, heads, head_dim), k.transpose(1, 2), v.transpose(1, 2), bias, scale)
+    return (
+        TorchTensor.own(ctx, out.reshape(batch, tokens, heads, v_dim), query.dtype),
+        TorchTensor.own(ctx, lse.reshape(batch, tokens, heads), DType.F32),
+    )
+
+
+def attend_calls(
+    ctx: Placement,
+    masks: CausalMasks,
+    query: TorchTensor,
+    key: TorchTensor,
+    value: TorchTensor,
+    levels: Sequence[Sequence[AttentionCall]],
+    scale: float,
+    sinks: TorchTensor | None,
+) -> TorchTensor:
+    """See :class:`ml.SupportsAttentionCalls`."""
+    for tensor in (key, value, sinks):
+        if tensor is not None:
+            query.check_peer("attention_calls", tensor)
+    q, k, v = query.native_on(ctx), key.native_on(ctx), value.native_on(ctx)
+    logits = None if sinks is None else sinks.native_on(ctx).float()
+    parts = [_level(ctx, masks, q, k, v, calls, scale) for calls in levels]
+    out, lse = parts[0]
+    if len(parts) == 2 and logits is None:
+        out = torch.lerp(parts[1][0].float(), out.float(), torch.sigmoid(lse - parts[1][1]).unsqueeze(-1))
+    elif len(parts) > 1 or logits is not None:
+        every = torch.stack([part[1] for part in parts], -1)
+        if logits is not None:
+            every = torch.cat((every, logits.view(1, -1, 1).expand(q.shape[0], -1, 1)), -1)
+        weights = every.softmax(-1).unsqueeze(-1)
+        out = out * weights[:, :, 0]
+        for number, (other, _) in enumerate(parts[1:], 1):
+            out = out.addcmul(other, weights[:, :, number])
+    return TorchTensor.own(ctx, out.to(q.dtype), query.dtype)
+
+
+def _level(
+    ctx: Placement,
+    masks: CausalMasks,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    calls: Sequence[AttentionCall],
+    scale: float,
+) -> Pair:
+    """q (tokens, heads, D), k and v (cells, kv_heads, ...) -> (tokens, heads, v_dim), (tokens, heads)."""
+    whole = len(calls) == 1 and isinstance(calls[0].tokens, slice)
+    whole = whole and calls[0].tokens == slice(0, q.shape[0])
+    if not whole:
+        out = q.new_zeros((*q.shape[:2], v.shape[2]))
+        lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    for call in calls:
+        tokens: Any = (
+            call.tokens if isinstance(call.tokens, slice) else cast("Any", call.tokens).native_on(ctx)
+        )
+        own = q if whole else q[tokens]
+        each = own.shape[0] // call.batch
+        bias = _bias(
+            ctx, masks, own.view(call.batch, each, *own.shape[1:]), call.length, cast("Any", call.mask)
+        )
+        found = _part(own, _read(ctx, k, call), _read(ctx, v, call), bias, scale)
+        if whole:
+            return found
+        out[tokens], lse[tokens] = found
+    return out, lse
+
+
+def _read(ctx: Placement, buffer: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    """What a call reads of (cells, heads, size), as (batch, heads, length, size)."""
+    _, heads, size = buffer.shape
+    cell, head, element = buffer.stride()
+    if call.cells is None:
+        shape, strides = (call.batch, heads, call.length, size), (call.step * cell, head, cell, element)
+        return buffer.as_strided(shape, strides, buffer.storage_offset() + call.start * cell)
+    cells = cast("Any", call.cells).native_on(ctx)
+    if head > cell:
+        return buffer.transpose(0, 1).index_select(1, cells).view(heads, call.batch, -1, size).transpose(0, 1)
+    return buffer.index_select(0, cells).view(call.batch, -1, heads, size).transpose(1, 2)
+
+
+def _part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float) -> Pair:
+    """q (batch * tokens, heads, D), k, v (batch, kv_heads, history, ...), bias (batch or 1, tokens, history).
+
+    Returns (batch * tokens, heads, v_dim) and (batch * tokens, heads).
+    """
+    count, heads, head_dim = q.shape
+    batch, kv_heads, history, v_dim = v.shape
+    tokens, group = count // batch, heads // kv_heads
     if tokens == 1:
         bias = None if bias is None else bias.unsqueeze(1).expand(-1, -1, group, -1)
-        rows = q.reshape(batch, kv_heads, group, head_dim)
-        out, lse = _kernel(rows, k, v, bias, scale, v_dim == head_dim)
-        return (
-            TorchTensor.own(ctx, out.reshape(batch, 1, heads, v_dim), query.dtype),
-            TorchTensor.own(ctx, lse.reshape(batch, 1, heads), DType.F32),
-        )
+        out, lse = _kernel(q.reshape(batch, kv_heads, group, head_dim), k, v, bias, scale, v_dim == head_dim)
+        return out.reshape(count, heads, v_dim), lse.reshape(count, heads)
     rows = q.reshape(batch, tokens, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     rows = rows.reshape(batch, kv_heads, group * tokens, head_dim)
     if bias is not None:  # a row of the mask for each query head of a group
@@ -61,10 +147,7 @@ def attend_partially(
     out, lse = _kernel(rows, k, v, bias, scale, v_dim == head_dim)
     out = out.reshape(batch, kv_heads, group, tokens, v_dim).permute(0, 3, 1, 2, 4)
     lse = lse.reshape(batch, kv_heads, group, tokens).permute(0, 3, 1, 2)
-    return (
-        TorchTensor.own(ctx, out.reshape(batch, tokens, heads, v_dim), query.dtype),
-        TorchTensor.own(ctx, lse.reshape(batch, tokens, heads), DType.F32),
-    )
+    return out.reshape(count, heads, v_dim), lse.reshape(count, heads)
 
 
 def _bias(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ml
 from kvcache.attention.forward_pass import ForwardPass
+from kvcache.attention.planned import PlannedLevel
 from kvcache.storage.buffer import Buffer
 from kvcache.storage.layer_buffers import LayerBuffers
 from ml import nn
@@ -37,13 +38,33 @@ def attend(
     result = None if buffers.no_kernel else _by_kernel(ctx, forward, buffers, query, scale, sinks)
     if result is None:
         worth = max(1, forward.config.call_bytes // buffers.bytes_per_cell)
-        levels = forward.levels(ctx, worth)
-        if len(levels) == 1:
-            result = levels[0].attend(ctx, buffers, query, scale, sinks)
-        else:
-            parts = [level.partial(ctx, buffers, query, scale) for level in levels]
-            result = nn.merge_attention(ctx, parts, sinks)
+        result = _by_calls(ctx, forward.levels(ctx, worth), buffers, query, scale, sinks)
     return result if wanted is stored else result.cast(ctx, wanted)
+
+
+def _by_calls(
+    ctx: ml.Context,
+    levels: list[PlannedLevel],
+    buffers: LayerBuffers,
+    query: ml.Tensor,
+    scale: float,
+    sinks: ml.Tensor | None,
+) -> ml.Tensor:
+    key, value, backend = buffers.key, buffers.value, getattr(ctx, "backend", None)
+    alone = len(levels) == 1 and levels[0].in_one and levels[0].calls[0].call.batch == 1
+    if (
+        not alone
+        and isinstance(key, Buffer)
+        and isinstance(value, Buffer)
+        and nn.has_attention_calls(backend)
+    ):
+        calls = [[call.on(ctx) for call in level.calls] for level in levels]
+        keys, values = key.read(ctx, 0, key.cells), value.read(ctx, 0, value.cells)
+        return backend.attention_calls(ctx, query, keys, values, calls, scale, sinks)
+    if len(levels) == 1:
+        return levels[0].attend(ctx, buffers, query, scale, sinks)
+    parts = [level.partial(ctx, buffers, query, scale) for level in levels]
+    return nn.merge_attention(ctx, parts, sinks)
 
 
 def _by_kernel(

@@ -44,6 +44,16 @@ class PlannedCall:
             return cls(call, indices(call.tokens), indices(call.cells), mask)
         return cls(call, indices(call.tokens), indices(call.cells), seen)
 
+    def on(self, ctx: ml.Context) -> ml.AttentionCall:
+        """This call with its tensors on the device of ``ctx``."""
+        call = self.call
+        tokens = call.tokens if isinstance(call.tokens, slice) else near(ctx, self._tokens)
+        assert tokens is not None
+        cells = near(ctx, self._cells)
+        return ml.AttentionCall(
+            tokens, call.batch, call.length, call.start, call.step, cells, near(ctx, self._mask)
+        )
+
     def queries(self, ctx: ml.Context, query: ml.Tensor) -> ml.Tensor:
         """This call's of query (tokens, heads, head_dim), segment by segment."""
         tokens = self.call.tokens

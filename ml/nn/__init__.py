@@ -14,6 +14,7 @@ from ml.nn.norms import layer_norm, rms_norm
 from ml.nn.partial import (
     Part,
     generic_partial_attention,
+    has_attention_calls,
     has_ragged_attention,
     merge_attention,
     partial_attention,
@@ -35,6 +36,7 @@ __all__ = [
     "embedding",
     "generic_attention",
     "generic_partial_attention",
+    "has_attention_calls",
     "has_ragged_attention",
     "layer_norm",
     "linear",

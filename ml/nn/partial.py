@@ -12,7 +12,13 @@ import functools
 from collections.abc import Sequence
 from typing import TypeGuard
 
-from ml.capabilities import CAUSAL, CausalMask, SupportsPartialAttention, SupportsRaggedAttention
+from ml.capabilities import (
+    CAUSAL,
+    CausalMask,
+    SupportsAttentionCalls,
+    SupportsPartialAttention,
+    SupportsRaggedAttention,
+)
 from ml.dtypes import DType
 from ml.errors import ShapeError
 from ml.nn.attention import causal_scores, widened
@@ -58,6 +64,12 @@ def _has_kernel(backend: Backend | None) -> TypeGuard[SupportsPartialAttention]:
     return _offers(kind)
 
 
+def has_attention_calls(backend: Backend | None) -> TypeGuard[SupportsAttentionCalls]:
+    """Whether a backend does several calls of attention in one step; remembered per class."""
+    kind: type = type(backend)
+    return _offers_calls(kind)
+
+
 def has_ragged_attention(backend: Backend | None) -> TypeGuard[SupportsRaggedAttention]:
     """Whether a backend has one kernel for a whole ragged batch; remembered per class."""
     kind: type = type(backend)
@@ -67,6 +79,11 @@ def has_ragged_attention(backend: Backend | None) -> TypeGuard[SupportsRaggedAtt
 @functools.lru_cache(maxsize=64)
 def _offers(kind: type) -> bool:
     return issubclass(kind, SupportsPartialAttention)
+
+
+@functools.lru_cache(maxsize=64)
+def _offers_calls(kind: type) -> bool:
+    return issubclass(kind, SupportsAttentionCalls)
 
 
 @functools.lru_cache(maxsize=64)
