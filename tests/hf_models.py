@@ -41,6 +41,11 @@ _DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "layer_types": ["linear_attention", "full_attention"],
     }),
 }  # fmt: skip
+_OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2", "Gemma2", {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0}),
+    "mistral": ("Mistral", "Mistral", {"sliding_window": WINDOW}),
+}
+"""Made on request, and not among those that all modes run with."""
 DECODERS = tuple(_DECODERS)
 ENCODER_DECODERS = ("t5", "whisper")
 MODELS = (*DECODERS, *ENCODER_DECODERS)
@@ -77,7 +82,7 @@ def _make(name: str, changes: dict[str, Any]) -> Any:
         }))  # fmt: skip
         made.generation_config.suppress_tokens = None
         return made
-    family, config, own = _DECODERS[name]
+    family, config, own = (_DECODERS | _OTHERS)[name]
     settings = getattr(transformers, f"{config}Config")(**{**_BASE, **own, **changes})
     return getattr(transformers, f"{family}ForCausalLM")(settings)
 

@@ -1,9 +1,11 @@
 """Our caches as the key-value cache of Hugging Face transformers.
 
 ``HFCache(model.config)`` goes where a ``past_key_values`` goes, ``HFStaticCache`` where fixed shapes are
-wanted; ``install()`` makes plain ``generate()`` use them.
+wanted; ``install()`` makes plain ``generate()`` use them. To import this package registers
+``attn_implementation="kvcache"``, with which attention reads the cache itself.
 """
 
+from kvcache.integrations.transformers import attention
 from kvcache.integrations.transformers.cache import HFCache
 from kvcache.integrations.transformers.install import Installation, install, uninstall
 from kvcache.integrations.transformers.prefixes import HFPrefixCache, HFSession
@@ -18,6 +20,7 @@ __all__ = [
     "HFSnapshot",
     "HFStaticCache",
     "Installation",
+    "attention",
     "install",
     "rope_shift",
     "uninstall",

@@ -24,6 +24,9 @@ class Bridge(Protocol):
     def alias(self, tensor: ml.Tensor) -> torch.Tensor:
         """The same memory; NotSupportedError where there is none."""
 
+    def aliases(self, like: torch.Tensor) -> bool:
+        """Whether ``to_torch`` gives the same memory for ``like`` of the tensor's dtype."""
+
 
 class TorchBridge:
     """PyTorch's own backend. Its device may be another than the model's: then K and V live there."""
@@ -46,6 +49,10 @@ class TorchBridge:
         native: torch.Tensor = tensor.native
         return native
 
+    def aliases(self, like: torch.Tensor) -> bool:
+        found: bool = like.device == self._device
+        return found
+
 
 class NumpyBridge:
     """NumPy: the same host memory, BF16 apart, which torch and NumPy spell differently."""
@@ -65,6 +72,9 @@ class NumpyBridge:
             return torch.from_numpy(native.view("int16")).view(torch.bfloat16)
         return torch.from_numpy(native)
 
+    def aliases(self, like: torch.Tensor) -> bool:
+        return like.device.type == "cpu"
+
 
 class HostBridge:
     """Any other backend, through copies in host memory."""
@@ -81,6 +91,9 @@ class HostBridge:
             "HFCache: linear attention writes its states in place, which needs a backend in the same memory "
             "as the model: torch on its device, or numpy"
         )
+
+    def aliases(self, like: torch.Tensor) -> bool:
+        return False
 
 
 def bridge_to(backend: ml.Backend, ctx: ml.Context) -> Bridge:

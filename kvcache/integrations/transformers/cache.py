@@ -116,7 +116,9 @@ class HFCache(RowsCache):
         times slower than transformers' own way with a mask. On a CPU nothing is compiled for it.
         """
         pool = self.rows.pool
-        return pool.bound and pool.plan.grouped and pool.like.device.type == "cpu"
+        plan = pool.plan
+        scaled = plan.grouped and plan.config._attn_implementation == "sdpa"
+        return pool.bound and scaled and pool.like.device.type == "cpu"
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was. Beams share the cells of what they have in common."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import cache_utils
@@ -12,10 +12,23 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from kvcache import NotSupportedError
 from kvcache.integrations.model_caches import CHUNKED, FULL, SLIDING, Kind
 
-__all__ = ["CONV", "CROSS", "STATES", "Kind", "Plan", "Trait", "empty_layer", "grows", "layer_plan"]
+__all__ = [
+    "ATTENTION",
+    "CONV",
+    "CROSS",
+    "STATES",
+    "Kind",
+    "Plan",
+    "Trait",
+    "empty_layer",
+    "grows",
+    "layer_plan",
+]
 
 CROSS, LINEAR, CONV, NONE = "cross", "linear", "conv", "none"
 STATES = (LINEAR, CONV)
+ATTENTION = "kvcache"
+"""The ``attn_implementation`` of models that attend by our caches."""
 _TYPES = {
     "full_attention": FULL,
     "sliding_attention": SLIDING,
@@ -65,9 +78,16 @@ class Plan:
     state_shape: tuple[int, ...] = ()
     """Of one sequence's states, where the config tells; else those that a layer brings first."""
     grouped: bool = False
-    """Whether several heads of queries share one of keys and values, in PyTorch's own attention."""
+    """Whether several heads of queries share one of keys and values."""
     model_type: str = ""
     traits: frozenset[Trait] = frozenset()
+    config: Any = field(default=None, compare=False, repr=False)
+    """Where the model looks up which attention to call, at each call."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether attention is ours too, and reads the cache itself."""
+        return getattr(self.config, "_attn_implementation", None) == ATTENTION
 
     def refuse(self, op: str, trait: Trait, remedy: str) -> None:
         """Raise NotSupportedError for a model with this trait."""
@@ -124,7 +144,8 @@ def layer_plan(config: Any) -> Plan:
     known = decoder is config and type(config).__module__.startswith("transformers.models.")
     plain = known and Trait.UNEVEN not in traits and all(kind.name != CHUNKED for kind in layers)
     grouped = plain and _is_grouped(decoder)
-    return Plan(tuple(layers), encoder, *_state_shapes(decoder), grouped, decoder.model_type, traits)
+    asked = config if config.is_encoder_decoder else decoder  # of encoder-decoders it may be a copy
+    return Plan(tuple(layers), encoder, *_state_shapes(decoder), grouped, decoder.model_type, traits, asked)
 
 
 def empty_layer() -> Any:
@@ -145,8 +166,7 @@ def _state_shapes(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _is_grouped(config: Any) -> bool:
     heads = vars(config).get("num_attention_heads")
     shared = vars(config).get("num_key_value_heads")
-    grouped = isinstance(heads, int) and isinstance(shared, int) and shared < heads
-    return grouped and config._attn_implementation == "sdpa"
+    return isinstance(heads, int) and isinstance(shared, int) and shared < heads
 
 
 def _decoder_layers(config: Any, count: int) -> int:

@@ -80,7 +80,8 @@ class AttentionLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store K and V (rows, heads, new tokens, dim); all that the new tokens may see."""
-        return self.rows.update(self.layer, self.kind, key_states, value_states)
+        defer = not torch.compiler.is_compiling()
+        return self.rows.update(self.layer, self.kind, key_states, value_states, defer)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys that ``update`` will return, position of the first one)."""

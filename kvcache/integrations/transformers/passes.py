@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from kvcache.attention.dense_batch import DenseBatch
 from kvcache.integrations.transformers.kinds import Kind
 
-__all__ = ["ForwardPass", "Pair"]
+__all__ = ["ForwardPass", "Pair", "Shown"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """K and V."""
+
+
+@dataclass(slots=True, eq=False)
+class Shown:
+    """What the mask of a pass says is no padding."""
+
+    mask: torch.Tensor | None
+    """(rows, tokens so far)."""
+    rows: np.ndarray | None
+    """The same on the host; None: nothing is hidden."""
+    served: bool
+    """Whether the cache sees as this mask does."""
+    blind: np.ndarray | None = None
+    """(rows, new tokens): those that see nothing, as padding on the left does; None: there are none."""
+    dense: bool = False
+    """Whether reading all and hiding some is cheaper than reading what is shown."""
 
 
 @dataclass(slots=True)
@@ -28,6 +45,8 @@ class ForwardPass:
     aside: dict[int, Pair] = field(default_factory=dict)
     """What layers of those kinds saw before the pass, and while passes are recorded what is new: K and V
     that ``cut`` can come back to."""
+    masks: dict[Kind, Shown] = field(default_factory=dict)
+    """By which mask attention reads each kind."""
     states: dict[tuple[int, str], bool] = field(default_factory=dict)
     """Layers and which of their states have had their share; True: fetched, and not given yet."""
     encoded: dict[int, Pair | None] | None = None

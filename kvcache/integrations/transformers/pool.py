@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 import ml
@@ -19,10 +20,11 @@ from kvcache import (
     ShiftFunction,
     SlidingWindowCache,
 )
+from kvcache.attention.dense_batch import DenseBatch
 from kvcache.integrations.model_caches import ModelCaches, Top
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
-from kvcache.integrations.transformers.kinds import Plan
-from kvcache.integrations.transformers.passes import ForwardPass
+from kvcache.integrations.transformers.kinds import Kind, Plan, Trait
+from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.saving import prepare_states
 from kvcache.snapshots.snapshot import Snapshot
 
@@ -57,6 +59,8 @@ class CachePool:
     bridge: Bridge
     like: torch.Tensor
     """Empty, with the dtype and on the device of the model's keys."""
+    one: torch.Tensor
+    """Likewise, with one element."""
     activations: ml.DType
     dtype: ml.DType
     max_sequences: int
@@ -66,6 +70,8 @@ class CachePool:
         self.bound = False
         self.current: ForwardPass | None = None
         """The pass under way: the caches know of one at a time."""
+        self.shown: dict[Kind, np.ndarray | None] = {}
+        """What the mask of the last pass by each kind showed; None: all."""
         self._free: list[int] = []
         self.given_away = False
         """Whether someone else owns the sequences: see ``give_away``."""
@@ -76,6 +82,7 @@ class CachePool:
             return
         options = self.options
         self.like = torch.empty(0, dtype=like.dtype, device=like.device)
+        self.one = torch.empty((), dtype=like.dtype, device=like.device)
         self.activations = dtype_of(like.dtype)
         self.dtype = options.dtype or self.activations
         if options.backend is None:
@@ -143,6 +150,19 @@ class CachePool:
                 self.put_back(family, seq, snapshot)
             self.family, self.current = family, None
         self.options = options
+
+    def read(self, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
+        """K and V of a layer, of the dtypes and on the device of ``key`` and ``value``."""
+        keys, values = reading.read(self.ctx, layer)
+        found = self.bridge.to_torch(keys, key), self.bridge.to_torch(values, value)
+        return (
+            (found[0].contiguous(), found[1].contiguous()) if Trait.CONTIGUOUS in self.plan.traits else found
+        )
+
+    @property
+    def aliased(self) -> bool:
+        """Whether what is read is the memory of the cache, where the cells allow it."""
+        return self.dtype is self.activations and self.bridge.aliases(self.like)
 
     def put_back(self, family: ModelCaches, seq: int, snapshot: Snapshot) -> None:
         """Restore a sequence; InvalidRangeError where the snapshot is of another kind of cache."""

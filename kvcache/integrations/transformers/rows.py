@@ -32,6 +32,7 @@ from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
 from kvcache.integrations.transformers.saving import HFSnapshot
+from kvcache.integrations.transformers.stored import Stored, tokens_of
 from kvcache.storage.state_slots import Checkpoint
 
 __all__ = ["BatchRows", "untraced"]
@@ -220,8 +221,13 @@ class BatchRows:
     # Attention layers.
 
     @untraced
-    def update(self, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor) -> Pair:
-        """Store K and V (rows, heads, new tokens, dim); all that they see, (rows, heads, tokens, dim)."""
+    def update(
+        self, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor, defer: bool = False
+    ) -> Pair:
+        """Store K and V (rows, heads, new tokens, dim); all that they see, (rows, heads, tokens, dim).
+
+        With ``defer`` they are read when something looks into them, where attention may be ours.
+        """
         current = self.enter(layer, key.shape[2], key.shape[0], key)
         pool = self.pool
         cache, kept = pool.family.caches[kind], current.stored.get(kind)
@@ -229,19 +235,22 @@ class BatchRows:
         if kept is not None:
             keys, values = key, value
             if reading is not None:  # copied before its cells are given to what is new
-                past = [x.clone() for x in self._read(reading, layer, key, value)]
+                past = [x.clone() for x in pool.read(reading, layer, key, value)]
                 keys, values = torch.cat((past[0], key), 2), torch.cat((past[1], value), 2)
                 current.aside[layer] = past[0], past[1]
             if self.settled is not None:
                 current.aside[layer] = keys, values
             self._put(cache, layer, key[:, :, -kept:], value[:, :, -kept:])
             self.reached(layer)
+            keys.stored = None  # type: ignore[attr-defined]
             return keys, values
         self._put(cache, layer, key, value)
         self.reached(layer)
         if reading is None:
             reading = current.readings[kind] = self._reading(kind, current.begin)
-        return self._read(reading, layer, key, value)
+        if defer and pool.plan.attends:
+            return Stored(pool, layer, kind, current, reading).pair(key, value)
+        return pool.read(reading, layer, key, value)
 
     def _put(
         self, cache: CausalCache | EncoderCache, layer: int, key: torch.Tensor, value: torch.Tensor
@@ -250,22 +259,15 @@ class BatchRows:
         if not key.dtype is value.dtype is self.pool.like.dtype:
             self.pool.check_dtype(layer, key, value)
         cache.set_layer(layer)
-        cache.put(ctx, bridge.to_backend(ctx, _tokens(key)), bridge.to_backend(ctx, _tokens(value)))
-
-    def _read(self, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
-        pool = self.pool
-        keys, values = reading.read(pool.ctx, layer)
-        found = pool.bridge.to_torch(keys, key), pool.bridge.to_torch(values, value)
-        return (
-            (found[0].contiguous(), found[1].contiguous()) if Trait.CONTIGUOUS in pool.plan.traits else found
-        )
+        cache.put(ctx, bridge.to_backend(ctx, tokens_of(key)), bridge.to_backend(ctx, tokens_of(value)))
 
     @untraced
     def peek(self, layer: int, kind: Kind) -> Pair | None:
         """K and V of a layer that the next token may see; None where there are none."""
         if not self.seen[layer]:
             return None
-        return self._read(self._reading(kind, self.length), layer, self.pool.like, self.pool.like)
+        pool = self.pool
+        return pool.read(self._reading(kind, self.length), layer, pool.like, pool.like)
 
     # Cross attention.
 
@@ -472,7 +474,7 @@ class BatchRows:
                 keys, values = current.aside[layer]
             else:  # the pass never came to it, and nothing was written
                 assert reading is not None
-                keys, values = (x.clone() for x in self._read(reading, layer, self.pool.like, self.pool.like))
+                keys, values = (x.clone() for x in pool.read(reading, layer, pool.like, pool.like))
             part = slice(length - begin - kept, length - begin)
             self._put(cache, layer, keys[:, :, part], values[:, :, part])
 
@@ -526,10 +528,3 @@ class BatchRows:
         self.seen = [min(seen, length) for seen in self.seen]
         self._pass = None
         self._settle()
-
-
-def _tokens(x: torch.Tensor) -> torch.Tensor:
-    """(rows, heads, tokens, dim) as (rows * tokens, heads, dim)."""
-    if x.shape[0] == 1:
-        return x[0].transpose(0, 1)
-    return x.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,63 @@
+"""Tensors that are made only where something looks into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+__all__ = ["Deferred"]
+
+_METADATA = {
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "is_cuda",
+        "is_cpu",
+        "layout",
+        "requires_grad",
+        "is_leaf",
+    )
+} | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point}
+"""What is answered without making the tensor."""
+
+
+class Deferred(torch.Tensor):
+    """Has the shape, dtype and device of a tensor that ``make`` gives.
+
+    Any operation makes it, once, and is then done on what was made, in place too: code that knows nothing of
+    deferred tensors computes what it would compute with that one.
+    """
+
+    made: torch.Tensor | None
+    pattern: Any
+    """Of a mask: how it would be made."""
+    _make: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def of(like: torch.Tensor, shape: tuple[int, ...], make: Callable[[], torch.Tensor]) -> Deferred:
+        """``like`` has one element and the dtype and device; no memory is taken for ``shape``."""
+        found = like.expand(shape).as_subclass(Deferred)
+        found.made, found._make = None, make
+        return found
+
+    def resolve(self) -> torch.Tensor:
+        if self.made is None:
+            self.made = self._make()
+        return self.made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        args, kwargs = _pytree.tree_map_only(Deferred, Deferred.resolve, (args, kwargs))
+        return function(*args, **kwargs)

@@ -1,0 +1,141 @@
+"""K and V that a layer has stored and may still read: attention of a model that attends by our caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvcache.attention.dense_batch import DenseBatch
+from kvcache.integrations.model_caches import CHUNKED, Kind
+from kvcache.integrations.transformers.deferred import Deferred
+from kvcache.integrations.transformers.passes import ForwardPass, Pair, Shown
+from kvcache.integrations.transformers.pool import CachePool
+from kvcache.integrations.transformers.shown import goes_on, hide
+
+__all__ = ["Stored", "tokens_of"]
+
+CALLS = 4
+"""Hidden tokens are left out where they are so many calls' worth in each row: it takes more calls."""
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """A layer's part in a pass: what is new is stored, and what the pass sees can be read."""
+
+    pool: CachePool
+    layer: int
+    kind: Kind
+    current: ForwardPass
+    reading: DenseBatch
+    _found: Pair | None = None
+
+    def pair(self, key: torch.Tensor, value: torch.Tensor) -> Pair:
+        """All K and V (rows, heads, tokens, dim) that the pass sees; ``stored`` of both is this.
+
+        Views where that copies nothing, else tensors that are made when something looks into them.
+        """
+        if self.reading.is_view and self.pool.aliased:
+            found = self.pool.read(self.reading, self.layer, key, value)
+        else:
+            one, heads, tokens = self.pool.one, key.shape[:2], self.reading.tokens
+            found = (
+                Deferred.of(one, (*heads, tokens, key.shape[3]), lambda: self._read(key, value)[0]),
+                Deferred.of(one, (*heads, tokens, value.shape[3]), lambda: self._read(key, value)[1]),
+            )
+        for tensor in found:
+            tensor.stored = self  # type: ignore[attr-defined]
+        return found
+
+    def _read(self, key: torch.Tensor, value: torch.Tensor) -> Pair:
+        if self._found is None:
+            self.pool.check_current(self.current)
+            self._found = self.pool.read(self.reading, self.layer, key, value)
+        return self._found
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pair: Pair,
+        scale: float,
+        sinks: torch.Tensor | None,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Attention (rows, tokens, heads, v_dim) of query (rows, heads, tokens, head_dim).
+
+        ``pair`` is what :meth:`pair` gave, ``mask`` (rows, tokens so far) says what is no padding. None where
+        the cache sees otherwise: transformers counts chunks from the end of the padding.
+        """
+        self.pool.check_current(self.current)
+        cache, tokens = self.pool.family.caches[self.kind], self.current.tokens
+        plain = sinks is None and not isinstance(pair[0], Deferred)
+        shown = self.current.masks.get(self.kind)
+        if shown is None:
+            shown = self.current.masks[self.kind] = self._shown(mask, plain)
+        if not shown.served or (shown.mask is not mask and not _equal(shown.mask, mask)):
+            return None
+        if shown.dense and not plain:  # this layer has sinks, and the first of the kind has none
+            return None
+        if shown.dense:
+            return _decode(query, *pair, scale, None if shown.rows is None else mask)
+        ctx, bridge = self.pool.ctx, self.pool.bridge
+        cache.set_layer(self.layer)
+        logits = None if sinks is None else bridge.to_backend(ctx, sinks)
+        found = cache.attend(ctx, bridge.to_backend(ctx, tokens_of(query)), scale, logits)
+        out = bridge.to_torch(found, query).view(query.shape[0], tokens, query.shape[1], -1)
+        if shown.blind is not None:
+            out[torch.from_numpy(shown.blind).to(out.device)] = 0
+        return out
+
+    def _shown(self, mask: torch.Tensor | None, plain: bool) -> Shown:
+        """What ``mask`` shows of what the pass sees; lets the pass read that alone, if not views."""
+        forward = self.pool.family.caches[self.kind].pass_under_way()
+        assert forward is not None
+        tokens, chunks = self.current.tokens, self.kind.name == CHUNKED
+        rows: np.ndarray | None = None if mask is None else mask.cpu().numpy()
+        if rows is not None and (rows.shape[1] != self.current.begin + tokens or (chunks and not rows.all())):
+            return Shown(mask, rows, served=False)
+        dense = tokens == 1 and not chunks and plain
+        if rows is not None:
+            seen = rows[:, -self.reading.tokens :]
+            hidden = seen.size - int(np.count_nonzero(seen))
+            call = forward.config.call_bytes // forward.layers[self.layer].bytes_per_cell
+            dense = dense and hidden <= CALLS * len(rows) * call
+            rows = rows if hidden else None
+        if not goes_on(self.pool.shown.get(self.kind), rows):
+            forward.segmented = None
+        self.pool.shown[self.kind] = None if rows is None else rows.copy()  # the caller may change a mask
+        blind = None if rows is None else self._blind(rows)
+        if rows is not None and not dense:
+            hide(forward, rows, blind)
+        return Shown(mask, rows, True, blind, dense)
+
+    def _blind(self, rows: np.ndarray) -> np.ndarray | None:
+        """Which of the new tokens (rows, tokens) see nothing; None: each sees something."""
+        seen = np.cumsum(np.pad(rows, ((0, 0), (1, 0))), 1, dtype=np.int32)
+        ends = np.arange(self.current.begin, self.current.begin + self.current.tokens) + 1
+        blind = seen[:, ends] == seen[:, np.maximum(ends - self.kind.size, 0) if self.kind.size else ends * 0]
+        return blind if blind.any() else None
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
+
+
+def _decode(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """One token of each row, over views of the cache. Queries that share keys are rows of one product."""
+    rows, heads, _, dim = query.shape
+    stacked = query.reshape(rows, key.shape[1], -1, dim)
+    shown = None if mask is None else mask[:, None, None, -key.shape[2] :]
+    out = torch.nn.functional.scaled_dot_product_attention(stacked, key, value, shown, scale=scale)
+    return out.reshape(rows, 1, heads, -1)
+
+
+def tokens_of(x: torch.Tensor) -> torch.Tensor:
+    """(rows, heads, tokens, dim) as (rows * tokens, heads, dim)."""
+    if x.shape[0] == 1:
+        return x[0].transpose(0, 1)
+    return x.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,324 @@
+"""attn_implementation="kvcache": models attend by our caches, with the results of transformers' own way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("torch")
+
+import torch
+import transformers
+
+import ml
+from kvcache import NotSupportedError
+from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache, attention, stored
+from kvcache.integrations.transformers.deferred import Deferred
+from kvcache.integrations.transformers.pool import CachePool
+
+from . import hf_models as hf
+
+CASES = [
+    *((name, mode) for name in ("llama", "gemma3", "gpt-oss") for mode in hf.MODES if mode != "sampling"),
+    *((name, mode) for name in ("qwen3", "mistral") for mode in ("left padding", "assisted")),
+    *((name, mode) for name in ("llama4", "qwen3-next") for mode in ("padded beams", "chat")),
+    ("gemma2", "left padding"), ("t5", "left padding"), ("whisper", "beams"),
+]  # fmt: skip
+OTHER_WAY = {"gemma2": "softcap", "t5": "position_bias"}
+"""Models that ask for what a cache does not do."""
+
+
+def theirs(name: str) -> str:
+    return "eager" if name in ("gpt-oss", "gemma2") else "sdpa"  # which knows no sinks and no softcap
+
+
+def step(made: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
+    """Logits (rows, vocabulary) of the last tokens."""
+    with torch.no_grad():
+        found = made(input_ids=ids, attention_mask=mask, past_key_values=cache, **options)
+    logits: torch.Tensor = found.logits[:, -1]
+    return logits
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each layer's attention was the cache's; padding is left out wherever there is some."""
+    found: list[bool] = []
+    attend = stored.Stored.attend
+
+    def counted(self: stored.Stored, *arguments: Any) -> Any:
+        out = attend(self, *arguments)
+        found.append(out is not None)
+        return out
+
+    monkeypatch.setattr(stored.Stored, "attend", counted)
+    monkeypatch.setattr(stored, "CALLS", 0)
+    attention._say.cache_clear()
+    return found
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES, ids=map(", ".join, CASES))
+def test_tokens_and_logits_are_those_of_transformers_own_way(
+    name: str, mode: str, served: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = hf.expected(name, mode, theirs(name))
+    made = hf.model(name, attention.ATTENTION)
+    found = hf.MODES[mode](name, made, HFCache(made.config, capacity=64, lookback=24))
+    assert found.distance(expected) <= 2e-5
+    assert any(served) == (name not in OTHER_WAY)
+    assert f"it asks for {OTHER_WAY.get(name)}" in caplog.text or name not in OTHER_WAY
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_return_sequences": 3}, {"num_return_sequences": 2, "num_beams": 2}, {"prefill_chunk_size": 4}],
+    ids=["answers", "beams", "parts that are padding"],
+)
+def test_several_answers_and_prompts_in_parts(options: dict[str, Any], served: list[bool]) -> None:
+    batch, options = hf.inputs("llama", 2, 9), {"do_sample": True, **options}
+    expected = hf.generate(hf.model("llama", "sdpa"), batch, **options)
+    made = hf.model("llama", attention.ATTENTION)
+    found = hf.generate(made, batch, HFCache(made.config, capacity=64), **options)
+    assert found.distance(expected) <= 2e-5
+    assert all(served)
+
+
+@pytest.mark.parametrize("backend", ["torch", "numpy"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_of_any_form_that_change_from_pass_to_pass(
+    backend: str, name: str, seed: int, served: list[bool]
+) -> None:
+    """Holes anywhere, shown again later; no mask at all; rows that take each other's place."""
+    random = np.random.default_rng(seed)
+    own, made = hf.model(name, "sdpa"), hf.model(name, attention.ATTENTION)
+    plain = transformers.DynamicCache(config=own.config)
+    ours = HFCache(made.config, max_sequences=3, capacity=80, lookback=32, backend=backend)
+    mask = torch.zeros(3, 0, dtype=torch.long)
+    for i in range(10):
+        count = int(random.choice((1, 1, 1, 4, 9)))
+        mask = torch.cat((mask, torch.from_numpy(random.random((3, count)) < 0.7).long()), 1)
+        if random.random() < 0.3:
+            past = mask.shape[1] // 2
+            mask[:, :past] = torch.from_numpy(random.random((3, past)) < 0.7)
+        mask[:, -1] = 1
+        shown = None if random.random() < 0.15 else mask
+        ids = hf.tokens(3, count, seed=i)
+        hf.close(step(made, ours, ids, shown), step(own, plain, ids, shown))
+        if random.random() < 0.3:
+            order = torch.from_numpy(random.integers(0, 3, 3))
+            plain.reorder_cache(order)
+            ours.reorder_cache(order)
+            mask = mask[order]
+    assert all(served)
+
+
+class TestSharedPrompt:
+    """Four rows that share 13 tokens, and go on with 3 to 6 of their own, padded in between."""
+
+    @pytest.fixture
+    def rows(self) -> tuple[HFCache, torch.Tensor, torch.Tensor]:
+        made = hf.model("llama", attention.ATTENTION)
+        cache = HFCache(made.config, max_sequences=4, capacity=64)
+        cache.bind(torch.empty(0)).tops[0].set_config(ml.CacheConfig(call_bytes=1))  # whatever is shared
+        hf.feed(made, cache, hf.tokens(1))
+        cache.batch_repeat_interleave(4)
+        mask = torch.ones(4, 19, dtype=torch.long)
+        for row in range(4):
+            mask[row, 13 : 13 + row] = 0
+        return cache, hf.tokens(4, 6), mask
+
+    @pytest.fixture
+    def expected(self, rows: tuple[HFCache, torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        """Logits of what the rows add, and of two tokens more."""
+        own, (_, ids, mask) = hf.model("llama", "sdpa"), rows
+        plain = transformers.DynamicCache(config=own.config)
+        hf.feed(own, plain, hf.tokens(1).expand(4, -1))
+        return [step(own, plain, *given) for given in self.passes(ids, mask)]
+
+    @staticmethod
+    def passes(ids: torch.Tensor, mask: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        one = torch.ones(4, 1, dtype=torch.long)
+        longer = torch.cat((mask, one), 1)
+        return [(ids, mask), (ids[:, :1], longer), (ids[:, 1:2], torch.cat((longer, one), 1))]
+
+    def test_is_read_once_and_nothing_dense_is_made(
+        self, rows: Any, expected: Any, served: list[bool], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*arguments: Any, **options: Any) -> None:
+            raise AssertionError("dense keys or a dense mask")
+
+        made, (cache, ids, mask) = hf.model("llama", attention.ATTENTION), rows
+        for owner, name in ((attention, "sdpa_mask"), (attention, "eager_mask"), (CachePool, "read")):
+            monkeypatch.setattr(owner, name, refuse)
+        for given, logits in zip(self.passes(ids, mask), expected, strict=True):
+            hf.close(step(made, cache, *given), logits)
+            causal = cache.rows.pool.family.all
+            reading = causal.pass_under_way().segments(1)
+            padding = int((mask == 0).sum())
+            assert sum(segment.length for segment in reading) == causal.cells - causal.free_cells - padding
+        assert served == [True] * 6
+
+    @pytest.mark.parametrize("change", ["keys", "mask"])
+    def test_what_the_model_looks_into_is_made(
+        self, change: str, rows: Any, expected: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    ) -> None:
+        attention._say.cache_clear()
+        made, (cache, ids, mask) = hf.model("llama", attention.ATTENTION), rows
+        forward = type(made.model.layers[0].self_attn).forward
+
+        def changed(self: Any, hidden_states: Any, *arguments: Any, **options: Any) -> Any:
+            options["attention_mask"] = options["attention_mask"][:, :, :, :]
+            return forward(self, hidden_states, *arguments, **options)
+
+        if change == "mask":
+            monkeypatch.setattr(type(made.model.layers[0].self_attn), "forward", changed)
+        else:
+            update = HFCache.update
+            monkeypatch.setattr(HFCache, "update", lambda *given: tuple(x * 1 for x in update(*given)))
+        for given, logits in zip(self.passes(ids, mask), expected, strict=True):
+            hf.close(step(made, cache, *given), logits)
+        told = {"keys": "not as an HFCache", "mask": "more than causal"}[change]
+        assert len(caplog.messages) == 1
+        assert told in caplog.text
+
+
+def test_a_conversation_goes_on_from_a_prefix_that_another_has_had(served: list[bool]) -> None:
+    made, own = hf.model("llama", attention.ATTENTION), hf.model("llama", "sdpa")
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        for seed in (0, 1):
+            ids = torch.cat((hf.tokens(1), hf.tokens(1, 5, seed)), 1)
+            found = prefix.generate(ids, max_new_tokens=6, do_sample=False)
+            assert torch.equal(found, own.generate(ids, max_new_tokens=6, do_sample=False))
+        assert prefix.prefix.stats.reused == 13
+    assert all(served)
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": ml.DType.Q8_0}, {"dtype": torch.float16}, {"backend": "numpy"}]
+)
+def test_what_is_stored_in_another_way_is_attended_to_alike(
+    options: dict[str, Any], served: list[bool]
+) -> None:
+    results = []
+    for way in ("sdpa", attention.ATTENTION):
+        made = hf.model("llama", way, head_dim=32)
+        cache = HFCache(made.config, capacity=64, **options)
+        results.append(hf.generate(made, hf.inputs("llama", 3, 5), cache))
+    assert results[1].distance(results[0]) <= 2e-2
+    assert all(served)
+
+
+class TestOtherWays:
+    """What is transformers' own attention, and told once."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self) -> None:
+        attention._say.cache_clear()
+
+    def check(self, cache: Any, caplog: Any, told: str, made: Any = None, **options: Any) -> None:
+        made = made or hf.model("llama", attention.ATTENTION)
+        plain = transformers.DynamicCache(config=made.config)
+        own, ids, mask = hf.model("llama", "sdpa"), *hf.inputs("llama", 3, 5).values()
+        one = torch.ones(3, 1, dtype=torch.long)
+        for given in ((ids, mask), (ids[:, :1], torch.cat((mask, one), 1))):
+            hf.close(step(made, cache, *given, **options), step(own, plain, *given))
+        assert [told in message for message in caplog.messages] == [True] * bool(told)
+
+    def test_another_cache(self, caplog: Any) -> None:
+        config = hf.model("llama", attention.ATTENTION).config
+        self.check(transformers.DynamicCache(config=config), caplog, "not as an HFCache")
+        caplog.clear()
+        self.check(HFStaticCache(config, capacity=32), caplog, "")
+
+    def test_a_cache_made_for_another_config(self, caplog: Any) -> None:
+        self.check(HFCache(hf.model("llama", "sdpa").config, capacity=32), caplog, "not as an HFCache")
+
+    def test_weights_that_are_asked_for_are_given(self, caplog: Any) -> None:
+        made, ids = hf.model("llama", attention.ATTENTION), hf.tokens(2)
+        eager = hf.model("llama", "eager")
+        with torch.no_grad():
+            found = made(ids, past_key_values=HFCache(made.config, capacity=32), output_attentions=True)
+            expected = eager(ids, output_attentions=True)
+        hf.close(found.attentions[1], expected.attentions[1])
+        assert "output_attentions" in caplog.text
+
+    def test_sinks_are_never_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made, eager, ids = (
+            hf.model("gpt-oss", attention.ATTENTION),
+            hf.model("gpt-oss", "eager"),
+            hf.tokens(2),
+        )
+        hf.close(hf.feed(made, None, ids), hf.feed(eager, None, ids))
+        monkeypatch.setattr(attention, "_eager", lambda module: None)
+        with pytest.raises(NotSupportedError, match="GptOssAttention has sinks"):
+            hf.feed(made, None, ids)
+
+    def test_training(self, caplog: Any) -> None:
+        """Gradients reach the queries, as they do with HFCache and SDPA."""
+        grads = []
+        for way in ("sdpa", attention.ATTENTION):
+            made, ids = hf.model("llama", way, seed=5), hf.tokens(2)
+            weight = made.model.layers[1].self_attn.q_proj.weight.requires_grad_()
+            made(ids, past_key_values=HFCache(made.config, capacity=32)).logits.sum().backward()
+            grads.append(weight.grad)
+            weight.requires_grad_(False)
+        hf.close(*grads)
+        assert "gradients" in caplog.text
+        caplog.clear()
+        made.model.layers[1].self_attn.attention_dropout = 0.5
+        with torch.no_grad():
+            made.train()(ids, past_key_values=HFCache(made.config, capacity=32))
+        made.eval()
+        assert "dropout" in caplog.text
+
+    def test_a_mask_of_ones_own(self, caplog: Any) -> None:
+        made, own, ids = hf.model("llama", attention.ATTENTION), hf.model("llama", "sdpa"), hf.tokens(2)
+        shown = torch.rand(2, 1, 13, 13, generator=torch.Generator().manual_seed(1)) < 0.5
+        shown |= torch.eye(13, dtype=torch.bool)
+        hf.close(step(made, HFCache(made.config, capacity=32), ids, shown), step(own, None, ids, shown))
+        assert "more than causal" in caplog.text
+
+    def test_changing_the_way_with_a_cache_that_is_in_use(self) -> None:
+        made, own, ids = hf.model("llama", "sdpa", seed=3), hf.model("llama", "eager", seed=3), hf.tokens(3)
+        cache, plain = HFCache(made.config, capacity=64), transformers.DynamicCache(config=own.config)
+        try:
+            for way in ("sdpa", attention.ATTENTION, "eager", attention.ATTENTION):
+                made.set_attn_implementation(way)
+                hf.close(hf.feed(made, cache, ids), hf.feed(own, plain, ids))
+                hf.close(hf.feed(made, cache, ids[:, :1]), hf.feed(own, plain, ids[:, :1]))
+        finally:
+            made.set_attn_implementation("sdpa")
+
+    @pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
+    def test_compiled_code(self, kind: Any) -> None:
+        made, own = (hf.model("llama", way, num_hidden_layers=1) for way in (attention.ATTENTION, "sdpa"))
+        compiled = torch.compile(made.model, backend="eager", fullgraph=kind is HFStaticCache, dynamic=False)
+        cache, plain = kind(made.config, capacity=32), transformers.DynamicCache(config=own.config)
+        hf.close(hf.feed(made, cache, hf.tokens(2)), hf.feed(own, plain, hf.tokens(2)))
+        with torch.no_grad():
+            found = compiled(input_ids=hf.tokens(2, 1), past_key_values=cache).last_hidden_state
+        hf.close(made.lm_head(found), hf.feed(own, plain, hf.tokens(2, 1)))
+        torch._dynamo.reset()
+
+
+class TestDeferred:
+    def test_is_made_by_the_first_operation_and_not_by_its_metadata(self) -> None:
+        made: list[int] = []
+
+        def make() -> torch.Tensor:
+            made.append(1)
+            return torch.arange(6.0).reshape(2, 3)
+
+        found = Deferred.of(torch.empty(()), (2, 3), make)
+        assert (found.shape, found.size(1), found.dim()) == ((2, 3), 3, 2)
+        assert (found.dtype, found.device.type, found.is_cpu) == (torch.float32, "cpu", True)
+        assert not made
+        found += 1
+        found[0, 0] = 7
+        assert torch.cat([found, found]).tolist() == [[7, 2, 3], [4, 5, 6]] * 2
+        assert type(found * 1) is torch.Tensor
+        assert made == [1]
