@@ -73,10 +73,12 @@ def test_tokens_and_logits_are_those_of_transformers_own_way(
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_return_sequences": 3}, {"num_return_sequences": 2, "num_beams": 2}]
+    "options",
+    [{"num_return_sequences": 3}, {"num_return_sequences": 2, "num_beams": 2}, {"prefill_chunk_size": 4}],
+    ids=["answers", "beams", "parts that are padding"],
 )
-def test_several_answers_to_each_prompt(options: dict[str, Any], served: list[bool]) -> None:
-    batch, options = hf.inputs("llama", 2, 5), {"do_sample": True, **options}
+def test_several_answers_and_prompts_in_parts(options: dict[str, Any], served: list[bool]) -> None:
+    batch, options = hf.inputs("llama", 2, 9), {"do_sample": True, **options}
     expected = hf.generate(hf.model("llama", "sdpa"), batch, **options)
     made = hf.model("llama", attention.ATTENTION)
     found = hf.generate(made, batch, HFCache(made.config, capacity=64), **options)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 import ml
@@ -22,7 +23,7 @@ from kvcache import (
 from kvcache.attention.dense_batch import DenseBatch
 from kvcache.integrations.model_caches import ModelCaches, Top
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
-from kvcache.integrations.transformers.kinds import Plan, Trait
+from kvcache.integrations.transformers.kinds import Kind, Plan, Trait
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.saving import prepare_states
 from kvcache.snapshots.snapshot import Snapshot
@@ -69,6 +70,8 @@ class CachePool:
         self.bound = False
         self.current: ForwardPass | None = None
         """The pass under way: the caches know of one at a time."""
+        self.shown: dict[Kind, np.ndarray | None] = {}
+        """What the mask of the last pass by each kind showed; None: all."""
         self._free: list[int] = []
         self.given_away = False
         """Whether someone else owns the sequences: see ``give_away``."""

@@ -3,66 +3,49 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 
 import numpy as np
 
 from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.forward_pass import ForwardPass
-from kvcache.attention.segments import KeptSegments
-from kvcache.storage.cell_table import CellTable, Row
+from kvcache.storage.cell_table import Row
 
-__all__ = ["ShownSegments", "hide"]
-
-
-class ShownSegments(KeptSegments):
-    """The segments of a pass of rows side by side, without the positions that ``shown`` (rows, positions)
-    hides. What those before it found serves on while rows grow by tokens that are shown."""
-
-    def __init__(self, forward: ForwardPass, shown: np.ndarray) -> None:
-        super().__init__(forward.table, forward.groups, [], [])
-        self._config, self._lower, self._layers, self._shown = (
-            forward.config,
-            forward.lower,
-            forward.layers,
-            shown,
-        )
-        before = forward.segmented
-        self._kept: KeptSegments | None = None
-        if isinstance(before, ShownSegments) and before._goes_on(shown):
-            self._kept = before._kept
-
-    def _goes_on(self, shown: np.ndarray) -> bool:
-        held = self._shown.shape[1]
-        return np.array_equal(shown[:, :held], self._shown) and bool(shown[:, held:].all())
-
-    def next(self, table: CellTable, groups: Sequence[SequenceTokens]) -> KeptSegments:
-        kept = None if self._kept is None else self._kept.next(table, groups)
-        if kept is None:
-            layer = next(iter(self._layers.values()))
-            worth = max(1, self._config.call_bytes // layer.bytes_per_cell)
-            seen = _without_hidden(table, groups, self._shown)
-            kept = KeptSegments.find(seen, groups, self._lower, frozenset(), worth)
-        self._kept, self.found = kept, kept.found
-        return self
+__all__ = ["goes_on", "hide"]
 
 
-def hide(forward: ForwardPass, shown: np.ndarray | None) -> None:
-    """Let a pass that has read nothing yet read what ``shown`` shows; None: all."""
-    if shown is not None:
-        forward.segmented = ShownSegments(forward, shown)
-    elif isinstance(forward.segmented, ShownSegments):
-        forward.segmented = None
+def goes_on(before: np.ndarray | None, shown: np.ndarray | None) -> bool:
+    """Whether the mask of a pass is that of the one before, and shows what is new; None: all is shown."""
+    if before is None or shown is None:
+        return before is shown
+    held = before.shape[1]
+    return np.array_equal(shown[:, :held], before) and bool(shown[:, held:].all())
 
 
-def _without_hidden(table: CellTable, groups: Sequence[SequenceTokens], shown: np.ndarray) -> CellTable:
-    """The table as it would be without the hidden positions in the groups' rows; for reading only."""
-    seen = copy.copy(table)
-    seen.rows = [*table.rows]
-    for group in groups:
-        row = table.rows[group.seq]
-        visible = shown[group.indices()[0] // len(group)][row.positions]
+def hide(forward: ForwardPass, shown: np.ndarray, blind: np.ndarray | None) -> None:
+    """Let a pass over rows side by side, not read yet, read what ``shown`` (rows, positions) shows.
+
+    It reads from a table without what is hidden. New tokens that see nothing, which ``blind`` (rows, tokens)
+    names, read some cell: every query has to read one.
+    """
+    table, groups, unseeing = copy.copy(forward.table), [], []
+    table.rows = [*table.rows]
+    for group in forward.groups:
+        i, row = group.first_token // len(group), table.rows[group.seq]
+        visible = shown[i][row.positions]
         if not visible.all():
-            rest = seen.rows[group.seq] = Row()
+            rest = table.rows[group.seq] = Row()
             rest.assign(row.positions[visible], row.cells[visible])
-    return seen
+        if blind is not None and blind[i].any():
+            seeing, tokens = ~blind[i], group.indices()
+            unseeing.append(tokens[blind[i]])
+            if not seeing.any():
+                continue
+            group = SequenceTokens(group.seq, group.positions[seeing], tokens[seeing])
+        groups.append(group)
+    if unseeing:
+        queries, one = np.concatenate(unseeing), Row()
+        cell = forward.table.rows[forward.groups[0].seq].last_cell
+        one.assign(np.zeros(1, np.int64), np.array([cell]))
+        groups.append(SequenceTokens(len(table.rows), np.zeros(queries.size, np.int64), queries))
+        table.rows.append(one)
+    forward.table, forward.groups = table, groups

@@ -12,7 +12,7 @@ from kvcache.integrations.model_caches import CHUNKED, Kind
 from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.passes import ForwardPass, Pair, Shown
 from kvcache.integrations.transformers.pool import CachePool
-from kvcache.integrations.transformers.shown import hide
+from kvcache.integrations.transformers.shown import goes_on, hide
 
 __all__ = ["Stored", "tokens_of"]
 
@@ -69,15 +69,16 @@ class Stored:
         """
         self.pool.check_current(self.current)
         cache, tokens = self.pool.family.caches[self.kind], self.current.tokens
+        plain = sinks is None and not isinstance(pair[0], Deferred)
         shown = self.current.masks.get(self.kind)
         if shown is None:
-            shown = self.current.masks[self.kind] = self._shown(mask)
+            shown = self.current.masks[self.kind] = self._shown(mask, plain)
         if not shown.served or (shown.mask is not mask and not _equal(shown.mask, mask)):
             return None
-        if shown.dense and sinks is None and not isinstance(pair[0], Deferred):
+        if shown.dense and not plain:  # this layer has sinks, and the first of the kind has none
+            return None
+        if shown.dense:
             return _decode(query, *pair, scale, None if shown.rows is None else mask)
-        if shown.blind is not None and shown.blind.all():
-            return query.new_zeros((*query.shape[::2], query.shape[1], pair[1].shape[3]))
         ctx, bridge = self.pool.ctx, self.pool.bridge
         cache.set_layer(self.layer)
         logits = None if sinks is None else bridge.to_backend(ctx, sinks)
@@ -87,23 +88,28 @@ class Stored:
             out[torch.from_numpy(shown.blind).to(out.device)] = 0
         return out
 
-    def _shown(self, mask: torch.Tensor | None) -> Shown:
-        """What ``mask`` shows of what the pass sees; lets the pass read that alone."""
+    def _shown(self, mask: torch.Tensor | None, plain: bool) -> Shown:
+        """What ``mask`` shows of what the pass sees; lets the pass read that alone, if not views."""
         forward = self.pool.family.caches[self.kind].pass_under_way()
         assert forward is not None
         tokens, chunks = self.current.tokens, self.kind.name == CHUNKED
         rows: np.ndarray | None = None if mask is None else mask.cpu().numpy()
         if rows is not None and (rows.shape[1] != self.current.begin + tokens or (chunks and not rows.all())):
             return Shown(mask, rows, served=False)
-        dense = tokens == 1 and not chunks
+        dense = tokens == 1 and not chunks and plain
         if rows is not None:
             seen = rows[:, -self.reading.tokens :]
             hidden = seen.size - int(np.count_nonzero(seen))
             call = forward.config.call_bytes // forward.layers[self.layer].bytes_per_cell
             dense = dense and hidden <= CALLS * len(rows) * call
             rows = rows if hidden else None
-        hide(forward, rows)
-        return Shown(mask, rows, True, None if rows is None else self._blind(rows), dense)
+        if not goes_on(self.pool.shown.get(self.kind), rows):
+            forward.segmented = None
+        self.pool.shown[self.kind] = None if rows is None else rows.copy()  # the caller may change a mask
+        blind = None if rows is None else self._blind(rows)
+        if rows is not None and not dense:
+            hide(forward, rows, blind)
+        return Shown(mask, rows, True, blind, dense)
 
     def _blind(self, rows: np.ndarray) -> np.ndarray | None:
         """Which of the new tokens (rows, tokens) see nothing; None: each sees something."""
