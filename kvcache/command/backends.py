@@ -20,6 +20,7 @@ _WIDTH = len("capabilities")
 CAPABILITIES: dict[str, type] = {
     "SupportsAttention": ml.SupportsAttention,
     "SupportsPartialAttention": ml.SupportsPartialAttention,
+    "SupportsAttentionCalls": ml.SupportsAttentionCalls,
     "SupportsRaggedAttention": ml.SupportsRaggedAttention,
     "SupportsRope": ml.SupportsRope,
     "SupportsCacheConfig": ml.SupportsCacheConfig,

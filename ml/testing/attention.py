@@ -14,6 +14,7 @@ from ml.capabilities import (
     CAUSAL,
     Features,
     SupportsAttention,
+    SupportsAttentionCalls,
     SupportsPartialAttention,
     SupportsRaggedAttention,
 )
@@ -21,7 +22,7 @@ from ml.dtypes import DType
 from ml.nn import generic_attention, generic_partial_attention, merge_attention
 from ml.nn.partial import Part
 from ml.protocols import Backend, Context, Tensor
-from ml.ragged import RaggedPlan
+from ml.ragged import AttentionCall, RaggedPlan
 from ml.testing.harness import BackendCase, each
 from ml.testing.ragged import ragged_reference, random_plan
 from ml.testing.samples import FLOATS, exact, normal
@@ -330,6 +331,48 @@ class AttentionTests(BackendCase):
         if result is None:
             pytest.skip("the kernel leaves this case to partial attention")
         return result
+
+    # Several calls in one step.
+
+    @each(dtype=FLOATS, layout=["token major", "head major"], with_sinks=[False, True])
+    def test_several_calls_come_to_attention_over_all_that_they_read(
+        self, backend: Backend, ctx: Context, dtype: DType, layout: str, with_sinks: bool
+    ) -> None:
+        """Runs at even distances, listed rows, and a run that three of the four queries share."""
+        if not isinstance(backend, SupportsAttentionCalls):
+            pytest.skip("no SupportsAttentionCalls: the calls are made one by one")
+        query, key, value = (
+            normal(shape, dtype, 40 + i, spread=1)
+            for i, shape in enumerate([(4, 4, 8), (24, 2, 8), (24, 2, 8)])
+        )
+        sinks = normal((4,), dtype, 43, spread=1) if with_sinks else None
+        segments = [(0, 0, 3, 0, 1), (0, 4, 2, 1, 2), (1, 0, 3, 2, 4), (0, 10, 6, 4, 7)]
+        readers = [(0, 0, 3), (1, 0, 2), (2, 0, 3), (3, 0, 2), (0, 0, 6), (2, 0, 6), (3, 0, 6)]
+        plan = RaggedPlan(4, np.array(segments), np.array(readers), np.array([23, 8, 20]))
+        mask = np.zeros((2, 1, 3), np.float32)
+        mask[1, 0, 2] = -np.inf
+        listed = np.array([[0, 0, 0], [0, 0, -np.inf]], np.float32)[None]
+        levels = [
+            [
+                AttentionCall(slice(0, 2), 2, 3, 0, 4, None, ctx.from_numpy(mask)),
+                AttentionCall(
+                    slice(2, 4), 1, 3, 0, 0, ctx.from_numpy(np.array([23, 8, 20], np.int32)),
+                    ctx.from_numpy(listed),
+                ),
+            ],
+            [AttentionCall(ctx.from_numpy(np.array([0, 2, 3], np.int32)), 1, 6, 10, 6, None, None)],
+        ]  # fmt: skip
+        buffers = [
+            ctx.from_numpy(x)
+            if layout == "token major"
+            else ctx.from_numpy(np.ascontiguousarray(x.transpose(1, 0, 2))).permute(ctx, 1, 0, 2)
+            for x in (key, value)
+        ]
+        given = None if sinks is None else ctx.from_numpy(sinks)
+        found = backend.attention_calls(ctx, ctx.from_numpy(query), *buffers, levels, 0.3, given)
+        arrays = [exact(x) for x in (query, key, value)]
+        expected = ragged_reference(*arrays, plan, 0.3, None if sinks is None else exact(sinks))
+        assert_attention(found, expected, dtype)
 
 
 def _tensors(ctx: Context, *values: Any) -> list[Any]:
