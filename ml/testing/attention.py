@@ -370,8 +370,7 @@ class AttentionTests(BackendCase):
         ]
         given = None if sinks is None else ctx.from_numpy(sinks)
         found = backend.attention_calls(ctx, ctx.from_numpy(query), *buffers, levels, 0.3, given)
-        arrays = [exact(x) for x in (query, key, value)]
-        expected = ragged_reference(*arrays, plan, 0.3, None if sinks is None else exact(sinks))
+        expected = ragged_reference(query, key, value, plan, 0.3, sinks)
         assert_attention(found, expected, dtype)
 
 
