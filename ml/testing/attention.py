@@ -362,14 +362,13 @@ class AttentionTests(BackendCase):
             ],
             [AttentionCall(ctx.from_numpy(np.array([0, 2, 3], np.int32)), 1, 6, 10, 6, None, None)],
         ]  # fmt: skip
-        buffers = [
-            ctx.from_numpy(x)
-            if layout == "token major"
-            else ctx.from_numpy(np.ascontiguousarray(x.transpose(1, 0, 2))).permute(ctx, 1, 0, 2)
-            for x in (key, value)
-        ]
+        keys, values = ctx.from_numpy(key), ctx.from_numpy(value)
+        if layout == "head major":
+            keys, values = (
+                x.permute(ctx, 1, 0, 2).contiguous(ctx).permute(ctx, 1, 0, 2) for x in (keys, values)
+            )
         given = None if sinks is None else ctx.from_numpy(sinks)
-        found = backend.attention_calls(ctx, ctx.from_numpy(query), *buffers, levels, 0.3, given)
+        found = backend.attention_calls(ctx, ctx.from_numpy(query), keys, values, levels, 0.3, given)
         expected = ragged_reference(query, key, value, plan, 0.3, sinks)
         assert_attention(found, expected, dtype)
 
