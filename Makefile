@@ -23,7 +23,7 @@ LEFT_OUT = architecture backend_* cache_* census chat* cli* conformance* discove
   fixed_shapes integration_* kvcache_package ml_package named_backend other_projects peers_* planted_bugs plugins \
   pressure quantized_gguf ragged_kernel rank_* ring_* runner_* same_answers saved_conversations scale \
   speculative stores_crash stores_guide stores_index stores_mooncake stores_plugins stores_suite stores_valkey* tensor_parallel* \
-  threads_* train_tiny tutorial two_hosts versions views_disk
+  threads_* torch_ragged train_tiny tutorial two_hosts versions views_disk
 check: lint types
 	$(BIN)/python -m pytest -q -n auto --dist worksteal $(LEFT_OUT:%='--ignore-glob=tests/test_%.py') \
 	  -k "not torch and not mlx and not jax and not cupy"
@@ -43,8 +43,8 @@ docs: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.ragged
-	$(BIN)/python -m benchmarks.ragged --backend numpy --parts shared ragged one
-	$(BIN)/python -m benchmarks.ragged --backend mlx --parts shared ragged one
+	$(BIN)/python -m benchmarks.ragged --quick --backend numpy --parts shared ragged one
+	$(BIN)/python -m benchmarks.ragged --quick --backend mlx --parts shared ragged one
 	$(BIN)/python -m benchmarks.prefix
 	$(BIN)/python -m benchmarks.pressure
 	$(BIN)/python -m benchmarks.file_store --entries 1000 10000 100000
