@@ -156,13 +156,16 @@ def test_an_encoders_output_lies_with_the_layer_that_reads_it() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "sequences", "tokens", "extra"),
-    [("full", 1, 1, 0), ("full", 2, 1, 2), ("sliding", 1, 12, 1)],
-    ids=["one token sees all", "two sequences lie apart: indices of cells", "a window: its mask"],
+    [("full", 1, 1, 0), ("full", 2, 1, 1), ("sliding", 1, 12, 0)],
+    ids=["one token sees all", "two sequences lie apart: the cells they are put to", "a window"],
 )
 def test_a_pass_moves_as_much_between_devices_however_many_layers_there_are(
     kind: str, sequences: int, tokens: int, extra: int, make_model: Make
 ) -> None:
-    """The hidden state and the rotation's two tables there, what ``extra`` says, the hidden state back."""
+    """The hidden state and the rotation's two tables there, what ``extra`` says, the hidden state back.
+
+    What is read is a plan that each device gets from the host.
+    """
     moved = []
     for layers in (2, 4, 8):
         types = {} if kind == "full" else {"layer_types": ["sliding_attention"] * layers}
