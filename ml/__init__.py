@@ -13,6 +13,7 @@ PYTEST_DONT_REWRITE
 
 from ml.capabilities import (
     CAUSAL,
+    AttentionCall,
     Availability,
     BackendInfo,
     BackendSpec,
@@ -52,7 +53,7 @@ from ml.errors import (
 from ml.hookspecs import hookimpl
 from ml.plugins import available_backends, open_backend
 from ml.protocols import Backend, Context, Indices, Tensor
-from ml.ragged import AttentionCall, RaggedPlan
+from ml.ragged import RaggedPlan
 
 __all__ = [
     "CAUSAL",

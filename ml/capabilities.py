@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
     from ml.nn.rope_spec import RopeSpec
     from ml.protocols import Backend, Context, Tensor
-    from ml.ragged import AttentionCall, RaggedPlan
+    from ml.ragged import RaggedPlan
 
 __all__ = [
     "CAUSAL",
+    "AttentionCall",
     "Availability",
     "BackendInfo",
     "BackendSpec",
@@ -223,6 +224,24 @@ class SupportsPartialAttention(Protocol):
         the natural logarithm of the sum of exp(score) over the keys (log-sum-exp). Of a query that sees no
         key both are unspecified.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of attention over ``batch`` segments with as many queries each, of buffers of K and V."""
+
+    tokens: slice | Tensor
+    """The queries, segment by segment; an I32 tensor where they do not follow one another."""
+    batch: int
+    length: int
+    """How many rows of each segment are read."""
+    start: int
+    step: int
+    """Segment i begins at row ``start + i * step``."""
+    cells: Tensor | None
+    """Or lies in these rows, I32 (batch * length,)."""
+    mask: Tensor | CausalMask | None
+    """(batch, rows >= queries, length), additive; CAUSAL (bottom-right aligned) or None: all see all."""
 
 
 @runtime_checkable

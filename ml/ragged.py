@@ -11,8 +11,7 @@ that its bytes are read once (Juravsky et al., Hydragen, 2024; Ye et al., FlashI
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +19,7 @@ from ml.dtypes import DType
 from ml.errors import ShapeError
 from ml.protocols import Context, Tensor
 
-if TYPE_CHECKING:
-    from ml.capabilities import CausalMask
-
-__all__ = ["AttentionCall", "RaggedPlan"]
+__all__ = ["RaggedPlan"]
 
 HEADER = 8
 """Integers at the front of ``packed``."""
@@ -102,21 +98,3 @@ class RaggedPlan:
         if self._packed is None or self._packed[0] is not ctx:
             self._packed = ctx, ctx.from_numpy(self.pack(), DType.I32)
         return self._packed[1]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """One call of attention over ``batch`` segments with as many queries each, of buffers of K and V."""
-
-    tokens: slice | Tensor
-    """The queries, segment by segment; an I32 tensor where they do not follow one another."""
-    batch: int
-    length: int
-    """How many rows of each segment are read."""
-    start: int
-    step: int
-    """Segment i begins at row ``start + i * step``."""
-    cells: Tensor | None
-    """Or lies in these rows, I32 (batch * length,)."""
-    mask: Tensor | CausalMask | None
-    """(batch, rows >= queries, length), additive; CAUSAL (bottom-right aligned) or None: all see all."""

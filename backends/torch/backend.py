@@ -19,11 +19,11 @@ from backends.torch.ragged import attend_ragged
 from backends.torch.store import TorchKVStore
 from backends.torch.tensor import TorchStorage, TorchTensor, as_element
 from ml.base import BaseGroup, BaseTensor
-from ml.capabilities import CacheConfig, CausalMask, Layout
+from ml.capabilities import AttentionCall, CacheConfig, CausalMask, Layout
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, GroupError
-from ml.ragged import AttentionCall, RaggedPlan
+from ml.ragged import RaggedPlan
 from ml.strided import Shape, overlaps_itself
 
 __all__ = ["TorchBackend", "TorchContext"]

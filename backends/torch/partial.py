@@ -13,10 +13,9 @@ import torch
 
 from backends.torch.attention import CausalMasks
 from backends.torch.tensor import Placement, TorchTensor
-from ml.capabilities import CausalMask
+from ml.capabilities import AttentionCall, CausalMask
 from ml.dtypes import DType
 from ml.errors import DTypeError, ShapeError
-from ml.ragged import AttentionCall
 
 __all__ = ["attend_calls", "attend_partially"]
 

@@ -12,6 +12,7 @@ import pytest
 
 from ml.capabilities import (
     CAUSAL,
+    AttentionCall,
     Features,
     SupportsAttention,
     SupportsAttentionCalls,
@@ -22,7 +23,7 @@ from ml.dtypes import DType
 from ml.nn import generic_attention, generic_partial_attention, merge_attention
 from ml.nn.partial import Part
 from ml.protocols import Backend, Context, Tensor
-from ml.ragged import AttentionCall, RaggedPlan
+from ml.ragged import RaggedPlan
 from ml.testing.harness import BackendCase, each
 from ml.testing.ragged import ragged_reference, random_plan
 from ml.testing.samples import FLOATS, exact, normal
