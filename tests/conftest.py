@@ -242,7 +242,9 @@ def interrupt_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 SAMPLE = """
 import os
+import pytest
 
+@pytest.hookimpl(trylast=True)  # of those that -k chooses
 def pytest_collection_modifyitems(items):
     step = int(os.environ["ML_SAMPLE"])
     items[:] = [item for i, item in enumerate(items) if i % step == 0]
