@@ -30,10 +30,12 @@ def backend() -> Iterator[ml.Backend]:
 class Driven:
     """A cache, and passes over it."""
 
-    def __init__(self, backend: ml.Backend, cache: CausalCache | None = None, sequences: int = 4) -> None:
+    def __init__(
+        self, backend: ml.Backend, cache: CausalCache | None = None, sequences: int = 4, tokens: int = 16
+    ) -> None:
         self.ctx = backend.new_context()
         self.cache = cache or CausalCache()
-        self.cache.init(backend, ml.DType.F32, sequences, 16, 64)
+        self.cache.init(backend, ml.DType.F32, sequences, tokens, 64)
         self.cache.set_config(ml.CacheConfig(call_bytes=32 * WORTH))  # K and V of a cell are 32 bytes
 
     def extend(self, lengths: dict[int, int], value: float = 1.0) -> None:
@@ -212,6 +214,18 @@ def test_nan_of_one_sequence_reaches_only_its_own_rows(name: str, padding: int, 
         found = driven.attend()
         assert np.isnan(found[1]).all()
         np.testing.assert_allclose(found[[0, 2, 3]], 1, rtol=1e-6)
+
+
+def test_padding_between_sequences_is_blanked_and_no_cell_of_another(backend: ml.Backend) -> None:
+    """The padding of a call is not in the order of its cells."""
+    driven = Driven(backend, tokens=6)
+    driven.cache.set_config(ml.CacheConfig(cache_padding=2))
+    driven.extend(dict.fromkeys(range(4), 6))
+    for seq in range(4):
+        driven.cache.remove(seq, 0)
+    driven.extend({0: 3, 3: 3})
+    driven.extend({0: 2, 3: 2, 1: 1})
+    np.testing.assert_allclose(driven.attend(), 1)
 
 
 # A kernel for ragged batches.

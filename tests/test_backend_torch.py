@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from backends.torch.attention import attend  # noqa: E402
 from backends.torch.backend import TorchBackend, TorchContext  # noqa: E402
+from backends.torch.partial import attend_partially  # noqa: E402
 from backends.torch.tensor import TorchTensor  # noqa: E402
 
 FLOATS = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
@@ -340,6 +341,25 @@ def test_both_ways_to_share_a_kv_head_give_the_same(
     monkeypatch.setattr("backends.torch.attention.STACKED_MASK_LIMIT", 0)
     grouped = [attend(ctx, ctx.backend.causal_masks, q, k, v, mask, 0.4, s).to_numpy() for s in (None, sinks)]
     np.testing.assert_allclose(grouped, stacked, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("v_dim", [8, 6])
+def test_parts_in_blocks_or_with_a_mask_for_each_group_are_the_same(
+    ctx: TorchContext, monkeypatch: pytest.MonkeyPatch, v_dim: int
+) -> None:
+    rng = np.random.default_rng(3)
+    q, k, v = (made(ctx, rng, shape, DType.F32) for shape in ((1, 5, 4, 8), (1, 9, 2, 8), (1, 9, 2, v_dim)))
+    masks = (ctx.from_numpy(causal_matrix(5, 9)[None]), CAUSAL, None)
+
+    def parts() -> list[np.ndarray]:
+        found = [attend_partially(ctx, ctx.backend.causal_masks, q, k, v, mask, 0.4) for mask in masks]
+        return [x.to_numpy() for part in found for x in part]
+
+    before = parts()
+    monkeypatch.setattr("backends.torch.partial.STACKED_MASK_LIMIT", 0)
+    monkeypatch.setattr("backends.torch.partial.SCORES_LIMIT", 4 * 9 * 3)
+    for found, expected in zip(parts(), before, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_body_without_sdpa_goes_in_blocks_of_queries(

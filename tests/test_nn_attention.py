@@ -13,6 +13,8 @@ import ml
 from ml import DType, nn
 from ml.testing.attention import causal_matrix, reference
 
+partial_module = importlib.import_module("ml.nn.partial")
+
 BACKENDS = [
     info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch")
 ]
@@ -128,6 +130,32 @@ def test_long_prompts_go_in_blocks(ctx: ml.Context, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.import_module("ml.nn.attention"), "SCORES_LIMIT", 4 * 10 * 3)
     blocks = nn.generic_attention(ctx, q, k, v, mask, 0.4, logits).to_numpy()
     np.testing.assert_allclose(blocks, whole, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "mask"])
+def test_long_parts_go_in_blocks(ctx: ml.Context, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Blocks of 3 queries out of 8, of each of two batches, give what one block gives."""
+    rng = np.random.default_rng(5)
+    q, k, v = (
+        ctx.from_numpy(rng.standard_normal(shape).astype(np.float32))
+        for shape in ((2, 8, 4, 8), (2, 10, 2, 8), (2, 10, 2, 6))
+    )
+    matrix = np.where(rng.random((2, 9, 10)) < 0.5, 0, -2).astype(np.float32)
+    mask: Any = {"none": None, "causal": ml.CAUSAL, "mask": ctx.from_numpy(matrix)}[kind]
+    whole = [x.to_numpy() for x in nn.partial_attention(ctx, q, k, v, mask, 0.4)]
+    rows: list[int] = []
+    original = partial_module._attend_to_part
+
+    def spy(ctx: Any, scale: float, query: Any, *rest: Any) -> Any:
+        rows.append(query.shape[1])
+        return original(ctx, scale, query, *rest)
+
+    monkeypatch.setattr(partial_module, "_attend_to_part", spy)
+    monkeypatch.setattr(partial_module, "SCORES_LIMIT", 2 * 4 * 10 * 3)
+    blocks = [x.to_numpy() for x in nn.generic_partial_attention(ctx, q, k, v, mask, 0.4)]
+    assert rows == [3, 3, 2]
+    for found, expected in zip(blocks, whole, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
 def test_the_history_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

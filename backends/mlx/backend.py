@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -27,6 +28,7 @@ from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, GroupError
 from ml.host import host_memory
+from ml.nn.partial import partial_in_blocks
 from ml.nn.rope import RopeSpec
 from ml.protocols import Tensor
 from ml.ragged import RaggedPlan
@@ -111,7 +113,8 @@ class MlxBackend(BaseBackend):
         """See :class:`ml.SupportsPartialAttention`."""
         ctx.check("partial_attention")
         with device_errors("partial_attention"):
-            return partial_attention(query, key, value, mask, scale)
+            body = functools.partial(partial_attention, scale)
+            return partial_in_blocks(ctx, body, query, key, value, mask)
 
     def ragged_attention(
         self,

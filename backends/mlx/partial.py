@@ -16,7 +16,7 @@ __all__ = ["partial_attention"]
 
 
 def partial_attention(
-    query: MlxTensor, key: MlxTensor, value: MlxTensor, mask: Any, scale: float
+    scale: float, query: MlxTensor, key: MlxTensor, value: MlxTensor, mask: Any
 ) -> tuple[MlxTensor, MlxTensor]:
     """See :class:`ml.SupportsPartialAttention`. The queries of a KV head are rows of one product.
 

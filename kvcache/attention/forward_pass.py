@@ -142,7 +142,7 @@ class ForwardPass:
             segments = self.segments(worth)
             levels, padding = plan_calls(segments, self.tokens, self.table, self.config, worth)
             if padding:
-                self._blank(ctx, np.concatenate([self.table.stale(*gap) for gap in padding]))
+                self._blank(ctx, np.sort(np.concatenate([self.table.stale(*gap) for gap in padding])))
             self._levels = [PlannedLevel.of(ctx, level, self.config) for level in levels]
         return self._levels
 
@@ -163,7 +163,7 @@ class ForwardPass:
             self._blank(ctx, self.table.stale(start, stop + self.config.cache_padding))
 
     def _blank(self, ctx: ml.Context, cells: np.ndarray) -> None:
-        """Write zeros into free cells, where what they held may be NaN: a weight of 0 does not hide that."""
+        """Write zeros into free cells (ascending), which may hold NaN: a weight of 0 does not hide that."""
         if not cells.size:
             return
         first, count = int(cells[0]), cells.size

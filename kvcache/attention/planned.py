@@ -27,6 +27,7 @@ class PlannedCall:
     """Which queries, where they do not lie side by side."""
     _cells: ml.Tensor | DeviceCopies | None
     _mask: Mask | DeviceCopies
+    _ready: tuple[ml.Context, ml.AttentionCall] | None = None
 
     @classmethod
     def of(cls, ctx: ml.Context, call: Call, config: ml.CacheConfig) -> Self:
@@ -46,13 +47,14 @@ class PlannedCall:
 
     def on(self, ctx: ml.Context) -> ml.AttentionCall:
         """This call with its tensors on the device of ``ctx``."""
-        call = self.call
-        tokens = call.tokens if isinstance(call.tokens, slice) else near(ctx, self._tokens)
-        assert tokens is not None
-        cells = near(ctx, self._cells)
-        return ml.AttentionCall(
-            tokens, call.batch, call.length, call.start, call.step, cells, near(ctx, self._mask)
-        )
+        if self._ready is None or self._ready[0] is not ctx:
+            call = self.call
+            tokens = call.tokens if isinstance(call.tokens, slice) else near(ctx, self._tokens)
+            assert tokens is not None
+            cells, mask = near(ctx, self._cells), near(ctx, self._mask)
+            made = ml.AttentionCall(tokens, call.batch, call.length, call.start, call.step, cells, mask)
+            self._ready = ctx, made
+        return self._ready[1]
 
     def queries(self, ctx: ml.Context, query: ml.Tensor) -> ml.Tensor:
         """This call's of query (tokens, heads, head_dim), segment by segment."""

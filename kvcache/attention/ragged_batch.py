@@ -26,7 +26,6 @@ from kvcache.attention.dense_batch import HasCells
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.read_plan import LowerBound
 from kvcache.cache import InvalidRangeError, Mask, OrderError, SequenceLostError
-from kvcache.storage.buffer import Buffer
 from kvcache.storage.cell_table import Row
 
 __all__ = ["RaggedBatch", "visible_mask"]
@@ -104,18 +103,11 @@ class RaggedBatch:
             buffers = self._storage.buffers[layer]
         except KeyError:
             raise OrderError(f"RaggedBatch: layer {layer} stores nothing yet; put comes first") from None
-        key, value = buffers.key, buffers.value
-        if self._step and isinstance(key, Buffer) and isinstance(value, Buffer):
-            return self._view(ctx, key), self._view(ctx, value)
+        if self._step:
+            return buffers.read_batch(ctx, self._start, self._step, self.sequences, self.length)
         if self._cells is None:
             self._cells = ctx.from_numpy(self._gathered(), ml.DType.I32)
-        found = buffers.read(ctx, self._cells, self.sequences * self.length)
-        return self._folded(ctx, found[0]), self._folded(ctx, found[1])
-
-    def _view(self, ctx: ml.Context, buffer: Buffer) -> ml.Tensor:
-        cell, head, dim = buffer.strides
-        shape = (self.sequences, self.length, buffer.heads, buffer.dim)
-        return buffer.tensor.view(ctx, self._start * cell, shape, (self._step * cell, cell, head, dim))
+        return buffers.gather_batch(ctx, self._cells, self.sequences, self.length)
 
     def _gathered(self) -> np.ndarray:
         """The cells of all columns; where a row has ended, some cell."""
@@ -123,11 +115,6 @@ class RaggedBatch:
         for own, row in zip(cells, self._rows, strict=True):
             own[: len(row)] = row.cells
         return cells.reshape(-1)
-
-    def _folded(self, ctx: ml.Context, found: ml.Tensor) -> ml.Tensor:
-        cell, head, dim = found.strides
-        shape = (self.sequences, self.length, *found.shape[1:])
-        return found.view(ctx, 0, shape, (self.length * cell, cell, head, dim))
 
 
 def visible_mask(cache: CellCache, ctx: ml.Context, window: int | None = None) -> Mask | np.ndarray:

@@ -118,9 +118,8 @@ class LayerBuffers:
         self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int
     ) -> tuple[ml.Tensor, ml.Tensor]:
         """K and V of scattered cells, (batch, count, heads, dim)."""
-        return self.key.gather_batch(ctx, cells, batch, count), self.value.gather_batch(
-            ctx, cells, batch, count
-        )
+        key = self.key.gather_batch(ctx, cells, batch, count)
+        return key, self.value.gather_batch(ctx, cells, batch, count)
 
     def read_as_configured(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ml.Tensor]:
         """The same, with values as (heads, dim, count) where ``permuted_v`` asks for it."""

@@ -18,6 +18,7 @@ from ml.nn.partial import (
     has_ragged_attention,
     merge_attention,
     partial_attention,
+    partial_in_blocks,
 )
 from ml.nn.rope import Positions, RopeSpec, Rotation, apply_rope, rope, rope_shift, rope_tables
 from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
@@ -42,6 +43,7 @@ __all__ = [
     "linear",
     "merge_attention",
     "partial_attention",
+    "partial_in_blocks",
     "rms_norm",
     "rope",
     "rope_shift",

@@ -11,7 +11,7 @@ from ml.dtypes import DType
 from ml.errors import DTypeError, ShapeError
 from ml.protocols import Backend, Context, Tensor
 
-__all__ = ["attention", "causal_scores", "generic_attention", "widened"]
+__all__ = ["SCORES_LIMIT", "attention", "causal_scores", "generic_attention", "offers", "widened"]
 
 SCORES_LIMIT = 1 << 24
 """Scores that the generic body holds at once (64 MiB of F32): longer prompts go in blocks of queries."""
@@ -55,14 +55,18 @@ def attention(
 
 
 def has_attention(backend: Backend | None) -> TypeGuard[SupportsAttention]:
+    return offers(backend, SupportsAttention)
+
+
+def offers(backend: object, protocol: type) -> bool:
     """isinstance, remembered per class: a protocol check takes longer than a small product."""
     kind: type = type(backend)
-    return _offers_attention(kind)
+    return _is_kind_of(kind, protocol)
 
 
-@functools.lru_cache(maxsize=64)
-def _offers_attention(kind: type) -> bool:
-    return issubclass(kind, SupportsAttention)
+@functools.lru_cache(maxsize=256)
+def _is_kind_of(kind: type, protocol: type) -> bool:
+    return issubclass(kind, protocol)
 
 
 def generic_attention(

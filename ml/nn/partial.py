@@ -9,7 +9,7 @@ in several places.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 from ml.capabilities import (
@@ -21,15 +21,17 @@ from ml.capabilities import (
 )
 from ml.dtypes import DType
 from ml.errors import ShapeError
-from ml.nn.attention import causal_scores, widened
+from ml.nn.attention import SCORES_LIMIT, causal_scores, offers, widened
 from ml.protocols import Backend, Context, Tensor
 
 __all__ = [
     "Part",
     "generic_partial_attention",
+    "has_attention_calls",
     "has_ragged_attention",
     "merge_attention",
     "partial_attention",
+    "partial_in_blocks",
 ]
 
 Part = tuple[Tensor, Tensor]
@@ -59,36 +61,17 @@ def partial_attention(
 
 
 def _has_kernel(backend: Backend | None) -> TypeGuard[SupportsPartialAttention]:
-    """isinstance, remembered per class."""
-    kind: type = type(backend)
-    return _offers(kind)
+    return offers(backend, SupportsPartialAttention)
 
 
 def has_attention_calls(backend: Backend | None) -> TypeGuard[SupportsAttentionCalls]:
-    """Whether a backend does several calls of attention in one step; remembered per class."""
-    kind: type = type(backend)
-    return _offers_calls(kind)
+    """Whether a backend does several calls of attention in one step."""
+    return offers(backend, SupportsAttentionCalls)
 
 
 def has_ragged_attention(backend: Backend | None) -> TypeGuard[SupportsRaggedAttention]:
-    """Whether a backend has one kernel for a whole ragged batch; remembered per class."""
-    kind: type = type(backend)
-    return _offers_ragged(kind)
-
-
-@functools.lru_cache(maxsize=64)
-def _offers(kind: type) -> bool:
-    return issubclass(kind, SupportsPartialAttention)
-
-
-@functools.lru_cache(maxsize=64)
-def _offers_calls(kind: type) -> bool:
-    return issubclass(kind, SupportsAttentionCalls)
-
-
-@functools.lru_cache(maxsize=64)
-def _offers_ragged(kind: type) -> bool:
-    return issubclass(kind, SupportsRaggedAttention)
+    """Whether a backend has one kernel for a whole ragged batch."""
+    return offers(backend, SupportsRaggedAttention)
 
 
 def generic_partial_attention(
@@ -99,7 +82,45 @@ def generic_partial_attention(
     mask: Tensor | CausalMask | None,
     scale: float,
 ) -> Part:
-    """:func:`partial_attention` on the required core only. Holds all scores at once."""
+    """:func:`partial_attention` on the required core only."""
+
+    body = functools.partial(_attend_to_part, ctx, scale)
+    return partial_in_blocks(ctx, body, query, key, value, mask)
+
+
+def partial_in_blocks(
+    ctx: Context,
+    body: Callable[[Tensor, Tensor, Tensor, Tensor | CausalMask | None], Part],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | CausalMask | None,
+) -> Part:
+    """What ``body(query, key, value, mask)`` gives; where scores are many, a block of queries at a time."""
+    batch, tokens, heads, _ = query.shape
+    history = key.shape[1]
+    block = max(1, SCORES_LIMIT // max(1, batch * heads * history))
+    if tokens <= block:
+        return body(query, key, value, mask)
+    out = ctx.empty((batch, tokens, heads, value.shape[3]), value.dtype)
+    lse = ctx.empty((batch, tokens, heads), DType.F32)
+    for start in range(0, tokens, block):
+        stop = min(start + block, tokens)
+        seen, part = history, mask
+        if isinstance(mask, CausalMask):
+            seen = history - tokens + stop
+        elif mask is not None:
+            part = mask.slice(ctx, 1, start, stop)
+        keys, values = key.slice(ctx, 1, 0, seen), value.slice(ctx, 1, 0, seen)
+        found = body(query.slice(ctx, 1, start, stop), keys, values, part)
+        for own, whole in zip(found, (out, lse), strict=True):
+            own.copy(ctx, whole.slice(ctx, 1, start, stop))
+    return out, lse
+
+
+def _attend_to_part(
+    ctx: Context, scale: float, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | CausalMask | None
+) -> Part:
     batch, tokens, heads, head_dim = query.shape
     history, kv_heads, v_dim = value.shape[1:]
     group = heads // kv_heads

@@ -196,15 +196,17 @@ class AttentionTests(BackendCase):
 
         return partial
 
-    @each(dtype=FLOATS, heads=HEADS, sizes=[(1, 1), (1, 9), (5, 9), (9, 70)])
+    @each(dtype=FLOATS, heads=HEADS, sizes=[(1, 1), (1, 9), (5, 9), (9, 9), (9, 70)])
     def test_part_of_a_history_is_attended_to_with_its_log_sum_exp(
         self, partial: Partial, dtype: DType, heads: tuple[int, int], sizes: tuple[int, int]
     ) -> None:
-        q, k, v = self._batches(3, sizes[0], heads[0], sizes[1], heads[1], dtype, v_dim=6)
-        assert_part(partial(q, k, v, None, 0.3), q, k, v, None, 0.3, dtype)
+        """Values of the keys' size, for which frameworks have kernels, and of another."""
         causal = causal_matrix(*sizes)
-        assert_part(partial(q, k, v, CAUSAL, 0.3), q, k, v, causal, 0.3, dtype)
-        assert_part(partial(q, k, v, causal[None], 0.3), q, k, v, causal, 0.3, dtype)
+        for batch, v_dim in ((3, 6), (3, 8), (1, 8)):
+            q, k, v = self._batches(batch, sizes[0], heads[0], sizes[1], heads[1], dtype, v_dim)
+            assert_part(partial(q, k, v, None, 0.3), q, k, v, None, 0.3, dtype)
+            assert_part(partial(q, k, v, CAUSAL, 0.3), q, k, v, causal, 0.3, dtype)
+            assert_part(partial(q, k, v, causal[None], 0.3), q, k, v, causal, 0.3, dtype)
 
     @each(dtype=FLOATS, mask_dtype=FLOATS)
     def test_each_batch_has_a_mask_of_any_float_dtype_and_padded_rows(
