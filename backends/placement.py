@@ -53,23 +53,59 @@ def only_device(
     return only
 
 
-def check_layers(layers: int | None) -> None:
+def check_layers(layers: int | Sequence[int] | None) -> None:
     """Raise ShapeError for a model without layers."""
-    if layers is not None and operator.index(layers) < 1:
+    if layers is not None and (len(layers) if isinstance(layers, Sequence) else operator.index(layers)) < 1:
         raise ShapeError(f"open_backend: layers={layers}; a model has at least one")
 
 
 class PlacedBackend(BaseBackend):
-    """Layers are split evenly over the devices, in order; several devices need to be told how many."""
+    """Layers are split evenly over the devices, in order; several devices need to be told how many.
+
+    ``layers`` may also name the device of each layer, by its index in ``devices``: ``[0, 0, 0, 1]``.
+    """
 
     def __init__(
-        self, name: str, devices: Sequence[DeviceInfo], layers: int | None, dtype: DType = DType.F32
+        self,
+        name: str,
+        devices: Sequence[DeviceInfo],
+        layers: int | Sequence[int] | None,
+        dtype: DType = DType.F32,
     ) -> None:
         check_layers(layers)
         if layers is None and len(devices) > 1:
             raise ShapeError(f"open_backend: {len(devices)} devices to split layers over; say layers=N")
         super().__init__(name, devices, dtype)
-        self.layers = layers
+        self._device_of: list[int] | None = None
+        """By layer; None: there is one device, and any number of layers."""
+        if isinstance(layers, Sequence):
+            self._device_of = [*layers]
+            for device in layers:
+                self._check_device(device)
+        elif layers is not None:
+            self._device_of = [i * len(devices) // layers for i in range(layers)]
+
+    def device_of_layer(self, i: int) -> int:
+        """The index of the device of layer ``i``."""
+        found = self._device_of
+        if found is None:
+            return 0
+        if i >= len(found):
+            raise BoundsError(f"layer: {i} of {len(found)}; the backend was opened with layers={len(found)}")
+        return found[i]
+
+    def place_layer(self, i: int, device: int) -> None:
+        """Let what is made for layer ``i`` from now on lie on ``devices[device]``."""
+        self._check_device(device)
+        if self.device_of_layer(i) != device:
+            assert self._device_of is not None
+            self._device_of[i] = device
+
+    def _check_device(self, device: int) -> None:
+        if not 0 <= operator.index(device) < len(self.devices):
+            raise BoundsError(
+                f"layers: device {device} of {len(self.devices)}; a layer is placed by an index in devices="
+            )
 
 
 class PlacedContext(BaseContext):
@@ -87,12 +123,7 @@ class PlacedContext(BaseContext):
         return self.backend.devices[self.device_index].name
 
     def _device_of_layer(self, i: int) -> int:
-        layers = self.backend.layers
-        if layers is None:
-            return 0
-        if i >= layers:
-            raise BoundsError(f"layer: {i} of {layers}; the backend was opened with layers={layers}")
-        return i * len(self.backend.devices) // layers
+        return self.backend.device_of_layer(i)
 
     def _on_device(self, device: int) -> PlacedContext:
         found = self._family.get(device)

@@ -39,7 +39,7 @@ class CupyBackend(PlacedBackend):
         self,
         device: str | int | Any = None,
         devices: Sequence[str | int | Any] | None = None,
-        layers: int | None = None,
+        layers: int | Sequence[int] | None = None,
         dtype: DType = DType.F32,
         stream: Any = None,
     ) -> None:

@@ -40,7 +40,7 @@ class TorchBackend(PlacedBackend):
         self,
         device: str | torch.device | None = None,
         devices: Sequence[str | torch.device] | None = None,
-        layers: int | None = None,
+        layers: int | Sequence[int] | None = None,
         dtype: DType = DType.F32,
     ) -> None:
         self.places = find_places(device, devices)

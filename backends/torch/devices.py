@@ -64,6 +64,8 @@ def _find(wanted: str | torch.device) -> Place:
             raise TypeError("the meta device holds no data")
         if device.type == "cpu":
             return Place(str(device), torch.device("cpu"))
+        if str(device) in existing_devices() and device.type == "cuda":  # to try it would take of its memory
+            return Place(str(device), device)
         found = torch.empty(0, device=device).device  # with its index: "cuda" is "cuda:0"
     except Exception as error:  # torch raises AssertionError, RuntimeError and others here
         raise DeviceError(

@@ -5,6 +5,8 @@ wanted; ``install()`` makes plain ``generate()`` use them. To import this packag
 ``attn_implementation="kvcache"``, with which attention reads the cache itself.
 """
 
+from kvcache.integrations.transformers import versions  # isort: split
+
 from kvcache.integrations.transformers import attention
 from kvcache.integrations.transformers.cache import HFCache
 from kvcache.integrations.transformers.install import Installation, install, uninstall
@@ -24,4 +26,5 @@ __all__ = [
     "install",
     "rope_shift",
     "uninstall",
+    "versions",
 ]

@@ -24,20 +24,18 @@ class Bridge(Protocol):
     def alias(self, tensor: ml.Tensor) -> torch.Tensor:
         """The same memory; NotSupportedError where there is none."""
 
-    def aliases(self, like: torch.Tensor) -> bool:
+    def aliases(self, ctx: ml.Context, like: torch.Tensor) -> bool:
         """Whether ``to_torch`` gives the same memory for ``like`` of the tensor's dtype."""
 
 
 class TorchBridge:
     """PyTorch's own backend. Its device may be another than the model's: then K and V live there."""
 
-    def __init__(self, ctx: ml.Context) -> None:
-        self._device = ctx.empty((0,), ml.DType.F32).native.device
-
-    def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor:
-        if array.device != self._device:
-            array = array.to(self._device)
-        return ctx.from_native(array.detach() if array.requires_grad else array)
+    def to_backend(self, ctx: Any, array: torch.Tensor) -> ml.Tensor:
+        if array.device != ctx.torch_device:
+            array = array.to(ctx.torch_device)
+        found: ml.Tensor = ctx.from_native(array.detach() if array.requires_grad else array)
+        return found
 
     def to_torch(self, tensor: ml.Tensor, like: torch.Tensor) -> torch.Tensor:
         native: torch.Tensor = tensor.native
@@ -49,8 +47,8 @@ class TorchBridge:
         native: torch.Tensor = tensor.native
         return native
 
-    def aliases(self, like: torch.Tensor) -> bool:
-        found: bool = like.device == self._device
+    def aliases(self, ctx: Any, like: torch.Tensor) -> bool:
+        found: bool = like.device == ctx.torch_device
         return found
 
 
@@ -72,7 +70,7 @@ class NumpyBridge:
             return torch.from_numpy(native.view("int16")).view(torch.bfloat16)
         return torch.from_numpy(native)
 
-    def aliases(self, like: torch.Tensor) -> bool:
+    def aliases(self, ctx: ml.Context, like: torch.Tensor) -> bool:
         return like.device.type == "cpu"
 
 
@@ -92,13 +90,13 @@ class HostBridge:
             "as the model: torch on its device, or numpy"
         )
 
-    def aliases(self, like: torch.Tensor) -> bool:
+    def aliases(self, ctx: ml.Context, like: torch.Tensor) -> bool:
         return False
 
 
-def bridge_to(backend: ml.Backend, ctx: ml.Context) -> Bridge:
+def bridge_to(backend: ml.Backend) -> Bridge:
     if backend.name == "torch":
-        return TorchBridge(ctx)
+        return TorchBridge()
     return NumpyBridge() if backend.name == "numpy" else HostBridge()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -22,6 +22,7 @@ from kvcache.integrations.transformers.layers import (
     LinearLayer,
     RowsCache,
 )
+from kvcache.integrations.transformers.places import layer_devices
 from kvcache.integrations.transformers.pool import CacheOptions, CachePool
 from kvcache.integrations.transformers.rows import BatchRows
 from kvcache.integrations.transformers.saving import HFSnapshot, like_of, load, save
@@ -197,14 +198,25 @@ class HFCache(RowsCache):
         snapshot = self.snapshot()
         return save(store, key, self.rows.pool.backend, snapshot)
 
-    def load(self, store: SnapshotStore, key: str, device: torch.device | str = "cpu") -> bool:
-        """Become what ``save`` stored; ``device`` is the model's. False, nothing changed, without the key."""
+    def load(
+        self,
+        store: SnapshotStore,
+        key: str,
+        device: torch.device | str = "cpu",
+        device_map: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Become what ``save`` stored; ``device`` is the model's. False, nothing changed, without the key.
+
+        Of a model that is split over devices ``device_map`` is its ``hf_device_map``. Without it all lies on
+        ``device`` until the model has brought keys from the devices of its layers.
+        """
         found = get_snapshot(store, key)
         if found is None:
             return False
-        rows = self.rows
-        rows.pool.bind(len(found.meta["rows"]), like_of(found, torch.device(device)))
-        self.restore(load(found, rows.pool.backend, torch.device(device)))
+        pool = self.rows.pool
+        pool.bind(len(found.meta["rows"]), like_of(found, torch.device(device)))
+        pool.places.know(layer_devices(device_map or {}))
+        self.restore(load(found, pool.backend, torch.device(device)))
         return True
 
     def reserve(self, capacity: int) -> None:

@@ -51,13 +51,32 @@ class Deferred(torch.Tensor):
             self.made = self._make()
         return self.made
 
+    def moved(self, device: torch.device) -> Deferred:
+        """The same on another device, not made either: models over several devices carry masks along."""
+        with torch._C.DisableTorchFunctionSubclass():
+            like = torch.empty((), dtype=self.dtype, device=device)
+            shape = tuple(self.shape)
+        found = Deferred.of(like, shape, lambda: self.resolve().to(device))
+        vars(found).update({name: x for name, x in vars(self).items() if name in ("pattern", "stored")})
+        return found
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if function is torch.Tensor.to and args[0].made is None and (device := _only_device(args, kwargs)):
+            return args[0].moved(device)
         if function in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         args, kwargs = _pytree.tree_map_only(Deferred, Deferred.resolve, (args, kwargs))
         return function(*args, **kwargs)
+
+
+def _only_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """The device that ``Tensor.to`` is given, if it is asked for nothing else."""
+    if len(args) > 2 or not {*kwargs} <= {"device", "non_blocking"}:
+        return None
+    device = args[1] if len(args) == 2 else kwargs.get("device")
+    return torch.device(device) if isinstance(device, str | int | torch.device) else None

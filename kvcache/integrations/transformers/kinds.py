@@ -123,6 +123,8 @@ def layer_plan(config: Any) -> Plan:
         raise NotSupportedError(
             f"HFCache: the config of {decoder.model_type} does not say which layers keep what ({error})"
         ) from error
+    if not types:
+        raise NotSupportedError(f"HFCache: the config of {decoder.model_type} names no layers")
     layers = []
     # Decoding that leaves a model early says so in the count of layers alone, and the types are more.
     for i, (layer_type, options) in enumerate(zip(types, arguments, strict=False)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,16 +24,11 @@ from kvcache.integrations.model_caches import ModelCaches, Top
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
 from kvcache.integrations.transformers.kinds import Kind, Plan, Trait
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
+from kvcache.integrations.transformers.places import Places, opened
 from kvcache.integrations.transformers.saving import prepare_states
 from kvcache.snapshots.snapshot import Snapshot
 
 __all__ = ["CacheOptions", "CachePool"]
-
-
-@functools.cache
-def _opened(name: str, device: str | None = None) -> ml.Backend:
-    """One backend for all caches that name it alike, so that they can take each other's snapshots."""
-    return ml.open_backend(name) if device is None else ml.open_backend(name, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +51,9 @@ class CachePool:
     backend: ml.Backend
     ctx: ml.Context
     bridge: Bridge
+    places: Places
     like: torch.Tensor
-    """Empty, with the dtype and on the device of the model's keys."""
-    one: torch.Tensor
-    """Likewise, with one element."""
+    """Empty, with the dtype and on the device of the model's first keys."""
     activations: ml.DType
     dtype: ml.DType
     max_sequences: int
@@ -82,16 +75,12 @@ class CachePool:
             return
         options = self.options
         self.like = torch.empty(0, dtype=like.dtype, device=like.device)
-        self.one = torch.empty((), dtype=like.dtype, device=like.device)
         self.activations = dtype_of(like.dtype)
         self.dtype = options.dtype or self.activations
-        if options.backend is None:
-            backend = _opened("torch", str(like.device))
-        else:
-            backend = _opened(options.backend) if isinstance(options.backend, str) else options.backend
-        self.backend = backend
+        self.backend = backend = opened(options.backend, like.device, self.plan)
         self.ctx = backend.new_context()
-        self.bridge = bridge_to(backend, self.ctx)
+        self.bridge = bridge_to(backend)
+        self.places = Places(self.ctx, self.like, follows=options.backend is None)
         self.max_sequences = options.max_sequences or batch
         self.family = self._new_family(options)
         self._free = list(range(self.max_sequences))
@@ -153,16 +142,29 @@ class CachePool:
 
     def read(self, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
         """K and V of a layer, of the dtypes and on the device of ``key`` and ``value``."""
-        keys, values = reading.read(self.ctx, layer)
+        keys, values = reading.read(self.ctx.layer(layer), layer)
         found = self.bridge.to_torch(keys, key), self.bridge.to_torch(values, value)
         return (
             (found[0].contiguous(), found[1].contiguous()) if Trait.CONTIGUOUS in self.plan.traits else found
         )
 
-    @property
-    def aliased(self) -> bool:
-        """Whether what is read is the memory of the cache, where the cells allow it."""
-        return self.dtype is self.activations and self.bridge.aliases(self.like)
+    def aliased(self, layer: int, key: torch.Tensor) -> bool:
+        """Whether what is read for ``key`` is the memory of the cache, where the cells allow it."""
+        return self.dtype is self.activations and self.bridge.aliases(self.ctx.layer(layer), key)
+
+    def place(self, layer: int, key: torch.Tensor) -> ml.Context:
+        """Where a layer's K and V lie that come as ``key``: see :class:`Places`."""
+        found = self.places.found.get(layer)
+        if found is not None:
+            return found
+        held = any(layer in cache.storage.buffers for cache in self.family.caches.values())
+        return self.places.learn(layer, key.device, held)
+
+    def settle_places(self) -> None:
+        """Move what was restored before it was known on which device the model has each layer."""
+        if self.places.moving and not self.given_away:
+            self.places.settle()
+            self._rebuild(self.options)
 
     def put_back(self, family: ModelCaches, seq: int, snapshot: Snapshot) -> None:
         """Restore a sequence; InvalidRangeError where the snapshot is of another kind of cache."""

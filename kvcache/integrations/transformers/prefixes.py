@@ -14,6 +14,7 @@ import ml
 from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.transformers.cache import HFCache, cache_argument
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
+from kvcache.integrations.transformers.places import layer_devices
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.stores.closing import Closing
 
@@ -122,7 +123,9 @@ class HFPrefixCache(Closing):
             lookback=lookback,
         )  # fmt: skip
         family = self.cache.bind(torch.empty(0, dtype=model.dtype, device=model.device))
-        self.cache.rows.pool.give_away()
+        pool = self.cache.rows.pool
+        pool.places.know(layer_devices(getattr(model, "hf_device_map", {})))
+        pool.give_away()
         self.longest_pass = min((family.kept(kind) or capacity for kind in family.caches), default=capacity)
         """Tokens that windows keep: a longer pass would leave them no snapshots inside."""
         whole: Any = family.all

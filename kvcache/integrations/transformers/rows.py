@@ -130,6 +130,7 @@ class BatchRows:
             pool.plan.refuse("HFCache", Trait.BY_ONE, f"give it these {tokens} one by one")
         if like is not None:
             pool.bind(batch, like)
+        pool.settle_places()
         self._make_windows_keep(tokens)
         fresh = not self.sequences
         if fresh:
@@ -255,7 +256,7 @@ class BatchRows:
     def _put(
         self, cache: CausalCache | EncoderCache, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        ctx, bridge = self.pool.ctx, self.pool.bridge
+        ctx, bridge = self.pool.place(layer, key), self.pool.bridge
         if not key.dtype is value.dtype is self.pool.like.dtype:
             self.pool.check_dtype(layer, key, value)
         cache.set_layer(layer)
@@ -267,7 +268,8 @@ class BatchRows:
         if not self.seen[layer]:
             return None
         pool = self.pool
-        return pool.read(self._reading(kind, self.length), layer, pool.like, pool.like)
+        like = pool.places.like(layer)
+        return pool.read(self._reading(kind, self.length), layer, like, like)
 
     # Cross attention.
 
@@ -308,8 +310,9 @@ class BatchRows:
         if layer in self._waiting:
             return self._waiting[layer]
         pool = self.pool
-        keys, values = read_encoded(pool.ctx, pool.family.cross, layer, self.sequences)
-        return pool.bridge.to_torch(keys, self.pool.like), pool.bridge.to_torch(values, self.pool.like)
+        keys, values = read_encoded(pool.ctx.layer(layer), pool.family.cross, layer, self.sequences)
+        like = pool.places.like(layer)
+        return pool.bridge.to_torch(keys, like), pool.bridge.to_torch(values, like)
 
     # Sequences.
 
@@ -474,7 +477,8 @@ class BatchRows:
                 keys, values = current.aside[layer]
             else:  # the pass never came to it, and nothing was written
                 assert reading is not None
-                keys, values = (x.clone() for x in pool.read(reading, layer, pool.like, pool.like))
+                like = pool.places.like(layer)
+                keys, values = (x.clone() for x in pool.read(reading, layer, like, like))
             part = slice(length - begin - kept, length - begin)
             self._put(cache, layer, keys[:, :, part], values[:, :, part])
 

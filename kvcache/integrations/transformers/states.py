@@ -51,19 +51,23 @@ class States:
         rows.reached(layer)  # what is fetched may be written from now on
         current.states[layer, which] = True
         if which == "conv":
-            return self._alias(self._cache.conv_state(rows.pool.ctx, layer))
-        return (
-            self._alias(self._cache.recurrent_state(rows.pool.ctx, layer))
-            if self._cache.state_shape
-            else None
-        )
+            return self._conv(layer)
+        if not self._cache.state_shape:
+            return None
+        return self._alias(layer, self._cache.recurrent_state(self._at(layer), layer))
 
-    def _alias(self, state: ml.Tensor) -> torch.Tensor:
+    def _at(self, layer: int) -> ml.Context:
+        return self.rows.pool.ctx.layer(layer)
+
+    def _conv(self, layer: int) -> torch.Tensor:
+        return self._alias(layer, self._cache.conv_state(self._at(layer), layer))
+
+    def _alias(self, layer: int, state: ml.Tensor) -> torch.Tensor:
         pool = self.rows.pool
-        found = pool.bridge.alias(state)
-        if found.device != pool.like.device:
+        found, device = pool.bridge.alias(state), pool.places.like(layer).device
+        if found.device != device:
             raise NotSupportedError(
-                f"HFCache: recurrent states on {found.device} of a model on {pool.like.device}, which "
+                f"HFCache: recurrent states of layer {layer} on {found.device} of a model on {device}, which "
                 "writes them in place; open the backend on the model's device"
             )
         return found
@@ -79,18 +83,18 @@ class States:
         else:
             rows.enter(layer, tokens, inputs.shape[0], inputs)
         cache, pool = self._cache, rows.pool
+        at = pool.place(layer, inputs)
         if not cache.conv_shape:
             cache.learn_shapes(conv=(inputs.shape[1], kernel or tokens))
         size = cache.conv_shape[-1]
         if started:
-            state = self._alias(cache.conv_state(pool.ctx, layer))
-            full = torch.cat((state.to(inputs.dtype), inputs), -1)
+            full = torch.cat((self._conv(layer).to(inputs.dtype), inputs), -1)
         else:
             full = torch.nn.functional.pad(inputs, (max(0, size - tokens), 0))
         if pool.plan.layers[layer].name == CONV and rows.settled is not None:
             before = rows.inputs.get(layer, full[..., : full.shape[-1] - tokens])
             rows.inputs[layer] = torch.cat((before, inputs), -1)
-        cache.set_conv_state(pool.ctx, layer, pool.bridge.to_backend(pool.ctx, full[..., -size:]))
+        cache.set_conv_state(at, layer, pool.bridge.to_backend(at, full[..., -size:]))
         rows.reached(layer)
         assert rows.under_way is not None
         rows.under_way.states[layer, "conv"] = False
@@ -116,7 +120,8 @@ class States:
             )
         if not cache.state_shape:
             cache.learn_shapes(state=tuple(states.shape[1:]))
-        cache.set_recurrent_state(pool.ctx, layer, pool.bridge.to_backend(pool.ctx, states))
+        at = pool.place(layer, states)
+        cache.set_recurrent_state(at, layer, pool.bridge.to_backend(at, states))
         current.states[layer, "recurrent"] = False
         return states
 
@@ -130,7 +135,7 @@ class States:
         convolving = [i for i, kind in enumerate(rows.pool.plan.layers) if kind.name == CONV]
         if not 0 < length < rows.length or rows.inputs.keys() != {*convolving} or not convolving:
             return []
-        cache, bridge, ctx = self._cache, rows.pool.bridge, rows.pool.ctx
+        cache, bridge = self._cache, rows.pool.bridge
         size = cache.conv_shape[-1]
         if cache.state_shape or length < (rows.settled or 0):
             return []
@@ -140,5 +145,5 @@ class States:
             state = past[..., : past.shape[-1] - gone][..., -size:]
             state = torch.nn.functional.pad(state, (size - state.shape[-1], 0))
             for row, states in enumerate(found):
-                states["conv", layer] = bridge.to_backend(ctx, state[row : row + 1].contiguous())
+                states["conv", layer] = bridge.to_backend(self._at(layer), state[row : row + 1].contiguous())
         return [cache.mark_of(length, states) for states in found]

@@ -157,7 +157,7 @@ class StaticBatchRows(BatchRows):
             raise NotSupportedError(
                 "HFStaticCache: the rows do not lie at even distances, which fixed shapes need"
             )
-        keys, values = reading.read(pool.ctx, layer)
+        keys, values = reading.read(pool.ctx.layer(layer), layer)
         return _addressed(pool.bridge.alias(keys)), _addressed(pool.bridge.alias(values))
 
 
@@ -170,6 +170,8 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         super().__init__(max_cache_len=rows.pool.options.capacity)
         self.rows, self.layer, self.kind = rows, layer, kind
         self.is_sliding = kind.size > 0
+        self._known = 0
+        """At least so many tokens are held: those of compiled or captured passes only the device counts."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -184,9 +186,11 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
-        if key_states.device.type == "cpu" and not is_torchdynamo_compiling():
+        if not is_torchdynamo_compiling():
             self._check(key_states.shape[2])
         found: Pair = super().update(key_states, value_states)
+        if not (is_torchdynamo_compiling() or _is_captured(key_states)):
+            self._known += key_states.shape[2]
         if Trait.CONTIGUOUS in self.rows.pool.plan.traits:
             return found[0].contiguous(), found[1].contiguous()
         return found
@@ -198,7 +202,8 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         return self.max_cache_len, 0
 
     def _check(self, tokens: int) -> None:
-        held = int(self.cumulative_length)
+        on_cpu = self.cumulative_length.device.type == "cpu"
+        held = int(self.cumulative_length) if on_cpu else self._known
         if held + tokens > self.max_cache_len:
             raise CacheFullError(
                 tokens, self.max_cache_len - held, dict.fromkeys(self.rows.sequences, held), op="update"
@@ -207,9 +212,11 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Later tokens overwrite what is taken back; the masks hide it until then."""
         self.cumulative_length.sub_(-tokens_to_remove)
+        self._known = max(0, self._known + tokens_to_remove)
 
     def reset(self) -> None:
         self.cumulative_length.zero_()
+        self._known = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """In place: compiled code holds the addresses."""
@@ -267,17 +274,16 @@ class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         pool, cache = rows.pool, rows.pool.family.recurrent
         assert cache is not None
         self.dtype, self.device = like.dtype, like.device
+        at = pool.place(self.layer, like)
         if conv_states is not None:
             size = conv_kernel_size or conv_states.shape[-1]
             cache.learn_shapes(conv=(conv_states.shape[1], size))
             self.conv_kernel_size[state_idx] = size
-            self.conv_states[state_idx] = _addressed(
-                pool.bridge.alias(cache.conv_state(pool.ctx, self.layer))
-            )
+            self.conv_states[state_idx] = _addressed(pool.bridge.alias(cache.conv_state(at, self.layer)))
             self.is_conv_states_initialized[state_idx] = True
         if recurrent_states is not None:
             cache.learn_shapes(state=tuple(recurrent_states.shape[1:]))
-            found = pool.bridge.alias(cache.recurrent_state(pool.ctx, self.layer))
+            found = pool.bridge.alias(cache.recurrent_state(at, self.layer))
             self.recurrent_states[state_idx] = _addressed(found)
             self.is_recurrent_states_initialized[state_idx] = True
 
@@ -293,6 +299,11 @@ def _reorder(tensors: Iterable[torch.Tensor | None], beam_idx: torch.Tensor) -> 
     for tensor in tensors:
         if tensor is not None:
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+
+
+def _is_captured(x: torch.Tensor) -> bool:
+    """Whether work on ``x`` is recorded for a CUDA graph and not done."""
+    return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _one_token(x: torch.Tensor) -> torch.Tensor:

@@ -36,10 +36,10 @@ class Stored:
 
         Views where that copies nothing, else tensors that are made when something looks into them.
         """
-        if self.reading.is_view and self.pool.aliased:
+        if self.reading.is_view and self.pool.aliased(self.layer, key):
             found = self.pool.read(self.reading, self.layer, key, value)
         else:
-            one, heads, tokens = self.pool.one, key.shape[:2], self.reading.tokens
+            one, heads, tokens = self.pool.places.like(self.layer), key.shape[:2], self.reading.tokens
             found = (
                 Deferred.of(one, (*heads, tokens, key.shape[3]), lambda: self._read(key, value)[0]),
                 Deferred.of(one, (*heads, tokens, value.shape[3]), lambda: self._read(key, value)[1]),
@@ -79,7 +79,7 @@ class Stored:
             return None
         if shown.dense:
             return _decode(query, *pair, scale, None if shown.rows is None else mask)
-        ctx, bridge = self.pool.ctx, self.pool.bridge
+        ctx, bridge = self.pool.ctx.layer(self.layer), self.pool.bridge
         cache.set_layer(self.layer)
         logits = None if sinks is None else bridge.to_backend(ctx, sinks)
         found = cache.attend(ctx, bridge.to_backend(ctx, tokens_of(query)), scale, logits)
@@ -129,7 +129,7 @@ def _decode(
     """One token of each row, over views of the cache. Queries that share keys are rows of one product."""
     rows, heads, _, dim = query.shape
     stacked = query.reshape(rows, key.shape[1], -1, dim)
-    shown = None if mask is None else mask[:, None, None, -key.shape[2] :]
+    shown = None if mask is None else mask[:, None, None, -key.shape[2] :].to(query.device)
     out = torch.nn.functional.scaled_dot_product_attention(stacked, key, value, shown, scale=scale)
     return out.reshape(rows, 1, heads, -1)
 

@@ -1,0 +1,119 @@
+"""On which device the K and V of each layer lie: where a model split over several has the layer."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import ml
+from kvcache import NotSupportedError
+from kvcache.integrations.transformers.kinds import Plan
+
+__all__ = ["Places", "layer_devices", "opened"]
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)(?:\.(?:\w*att\w*|mixer|temporal_block))?$")
+"""A layer of a decoder in the names of a device map, or the part of it that has a cache."""
+_OTHERS = re.compile(r"(?:^|\.)(?:encoder|vision\w*|visual|audio\w*)\.")
+
+
+def opened(backend: ml.Backend | str | None, device: torch.device, plan: Plan) -> ml.Backend:
+    """What HFCache was given, opened. None: torch on ``device``, and on others of its kind if there are any.
+
+    Caches that name it alike, or are of one model, have one backend: they can take each other's snapshots.
+    """
+    if backend is not None:
+        return _named(backend) if isinstance(backend, str) else backend
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    return _named("torch", str(device)) if count == 1 else _split(device, count, plan)
+
+
+@functools.cache
+def _named(name: str, device: str | None = None) -> ml.Backend:
+    return ml.open_backend(name) if device is None else ml.open_backend(name, device=device)
+
+
+def _split(device: torch.device, count: int, plan: Plan) -> ml.Backend:
+    """All layers lie on ``device`` until :class:`Places` learns better."""
+    known = device, id(plan.config)
+    if known not in _of_models:
+        names = [str(device), *(f"cuda:{i}" for i in range(count) if i != device.index)]
+        layers = [0] * max(1, len(plan.layers), len(plan.crossing))
+        _of_models[known] = plan.config, ml.open_backend("torch", devices=names, layers=layers)
+    return _of_models[known][1]
+
+
+_of_models: dict[tuple[torch.device, int], tuple[object, ml.Backend]] = {}
+"""By device and identity of the config, which is kept so that no other has it."""
+
+
+def layer_devices(device_map: Mapping[str, Any]) -> dict[int, torch.device]:
+    """The device of each layer, from a model's ``hf_device_map`` (names of modules -> devices).
+
+    What is offloaded (``"cpu"``, ``"disk"``) is not in it: it is computed on another device.
+    """
+    found = {}
+    for name, device in device_map.items():
+        layer = None if _OTHERS.search(name) else _LAYER.search(name)
+        if layer is not None and device not in ("cpu", "disk"):
+            found[int(layer[1])] = (
+                torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+            )
+    return found
+
+
+class Places:
+    """Where layers lie. A layer that stores nothing yet is placed on the device of the first keys it brings.
+
+    With ``follows`` false the backend is the caller's, who has placed its layers.
+    """
+
+    def __init__(self, ctx: Any, like: torch.Tensor, follows: bool) -> None:
+        self._ctx, self._dtype, self._follows = ctx, like.dtype, follows
+        self.found: dict[int, ml.Context] = {}
+        """By layer, once its keys have come."""
+        self._likes: dict[int, torch.Tensor] = {}
+        self._default = torch.empty((), dtype=like.dtype, device=like.device)
+        self.moving: dict[int, torch.device] = {}
+        """Layers that hold something already, on another device than the model has them."""
+
+    def like(self, layer: int) -> torch.Tensor:
+        """One element, of the dtype and on the device of the layer's keys, as far as it is known."""
+        return self._likes.get(layer, self._default)
+
+    def learn(self, layer: int, device: torch.device, held: bool) -> ml.Context:
+        """The context on the device of a layer whose first keys are on ``device``."""
+        self._likes[layer] = torch.empty((), dtype=self._dtype, device=device)
+        if self._follows and device != self._ctx.layer(layer).torch_device:
+            if held:
+                self.moving[layer] = device
+            else:
+                self._place(layer, device)
+        self.found[layer] = self._ctx.layer(layer)
+        return self.found[layer]
+
+    def know(self, devices: Mapping[int, torch.device]) -> None:
+        """Place layers that store nothing yet."""
+        for layer, device in devices.items():
+            if layer not in self.found:
+                self.learn(layer, device, held=False)
+
+    def settle(self) -> None:
+        """Place what is ``moving``: for what is allocated from now on."""
+        for layer, device in self.moving.items():
+            self._place(layer, device)
+            self.found[layer] = self._ctx.layer(layer)
+        self.moving = {}
+
+    def _place(self, layer: int, device: torch.device) -> None:
+        backend = self._ctx.backend
+        names = [info.name for info in backend.devices]
+        if str(device) not in names:
+            raise NotSupportedError(
+                f"HFCache: layer {layer} brings keys on {device}, and the cache lies on {', '.join(names)}; "
+                'pass backend=ml.open_backend("torch", devices=[...], layers=[...]) that names both'
+            )
+        backend.place_layer(layer, names.index(str(device)))
