@@ -312,6 +312,19 @@ def test_a_list_of_devices_leaves_no_name_out(text: str) -> None:
     assert parse_devices(" cuda:0, cuda:1") == ["cuda:0", "cuda:1"]
 
 
+def test_layers_are_placed_by_an_index_for_each_or_split_evenly() -> None:
+    with open_torch(TWO, 4) as backend, backend.new_context() as ctx:
+        assert [ctx.layer(i).device for i in range(4)] == ["cpu:0", "cpu:0", "cpu:1", "cpu:1"]
+    with ml.open_backend("torch", devices=TWO, layers=[1, 0, 1]) as backend, backend.new_context() as ctx:
+        assert [ctx.layer(i).device for i in range(3)] == ["cpu:1", "cpu:0", "cpu:1"]
+        with pytest.raises(ml.BoundsError, match="layer: 3 of 3; the backend was opened with layers=3"):
+            ctx.layer(3)
+    with pytest.raises(ml.BoundsError, match="device 2 of 2; a layer is placed by an index in devices="):
+        ml.open_backend("torch", devices=TWO, layers=[0, 2])
+    with pytest.raises(ml.ShapeError, match=r"layers=\[\]; a model has at least one"):
+        ml.open_backend("torch", devices=TWO, layers=[])
+
+
 @pytest.mark.parametrize("name", ["numpy", "mlx"])
 def test_a_backend_of_one_device_takes_one_and_refuses_more(name: str) -> None:
     info = next(info for info in ml.available_backends() if info.name == name)
