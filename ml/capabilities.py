@@ -269,6 +269,26 @@ class SupportsAttentionCalls(Protocol):
 
 
 @runtime_checkable
+class SupportsBlockFormats(Protocol):
+    """A backend with its own way into GGML's block formats and out of them, bit for bit."""
+
+    def quantize(self, ctx: Context, x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
+        """Codes and scales of floats x (..., dim), whose blocks are 32 values along the last axis.
+
+        Codes are I8 (..., dim) for Q8_0; U8 (..., dim / 2) for Q4_0, where byte j of a block's 16 has the
+        code of value j in its low half and that of value j + 16 in its high half. Scales are F16
+        (..., dim / 32). How both are found is GGML's quantize_row_q8_0_ref and quantize_row_q4_0_ref
+        (ggml/src/ggml-quants.c).
+        """
+
+    def dequantize(self, ctx: Context, codes: Tensor, scales: Tensor, dtype: DType) -> Tensor:
+        """The F32 values (..., dim): ``code * scale`` of Q8_0, ``(code - 8) * scale`` of Q4_0.
+
+        Codes and scales may be strided in any way; the result is contiguous.
+        """
+
+
+@runtime_checkable
 class SupportsRaggedAttention(Protocol):
     """A backend with one kernel for a whole batch of sequences of different lengths."""
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from backends.mlx import fused
 from backends.mlx.arrays import MLX_DTYPES, from_host, from_mlx_dtype, scalar, schedule
+from backends.mlx.block_formats import dequantized, quantized
 from backends.mlx.distributed import MlxGroup, join
 from backends.mlx.errors import device_errors
 from backends.mlx.partial import partial_attention
@@ -106,6 +107,18 @@ class MlxBackend(BaseBackend):
     ) -> Any:
         ctx.check("attention")
         return fused.attention(ctx, query, key, value, mask, scale, sinks)
+
+    def quantize(self, ctx: Any, x: MlxTensor, dtype: DType) -> tuple[MlxTensor, MlxTensor]:
+        """See :class:`ml.SupportsBlockFormats`."""
+        ctx.check("quantize", x)
+        with device_errors("quantize"):
+            return quantized(x, dtype)
+
+    def dequantize(self, ctx: Any, codes: MlxTensor, scales: MlxTensor, dtype: DType) -> MlxTensor:
+        """See :class:`ml.SupportsBlockFormats`."""
+        ctx.check("dequantize", codes)
+        with device_errors("dequantize"):
+            return dequantized(codes, scales, dtype)
 
     def partial_attention(
         self, ctx: Any, query: Any, key: Any, value: Any, mask: Tensor | CausalMask | None, scale: float

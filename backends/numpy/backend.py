@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from backends.numpy.block_formats import dequantized, quantized
 from backends.numpy.erf import erf
 from backends.numpylike import ArrayContext, ArrayTensor, element_strides
 from backends.placement import only_device
@@ -50,6 +51,22 @@ class NumpyBackend(BaseBackend):
 
     def _new_context(self, max_graph_nodes: int) -> NumpyContext:
         return NumpyContext(self, max_graph_nodes)
+
+    def quantize(self, ctx: NumpyContext, x: NumpyTensor, dtype: DType) -> tuple[NumpyTensor, NumpyTensor]:
+        """See :class:`ml.SupportsBlockFormats`."""
+        ctx.check("quantize", x)
+        eight = dtype is DType.Q8_0
+        codes, scales = quantized(x.native, eight)
+        own = NumpyTensor.own
+        return own(ctx, codes, DType.I8 if eight else DType.U8), own(ctx, scales, DType.F16)
+
+    def dequantize(
+        self, ctx: NumpyContext, codes: NumpyTensor, scales: NumpyTensor, dtype: DType
+    ) -> NumpyTensor:
+        """See :class:`ml.SupportsBlockFormats`."""
+        ctx.check("dequantize", codes)
+        values = dequantized(codes.native, scales.native, dtype is DType.Q8_0)
+        return NumpyTensor.own(ctx, values, DType.F32)
 
     def borrow(self, ctx: NumpyContext, array: np.ndarray) -> BaseTensor:
         """See :class:`ml.SupportsZeroCopyRead`."""

@@ -11,6 +11,7 @@ import torch
 
 from backends.placement import PlacedBackend, PlacedContext
 from backends.torch.attention import CausalMasks, attend
+from backends.torch.block_formats import dequantized, quantized
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, translated
 from backends.torch.devices import device_memory, find_places, release
 from backends.torch.distributed import join
@@ -132,6 +133,18 @@ class TorchBackend(PlacedBackend):
             return attend_calls(ctx, self.causal_masks, query, key, value, levels, scale, sinks)
         except (RuntimeError, IndexError, MemoryError) as error:
             raise translated("attention_calls", error, ctx.device) from error
+
+    def quantize(self, ctx: TorchContext, x: TorchTensor, dtype: DType) -> tuple[TorchTensor, TorchTensor]:
+        """See :class:`ml.SupportsBlockFormats`."""
+        ctx.check("quantize")
+        return quantized(ctx, x, dtype)
+
+    def dequantize(
+        self, ctx: TorchContext, codes: TorchTensor, scales: TorchTensor, dtype: DType
+    ) -> TorchTensor:
+        """See :class:`ml.SupportsBlockFormats`."""
+        ctx.check("dequantize")
+        return dequantized(ctx, codes, scales, dtype)
 
     def partial_attention(
         self,

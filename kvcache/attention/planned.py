@@ -11,11 +11,16 @@ import ml
 from kvcache.attention.calls import Call, Level
 from kvcache.attention.device_copies import DeviceCopies, device_copies, near
 from kvcache.attention.masks import seen_mask
+from kvcache.attention.quantized_calls import attend_quantized
 from kvcache.cache import Mask
 from kvcache.storage.layer_buffers import LayerBuffers
 from ml import nn
 
 __all__ = ["PlannedCall", "PlannedLevel"]
+
+
+BLOCK_CALLS = 4
+"""Calls' worth of K and V in a block of quantized storage."""
 
 
 @dataclass(slots=True)
@@ -27,6 +32,8 @@ class PlannedCall:
     """Which queries, where they do not lie side by side."""
     _cells: ml.Tensor | DeviceCopies | None
     _mask: Mask | DeviceCopies
+    block_bytes: int
+    """Of K and V that are widened at a time, where they are stored quantized."""
     _ready: tuple[ml.Context, ml.AttentionCall] | None = None
 
     @classmethod
@@ -38,12 +45,12 @@ class PlannedCall:
                 return None
             return device_copies(place, place.from_numpy(found, ml.DType.I32))
 
-        seen = call.seen
+        seen, block = call.seen, BLOCK_CALLS * config.call_bytes
         if isinstance(seen, np.ndarray):
             rows = -(-seen.shape[2] // config.mask_batch_padding) * config.mask_batch_padding
             mask = device_copies(place, seen_mask(place, seen, rows, call.length, config.mask_dtype))
-            return cls(call, indices(call.tokens), indices(call.cells), mask)
-        return cls(call, indices(call.tokens), indices(call.cells), seen)
+            return cls(call, indices(call.tokens), indices(call.cells), mask, block)
+        return cls(call, indices(call.tokens), indices(call.cells), seen, block)
 
     def on(self, ctx: ml.Context) -> ml.AttentionCall:
         """This call with its tensors on the device of ``ctx``."""
@@ -80,7 +87,7 @@ class PlannedCall:
     ) -> ml.Tensor:
         """Attention where this call is all that its queries see; (queries, heads, v_dim)."""
         call = self.call
-        if call.batch > 1:
+        if call.batch > 1 or buffers.is_quantized:
             return nn.merge_attention(ctx, [self.partial(ctx, buffers, query, scale)], sinks)
         cells = call.start if self._cells is None else near(ctx, self._cells)
         mask = near(ctx, self._mask)
@@ -92,6 +99,8 @@ class PlannedCall:
     def partial(self, ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, scale: float) -> nn.Part:
         """Attention over what this call reads: (queries, heads, v_dim), and its log-sum-exp."""
         call = self.call
+        if buffers.is_quantized:
+            return attend_quantized(ctx, buffers, query, self.on(ctx), scale, self.block_bytes)
         count, heads, size = query.shape
         row, *strides = query.strides
         each = count // call.batch

@@ -105,6 +105,11 @@ class LayerBuffers:
             return self.key.read(ctx, cells, count), self.value.read(ctx, cells, count)
         return self.key.gather(ctx, cells), self.value.gather(ctx, cells)
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether what is read is made anew from codes."""
+        return isinstance(self.key, QuantizedBuffer)
+
     def read_batch(
         self, ctx: ml.Context, start: int, step: int, batch: int, count: int
     ) -> tuple[ml.Tensor, ml.Tensor]:

@@ -1,7 +1,8 @@
 """Buffers in blocks of 32 values that share one F16 scale: GGML's Q8_0 and Q4_0.
 
-Quantised on ``put`` and read back on ``get`` with protocol operations alone, so that every backend
-with compute has them, for every attention cache. Codes and scales lie in two plain buffers:
+Quantised on ``put`` and read back on ``get`` by the backend where it can (:class:`ml.SupportsBlockFormats`),
+else with protocol operations alone: every backend with compute has them, for every attention cache. Codes
+and scales lie in two plain buffers:
 
 ======  ==========================  =================  =====================  ==============
 format  code of x in a block        scale d            codes per block        bytes per value
@@ -17,11 +18,14 @@ is value j of the block, the high half value j + 16.
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import numpy as np
 
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.storage.buffer import Buffer, Cells
+from ml import nn
 
 __all__ = ["BLOCK", "QuantizedBuffer", "check_dim", "dequantize", "quantize"]
 
@@ -103,7 +107,14 @@ class QuantizedBuffer:
         return [place for part in parts for place in part.memory(backend, ctx, start, count)]
 
     def _decode(self, ctx: ml.Context, codes: ml.Tensor, scales: ml.Tensor) -> ml.Tensor:
-        return dequantize(ctx, codes, scales, self.dtype).cast(ctx, self.activations)
+        """Of codes (..., cells, heads, bytes), in the order of axes that they have in memory."""
+        axes = [*range(len(codes.shape))]
+        if self.codes.order[0] == 1:
+            axes[-3], axes[-2] = axes[-2], axes[-3]
+        found = dequantize(ctx, codes.permute(ctx, *axes), scales.permute(ctx, *axes), self.dtype)
+        if self.activations is not ml.DType.F32:
+            found = found.cast(ctx, self.activations)
+        return found.permute(ctx, *axes)
 
 
 def check_dim(dtype: ml.DType, dim: int) -> None:
@@ -117,6 +128,9 @@ def check_dim(dtype: ml.DType, dim: int) -> None:
 
 def quantize(ctx: ml.Context, x: ml.Tensor, dtype: ml.DType) -> tuple[ml.Tensor, ml.Tensor]:
     """Codes (..., dim) I8 or (..., dim / 2) U8, and scales (..., dim / 32) F16, of floats (..., dim)."""
+    backend = getattr(ctx, "backend", None)
+    if _has_formats(backend):
+        return backend.quantize(ctx, x, dtype)
     *outer, dim = x.shape
     blocks = x.cast(ctx, ml.DType.F32).reshape(ctx, *outer, dim // BLOCK, BLOCK)
     if dtype is ml.DType.Q8_0:
@@ -136,6 +150,9 @@ def quantize(ctx: ml.Context, x: ml.Tensor, dtype: ml.DType) -> tuple[ml.Tensor,
 
 def dequantize(ctx: ml.Context, codes: ml.Tensor, scales: ml.Tensor, dtype: ml.DType) -> ml.Tensor:
     """The F32 values (..., dim) that ``quantize`` stored."""
+    backend = getattr(ctx, "backend", None)
+    if _has_formats(backend):
+        return backend.dequantize(ctx, codes, scales, dtype)
     *outer, count = scales.shape
     values = codes.cast(ctx, ml.DType.F32)
     if dtype is ml.DType.Q4_0:
@@ -148,6 +165,10 @@ def dequantize(ctx: ml.Context, codes: ml.Tensor, scales: ml.Tensor, dtype: ml.D
         values = values.reshape(ctx, *outer, count, BLOCK)
     wide = scales.cast(ctx, ml.DType.F32).reshape(ctx, *outer, count, 1)
     return values.mul(ctx, wide).reshape(ctx, *outer, count * BLOCK)
+
+
+def _has_formats(backend: ml.Backend | None) -> TypeGuard[ml.SupportsBlockFormats]:
+    return nn.offers(backend, ml.SupportsBlockFormats)
 
 
 def _number(ctx: ml.Context, value: float) -> ml.Tensor:

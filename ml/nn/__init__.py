@@ -8,7 +8,7 @@
 2.0
 """
 
-from ml.nn.attention import attention, generic_attention
+from ml.nn.attention import attention, generic_attention, offers
 from ml.nn.linear import embedding, linear, swiglu
 from ml.nn.norms import layer_norm, rms_norm
 from ml.nn.partial import (
@@ -17,6 +17,7 @@ from ml.nn.partial import (
     has_attention_calls,
     has_ragged_attention,
     merge_attention,
+    merge_parts,
     partial_attention,
     partial_in_blocks,
 )
@@ -42,6 +43,8 @@ __all__ = [
     "layer_norm",
     "linear",
     "merge_attention",
+    "merge_parts",
+    "offers",
     "partial_attention",
     "partial_in_blocks",
     "rms_norm",

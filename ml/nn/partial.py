@@ -30,6 +30,7 @@ __all__ = [
     "has_attention_calls",
     "has_ragged_attention",
     "merge_attention",
+    "merge_parts",
     "partial_attention",
     "partial_in_blocks",
 ]
@@ -150,6 +151,29 @@ def _attend_to_part(
         for x, size in ((out, v_dim), (lse, 1))
     ]
     return parts[0].reshape(ctx, batch, tokens, heads, v_dim), parts[1].reshape(ctx, batch, tokens, heads)
+
+
+def merge_parts(ctx: Context, parts: Sequence[Part]) -> Part:
+    """Attention over what all of ``parts`` attended to, with its log-sum-exp: a part again.
+
+    Each is (..., heads, v_dim) and (..., heads); of each query one log-sum-exp at least is finite.
+    """
+    (first, lse), *rest = parts
+    if not rest:
+        return first, lse
+    count, shape = len(parts), lse.shape
+    outs = ctx.empty((count, *first.shape), DType.F32)
+    logits = ctx.empty((count, *shape, 1), DType.F32)
+    for i, (out, own) in enumerate(parts):
+        out.reshape(ctx, 1, *first.shape).copy(ctx, outs.slice(ctx, 0, i, i + 1))
+        own.reshape(ctx, 1, *shape, 1).copy(ctx, logits.slice(ctx, 0, i, i + 1))
+    top = logits.max(ctx, 0)
+    weights = logits.sub(ctx, top).exp(ctx)
+    total = weights.sum(ctx, 0)
+    merged = outs.mul(ctx, weights).sum(ctx, 0).div(ctx, total)
+    if merged.dtype is not first.dtype:
+        merged = merged.cast(ctx, first.dtype)
+    return merged, total.log(ctx).add(ctx, top).reshape(ctx, *shape)
 
 
 def merge_attention(ctx: Context, parts: Sequence[Part], sinks: Tensor | None = None) -> Tensor:
