@@ -30,14 +30,10 @@ def quantized(values: np.ndarray, eight: bool) -> tuple[np.ndarray, np.ndarray]:
 def dequantized(codes: np.ndarray, scales: np.ndarray, eight: bool) -> np.ndarray:
     """The values (..., dim), F32."""
     *outer, count = scales.shape
-    found = np.empty((*outer, count, BLOCK), np.float32)
-    if eight:
-        found[...] = codes.reshape(found.shape)
-    else:
+    if not eight:  # bytes, which are fewer than the floats will be: what is below 0 wraps
         packed = codes.reshape(*outer, count, BLOCK // 2)
-        found[..., : BLOCK // 2] = packed & 15
-        found[..., BLOCK // 2 :] = packed >> 4
-        found -= np.float32(8)
+        codes = (np.concatenate((packed & 15, packed >> 4), -1) - np.uint8(8)).view(np.int8)
+    found = codes.reshape(*outer, count, BLOCK).astype(np.float32)
     found *= scales.astype(np.float32)[..., None]
     return found.reshape(*outer, count * BLOCK)
 

@@ -34,15 +34,10 @@ def quantized(ctx: Placement, x: TorchTensor, dtype: DType) -> tuple[TorchTensor
 def dequantized(ctx: Placement, codes: TorchTensor, scales: TorchTensor, dtype: DType) -> TorchTensor:
     stored, scale = codes.native_on(ctx), scales.native_on(ctx)
     shape = (*scale.shape, BLOCK)
-    found = torch.empty(shape, dtype=torch.float32, device=stored.device)
-    if dtype is DType.Q8_0:
-        found.copy_(stored.reshape(shape))
-    else:
+    if dtype is DType.Q4_0:  # bytes, which are fewer than the floats will be: what is below 0 wraps
         packed = stored.reshape(*shape[:-1], BLOCK // 2)
-        found[..., : BLOCK // 2].copy_(packed & 15)
-        found[..., BLOCK // 2 :].copy_(packed >> 4)
-        found.sub_(8)
-    found.mul_(scale.unsqueeze(-1).float())
+        stored = torch.cat((packed & 15, packed >> 4), -1).sub_(8).view(torch.int8)
+    found = stored.reshape(shape).float().mul_(scale.unsqueeze(-1).float())
     return TorchTensor.own(ctx, found.flatten(-2), DType.F32)
 
 

@@ -1,0 +1,111 @@
+"""A decoding step over quantized storage beside one over floats: ``python -m benchmarks.quantized --backend torch``.
+
+One layer, one query, 32 heads over 8 of 128. Beside them mlx-lm's QuantizedKVCache (affine, groups of 32) with
+its own attention, on MLX. Contenders take turns round by round, on one thread; ratios are to F32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import numpy as np
+
+import ml
+from kvcache import Batch, CausalCache
+from kvcache.bench.timing import Contender, interleave, machine
+
+__all__ = ["main"]
+
+HEADS, KV_HEADS, DIM, PART = 32, 8, 128, 512
+DTYPES = ("F32", "BF16", "Q8_0", "Q4_0")
+
+
+class Ours:
+    """A layer of ``history`` tokens, and steps of one token after them."""
+
+    def __init__(self, backend: ml.Backend, history: int, dtype: ml.DType, host: np.ndarray) -> None:
+        self.ctx, self.cache, self.position = backend.new_context(), CausalCache(), history
+        self.cache.init(backend, dtype, 1, history + PART, PART)
+        for start in range(0, history, PART):
+            found = self.ctx.from_numpy(host[start : start + PART])
+            self._start(range(start, start + PART))
+            self.cache.put(self.ctx, found, found)
+        self.token = self.ctx.from_numpy(host[:1])
+        self.query = self.ctx.from_numpy(np.repeat(host[:1], HEADS // KV_HEADS, 1))
+
+    def _start(self, positions: Any) -> None:
+        self.cache.start_forward(self.ctx, Batch(positions, [0] * len(positions)))
+
+    def start(self) -> None:
+        self._start([self.position])
+        self.position += 1
+
+    def put(self) -> None:
+        self.cache.put(self.ctx, self.token, self.token)
+        layer = self.cache.storage.buffers[0].key
+        self.ctx.compute(getattr(layer, "codes", layer).tensor)
+
+    def attend(self) -> None:
+        found = self.cache.attend(self.ctx, self.query, DIM**-0.5)
+        self.ctx.compute(found)
+
+
+def mlx_lm(history: int, host: np.ndarray, bits: int) -> Contender:
+    """mlx-lm's quantized cache and attention."""
+    import mlx.core as mx
+    from mlx_lm.models.base import scaled_dot_product_attention
+    from mlx_lm.models.cache import QuantizedKVCache
+
+    cache = QuantizedKVCache(group_size=32, bits=bits)
+    whole = mx.array(host).transpose(1, 0, 2)[None]
+    cache.update_and_fetch(whole[:, :, :history], whole[:, :, :history])
+    query = mx.repeat(whole[:, :, :1], HEADS // KV_HEADS, 1)
+
+    def step() -> None:
+        keys, values = cache.update_and_fetch(whole[:, :, :1], whole[:, :, :1])
+        mx.eval(scaled_dot_product_attention(query, keys, values, cache, scale=DIM**-0.5, mask=None))
+
+    return Contender(step)
+
+
+def measure(backend: ml.Backend, history: int, rounds: int) -> dict[str, list[str]]:
+    """By contender: the milliseconds of ``put`` and of ``attend``, and their ratios to F32's."""
+    host = np.random.default_rng(0).standard_normal((history, KV_HEADS, DIM)).astype(np.float32)
+    layers = {name: Ours(backend, history, ml.DType[name], host) for name in DTYPES}
+    puts = {name: Contender(on.put, on.start, on.attend) for name, on in layers.items()}
+    found = {f"put, {name}": x for name, x in interleave(puts, rounds).samples().items()}
+    steps: dict[str, Contender] = {}
+    for name, on in layers.items():
+        steps[name] = Contender(on.attend, lambda on=on: (on.start(), on.put()))  # type: ignore[misc]
+    if backend.name == "mlx":
+        steps |= {f"mlx-lm, {bits} bits": mlx_lm(history, host, bits) for bits in (8, 4)}
+    found |= {f"attend, {name}": x for name, x in interleave(steps, rounds).samples().items()}
+    return {name: [f"{x.median / 1e3:.2f}", f"{x.ratio:.2f}"] for name, x in found.items()}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
+    parser.add_argument("--backend", default="numpy")
+    parser.add_argument("--history", type=int, nargs="*", default=[4096, 32768])
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args(arguments)
+    if options.backend == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+    print(machine())
+    with ml.open_backend(options.backend) as backend:
+        tables = [measure(backend, history, options.rounds) for history in options.history]
+    print(
+        f"| {options.backend} | " + " | ".join(f"{n:,} tokens, ms | of F32" for n in options.history) + " |"
+    )
+    print("|---" * (1 + 2 * len(tables)) + "|")
+    for name in tables[0]:
+        print(f"| {name} | " + " | ".join(cell for table in tables for cell in table[name]) + " |")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
