@@ -41,10 +41,9 @@ def dequantized(codes: MlxTensor, scales: MlxTensor, dtype: DType) -> MlxTensor:
     with work.lock, work.on_stream:
         *outer, count = scales.shape
         stored = mx.reshape(codes.read(), (*outer, count, codes.shape[-1] // count))
-        if dtype is DType.Q4_0:  # bytes, of which there are an eighth of the floats': what is below 0 wraps
-            stored = mx.view(
-                mx.concatenate([stored & 15, stored >> 4], axis=-1) - mx.array(8, mx.uint8), mx.int8
-            )
+        if dtype is DType.Q4_0:  # bytes, which are fewer than the floats will be: what is below 0 wraps
+            halves = mx.concatenate([stored & 15, stored >> 4], axis=-1)
+            stored = mx.view(halves - mx.array(8, mx.uint8), mx.int8)
         values = mx.astype(stored, mx.float32) * mx.expand_dims(mx.astype(scales.read(), mx.float32), -1)
         return codes.wrap(mx.reshape(values, (*outer, count * BLOCK)), DType.F32)
 
