@@ -20,7 +20,7 @@ def quantized(ctx: Placement, x: TorchTensor, dtype: DType) -> tuple[TorchTensor
     if dtype is DType.Q8_0:
         scale = blocks.abs().amax(-1, keepdim=True).mul_(1 / 127)
         scaled = blocks * _inverse(scale)
-        codes = scaled.add_(torch.copysign(scaled.new_tensor(0.5), scaled)).to(torch.int8)  # half away from 0
+        codes = scaled.add_(scaled.sign(), alpha=0.5).to(torch.int8)  # half away from 0
     else:
         scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).mul_(-1 / 8)
         whole = (blocks * _inverse(scale)).add_(8.5).clamp_(0, 15).to(torch.uint8)
