@@ -10,8 +10,12 @@ BLOCK = 32
 """Values that share a scale."""
 
 
+@np.errstate(all="ignore")
 def quantized(values: np.ndarray, eight: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of floats (..., dim): of Q8_0 where ``eight``, else of Q4_0."""
+    """Codes and scales of floats (..., dim): of Q8_0 where ``eight``, else of Q4_0.
+
+    Of a block that holds NaN or infinity the scale is not finite, and the codes are any.
+    """
     *outer, dim = values.shape
     blocks = values.astype(np.float32, copy=False).reshape(*outer, dim // BLOCK, BLOCK)
     if eight:
@@ -27,6 +31,7 @@ def quantized(values: np.ndarray, eight: bool) -> tuple[np.ndarray, np.ndarray]:
     return codes.reshape(*outer, -1), scale.astype(np.float16)[..., 0]
 
 
+@np.errstate(all="ignore")
 def dequantized(codes: np.ndarray, scales: np.ndarray, eight: bool) -> np.ndarray:
     """The values (..., dim), F32."""
     *outer, count = scales.shape
