@@ -423,7 +423,7 @@ BUGS: dict[str, list[Bug]] = {
          lambda f, self, seq, node, target: f(self, seq, node, node.end)),
         ("prefix.radix_tree:common_length", "sessions_see",
          lambda f, one, other: min(f(one, other) + 1, one.size, other.size)),
-        ("prefix.radix_tree:Alphabet._code", "sessions_see",
+        ("prefix.alphabet:Alphabet._number", "sessions_see",
          lambda f, self, token: f(self, b"" if type(token) is bytes else token)),
     ],
     "tests/prefix/test_finding.py": [

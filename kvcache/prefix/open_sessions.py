@@ -7,6 +7,7 @@ import logging
 import numpy as np
 
 from kvcache.cache import CacheFullError, SequenceLostError
+from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.matcher import PrefixMatcher, Source
 from kvcache.prefix.prefix_tree import PrefixTree
@@ -36,7 +37,7 @@ class OpenSessions:
         self._cache, self._tree, self._evictor = tree.cache, tree, evictor
         self._interval, self._stats = interval, stats
 
-    def begin(self, ids: np.ndarray) -> Session:
+    def begin(self, ids: np.ndarray, tenant: Tenant = EVERYONE) -> Session:
         """A session over ``ids`` in a free sequence, which holds the longest prefix that can be had."""
         seq = min(self.free)  # which depends on nothing but the ones that are in use
         with self._evictor.within_budgets():
@@ -49,9 +50,15 @@ class OpenSessions:
                 self._cache.remove(seq, 0)
                 raise
         self.free.remove(seq)
-        session = self.sessions[seq] = Session(self, seq, ids, cached)
+        session = self.sessions[seq] = Session(self, seq, ids, cached, tenant)
         self._stats.add(int(ids.size), self.matcher.origins)
         return session
+
+    def forget_items(self) -> None:
+        """Let the alphabet forget what neither an open session nor the tree has."""
+        if self.alphabet.crowded:
+            nodes = (node.tokens for node in self._tree.radix_tree)
+            self.alphabet.forget([*nodes, *(session.encoded() for session in self.sessions.values())])
 
     def offset(self, seq: int) -> int:
         """How many tokens of a sequence are evaluated."""

@@ -22,6 +22,7 @@ from typing import Any
 from kvcache.cache import ClosedError, InvalidRangeError, SnapshotCache, SupportsOffset
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
+from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.open_sessions import OpenSessions
 from kvcache.prefix.ownership import check_unowned, disown, own
@@ -44,11 +45,11 @@ class PrefixCache(Closing):
     the Path of a folder. Whatever is evicted goes to the next tier, the least recently used first.
 
     ``identity`` says what computed K and V: model, weights, rope settings, tensor-parallel rank. A
-    store, which others may use too, needs it. ``salt`` keeps apart what must not be shared. ``block_size`` is
-    how many tokens a stored key covers; ``interval``, how far apart snapshots of content that is whole
-    (windows, recurrent states) are taken in a prompt; ``backlog`` bounds the bytes that wait to be
-    written to the stores; ``in_flight``, those on their way from the device to host memory, which a thread
-    copies (0: the caller does).
+    store, which others may use too, needs it. ``salt`` keeps all of it apart from what other caches store;
+    ``begin`` takes one for each conversation. ``block_size`` is how many tokens a stored key covers;
+    ``interval``, how far apart snapshots of content that is whole (windows, recurrent states) are taken in a
+    prompt; ``backlog`` bounds the bytes that wait to be written to the stores; ``in_flight``, those on their
+    way from the device to host memory, which a thread copies (0: the caller does).
 
     ``layers`` tells what the model stores, {layer: ((heads, dim) of K, (heads, dim) of V)} over all
     attention layers: what a store has of others is corrupt. None: those of the cache, which one
@@ -103,15 +104,20 @@ class PrefixCache(Closing):
 
     # Sessions.
 
-    def begin(self, tokens: Tokens) -> Session:
+    def begin(self, tokens: Tokens, salt: str = "", shared: int = 0) -> Session:
         """Start a conversation with the prompt ``tokens``, from the longest prefix that is there.
+
+        What is computed for it is found again by conversations of the same ``salt`` alone, here and in stores
+        (vLLM's ``cache_salt``); its first ``shared`` tokens, a system prompt say, by everyone.
 
         At least one token is left to evaluate. Raises SessionLimitError when all sequences are in use,
         CacheFullError where the prefix does not fit beside the open sessions, InvalidRangeError for no
         tokens; no session has begun then.
         """
         self._check("begin")
-        ids = self.alphabet.encode(tokens)
+        tenant = Tenant(salt, shared)
+        self._open.forget_items()
+        ids = self.alphabet.encode(tokens, tenant)
         if not ids.size:
             raise InvalidRangeError("begin: no tokens; a prompt has at least one")
         if not self._open.free:
@@ -119,16 +125,16 @@ class PrefixCache(Closing):
                 f"begin: {len(self._open.sessions)} sessions are open, one per sequence; close one first"
             )
         self.tree.settle()
-        return self._open.begin(ids)
+        return self._open.begin(ids, tenant)
 
-    def adopt(self, tokens: Tokens, snapshot: Snapshot) -> bool:
+    def adopt(self, tokens: Tokens, snapshot: Snapshot, salt: str = "", shared: int = 0) -> bool:
         """Keep a snapshot of all of ``tokens`` that came from elsewhere, as if a session had computed it.
 
         It is restored into a free sequence for a moment. False, and nothing kept, where it is not whole;
         raises SessionLimitError without a free sequence, and what ``restore`` of the cache raises.
         """
         self._check("adopt")
-        ids = self.alphabet.encode(tokens)
+        ids = self.alphabet.encode(tokens, Tenant(salt, shared))
         if not self._open.free:
             raise SessionLimitError(f"adopt: {len(self._open.sessions)} sessions are open; close one first")
         self.tree.settle()
@@ -146,21 +152,21 @@ class PrefixCache(Closing):
         """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
         return self._open.next_snapshot(seq)
 
-    def longest(self, tokens: Tokens) -> int:
+    def longest(self, tokens: Tokens, salt: str = "", shared: int = 0) -> int:
         """How many of the tokens ``begin`` would find now, without a look into the stores."""
         self._check("longest")
-        ids = self.alphabet.encode(tokens)
+        ids = self.alphabet.encode(tokens, Tenant(salt, shared))
         return self._open.matcher.best(ids, int(ids.size) - 1).length if ids.size else 0
 
-    def pin(self, tokens: Tokens) -> int:
+    def pin(self, tokens: Tokens, salt: str = "", shared: int = 0) -> int:
         """Evict what is kept of this prefix last; returns how many of the tokens that is."""
         self._check("pin")
-        return self.tree.pin(self.alphabet.encode(tokens), 1)
+        return self.tree.pin(self.alphabet.encode(tokens, Tenant(salt, shared)), 1)
 
-    def unpin(self, tokens: Tokens) -> int:
+    def unpin(self, tokens: Tokens, salt: str = "", shared: int = 0) -> int:
         """Take one ``pin`` back."""
         self._check("unpin")
-        return self.tree.pin(self.alphabet.encode(tokens), -1)
+        return self.tree.pin(self.alphabet.encode(tokens, Tenant(salt, shared)), -1)
 
     def evict(self, nbytes: int | None = None) -> int:
         """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many.

@@ -23,7 +23,8 @@ from kvcache.offload.direct_load import restore_serialized
 from kvcache.offload.eviction import LRUQueue, Priority
 from kvcache.offload.tiers import HostTier, StoreTier, StoreWrite
 from kvcache.offload.worker import OffloadJob, OffloadWorker
-from kvcache.prefix.radix_tree import Alphabet, Node, RadixTree
+from kvcache.prefix.alphabet import Alphabet
+from kvcache.prefix.radix_tree import Node, RadixTree
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot

@@ -9,72 +9,16 @@ tokens, so that a walk costs one comparison of arrays per node and not one step 
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from kvcache.cache import InvalidRangeError
-
-__all__ = ["Alphabet", "Match", "Node", "RadixTree", "common_length"]
+__all__ = ["Match", "Node", "RadixTree", "common_length"]
 
 Tokens = np.ndarray
 """int64, one entry per position."""
 D = TypeVar("D")
-
-
-class Alphabet:
-    """Tokens as int64: ids stay themselves, other items (bytes of an image's digest) get negative numbers."""
-
-    def __init__(self) -> None:
-        self._codes: dict[bytes, int] = {}
-        self._items: list[bytes] = []
-
-    def encode(self, tokens: Sequence[int | bytes] | np.ndarray) -> Tokens:
-        """Raises InvalidRangeError for what is no sequence, and what is neither bytes nor an id >= 0."""
-        if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
-            found = tokens.astype(np.int64, copy=True).reshape(-1)
-        elif isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Sized):
-            raise InvalidRangeError(f"tokens: {tokens!r:.60}; give a sequence, of ids and of items of bytes")
-        elif set(map(type, tokens)) <= {int}:
-            try:
-                found = np.array(tokens, dtype=np.int64)
-            except OverflowError as error:
-                raise InvalidRangeError("tokens: an id of 2**63 or more; ids are below that") from error
-        else:
-            return np.array([self._code(token) for token in tokens], dtype=np.int64)
-        if found.size and int(found.min()) < 0:
-            raise InvalidRangeError(f"tokens: {int(found.min())}; ids are >= 0, other items are bytes")
-        return found
-
-    def decode(self, tokens: Tokens) -> list[int | bytes]:
-        """What ``encode`` was given."""
-        if not self._items or not tokens.size or int(tokens.min()) >= 0:
-            found: list[int | bytes] = tokens.tolist()
-            return found
-        return [token if token >= 0 else self._items[-1 - token] for token in tokens.tolist()]
-
-    def named(self, tokens: Tokens) -> Tokens | list[int | bytes]:
-        """What names these tokens to others: ``decode`` of them, or they themselves where all are ids."""
-        if not self._items or not tokens.size or int(tokens.min()) >= 0:
-            return tokens
-        return self.decode(tokens)
-
-    def _code(self, token: int | bytes) -> int:
-        if isinstance(token, (bytes, bytearray)):
-            item = bytes(token)
-            if item not in self._codes:
-                self._codes[item] = -1 - len(self._items)
-                self._items.append(item)
-            return self._codes[item]
-        try:
-            value = operator.index(token)
-        except TypeError as error:
-            raise InvalidRangeError(f"tokens: {token!r:.60}; ids are integers, other items bytes") from error
-        if not 0 <= value < 2**63:
-            raise InvalidRangeError(f"tokens: {value}; ids are >= 0 and below 2**63, other items are bytes")
-        return value
 
 
 class Node(Generic[D]):

@@ -10,7 +10,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError
-from kvcache.prefix.radix_tree import Alphabet
+from kvcache.prefix.alphabet import EVERYONE, Alphabet, Tenant
 from kvcache.snapshots.schedule import REPLACED
 
 __all__ = ["PrefixStats", "Session", "SessionLimitError", "SessionReplacedError", "Tokens"]
@@ -91,8 +91,11 @@ class Session:
     SessionReplacedError, and nothing is kept of it.
     """
 
-    def __init__(self, owner: SessionOwner, seq: int, tokens: np.ndarray, cached: int) -> None:
+    def __init__(
+        self, owner: SessionOwner, seq: int, tokens: np.ndarray, cached: int, tenant: Tenant = EVERYONE
+    ) -> None:
         self._owner = owner
+        self.tenant = tenant
         self.seq = seq
         self.cached = cached
         self._tokens = tokens
@@ -217,7 +220,7 @@ class Session:
     def encoded(self) -> np.ndarray:
         """All tokens, as the radix tree has them."""
         if self._more:
-            more = self._owner.alphabet.encode(self._more)
+            more = self._owner.alphabet.encode(self._more, self.tenant, int(self._tokens.size))
             self._tokens, self._more = np.concatenate((self._tokens, more)), []
         return self._tokens
 

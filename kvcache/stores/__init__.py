@@ -20,7 +20,7 @@ from kvcache.stores.errors import (
     StoreValueError,
 )
 from kvcache.stores.hookspecs import StoreSpec, hookimpl
-from kvcache.stores.keys import Chain, Keys
+from kvcache.stores.keys import Chain, Keys, SaltedToken
 from kvcache.stores.memory import MemoryStore
 from kvcache.stores.options import parse_bytes
 from kvcache.stores.plugins import open_store
@@ -41,6 +41,7 @@ __all__ = [
     "Keys",
     "MemoryStore",
     "MooncakeStore",
+    "SaltedToken",
     "SerializedSnapshot",
     "SnapshotCorrupt",
     "SnapshotStore",

@@ -13,6 +13,7 @@ import bisect
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,18 @@ from kvcache.stores import strict_json
 from kvcache.stores.errors import StoreValueError
 from kvcache.stores.serialized_snapshot import SNAPSHOT_FORMAT
 
-__all__ = ["Chain", "Keys"]
+__all__ = ["Chain", "Keys", "SaltedToken"]
 
-_INTEGERS, _MIXED = b"i", b"m"
+_INTEGERS, _MIXED, _SALTED = b"i", b"m", b"s"
 """What a hashed block_size is: 8 bytes per token, or items that each say their kind and length."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaltedToken:
+    """A token of conversations that share nothing from here on with those of another salt."""
+
+    salt: str
+    token: int | bytes
 
 
 class Keys:
@@ -54,7 +63,7 @@ class Keys:
         """The key of the empty prefix."""
         return self._root.hex()
 
-    def chain(self, tokens: Sequence[int | bytes] | np.ndarray) -> Chain:
+    def chain(self, tokens: Sequence[int | bytes | SaltedToken] | np.ndarray) -> Chain:
         """The keys of all prefixes of ``tokens``: ids (int64), and bytes that name multimodal items.
 
         Raises StoreValueError for anything else.
@@ -93,7 +102,7 @@ class Chain:
 class _Items:
     """Tokens as int64, and the bytes keys that lie at some places between them."""
 
-    def __init__(self, tokens: np.ndarray, others: Mapping[int, bytes] | None = None) -> None:
+    def __init__(self, tokens: np.ndarray, others: Mapping[int, bytes | SaltedToken] | None = None) -> None:
         self._tokens = np.ascontiguousarray(tokens, "<i8")
         self._others = others or {}
         self._places = sorted(self._others)
@@ -109,6 +118,10 @@ class _Items:
         found: list[bytes | memoryview] = [_MIXED]
         for place in range(start, stop):
             other = self._others.get(place)
+            if isinstance(other, SaltedToken):
+                salt = other.salt.encode()
+                found += [_SALTED, len(salt).to_bytes(8, "little"), salt]
+                other = other.token if isinstance(other.token, bytes) else None
             if other is None:
                 found += [_INTEGERS, self._tokens[place : place + 1].data]
             else:
@@ -123,7 +136,7 @@ def _link(before: bytes, parts: list[bytes | memoryview]) -> bytes:
     return digest.digest()
 
 
-def _items(tokens: Sequence[int | bytes] | np.ndarray) -> _Items:
+def _items(tokens: Sequence[int | bytes | SaltedToken] | np.ndarray) -> _Items:
     if isinstance(tokens, np.ndarray):
         return _Items(_integers(tokens))
     if isinstance(tokens, str | bytes | bytearray):
@@ -131,11 +144,17 @@ def _items(tokens: Sequence[int | bytes] | np.ndarray) -> _Items:
     try:
         return _Items(_packed(tokens))
     except (TypeError, OverflowError):
-        others = {i: item for i, item in enumerate(tokens) if isinstance(item, bytes)}
+        others = {i: item for i, item in enumerate(tokens) if isinstance(item, bytes | SaltedToken)}
     try:
-        return _Items(_packed([0 if i in others else item for i, item in enumerate(tokens)]), others)
+        return _Items(_packed([_id(item) for item in tokens]), others)
     except (TypeError, OverflowError) as error:
         raise StoreValueError(f"Keys.chain: an item is an integer of 64 bits, or bytes: {error}") from error
+
+
+def _id(item: Any) -> Any:
+    """The token's id; of bytes 0."""
+    token = item.token if isinstance(item, SaltedToken) else item
+    return 0 if isinstance(token, bytes) else token
 
 
 def _packed(tokens: Sequence[Any]) -> np.ndarray:

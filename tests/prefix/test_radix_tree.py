@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvcache import InvalidRangeError
-from kvcache.prefix.radix_tree import Alphabet, Node, RadixTree, common_length
+from kvcache.prefix.alphabet import Alphabet
+from kvcache.prefix.radix_tree import Node, RadixTree, common_length
 
 
 def ids(tokens: Iterable[int]) -> np.ndarray:

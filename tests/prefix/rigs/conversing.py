@@ -134,23 +134,23 @@ class Rig:
         self.evaluated = 0
         """Tokens that were computed since the start."""
 
-    def begin(self, tokens: Sequence[Token]) -> Chat:
-        """A session, of which nothing is evaluated yet."""
-        session = self.prefix.begin(list(tokens))
+    def begin(self, tokens: Sequence[Token], **whose: Any) -> Chat:
+        """A session, of which nothing is evaluated yet. ``whose``: as PrefixCache.begin has them."""
+        session = self.prefix.begin(list(tokens), **whose)
         assert session.remaining == list(tokens)[session.cached :]
         assert 0 <= session.cached < len(tokens)
         assert self.cache.offset(session.seq) == session.cached
         return Chat(self, session, list(tokens))
 
-    def chat(self, tokens: Sequence[Token], size: int = 1000) -> Chat:
+    def chat(self, tokens: Sequence[Token], size: int = 1000, **whose: Any) -> Chat:
         """A session whose prompt is evaluated."""
-        chat = self.begin(tokens)
+        chat = self.begin(tokens, **whose)
         chat.prefill(size)
         return chat
 
-    def keep(self, tokens: Sequence[Token], size: int = 1000) -> int:
+    def keep(self, tokens: Sequence[Token], size: int = 1000, **whose: Any) -> int:
         """A session from begin to close; how many of its tokens were there already."""
-        chat = self.chat(tokens, size)
+        chat = self.chat(tokens, size, **whose)
         chat.close()
         return chat.cached
 

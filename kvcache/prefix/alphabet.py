@@ -1,0 +1,119 @@
+"""Tokens as the integers of a radix tree: what is no id, and what is a tenant's own, gets a number."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.cache import InvalidRangeError
+from kvcache.stores import SaltedToken
+
+__all__ = ["EVERYONE", "Alphabet", "Tenant"]
+
+Tokens = Sequence[int | bytes] | np.ndarray
+_SPARE = 1024
+"""Items that may be known besides those in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who may share a conversation: those with the same ``salt``; its first ``shared`` tokens, everyone."""
+
+    salt: str = ""
+    shared: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.salt, str):
+            raise InvalidRangeError(f"salt={self.salt!r:.60}; it must be a string")
+        if self.shared < 0:
+            raise InvalidRangeError(f"shared={self.shared}; it counts leading tokens and must be at least 0")
+
+
+EVERYONE = Tenant()
+
+
+class Alphabet:
+    """Ids stay themselves; other items (bytes of an image's digest) get negative numbers.
+
+    So does the first token that is a tenant's own, another for each salt and token: conversations
+    of different tenants part there, whatever follows.
+    """
+
+    def __init__(self) -> None:
+        self._codes: dict[bytes | SaltedToken, int] = {}
+        self._items: dict[int, bytes | SaltedToken] = {}
+        self._next = -1
+        self._crowded = _SPARE
+
+    def encode(self, tokens: Tokens, tenant: Tenant = EVERYONE, begin: int = 0) -> np.ndarray:
+        """``tokens`` of a conversation, from position ``begin`` on, as int64.
+
+        Raises InvalidRangeError for what is no sequence, and what is neither bytes nor an id >= 0.
+        """
+        found = self._plain(tokens)
+        own = tenant.shared - begin
+        if tenant.salt and 0 <= own < found.size:
+            token = int(found[own])
+            item = token if token >= 0 else self._items[token]
+            assert not isinstance(item, SaltedToken)
+            found[own] = self._code(SaltedToken(tenant.salt, item))
+        return found
+
+    def _plain(self, tokens: Tokens) -> np.ndarray:
+        if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
+            found = tokens.astype(np.int64, copy=True).reshape(-1)
+        elif isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Sized):
+            raise InvalidRangeError(f"tokens: {tokens!r:.60}; give a sequence, of ids and of items of bytes")
+        elif set(map(type, tokens)) <= {int}:
+            try:
+                found = np.array(tokens, dtype=np.int64)
+            except OverflowError as error:
+                raise InvalidRangeError("tokens: an id of 2**63 or more; ids are below that") from error
+        else:
+            return np.array([self._number(token) for token in tokens], dtype=np.int64)
+        if found.size and int(found.min()) < 0:
+            raise InvalidRangeError(f"tokens: {int(found.min())}; ids are >= 0, other items are bytes")
+        return found
+
+    def decode(self, tokens: np.ndarray) -> list[int | bytes]:
+        """What ``encode`` was given."""
+        return [item.token if isinstance(item, SaltedToken) else item for item in self._named(tokens)]
+
+    def named(self, tokens: np.ndarray) -> np.ndarray | list[int | bytes | SaltedToken]:
+        """What names these tokens to others; they themselves where all are ids of everyone's."""
+        return tokens if not tokens.size or int(tokens.min()) >= 0 else self._named(tokens)
+
+    def _named(self, tokens: np.ndarray) -> list[int | bytes | SaltedToken]:
+        return [token if token >= 0 else self._items[token] for token in tokens.tolist()]
+
+    def forget(self, used: Iterable[np.ndarray]) -> None:
+        """Forget the items that are in none of ``used``."""
+        kept = {int(code) for tokens in used for code in tokens[tokens < 0]}
+        self._items = {code: item for code, item in self._items.items() if code in kept}
+        self._codes = {item: code for code, item in self._items.items()}
+        self._crowded = 2 * len(kept) + _SPARE
+
+    @property
+    def crowded(self) -> bool:
+        """Whether it is time to ``forget``."""
+        return len(self._items) > self._crowded
+
+    def _number(self, token: int | bytes) -> int:
+        if isinstance(token, (bytes, bytearray)):
+            return self._code(bytes(token))
+        try:
+            value = operator.index(token)
+        except TypeError as error:
+            raise InvalidRangeError(f"tokens: {token!r:.60}; ids are integers, other items bytes") from error
+        if not 0 <= value < 2**63:
+            raise InvalidRangeError(f"tokens: {value}; ids are >= 0 and below 2**63, other items are bytes")
+        return value
+
+    def _code(self, item: bytes | SaltedToken) -> int:
+        if item not in self._codes:
+            self._codes[item], self._items[self._next] = self._next, item
+            self._next -= 1
+        return self._codes[item]

@@ -1,0 +1,118 @@
+"""What one tenant computed is found by nobody else: in the cache, in tiers, in stores, or by any figure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from kvcache import HostTier, InvalidRangeError
+from kvcache.stores import MemoryStore
+
+from .models.digests import shared as common
+from .rigs.conversing import LONG, SOME, Rig
+from .rigs.stores import FlakyStore
+
+Talk = Callable[..., Rig]
+Whose = dict[str, Any]
+
+
+def visible(tokens: Sequence[int], whose: Whose, other: Sequence[int], others: Whose) -> int:
+    """How many tokens a conversation may have from another one."""
+    agreed = common(tokens, other)
+    if whose == others:
+        return agreed
+    own = [tenant.get("shared", 0) for tenant in (whose, others) if tenant.get("salt")]
+    return min([agreed, *own])
+
+
+@pytest.mark.parametrize(
+    ("count", "tiers"), [(1000, [HostTier(64 << 20)]), (200, [MemoryStore()])], ids=["host", "store"]
+)
+def test_each_of_a_thousand_requests_finds_what_its_tenant_may_see_and_no_more(
+    talk: Talk, count: int, tiers: list[Any]
+) -> None:
+    """Three tenants and none, with system prompts that all may share or not, whose requests often agree."""
+    r, rnd = talk(tiers=tiers, capacity=160, options={"block_size": 1}), random.Random(5)
+    prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 9, 9]]
+    done: list[tuple[list[int], Whose]] = []
+    for _ in range(count):
+        tokens = rnd.choice(prompts) + rnd.choices((6, 7), k=rnd.randint(1, 7))
+        salt = rnd.choice(["", "a", "b", "c"])
+        whose: Whose = {"salt": salt, "shared": rnd.choice([0, 5])} if salt else {}
+        expected = max((visible(tokens, whose, *other) for other in done), default=0)
+        assert r.keep(tokens, **whose) == min(expected, len(tokens) - 1)
+        if (tokens, whose) not in done:
+            done.append((tokens, whose))
+    r.prefix.close()
+
+
+@pytest.mark.parametrize("cache", SOME)
+def test_no_figure_tells_whether_a_stranger_has_computed_the_same(talk: Talk, cache: str) -> None:
+    """A request costs and reports the same whether another tenant computed its prompt or one as long."""
+    told = []
+    for prompt in (LONG, [50 + token for token in LONG]):
+        store = FlakyStore()
+        r = talk(cache, tiers=[HostTier(1 << 20), store])
+        r.keep(prompt, salt="a")
+        r.prefix.flush()
+        before, calls, evaluated = asdict(r.prefix.stats), store.calls, r.evaluated
+        longest = r.prefix.longest(LONG, salt="b")
+        chat = r.chat(LONG, salt="b")
+        stats = {name: value - before[name] for name, value in asdict(r.prefix.stats).items()}
+        told.append((chat.cached, longest, stats, store.calls - calls, r.evaluated - evaluated))
+        chat.close()
+        assert r.keep(LONG, salt="b") == len(LONG) - 1
+        r.prefix.close()
+    assert told[0] == told[1]
+    assert told[0][0] == 0
+
+
+def test_another_process_finds_in_a_store_what_is_its_tenants_alone(talk: Talk) -> None:
+    store = MemoryStore()
+    first = talk(tiers=[store])
+    first.keep(LONG, salt="a", shared=8)
+    first.prefix.close()
+    for whose, found in (({"salt": "a", "shared": 8}, 16), ({"salt": "b"}, 0), ({}, 8), ({"salt": "a"}, 0)):
+        second = talk(tiers=[store])
+        assert second.keep(LONG, **whose) == found
+        second.prefix.close()
+
+
+@pytest.mark.parametrize("first", [7, b"a picture"])
+def test_a_session_shows_the_tokens_that_it_was_given(talk: Talk, first: int | bytes) -> None:
+    """Also where the first one of its own is generated, and taken back."""
+    r = talk("encoder" if isinstance(first, bytes) else "causal")
+    for shared in (0, 2, 4):
+        chat = r.chat([first, 1, 2], salt="a", shared=shared)
+        chat.say([3])
+        chat.say([4, 5])
+        assert chat.session.tokens == [first, 1, 2, 3, 4, 5]
+        chat.rewind(2)
+        chat.say([3, 3, 3])
+        chat.close()
+        assert r.prefix.longest([first, 1, 3, 3, 3, 9], salt="a", shared=shared) == 5
+        assert r.prefix.longest([first, 1, 3, 3, 3, 9], salt="b", shared=shared) == min(shared, 5)
+        r.prefix.clear()
+
+
+def test_tenants_that_are_gone_take_no_memory(talk: Talk) -> None:
+    r = talk(capacity=16)
+    sizes = []
+    for number in range(2500):
+        r.keep([1, 2], salt=f"tenant {number}")
+        sizes.append(len(r.prefix.alphabet._items))
+    assert max(sizes) < 1500
+    assert r.keep([1, 2], salt="tenant 2499") == 1
+
+
+@pytest.mark.parametrize("whose", [{"salt": 3}, {"salt": None}, {"salt": "a", "shared": -1}])
+def test_a_salt_is_a_string_and_shared_a_count(talk: Talk, whose: Whose) -> None:
+    r = talk()
+    for call in (r.prefix.begin, r.prefix.longest, r.prefix.pin, r.prefix.unpin):
+        with pytest.raises(InvalidRangeError, match=r"salt=.*must be a string|shared=-1"):
+            call([1, 2], **whose)
+    assert not r.prefix.sessions
