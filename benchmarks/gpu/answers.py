@@ -9,7 +9,7 @@ from typing import Any
 
 import ml
 from benchmarks.gpu.record import Skipped, Stage, needs
-from benchmarks.gpu.suites import needs_backend
+from benchmarks.gpu.suites import device_of, needs_backend
 from benchmarks.whole_model import STORIES
 from kvcache.runner import (
     EngineOptions,
@@ -58,7 +58,7 @@ def compare(stage: Stage, backend: ml.Backend, folder: Path) -> None:
 def bundled(stage: Stage, name: str) -> None:
     needs_backend(name)
     needs("safetensors", "tokenizers")
-    with ml.open_backend(name, device=stage.options.device) as backend:
+    with ml.open_backend(name, device=device_of(stage, name)) as backend:
         compare(stage, backend, bundled_model())
 
 
@@ -70,7 +70,7 @@ def known_text(stage: Stage, name: str) -> None:
     needs_backend(name)
     needs("safetensors", "tokenizers")
     text = (folder / "README.md").read_text(encoding="utf-8").split("against:\n\n")[1].strip("\n")
-    with ml.open_backend(name, device=stage.options.device) as backend:
+    with ml.open_backend(name, device=device_of(stage, name)) as backend:
         options = EngineOptions(max_sequences=1, capacity=256)
         with Generator(load_model(folder, backend), Tokenizer.load(folder), options=options) as generator:
             (answer,) = generator.complete([""], GenerationOptions(200))

@@ -158,9 +158,10 @@ def graph_tensors(stage: Stage) -> None:
             fixed.start_forward(ctx, batch)
             natives = [tensor.native for tensor in fixed.graph_tensors(ctx, 0)]
             addresses.add(tuple(native.data_ptr() for native in natives))
-            replay = replay or device.captured(
-                lambda natives=natives: _attend(natives, query, key, value, out)
-            )
+            if replay is None:
+                call = functools.partial(_attend, natives, query, key, value, out)
+                call()  # what libraries set up when they are first used cannot be captured
+                replay = device.captured(call)
             replay()
             plain.start_forward(ctx, batch)
             plain.put(ctx, ctx.from_native(key), ctx.from_native(value))

@@ -105,7 +105,7 @@ def random_llama(backend: ml.Backend, small: bool, dtype: ml.DType = ml.DType.F3
 def decode_profile(stage: Stage) -> None:
     """The kernels of a decode step of the runner's own Llama, by their time."""
     device, history = Device(stage.options.device, stage.quick), 64 if stage.quick else 2048
-    with ml.open_backend("torch", device=device.name) as backend, torch.device(device.torch):
+    with ml.open_backend("torch", device=device.name) as backend:
         ours = Ours(random_llama(backend, stage.quick), history)
         for _ in range(3):
             ours.step()

@@ -14,7 +14,7 @@ from pathlib import Path
 import ml
 from benchmarks.gpu.record import ROOT, Skipped, Stage, needs
 
-__all__ = ["CUPY", "TORCH", "needs_backend", "tally"]
+__all__ = ["CUPY", "TORCH", "device_of", "needs_backend", "tally"]
 
 EXAMPLE = ROOT / "examples" / "own_loop" / "cupy_attention.py"
 GRACE = 30.0
@@ -33,27 +33,22 @@ def needs_backend(name: str) -> None:
 
 def torch_suites(stage: Stage) -> None:
     needs_backend("torch")
-    _suites(stage, "torch", f"device={stage.options.device}")
+    _suites(stage, "torch")
 
 
 def cupy_suites(stage: Stage) -> None:
     needs_backend("cupy")
-    _suites(stage, "cupy", f"device={_numbered(stage.options.device)}")
+    _suites(stage, "cupy")
 
 
-def _numbered(device: str) -> str:
-    return device if device.startswith("cuda") else "cuda"
+def device_of(stage: Stage, backend: str) -> str:
+    """The stage's device; CuPy, which has no CPU, takes a GPU whatever it is."""
+    return "cuda" if backend == "cupy" and stage.options.device == "cpu" else stage.options.device
 
 
-def _suites(stage: Stage, backend: str, option: str) -> None:
-    command = [
-        "--pyargs",
-        "ml.testing",
-        "kvcache.testing",
-        f"--ml-backend={backend}",
-        "--ml-backend-option",
-        option,
-    ]
+def _suites(stage: Stage, backend: str) -> None:
+    command = ["--pyargs", "ml.testing", "kvcache.testing", f"--ml-backend={backend}"]
+    command += ["--ml-backend-option", f"device={device_of(stage, backend)}"]
     _pytest(stage, "suites", [*command, *(["--ml-quick", "-k", "rows or layers"] if stage.quick else [])])
 
 
