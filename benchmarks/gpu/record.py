@@ -67,18 +67,23 @@ class Stage:
         return self.options.seconds - (time.monotonic() - self.began)
 
     def run(self, steps: Mapping[str, Callable[[Stage], object]]) -> str:
-        """Take all steps, whatever becomes of each; the result is "ok", "failed" or "skipped: ..."."""
+        """Take all steps, whatever becomes of each.
+
+        The result is "ok", "failed", "ok, skipped: <names>", or "skipped: <reason>" where nothing could run.
+        """
         for name, step in steps.items():
             if self.options.only in name:
                 self._take(name, step)
-        results = [entry["result"] for entry in self.steps.values()]
-        skipped = [result for result in results if result.startswith("skipped")]
+        results = {name: entry["result"] for name, entry in self.steps.items()}
+        skipped = [name for name, result in results.items() if result.startswith("skipped")]
         if not results:
             self.result = f"skipped: no step is named like {self.options.only!r}"
-        elif "failed" in results:
+        elif "failed" in results.values():
             self.result = "failed"
+        elif len(skipped) == len(results):
+            self.result = results[skipped[0]]
         else:
-            self.result = skipped[0] if len(skipped) == len(results) else "ok"
+            self.result = f"ok, skipped: {', '.join(skipped)}" if skipped else "ok"
         self.save()
         return self.result
 

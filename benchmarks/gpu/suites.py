@@ -53,6 +53,7 @@ def _suites(stage: Stage, backend: str) -> None:
 
 
 def torch_files(stage: Stage) -> None:
+    needs_backend("torch")
     _files(stage, "torch", "close or no_copy")
 
 
