@@ -147,7 +147,7 @@ class Stage:
         shown |= {"result": self.result, "goals": self.goals, "steps": self.steps}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(shown, indent=1, default=str) + "\n", encoding="utf-8")
         new.replace(self.path)
 
 
