@@ -32,7 +32,7 @@ def model_of(stage: Stage, dtype: torch.dtype = torch.float32) -> Any:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     shape = {key: value for key, value in (SMALL if stage.quick else RANDOM).items() if key != "torch_dtype"}
-    shape["num_hidden_layers"] = 2 if stage.quick else shape["num_hidden_layers"]
+    shape["num_hidden_layers"] = 1 if stage.quick else shape["num_hidden_layers"]
     own = {"initializer_range": 0.1, "tie_word_embeddings": False, "attn_implementation": "sdpa"}
     config = transformers.LlamaConfig(**{**shape, **own})
     return transformers.LlamaForCausalLM(config).to(dtype=dtype, device=stage.options.device).eval()

@@ -152,8 +152,8 @@ class Stage:
 
 
 def _let_go() -> None:
-    """Free what a step has held, on the device too."""
-    gc.collect()
+    """Free what a part has held of the device."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
+        gc.collect()
         torch.cuda.empty_cache()
