@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import ml
-from benchmarks.gpu.record import Skipped, Stage, needs
-from benchmarks.gpu.suites import device_of, needs_backend
+from benchmarks.gpu.record import Skipped, Stage, needs, needs_backend
+from benchmarks.gpu.suites import device_of
 from benchmarks.whole_model import STORIES
 from kvcache.runner import (
     EngineOptions,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import statistics
 import time
 import warnings
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+import ml
 from kvcache.bench.timing import Contender, interleave
 
 __all__ = ["Device", "Timed"]
@@ -36,7 +38,13 @@ class Device:
         self.name, self.quick = name, quick
         self.torch = torch.device(name)
         self.cuda = self.torch.type == "cuda"
-        self._flush = torch.empty(1 << (30 if self.cuda else 10), dtype=torch.uint8, device=self.torch)
+
+    @functools.cached_property
+    def _flush(self) -> torch.Tensor:
+        return torch.empty(1 << (30 if self.cuda else 10), dtype=torch.uint8, device=self.torch)
+
+    def open(self) -> ml.Backend:
+        return ml.open_backend("torch", device=self.name)
 
     def synchronize(self) -> None:
         if self.cuda:

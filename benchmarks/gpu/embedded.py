@@ -12,9 +12,7 @@ import torch
 import transformers
 
 import ml
-from benchmarks.gpu.device import Device
 from benchmarks.gpu.record import Skipped, Stage
-from benchmarks.gpu.suites import needs_backend
 from benchmarks.models import RANDOM, SMALL
 from benchmarks.transformers_update import CACHES
 from kvcache import Batch, CausalCache
@@ -43,7 +41,7 @@ class Loop:
 
     def __init__(self, model: Any, cache: Any, stage: Stage) -> None:
         self.model, self.cache, self.call = model, cache, model
-        self.device, self.new = Device(stage.options.device, stage.quick), 8 if stage.quick else 64
+        self.device, self.new = stage.device, 8 if stage.quick else 64
         prompt = torch.arange(3, 3 + PROMPT, device=self.device.torch).unsqueeze(0)
         self.token = self._next(model, prompt)
 
@@ -96,7 +94,6 @@ def _note(stage: Stage, name: str, wanted: list[int], found: tuple[list[int], fl
 
 
 def compiled(stage: Stage) -> None:
-    device = Device(stage.options.device, stage.quick)
     kind = "eager" if stage.quick else "inductor"
     if kind == "inductor" and not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
         raise Skipped("inductor needs a C compiler: none is on the PATH")
@@ -105,14 +102,13 @@ def compiled(stage: Stage) -> None:
         torch._dynamo.reset()
         loop.call = torch.compile(loop.model, backend=kind, fullgraph=True)
 
-    stage.note("compiler", f"{kind} on {device.name}")
+    stage.note("compiler", kind)
     _static(stage, prepare, lambda step: step)
 
 
 def captured(stage: Stage) -> None:
     """One step in a CUDA graph by hand, which is replayed for every further token."""
-    device = Device(stage.options.device, stage.quick)
-    _static(stage, lambda loop: None, device.captured)
+    _static(stage, lambda loop: None, stage.device.captured)
 
 
 def _static(stage: Stage, prepare: Callable[[Loop], None], prepared: Callable[[Step], Step]) -> None:
@@ -130,15 +126,8 @@ def _static(stage: Stage, prepare: Callable[[Loop], None], prepared: Callable[[S
 
 def graph_tensors(stage: Stage) -> None:
     """Put and attention over ``graph_tensors``, captured once; it serves a history that grows."""
-    needs_backend("torch")
-    device, heads, dim, rows, steps = (
-        Device(stage.options.device, stage.quick),
-        4,
-        64,
-        3,
-        8 if stage.quick else 60,
-    )
-    with ml.open_backend("torch", device=device.name) as backend, backend.new_context() as ctx:
+    device, (heads, dim, rows), steps = stage.device, (4, 64, 3), 8 if stage.quick else 60
+    with device.open() as backend, backend.new_context() as ctx:
         fixed, plain = CausalCache(), CausalCache()
         fixed.set_config(ml.CacheConfig(fixed_shapes=True))
         for cache in (fixed, plain):

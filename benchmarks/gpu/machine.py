@@ -45,7 +45,7 @@ def versions(stage: Stage) -> None:
 
 
 def properties(stage: Stage) -> None:
-    device = Device(stage.options.device, stage.quick)
+    device = stage.device
     if device.cuda:
         found = torch.cuda.get_device_properties(device.torch)
         names = (name for name in dir(found) if not name.startswith("_"))
@@ -56,21 +56,16 @@ def properties(stage: Stage) -> None:
 
 def chosen_attention(stage: Stage) -> None:
     """What SDPA takes for shapes of ours: a query over a history, many rows, a mask, and grouped heads."""
-    device = Device(stage.options.device, stage.quick)
+    device = stage.device
     history = 256 if stage.quick else 8192
     rows, queries = (2, 8) if stage.quick else (64, 512)
-    cases = {
-        "1 query": (1, 1, False),
-        "rows of 1": (rows, 1, False),
-        "many queries, a mask": (1, queries, True),
-    }
+    cases = {"1 query": (1, 1, False), "rows of 1": (rows, 1, False), "queries, a mask": (1, queries, True)}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for dtype, (name, case), grouped in itertools.product(DTYPES, cases.items(), (True, False)):
             query, key, mask = _inputs(device, dtype, history, *case)
             keys = key if grouped else key.repeat_interleave(GROUPS, 1)
-            with torch.profiler.record_function(
-                f"{name}, {dtype}, {'grouped' if grouped else 'repeated'} heads"
-            ):
+            label = f"{name}, {dtype}, {'grouped' if grouped else 'repeated'} heads"
+            with torch.profiler.record_function(label):
                 torch.nn.functional.scaled_dot_product_attention(query, keys, keys, mask, enable_gqa=grouped)
     start = "aten::_scaled_dot_product"
     for event in profile.events():
@@ -90,7 +85,7 @@ def _inputs(device: Device, dtype: torch.dtype, history: int, rows: int, queries
 
 def bandwidth(stage: Stage) -> None:
     """Bytes per second, read and written; to and from the host by the size of a page."""
-    device = Device(stage.options.device, stage.quick)
+    device = stage.device
     stage.note("peak", device.peak())
     for mib in (1,) if stage.quick else (1, 16, 256, 2048):
         stage.note(f"copies of {mib} MiB", device.copies(mib << 20))
@@ -104,8 +99,8 @@ def random_llama(backend: ml.Backend, small: bool, dtype: ml.DType = ml.DType.F3
 
 def decode_profile(stage: Stage) -> None:
     """The kernels of a decode step of the runner's own Llama, by their time."""
-    device, history = Device(stage.options.device, stage.quick), 64 if stage.quick else 2048
-    with ml.open_backend("torch", device=device.name) as backend:
+    device, history = stage.device, 64 if stage.quick else 2048
+    with device.open() as backend:
         ours = Ours(random_llama(backend, stage.quick), history)
         for _ in range(3):
             ours.step()
@@ -119,9 +114,6 @@ def decode_profile(stage: Stage) -> None:
 
 
 STEPS = {
-    "versions": versions,
-    "properties": properties,
-    "chosen attention": chosen_attention,
-    "bandwidth": bandwidth,
-    "decode profile": decode_profile,
+    step.__name__.replace("_", " "): step
+    for step in (versions, properties, chosen_attention, bandwidth, decode_profile)
 }

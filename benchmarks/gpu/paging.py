@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 import ml
-from benchmarks.gpu.device import Device
 from benchmarks.gpu.record import Stage
-from benchmarks.gpu.suites import needs_backend
 from benchmarks.gpu.tables import Steps
 from benchmarks.page_out import DIM, HEADS, LAYERS, Leaving
 from kvcache.bench.timing import Contender
@@ -23,12 +21,11 @@ DTYPE = ml.DType.BF16
 
 def pages(stage: Stage) -> None:
     """A conversation of four layers leaves, and comes back: bytes per second beside those of memcpy."""
-    needs_backend("torch")
-    device = Device(stage.options.device, stage.quick)
+    device = stage.device
     for tokens in (256,) if stage.quick else (2048, 32768):
         nbytes = 2 * LAYERS * tokens * HEADS * DIM * DTYPE.itemsize
         floors = device.copies(nbytes)
-        with ml.open_backend("torch", device=device.name) as backend:
+        with device.open() as backend:
             left, back = (Leaving(backend, tokens, DTYPE, 1 << 40) for _ in range(2))
 
             def away(back: Leaving = back) -> None:
@@ -57,10 +54,9 @@ def pages(stage: Stage) -> None:
 
 def beside_decoding(stage: Stage) -> None:
     """Microseconds of a decode step alone, and while a page leaves beside it."""
-    needs_backend("torch")
-    device = Device(stage.options.device, stage.quick)
+    device = stage.device
     tokens, sequences, each = (256, 2, 32) if stage.quick else (32768, 8, 1024)
-    with ml.open_backend("torch", device=device.name) as backend:
+    with device.open() as backend:
         steps, page = Steps(backend, sequences, each), Leaving(backend, tokens, DTYPE, 1 << 40)
 
         def decoded(seconds: float) -> list[float]:

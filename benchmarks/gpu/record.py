@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import json
@@ -13,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["ROOT", "Options", "Skipped", "Stage", "needs"]
+import ml
+
+__all__ = ["ROOT", "Options", "Skipped", "Stage", "needs", "needs_backend"]
 
 ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
@@ -28,6 +31,16 @@ def needs(*modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise Skipped(f"{', '.join(missing)} is not installed")
+
+
+def needs_backend(name: str) -> None:
+    info = next((info for info in ml.available_backends() if info.name == name), None)
+    if info is None:
+        raise Skipped(
+            f"no backend {name!r} is installed: install a wheel of this project, a checkout has none"
+        )
+    if not info.available:
+        raise Skipped(f"{name} cannot run here: {info.reason}")
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,14 @@ class Stage:
     @property
     def quick(self) -> bool:
         return self.options.quick
+
+    @functools.cached_property
+    def device(self) -> Any:
+        """A :class:`benchmarks.gpu.device.Device`. The step is skipped where PyTorch's backend cannot run."""
+        needs_backend("torch")
+        from benchmarks.gpu.device import Device
+
+        return Device(self.options.device, self.quick)
 
     @property
     def left(self) -> float:

@@ -9,8 +9,7 @@ import torch
 
 from benchmarks import tensor_parallel
 from benchmarks.gpu.answers import over_devices
-from benchmarks.gpu.record import Skipped, Stage
-from benchmarks.gpu.suites import needs_backend
+from benchmarks.gpu.record import Skipped, Stage, needs_backend
 from kvcache.runner.rank import RanksError
 
 __all__ = ["STEPS"]

@@ -11,24 +11,12 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
-import ml
-from benchmarks.gpu.record import ROOT, Skipped, Stage, needs
+from benchmarks.gpu.record import ROOT, Stage, needs, needs_backend
 
-__all__ = ["CUPY", "TORCH", "device_of", "needs_backend", "tally"]
+__all__ = ["CUPY", "TORCH", "device_of", "tally"]
 
-EXAMPLE = ROOT / "examples" / "own_loop" / "cupy_attention.py"
 GRACE = 30.0
 """Seconds in which pytest, once it is interrupted, writes what it has found."""
-
-
-def needs_backend(name: str) -> None:
-    info = next((info for info in ml.available_backends() if info.name == name), None)
-    if info is None:
-        raise Skipped(
-            f"no backend {name!r} is installed: install a wheel of this project, a checkout has none"
-        )
-    if not info.available:
-        raise Skipped(f"{name} cannot run here: {info.reason}")
 
 
 def torch_suites(stage: Stage) -> None:
@@ -58,7 +46,7 @@ def torch_files(stage: Stage) -> None:
 
 
 def cupy_files(stage: Stage) -> None:
-    """On the real CuPy where there is one, and on the double of it."""
+    """On the real CuPy where there is one, and on the double of it; the own loop of examples/ too."""
     _files(stage, "cupy", "close or probe")
 
 
@@ -128,16 +116,5 @@ def _first(message: str | None) -> str:
     return (message or "").partition("\n")[0][:300]
 
 
-def cupy_example(stage: Stage) -> None:
-    needs_backend("cupy")
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False, timeout=max(1.0, stage.left),
-    )  # fmt: skip
-    stage.note("output", done.stdout)
-    if done.returncode:
-        raise AssertionError(f"{EXAMPLE.name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-
-
 TORCH = {"shipped suites": torch_suites, "test files": torch_files}
-CUPY = {"shipped suites": cupy_suites, "test files": cupy_files, "own loop": cupy_example}
+CUPY = {"shipped suites": cupy_suites, "test files": cupy_files}

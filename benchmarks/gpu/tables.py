@@ -16,8 +16,7 @@ import ml
 from benchmarks.attention import ROOM, SCALE, Filled, filled
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.machine import random_llama
-from benchmarks.gpu.record import Stage, needs
-from benchmarks.gpu.suites import needs_backend
+from benchmarks.gpu.record import Skipped, Stage, needs
 from benchmarks.put_get import Case
 from benchmarks.shapes import DIM, DTYPES, GROUPS, HEADS, LENGTHS
 from kvcache import Batch
@@ -46,11 +45,8 @@ class Packed:
 
     def varlen(self) -> tuple[str, Callable[[], torch.Tensor]]:
         """The best call for variable lengths that is here; on a CPU there is none: one over equal lengths."""
-        ends = [
-            torch.arange(self.sequences + 1, dtype=torch.int32, device=self.k.device) * n
-            for n in (1, self.each)
-        ]
-        shape = (self.query, self.k, self.v, *ends, 1, self.each)
+        ends = torch.arange(self.sequences + 1, dtype=torch.int32, device=self.k.device)
+        shape = (self.query, self.k, self.v, ends, ends * self.each, 1, self.each)
         if not self.k.is_cuda:
             return "sdpa, equal lengths", self.sdpa
         if importlib.util.find_spec("flash_attn"):
@@ -65,9 +61,8 @@ class Packed:
     @property
     def rows(self) -> list[torch.Tensor]:
         """(sequences, heads, tokens, dim) each."""
-        return [
-            x.view(self.sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (self.query, self.k, self.v)
-        ]
+        tensors = self.query, self.k, self.v
+        return [x.view(self.sequences, -1, *x.shape[1:]).transpose(1, 2) for x in tensors]
 
     def sdpa(self) -> torch.Tensor:
         found = torch.nn.functional.scaled_dot_product_attention(*self.rows, scale=SCALE, enable_gqa=True)
@@ -83,10 +78,8 @@ class Packed:
         cache, (query, k, v) = StaticCache(config=config, max_cache_len=self.each + ROOM), self.rows
         cache.update(k, v, 0)
         mask = (torch.arange(self.each + ROOM, device=k.device) < self.each).expand(self.sequences, 1, 1, -1)
-        module, last = (
-            SimpleNamespace(num_key_value_groups=GROUPS, is_causal=True),
-            (k[:, :, -1:], v[:, :, -1:]),
-        )
+        module = SimpleNamespace(num_key_value_groups=GROUPS, is_causal=True)
+        last = k[:, :, -1:], v[:, :, -1:]
 
         def step() -> torch.Tensor:
             cache.layers[0].cumulative_length.sub_(1)
@@ -103,33 +96,27 @@ def packed(made: Filled, sequences: int, query: ml.Tensor) -> Packed:
 
 def attend(stage: Stage) -> None:
     """One layer of a decode step: times, and bytes of K and V per second beside the memory's."""
-    needs_backend("torch")
-    device = Device(stage.options.device, stage.quick)
+    device = stage.device
     peaks = device.peak()
     stage.note("memory, bytes per second", peaks)
     for each in (64, 130) if stage.quick else (1024, 8192, 32768):
         for sequences in (1, 3) if stage.quick else (1, 8, 64, 256):
             name = f"{sequences} sequences of {each}"
-            stage.attempt(
-                name, functools.partial(_attend, stage, device, name, sequences, each, max(peaks.values()))
-            )
+            case = functools.partial(_attend, stage, device, name, sequences, each, max(peaks.values()))
+            stage.attempt(name, case)
 
 
 def _attend(stage: Stage, device: Device, name: str, sequences: int, each: int, peak: float) -> None:
     dtype = "bfloat16" if device.cuda else "float32"
     nbytes = 2 * sequences * each * HEADS * DIM * DTYPES[dtype].itemsize
     if 2.5 * nbytes > device.free():
-        stage.note(
-            name, f"skipped: {2.5 * nbytes / 1e9:.0f} GB are needed, {device.free() / 1e9:.0f} GB are free"
-        )
-        return
-    with ml.open_backend("torch", device=device.name) as backend, torch.inference_mode():
+        raise Skipped(f"{2.5 * nbytes / 1e9:.0f} GB are needed, {device.free() / 1e9:.0f} GB are free")
+    with device.open() as backend, torch.inference_mode():
         made = filled(backend, sequences, each, DTYPES[dtype])
         cache, ctx, token = made.cache, made.ctx, made.token(sequences)
         torch.manual_seed(0)
-        query = ctx.from_native(
-            torch.randn(sequences, HEADS * GROUPS, DIM, device=device.torch).to(token.native)
-        )
+        drawn = torch.randn(sequences, HEADS * GROUPS, DIM, device=device.torch)
+        query = ctx.from_native(drawn.to(token.native))
         floor = packed(made, sequences, query)
         label, varlen = floor.varlen()
 
@@ -160,13 +147,12 @@ def _attend(stage: Stage, device: Device, name: str, sequences: int, each: int, 
 
 def put_get(stage: Stage) -> None:
     """One token and a chunk, and views of all, beside slice writes by hand and transformers' StaticCache."""
-    needs_backend("torch")
-    device = Device(stage.options.device, stage.quick)
+    device = stage.device
     dtype = "bfloat16" if device.cuda else "float32"
     lengths = (64,) if stage.quick else LENGTHS
     cases = [Case(f"put + get, 1 token, {n}", dtype, n, 1) for n in lengths]
     cases.append(Case(f"put + get, 512 tokens, {lengths[-1]}", dtype, lengths[-1], 512, grow=False))
-    with ml.open_backend("torch", device=device.name) as backend:
+    with device.open() as backend:
         for case in cases:
             stage.attempt(case.name, functools.partial(_put_get, stage, device, backend, case))
 
@@ -212,12 +198,11 @@ class Steps:
 
 def start_forward(stage: Stage) -> None:
     """A pass before its first layer, with it, and each further layer; launches and waits of these."""
-    needs_backend("torch")
-    device = Device(stage.options.device, stage.quick)
+    device = stage.device
     counts: dict[int, dict[str, float]] = {}
     each, numbers = (32, (1, 2, 4)) if stage.quick else (1024, (1, 8, 64, 256))
     for sequences in numbers:
-        with ml.open_backend("torch", device=device.name) as backend, torch.inference_mode():
+        with device.open() as backend, torch.inference_mode():
             steps = Steps(backend, sequences, each)
             ways = {
                 "start_forward": Contender(steps.start, steps.room, steps.layer),
@@ -239,9 +224,8 @@ def start_forward(stage: Stage) -> None:
 
 def engine(stage: Stage) -> None:
     """Waits between one sampled token and the next, of eight requests at once."""
-    needs_backend("torch")
-    device, rows = Device(stage.options.device, stage.quick), 2 if stage.quick else 8
-    with ml.open_backend("torch", device=device.name) as backend:
+    device, rows = stage.device, 2 if stage.quick else 8
+    with device.open() as backend:
         options = EngineOptions(max_sequences=rows, capacity=256)
         with Engine(random_llama(backend, stage.quick), None, options) as running:
             settings = GenerationOptions(max_new_tokens=200, ignore_eos=True)
@@ -256,11 +240,10 @@ def engine(stage: Stage) -> None:
 
 def paged(stage: Stage) -> None:
     """The engine's tokens per second, and those of transformers' continuous batching with paged attention."""
-    needs_backend("torch")
     needs("transformers", "safetensors")
     from benchmarks.ragged_engine import peers
 
-    with ml.open_backend("torch", device=stage.options.device) as backend:
+    with stage.device.open() as backend:
         for row in peers(backend, stage.quick, *((3, 6) if stage.quick else (64, 128))):
             stage.note(row.contender, {"tokens_per_s": row.median, "ratio": row.ratio, "note": row.note})
 
