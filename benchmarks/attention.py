@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ from benchmarks.shapes import DIM, DTYPES, GROUPS, HEADS
 from kvcache import Batch, CausalCache
 from kvcache.bench.timing import Contender
 
-__all__ = ["run"]
+__all__ = ["ROOM", "SCALE", "Filled", "filled", "run"]
 
 SCALE = DIM**-0.5
 SEQUENCES, EACH = 8, 4096
 """Sequences that are attended to at once, and tokens of each."""
+CHUNK, PARTS, ROOM = 512, 7, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ def run(quick: bool, framework: str) -> Iterator[Row]:
 
 def _one(backend: ml.Backend, on: Framework, history: int, dtype: str, rounds: int) -> Iterator[Row]:
     hand = by_hand(on, history, dtype)
-    cache, ctx = filled(backend, 1, history, DTYPES[dtype])
+    made = filled(backend, 1, history, DTYPES[dtype])
+    cache, ctx = made.cache, made.ctx
     key, value, _ = cache.get(ctx)
     query = ctx.from_native(hand.query.reshape(1, HEADS * GROUPS, DIM))
     floor = {"floor (contiguous head-major)": Contender(lambda: hand.done(hand.lazy()))}
@@ -90,7 +92,8 @@ def _several(backend: ml.Backend, on: Framework, dtype: str, rounds: int) -> Ite
     """Floor: eight calls over one sequence's contiguous tensors each (its own tensors, as in the cache)."""
     hands = [by_hand(on, EACH, dtype) for _ in range(SEQUENCES)]
     done = hands[0].done
-    cache, ctx = filled(backend, SEQUENCES, EACH, DTYPES[dtype])
+    made = filled(backend, SEQUENCES, EACH, DTYPES[dtype])
+    cache, ctx = made.cache, made.ctx
     query = ctx.full((SEQUENCES, HEADS * GROUPS, DIM), 0.1, DTYPES[dtype])
 
     def masked() -> object:
@@ -106,22 +109,46 @@ def _several(backend: ml.Backend, on: Framework, dtype: str, rounds: int) -> Ite
     yield from rows_of(f"{on.name} {dtype}", f"attention, {SEQUENCES} sequences of {EACH}", trial)
 
 
-def filled(backend: ml.Backend, sequences: int, each: int, dtype: ml.DType) -> tuple[CausalCache, ml.Context]:
-    """A cache of ``sequences`` with random tokens, in a pass of one further token each; its context."""
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A cache in a pass of one further token of each sequence, the last of ``each`` that it has."""
+
+    cache: CausalCache
+    ctx: ml.Context
+    parts: list[ml.Tensor]
+    """Random tokens (CHUNK, heads, dim), of which all that is stored is made; keys are values."""
+    each: int
+
+    def stored(self, seq: int) -> Iterator[ml.Tensor]:
+        """What a sequence has been given, part by part."""
+        for number, begin in enumerate(range(0, self.each - 1, CHUNK)):
+            part = self.parts[(seq + number) % len(self.parts)]
+            yield part.slice(self.ctx, 0, 0, min(CHUNK, self.each - 1 - begin))
+        yield self.parts[0].slice(self.ctx, 0, seq, seq + 1)
+
+    def token(self, sequences: int) -> ml.Tensor:
+        """The last token of each."""
+        return self.parts[0].slice(self.ctx, 0, 0, sequences)
+
+
+def filled(backend: ml.Backend, sequences: int, each: int, dtype: ml.DType) -> Filled:
+    """At most CHUNK sequences of ``each`` random tokens. Little of it comes from the host."""
     ctx, cache, random = backend.new_context(), CausalCache(), np.random.default_rng(0)
     # Room beyond the history: what get returns is then strided, as it is in a decoding cache.
-    cache.init(backend, dtype, sequences, each + 256, 512)
+    cache.init(backend, dtype, sequences, each + ROOM, CHUNK)
+    hosts = (random.normal(size=(CHUNK, HEADS, DIM)).astype(np.float32) for _ in range(PARTS))
+    found = Filled(cache, ctx, [ctx.from_numpy(host).cast(ctx, dtype) for host in hosts], each)
 
-    def put(positions: range | list[int], owners: list[int]) -> None:
-        host = random.normal(size=(len(owners), HEADS, DIM)).astype(np.float32)
-        part = ctx.from_numpy(host).cast(ctx, dtype)
+    def put(part: ml.Tensor, positions: Sequence[int], owners: Sequence[int]) -> None:
         cache.start_forward(ctx, Batch(positions, owners))
         cache.put(ctx, part, part)
         ctx.compute()
 
     for seq in range(sequences):
-        for begin in range(0, each - 1, 512):
-            count = min(512, each - 1 - begin)
-            put(range(begin, begin + count), [seq] * count)
-    put([each - 1] * sequences, list(range(sequences)))
-    return cache, ctx
+        begin = 0
+        for part in list(found.stored(seq))[:-1]:
+            count = part.shape[0]
+            put(part, range(begin, begin + count), [seq] * count)
+            begin += count
+    put(found.token(sequences), [each - 1] * sequences, range(sequences))
+    return found

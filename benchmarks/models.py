@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from kvcache.runner.loading import load_config
 from kvcache.runner.models.families import expected_shapes
@@ -30,6 +29,8 @@ SMALL: dict[str, Any] = {
 
 def random_model(folder: Path, config: dict[str, Any], spread: float = 0.02) -> Path:
     """``folder`` with weights in F16, which compute in F32: half the file, the same work."""
+    from safetensors.numpy import save_file
+
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     random, weights = np.random.default_rng(0), {}

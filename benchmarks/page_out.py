@@ -59,6 +59,12 @@ class Leaving:
         self.page_out()
         self.prefix.flush()
 
+    def back(self) -> None:
+        """Into a new session, but for the last token, which is always computed."""
+        with self.prefix.begin(list(range(self.tokens))) as session, self.backend.new_context() as ctx:
+            assert session.cached == self.tokens - 1
+            ctx.compute()
+
     def done(self) -> None:
         self.prefix.flush()
         assert self.prefix.failed["host"] == 0 < self.prefix.nbytes["host"]

@@ -56,25 +56,26 @@ def engine(backend: ml.Backend, folder: Path, quick: bool) -> Iterator[Row]:
         yield summary(f"{backend.name} float32", name, label, values, unit="tokens/s")
 
 
-def peers(backend: ml.Backend, quick: bool) -> Iterator[Row]:
+def peers(backend: ml.Backend, quick: bool, count: int = 32, new: int = 64) -> Iterator[Row]:
     """The same by transformers' continuous batching with paged attention, on one random Llama."""
     import torch
     from transformers import GenerationConfig, LlamaForCausalLM
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    new, group, name = 64, f"{backend.name} float32", "engine, random Llama, 32 requests on one prefix"
+    group, name = f"{backend.name} float32", f"engine, random Llama, {count} requests on one prefix"
     with tempfile.TemporaryDirectory() as folder:
         path = random_model(Path(folder), SMALL, 0.2)
         theirs = LlamaForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
+        theirs.to(backend.devices[0].name)
         model = load_model(path, backend, ml.DType.F32)
-    wanted = prompts(model.config.vocab_size, 32, 300, 20)
+    wanted = prompts(model.config.vocab_size, count, 300, 20)
     settings = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
     paged = ContinuousBatchingConfig(num_blocks=1024, max_batch_tokens=1024)
     rates: dict[str, list[float]] = {"ours": [], "transformers, paged": []}
     same = 0
-    with Engine(model, None, EngineOptions(max_sequences=32, capacity=400)) as running:
+    with Engine(model, None, EngineOptions(max_sequences=count, capacity=400)) as running:
         for _ in range(2 if quick else 4):
             rate, _, mine = generate(running, wanted, new)
             rates["ours"].append(rate)
@@ -86,6 +87,6 @@ def peers(backend: ml.Backend, quick: bool) -> Iterator[Row]:
             same = sum(a == b for a, b in zip(mine, answers, strict=True))
     for label, values in rates.items():
         ratio = statistics.median(values[1:]) / statistics.median(rates["transformers, paged"][1:])
-        note = f"{same} of 32 answers are the same" if label != "ours" else ""
+        note = f"{same} of {count} answers are the same" if label != "ours" else ""
         row = summary(group, name, label, values[1:], unit="tokens/s", note=note)
         yield dataclasses.replace(row, ratio=ratio)

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.models.families import parse_config
 from kvcache.runner.models.llama import Llama
 from kvcache.runner.parallel import join, share_of
-from kvcache.runner.rank import job_of_rank, leave
+from kvcache.runner.rank import LOST, job_of_rank, leave
 from kvcache.runner.ranks import run_ranks
 
 __all__ = ["main"]
@@ -67,13 +68,26 @@ class RandomWeights:
 
 def rank_main() -> None:
     job = json.loads(job_of_rank())
-    options = {"device": "cpu"}
-    with ml.open_backend(job["backend"], **options) as backend:
+    kind = job.get("device", "cpu")
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if kind == "cuda" else kind
+    with ml.open_backend(job["backend"], device=device) as backend:
         group = join(backend, job["size"])
-        found = exchanges(backend, group, job) if job["what"] == "exchange" else decoding(backend, group, job)
+        found: dict[str, Any] = {}
+        if job["what"] in ("exchange", "both"):
+            found |= exchanges(backend, group, job)
+        if job["what"] in ("decode", "both"):
+            found |= decoding(backend, group, job)
         group.barrier()
         if group.rank == 0:
             Path(job["out"]).write_text(json.dumps(found), encoding="utf-8")
+        group.barrier()
+        if group.rank == job.get("killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif "killed" in job:
+            try:
+                group.barrier()
+            except ml.GroupError:
+                leave(LOST)
     leave(0)
 
 
@@ -100,7 +114,7 @@ def raw_sum(backend: Any, group: Any, tensor: Any) -> Callable[[], object]:
         import torch.distributed as dist
 
         array = tensor.native.clone()
-        return lambda: dist.all_reduce(array)
+        return lambda: (dist.all_reduce(array), _wait(array))
     import mlx.core as mx
 
     native, stream = group._native, backend.work.stream
@@ -108,9 +122,20 @@ def raw_sum(backend: Any, group: Any, tensor: Any) -> Callable[[], object]:
     return lambda: mx.eval(mx.distributed.all_sum(array, group=native, stream=stream))
 
 
+def _wait(array: Any) -> None:
+    """Until a GPU has done it; on a CPU it is done."""
+    if array.is_cuda:
+        import torch
+
+        torch.cuda.synchronize(array.device)
+
+
 def ours_sum(ctx: Any, group: Any, tensor: Any) -> Callable[[], object]:
     def call() -> None:
-        ctx.compute(group.all_reduce(ctx, tensor))
+        found = group.all_reduce(ctx, tensor)
+        ctx.compute(found)
+        if ctx.backend.name == "torch":
+            _wait(found.native)
         if ctx.backend.name == "mlx":
             import mlx.core as mx
 
@@ -165,7 +190,9 @@ def model_of(name: str, backend: Any, group: Any) -> Any:
 # In the command.
 
 
-def measured(job: dict[str, Any], threads: int) -> Any:
+def measured(job: dict[str, Any], threads: int, found: dict[str, Any] | None = None) -> Any:
+    """What the ranks of a job have measured; in ``found`` too, also where one of them is lost then."""
+    found = {} if found is None else found
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [
@@ -178,8 +205,12 @@ def measured(job: dict[str, Any], threads: int) -> Any:
         launcher = ml.plugins.registry().specs()[job["backend"]].launcher
         assert launcher is not None
         text = json.dumps({**job, "out": str(out)})
-        run_ranks(launcher(job["size"]), command, job["size"], text.encode(), 120.0, environ)
-        return json.loads(out.read_text(encoding="utf-8"))
+        try:
+            run_ranks(launcher(job["size"]), command, job["size"], text.encode(), 120.0, environ)
+        finally:
+            if out.is_file():
+                found.update(json.loads(out.read_text(encoding="utf-8")))
+        return found
 
 
 def exchange_table(quick: bool) -> Iterator[str]:

@@ -106,7 +106,7 @@ class Ours:
         self.cache.init(model.backend, model.dtype, 1, history + ROOM, 512)
         for begin in range(0, history, 512):
             count = min(512, history - begin)
-            part = self.ctx.from_native(torch.randn(count, config.kv_heads, config.head_dim))
+            part = self.ctx.from_numpy(torch.randn(count, config.kv_heads, config.head_dim).numpy())
             self.cache.start_forward(self.ctx, Batch(range(begin, begin + count), [0] * count))
             for layer in range(config.layers):
                 self.cache.set_layer(layer)
