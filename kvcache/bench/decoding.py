@@ -218,6 +218,6 @@ def _start_forward(backend: ml.Backend, dtype: ml.DType, history: int) -> Measur
             began = time.perf_counter()
             cache.start_forward(ctx, batch)
             times.append((time.perf_counter() - began) * 1e6)
-    cuts = statistics.quantiles(times, n=10)
+    cuts = statistics.quantiles(times, n=10, method="inclusive")
     name = f"start_forward of 1 after {history}"
     return Measured(name, "ours", statistics.median(times), cuts[0], cuts[-1], None, len(times), 0)

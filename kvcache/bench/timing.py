@@ -69,7 +69,7 @@ class Trial:
     def sample(self, name: str) -> Sample:
         values = self.times[name]
         ratios = [mine / floor for mine, floor in zip(values, self.times[self.floor], strict=True)]
-        cuts = statistics.quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
+        cuts = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
         return Sample(statistics.median(values), cuts[0], cuts[-1], statistics.median(ratios))
 
     def samples(self) -> dict[str, Sample]:
