@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from backends.placement import PlacedBackend, PlacedContext
-from backends.torch.attention import CausalMasks, attend
+from backends.torch.attention import attend
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, translated
 from backends.torch.devices import device_memory, find_places, release
 from backends.torch.distributed import join
+from backends.torch.kernels import CausalMasks
 from backends.torch.partial import attend_calls, attend_partially
 from backends.torch.ragged import attend_ragged
 from backends.torch.store import TorchKVStore

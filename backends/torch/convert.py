@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,16 @@ from ml.dtypes import DType
 from ml.errors import BoundsError, DeviceError, MLError
 from ml.strided import extent
 
-__all__ = ["FROM_TORCH", "TO_TORCH", "fill_from_host", "share_memory", "to_host", "translated", "write"]
+__all__ = [
+    "FROM_TORCH",
+    "TO_TORCH",
+    "exactly",
+    "fill_from_host",
+    "share_memory",
+    "to_host",
+    "translated",
+    "write",
+]
 
 TO_TORCH: dict[DType, torch.dtype] = {
     DType.F32: torch.float32,
@@ -72,6 +82,29 @@ def write(array: torch.Tensor, method: Callable[..., object], *args: object) -> 
             method(*args)
     else:
         method(*args)
+
+
+def exactly(product: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
+    """A product of F16 or BF16 on CUDA, accumulated in F32: by torch's defaults partial sums are rounded.
+
+    The settings are the process's, and are given back at once.
+    """
+    settings: Any = torch.backends.cuda.matmul
+    half = operands[0].dtype is torch.float16
+    reduced = f"allow_{'fp16' if half else 'bf16'}_reduced_precision_reduction"
+    before, accumulated = getattr(settings, reduced), half and settings.allow_fp16_accumulation
+    split = getattr(settings, f"{reduced}_split_k", True)  # from torch 2.10 on; set together with the other
+    if before:
+        setattr(settings, reduced, False if split else (False, False))
+    if accumulated:
+        settings.allow_fp16_accumulation = False
+    try:
+        return product(*operands)
+    finally:
+        if before:
+            setattr(settings, reduced, True if split else (True, False))
+        if accumulated:
+            settings.allow_fp16_accumulation = True
 
 
 def translated(op: str, error: Exception, device: str) -> MLError:

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from backends.torch.attention import check_heads, check_sinks
+from backends.torch.kernels import check_heads, check_sinks
 from backends.torch.ragged_work import Work, choose_tile, divide
 from backends.torch.tensor import Placement, TorchTensor
 from ml.dtypes import DType

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from backends.torch.convert import TO_TORCH, share_memory, to_host, translated, write
+from backends.torch.convert import TO_TORCH, exactly, share_memory, to_host, translated, write
 from ml.base import BaseBackend, BaseTensor, Storage
 from ml.base.checks import flat
 from ml.dtypes import DType
@@ -250,8 +250,9 @@ class TorchTensor(BaseTensor):
 
     @_guarded
     def _gather(self, ctx: Placement, indices: Any, axis: int) -> Self:
-        native = self.native_on(ctx)
-        return self.own(ctx, native.index_select(axis, self._rows(indices).to(native.device)), self.dtype)
+        native = self.native  # chosen where it lies: what is brought to the context's device are the rows
+        found = native.index_select(axis, self._rows(indices).to(native.device))
+        return self.own(ctx, found.to(ctx.torch_device) if ctx.moves else found, self.dtype)
 
     @_guarded
     def _concat(self, ctx: Placement, other: Self, axis: int) -> Self:
@@ -291,7 +292,10 @@ class TorchTensor(BaseTensor):
 
     @_guarded
     def _matmul(self, ctx: Placement, other: Self) -> Self:
-        return self.own(ctx, torch.matmul(self.native_on(ctx), other.native_on(ctx)), self.dtype)
+        a, b = self.native_on(ctx), other.native_on(ctx)
+        if a.is_cuda and self.dtype in _NARROW:
+            return self.own(ctx, exactly(torch.matmul, a, b), self.dtype)
+        return self.own(ctx, torch.matmul(a, b), self.dtype)
 
     @_guarded
     def _softmax(self, ctx: Placement, axis: int) -> Self:
@@ -314,7 +318,7 @@ class TorchTensor(BaseTensor):
 
     @_guarded
     def _argsort(self, ctx: Placement, axis: int) -> Self:
-        order = torch.sort(self.native_on(ctx), dim=axis, stable=True).indices
+        order = torch.sort(_ordered(self.native_on(ctx)), dim=axis, stable=True).indices
         return self.own(ctx, order.to(torch.int32), DType.I32)
 
     @_guarded
@@ -361,12 +365,18 @@ def as_element(value: float, dtype: DType) -> float:
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:
-    """BOOL as numbers: torch finds no largest of those."""
+    """BOOL as numbers: torch finds no largest of those, and CUDA does not sort them."""
     return x.to(torch.uint8) if x.dtype is torch.bool else x
 
 
 def _top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's topk leaves the order of equal values open; a stable sort is needed only where some are."""
+    """torch's topk leaves the order of equal values open; a stable sort is needed only where some are.
+
+    On a GPU the host would have to wait to know whether there are any.
+    """
+    if not x.is_cpu:
+        values, order = torch.sort(x, dim=-1, descending=True, stable=True)
+        return values[..., :k], order[..., :k].contiguous()
     values, order = torch.topk(x, min(k + 1, x.shape[-1]), dim=-1)
     if bool((values[..., 1:] == values[..., :-1]).any()) or bool((values != values).any()):
         values, order = torch.sort(x, dim=-1, descending=True, stable=True)

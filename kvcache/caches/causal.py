@@ -368,7 +368,8 @@ class CausalCache(
             found = store.read(ctx, reading.start, reading.length)
             if found is not None:
                 return found[0], found[1], mask
-        return (*buffers.read_as_configured(ctx, reading.cells(ctx), reading.length), mask)
+        here = ctx.layer(self._layer)
+        return (*buffers.read_as_configured(here, reading.cells(here), reading.length), mask)
 
     def attend(
         self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
@@ -384,7 +385,9 @@ class CausalCache(
         if forward.reserve:
             key, value = buffers.read(ctx, 0, self._table.cells)
             return nn.attention(ctx, query, key, value, forward.reserved_mask(ctx), scale, sinks)
-        return attending.attend(ctx, forward, buffers, query, scale, sinks)
+        here = ctx.layer(self._layer)
+        found = attending.attend(here, forward, buffers, query, scale, sinks)
+        return found if here is ctx else found.cast(ctx, found.dtype)
 
     def _readable(self, op: str, forward: ForwardPass) -> LayerBuffers:
         """The layer's K and V; OrderError where it lacks the tokens of the pass."""
