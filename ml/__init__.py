@@ -32,6 +32,7 @@ from ml.capabilities import (
     SupportsPartialAttention,
     SupportsRaggedAttention,
     SupportsRope,
+    SupportsUpload,
     SupportsZeroCopyRead,
 )
 from ml.devices import BackendMemory, DeviceInfo, DeviceMemory
@@ -97,6 +98,7 @@ __all__ = [
     "SupportsPartialAttention",
     "SupportsRaggedAttention",
     "SupportsRope",
+    "SupportsUpload",
     "SupportsZeroCopyRead",
     "Tensor",
     "available_backends",

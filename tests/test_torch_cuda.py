@@ -136,6 +136,25 @@ def opened(scene: str, devices: Sequence[str]) -> tuple[Loop, Any]:
     return loop, places(loop)
 
 
+@pytest.mark.parametrize("get", [False, True], ids=["attend", "get"])
+@pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_pass_neither_waits_nor_crosses_and_uploads_once(
+    transfers: Transfers, scene: str, devices: Sequence[str], get: bool
+) -> None:
+    """From the second pass of its kind on: the first does not know yet what will be read."""
+    loop, batches = opened(scene, devices)
+    for number, batch in enumerate(batches):
+        loop.step(batch, get, log=transfers)
+        assert transfers.waits == []
+        assert transfers.of("crossing") == []
+        assert "scaled_dot_product_attention" not in transfers.operations
+        uploaded = [noted.device for noted in transfers.of("upload")]
+        assert len(uploaded) <= (2 if not number else 1) * len({d for d in devices if d != "cpu"}), (
+            transfers.log
+        )
+
+
 @pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_pass_gives_what_it_gives_on_the_cpu(

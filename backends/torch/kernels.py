@@ -189,14 +189,17 @@ def _kernel(
         if q.is_cpu:
             return _on_cpu(q, k, v, bias, scale, with_lse)
         return _on_cuda(_dense(q), _dense(k), _dense(v), bias, scale)
+    if q.is_mps and not with_lse:
+        out = functional.scaled_dot_product_attention(q, k, v, _shown(bias), scale=scale)
+        return out, out[..., 0]
     keys, values, found = k.float().transpose(-1, -2), v.float(), []
     step = max(1, SCORES_LIMIT // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], step):
         scores = torch.matmul(q[:, :, start : start + step].float() * scale, keys)
         if isinstance(bias, torch.Tensor):
             scores += bias if bias.shape[-2] == 1 else bias[..., start : start + step, :]
-        lse = scores.logsumexp(-1)
-        found.append((torch.matmul((scores - lse.unsqueeze(-1)).exp_(), values).to(q.dtype), lse))
+        lse = scores.logsumexp(-1) if with_lse else scores[..., 0]
+        found.append((torch.matmul(scores.softmax(-1), values).to(q.dtype), lse))
     outs, lses = zip(*found, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 

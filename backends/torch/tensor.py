@@ -22,7 +22,7 @@ from ml.dtypes import DType
 from ml.protocols import Tensor
 from ml.strided import Shape, contiguous_strides, overlaps_itself
 
-__all__ = ["Placement", "TorchStorage", "TorchTensor"]
+__all__ = ["Placement", "TorchStorage", "TorchTensor", "UploadedStorage"]
 
 _EVERYWHERE = 1 << 64
 _PUBLIC = {"alias": "view", "write_from": "copy", "gather": "rows", "scatter": "set_rows"}
@@ -65,6 +65,22 @@ class TorchStorage(Storage):
             memory = array.untyped_storage()
             self.low = memory.data_ptr()
             self.high = self.low + memory.nbytes()
+
+
+class UploadedStorage(TorchStorage):
+    """Of what came in one transfer, and is not written: indices are widened once, for all layers."""
+
+    __slots__ = ("_wide",)
+
+    def widened(self, indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """``indices``, of this storage, as the I64 that torch scatters by."""
+        if not hasattr(self, "_wide"):
+            self._wide: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+        key = int(indices.storage_offset()), indices.numel(), device
+        found = self._wide.get(key)
+        if found is None:
+            found = self._wide[key] = indices.to(device, torch.int64)
+        return found
 
 
 def _guarded(method: _Method) -> _Method:
@@ -234,9 +250,10 @@ class TorchTensor(BaseTensor):
         native, source = self.native, self._read_first(src)
         if source.dtype is not native.dtype or source.device != native.device:
             source = source.to(native.device, native.dtype)
-        rows = self._rows(indices)
-        if rows.dtype is not torch.int64 or rows.device != native.device:
-            rows = rows.to(native.device, torch.int64)
+        if isinstance(indices, TorchTensor) and isinstance(indices.storage, UploadedStorage):
+            rows = indices.storage.widened(indices.native, native.device)
+        else:
+            rows = self._rows(indices, native.device).to(native.device, torch.int64)
         write(native, native.index_copy_, axis, rows, source)
 
     # New storage.
@@ -251,7 +268,7 @@ class TorchTensor(BaseTensor):
     @_guarded
     def _gather(self, ctx: Placement, indices: Any, axis: int) -> Self:
         native = self.native  # chosen where it lies: what is brought to the context's device are the rows
-        found = native.index_select(axis, self._rows(indices).to(native.device))
+        found = native.index_select(axis, self._rows(indices, native.device))
         return self.own(ctx, found.to(ctx.torch_device) if ctx.moves else found, self.dtype)
 
     @_guarded
@@ -348,10 +365,11 @@ class TorchTensor(BaseTensor):
         """The native tensor on the context's device: work on several devices moves its operands."""
         return self.native.to(ctx.torch_device) if ctx.moves else self.native
 
-    def _rows(self, indices: Any) -> torch.Tensor:
+    def _rows(self, indices: Any, device: torch.device) -> torch.Tensor:
         if isinstance(indices, TorchTensor):
-            return indices.native
-        return torch.from_numpy(indices.copy())  # a copy: torch takes no read-only or reversed array
+            return indices.native.to(device)
+        rows = torch.from_numpy(indices.copy())  # a copy: torch takes no read-only or reversed array
+        return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
 
 
 def as_element(value: float, dtype: DType) -> float:
