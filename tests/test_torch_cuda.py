@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 import ml
 from kvcache import Batch, CausalCache, SlidingWindowCache
+from ml.testing.attention import AttentionTests
+from ml.testing.optional import CapabilityTests
+from ml.testing.rows import RowTests
 
 torch = pytest.importorskip("torch")
 
@@ -136,8 +139,11 @@ def opened(scene: str, devices: Sequence[str]) -> tuple[Loop, Any]:
     return loop, places(loop)
 
 
-@pytest.mark.parametrize("get", [False, True], ids=["attend", "get"])
-@pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("devices", "get"),
+    [*((devices, False) for devices in LAYOUTS.values()), (LAYOUTS["two"], True)],
+    ids=[*LAYOUTS, "two-get"],
+)
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_pass_neither_waits_nor_crosses_and_uploads_once(
     transfers: Transfers, scene: str, devices: Sequence[str], get: bool
@@ -155,13 +161,10 @@ def test_a_pass_neither_waits_nor_crosses_and_uploads_once(
         )
 
 
-@pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("scene", SCENES)
-def test_a_pass_gives_what_it_gives_on_the_cpu(
-    transfers: Transfers, scene: str, devices: Sequence[str]
-) -> None:
+def test_a_pass_gives_what_it_gives_on_the_cpu(transfers: Transfers, scene: str) -> None:
     found = []
-    for names in (devices, ["cpu"]):
+    for names in (LAYOUTS["two"], ["cpu"]):
         loop, batches = opened(scene, names)
         found.append([out.to_numpy().astype(np.float32) for batch in batches for out in loop.step(batch)])
     for ours, theirs in zip(*found, strict=True):
@@ -250,6 +253,18 @@ def test_a_context_of_another_device_attends_where_the_history_lies(
     ml.nn.attention(loop.ctx, query, key, value, mask, 1.0)
     key.rows(loop.ctx, [3, 4])
     assert max(noted.nbytes for noted in transfers.of("crossing")) == 2 * HEADS * DIM
+
+
+class TestOnTheDouble(AttentionTests, RowTests, CapabilityTests):
+    """What the shipped suite asks, of the parts where CUDA has ways of its own."""
+
+    backend_name = "torch"
+    backend_options: ClassVar[dict[str, Any]] = {"device": "cuda"}
+    case_stride = 5
+
+    @pytest.fixture(autouse=True)
+    def _double(self, transfers: Transfers) -> None:
+        pass
 
 
 # The double finds what it is there to find.

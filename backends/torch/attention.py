@@ -36,12 +36,16 @@ def attend(
     for tensor in (key, value, mask, sinks):
         if tensor is not None and tensor is not CAUSAL:
             query.check_peer("attention", tensor)
-    k, q, v, logits = natives(ctx, key, query, value, sinks)
+    if ctx.moves:
+        k, q, v = natives(ctx, key, query, value)
+    else:
+        q, k, v = query.native, key.native, value.native
+    logits = None if sinks is None else sinks.native.to(k.device)
     check_heads("attention", q, k, v)
     if logits is not None:
         check_sinks("attention", logits, q.shape[1])
     bias = _bias(masks, q, v, mask)
-    if 0 in q.shape or not v.shape[0]:
+    if not (q.numel() and v.numel()):
         return home(ctx, q.new_zeros((*q.shape[:2], v.shape[2])), query.dtype)
     k, v = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
     if logits is None:

@@ -80,7 +80,9 @@ def natives(ctx: Placement, key: TorchTensor, *others: TorchTensor | None) -> li
 
 def home(ctx: Placement, found: torch.Tensor, dtype: DType) -> TorchTensor:
     """A result on the context's device."""
-    return TorchTensor.own(ctx, found.to(ctx.torch_device) if ctx.moves else found, dtype)
+    if ctx.moves:
+        found = found.to(ctx.torch_device)
+    return TorchTensor.own(ctx, found, dtype)
 
 
 def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -147,23 +149,26 @@ def attend_part(
     if tokens == 1:
         stacked = None if bias is None else cast("torch.Tensor", bias).unsqueeze(1).expand(-1, -1, group, -1)
         out, lse = _kernel(q.reshape(batch, kv_heads, group, head_dim), k, v, stacked, scale, with_lse)
-        return out.reshape(count, heads, v_dim), lse.reshape(count, heads)
+        return out.reshape(count, heads, v_dim), lse.reshape(count, heads) if with_lse else lse
     rows = q.reshape(batch, tokens, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     large = group * tokens * history * q.element_size() > STACKED_MASK_LIMIT
     if batch == 1 and bias is not None and (isinstance(bias, CausalMask) or large):
         # Each query head for itself, the keys with a stride of 0 along the group: one mask serves all.
         keys, values = (x[0].unsqueeze(1).expand(kv_heads, group, history, -1) for x in (k, v))
         out, lse = _kernel(rows[0], keys, values, bias, scale, with_lse)
-        out, lse = out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
-        return out.reshape(count, heads, v_dim), lse.reshape(count, heads)
+        out = out.permute(2, 0, 1, 3).reshape(count, heads, v_dim)
+        return out, lse.permute(2, 0, 1).reshape(count, heads) if with_lse else lse
     rows = rows.reshape(batch, kv_heads, group * tokens, head_dim)
     if isinstance(bias, torch.Tensor):  # a row of the mask for each query head of a group
         shape = bias.shape[0], 1, group, tokens, history
         bias = bias.view(-1, 1, 1, tokens, history).expand(shape).reshape(-1, 1, group * tokens, history)
     out, lse = _kernel(rows, k, v, bias, scale, with_lse)
-    out = out.reshape(batch, kv_heads, group, tokens, v_dim).permute(0, 3, 1, 2, 4)
-    lse = lse.reshape(batch, kv_heads, group, tokens).permute(0, 3, 1, 2)
-    return out.reshape(count, heads, v_dim), lse.reshape(count, heads)
+    out = (
+        out.reshape(batch, kv_heads, group, tokens, v_dim).permute(0, 3, 1, 2, 4).reshape(count, heads, v_dim)
+    )
+    if with_lse:
+        lse = lse.reshape(batch, kv_heads, group, tokens).permute(0, 3, 1, 2).reshape(count, heads)
+    return out, lse
 
 
 @functools.lru_cache(maxsize=16)
@@ -175,7 +180,7 @@ def _is_recent(device: torch.device) -> bool:
 def _fits(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether there is a fused kernel for these."""
     if q.is_cpu:
-        return q.shape[-1] == v.shape[-1]
+        return q.size(-1) == v.size(-1)
     if not q.is_cuda or (q.dtype is torch.bfloat16 and not _is_recent(q.device)):
         return False
     return all(x.shape[-1] * x.element_size() % ALIGNED == 0 for x in (q, v))
@@ -191,14 +196,14 @@ def _kernel(
         return _on_cuda(_dense(q), _dense(k), _dense(v), bias, scale)
     if q.is_mps and not with_lse:
         out = functional.scaled_dot_product_attention(q, k, v, _shown(bias), scale=scale)
-        return out, out[..., 0]
+        return out, out
     keys, values, found = k.float().transpose(-1, -2), v.float(), []
     step = max(1, SCORES_LIMIT // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], step):
         scores = torch.matmul(q[:, :, start : start + step].float() * scale, keys)
         if isinstance(bias, torch.Tensor):
             scores += bias if bias.shape[-2] == 1 else bias[..., start : start + step, :]
-        lse = scores.logsumexp(-1) if with_lse else scores[..., 0]
+        lse = scores.logsumexp(-1) if with_lse else scores
         found.append((torch.matmul(scores.softmax(-1), values).to(q.dtype), lse))
     outs, lses = zip(*found, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)
@@ -219,7 +224,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 def _on_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Bias, scale: float, with_lse: bool
 ) -> Pair:
-    single = q.shape[2] == 1 and q.dtype is not torch.float32
+    single = q.dtype is not torch.float32 and q.size(2) == 1
     if single:  # two equal rows take half the time of one: the narrow dtypes have no product for one
         q = q.expand(-1, -1, 2, -1)
     causal, shown = isinstance(bias, CausalMask), _shown(bias)
@@ -228,7 +233,7 @@ def _on_cpu(
         out, lse = flash(_dense(q), _dense(k), _dense(v), 0.0, causal, attn_mask=shown, scale=scale)
     else:  # the same kernel, in less time before it
         out = functional.scaled_dot_product_attention(q, k, v, shown, is_causal=causal, scale=scale)
-        lse = out[..., 0]
+        lse = out
     return (out[:, :, :1], lse[:, :, :1]) if single else (out, lse)
 
 
