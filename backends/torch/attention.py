@@ -8,6 +8,7 @@ from backends.torch.kernels import (
     Bias,
     CausalMasks,
     attend_part,
+    beside,
     causal_bias,
     check_heads,
     check_sinks,
@@ -36,15 +37,11 @@ def attend(
     for tensor in (key, value, mask, sinks):
         if tensor is not None and tensor is not CAUSAL:
             query.check_peer("attention", tensor)
-    if ctx.moves:
-        k, q, v = natives(ctx, key, query, value)
-    else:
-        q, k, v = query.native, key.native, value.native
-    logits = None if sinks is None else sinks.native.to(k.device)
+    k, q, v, logits = natives(ctx, key, query, value, sinks)
     check_heads("attention", q, k, v)
     if logits is not None:
         check_sinks("attention", logits, q.shape[1])
-    bias = _bias(masks, q, v, mask)
+    bias = _bias(ctx, masks, q, v, mask)
     if not (q.numel() and v.numel()):
         return home(ctx, q.new_zeros((*q.shape[:2], v.shape[2])), query.dtype)
     k, v = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
@@ -54,7 +51,11 @@ def attend(
 
 
 def _bias(
-    masks: CausalMasks, q: torch.Tensor, v: torch.Tensor, mask: TorchTensor | CausalMask | None
+    ctx: Placement,
+    masks: CausalMasks,
+    q: torch.Tensor,
+    v: torch.Tensor,
+    mask: TorchTensor | CausalMask | None,
 ) -> Bias:
     """The mask as (1, tokens, history) of the query's dtype; CAUSAL where the kernel says that itself."""
     if mask is None:
@@ -62,7 +63,7 @@ def _bias(
     tokens, history = q.shape[0], v.shape[0]
     if isinstance(mask, CausalMask):
         return causal_bias("attention", masks, q, v, 1, history)
-    native = mask.native.to(q.device)
+    native = beside(ctx, mask, q.device)
     if native.dim() != 2 or native.shape[0] < tokens or native.shape[1] != history:
         raise ShapeError(f"attention: mask {mask.shape}; it has to be (rows >= {tokens}, {history})")
     if not native.dtype.is_floating_point:

@@ -27,6 +27,7 @@ __all__ = [
     "CausalMasks",
     "Pair",
     "attend_part",
+    "beside",
     "causal_bias",
     "check_heads",
     "check_sinks",
@@ -72,10 +73,13 @@ class CausalMasks:
 
 def natives(ctx: Placement, key: TorchTensor, *others: TorchTensor | None) -> list[Any]:
     """The native tensors, where the key lies: a query is brought to a history, never a history to a query."""
-    if not ctx.moves:
-        return [key.native, *(None if other is None else other.native for other in others)]
     device = key.native.device
-    return [key.native, *(None if other is None else other.native.to(device) for other in others)]
+    return [key.native, *(None if other is None else beside(ctx, other, device) for other in others)]
+
+
+def beside(ctx: Placement, tensor: TorchTensor, device: torch.device) -> torch.Tensor:
+    """The native tensor, on the device of what it is used with."""
+    return tensor.native.to(device) if ctx.moves else tensor.native
 
 
 def home(ctx: Placement, found: torch.Tensor, dtype: DType) -> TorchTensor:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from backends.torch.kernels import Bias, CausalMasks, Pair, attend_part, causal_bias, home, natives
+from backends.torch.kernels import Bias, CausalMasks, Pair, attend_part, beside, causal_bias, home, natives
 from backends.torch.tensor import Placement, TorchTensor
 from ml.capabilities import AttentionCall, CausalMask
 from ml.dtypes import DType
@@ -87,7 +87,7 @@ def _level(
         lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     for call in calls:
         tokens: Any = (
-            call.tokens if isinstance(call.tokens, slice) else cast("Any", call.tokens).native.to(q.device)
+            call.tokens if isinstance(call.tokens, slice) else beside(ctx, cast("Any", call.tokens), q.device)
         )
         own = q if whole else q[tokens]
         each = own.shape[0] // call.batch
@@ -107,7 +107,7 @@ def _read(ctx: Placement, buffer: torch.Tensor, call: AttentionCall) -> torch.Te
     if call.cells is None:
         shape, strides = (call.batch, heads, call.length, size), (call.step * cell, head, cell, element)
         return buffer.as_strided(shape, strides, buffer.storage_offset() + call.start * cell)
-    cells = cast("Any", call.cells).native.to(buffer.device)
+    cells = beside(ctx, cast("Any", call.cells), buffer.device)
     if head > cell:
         return buffer.transpose(0, 1).index_select(1, cells).view(heads, call.batch, -1, size).transpose(0, 1)
     return buffer.index_select(0, cells).view(call.batch, -1, heads, size).transpose(1, 2)
@@ -127,7 +127,7 @@ def _bias(
     batch, tokens = q.shape[:2]
     if isinstance(mask, CausalMask):
         return causal_bias("partial_attention", masks, q[0], v, batch, history)
-    native = mask.native.to(q.device)
+    native = beside(ctx, mask, q.device)
     if native.dim() != 3 or native.shape[0] not in (1, batch) or native.shape[2] != history:
         raise ShapeError(
             f"partial_attention: mask {mask.shape}; it has to be ({batch} or 1, rows >= {tokens}, {history})"
