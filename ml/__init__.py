@@ -33,6 +33,7 @@ from ml.capabilities import (
     SupportsPartialAttention,
     SupportsRaggedAttention,
     SupportsRope,
+    SupportsUpload,
     SupportsZeroCopyRead,
 )
 from ml.devices import BackendMemory, DeviceInfo, DeviceMemory
@@ -99,6 +100,7 @@ __all__ = [
     "SupportsPartialAttention",
     "SupportsRaggedAttention",
     "SupportsRope",
+    "SupportsUpload",
     "SupportsZeroCopyRead",
     "Tensor",
     "available_backends",

@@ -50,6 +50,7 @@ __all__ = [
     "SupportsPartialAttention",
     "SupportsRaggedAttention",
     "SupportsRope",
+    "SupportsUpload",
     "SupportsZeroCopyRead",
 ]
 
@@ -163,6 +164,17 @@ class SupportsHostWrite(Protocol):
         What it holds until it is written is unspecified. Work on it that is pending is done first. Write
         at once, and let go of the array before the next operation of this backend: what is written later
         may be lost. None where the host cannot write there (a device's memory, a read-only tensor).
+        """
+
+
+@runtime_checkable
+class SupportsUpload(Protocol):
+    """A backend for which a transfer from the host has a price of its own: several arrays go in one."""
+
+    def upload(self, ctx: Context, arrays: Sequence[tuple[np.ndarray, DType]]) -> list[Tensor]:
+        """``ctx.from_numpy`` of each, on the device of ``ctx``; the tensors are not to be written.
+
+        The arrays may change as soon as this returns.
         """
 
 

@@ -11,6 +11,7 @@ that its bytes are read once (Juravsky et al., Hydragen, 2024; Ye et al., FlashI
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,16 @@ class RaggedPlan:
     ``parts[part_starts[q] : part_starts[q + 1]]``.
 
     ``memo`` keeps what a backend derives from the plan, such as its launch parameters, for further layers.
+
+    ``packers`` and ``packed_ahead`` let what a backend uploads of a plan go with what its caller uploads. A
+    backend notes by a name of its choice how it packs plans, as (what it keeps, an I32 array). The caller may
+    do so for the plan of the next pass, and say where the array is on a device, before it asks for attention.
     """
 
-    __slots__ = ("_packed", "index", "memo", "part_starts", "parts", "readers", "segments", "tokens")
+    __slots__ = (
+        "_packed", "index", "memo", "packed_ahead", "packers", "part_starts", "parts", "readers", "segments",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(self, tokens: int, segments: np.ndarray, readers: np.ndarray, index: np.ndarray) -> None:
         """Takes the arrays over. Raises ShapeError for other shapes, and for a query without readers."""
@@ -68,6 +76,8 @@ class RaggedPlan:
         self.part_starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         self.parts = np.argsort(queries, kind="stable").astype(np.int32)
         self.memo: dict[str, Any] = {}
+        self.packers: dict[str, Callable[[RaggedPlan], tuple[Any, np.ndarray]]] = {}
+        self.packed_ahead: dict[str, tuple[Any, Callable[[Context], Tensor]]] = {}
         self._packed: tuple[Context, Tensor] | None = None
 
     @property

@@ -338,7 +338,7 @@ def test_both_ways_to_share_a_kv_head_give_the_same(
     q, k, v = (made(ctx, rng, shape, DType.F32) for shape in ((5, 4, 8), (9, 2, 8), (9, 2, 8)))
     mask, sinks = ctx.from_numpy(causal_matrix(5, 9)), made(ctx, rng, (4,), DType.F32)
     stacked = [attend(ctx, ctx.backend.causal_masks, q, k, v, mask, 0.4, s).to_numpy() for s in (None, sinks)]
-    monkeypatch.setattr("backends.torch.attention.STACKED_MASK_LIMIT", 0)
+    monkeypatch.setattr("backends.torch.kernels.STACKED_MASK_LIMIT", 0)
     grouped = [attend(ctx, ctx.backend.causal_masks, q, k, v, mask, 0.4, s).to_numpy() for s in (None, sinks)]
     np.testing.assert_allclose(grouped, stacked, rtol=1e-5, atol=1e-6)
 
@@ -356,8 +356,8 @@ def test_parts_in_blocks_or_with_a_mask_for_each_group_are_the_same(
         return [x.to_numpy() for part in found for x in part]
 
     before = parts()
-    monkeypatch.setattr("backends.torch.partial.STACKED_MASK_LIMIT", 0)
-    monkeypatch.setattr("backends.torch.partial.SCORES_LIMIT", 4 * 9 * 3)
+    monkeypatch.setattr("backends.torch.kernels.STACKED_MASK_LIMIT", 0)
+    monkeypatch.setattr("backends.torch.kernels.SCORES_LIMIT", 4 * 9 * 3)
     for found, expected in zip(parts(), before, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -367,7 +367,7 @@ def test_the_body_without_sdpa_goes_in_blocks_of_queries(
 ) -> None:
     rng = np.random.default_rng(1)
     q, k, v = (made(ctx, rng, shape, DType.F32) for shape in ((7, 4, 8), (9, 2, 8), (9, 2, 6)))
-    monkeypatch.setattr("backends.torch.attention.SCORES_LIMIT", 4 * 9 * 3)
+    monkeypatch.setattr("backends.torch.kernels.SCORES_LIMIT", 4 * 9 * 3)
     result = attend(ctx, ctx.backend.causal_masks, q, k, v, CAUSAL, 0.4, None).to_numpy()
     expected = reference(*(x.to_numpy() for x in (q, k, v)), causal_matrix(7, 9), 0.4)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)

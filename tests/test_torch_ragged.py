@@ -11,6 +11,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 import ml
+from kvcache import Batch, CausalCache
 from ml.ragged import RaggedPlan
 from ml.testing.ragged import ragged_reference, random_plan
 
@@ -34,6 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from backends.torch import backend as torch_backend  # noqa: E402
 from backends.torch import ragged, ragged_work  # noqa: E402
 from backends.torch import triton_ragged as kernels  # noqa: E402
+
+from .cuda_double import DeviceTensor, cuda_double  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")  # of the interpreter
 TOLERANCE = {ml.DType.F32: 2e-5, ml.DType.F16: 4e-3, ml.DType.BF16: 3e-2}
@@ -238,6 +242,42 @@ def test_layers_share_one_upload_and_none_waits_for_the_device(monkeypatch: pyte
         assert (out.shape, out.native.device.type) == ((3, 4, 16), "cuda")
     assert done == ["upload"] + ["attend_items", "merge_parts"] * 3
     assert operations.seen == {"empty", "new_empty"}
+
+
+def test_a_pass_uploads_its_cells_and_its_plan_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers and three sequences of different lengths; the first pass does not know what will be read."""
+
+    def attend(*given: Any) -> Any:
+        values = [x.inner if isinstance(x, DeviceTensor) else x for x in given]
+        with torch.utils._python_dispatch._disable_current_modes(), np.errstate(invalid="ignore"):
+            return DeviceTensor(kernels.attend(*values), given[0].device)
+
+    monkeypatch.setattr(ragged, "_kernels", lambda device: types.SimpleNamespace(attend=attend))
+    found: list[list[np.ndarray]] = []
+    with cuda_double(1) as transfers:
+        for device in ("cuda", "cpu"):
+            rng, outs = np.random.default_rng(3), []
+            with ml.open_backend("torch", device=device) as backend, backend.new_context() as ctx:
+                if device == "cpu":
+                    monkeypatch.setattr(ragged, "_kernels", lambda device: None)
+                cache = CausalCache()
+                cache.init(backend, ml.DType.F32, 3, 64, 64)
+                for step in range(4):
+                    places = [
+                        (s, p) for s in range(3) for p in ([9 * s + step + 9] if step else range(9 * s + 10))
+                    ]
+                    rows = [rng.standard_normal((len(places), heads, 16)) for heads in (2, 2, 4)]
+                    key, value, query = (ctx.from_numpy(x.astype(np.float32)) for x in rows)
+                    transfers.clear()
+                    cache.start_forward(ctx, Batch([p for _, p in places], [s for s, _ in places]))
+                    for layer in range(2):
+                        cache.set_layer(layer)
+                        cache.put(ctx, key, value)
+                        outs.append(cache.attend(ctx, query, 0.25))
+                    assert transfers.waits == []
+                    assert len(transfers.log) == (0 if device == "cpu" else 1 if step else 2)
+                found.append([out.to_numpy() for out in outs])
+    np.testing.assert_allclose(np.concatenate(found[0]), np.concatenate(found[1]), atol=2e-5, rtol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -10,15 +10,16 @@ import numpy as np
 import torch
 
 from backends.placement import PlacedBackend, PlacedContext
-from backends.torch.attention import CausalMasks, attend
+from backends.torch.attention import attend
 from backends.torch.block_formats import dequantized, quantized
-from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, translated
+from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, pack, translated
 from backends.torch.devices import device_memory, find_places, release
 from backends.torch.distributed import join
+from backends.torch.kernels import CausalMasks
 from backends.torch.partial import attend_calls, attend_partially
 from backends.torch.ragged import attend_ragged
 from backends.torch.store import TorchKVStore
-from backends.torch.tensor import TorchStorage, TorchTensor, as_element
+from backends.torch.tensor import TorchStorage, TorchTensor, UploadedStorage, as_element
 from ml.base import BaseGroup, BaseTensor
 from ml.capabilities import AttentionCall, CacheConfig, CausalMask, Layout
 from ml.devices import DeviceInfo, DeviceMemory
@@ -84,6 +85,21 @@ class TorchBackend(PlacedBackend):
             return ctx.from_numpy(array, dtype)
         host = array.view(np.int16) if dtype is DType.BF16 else array
         return ctx.from_native(torch.from_numpy(host).view(TO_TORCH[dtype]))
+
+    def upload(self, ctx: TorchContext, arrays: Sequence[tuple[np.ndarray, DType]]) -> list[BaseTensor]:
+        """See :class:`ml.SupportsUpload`. On CUDA one copy, from pinned memory; elsewhere one by one."""
+        if ctx.torch_device.type != "cuda":
+            return [ctx.from_numpy(array, dtype) for array, dtype in arrays]
+        ctx.check("upload")
+        packed, starts = pack(arrays)
+        whole = ctx.empty((packed.numel(),), DType.U8).native
+        whole.copy_(packed, non_blocking=True)
+        storage = UploadedStorage(self, ctx.device_index, whole)
+        made: list[BaseTensor] = []
+        for start, (array, dtype) in zip(starts, arrays, strict=False):
+            part = whole.narrow(0, start, array.size * dtype.itemsize).view(TO_TORCH[dtype])
+            made.append(TorchTensor(part.view(array.shape), dtype, storage))
+        return made
 
     def overwrite(self, ctx: TorchContext, tensor: TorchTensor) -> np.ndarray | None:
         """See :class:`ml.SupportsHostWrite`. None on a GPU, and for a tensor that records gradients."""
@@ -249,6 +265,15 @@ class TorchContext(PlacedContext):
         if value == 0 and math.copysign(1.0, value) > 0:
             return self._allocate(torch.zeros, shape, dtype=dtype)
         return self._allocate(torch.full, shape, as_element(value, dtype), dtype=dtype)
+
+    def _arange(self, start: float, step: float, count: int, dtype: DType) -> BaseTensor:
+        if dtype.is_float or not count:  # to be rounded once, which torch does not promise
+            return super()._arange(start, step, count, dtype)
+        return self._allocate(self._integers, (count,), int(start), int(step), dtype=dtype)
+
+    @staticmethod
+    def _integers(shape: Shape, start: int, step: int, **options: Any) -> torch.Tensor:
+        return torch.arange(start, start + shape[0] * step, step, **options)
 
     def _from_array(self, array: np.ndarray, dtype: DType) -> TorchTensor:
         result = self._empty(array.shape, dtype)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from ml.base.checks import cast_host
 from ml.dtypes import DType
 from ml.errors import BoundsError, DeviceError, MLError
 from ml.strided import extent
 
-__all__ = ["FROM_TORCH", "TO_TORCH", "fill_from_host", "share_memory", "to_host", "translated", "write"]
+__all__ = [
+    "FROM_TORCH",
+    "TO_TORCH",
+    "exactly",
+    "fill_from_host",
+    "pack",
+    "share_memory",
+    "to_host",
+    "translated",
+    "write",
+]
 
 TO_TORCH: dict[DType, torch.dtype] = {
     DType.F32: torch.float32,
@@ -23,9 +35,11 @@ TO_TORCH: dict[DType, torch.dtype] = {
     DType.I64: torch.int64,
     DType.BOOL: torch.bool,
 }
-STAGED_BYTES = 1 << 20
-"""Up to so much, such as a pass's integers, goes to CUDA by pinned memory, which torch keeps until then.
+STAGED_BYTES = 16 << 20
+"""Up to so much, such as what a pass needs, goes to CUDA by pinned memory, which torch keeps until then.
 With other memory the host waits until the device has done all that it was asked to do before."""
+APART = 64
+"""Bytes at whose multiples arrays begin that go together."""
 FROM_TORCH = {native: dtype for dtype, native in TO_TORCH.items()}
 
 
@@ -51,6 +65,20 @@ def fill_from_host(array: torch.Tensor, host: np.ndarray, dtype: DType) -> None:
         array.copy_(source)
 
 
+def pack(arrays: Sequence[tuple[np.ndarray, DType]]) -> tuple[torch.Tensor, list[int]]:
+    """Arrays of these dtypes one behind the other in pinned memory, and the byte that each begins at."""
+    hosts = [np.ascontiguousarray(array if array.dtype == dtype.numpy else cast_host(array, dtype))
+             for array, dtype in arrays]  # fmt: skip
+    starts = [0]
+    for host in hosts:
+        starts.append(-(-(starts[-1] + host.nbytes) // APART) * APART)
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    raw = packed.numpy()
+    for start, host in zip(starts, hosts, strict=False):
+        raw[start : start + host.nbytes] = host.reshape(-1).view(np.uint8)
+    return packed, starts
+
+
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the runs of memory from first to last element overlap: True may be over-careful."""
     if a.device != b.device:
@@ -72,6 +100,29 @@ def write(array: torch.Tensor, method: Callable[..., object], *args: object) -> 
             method(*args)
     else:
         method(*args)
+
+
+def exactly(product: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
+    """A product of F16 or BF16 on CUDA, accumulated in F32: by torch's defaults partial sums are rounded.
+
+    The settings are the process's, and are given back at once.
+    """
+    settings: Any = torch.backends.cuda.matmul
+    half = operands[0].dtype is torch.float16
+    reduced = f"allow_{'fp16' if half else 'bf16'}_reduced_precision_reduction"
+    before, accumulated = getattr(settings, reduced), half and settings.allow_fp16_accumulation
+    split = getattr(settings, f"{reduced}_split_k", True)  # from torch 2.10 on; set together with the other
+    if before:
+        setattr(settings, reduced, False if split else (False, False))
+    if accumulated:
+        settings.allow_fp16_accumulation = False
+    try:
+        return product(*operands)
+    finally:
+        if before:
+            setattr(settings, reduced, True if split else (True, False))
+        if accumulated:
+            settings.allow_fp16_accumulation = True
 
 
 def translated(op: str, error: Exception, device: str) -> MLError:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
+from typing import Any, cast
 
+import numpy as np
 import torch
 
-from backends.torch.attention import check_heads, check_sinks
+from backends.torch.kernels import check_heads, check_sinks
 from backends.torch.ragged_work import Work, choose_tile, divide
 from backends.torch.tensor import Placement, TorchTensor
 from ml.dtypes import DType
@@ -67,12 +69,24 @@ def work_of(
     kind = f"torch {q.device} {heads} {kv_heads} {head_dim} {v_dim} {q.element_size()} {programs}"
     found = plan.memo.get(kind)
     if found is None:
-        group = heads // kv_heads
-        tile = choose_tile(plan, group, head_dim, v_dim, q.element_size())
-        work = divide(plan, tile, programs, kv_heads * -(-group // tile.heads))
-        found = plan.memo[kind] = work, ctx.from_numpy(work.packed, DType.I32)
+        sizes = kv_heads, heads // kv_heads, head_dim, v_dim, q.element_size()
+        plan.packers[kind] = packer = functools.partial(_pack, sizes, programs)
+        ahead = plan.packed_ahead.get(kind)
+        if ahead is None:
+            work, host = packer(plan)
+            found = work, ctx.from_numpy(host, DType.I32)
+        else:
+            found = ahead[0], ahead[1](cast("Any", ctx))
+        plan.memo[kind] = found
     work, packed = found
     return work, packed.native
+
+
+def _pack(sizes: tuple[int, ...], programs: int, plan: RaggedPlan) -> tuple[Work, np.ndarray]:
+    kv_heads, group, head_dim, v_dim, itemsize = sizes
+    tile = choose_tile(plan, group, head_dim, v_dim, itemsize)
+    work = divide(plan, tile, programs, kv_heads * -(-group // tile.heads))
+    return work, work.packed
 
 
 @functools.lru_cache(maxsize=16)

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from backends.torch.convert import TO_TORCH, share_memory, to_host, translated, write
+from backends.torch.convert import TO_TORCH, exactly, share_memory, to_host, translated, write
 from ml.base import BaseBackend, BaseTensor, Storage
 from ml.base.checks import flat
 from ml.dtypes import DType
 from ml.protocols import Tensor
 from ml.strided import Shape, contiguous_strides, overlaps_itself
 
-__all__ = ["Placement", "TorchStorage", "TorchTensor"]
+__all__ = ["Placement", "TorchStorage", "TorchTensor", "UploadedStorage"]
 
 _EVERYWHERE = 1 << 64
 _PUBLIC = {"alias": "view", "write_from": "copy", "gather": "rows", "scatter": "set_rows"}
@@ -65,6 +65,22 @@ class TorchStorage(Storage):
             memory = array.untyped_storage()
             self.low = memory.data_ptr()
             self.high = self.low + memory.nbytes()
+
+
+class UploadedStorage(TorchStorage):
+    """Of what came in one transfer, and is not written: indices are widened once, for all layers."""
+
+    __slots__ = ("_wide",)
+
+    def widened(self, indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """``indices``, of this storage, as the I64 that torch scatters by."""
+        if not hasattr(self, "_wide"):
+            self._wide: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+        key = int(indices.storage_offset()), indices.numel(), device
+        found = self._wide.get(key)
+        if found is None:
+            found = self._wide[key] = indices.to(device, torch.int64)
+        return found
 
 
 def _guarded(method: _Method) -> _Method:
@@ -234,9 +250,10 @@ class TorchTensor(BaseTensor):
         native, source = self.native, self._read_first(src)
         if source.dtype is not native.dtype or source.device != native.device:
             source = source.to(native.device, native.dtype)
-        rows = self._rows(indices)
-        if rows.dtype is not torch.int64 or rows.device != native.device:
-            rows = rows.to(native.device, torch.int64)
+        if isinstance(indices, TorchTensor) and isinstance(indices.storage, UploadedStorage):
+            rows = indices.storage.widened(indices.native, native.device)
+        else:
+            rows = self._rows(indices, native.device).to(native.device, torch.int64)
         write(native, native.index_copy_, axis, rows, source)
 
     # New storage.
@@ -250,8 +267,9 @@ class TorchTensor(BaseTensor):
 
     @_guarded
     def _gather(self, ctx: Placement, indices: Any, axis: int) -> Self:
-        native = self.native_on(ctx)
-        return self.own(ctx, native.index_select(axis, self._rows(indices).to(native.device)), self.dtype)
+        native = self.native  # chosen where it lies: what is brought to the context's device are the rows
+        found = native.index_select(axis, self._rows(indices, native.device))
+        return self.own(ctx, found.to(ctx.torch_device) if ctx.moves else found, self.dtype)
 
     @_guarded
     def _concat(self, ctx: Placement, other: Self, axis: int) -> Self:
@@ -291,7 +309,10 @@ class TorchTensor(BaseTensor):
 
     @_guarded
     def _matmul(self, ctx: Placement, other: Self) -> Self:
-        return self.own(ctx, torch.matmul(self.native_on(ctx), other.native_on(ctx)), self.dtype)
+        a, b = self.native_on(ctx), other.native_on(ctx)
+        if a.is_cuda and self.dtype in _NARROW:
+            return self.own(ctx, exactly(torch.matmul, a, b), self.dtype)
+        return self.own(ctx, torch.matmul(a, b), self.dtype)
 
     @_guarded
     def _softmax(self, ctx: Placement, axis: int) -> Self:
@@ -314,7 +335,7 @@ class TorchTensor(BaseTensor):
 
     @_guarded
     def _argsort(self, ctx: Placement, axis: int) -> Self:
-        order = torch.sort(self.native_on(ctx), dim=axis, stable=True).indices
+        order = torch.sort(_ordered(self.native_on(ctx)), dim=axis, stable=True).indices
         return self.own(ctx, order.to(torch.int32), DType.I32)
 
     @_guarded
@@ -344,10 +365,11 @@ class TorchTensor(BaseTensor):
         """The native tensor on the context's device: work on several devices moves its operands."""
         return self.native.to(ctx.torch_device) if ctx.moves else self.native
 
-    def _rows(self, indices: Any) -> torch.Tensor:
+    def _rows(self, indices: Any, device: torch.device) -> torch.Tensor:
         if isinstance(indices, TorchTensor):
-            return indices.native
-        return torch.from_numpy(indices.copy())  # a copy: torch takes no read-only or reversed array
+            return indices.native.to(device)
+        rows = torch.from_numpy(indices.copy())  # a copy: torch takes no read-only or reversed array
+        return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
 
 
 def as_element(value: float, dtype: DType) -> float:
@@ -361,12 +383,18 @@ def as_element(value: float, dtype: DType) -> float:
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:
-    """BOOL as numbers: torch finds no largest of those."""
+    """BOOL as numbers: torch finds no largest of those, and CUDA does not sort them."""
     return x.to(torch.uint8) if x.dtype is torch.bool else x
 
 
 def _top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's topk leaves the order of equal values open; a stable sort is needed only where some are."""
+    """torch's topk leaves the order of equal values open; a stable sort is needed only where some are.
+
+    On a GPU the host would have to wait to know whether there are any.
+    """
+    if not x.is_cpu:
+        values, order = torch.sort(x, dim=-1, descending=True, stable=True)
+        return values[..., :k], order[..., :k].contiguous()
     values, order = torch.topk(x, min(k + 1, x.shape[-1]), dim=-1)
     if bool((values[..., 1:] == values[..., :-1]).any()) or bool((values != values).any()):
         values, order = torch.sort(x, dim=-1, descending=True, stable=True)

@@ -18,12 +18,14 @@ that writes is not to be replayed in it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens
+from kvcache.attention.device_copies import HostArray, HostArrays, device_of
 from kvcache.attention.read_plan import ReadPlan
 from kvcache.storage.cell_table import CellTable
 
@@ -44,29 +46,49 @@ class GraphTensors(NamedTuple):
 
 
 class FixedPass:
-    """Slots and mask of one batch size."""
+    """Slots and mask of one batch size, on each device that a layer lies on."""
 
-    __slots__ = ("mask", "owner", "slots")
+    __slots__ = ("_dtype", "_mask", "_near", "_shape", "_slots", "_tokens", "owner")
 
-    def __init__(self, ctx: ml.Context, tokens: int, rows: int, cells: int, dtype: ml.DType) -> None:
-        place = ctx.input()
-        self.slots = place.zeros((tokens,), ml.DType.I32)
-        self.mask = place.zeros((rows, cells), dtype)
+    def __init__(self, tokens: int, shape: tuple[int, int], dtype: ml.DType) -> None:
+        """``shape`` is the mask's."""
+        self._tokens, self._shape, self._dtype = tokens, shape, dtype
+        self._near: dict[int, tuple[ml.Tensor, ml.Tensor]] = {}
+        self._slots: HostArray | None = None
+        self._mask: HostArray | None = None
         self.owner: object = None
         """The pass that they are those of."""
 
-    def write(self, ctx: ml.Context, owner: object, slots: np.ndarray | None, mask: np.ndarray) -> None:
+    def write(
+        self, places: Iterable[ml.Context], owner: object, slots: np.ndarray | None, mask: np.ndarray
+    ) -> None:
         """Bring both to a pass; where that fails they belong to none, and are brought anew when asked for.
 
-        A pass that only reads has no ``slots``, and leaves them.
+        On the devices of ``places``, and on others when they are asked for. A pass that only reads has no
+        ``slots``, and leaves them.
         """
-        place = ctx.input()
-        new = [(place.from_numpy(mask, self.mask.dtype), self.mask)]
-        if slots is not None:
-            new.append((place.from_numpy(slots, ml.DType.I32), self.slots))
         self.owner = None
-        place.forward(*(source.copy(place, target) for source, target in new))
+        host = HostArrays()
+        self._mask = host.add(mask, self._dtype)
+        self._slots = None if slots is None else host.add(slots, ml.DType.I32)
+        for place in {device_of(place): place for place in places}.values():
+            self._bring(place)
         self.owner = owner
+
+    def on(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor]:
+        """Slots and mask on the device of ``ctx``."""
+        return self._near.get(device_of(ctx)) or self._bring(ctx)
+
+    def _bring(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor]:
+        device = device_of(ctx)
+        held = self._near.get(device)
+        if held is None:
+            held = ctx.zeros((self._tokens,), ml.DType.I32), ctx.zeros(self._shape, self._dtype)
+        for new, target in zip((self._slots, self._mask), held, strict=True):
+            if new is not None:
+                ctx.forward(new.on(ctx).copy(ctx, target))
+        self._near[device] = held
+        return held
 
 
 def read_everything(table: CellTable, groups: list[SequenceTokens]) -> ReadPlan:

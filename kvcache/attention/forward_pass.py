@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.calls import plan_calls
-from kvcache.attention.device_copies import DeviceCopies, device_copies, near
+from kvcache.attention.device_copies import DeviceCopies, HostArray, HostArrays, device_copies, near
 from kvcache.attention.fixed_shapes import FixedPass, read_everything
 from kvcache.attention.masks import KeptMask, build_mask
 from kvcache.attention.planned import PlannedLevel
@@ -21,7 +22,20 @@ from kvcache.cache import Mask
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
 
-__all__ = ["ForwardPass"]
+__all__ = ["ForwardPass", "Reads"]
+
+Packers = Mapping[str, Callable[[ml.RaggedPlan], tuple[Any, np.ndarray]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """How a pass was read: the next, likely read so too, is planned before its first indices are uploaded."""
+
+    worth: int | None
+    levels: bool
+    shared: bool
+    packers: Packers
+    """What a backend's kernel uploads of a plan; empty: no kernel was asked."""
 
 
 @dataclass(slots=True)
@@ -55,8 +69,11 @@ class ForwardPass:
     """Slots and mask of this batch size, where shapes are fixed."""
     run: int = field(init=False)
     """The first cell of the run that the batch is written to; -1 where it is none."""
-    _targets: ml.Tensor | DeviceCopies | None = None
-    _shared: tuple[ReadPlan, Mask | DeviceCopies] | None = None
+    expected: Reads | None = None
+    """How the pass before was read."""
+    _host: HostArrays = field(default_factory=HostArrays)
+    _targets: HostArray | None = None
+    _shared: tuple[ReadPlan, Mask | DeviceCopies | HostArray] | None = None
     _worth: int | None = None
     _levels: list[PlannedLevel] | None = None
     _plan: ml.RaggedPlan | None = None
@@ -73,8 +90,7 @@ class ForwardPass:
         """This pass on the tensors of its batch size, which are brought to it; ``known`` has them by size."""
         found = known.get(self.tokens)
         if found is None:
-            dtype = self.config.mask_dtype
-            found = FixedPass(ctx, self.tokens, self._rows(), self.table.cells, dtype)
+            found = FixedPass(self.tokens, (self._rows(), self.table.cells), self.config.mask_dtype)
         fixed = replace(self, fixed=found)
         fixed.fill(ctx)
         known[self.tokens] = found
@@ -97,20 +113,41 @@ class ForwardPass:
         first = self.cells
         slots = np.arange(first, first + self.tokens) if isinstance(first, int) else first
         mask = reading.mask(self.tokens, self.lower, self.lifted, padding)
-        self.fixed.write(ctx, self, slots, mask)
-        self._shared = reading, self.fixed.mask
+        self.fixed.write([ctx.input(), *map(ctx.layer, self.layers)], self, slots, mask)
+        self._shared = reading, None
 
     def targets(self, ctx: ml.Context) -> int | ml.Tensor:
         """The first cell of the run to write, or all cells as an I32 tensor."""
         if self.fixed is not None:
             self.fill(ctx)
-            return self.fixed.slots
+            return self.fixed.on(ctx)[0]
         if isinstance(self.cells, int):
             return self.cells
         assert self.cells is not None
         if self._targets is None:
-            self._targets = device_copies(ctx, ctx.from_numpy(self.cells, ml.DType.I32))
-        return near(ctx, self._targets)
+            self._targets = self._host.add(self.cells, ml.DType.I32)
+            self._foresee(ctx)
+        return self._targets.on(ctx)
+
+    def reads(self) -> Reads:
+        """How this pass was read so far."""
+        packers = {} if self._plan is None else self._plan.packers
+        return Reads(self._worth, self._levels is not None, self._shared is not None, packers)
+
+    def _foresee(self, ctx: ml.Context) -> None:
+        """Plan what the pass before was asked for, so that all arrays go to a device together."""
+        before = self.expected
+        if before is None:
+            return
+        if before.shared:
+            self._share(ctx)
+        if before.worth is not None and before.levels:
+            self.levels(ctx, before.worth)
+        if before.worth is not None and before.packers:
+            plan = self.plan(before.worth)
+            for name, pack in before.packers.items():
+                kept, array = pack(plan)
+                plan.packed_ahead[name] = kept, self._host.add(array, ml.DType.I32).on
 
     def lift(self, indices: frozenset[int]) -> None:
         self.lifted = indices
@@ -119,12 +156,17 @@ class ForwardPass:
     def shared(self, ctx: ml.Context) -> tuple[ReadPlan, Mask]:
         """What ``get`` reads: all groups together, arranged as the config says."""
         self.fill(ctx)
-        if self._shared is None:
-            reading = plan_read(self.table, self.groups, self.config.cache_padding)
-            self._blank_view(ctx, reading)
-            self._shared = reading, device_copies(ctx.input(), self._mask(ctx, reading, self.config))
-        reading, mask = self._shared
-        return reading, near(ctx, mask)
+        reading, mask = self._shared or self._share(ctx)
+        return reading, near(ctx, mask) if self.fixed is None else self.fixed.on(ctx)[1]
+
+    def _share(self, ctx: ml.Context) -> tuple[ReadPlan, Mask | DeviceCopies | HostArray]:
+        reading = plan_read(self.table, self.groups, self.config.cache_padding)
+        reading.gather(self._host)
+        mask = self._mask(ctx, reading, self.config)
+        found = reading, mask if isinstance(mask, HostArray) else device_copies(ctx.input(), mask)
+        self._blank_view(ctx, reading)  # last, since it asks for its indices
+        self._shared = found
+        return found
 
     def segments(self, worth: int) -> list[Segment]:
         """What the queries read; runs and shares of fewer cells than ``worth`` do not stand alone."""
@@ -141,9 +183,10 @@ class ForwardPass:
         if self._levels is None:
             segments = self.segments(worth)
             levels, padding = plan_calls(segments, self.tokens, self.table, self.config, worth)
+            found = [PlannedLevel.of(ctx, self._host, level, self.config) for level in levels]
             if padding:
                 self._blank(ctx, np.sort(np.concatenate([self.table.stale(*gap) for gap in padding])))
-            self._levels = [PlannedLevel.of(ctx, level, self.config) for level in levels]
+            self._levels = found
         return self._levels
 
     def plan(self, worth: int) -> ml.RaggedPlan:
@@ -168,13 +211,13 @@ class ForwardPass:
             return
         first, count = int(cells[0]), cells.size
         is_run = int(cells[-1]) - first + 1 == count
-        scattered = None if is_run else device_copies(ctx, ctx.from_numpy(cells, ml.DType.I32))
+        scattered = None if is_run else self._host.add(cells, ml.DType.I32)
         for layer, buffers in self.layers.items():
             place = ctx.layer(layer)
-            buffers.blank(place, first if scattered is None else near(place, scattered), count)
+            buffers.blank(place, first if scattered is None else scattered.on(place), count)
         self.table.blank[cells] = True
 
-    def _mask(self, ctx: ml.Context, reading: ReadPlan, config: ml.CacheConfig) -> Mask:
+    def _mask(self, ctx: ml.Context, reading: ReadPlan, config: ml.CacheConfig) -> Mask | HostArray:
         if config.elide_mask:
             elided = reading.elided(self.lower, self.lifted)
             if not isinstance(elided, bool):
@@ -189,7 +232,7 @@ class ForwardPass:
         if large is not None:
             return large
         host = reading.mask(self.tokens, self.lower, self.lifted, config.mask_batch_padding)
-        return ctx.input().from_numpy(host, config.mask_dtype)
+        return self._host.add(host, config.mask_dtype)
 
     def _keep(self, ctx: ml.Context, reading: ReadPlan, rows: int) -> bool:
         """Whether ``kept`` is the mask of this pass now: the one of the pass before, or a new one."""

@@ -136,8 +136,13 @@ def build_mask(
     return _of_parts(ctx, parts, shape, dtype)
 
 
-def seen_mask(ctx: ml.Context, seen: np.ndarray, rows: int, length: int, dtype: ml.DType) -> ml.Tensor:
-    """(batch, rows, length): query i sees ``[seen[0, b, i], seen[1, b, i])`` of batch b; more rows none."""
+def seen_mask(
+    ctx: ml.Context, seen: np.ndarray, rows: int, length: int, dtype: ml.DType
+) -> ml.Tensor | np.ndarray:
+    """(batch, rows, length): query i sees ``[seen[0, b, i], seen[1, b, i])`` of batch b; more rows none.
+
+    On the host where it is small.
+    """
     _, batch, queries = seen.shape
     if batch == 1 and rows * length * 4 > HOST_LIMIT:
         mask = _of_parts(ctx, [_Part(0, seen[0, 0], seen[1, 0])], (rows, length), dtype)
@@ -149,7 +154,7 @@ def seen_mask(ctx: ml.Context, seen: np.ndarray, rows: int, length: int, dtype: 
     else:
         for own, begin, end in zip(host, *seen, strict=True):
             unmask(own[:queries], begin, end)
-    return ctx.from_numpy(host, dtype)
+    return host
 
 
 def _of_parts(ctx: ml.Context, parts: list[_Part], shape: tuple[int, int], dtype: ml.DType) -> ml.Tensor:

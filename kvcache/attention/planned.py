@@ -9,7 +9,7 @@ import numpy as np
 
 import ml
 from kvcache.attention.calls import Call, Level
-from kvcache.attention.device_copies import DeviceCopies, device_copies, near
+from kvcache.attention.device_copies import DeviceCopies, HostArray, HostArrays, device_copies, near
 from kvcache.attention.masks import seen_mask
 from kvcache.attention.quantized_calls import attend_quantized
 from kvcache.cache import Mask
@@ -28,29 +28,28 @@ class PlannedCall:
     """One call, ready for any layer."""
 
     call: Call
-    _tokens: ml.Tensor | DeviceCopies | None
+    _tokens: HostArray | None
     """Which queries, where they do not lie side by side."""
-    _cells: ml.Tensor | DeviceCopies | None
-    _mask: Mask | DeviceCopies
+    _cells: HostArray | None
+    _mask: Mask | DeviceCopies | HostArray
     block_bytes: int
-    """Of K and V that are widened at a time, where they are stored quantized."""
+    """Of K and V that are read back at a time, where they are stored quantized."""
     _ready: tuple[ml.Context, ml.AttentionCall] | None = None
 
     @classmethod
-    def of(cls, ctx: ml.Context, call: Call, config: ml.CacheConfig) -> Self:
-        place = ctx.input()
-
-        def indices(found: np.ndarray | slice | None) -> ml.Tensor | DeviceCopies | None:
-            if not isinstance(found, np.ndarray):
-                return None
-            return device_copies(place, place.from_numpy(found, ml.DType.I32))
+    def of(cls, ctx: ml.Context, host: HostArrays, call: Call, config: ml.CacheConfig) -> Self:
+        def indices(found: np.ndarray | slice | None) -> HostArray | None:
+            return host.add(found, ml.DType.I32) if isinstance(found, np.ndarray) else None
 
         seen, block = call.seen, BLOCK_CALLS * config.call_bytes
-        if isinstance(seen, np.ndarray):
-            rows = -(-seen.shape[2] // config.mask_batch_padding) * config.mask_batch_padding
-            mask = device_copies(place, seen_mask(place, seen, rows, call.length, config.mask_dtype))
-            return cls(call, indices(call.tokens), indices(call.cells), mask, block)
-        return cls(call, indices(call.tokens), indices(call.cells), seen, block)
+        tokens, cells = indices(call.tokens), indices(call.cells)
+        if not isinstance(seen, np.ndarray):
+            return cls(call, tokens, cells, seen, block)
+        place, dtype = ctx.input(), config.mask_dtype
+        rows = -(-seen.shape[2] // config.mask_batch_padding) * config.mask_batch_padding
+        mask = seen_mask(place, seen, rows, call.length, dtype)
+        shown = host.add(mask, dtype) if isinstance(mask, np.ndarray) else device_copies(place, mask)
+        return cls(call, tokens, cells, shown, block)
 
     def on(self, ctx: ml.Context) -> ml.AttentionCall:
         """This call with its tensors on the device of ``ctx``."""
@@ -121,8 +120,8 @@ class PlannedLevel:
     whole: bool
 
     @classmethod
-    def of(cls, ctx: ml.Context, level: Level, config: ml.CacheConfig) -> Self:
-        return cls([PlannedCall.of(ctx, call, config) for call in level.calls], level.whole)
+    def of(cls, ctx: ml.Context, host: HostArrays, level: Level, config: ml.CacheConfig) -> Self:
+        return cls([PlannedCall.of(ctx, host, call, config) for call in level.calls], level.whole)
 
     @property
     def in_one(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.device_copies import DeviceCopies, device_copies, near
+from kvcache.attention.device_copies import HostArray, HostArrays
 from kvcache.cache import InvalidBatchError, Mask
 from kvcache.storage.cell_table import CellTable, Row
 
@@ -44,15 +44,16 @@ class ReadPlan:
     columns: list[int | np.ndarray]
     start: int = 0
     index: np.ndarray | None = None
-    _tensor: ml.Tensor | DeviceCopies | None = None
+    _gathered: HostArray | None = None
+
+    def gather(self, host: HostArrays) -> None:
+        """Let the gathered cells go to devices with ``host``."""
+        if self.index is not None:
+            self._gathered = host.add(self.index, ml.DType.I32)
 
     def cells(self, ctx: ml.Context) -> int | ml.Tensor:
-        """The first cell of the view, or the gathered cells as an I32 tensor, made once."""
-        if self.index is None:
-            return self.start
-        if self._tensor is None:
-            self._tensor = device_copies(ctx, ctx.from_numpy(self.index, ml.DType.I32))
-        return near(ctx, self._tensor)
+        """The first cell of the view, or the gathered cells as an I32 tensor; ``gather`` comes before."""
+        return self.start if self._gathered is None else self._gathered.on(ctx)
 
     def elided(self, lower: LowerBound | None, lifted: frozenset[int]) -> Mask | bool:
         """None or CAUSAL where that says all there is to say of one group; else False."""

@@ -22,7 +22,7 @@ import ml
 from kvcache.attention import attend as attending
 from kvcache.attention.batch import SequenceTokens, check_modes, check_sequence, split_batch
 from kvcache.attention.fixed_shapes import FixedPass, GraphTensors
-from kvcache.attention.forward_pass import ForwardPass
+from kvcache.attention.forward_pass import ForwardPass, Reads
 from kvcache.attention.placement import place
 from kvcache.attention.read_plan import LowerBound, check_sees
 from kvcache.cache import (
@@ -66,6 +66,7 @@ class CausalCache(
         """Shares, removes and moves what sequences hold."""
         self._buffers: dict[int, LayerBuffers] = {}
         self._fixed: dict[int, FixedPass] = {}
+        self._reads: Reads | None = None
         self._undo: dict[int, SavedRow] = {}
 
     # Setting up and closing.
@@ -200,6 +201,7 @@ class CausalCache(
             forward = ForwardPass(table, config, lower, count, groups, cells, layers)
             if before is not None:
                 forward.kept, forward.segmented = before.kept, before.segmented
+        forward.expected = self._reads if before is None else before.reads()
         if config.fixed_shapes:
             forward = self._fix(ctx, forward)
         self._pass = forward
@@ -240,7 +242,7 @@ class CausalCache(
         forward.fill(ctx)
         self._buffers[layer].stamp = forward.stamp
         key, value = self._buffers[layer].read_as_configured(ctx, 0, self._table.cells)
-        return GraphTensors(key, value, forward.fixed.slots, forward.fixed.mask)
+        return GraphTensors(key, value, *forward.fixed.on(ctx.layer(layer)))
 
     def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:
         """Evict what windows no longer see, so that ``tokens`` cells are free; everything or nothing."""
@@ -288,6 +290,8 @@ class CausalCache(
 
     def _changed(self) -> None:
         """Sequences changed: the pass under way ends, and cannot be undone any more."""
+        if self._pass is not None:
+            self._reads = self._pass.reads()
         self._pass = None
         self._undo = {}
 
@@ -368,7 +372,8 @@ class CausalCache(
             found = store.read(ctx, reading.start, reading.length)
             if found is not None:
                 return found[0], found[1], mask
-        return (*buffers.read_as_configured(ctx, reading.cells(ctx), reading.length), mask)
+        here = ctx.layer(self._layer)
+        return (*buffers.read_as_configured(here, reading.cells(here), reading.length), mask)
 
     def attend(
         self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
@@ -384,7 +389,9 @@ class CausalCache(
         if forward.reserve:
             key, value = buffers.read(ctx, 0, self._table.cells)
             return nn.attention(ctx, query, key, value, forward.reserved_mask(ctx), scale, sinks)
-        return attending.attend(ctx, forward, buffers, query, scale, sinks)
+        here = ctx.layer(self._layer)
+        found = attending.attend(here, forward, buffers, query, scale, sinks)
+        return found if here is ctx else found.cast(ctx, found.dtype)
 
     def _readable(self, op: str, forward: ForwardPass) -> LayerBuffers:
         """The layer's K and V; OrderError where it lacks the tokens of the pass."""

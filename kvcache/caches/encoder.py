@@ -14,7 +14,7 @@ import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens, check_modes, check_sequence, check_whole, split_batch
-from kvcache.attention.device_copies import DeviceCopies, device_copies, near
+from kvcache.attention.device_copies import HostArray, HostArrays, near
 from kvcache.cache import Batch, InvalidRangeError, Mask, OrderError
 from kvcache.caches.base import BoundCache
 from kvcache.caches.managed import PreparedCalls
@@ -47,7 +47,7 @@ class _Pass:
     items: dict[int, int]
     """Sequence -> position of the item that it brings: what an earlier one gave is not to be read for it."""
     read_only: bool
-    mask: Mask | DeviceCopies | bool = False
+    mask: Mask | HostArray | bool = False
     shown: dict[tuple[int, int], tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
     """What was put while reserving."""
 
@@ -254,8 +254,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
             for group, size in zip(current.groups, sizes, strict=True):
                 host[np.arange(current.tokens)[group.rows], start : start + size] = 0
                 start += size
-            here = ctx.input()
-            current.mask = device_copies(here, here.from_numpy(host, self.config.mask_dtype))
+            current.mask = HostArrays().add(host, self.config.mask_dtype)
         return near(ctx, current.mask)
 
     # Sequences.

@@ -23,6 +23,7 @@ CAPABILITIES: dict[str, type] = {
     "SupportsAttentionCalls": ml.SupportsAttentionCalls,
     "SupportsRaggedAttention": ml.SupportsRaggedAttention,
     "SupportsRope": ml.SupportsRope,
+    "SupportsUpload": ml.SupportsUpload,
     "SupportsCacheConfig": ml.SupportsCacheConfig,
     "SupportsKVStore": ml.SupportsKVStore,
     "SupportsZeroCopyRead": ml.SupportsZeroCopyRead,

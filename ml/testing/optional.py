@@ -12,6 +12,7 @@ from ml.capabilities import (
     SupportsCacheConfig,
     SupportsHostWrite,
     SupportsRope,
+    SupportsUpload,
     SupportsZeroCopyRead,
 )
 from ml.dtypes import DType
@@ -68,6 +69,24 @@ class CapabilityTests(BackendCase):
             assert_close(fused, exact(generic.to_numpy()), dtype, slack=100 if dtype is DType.F32 else 2)
 
     # Arrays in host memory.
+
+    def test_arrays_that_go_together_arrive_as_one_by_one(self, backend: Backend, ctx: Context) -> None:
+        if not isinstance(backend, SupportsUpload):
+            pytest.skip("no SupportsUpload: arrays go one by one")
+        given = [(_any_bits(dtype, shape), dtype) for dtype in DTYPES for shape in ((3, 5), (0, 2), (7,), ())]
+        given += [(np.arange(9)[::-2], DType.I32), (np.array([[0.5, -np.inf]]), DType.BF16)]
+        found = backend.upload(ctx, given)
+        expected = [ctx.from_numpy(array, dtype).to_numpy() for array, dtype in given]
+        for array, _ in given:
+            array[...] = 1
+        for tensor, (_, dtype), right in zip(found, given, expected, strict=True):
+            assert (tensor.shape, tensor.dtype) == (right.shape, dtype)
+            assert tensor.to_numpy().tobytes() == right.tobytes()
+        target = ctx.zeros((9, 2), DType.F32)
+        for _ in range(2):
+            target.set_rows(ctx, ctx.full((5, 2), 1, DType.F32), found[-2])
+        assert target.to_numpy()[:, 0].tolist() == [1, 0, 1, 0, 1, 0, 1, 0, 1]
+        assert backend.upload(ctx, []) == []
 
     @each(dtype=DTYPES)
     def test_a_borrowed_array_reads_as_it_is(self, backend: Backend, ctx: Context, dtype: DType) -> None:

@@ -1,0 +1,309 @@
+"""PyTorch's CUDA paths on devices that are not there (cuda_double.py): values, places, waits, uploads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import ml
+from kvcache import Batch, CausalCache, SlidingWindowCache
+from ml.testing.attention import AttentionTests
+from ml.testing.optional import CapabilityTests
+from ml.testing.rows import RowTests
+
+torch = pytest.importorskip("torch")
+
+from .cuda_double import Transfers, cuda_double  # noqa: E402
+
+KV_HEADS, HEADS, DIM, LAYERS = 2, 4, 32, 4
+BF16 = ml.DType.BF16
+
+
+@pytest.fixture
+def transfers() -> Iterator[Transfers]:
+    with cuda_double(2) as found:
+        yield found
+
+
+def tokens(seq: int, begin: int, end: int) -> list[tuple[int, int]]:
+    return [(seq, position) for position in range(begin, end)]
+
+
+class Loop:
+    """Passes over all layers of one cache: each layer's tensors lie on the layer's device beforehand."""
+
+    def __init__(
+        self, devices: Sequence[str], cache: Any, dtype: ml.DType, stored: ml.DType, **config: Any
+    ) -> None:
+        self.backend = ml.open_backend("torch", devices=list(devices), layers=LAYERS)
+        self.ctx = self.backend.new_context()
+        self.cache, self.dtype, self.random = cache, dtype, np.random.default_rng(0)
+        cache.set_config(ml.CacheConfig(elide_mask=True, mask_dtype=dtype, **config))
+        cache.init(self.backend, stored, 4, 192, 64)
+        self.sinks: np.ndarray | None = None
+
+    def made(self, count: int, heads: int) -> list[Any]:
+        rows = self.random.standard_normal((LAYERS, count, heads, DIM)).astype(np.float32)
+        return [self.ctx.layer(i).from_numpy(rows[i], self.dtype) for i in range(LAYERS)]
+
+    def step(
+        self, places: Sequence[tuple[int, int]], get: bool = False, log: Transfers | None = None
+    ) -> list[Any]:
+        """One pass; with ``log``, of which only the pass itself is in it."""
+        ctx, cache, count = self.ctx, self.cache, len(places)
+        inputs = [self.made(count, heads) for heads in (KV_HEADS, KV_HEADS, HEADS)]
+        sinks = [
+            None if self.sinks is None else ctx.layer(i).from_numpy(self.sinks, self.dtype)
+            for i in range(LAYERS)
+        ]
+        if log is not None:
+            log.clear()
+        cache.start_forward(ctx, Batch([p for _, p in places], [s for s, _ in places]))
+        found: list[Any] = []
+        for layer, (key, value, query) in enumerate(zip(*inputs, strict=True)):
+            cache.set_layer(layer)
+            here = ctx.layer(layer)
+            cache.put(here, key, value)
+            found.append(cache.get(here) if get else cache.attend(here, query, DIM**-0.5, sinks[layer]))
+        return found
+
+
+def decode(loop: Loop) -> Iterator[list[tuple[int, int]]]:
+    """Three sequences of different lengths, token by token."""
+    for seq, length in enumerate((5, 40, 23)):
+        yield tokens(seq, 0, length)
+    for i in range(3):
+        yield [(0, 5 + i), (1, 40 + i), (2, 23 + i)]
+
+
+def prefill(loop: Loop) -> Iterator[list[tuple[int, int]]]:
+    for begin in range(0, 60, 20):
+        yield tokens(0, begin, begin + 20)
+    yield tokens(0, 60, 70)
+
+
+def mixed(loop: Loop) -> Iterator[list[tuple[int, int]]]:
+    """A token of one, a chunk of another."""
+    yield tokens(0, 0, 30) + tokens(1, 0, 9)
+    for i in range(2):
+        yield [(0, 30 + i), *tokens(1, 9 + 7 * i, 16 + 7 * i)]
+
+
+def shared(loop: Loop) -> Iterator[list[tuple[int, int]]]:
+    """Three readers of one prefix."""
+    yield tokens(0, 0, 48)
+    for seq in (1, 2):
+        loop.cache.copy_prefix(0, seq, 48)
+    for i in range(3):
+        yield [(seq, 48 + i) for seq in range(3)]
+
+
+def restored(loop: Loop) -> Iterator[list[tuple[int, int]]]:
+    yield tokens(0, 0, 20)
+    yield tokens(1, 0, 8)
+    taken = loop.cache.snapshot(0)
+    taken.detach()
+    loop.cache.remove(0, 0)
+    assert loop.cache.restore(2, taken)
+    for i in range(2):
+        yield [(1, 8 + i), (2, 20 + i)]
+
+
+SCENES: dict[str, Any] = {
+    "decode": (decode, CausalCache, {}),
+    "prefill": (prefill, CausalCache, {}),
+    "mixed": (mixed, CausalCache, {}),
+    "shared": (shared, CausalCache, {}),
+    "restored": (restored, CausalCache, {}),
+    "window": (decode, lambda: SlidingWindowCache(16), {}),
+    "window-prefill": (prefill, lambda: SlidingWindowCache(16), {}),
+    "Q8_0": (decode, CausalCache, {"stored": ml.DType.Q8_0}),
+    "Q4_0": (mixed, CausalCache, {"stored": ml.DType.Q4_0}),
+    "F32": (mixed, CausalCache, {"dtype": ml.DType.F32, "stored": ml.DType.F32}),
+    "sinks": (mixed, CausalCache, {"sinks": True}),
+    "fixed": (decode, CausalCache, {"fixed_shapes": True}),
+    "padded": (mixed, CausalCache, {"cache_padding": 8, "mask_batch_padding": 8}),
+}
+LAYOUTS = {"one": ["cuda:0"], "two": ["cuda:0", "cuda:1"], "host": ["cpu", "cuda:0"]}
+
+
+def opened(scene: str, devices: Sequence[str]) -> tuple[Loop, Any]:
+    places, make, options = SCENES[scene]
+    options = {"dtype": BF16, "stored": BF16, **options}
+    sinks = options.pop("sinks", False)
+    loop = Loop(devices, make(), **options)
+    loop.sinks = np.linspace(-1, 1, HEADS).astype(np.float32) if sinks else None
+    return loop, places(loop)
+
+
+@pytest.mark.parametrize(
+    ("devices", "get"),
+    [*((devices, False) for devices in LAYOUTS.values()), (LAYOUTS["two"], True)],
+    ids=[*LAYOUTS, "two-get"],
+)
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_pass_neither_waits_nor_crosses_and_uploads_once(
+    transfers: Transfers, scene: str, devices: Sequence[str], get: bool
+) -> None:
+    """From the second pass of its kind on: the first does not know yet what will be read."""
+    loop, batches = opened(scene, devices)
+    for number, batch in enumerate(batches):
+        loop.step(batch, get, log=transfers)
+        assert transfers.waits == []
+        assert transfers.of("crossing") == []
+        assert "scaled_dot_product_attention" not in transfers.operations
+        uploaded = [noted.device for noted in transfers.of("upload")]
+        assert len(uploaded) <= (2 if not number else 1) * len({d for d in devices if d != "cpu"}), (
+            transfers.log
+        )
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_pass_gives_what_it_gives_on_the_cpu(transfers: Transfers, scene: str) -> None:
+    found = []
+    for names in (LAYOUTS["two"], ["cpu"]):
+        loop, batches = opened(scene, names)
+        found.append([out.to_numpy().astype(np.float32) for batch in batches for out in loop.step(batch)])
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=3e-2, rtol=0)
+
+
+def on(ctx: Any, values: Any, dtype: ml.DType = ml.DType.F32) -> Any:
+    return ctx.from_numpy(np.asarray(values), dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, ml.DType.F32], ids=str)
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_a_chunk_after_a_history_takes_no_mask_and_no_wider_history(
+    transfers: Transfers, dtype: ml.DType, sinks: bool
+) -> None:
+    loop = Loop(["cuda:0"], CausalCache(), dtype, dtype)
+    loop.sinks = np.ones(HEADS, np.float32) if sinks else None
+    loop.step(tokens(0, 0, 40))
+    loop.step(tokens(0, 40, 60), log=transfers)
+    assert not {"triu_", "full", "addcmul", "cat", "float"} & set(transfers.operations)
+    kernels = {"_scaled_dot_product_flash_attention", "_efficient_attention_forward"}
+    used = [name for name in transfers.operations if name in kernels]
+    assert used == [sorted(kernels)[dtype is BF16]] * LAYERS
+    assert transfers.copied <= 20 * HEADS * DIM
+
+
+def test_products_of_narrow_dtypes_accumulate_in_f32_and_leave_the_settings(
+    transfers: Transfers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = torch.backends.cuda.matmul
+    names = [
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    ]
+    before = {name: getattr(settings, name) for name in names}
+    seen: list[dict[str, bool]] = []
+    real = torch.matmul
+
+    def product(a: Any, b: Any) -> Any:
+        seen.append({name: getattr(settings, name) for name in names})
+        return real(a, b)
+
+    monkeypatch.setattr(torch, "matmul", product)
+    settings.allow_fp16_accumulation = True
+    try:
+        with ml.open_backend("torch", device="cuda:0") as backend, backend.new_context() as ctx:
+            for dtype in (BF16, ml.DType.F16):
+                on(ctx, np.eye(3), dtype).matmul(ctx, on(ctx, np.eye(3), dtype))
+        assert settings.allow_fp16_accumulation
+        assert not seen[0][names[0]]
+        assert not any(seen[1][name] for name in names[1:])
+    finally:
+        settings.allow_fp16_accumulation = before[names[2]]
+    assert {name: getattr(settings, name) for name in names} == before
+
+
+def test_sorts_of_bool_and_top_k_wait_for_nothing(transfers: Transfers) -> None:
+    with ml.open_backend("torch", device="cuda:0") as backend, backend.new_context() as ctx:
+        truth, numbers = on(ctx, [True, False, True], ml.DType.BOOL), on(ctx, [2.0, 5.0, 5.0, 1.0])
+        transfers.clear()
+        order, (values, places) = truth.argsort(ctx), numbers.top_k(ctx, 2)
+        assert transfers.log == []
+        assert order.to_numpy().tolist() == [1, 0, 2]
+        assert (values.to_numpy().tolist(), places.to_numpy().tolist()) == ([5.0, 5.0], [1, 2])
+
+
+@pytest.mark.parametrize("stored", [BF16, ml.DType.Q8_0], ids=str)
+def test_a_context_of_another_device_attends_where_the_history_lies(
+    transfers: Transfers, stored: ml.DType
+) -> None:
+    """The root context lies on the first device, the last layers on the second."""
+    loop = Loop(["cuda:0", "cuda:1"], CausalCache(), BF16, stored)
+    loop.step(tokens(0, 0, 150))
+    right = loop.step([(0, 150)])[-1].to_numpy()
+    query = loop.ctx.from_numpy(np.random.default_rng(5).standard_normal((1, HEADS, DIM)), BF16)
+    loop.cache.set_layer(LAYERS - 1)
+    transfers.clear()
+    found = loop.cache.attend(loop.ctx, query, 1.0)
+    moved = [(noted.device, noted.nbytes) for noted in transfers.of("crossing")]
+    assert moved == [("cuda:1", 2 * HEADS * DIM), ("cuda:0", 2 * HEADS * DIM)]
+    assert (found.device, found.shape) == ("cuda:0", right.shape)
+    transfers.clear()
+    key, value, mask = loop.cache.get(loop.ctx)
+    assert transfers.of("crossing") == []
+    ml.nn.attention(loop.ctx, query, key, value, mask, 1.0)
+    key.rows(loop.ctx, [3, 4])
+    assert max(noted.nbytes for noted in transfers.of("crossing")) == 2 * HEADS * DIM
+
+
+class TestOnTheDouble(AttentionTests, RowTests, CapabilityTests):
+    """What the shipped suite asks, of the parts where CUDA has ways of its own."""
+
+    backend_name = "torch"
+    backend_options: ClassVar[dict[str, Any]] = {"device": "cuda"}
+    case_stride = 5
+
+    @pytest.fixture(autouse=True)
+    def _double(self, transfers: Transfers) -> None:
+        pass
+
+
+# The double finds what it is there to find.
+
+
+@pytest.fixture
+def pair(transfers: Transfers) -> tuple[Any, Any]:
+    return torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1")
+
+
+PLANTED: dict[str, Any] = {
+    "item": lambda a, b: a.sum().item(),
+    "truth": lambda a, b: bool((a > 0).any()),
+    "nonzero": lambda a, b: a.nonzero(),
+    "where": lambda a, b: a[a > 0],
+    "to the host": lambda a, b: a.cpu(),
+    "numbers": lambda a, b: a.tolist(),
+    "pageable": lambda a, b: a.copy_(torch.zeros(3), non_blocking=True),
+    "blocking": lambda a, b: a.copy_(torch.zeros(3).pin_memory()),
+    "made here": lambda a, b: torch.tensor([1.0, 2.0]).to("cuda:0"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED.values(), ids=PLANTED)
+def test_a_planted_wait_is_found(transfers: Transfers, pair: Any, fault: Any) -> None:
+    assert transfers.waits == []
+    fault(*pair)
+    assert len(transfers.waits) >= 1
+
+
+def test_planted_crossings_and_uploads_are_found_and_counted(transfers: Transfers, pair: Any) -> None:
+    a, b = pair
+    a.copy_(b)
+    b.to("cuda:0")
+    assert [(noted.device, noted.nbytes) for noted in transfers.of("crossing")] == [("cuda:0", 12)] * 2
+    with pytest.raises(RuntimeError, match="on one device"):
+        a + b
+    for _ in range(2):
+        a.copy_(torch.zeros(3).pin_memory(), non_blocking=True)
+    assert (len(transfers.of("upload")), transfers.waits) == (2, [])
+    torch.nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 8, 8, device="cuda:0")] * 3)
+    assert "scaled_dot_product_attention" in transfers.operations
