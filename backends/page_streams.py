@@ -109,13 +109,13 @@ class PageStreams:
             transfer.wait()
 
 
-def runs(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """How many outer axes to copy one by one, so that what is left of an array lies in one run; 0 for none.
+def runs(shape: Sequence[int], strides: Sequence[int], itemsize: int, least: int = RUN) -> int | None:
+    """How many outer axes an array has whose elements lie in one run each; None where runs are short.
 
-    0 also where the runs would be short.
+    ``least`` bytes are not; all of an array in one run is never short.
     """
     size, outer = 1, len(shape)
     while outer and (shape[outer - 1] == 1 or strides[outer - 1] == size):
         outer -= 1
         size *= shape[outer]
-    return outer if size * itemsize >= RUN else 0
+    return outer if size * itemsize >= least or not outer else None

@@ -123,7 +123,7 @@ def _source(array: np.ndarray) -> torch.Tensor:
 
 def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[Callable[[], None]]:
     """Copies of one run each, straight to where it will lie; else one that torch does in two steps."""
-    outer = runs(tuple(target.shape), target.stride(), target.element_size())
+    outer = runs(tuple(target.shape), target.stride(), target.element_size()) or 0
     for where in product(*map(range, target.shape[:outer])):
         piece = target[where]
         yield partial(write, piece, piece.copy_, source[where], True)
