@@ -13,7 +13,7 @@ from backends.placement import PlacedBackend, PlacedContext
 from backends.torch.attention import CausalMasks, attend
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, translated
 from backends.torch.devices import device_memory, find_places, release
-from backends.torch.distributed import join
+from backends.torch.distributed import TorchGroup, join
 from backends.torch.partial import attend_calls, attend_partially
 from backends.torch.ragged import attend_ragged
 from backends.torch.store import TorchKVStore
@@ -49,6 +49,8 @@ class TorchBackend(PlacedBackend):
         self.foreign = tuple(TorchStorage(self, i, None) for i in range(len(self.places)))
         self.causal_masks = CausalMasks()
         self.group: BaseGroup | None = None
+        self.settle: Callable[[str], None] | None = None
+        """Of a group of several ranks: called before the host waits for a result."""
         self.pages = TorchPages() if any(place.device.type == "cuda" for place in self.places) else None
 
     def _new_context(self, max_graph_nodes: int) -> TorchContext:
@@ -77,6 +79,7 @@ class TorchBackend(PlacedBackend):
         if self.group is not None and not self.group.closed:
             raise GroupError(f"distributed: {self.group!r} is open on this backend; close it first")
         self.group = join(self, self.places[0].device, timeout)
+        self.settle = self.group.settle if isinstance(self.group, TorchGroup) else None
         return self.group
 
     def borrow(self, ctx: TorchContext, array: np.ndarray) -> BaseTensor:
