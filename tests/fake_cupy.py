@@ -203,24 +203,23 @@ class _Cublas:
         C: int, Ctype: int, ldc: int, strideC: int, batchCount: int, computeType: int, algo: int,
     ) -> None:  # fmt: skip
         assert (handle, computeType, algo) == (current_device(), 68, -1)
-        assert Atype == Btype == Ctype
+        assert (Atype, Ctype) == (Btype, 0), "a sum of parts may be rounded to the type of C"
         assert _raw(alpha, 4).view(np.float32) == 1
         assert _raw(beta, 4).view(np.float32) == 0
         ran("gemm")
         dtype = {14: BF16, 2: np.dtype(np.float16)}[Atype]
 
-        def matrix(address: int, rows: int, columns: int, leading: int) -> np.ndarray:
+        def matrix(address: int, dtype: np.dtype, rows: int, columns: int, leading: int) -> np.ndarray:
             assert leading >= max(1, rows), "CUBLAS_STATUS_INVALID_VALUE"
-            count = leading * (columns - 1) + rows
-            raw = _raw(address, 2 * count).view(dtype)
-            return np.lib.stride_tricks.as_strided(raw, (rows, columns), (2, 2 * leading))
+            size = dtype.itemsize
+            raw = _raw(address, size * (leading * (columns - 1) + rows)).view(dtype)
+            return np.lib.stride_tricks.as_strided(raw, (rows, columns), (size, size * leading))
 
         for i in range(batchCount):
-            a = matrix(A + 2 * i * strideA, *((k, m) if transa else (m, k)), lda).astype(np.float32)
-            b = matrix(B + 2 * i * strideB, *((n, k) if transb else (k, n)), ldb).astype(np.float32)
+            a = matrix(A + 2 * i * strideA, dtype, *((k, m) if transa else (m, k)), lda).astype(np.float32)
+            b = matrix(B + 2 * i * strideB, dtype, *((n, k) if transb else (k, n)), ldb).astype(np.float32)
             product = (a.T if transa else a) @ (b.T if transb else b)
-            with np.errstate(all="ignore"):
-                matrix(C + 2 * i * strideC, m, n, ldc)[...] = product.astype(dtype)
+            matrix(C + 4 * i * strideC, np.dtype(np.float32), m, n, ldc)[...] = product
 
 
 def memGetInfo() -> tuple[int, int]:
@@ -310,6 +309,9 @@ class ndarray:  # noqa: N801
         ran("astype")
         with np.errstate(all="ignore"):
             return made(host(self).astype(target))
+
+    def reshape(self, *shape: Any, order: str = "C") -> ndarray:
+        return self._alias(self.array.reshape(*shape))
 
     def copy(self, order: str = "C") -> ndarray:
         ran("copy")
@@ -524,6 +526,7 @@ def modules() -> dict[str, ModuleType]:
         getDevice=current_device,
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
+        CUDA_R_32F=0,
         CUDA_R_16F=2,
         CUDA_R_16BF=14,
     )

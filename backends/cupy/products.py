@@ -1,8 +1,9 @@
 """Products of F16 and BF16 by cuBLAS, which reads them as they lie and adds up in F32.
 
-Nothing is widened in memory: an operand is copied, in its own 16 bits, only where none of the last two axes
-is dense. cuBLAS knows matrices column by column, so that it is asked for the transposed product of the
-transposed matrices: those are the same memory.
+No operand is widened in memory: one is copied, in its own 16 bits, only where none of its last two axes is
+dense. The result is F32, to be rounded once: of a 16-bit one cuBLAS may round parts of the sum. cuBLAS knows
+matrices column by column, so that it is asked for the transposed product of the transposed matrices: those
+are the same memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ml.strided import Shape
 __all__ = ["narrow_product"]
 
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
-_ITEM = 2
+_ITEM, _WIDE = 2, 4
+"""Bytes of an operand's element, and of the result's."""
 
 
 class _Matrices(NamedTuple):
@@ -34,21 +36,22 @@ class _Matrices(NamedTuple):
 
 
 def narrow_product(left: Any, right: Any, dtype: DType, out: Any) -> None:
-    """``out``, C-contiguous, becomes ``numpy.matmul`` of two arrays of two or more axes; all show bits."""
+    """``out``, F32 and C-contiguous, becomes ``numpy.matmul`` of two arrays of bits of two or more axes."""
     rows, inner = left.shape[-2:]
     columns = right.shape[-1]
     shape, (one, other) = _folded(out.shape[:-2], [_placed(x, out.shape[:-2]) for x in (left, right)])
     *outer, batch = shape or (1,)
     size = rows * columns
     cublas = cupy.cuda.cublas
-    kind = cupy.cuda.runtime.CUDA_R_16BF if dtype is DType.BF16 else cupy.cuda.runtime.CUDA_R_16F
+    runtime = cupy.cuda.runtime
+    kind = runtime.CUDA_R_16BF if dtype is DType.BF16 else runtime.CUDA_R_16F
     handle = cupy.cuda.get_cublas_handle()
     for count, where in enumerate(np.ndindex(*outer)):
         cublas.gemmStridedBatchedEx(
             handle, *(_operation(cublas, x) for x in (other, one)), columns, rows, inner, _ONE.ctypes.data,
             _at(other, where), kind, other.leading, other.steps[-1],
             _at(one, where), kind, one.leading, one.steps[-1],
-            _ZERO.ctypes.data, out.data.ptr + count * batch * size * _ITEM, kind, columns, size,
+            _ZERO.ctypes.data, out.data.ptr + count * batch * size * _WIDE, runtime.CUDA_R_32F, columns, size,
             batch, cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT,
         )  # fmt: skip
 

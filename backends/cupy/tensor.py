@@ -128,15 +128,11 @@ class CupyTensor(ArrayTensor):
         left = left if left.ndim > 1 else left[None]
         right = right if right.ndim > 1 else right[:, None]
         batch = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-        out = cupy.ndarray((*batch, left.shape[-2], right.shape[-1]), left.dtype)
+        out = cupy.ndarray((*batch, left.shape[-2], right.shape[-1]), np.float32)
         narrow_product(left, right, self.dtype, out)
         rows = () if len(self.shape) == 1 else out.shape[-2:-1]
         columns = () if len(other.shape) == 1 else out.shape[-1:]
-        return self.whole(
-            Storage(ctx.backend, out.data, out.size, out.nbytes, ctx.device_index),
-            self.dtype,
-            (*batch, *rows, *columns),
-        )
+        return self._result(ctx, out.reshape((*batch, *rows, *columns)), self.dtype)
 
     # What CuPy refuses, or leaves open, of arrays without elements.
 
