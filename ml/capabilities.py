@@ -41,12 +41,14 @@ __all__ = [
     "Group",
     "KVStore",
     "Layout",
+    "PageTransfer",
     "SupportsAttention",
     "SupportsAttentionCalls",
     "SupportsCacheConfig",
     "SupportsDistributed",
     "SupportsHostWrite",
     "SupportsKVStore",
+    "SupportsPageTransfer",
     "SupportsPartialAttention",
     "SupportsRaggedAttention",
     "SupportsRope",
@@ -164,6 +166,56 @@ class SupportsHostWrite(Protocol):
         What it holds until it is written is unspecified. Work on it that is pending is done first. Write
         at once, and let go of the array before the next operation of this backend: what is written later
         may be lost. None where the host cannot write there (a device's memory, a read-only tensor).
+        """
+
+
+class PageTransfer(Protocol):
+    """Copies between a device and host memory, under way. Any thread may ask and wait."""
+
+    def done(self) -> bool:
+        """Whether nothing of it is left to do. The host does not wait; an error is left to ``wait``."""
+
+    def wait(self) -> None:
+        """Return when it is done; raises DeviceError where a copy failed. May be called again."""
+
+    def join(self) -> None:
+        """Have what this thread asks of the backend from now on happen after the copies.
+
+        The host does not wait where the device can. Raises DeviceError where a copy is known to have failed.
+        """
+
+
+@runtime_checkable
+class SupportsPageTransfer(Protocol):
+    """A backend that copies to and from host memory while its device computes.
+
+    Each method gives None where it has nothing better than ``to_numpy`` and ``from_numpy`` (a tensor in host
+    memory, say); the caller then goes by those, which :func:`ml.transfer.page_out` and ``page_in`` do.
+
+    Copies begin after all that this thread asked of the backend before, and the device's other work does not
+    wait for them. Until a transfer is done nobody writes what it reads, or touches what it writes, without
+    ``join``; the backend keeps both in memory until then. ``close`` waits for all of them.
+    """
+
+    def pinned_memory(self, nbytes: int) -> np.ndarray | None:
+        """Page-locked host memory, uint8 (nbytes,), freed with the last array over it."""
+
+    def page_out(
+        self, ctx: Context, tensors: Sequence[Tensor]
+    ) -> tuple[list[np.ndarray], PageTransfer] | None:
+        """Begin to copy tensors, strided as they may be, to new C-contiguous page-locked arrays.
+
+        The arrays hold the tensors' elements when the transfer is done. Raises DeviceError, and nothing is
+        under way, where there is no memory for them.
+        """
+
+    def page_in(
+        self, ctx: Context, arrays: Sequence[np.ndarray], tensors: Sequence[Tensor]
+    ) -> PageTransfer | None:
+        """Begin to write each array over the tensor beside it, of its shape and dtype.
+
+        Arrays of ``pinned_memory`` and ``page_out`` go in one copy; others too, as fast as the driver
+        takes them. They stay as they are until it is done.
         """
 
 

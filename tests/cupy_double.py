@@ -11,7 +11,7 @@ import backends.cupy
 
 from . import fake_cupy as double
 
-OURS = ("devices", "tensor", "ragged", "backend")
+OURS = ("devices", "products", "tensor", "ragged", "transfer", "backend")
 
 
 def load_backend() -> ModuleType:

@@ -10,6 +10,7 @@ installed. What it cannot show is whether CuPy's kernels compute what NumPy does
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import threading
 import weakref
@@ -68,8 +69,33 @@ class Stream(_Scope):
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False) -> None:
         self.device_id = -1 if null else current_device()
 
+        self.ptr = id(self)
+
     def synchronize(self) -> None:
         LOG.append(("synchronize", current_device(), self))
+
+    def wait_event(self, event: Event) -> None:
+        assert event.recorded is not None, "an event that nobody recorded is no order"
+        LOG.append(("wait_event", current_device(), self))
+
+
+class Event:
+    """Work is done when it is asked for, so that every event that was recorded is reached."""
+
+    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        self.recorded: Stream | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self.recorded = stream or get_current_stream()
+        LOG.append(("record", current_device(), self.recorded))
+
+    @property
+    def done(self) -> bool:
+        return self.recorded is not None
+
+    def synchronize(self) -> None:
+        assert self.recorded is not None
+        LOG.append(("synchronize event", current_device(), self.recorded))
 
 
 class ExternalStream(Stream):
@@ -144,6 +170,56 @@ def alloc(size: int) -> MemoryPointer:
     memory = _Memory(size, device)
     weakref.finalize(memory, _give_back, device, block)
     return MemoryPointer(memory, 0)
+
+
+def alloc_pinned_memory(size: int) -> np.ndarray:
+    return np.full(size, 0xA5, np.uint8)
+
+
+def _raw(address: int, nbytes: int) -> np.ndarray:
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+
+
+def memcpy2DAsync(
+    dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int, stream: int
+) -> None:
+    assert stream == get_current_stream().ptr
+    assert width <= min(dpitch, spitch)
+    ran("memcpy2D")
+    for row in range(height):
+        _raw(dst + row * dpitch, width)[...] = _raw(src + row * spitch, width)
+
+
+class _Cublas:
+    """What a product of matrices is in BLAS: column by column, alpha * op(A) @ op(B) + beta * C."""
+
+    CUBLAS_OP_N, CUBLAS_OP_T = 0, 1
+    CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 68, -1
+
+    @staticmethod
+    def gemmStridedBatchedEx(
+        handle: int, transa: int, transb: int, m: int, n: int, k: int, alpha: int,
+        A: int, Atype: int, lda: int, strideA: int, B: int, Btype: int, ldb: int, strideB: int, beta: int,
+        C: int, Ctype: int, ldc: int, strideC: int, batchCount: int, computeType: int, algo: int,
+    ) -> None:  # fmt: skip
+        assert (handle, computeType, algo) == (current_device(), 68, -1)
+        assert (Atype, Ctype) == (Btype, 0), "a sum of parts may be rounded to the type of C"
+        assert _raw(alpha, 4).view(np.float32) == 1
+        assert _raw(beta, 4).view(np.float32) == 0
+        ran("gemm")
+        dtype = {14: BF16, 2: np.dtype(np.float16)}[Atype]
+
+        def matrix(address: int, dtype: np.dtype, rows: int, columns: int, leading: int) -> np.ndarray:
+            assert leading >= max(1, rows), "CUBLAS_STATUS_INVALID_VALUE"
+            size = dtype.itemsize
+            raw = _raw(address, size * (leading * (columns - 1) + rows)).view(dtype)
+            return np.lib.stride_tricks.as_strided(raw, (rows, columns), (size, size * leading))
+
+        for i in range(batchCount):
+            a = matrix(A + 2 * i * strideA, dtype, *((k, m) if transa else (m, k)), lda).astype(np.float32)
+            b = matrix(B + 2 * i * strideB, dtype, *((n, k) if transb else (k, n)), ldb).astype(np.float32)
+            product = (a.T if transa else a) @ (b.T if transb else b)
+            matrix(C + 4 * i * strideC, np.dtype(np.float32), m, n, ldc)[...] = product
 
 
 def memGetInfo() -> tuple[int, int]:
@@ -233,6 +309,9 @@ class ndarray:  # noqa: N801
         ran("astype")
         with np.errstate(all="ignore"):
             return made(host(self).astype(target))
+
+    def reshape(self, *shape: Any, order: str = "C") -> ndarray:
+        return self._alias(self.array.reshape(*shape))
 
     def copy(self, order: str = "C") -> ndarray:
         ran("copy")
@@ -421,6 +500,9 @@ FUNCTIONS = (
     take, concatenate, tile, where, take_along_axis, argsort, argmax, copyto, asarray, ascontiguousarray,
     asnumpy, may_share_memory, get_default_memory_pool,
 )  # fmt: skip
+CUDA = (
+    Device, Stream, ExternalStream, Event, MemoryPointer, alloc, alloc_pinned_memory, get_current_stream,
+)  # fmt: skip
 
 
 def _ufunc(name: str) -> Callable[..., ndarray]:
@@ -440,11 +522,19 @@ def modules() -> dict[str, ModuleType]:
         driverGetVersion=lambda: 13000,
         runtimeGetVersion=lambda: 12090,
         memGetInfo=memGetInfo,
+        memcpy2DAsync=memcpy2DAsync,
+        getDevice=current_device,
+        memcpyHostToDevice=1,
+        memcpyDeviceToHost=2,
+        CUDA_R_32F=0,
+        CUDA_R_16F=2,
+        CUDA_R_16BF=14,
     )
     nvrtc.getVersion = lambda: (12, 9)  # type: ignore[attr-defined]
-    for thing in (Device, Stream, ExternalStream, MemoryPointer, alloc, get_current_stream):
+    for thing in CUDA:
         setattr(cuda, thing.__name__, thing)
     vars(cuda).update(runtime=runtime, nvrtc=nvrtc)
+    vars(cuda).update(cublas=_Cublas, get_cublas_handle=current_device)
     vars(cupy).update({thing.__name__: thing for thing in (*FUNCTIONS, RawModule, ndarray, matmul)})
     vars(cupy).update({name: _ufunc(name) for name in UFUNCS}, cuda=cuda, __version__="14.2.0", __path__=[])
     return {

@@ -27,6 +27,7 @@ from kvcache.testing.suites.properties import PropertyTests
 from kvcache.testing.suites.quantized import QuantizedTests
 from kvcache.testing.suites.recurrent import RecurrentTests
 from ml import DType
+from ml.nn import generic_attention
 from ml.testing import BackendTests
 
 from .cupy_double import CUPY, double, module
@@ -103,14 +104,16 @@ def _arguments(doc: str) -> list[str]:
 def test_what_the_double_stands_for_is_in_cupy() -> None:
     real = pytest.importorskip("cupy")
     assert not [name for name in double.UFUNCS if not isinstance(getattr(real, name), real.ufunc)]
-    for name in ("Device", "Stream", "ExternalStream", "MemoryPointer", "alloc", "get_current_stream"):
-        assert hasattr(real.cuda, name)
+    for thing in double.CUDA:
+        assert hasattr(real.cuda, thing.__name__)
     for name in (
         "getDeviceCount",
         "getDeviceProperties",
         "driverGetVersion",
         "runtimeGetVersion",
         "memGetInfo",
+        "memcpy2DAsync",
+        "getDevice",
     ):
         assert hasattr(real.cuda.runtime, name)
     assert issubclass(real.cuda.memory.OutOfMemoryError, MemoryError)
@@ -278,6 +281,128 @@ def test_without_one_it_goes_to_the_stream_that_is_current_in_the_thread(backend
             thread.join()
         assert {used for _, _, used in log} == {double.NULL}
     assert used == [{stream} for stream in streams]
+
+
+def test_device_and_stream_are_entered_only_where_they_are_not_current(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[Any] = []
+    enter = double._Scope.__enter__
+    monkeypatch.setattr(double._Scope, "__enter__", lambda self: entered.append(self) or enter(self))
+    work(backend.new_context())
+    assert not entered
+    stream = double.Stream()
+    with module.CupyBackend(stream=stream) as given:
+        with stream:
+            entered.clear()
+            work(given.new_context())
+            assert not entered
+        work(given.new_context())
+        assert set(entered) == {stream}
+
+
+# Pages.
+
+
+def test_pages_wait_for_what_is_current_and_are_waited_for_where_they_are_joined(backend: Any) -> None:
+    ctx = backend.new_context()
+    compute = double.Stream()
+    with compute, double.logged() as log:
+        x = ctx.full((4, 8, 512), 3, DType.F32)
+        (array,), out = backend.page_out(ctx, [x.permute(ctx, 1, 0, 2)])
+        arriving = backend.page_in(ctx, [array[1:5]], [x.slice(ctx, 1, 2, 6).permute(ctx, 1, 0, 2)])
+        arriving.join()
+        out.wait()
+    streams = [found for op, _, found in log if op == "memcpy2D"]
+    assert compute not in streams
+    assert double.NULL not in streams
+    leaves, arrives = streams[0], streams[-1]
+    assert leaves is not arrives
+    steps = [
+        (op, found) for op, _, found in log if op in ("record", "wait_event", "memcpy2D", "synchronize event")
+    ]
+    assert steps == [
+        *(("record", compute), ("wait_event", leaves), ("memcpy2D", leaves), ("record", leaves)),
+        *(("record", compute), ("wait_event", arrives), ("memcpy2D", arrives), ("record", arrives)),
+        *(("wait_event", compute), ("synchronize event", leaves)),
+    ]
+
+
+def test_a_run_of_cells_of_every_head_is_one_copy(backend: Any) -> None:
+    ctx = backend.new_context()
+    cells = ctx.zeros((4, 64, 32), DType.BF16).slice(ctx, 1, 16, 48)
+    page = np.random.default_rng(3).random((4, 32, 32), np.float32).astype(DType.BF16.numpy)
+    for least, copies in ((4096, 1), (1, 1)):
+        part = cells.slice(ctx, 1, 0, 32 if least > 1 else 8)
+        with double.logged() as log:
+            backend.page_in(ctx, [page[:, : part.shape[1]]], [part]).join()
+        steps = [op for op, _, _ in log]
+        assert steps.count("memcpy2D") == copies
+        np.testing.assert_array_equal(part.to_numpy(), page[:, : part.shape[1]])
+
+
+# Products.
+
+
+def narrow(dtype: DType, *shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape)).integers(-4, 5, shape).astype(dtype.numpy)
+
+
+PRODUCTS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "weights": lambda ctx, t: (t(3, 64), t(64, 96)),
+    "weights, transposed": lambda ctx, t: (t(3, 64), t(96, 64).permute(ctx, 1, 0)),
+    "both transposed": lambda ctx, t: (t(64, 3).permute(ctx, 1, 0), t(96, 64).permute(ctx, 1, 0)),
+    "one row": lambda ctx, t: (t(1, 64), t(64, 96)),
+    "one column": lambda ctx, t: (t(3, 64), t(64, 1)),
+    "vectors": lambda ctx, t: (t(64), t(64)),
+    "a vector and matrices": lambda ctx, t: (t(64), t(4, 64, 5)),
+    "the history of every head": lambda ctx, t: (
+        t(4, 3, 32), t(4, 128, 32).slice(ctx, 1, 16, 80).permute(ctx, 0, 2, 1)
+    ),
+    "what every sequence shares": lambda ctx, t: (t(2, 4, 3, 32), t(4, 32, 16)),
+    "several batches": lambda ctx, t: (
+        t(2, 4, 3, 32), t(4, 2, 32, 16).permute(ctx, 1, 0, 2, 3)
+    ),
+    "parts of rows": lambda ctx, t: (t(3, 128).slice(ctx, 1, 32, 96), t(64, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_narrow_products_are_cublas_own_and_widen_nothing(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch, case: str, dtype: DType
+) -> None:
+    left, right = PRODUCTS[case](ctx, lambda *shape: ctx.from_numpy(narrow(dtype, *shape)))
+    wide = [x.to_numpy().astype(np.float32) for x in (left, right)]
+    sizes: list[int] = []
+    alloc = double.alloc
+    monkeypatch.setattr(double, "alloc", lambda size: sizes.append(size) or alloc(size))
+    with double.logged() as log:
+        found = left.matmul(ctx, right)
+    assert {op for op, _, _ in log} == {"gemm", "astype"}
+    assert sizes == [2 * found.nbytes, found.nbytes], "F32 once, and as it is"
+    np.testing.assert_array_equal(found.to_numpy(), np.asarray(np.matmul(*wide)).astype(dtype.numpy))
+
+
+def test_an_operand_without_a_dense_axis_is_copied_in_its_own_bits(ctx: Any) -> None:
+    left = ctx.from_numpy(narrow(DType.BF16, 6, 4, 64)).slice(ctx, 2, 0, 64, 2)
+    right = ctx.from_numpy(narrow(DType.BF16, 32, 8))
+    with double.logged() as log:
+        found = left.matmul(ctx, right)
+    assert [op for op, _, _ in log] == ["copy", "gemm", "astype"]
+    expected = left.to_numpy().astype(np.float32) @ right.to_numpy().astype(np.float32)
+    np.testing.assert_array_equal(found.to_numpy(), expected.astype(DType.BF16.numpy))
+
+
+def test_attention_copies_no_history(ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [ctx.from_numpy(narrow(DType.BF16, 4, 2048, 64)).permute(ctx, 1, 0, 2) for _ in range(2)]
+    query = ctx.from_numpy(narrow(DType.BF16, 1, 8, 64))
+    sizes: list[int] = []
+    alloc = double.alloc
+    monkeypatch.setattr(double, "alloc", lambda size: sizes.append(size) or alloc(size))
+    generic_attention(ctx, query, *(x.slice(ctx, 0, 8, 2040) for x in cells), None, 0.125)
+    scores = 8 * 2032 * 4
+    assert max(sizes) == scores < cells[0].nbytes / 4
 
 
 # Several devices.

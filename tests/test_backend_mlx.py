@@ -150,6 +150,35 @@ def test_a_write_waits_for_readers_in_flight_instead_of_copying(backend: MlxBack
     np.testing.assert_allclose([r.to_numpy()[0, 0, 0] for r in results], expected, rtol=2e-4)
 
 
+def test_a_pass_is_built_while_the_one_before_runs(
+    backend: MlxBackend, ctx: MlxContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [cells_of(ctx) for _ in range(3)]
+    query = ctx.full((1, HEADS, DIM), 0.1, DType.F32)
+    waited: list[str] = []
+    where, synchronize = "", mx.synchronize
+    monkeypatch.setattr(mx, "synchronize", lambda stream: waited.append(where) or synchronize(stream))
+    results = []
+
+    def steps() -> None:
+        nonlocal where
+        for position in range(6):
+            where = "building"
+            x = query
+            for cells in layers:
+                x.copy(ctx, cells.slice(ctx, 0, position, position + 1))
+                seen = cells.slice(ctx, 0, 0, position + 1)
+                x = backend.attention(ctx, x, seen, seen, None, 1.0)
+            where = "handing over"
+            ctx.compute(x)
+            results.append(x)
+
+    assert taken(backend, steps) < NOISE, "and no buffer is copied"
+    assert waited[1:-1] == ["handing over"] * 6, "once a pass"
+    for result in results:
+        np.testing.assert_allclose(result.to_numpy(), np.full((1, HEADS, DIM), 0.1), rtol=1e-5)
+
+
 def test_moving_cells_within_a_buffer_copies_those_cells_only(backend: MlxBackend, ctx: MlxContext) -> None:
     cells = cells_of(ctx)
     ctx.arange(0, 20, 1, DType.F32).view(ctx, 0, (20, HEADS, DIM), (1, 0, 0)).copy(

@@ -12,9 +12,11 @@ import numpy as np
 from backends.cupy.devices import find_places
 from backends.cupy.ragged import ragged_attention
 from backends.cupy.tensor import CupyTensor
+from backends.cupy.transfer import CupyPages
 from backends.numpylike import ArrayContext, element_strides
 from backends.placement import PlacedBackend, PlacedContext
 from ml.base import Storage
+from ml.capabilities import PageTransfer
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError
@@ -45,6 +47,7 @@ class CupyBackend(PlacedBackend):
     ) -> None:
         self.places = find_places(device, devices, stream)
         super().__init__("cupy", [place.info() for place in self.places], layers, dtype)
+        self.pages = CupyPages()
 
     def _new_context(self, max_graph_nodes: int) -> CupyContext:
         return CupyContext(self, max_graph_nodes)
@@ -63,6 +66,27 @@ class CupyBackend(PlacedBackend):
         ctx.check("ragged_attention")
         return ragged_attention(ctx, query, key, value, plan, scale, sinks)
 
+    def pinned_memory(self, nbytes: int) -> np.ndarray:
+        """See :class:`ml.SupportsPageTransfer`."""
+        self.check("pinned_memory")
+        return self.pages.pinned_memory(self.places[0], nbytes)
+
+    def page_out(
+        self, ctx: CupyContext, tensors: Sequence[CupyTensor]
+    ) -> tuple[list[np.ndarray], PageTransfer]:
+        """See :class:`ml.SupportsPageTransfer`."""
+        for tensor in tensors:
+            ctx.check("page_out", tensor)
+        return self.pages.page_out(tensors)
+
+    def page_in(
+        self, ctx: CupyContext, arrays: Sequence[np.ndarray], tensors: Sequence[CupyTensor]
+    ) -> PageTransfer:
+        """See :class:`ml.SupportsPageTransfer`."""
+        for tensor in tensors:
+            ctx.check("page_in", tensor)
+        return self.pages.page_in(arrays, tensors)
+
     def _device_memory(self, index: int, device: DeviceInfo, allocated: int) -> DeviceMemory:
         return DeviceMemory(device.name, allocated, *self.places[index].memory())
 
@@ -74,6 +98,7 @@ class CupyBackend(PlacedBackend):
     def close(self) -> None:
         if not self.closed:
             super().close()
+            self.pages.close()
             for place in self.places:
                 place.release()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 import cupy
@@ -25,28 +25,18 @@ class Place:
     def __init__(self, index: int, stream: Any = None) -> None:
         self.index = index
         self.name = f"cuda:{index}"
-        self._stream = contextlib.nullcontext() if stream is None else stream
+        self.stream = stream
 
     def info(self) -> DeviceInfo:
         described = cupy.cuda.runtime.getDeviceProperties(self.index)["name"]
         return DeviceInfo(self.name, "cuda", described.decode(errors="replace"))
 
-    @contextlib.contextmanager
-    def work(self, op: str, asked: str = "") -> Iterator[None]:
+    def work(self, op: str, asked: str = "") -> _Work:
         """Run a block on this device and stream; what CuPy and CUDA raise in it becomes a DeviceError.
 
         NumPy's warnings are off: bounds and factors are rounded to a dtype on the host.
         """
-        try:
-            with cupy.cuda.Device(self.index), self._stream, np.errstate(all="ignore"):
-                yield
-        except MLError:
-            raise
-        except MemoryError as error:
-            raise DeviceError(f"{op}: {asked}out of memory on {self.name}: {error}") from error
-        except Exception as error:
-            reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
-            raise DeviceError(f"{op}: {asked}CuPy failed on {self.name}: {reason}") from error
+        return _Work(self, op, asked)
 
     def synchronize(self) -> None:
         with self.work("synchronize"):
@@ -69,6 +59,53 @@ class Place:
         with self.work("close"):
             cupy.cuda.get_current_stream().synchronize()
             cupy.get_default_memory_pool().free_all_blocks()
+
+
+class _Work:
+    """See :meth:`Place.work`. Device and stream are entered only where they are not current."""
+
+    __slots__ = ("_asked", "_entered", "_op", "_place", "_quiet")
+
+    def __init__(self, place: Place, op: str, asked: str) -> None:
+        self._place, self._op, self._asked = place, op, asked
+        self._entered: list[Any] = []
+        self._quiet = np.errstate(all="ignore")
+
+    def __enter__(self) -> None:
+        place = self._place
+        try:
+            if cupy.cuda.runtime.getDevice() != place.index:
+                self._enter(cupy.cuda.Device(place.index))
+            if place.stream is not None and cupy.cuda.get_current_stream() != place.stream:
+                self._enter(place.stream)
+        except BaseException as error:
+            self._leave(type(error), error, None)
+            raise self._translated(error) from error
+        self._quiet.__enter__()
+
+    def _enter(self, scope: Any) -> None:
+        scope.__enter__()
+        self._entered.append(scope)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._quiet.__exit__(kind, error, trace)
+        self._leave(kind, error, trace)
+        if isinstance(error, Exception) and not isinstance(error, MLError):
+            raise self._translated(error) from error
+
+    def _leave(self, *raised: Any) -> None:
+        while self._entered:
+            self._entered.pop().__exit__(*raised)
+
+    def _translated(self, error: BaseException) -> BaseException:
+        if not isinstance(error, Exception):
+            return error
+        if isinstance(error, MemoryError):
+            return DeviceError(f"{self._op}: {self._asked}out of memory on {self._place.name}: {error}")
+        reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
+        return DeviceError(f"{self._op}: {self._asked}CuPy failed on {self._place.name}: {reason}")
 
 
 def find_places(device: Any, devices: Sequence[Any] | None, stream: Any) -> tuple[Place, ...]:

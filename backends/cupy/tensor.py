@@ -2,7 +2,7 @@
 
 A storage is a MemoryPointer, so that a strided view of any dtype is one ``cupy.ndarray`` over it.
 CuPy's BF16 is young: here it is only ever cast from and to F32. Whatever moves elements moves the
-bits of BF16 as integers, and whatever computes or compares, computes in F32.
+bits of BF16 as integers, and whatever computes or compares, computes in F32 (products: by cuBLAS).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from cupyx.scipy.special import erf
 
 from backends.cupy.devices import Place
+from backends.cupy.products import narrow_product
 from backends.numpylike import ArrayContext, ArrayTensor
 from ml.base import Storage
 from ml.dtypes import DType
@@ -94,6 +95,10 @@ class CupyTensor(ArrayTensor):
     def _bits(self, array: Any) -> Any:
         return array.view(_BITS) if array.dtype == DType.BF16.numpy else array
 
+    def bits(self) -> Any:
+        """The array, BF16 as integers."""
+        return self._bits(self.native)
+
     def values(self) -> Any:
         return self.wide()
 
@@ -114,6 +119,20 @@ class CupyTensor(ArrayTensor):
 
     def _erf(self, x: Any) -> Any:
         return erf(x)
+
+    def _matmul(self, ctx: Any, other: Self) -> Self:
+        """Of F16 and BF16 as they lie: see products.py."""
+        left, right = self.bits(), other.bits()
+        if self.dtype is DType.F32 or not (left.size and right.size):
+            return super()._matmul(ctx, other)
+        left = left if left.ndim > 1 else left[None]
+        right = right if right.ndim > 1 else right[:, None]
+        batch = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        out = cupy.ndarray((*batch, left.shape[-2], right.shape[-1]), np.float32)
+        narrow_product(left, right, self.dtype, out)
+        rows = () if len(self.shape) == 1 else out.shape[-2:-1]
+        columns = () if len(other.shape) == 1 else out.shape[-1:]
+        return self._result(ctx, out.reshape((*batch, *rows, *columns)), self.dtype)
 
     # What CuPy refuses, or leaves open, of arrays without elements.
 

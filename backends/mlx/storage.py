@@ -6,9 +6,9 @@ other Python object, no node of a graph, no work in flight. Everything here serv
 
 - a view is geometry only; its array is built when it is read, and dropped after;
 - a write replaces the array in the storage, so that only the graph refers to the old one;
-- before a large storage is written, reads of it that are pending or in flight are let finish, and so
-  are earlier writes in flight: MLX would otherwise copy the whole buffer. Writes that are not
-  scheduled yet chain up without a copy.
+- before a write to a large storage is scheduled, reads of it in flight are let finish, and so are earlier
+  writes in flight: MLX would otherwise copy the whole buffer. Nobody waits for that before the graph of
+  a pass is built (``MlxWork.hold``). Writes that are not scheduled yet chain up without a copy.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class MlxStorage(Storage):
         return True
 
     def prepare_write(self, value: Any) -> None:
-        """Let what reads the array finish where MLX would copy it, and note the write of ``value``."""
+        """Have what reads the array finish first where MLX would copy it, and note the write of ``value``."""
         work = self.work
         if self.array is None:
             raise ClosedError(
@@ -177,8 +177,8 @@ class MlxStorage(Storage):
             self.backend.allocations[id(self)] = (self.device, self.nbytes)
         read, written = self.read_at > work.drained, work.drained < self.written_at < work.epoch
         if (read or written) and self.nbytes >= WAIT_BYTES:
-            work.drain(self.written_at if written else 0)
-            work.drain(self.read_at, value)
+            work.hold(self.written_at if written else 0)
+            work.hold(self.read_at, value)
         self.written_at = work.epoch
 
     def _settle_layout(self) -> None:

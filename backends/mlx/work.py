@@ -47,7 +47,9 @@ class MlxWork:
     written data, so that no graph grows without bound, whether or not anyone calls ``compute``.
 
     **Epochs.** ``epoch`` counts flushes, and ``drained`` is the last epoch whose work has all run:
-    what was last touched by then may be written without MLX seeing anything in flight.
+    what was last touched by then may be written without MLX seeing anything in flight. A write to what
+    was touched later is noted with ``hold``: the flush that hands it over waits first, and whoever
+    builds the graph does not, so that a pass is built while the one before runs.
 
     ``limit``: bytes of the device's memory.
     """
@@ -62,6 +64,8 @@ class MlxWork:
         self.storages: dict[int, weakref.ref[Storage]] = {}
         """By ``id``, all that live."""
         self.epoch, self.drained = 1, 0
+        self._held = 0
+        """The epoch that the next flush waits for."""
         self.ranks: Ranks | None = None
         self._pending: list[weakref.ref[Storage]] = []
         self._pending_bytes = 0
@@ -89,9 +93,11 @@ class MlxWork:
     def flush(self, *arrays: Any) -> int:
         """Hand every pending result, and ``arrays`` after them, to the stream; returns the epoch that ends.
 
-        Does not wait: the stream runs in order, so that whoever waits for the last has them all.
+        Does not wait for them: the stream runs in order, so that whoever waits for the last has them all.
         """
         with self.lock:
+            if self._held > self.drained:
+                self._wait()
             pending, self._pending, self._pending_bytes = self._pending, [], 0
             self.epoch += 1
             storages = dict.fromkeys([ref() for ref in pending])  # each once, in order
@@ -110,6 +116,21 @@ class MlxWork:
             return
         if epoch == self.epoch:
             self.flush(*arrays)
+        self._wait()
+
+    def hold(self, epoch: int, *arrays: Any) -> None:
+        """Let writes that follow be handed over when the work of ``epoch`` and before has all run.
+
+        What is pending of it is handed over now, with ``arrays``.
+        """
+        if epoch <= self.drained:
+            return
+        if epoch == self.epoch:
+            self.flush(*arrays)
+        self._held = max(self._held, epoch)
+
+    def _wait(self) -> None:
+        """Return when all that was handed over has run."""
         last = self.epoch - 1
         with self.waiting("compute"):
             mx.synchronize(self.stream)

@@ -14,14 +14,15 @@ from backends.torch.attention import attend
 from backends.torch.block_formats import dequantized, quantized
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, pack, translated
 from backends.torch.devices import device_memory, find_places, release
-from backends.torch.distributed import join
+from backends.torch.distributed import TorchGroup, join
 from backends.torch.kernels import CausalMasks
 from backends.torch.partial import attend_calls, attend_partially
 from backends.torch.ragged import attend_ragged
 from backends.torch.store import TorchKVStore
 from backends.torch.tensor import TorchStorage, TorchTensor, UploadedStorage, as_element
+from backends.torch.transfer import TorchPages
 from ml.base import BaseGroup, BaseTensor
-from ml.capabilities import AttentionCall, CacheConfig, CausalMask, Layout
+from ml.capabilities import AttentionCall, CacheConfig, CausalMask, Layout, PageTransfer
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, GroupError
@@ -50,6 +51,9 @@ class TorchBackend(PlacedBackend):
         self.foreign = tuple(TorchStorage(self, i, None) for i in range(len(self.places)))
         self.causal_masks = CausalMasks()
         self.group: BaseGroup | None = None
+        self.settle: Callable[[str], None] | None = None
+        """Of a group of several ranks: called before the host waits for a result."""
+        self.pages = TorchPages() if any(place.device.type == "cuda" for place in self.places) else None
 
     def _new_context(self, max_graph_nodes: int) -> TorchContext:
         return TorchContext(self, max_graph_nodes)
@@ -60,6 +64,8 @@ class TorchBackend(PlacedBackend):
     def close(self) -> None:
         if not self.closed:
             super().close()
+            if self.pages is not None:
+                self.pages.close()
             self.causal_masks.clear()
             if self.group is not None:
                 self.group.close()
@@ -75,6 +81,7 @@ class TorchBackend(PlacedBackend):
         if self.group is not None and not self.group.closed:
             raise GroupError(f"distributed: {self.group!r} is open on this backend; close it first")
         self.group = join(self, self.places[0].device, timeout)
+        self.settle = self.group.settle if isinstance(self.group, TorchGroup) else None
         return self.group
 
     def borrow(self, ctx: TorchContext, array: np.ndarray) -> BaseTensor:
@@ -109,6 +116,27 @@ class TorchBackend(PlacedBackend):
             return None
         host: np.ndarray = (native.view(torch.int16) if tensor.dtype is DType.BF16 else native).numpy()
         return host.view(tensor.dtype.numpy)
+
+    def pinned_memory(self, nbytes: int) -> np.ndarray | None:
+        """See :class:`ml.SupportsPageTransfer`. None without a CUDA device."""
+        self.check("pinned_memory")
+        return None if self.pages is None else self.pages.pinned_memory(nbytes)
+
+    def page_out(
+        self, ctx: TorchContext, tensors: Sequence[TorchTensor]
+    ) -> tuple[list[np.ndarray], PageTransfer] | None:
+        """See :class:`ml.SupportsPageTransfer`."""
+        for tensor in tensors:
+            ctx.check("page_out", tensor)
+        return None if self.pages is None else self.pages.page_out(tensors)
+
+    def page_in(
+        self, ctx: TorchContext, arrays: Sequence[np.ndarray], tensors: Sequence[TorchTensor]
+    ) -> PageTransfer | None:
+        """See :class:`ml.SupportsPageTransfer`."""
+        for tensor in tensors:
+            ctx.check("page_in", tensor)
+        return None if self.pages is None else self.pages.page_in(arrays, tensors)
 
     def kv_store(self, key: TorchTensor, value: TorchTensor) -> TorchKVStore | None:
         """See :class:`ml.SupportsKVStore`. None on MPS, where addresses are not comparable."""

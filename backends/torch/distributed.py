@@ -6,8 +6,9 @@ import itertools
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,8 @@ __all__ = ["TorchGroup", "join"]
 
 _NARROW = (DType.F16, DType.BF16)
 _LOOPBACK = "127.0.0.1"
+POLL = 1e-4
+"""Seconds between two looks at NCCL's operations."""
 _joined = itertools.count()
 """How often this process has joined: as often as every other rank."""
 
@@ -43,6 +46,8 @@ def join(backend: BaseBackend, device: torch.device, timeout: float) -> BaseGrou
         torch.cuda.set_device(device)
     began = time.monotonic()
     limit = timedelta(seconds=seconds)
+    if not there and engine == "nccl":  # torch's watchdog would end the process where the group raises
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
         if there:  # the user has joined them already: a group of ours beside theirs
             native: Any = dist.new_group(backend=engine, timeout=limit)
@@ -133,6 +138,8 @@ def _not_joined(who: str, seconds: float, reason: str, late: bool) -> GroupError
 
 
 class TorchGroup(BaseGroup):
+    """gloo's operations end or raise in time themselves; NCCL's are queued, and ``settle`` watches them."""
+
     def __init__(
         self, backend: BaseBackend, device: torch.device, native: Any, timeout: float, owned: bool
     ) -> None:
@@ -140,6 +147,8 @@ class TorchGroup(BaseGroup):
         self._device = device
         self._native = native
         self._owned = owned
+        self._queued: deque[Any] = deque()
+        """An event behind each of NCCL's operations that may not have run."""
 
     def _all_reduce(self, ctx: Any, tensor: TorchTensor) -> TorchTensor:
         wide = torch.float32 if tensor.dtype in _NARROW else TO_TORCH[tensor.dtype]
@@ -162,17 +171,52 @@ class TorchGroup(BaseGroup):
             # A sum, since a barrier of torch's own may pick another device.
             token = torch.zeros(1, device=self._device)
             dist.all_reduce(token, group=self._native)
+        self.settle("barrier")
+        with self._engine("barrier"):
             token.item()
+
+    def settle(self, op: str) -> None:
+        """Return when what was asked of NCCL has run, so that who reads a result cannot wait for ever.
+
+        Raises GroupError, and aborts the group, where for ``timeout`` seconds no operation has ended.
+        """
+        began = time.monotonic()
+        while self._queued:
+            try:
+                ended = self._queued[0].query()
+            except RuntimeError as error:
+                self._abort()
+                raise self.broken(op, error, late=False) from error
+            if ended:
+                self._queued.popleft()
+                began = time.monotonic()
+            elif time.monotonic() - began > self.timeout:
+                self._abort()
+                raise self.broken(op, "no operation of NCCL has ended", late=True)
+            else:
+                time.sleep(POLL)
+
+    def _abort(self) -> None:
+        """Have NCCL's kernels end, which wait for the others and would keep the device."""
+        self._queued.clear()
+        native, self._native = self._native, None
+        with suppress(RuntimeError):
+            native.abort()
 
     def _close(self) -> None:
         native, self._native = self._native, None  # its threads end here, and not at the interpreter's end
-        dist.destroy_process_group(None if self._owned else native)
+        if native is not None:
+            dist.destroy_process_group(None if self._owned else native)
 
     @contextmanager
     def _engine(self, op: str) -> Iterator[None]:
         began = time.monotonic()
         try:
             yield
+            if self._device.type == "cuda":
+                event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(torch.cuda.current_stream(self._device))
+                self._queued.append(event)
         except (RuntimeError, ValueError) as error:  # dist.DistError is a RuntimeError
             late = time.monotonic() - began > 0.95 * self.timeout
             raise self.broken(op, error, late) from error

@@ -143,6 +143,9 @@ class TorchTensor(BaseTensor):
 
     def to_numpy(self) -> np.ndarray:
         self.backend.check("to_numpy")
+        settle = self.backend.settle  # type: ignore[attr-defined]
+        if settle is not None:  # what is read may depend on ranks that are lost
+            settle("to_numpy")
         return to_host(self.native, self.dtype)
 
     # Movement.

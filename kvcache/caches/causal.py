@@ -194,9 +194,11 @@ class CausalCache(
                 )
         if read_only:
             self._undo, stamp = {}, 0 if before is None else before.stamp
+            self._join_arrivals(groups)
             forward = ForwardPass(table, config, lower, count, groups, None, layers, stamp=stamp)
         else:
             self._make_room(count, groups)
+            self._join_arrivals(groups)
             cells = place(table, groups, count)
             forward = ForwardPass(table, config, lower, count, groups, cells, layers)
             if before is not None:
@@ -208,6 +210,18 @@ class CausalCache(
         if self.snapshots.schedule and not read_only:
             for group in groups:
                 self.snapshots.capture(group.seq)
+
+    def _join_arrivals(self, groups: list[SequenceTokens]) -> None:
+        """Have the pass come after what is on its way to its sequences, and into cells that it may take."""
+        if not self._table.arrivals:
+            return
+        try:
+            cells = np.concatenate([self._table.rows[group.seq].cells for group in groups])
+            self._table.join_arrivals(cells)
+        except BaseException:
+            saved, self._undo = self._undo, {}
+            self._restore(saved)
+            raise
 
     def _fix(self, ctx: ml.Context, forward: ForwardPass) -> ForwardPass:
         """The pass on the tensors of its batch size; where they cannot be had, all is as it was."""

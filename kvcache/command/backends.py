@@ -28,6 +28,7 @@ CAPABILITIES: dict[str, type] = {
     "SupportsKVStore": ml.SupportsKVStore,
     "SupportsZeroCopyRead": ml.SupportsZeroCopyRead,
     "SupportsHostWrite": ml.SupportsHostWrite,
+    "SupportsPageTransfer": ml.SupportsPageTransfer,
     "SupportsDistributed": ml.SupportsDistributed,
 }
 

@@ -6,6 +6,7 @@ Fresh memory costs a page fault for every 4 KiB, as much time as the reading its
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 import numpy as np
@@ -20,10 +21,16 @@ LARGEST = 64 << 20
 """Bytes of the largest buffer that is kept."""
 
 
+def _pageable(nbytes: int) -> np.ndarray:
+    return np.empty(nbytes, np.uint8)
+
+
 class Lender:
     """Buffers between their uses. Called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], np.ndarray] = _pageable) -> None:
+        """``allocate(nbytes)``: new memory, uint8 (nbytes,)."""
+        self._allocate = allocate
         self._free: list[np.ndarray] = []
         self._lock = threading.Lock()
 
@@ -33,7 +40,7 @@ class Lender:
             for i in reversed(range(len(self._free))):  # the last one lies in the processor's cache, likely
                 if self._free[i].size >= nbytes:
                     return self._free.pop(i)
-        return np.empty(nbytes, np.uint8)
+        return self._allocate(nbytes)
 
     def put_back(self, buffer: np.ndarray) -> None:
         """Nobody looks at what is in it any more."""

@@ -85,19 +85,28 @@ def load_back(
 
 
 def restore_serialized(
-    cache: Any, seq: int, serialized: SerializedSnapshot, target: int | None = None
+    cache: Any, seq: int, serialized: SerializedSnapshot, target: int | None = None, lent: bool = False
 ) -> bool:
     """``cache.restore`` of what was checked; what is whole as far as it goes, whatever ``target``.
+
+    A device may still be reading the arrays when this returns, unless they are ``lent``.
 
     Raises what ``restore`` raises.
     """
     snapshot: Snapshot | None = None
+    waiting: list[ml.PageTransfer] = []
     if target in (None, serialized.meta["snapshot"]["end"]):
         approach = _Approach.find(cache, seq, [_HeldEntry(serialized)])
-        snapshot = None if approach is None else approach.take(approach.fill())
+        if approach is not None:
+            snapshot = approach.take(approach.fill())
+            waiting = approach.transfers
     if snapshot is None:
         snapshot = deserialize(cache.backend, serialized)
-    return bool(cache.restore(seq, snapshot, target if snapshot.divisible else None))
+    try:
+        return bool(cache.restore(seq, snapshot, target if snapshot.divisible else None))
+    finally:
+        for transfer in waiting if lent else ():
+            transfer.wait()
 
 
 # Serialized snapshots whose arrays are still to be had.
@@ -125,18 +134,18 @@ class _HeldEntry:
     """A serialized snapshot in host memory."""
 
     def __init__(self, serialized: SerializedSnapshot) -> None:
-        self._arrays = serialized.arrays
+        self.arrays = serialized.arrays
         self.meta = serialized.meta["snapshot"]
         self.tensors = {
             name: StoredTensor(array.shape, array.dtype) for name, array in serialized.arrays.items()
         }
 
     def positions(self, name: str) -> np.ndarray:
-        return self._arrays[name]
+        return self.arrays[name]
 
     def fill(self, tracks: _Tracks) -> None:
         for name, (track, begin, end) in tracks.items():
-            np.copyto(track.part(begin, end), bits_of(self._arrays[name]))
+            np.copyto(track.part(begin, end), bits_of(self.arrays[name]))
 
 
 class _StoredEntry:
@@ -294,7 +303,10 @@ class _Approach:
     """For each reservation where in it each serialized snapshot begins, and the last one ends."""
     tracks: list[dict[str, _Track]] = field(default_factory=list)
     """For each reservation, by the names in the serialized snapshots."""
-    _named: list[Callable[[CellReservation], dict[str, _Track] | None]] = field(default_factory=list)
+    transfers: list[ml.PageTransfer] = field(default_factory=list)
+    """For each reservation, where a device copies the arrays itself."""
+    _layers: list[Sequence[Any]] = field(default_factory=list)
+    """For each reservation its layers, as the first entry describes them."""
     _finish: Callable[[int], Snapshot] | None = None
 
     @classmethod
@@ -314,6 +326,8 @@ class _Approach:
 
     def fill(self, told: Callable[[int], None] | None = None) -> int:
         """Have the arrays written; how many serialized snapshots, from the first on, hold what was put."""
+        if self.transfers:
+            return len(self.entries)
         jobs: list[Callable[[], None]] = [
             partial(serialized.fill, self._tracks_of(i)) for i, serialized in enumerate(self.entries)
         ]
@@ -352,11 +366,24 @@ class _Approach:
         self._finish = self._visit(cache, [serialized.meta for serialized in self.entries], "")
         if self._finish is None:
             return False
-        for reservation, name in zip(self.reservations, self._named, strict=True):  # when all cells are held
-            named = name(reservation)
+        for reservation, layers in zip(self.reservations, self._layers, strict=True):  # all cells are held
+            named = _named(reservation, layers)
             if named is None:
-                return False
+                return self._page_in()
             self.tracks.append(named)
+        return True
+
+    def _page_in(self) -> bool:
+        """Have a device copy what the host cannot write; False where it does not, either."""
+        held, *others = self.entries
+        if others or not isinstance(held, _HeldEntry):
+            return False
+        for reservation, layers in zip(self.reservations, self._layers, strict=True):
+            arrays = {i: [(held.arrays[name], axes) for name, axes in parts] for i, _, parts in layers}
+            transfer = reservation.page_in(arrays)
+            if transfer is None:
+                return False
+            self.transfers.append(transfer)
         return True
 
     def _visit(
@@ -397,7 +424,7 @@ class _Approach:
             return None
         self.reservations.append(reservation)
         self.cuts.append(cuts)
-        self._named.append(lambda reservation: _named(reservation, meta["layers"]))
+        self._layers.append(meta["layers"])
         return lambda count: reservation.keep(cuts[count], spans[count - 1][1])
 
     def _stored(self, name: str, axes: Sequence[int], cuts: Sequence[int]) -> StoredTensor:

@@ -9,10 +9,12 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.offload.buffer_pool import Lender, Loan
 from kvcache.offload.outages import READING, WRITING, Outages
@@ -20,6 +22,7 @@ from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreFull, StoreU
 from kvcache.stores.keys import Chain
 from kvcache.stores.protocol import Reader, ReadingStore, SnapshotStore
 from kvcache.stores.serialized_snapshot import SerializedSnapshot, pack, unpack
+from ml.transfer import pinned_memory
 
 __all__ = ["HostTier", "StoreTier", "StoreWrite"]
 
@@ -60,7 +63,10 @@ class StoreTier:
     of reach is not asked for a while (:class:`kvcache.offload.outages.Outages`).
     """
 
-    def __init__(self, stores: Sequence[SnapshotStore], backlog: int) -> None:
+    def __init__(
+        self, stores: Sequence[SnapshotStore], backlog: int, backend: ml.Backend | None = None
+    ) -> None:
+        """``backend``: what reads the entries next, from the memory that it reads fastest."""
         self.stores = tuple(stores)
         self.backlog = backlog
         self.waiting = 0
@@ -71,7 +77,7 @@ class StoreTier:
         """Parcels of which a serialized snapshot was written nowhere."""
         self.outages = Outages()
         self._finished: deque[StoreWrite] = deque()
-        self._lender = Lender()
+        self._lender = Lender() if backend is None else Lender(partial(pinned_memory, backend))
         self._queue: queue.SimpleQueue[StoreWrite | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None

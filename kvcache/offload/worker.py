@@ -1,7 +1,8 @@
 """Copying what leaves a device to host memory by a thread, while the caller goes on.
 
 What is to leave is copied within the device first, where it still lies in the cache: its cells and slots are
-free at once. The way to host memory, which is long for a device with memory of its own, is the thread's.
+free at once. The way to host memory, which is long for a device with memory of its own, is the device's where
+the backend has ``SupportsPageTransfer`` (the thread only waits for it), else the thread's.
 At most ``limit`` bytes are under way; who sends more waits.
 """
 
@@ -11,9 +12,10 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
+from typing import cast
 
 import ml
-from kvcache.snapshots.serialize import serialize, serialized_nbytes
+from kvcache.snapshots.serialize import begin_serialize, serialize, serialized_nbytes
 from kvcache.snapshots.snapshot import (
     AttentionSnapshot,
     EncoderSnapshot,
@@ -32,7 +34,7 @@ log = logging.getLogger("kvcache")
 class OffloadJob:
     """A snapshot under way. When it is there, ``serialized`` is; when that failed, ``error`` is."""
 
-    __slots__ = ("error", "nbytes", "owner", "serialized", "serialized_nbytes", "snapshot")
+    __slots__ = ("begun", "error", "nbytes", "owner", "serialized", "serialized_nbytes", "snapshot")
 
     def __init__(self, snapshot: Snapshot, owner: object) -> None:
         self.snapshot: Snapshot | None = snapshot
@@ -42,6 +44,8 @@ class OffloadJob:
         self.serialized_nbytes = serialized_nbytes(snapshot)
         self.serialized: SerializedSnapshot | None = None
         self.error: BaseException | None = None
+        self.begun: tuple[SerializedSnapshot, ml.PageTransfer] | None = None
+        """What the device is writing; None where the thread has it all to do."""
 
     def content(self) -> Snapshot | SerializedSnapshot:
         """Where its content is now; while it is under way, on the device."""
@@ -86,6 +90,8 @@ class OffloadWorker:
         self.waiting = 0
         """Bytes under way."""
         self._backend = backend
+        pages = isinstance(backend, ml.SupportsPageTransfer) and backend.pinned_memory(0) is not None
+        self._pages = cast("ml.SupportsPageTransfer", backend) if pages else None
         self._far = any(device.kind != "cpu" for device in backend.devices)
         self._sent: deque[OffloadJob] = deque()
         self._finished: deque[OffloadJob] = deque()
@@ -98,17 +104,29 @@ class OffloadWorker:
         It is detached first: what the device refuses then is raised, and nothing is under way.
         """
         snapshot.detach()
-        if self._far:
-            wait_for(self._backend, snapshot)
         transfer = OffloadJob(snapshot, owner)
         with self._changed:
             self._changed.wait_for(lambda: not self.waiting or self.waiting + transfer.nbytes <= self.limit)
+        transfer.begun = self._begin(snapshot)
+        with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="kvcache-offload", daemon=True)
                 self._thread.start()
             self.waiting += transfer.nbytes
             self._sent.append(transfer)
         return transfer
+
+    def _begin(self, snapshot: Snapshot) -> tuple[SerializedSnapshot, ml.PageTransfer] | None:
+        """Have the device copy by itself, if it does; else see to it that another thread may."""
+        if self._pages is not None:
+            try:
+                if (begun := begin_serialize(self._pages, snapshot)) is not None:
+                    return begun
+            except ml.DeviceError as error:
+                log.warning("offload: %s; the thread copies through memory that is not page-locked", error)
+        if self._far:
+            wait_for(self._backend, snapshot)
+        return None
 
     def finished(self) -> Iterator[OffloadJob]:
         """What has arrived, or failed, since the last call."""
@@ -125,8 +143,12 @@ class OffloadWorker:
         while (transfer := self._next()) is not None:
             try:
                 assert transfer.snapshot is not None
-                transfer.serialized = serialize(self._backend, transfer.snapshot)
-                transfer.snapshot = None
+                if transfer.begun is None:
+                    transfer.serialized = serialize(self._backend, transfer.snapshot)
+                else:
+                    transfer.begun[1].wait()
+                    transfer.serialized = transfer.begun[0]
+                transfer.snapshot = transfer.begun = None
             except BaseException as error:  # counted by who sent it, whatever it is
                 transfer.error = error
                 log.exception("offload: %d bytes did not leave the device", transfer.nbytes)

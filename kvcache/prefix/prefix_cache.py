@@ -92,7 +92,7 @@ class PrefixCache(Closing):
         self.cache = cache
         self.stats = PrefixStats()
         worker = OffloadWorker(cache.backend, in_flight) if in_flight and tiers else None
-        store = StoreTier(stores, backlog) if stores else None
+        store = StoreTier(stores, backlog, cache.backend) if stores else None
         self.tree = PrefixTree(cache, budget, host, store, keys, worker)
         self.alphabet = self.tree.alphabet
         self.evictor = Evictor(self.tree)

@@ -72,7 +72,7 @@ class StoreLookup:
         """Whether an entry, which was checked, was put into the sequence; not one of another cache."""
         try:
             check_layers(serialized, self._layers or layers_of_cache(self._cache))
-            return restore_serialized(self._cache, seq, serialized)
+            return restore_serialized(self._cache, seq, serialized, lent=True)
         except (SnapshotCorrupt, InvalidRangeError) as error:
             log.warning("load back: %s; the serialized snapshot is dropped and computed again", error)
             return False

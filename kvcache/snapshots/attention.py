@@ -13,7 +13,7 @@ import numpy as np
 import ml
 from kvcache.attention.batch import check_whole
 from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, SequenceLostError
-from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, Places, landing_places
+from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, LandingPlace
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import (
     AttentionSnapshot,
@@ -226,22 +226,20 @@ class AttentionSnapshots:
         row, count = table.rows[seq], int(incoming.positions.size)
         follows = len(row) == row.last + 1 == incoming.begin and not row.lost
         known = incoming.dtype is self.storage.dtype and self.window is None and not incoming.whole
-        if not (follows and known and count and isinstance(backend, ml.SupportsHostWrite)):
+        if not (follows and known and count and LandingPlace.is_known(backend)):
             return None
         self.reclaim(count)
         start = table.choose(seq, count) if table.free >= count else None
         if not isinstance(start, int):
             return None
         cells = np.arange(start, start + count)
-
-        def find() -> Places | None:
-            return landing_places(backend, buffers, incoming, start)
+        table.join_arrivals(cells)
 
         def keep(count: int, end: int) -> AttentionSnapshot:
             source = InCache(backend, table, buffers, cells[:count])
             return self._remember(incoming.begin, end, incoming.positions[:count], source)
 
-        return CellReservation(table, cells, find, keep)
+        return CellReservation(table, cells, LandingPlace(backend, buffers, incoming, start), keep)
 
     def _check_room(self, seq: int, begin: int, count: int) -> None:
         """Refuse ``count`` cells that are not there even without what they replace and snapshots hold."""
@@ -276,6 +274,7 @@ class AttentionSnapshots:
         table.take(seq, snapshot.positions[:count], cells)
         writing = False
         try:
+            table.join_arrivals(cells)
             with self.storage.backend.new_context() as ctx:
                 buffers = {i: self._buffer(ctx, i, layer) for i, layer in layers.items()}
                 where = chosen if isinstance(chosen, int) else ctx.from_numpy(cells, ml.DType.I32)

@@ -6,9 +6,9 @@ read to where it will lie, and copied no further (see kvcache.offload.direct_loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
 
-__all__ = ["CellReservation", "IncomingSnapshot", "StoredTensor", "bits_of", "landing_places"]
+__all__ = ["CellReservation", "IncomingSnapshot", "LandingPlace", "StoredTensor", "bits_of"]
 
 
 Places = dict[int, list[np.ndarray]]
@@ -44,20 +44,86 @@ class IncomingSnapshot:
     """The tensors of each layer."""
 
 
+class LandingPlace:
+    """A run of a cache's cells, in all layers, for the tensors of an incoming snapshot.
+
+    ``buffers``, which are the cache's, must have the incoming layers, shapes and dtypes: a cache that
+    has none yet does not know what it should have.
+    """
+
+    def __init__(
+        self,
+        backend: ml.Backend,
+        buffers: Mapping[int, LayerBuffers],
+        incoming: IncomingSnapshot,
+        start: int,
+    ) -> None:
+        self._backend, self._buffers = backend, buffers
+        self._incoming, self._start = incoming, start
+
+    @staticmethod
+    def is_known(backend: ml.Backend) -> bool:
+        """Whether a backend may have a way to its tensors' memory from outside."""
+        return isinstance(backend, (ml.SupportsHostWrite, ml.SupportsPageTransfer))
+
+    def open(self) -> Places | None:
+        """The cells' memory, to be written by the host; None where some of it is not to be had."""
+        backend = self._backend
+        if not isinstance(backend, ml.SupportsHostWrite):
+            return None
+        with backend.new_context() as ctx:
+            views = self._views(ctx)
+            if views is None:
+                return None
+            found = {i: [backend.overwrite(ctx.layer(i), one) for one in views[i]] for i in views}
+        places = {i: [place for place in layer if place is not None] for i, layer in found.items()}
+        return places if all(len(places[i]) == len(found[i]) for i in found) else None
+
+    def page_in(
+        self, arrays: Mapping[int, Sequence[tuple[np.ndarray, Sequence[int]]]]
+    ) -> ml.PageTransfer | None:
+        """Begin to copy arrays into the cells; None where the backend does not do this.
+
+        Each comes with its axes: the tensor (count, heads, ...) permuted by them has the array's shape.
+        """
+        backend = self._backend
+        if not isinstance(backend, ml.SupportsPageTransfer):
+            return None
+        with backend.new_context() as ctx:
+            views = self._views(ctx)
+            if views is None:
+                return None
+            pairs = [
+                (array, view.permute(ctx, *axes))
+                for i, layer in arrays.items()
+                for (array, axes), view in zip(layer, views[i], strict=True)
+            ]
+            return backend.page_in(ctx, [array for array, _ in pairs], [tensor for _, tensor in pairs])
+
+    def _views(self, ctx: ml.Context) -> dict[int, tuple[ml.Tensor, ...]] | None:
+        """The cells as tensors, by layer; None where they are not of the incoming kind."""
+        layers, count = self._incoming.layers, int(self._incoming.positions.size)
+        if not self._buffers or self._buffers.keys() != layers.keys():
+            return None
+        views = {i: self._buffers[i].stored_views(ctx.layer(i), self._start, count) for i in layers}
+        same = all([(v.shape, v.dtype.numpy) for v in views[i]] == [*layers[i]] for i in layers)
+        return views if same else None
+
+
 class CellReservation:
     """Free cells that are held for a snapshot, to be opened, filled at once, and kept or discarded."""
 
-    __slots__ = ("_find", "_keep", "_pin", "_places", "_table")
+    __slots__ = ("_cells", "_keep", "_pin", "_place", "_places", "_table")
 
     def __init__(
         self,
         table: CellTable,
         cells: np.ndarray,
-        find: Callable[[], Places | None],
+        place: LandingPlace,
         keep: Callable[[int, int], AttentionSnapshot],
     ) -> None:
-        """``find`` gives the cells' memory; ``keep`` makes the snapshot of some of them."""
-        self._table, self._find, self._keep = table, find, keep
+        """``keep`` makes the snapshot of some of the cells."""
+        self._table, self._cells, self._place, self._keep = table, cells, place, keep
         self._pin = table.hold(cells)
         self._places: Places = {}
 
@@ -66,10 +132,19 @@ class CellReservation:
 
         To be let go of before ``keep``, and before the backend is used for anything else.
         """
-        places = self._find()
+        places = self._place.open()
         if places is not None:
             self._places = places
         return places
+
+    def page_in(
+        self, arrays: Mapping[int, Sequence[tuple[np.ndarray, Sequence[int]]]]
+    ) -> ml.PageTransfer | None:
+        """In place of ``open``: as :meth:`LandingPlace.page_in`. Who uses the cells comes after it."""
+        transfer = self._place.page_in(arrays)
+        if transfer is not None:
+            self._table.arrivals.add(self._cells, transfer)
+        return transfer
 
     def keep(self, count: int, end: int) -> AttentionSnapshot:
         """The first ``count`` cells as a snapshot up to ``end``, which lies in the cache."""
@@ -88,27 +163,6 @@ class CellReservation:
         places, self._places = self._places, {}
         for place in (place for layer in places.values() for place in layer):
             bits_of(place)[start:] = 0
-
-
-def landing_places(
-    backend: ml.SupportsHostWrite, buffers: Mapping[int, LayerBuffers], incoming: IncomingSnapshot, start: int
-) -> Places | None:
-    """The memory of the cells from ``start`` on in all layers; None where some of it is not to be had.
-
-    ``buffers``, which are the cache's, must have the incoming layers, shapes and dtypes: a cache that
-    has none yet does not know what it should have.
-    """
-    if not buffers or buffers.keys() != incoming.layers.keys():
-        return None
-    places: Places = {}
-    count = int(incoming.positions.size)
-    with cast("ml.Backend", backend).new_context() as ctx:
-        for i, tensors in incoming.layers.items():
-            found = buffers[i].memory(backend, ctx.layer(i), start, count)
-            places[i] = [place for place in found if place is not None]
-            if [(place.shape, place.dtype) for place in places[i]] != [*tensors]:
-                return None
-    return places
 
 
 def bits_of(array: np.ndarray) -> np.ndarray:

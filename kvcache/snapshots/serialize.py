@@ -8,8 +8,9 @@ of axes in which the cache stores them, so that they are put back by plain copie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,18 +25,48 @@ from kvcache.snapshots.snapshot import (
     WrapperSnapshot,
 )
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
+from ml.transfer import page_out
 
-__all__ = ["deserialize", "serialize", "serialized_nbytes"]
+__all__ = ["begin_serialize", "deserialize", "serialize", "serialized_nbytes"]
 
 Meta = Mapping[str, Any]
+_TO_COME = np.empty(0, np.uint8)
 
 
 def serialize(backend: ml.Backend, snapshot: Snapshot) -> SerializedSnapshot:
     """Copy a snapshot of a cache on ``backend`` to host memory, byte for byte; it stays as it is."""
+    found = _copied(backend, snapshot, functools.partial(page_out, backend))
+    assert found is not None
+    found[1].wait()
+    return found[0]
+
+
+def begin_serialize(
+    backend: ml.SupportsPageTransfer, snapshot: Snapshot
+) -> tuple[SerializedSnapshot, ml.PageTransfer] | None:
+    """As ``serialize``; the arrays are good when the transfer is done. None where the backend copies at once.
+
+    What the snapshot has copied out of the cache is to be kept until then.
+    """
+    return _copied(cast("ml.Backend", backend), snapshot, backend.page_out)
+
+
+Copies = tuple[list[np.ndarray], ml.PageTransfer]
+
+
+def _copied(
+    backend: ml.Backend,
+    snapshot: Snapshot,
+    copy: Callable[[ml.Context, Sequence[ml.Tensor]], Copies | None],
+) -> tuple[SerializedSnapshot, ml.PageTransfer] | None:
     with backend.new_context() as ctx:
         writer = _Writer(ctx)
         meta = writer.encode(snapshot)
-        return SerializedSnapshot({"snapshot": meta}, writer.arrays)
+        begun = copy(ctx, [*writer.tensors.values()])
+    if begun is None:
+        return None
+    writer.arrays.update(zip(writer.tensors, begun[0], strict=True))
+    return SerializedSnapshot({"snapshot": meta}, writer.arrays), begun[1]
 
 
 def serialized_nbytes(snapshot: Snapshot) -> int:
@@ -62,6 +93,8 @@ class _Writer:
     def __init__(self, ctx: ml.Context) -> None:
         self.ctx = ctx
         self.arrays: dict[str, np.ndarray] = {}
+        """All in their order; those of ``tensors`` are still to come."""
+        self.tensors: dict[str, ml.Tensor] = {}
 
     def encode(self, snapshot: Snapshot, at: str = "") -> dict[str, Any]:
         meta: dict[str, Any] = {"begin": int(snapshot.begin), "end": int(snapshot.end)}
@@ -101,7 +134,8 @@ class _Writer:
     def _tensor(self, name: str, tensor: ml.Tensor) -> list[Any]:
         """[name, axes]"""
         axes = _axes(tensor)
-        self.arrays[name] = np.ascontiguousarray(tensor.permute(self.ctx, *axes).to_numpy())
+        self.arrays[name] = _TO_COME
+        self.tensors[name] = tensor.permute(self.ctx, *axes)
         return [name, axes]
 
 

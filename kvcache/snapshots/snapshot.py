@@ -145,6 +145,7 @@ class InCache:
     def read(self) -> dict[int, LayerSnapshot]:
         """Copies of what lies there."""
         self.check()
+        self.table.join_arrivals(self.pin.cells)
         return read_layers(self.backend, self.buffers, self.pin.cells)
 
 

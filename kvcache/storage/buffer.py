@@ -13,8 +13,6 @@ Whatever the layout, callers see (cells, heads, dims).
 
 from __future__ import annotations
 
-import numpy as np
-
 import ml
 
 __all__ = ["Buffer", "Cells"]
@@ -105,11 +103,9 @@ class Buffer:
     def write_stored(self, ctx: ml.Context, cells: Cells, found: tuple[ml.Tensor, ...]) -> None:
         ctx.forward(self.write(ctx, cells, found[0]))
 
-    def memory(
-        self, backend: ml.SupportsHostWrite, ctx: ml.Context, start: int, count: int
-    ) -> list[np.ndarray | None]:
-        """Where cells ``[start, start + count)`` lie, as ``read_stored`` shows them, to be written over."""
-        return [backend.overwrite(ctx, self.read(ctx, start, count))]
+    def stored_views(self, ctx: ml.Context, start: int, count: int) -> tuple[ml.Tensor, ...]:
+        """Cells ``[start, start + count)`` as ``read_stored`` shows them, where they lie."""
+        return (self.read(ctx, start, count),)
 
     @property
     def nbytes(self) -> int:

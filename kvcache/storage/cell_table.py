@@ -21,6 +21,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvcache.storage.arrivals import Arrivals
+
 __all__ = ["CellTable", "Pin", "Row", "SavedRow"]
 
 Array = np.ndarray
@@ -184,6 +186,8 @@ class CellTable:
         self._home = max(1, cells // max_sequences)
         self.pins: dict[int, Pin] = {}
         self._dropped: deque[Pin] = deque()
+        self.arrivals = Arrivals()
+        """What is being copied into cells; see ``join_arrivals``."""
 
     def held(self) -> dict[int, int]:
         """Cells per sequence, of those that hold any."""
@@ -246,6 +250,31 @@ class CellTable:
         if not (self.references[cells] > 1).any():
             return False
         return bool(self.owned(besides=seq)[cells].any())
+
+    def mark_lost(self, *touched: Array) -> bool:
+        """Mark every sequence and pin that owns one of these cells, which a device failure took: if any."""
+        cells = np.zeros(self.cells, dtype=bool)
+        for some in touched:
+            cells[some] = True
+        owners: list[Row | Pin] = [*(row for _, row in self.occupied()), *self.pins.values()]
+        hit = [owner for owner in owners if cells[owner.cells].any()]
+        for owner in hit:
+            owner.lost = True
+        return bool(hit)
+
+    def join_arrivals(self, cells: Array | None = None) -> None:
+        """Before ``cells`` or free ones are read, written or moved: what follows comes after copies to them.
+
+        None: after all copies. Who reads others as masked cells need not wait. Raises DeviceError where
+        copies failed into cells that somebody owns, who is marked lost.
+        """
+        if not self.arrivals:
+            return
+        wanted = self.references == 0
+        wanted[... if cells is None else cells] = True
+        failed = [error for held, error in self.arrivals.join(wanted) if self.mark_lost(held)]
+        if failed:
+            raise failed[0]
 
     # Choosing cells.
 

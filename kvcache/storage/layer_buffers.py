@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.storage.buffer import Buffer, Cells
@@ -144,15 +142,9 @@ class LayerBuffers:
         self.key.write_stored(ctx, cells, found[:half])
         self.value.write_stored(ctx, cells, found[half:])
 
-    def memory(
-        self, backend: ml.SupportsHostWrite, ctx: ml.Context, start: int, count: int
-    ) -> list[np.ndarray | None]:
-        """Where a run of cells lies, in the parts of ``read_stored``, to be written over at once.
-
-        None for a part that the host cannot write (see :class:`ml.SupportsHostWrite`).
-        """
-        halves = (self.key, self.value)
-        return [place for half in halves for place in half.memory(backend, ctx, start, count)]
+    def stored_views(self, ctx: ml.Context, start: int, count: int) -> tuple[ml.Tensor, ...]:
+        """Where a run of cells lies, in the parts of ``read_stored``."""
+        return *self.key.stored_views(ctx, start, count), *self.value.stored_views(ctx, start, count)
 
 
 def stored_shape(parts: tuple[ml.Tensor, ...]) -> tuple[int, int, int]:

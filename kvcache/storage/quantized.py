@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
-import numpy as np
-
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.storage.buffer import Buffer, Cells
@@ -100,11 +98,9 @@ class QuantizedBuffer:
         self.codes.write_stored(ctx, cells, found[:1])
         self.scales.write_stored(ctx, cells, found[1:])
 
-    def memory(
-        self, backend: ml.SupportsHostWrite, ctx: ml.Context, start: int, count: int
-    ) -> list[np.ndarray | None]:
-        parts = (self.codes, self.scales)
-        return [place for part in parts for place in part.memory(backend, ctx, start, count)]
+    def stored_views(self, ctx: ml.Context, start: int, count: int) -> tuple[ml.Tensor, ...]:
+        """Codes and scales of a run of cells, where they lie."""
+        return *self.codes.stored_views(ctx, start, count), *self.scales.stored_views(ctx, start, count)
 
     def _decode(self, ctx: ml.Context, codes: ml.Tensor, scales: ml.Tensor) -> ml.Tensor:
         """Of codes (..., cells, heads, bytes), in the order of axes that they have in memory."""

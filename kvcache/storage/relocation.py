@@ -6,13 +6,13 @@ then marked lost. Everything that can be refused or computed is done before the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 import ml
 from kvcache.cache import InvalidRangeError, ShiftFunction
-from kvcache.storage.cell_table import CellTable, Pin, Row
+from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
 
 __all__ = ["defragment", "prepare_shift"]
@@ -35,6 +35,7 @@ def prepare_shift(
     if shift is None or not buffers:
         return lambda: None
     cells = table.rows[seq].cells[start:]
+    table.join_arrivals(cells)
     is_run = bool((np.diff(cells) == 1).all())
     with backend.new_context() as ctx:
         where = int(cells[0]) if is_run else ctx.from_numpy(cells, ml.DType.I32)
@@ -56,7 +57,7 @@ def prepare_shift(
                 ctx.compute()
         except BaseException:
             if writing:
-                _mark_lost(table, cells)
+                table.mark_lost(cells)
             raise
 
     return write
@@ -88,6 +89,7 @@ def defragment(backend: ml.Backend, buffers: Mapping[int, LayerBuffers], table: 
     moved = np.flatnonzero((target >= 0) & (target != np.arange(target.size)))
     if not moved.size:
         return
+    table.join_arrivals()
     writing = False
     try:
         with backend.new_context() as ctx:
@@ -102,16 +104,6 @@ def defragment(backend: ml.Backend, buffers: Mapping[int, LayerBuffers], table: 
             ctx.compute()
     except BaseException:
         if writing:
-            _mark_lost(table, moved, target[moved])
+            table.mark_lost(moved, target[moved])
         raise
     table.move(target)
-
-
-def _mark_lost(table: CellTable, *touched: Iterable[int]) -> None:
-    """Mark every sequence and every pin that owns one of these cells."""
-    cells = np.zeros(table.cells, dtype=bool)
-    for some in touched:
-        cells[np.asarray(some)] = True
-    owners: list[Row | Pin] = [*(row for _, row in table.occupied()), *table.pins.values()]
-    for owner in owners:
-        owner.lost = owner.lost or bool(cells[owner.cells].any())

@@ -15,6 +15,7 @@ from ml.testing.order import OrderTests
 from ml.testing.refusals import RefusalTests
 from ml.testing.rows import RowTests
 from ml.testing.stores import KVStoreTests
+from ml.testing.transfers import PageTransferTests
 
 __all__ = ["BackendTests"]
 
@@ -32,6 +33,7 @@ class BackendTests(
     AttentionTests,
     CapabilityTests,
     KVStoreTests,
+    PageTransferTests,
     GroupTests,
 ):
     """Everything the contract says of a backend. Subclass it; see :mod:`ml.testing`."""
