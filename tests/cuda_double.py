@@ -340,6 +340,7 @@ def cuda_double(count: int = 1) -> Iterator[Transfers]:
         "get_device_capability": lambda device=None: (9, 0),
         "mem_get_info": lambda device=None: (1 << 33, 1 << 34),
         "empty_cache": lambda: None,
+        "is_current_stream_capturing": lambda: False,
         "_lazy_init": lambda: None,
     }
     with contextlib.ExitStack() as stack:

@@ -1,19 +1,23 @@
 """HFCache and HFStaticCache where the layers of a model lie on several devices.
 
 PyTorch's "cpu:0" and "cpu:1" are places of their own on the one CPU: what is stored where can be seen, and
-results be compared.
+results be compared. A double stands in for CUDA devices (cuda_double.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
 import torch
 import transformers
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 import ml
 from kvcache import NotSupportedError
@@ -23,6 +27,7 @@ from kvcache.integrations.transformers.versions import check_version
 from kvcache.stores import MemoryStore
 
 from . import hf_models as hf
+from .cuda_double import cuda_double
 
 LAYERS = 4
 
@@ -94,6 +99,91 @@ def test_what_was_stored_goes_on_over_other_devices(split: ml.Backend) -> None:
     wide = HFCache(model.config, capacity=64, backend=split, max_sequences=6)
     found = hf.generate(model, hf.inputs("gemma3", 1), wide, **beams)
     assert found.distance(hf.generate(model, hf.inputs("gemma3", 1), **beams)) < 1e-4
+
+
+# On CUDA devices that are not there.
+
+
+def onto(module: torch.nn.Module, device: str) -> None:
+    """Move a module's weights; ``to`` would put them into the parameters that the CPU's copy has."""
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    moved = tensor.to(device)
+                    held[name] = torch.nn.Parameter(moved, False) if held is part._parameters else moved
+
+
+def carry(module: torch.nn.Module, device: str) -> None:
+    """As accelerate does: what a module on another device is called with is brought there."""
+
+    def moved(x: Any) -> Any:
+        return tuple(map(moved, x)) if isinstance(x, tuple) else x.to(device) if torch.is_tensor(x) else x
+
+    def before(_: Any, args: Any, kwargs: Any) -> Any:
+        return moved(args), {name: moved(x) for name, x in kwargs.items()}
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+@pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
+def test_a_model_over_two_devices_keeps_what_it_stores_where_its_layers_are(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What crosses from one device to the other is what crosses with transformers' own cache."""
+
+    def begin(layer: Any, key: torch.Tensor, value: torch.Tensor) -> None:  # no torch.tensor([]) on a double
+        layer.keys, layer.values, layer.is_initialized = key[:, :, :0], value[:, :, :0], True
+
+    monkeypatch.setattr(DynamicLayer, "lazy_initialization", begin)
+    model, ids = made("llama"), hf.tokens(2)
+    alone, split = HFCache(model.config, capacity=64, backend="torch"), copy.deepcopy(model)
+    pieces = (ids[:, :9], ids[:, 9:10], ids[:, 10:11])
+    expected = [hf.feed(model, alone, piece) for piece in pieces]
+    with cuda_double(2) as log:
+        onto(split, "cuda:0")
+        for layer in split.model.layers[2:]:
+            onto(layer, "cuda:1")
+            carry(layer, "cuda:1")
+        carry(split.model.norm, "cuda:0")
+        ours = kind(split.config, capacity=64)
+        theirs = StaticCache(split.config, 64) if kind is HFStaticCache else DynamicCache(config=split.config)
+        for piece, wanted in zip(pieces, expected, strict=True):
+            crossed = []
+            for cache in (ours, theirs):
+                placed = piece.to("cuda:0")
+                log.clear()
+                found = hf.feed(split, cache, placed)
+                crossed.append([(noted.device, noted.nbytes) for noted in log.of("crossing")])
+                assert not log.of("wait")
+                assert float((found.cpu() - wanted).abs().max()) < 1e-4
+            assert crossed[0] == crossed[1]
+        assert [str(x.keys.device) for x in ours.layers] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+
+
+def test_what_was_stored_moves_to_the_devices_of_the_layers_after_the_first_pass() -> None:
+    config, store = made("llama").config, MemoryStore()
+    random = np.random.default_rng(0)
+
+    def step(cache: HFCache, tokens: int, place: Callable[[int], str]) -> list[torch.Tensor]:
+        rows = random.standard_normal((LAYERS, 2, 1, 2, tokens, 16)).astype(np.float32)
+        pairs = [[torch.from_numpy(x).to(place(i)) for x in pair] for i, pair in enumerate(rows)]
+        return [cache.update(*pair, i)[0] for i, pair in enumerate(pairs)]
+
+    on_cpu = HFCache(config, capacity=64)
+    stored = step(on_cpu, 5, lambda layer: "cpu")
+    on_cpu.save(store, "a")
+    with cuda_double(2) as log:
+        for device_map in (None, {f"model.layers.{i}": i // 2 for i in range(LAYERS)}):
+            cache = HFCache(config, capacity=64)
+            assert cache.load(store, "a", "cuda:0", device_map)
+            for count in (1, 1, 1):
+                log.clear()
+                found = step(cache, count, lambda layer: f"cuda:{layer // 2}")
+            assert not log.of("crossing")
+            for i, layer in enumerate(found):
+                assert str(layer.device) == f"cuda:{i // 2}"
+                assert torch.equal(layer[:, :, :5].cpu(), stored[i])
 
 
 def test_a_device_map_names_the_devices_of_layers() -> None:
