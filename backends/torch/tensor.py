@@ -366,9 +366,12 @@ def _ordered(x: torch.Tensor) -> torch.Tensor:
 
 
 def _top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's topk leaves the order of equal values open; a stable sort is needed only where some are."""
-    values, order = torch.topk(x, min(k + 1, x.shape[-1]), dim=-1)
-    if bool((values[..., 1:] == values[..., :-1]).any()) or bool((values != values).any()):
+    """torch's topk leaves the order of equal values open; a stable sort is needed only where some are.
+
+    A device is not asked whether some are: that would wait for it.
+    """
+    values, order = torch.topk(x, min(k + 1, x.shape[-1]), dim=-1) if x.is_cpu else (x, x)
+    if not x.is_cpu or bool((values[..., 1:] == values[..., :-1]).any()) or bool((values != values).any()):
         values, order = torch.sort(x, dim=-1, descending=True, stable=True)
     return values[..., :k], order[..., :k].contiguous()
 

@@ -21,9 +21,12 @@ from ml.nn.partial import (
     partial_in_blocks,
 )
 from ml.nn.rope import Positions, RopeSpec, Rotation, apply_rope, rope, rope_shift, rope_tables
+from ml.nn.sampling import BatchSampler, Draws, sample_on_host
 from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 __all__ = [
+    "BatchSampler",
+    "Draws",
     "LinearScaling",
     "Llama3Scaling",
     "Part",
@@ -48,5 +51,6 @@ __all__ = [
     "rope",
     "rope_shift",
     "rope_tables",
+    "sample_on_host",
     "swiglu",
 ]
