@@ -9,6 +9,7 @@
 """
 
 from ml.nn.attention import attention, generic_attention
+from ml.nn.grouped import Groups, generic_grouped_matmul, grouped_matmul
 from ml.nn.linear import embedding, linear, swiglu
 from ml.nn.norms import layer_norm, rms_norm
 from ml.nn.partial import (
@@ -27,6 +28,7 @@ from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 __all__ = [
     "BatchSampler",
     "Draws",
+    "Groups",
     "LinearScaling",
     "Llama3Scaling",
     "Part",
@@ -39,7 +41,9 @@ __all__ = [
     "attention",
     "embedding",
     "generic_attention",
+    "generic_grouped_matmul",
     "generic_partial_attention",
+    "grouped_matmul",
     "has_attention_calls",
     "has_ragged_attention",
     "layer_norm",
