@@ -15,6 +15,7 @@ import numpy as np
 from ml.base import BaseContext, StridedTensor
 from ml.dtypes import DType
 from ml.errors import ShapeError
+from ml.selection import largest
 from ml.strided import Shape, contiguous_strides
 
 __all__ = ["ArrayContext", "ArrayTensor", "element_strides"]
@@ -167,11 +168,12 @@ class ArrayTensor(StridedTensor):
     def _argsort(self, ctx: ArrayContext, axis: int) -> Self:
         return self._result(ctx, self._order(self.wide(), axis), DType.I32)
 
+    def _largest(self, x: Any, k: int) -> Any:
+        """Indices of the k largest of the last axis, the lower one first among equals."""
+        return largest(x, k)
+
     def _top_k(self, ctx: ArrayContext, k: int) -> tuple[Self, Self]:
-        # A stable ascending sort of the reversed axis, read backwards: ties keep their order.
-        size = self.shape[-1]
-        order = self._order(self.wide()[..., ::-1], -1)
-        order = size - 1 - order[..., : size - k - 1 if k < size else None : -1]
+        order = self._largest(self.wide(), k)
         taken = self.xp.take_along_axis(self._bits(self.native), order, axis=-1)
         return self.own(ctx, taken, self.dtype), self._result(ctx, order, DType.I32)
 

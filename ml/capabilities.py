@@ -46,6 +46,7 @@ __all__ = [
     "SupportsAttentionCalls",
     "SupportsCacheConfig",
     "SupportsDistributed",
+    "SupportsGroupedMatmul",
     "SupportsHostWrite",
     "SupportsKVStore",
     "SupportsPageTransfer",
@@ -451,6 +452,20 @@ class SupportsRope(Protocol):
         the result is ``x * cos + swapped * sin``, where ``swapped`` has the two of each pair exchanged.
 
         None where the fused kernel does not do this spec: the generic body then runs.
+        """
+
+
+@runtime_checkable
+class SupportsGroupedMatmul(Protocol):
+    """A backend that multiplies rows by matrices of their own in one step, and asks no device for them."""
+
+    def grouped_matmul(self, ctx: Context, x: Tensor, weight: Tensor, groups: Tensor) -> Tensor | None:
+        """``x[i] @ weight[groups[i]]`` for each row i: (rows, out).
+
+        x (rows, in) and weight (matrices, in, out) are of one float dtype and strided as they may be;
+        groups I32 (rows,) is ascending, and may leave matrices out.
+
+        None where the kernel does not do this: :func:`ml.nn.grouped_matmul` then runs its generic body.
         """
 
 

@@ -172,7 +172,7 @@ class Tensor(Protocol):
         """I32 indices that sort ascending; equal values keep their order."""
 
     def top_k(self, ctx: Context, k: int) -> tuple[Tensor, Tensor]:
-        """The ``k`` largest of the last axis, descending, and their I32 indices."""
+        """The ``k`` largest of the last axis, descending, and their I32 indices: equal ones in order."""
 
     def rms_norm(self, ctx: Context, weight: Tensor | None, eps: float) -> Tensor:
         """``x / sqrt(mean(x**2) + eps) * weight`` over the last axis (Zhang & Sennrich, 2019)."""

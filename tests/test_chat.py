@@ -27,7 +27,7 @@ from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.errors import RequestError, TextTooLongError
 from kvcache.runner.loading import load_model
 from kvcache.runner.requests import Finished, GenerationOptions
-from kvcache.runner.sampling import Sampler
+from kvcache.runner.sampling import Chosen
 from kvcache.runner.saved import ConversationError
 from kvcache.runner.tokenizer import Tokenizer
 
@@ -164,7 +164,7 @@ def test_a_turn_that_the_engine_gives_up_was_none(
 
     events = talk.say("def", FEW)
     with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "__call__", broken)
+        patch.setattr(Chosen, "token", broken)
         while not isinstance(next(events), Failed):
             pass
         events.close()

@@ -309,17 +309,17 @@ def test_after_a_failed_pass_all_requests_go_on(model: Any, error: BaseException
         assert engine.complete(prompts[1:2], GREEDY)[0].tokens == reference(model, prompts[1])
 
 
-def test_an_interruption_while_sampling_loses_no_token(model: Any) -> None:
+def test_an_interruption_while_tokens_are_taken_in_loses_no_token(model: Any) -> None:
     prompts = branching()[:3]
     with engine_of(model, prefill_chunk=16) as engine:
         requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
-        sampler = requests[0].run.sampler
+        advance = requests[0].run.advance
         for _ in range(3):
-            requests[0].run.sampler = _interrupted  # type: ignore[assignment]
+            requests[0].run.advance = _interrupted  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 while True:
                     engine.step()
-            requests[0].run.sampler = sampler
+            requests[0].run.advance = advance  # type: ignore[method-assign]
             check(engine)
             engine.step()
         run(engine)
@@ -327,20 +327,20 @@ def test_an_interruption_while_sampling_loses_no_token(model: Any) -> None:
             assert request.tokens[len(prompt) :] == reference(model, prompt)
 
 
-def _interrupted(_: np.ndarray) -> int:
+def _interrupted(*_: object) -> Any:
     raise KeyboardInterrupt
 
 
-def _interrupted_at_times(sampler: Sampler) -> Any:
+def _interrupted_at_times(run: RequestState) -> Any:
     """Before every fourth token."""
-    calls = itertools.count(1)
+    calls, advance = itertools.count(1), run.advance
 
-    def sample(logits: np.ndarray) -> int:
+    def interrupted(*args: Any) -> Any:
         if next(calls) % 4 == 0:
             raise KeyboardInterrupt
-        return sampler(logits)
+        return advance(*args)
 
-    return sample
+    return interrupted
 
 
 def test_a_request_that_fails_between_two_passes_fails_alone(
@@ -409,7 +409,7 @@ def test_drafts_change_no_answer_whatever_else_happens(model: Any, width: int) -
     with Engine(broken, None, options, [HostTier()]) as engine:
         requests = [engine.submit(prompt, settings, draft if i else None) for i, prompt in enumerate(prompts)]
         events: list[Any] = []
-        requests[1].run.sampler = _interrupted_at_times(requests[1].run.sampler)
+        requests[1].run.advance = _interrupted_at_times(requests[1].run)  # type: ignore[method-assign]
         for step in itertools.count():
             if not engine.busy:
                 break

@@ -117,6 +117,11 @@ class CupyTensor(ArrayTensor):
     def _order(self, x: Any, axis: int) -> Any:
         return cupy.argsort(x, axis=axis)  # stable: it knows no other kind
 
+    def _largest(self, x: Any, k: int) -> Any:
+        # A stable ascending sort of the reversed axis, read backwards: ties keep their order.
+        size = x.shape[-1]
+        return size - 1 - self._order(x[..., ::-1], -1)[..., : size - k - 1 if k < size else None : -1]
+
     def _erf(self, x: Any) -> Any:
         return erf(x)
 

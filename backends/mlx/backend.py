@@ -150,6 +150,12 @@ class MlxBackend(BaseBackend):
         ctx.check("rope")
         return fused.rope(x, positions, spec) if self.fused_rope else None
 
+    def grouped_matmul(self, ctx: Any, x: Any, weight: Any, groups: Any) -> Any:
+        """See :class:`ml.SupportsGroupedMatmul`."""
+        ctx.check("grouped_matmul")
+        with device_errors("grouped_matmul"):
+            return fused.grouped_matmul(x, weight, groups)
+
     # Memory.
 
     def _device_memory(self, index: int, device: DeviceInfo, allocated: int) -> DeviceMemory:

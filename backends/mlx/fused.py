@@ -1,4 +1,4 @@
-"""Attention and rotary embedding through MLX's fused kernels."""
+"""Attention, rotary embedding and grouped products through MLX's fused kernels."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy as np
 
 from backends.mlx.arrays import from_host
 from ml.capabilities import CAUSAL
+from ml.dtypes import DType
 from ml.nn.attention import generic_attention
 from ml.nn.rope import RopeSpec
 
 if TYPE_CHECKING:
     from backends.mlx.tensor import MlxTensor
 
-__all__ = ["attention", "rope"]
+__all__ = ["attention", "grouped_matmul", "rope"]
 
 
 def attention(
@@ -93,6 +94,24 @@ def rope(x: MlxTensor, positions: MlxTensor, spec: RopeSpec) -> MlxTensor | None
     except (TypeError, ValueError):
         return None
     return x.result(mx.reshape(result, (tokens, heads, size), stream=stream))
+
+
+def grouped_matmul(x: MlxTensor, weight: MlxTensor, groups: MlxTensor) -> MlxTensor | None:
+    """``mx.gather_mm``, told that the rows are in the order of their matrices.
+
+    None on the CPU for F16 and BF16, where all matrices would be widened for the few that are asked for.
+    """
+    work, (rows, size) = x.storage.work, x.shape
+    if 0 in (rows, *weight.shape) or (work.widens and x.dtype is not DType.F32):
+        return None
+    found = mx.gather_mm(
+        mx.reshape(x.read(), (rows, 1, size), stream=work.stream),
+        weight.read(),
+        rhs_indices=groups.read(),
+        sorted_indices=True,
+        stream=work.stream,
+    )
+    return x.wrap(mx.reshape(found, (rows, weight.shape[2]), stream=work.stream))
 
 
 @functools.lru_cache(maxsize=64)

@@ -20,6 +20,7 @@ from ml.base import BaseBackend, BaseTensor, Storage
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, ReadOnlyError
+from ml.nn.grouped import runs
 from ml.strided import Shape, contiguous_strides, extent, overlaps_itself
 
 __all__ = ["NumpyBackend", "NumpyContext", "NumpyTensor"]
@@ -79,6 +80,18 @@ class NumpyBackend(BaseBackend):
         return (
             native if native.flags.writeable and not overlaps_itself(tensor.shape, tensor.strides) else None
         )
+
+    def grouped_matmul(
+        self, ctx: NumpyContext, x: NumpyTensor, weight: NumpyTensor, groups: NumpyTensor
+    ) -> NumpyTensor:
+        """See :class:`ml.SupportsGroupedMatmul`."""
+        ctx.check("grouped_matmul")
+        result = np.empty((x.shape[0], weight.shape[2]), x.dtype.numpy)
+        rows, matrices = x.wide(), weight.native
+        with np.errstate(all="ignore"):
+            for i, start, stop in runs(groups.native):
+                result[start:stop] = rows[start:stop] @ matrices[i].astype(rows.dtype, copy=False)
+        return NumpyTensor.own(ctx, result, x.dtype)
 
     def _device_memory(self, index: int, device: DeviceInfo, allocated: int) -> DeviceMemory:
         from ml.host import host_memory

@@ -15,6 +15,7 @@ from backends.torch.block_formats import dequantized, quantized
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, pack, translated
 from backends.torch.devices import device_memory, find_places, release
 from backends.torch.distributed import TorchGroup, join
+from backends.torch.grouped import multiply_grouped
 from backends.torch.kernels import CausalMasks
 from backends.torch.partial import attend_calls, attend_partially
 from backends.torch.ragged import attend_ragged
@@ -222,6 +223,16 @@ class TorchBackend(PlacedBackend):
             return attend_ragged(ctx, query, key, value, plan, scale, sinks)
         except (RuntimeError, IndexError, MemoryError) as error:
             raise translated("ragged_attention", error, ctx.device) from error
+
+    def grouped_matmul(
+        self, ctx: TorchContext, x: TorchTensor, weight: TorchTensor, groups: TorchTensor
+    ) -> TorchTensor | None:
+        """See :class:`ml.SupportsGroupedMatmul`. On CUDA BF16 alone: of others torch asks the device."""
+        ctx.check("grouped_matmul")
+        try:
+            return multiply_grouped(ctx, x, weight, groups)
+        except (RuntimeError, IndexError, MemoryError) as error:
+            raise translated("grouped_matmul", error, ctx.device) from error
 
 
 class TorchContext(PlacedContext):

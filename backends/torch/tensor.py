@@ -393,7 +393,7 @@ def _ordered(x: torch.Tensor) -> torch.Tensor:
 def _top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """torch's topk leaves the order of equal values open; a stable sort is needed only where some are.
 
-    On a GPU the host would have to wait to know whether there are any.
+    A device is not asked whether some are: that would wait for it.
     """
     if not x.is_cpu:
         values, order = torch.sort(x, dim=-1, descending=True, stable=True)

@@ -102,20 +102,26 @@ class ModelDraft(Closing):
             raise
 
     def _guess(self, seq: int, tokens: Sequence[int], count: int, spares: list[int]) -> list[list[int]]:
-        row = self._catch_up(seq, tokens)
-        guesses = [[int(token)] for token in np.argsort(-row, kind="stable")[: len(spares)]]
-        if count == 1:
-            return guesses
-        branches.fork(self.cache, seq, spares)
-        for at in range(len(tokens), len(tokens) + count - 1):
-            batch = Batch([at] * len(spares), spares, inputs=[guess[-1] for guess in guesses])
-            for guess, logits in zip(guesses, self._forward(batch), strict=True):
-                guess.append(int(logits.argmax()))
-        branches.drop(self.cache, spares)
-        return guesses
+        """The guesses go from one pass into the next on the device, and are read when all are there."""
+        with self.model.backend.new_context() as ctx:
+            here = ctx.input()
+            logits = self._catch_up(ctx, seq, tokens)
+            width = min(len(spares), logits.shape[1])
+            last = logits.top_k(here, width)[1].reshape(here, width)
+            guesses = last.reshape(here, width, 1)
+            if count > 1:
+                branches.fork(self.cache, seq, spares[:width])
+            for at in range(len(tokens), len(tokens) + count - 1):
+                batch = Batch([at] * width, spares[:width], inputs=last)
+                last = self._forward(ctx, batch).argmax(here, 1)
+                guesses = guesses.concat(here, last.reshape(here, width, 1), 1)
+            found: list[list[int]] = guesses.to_numpy().tolist()
+        if count > 1:
+            branches.drop(self.cache, spares[:width])
+        return found
 
-    def _catch_up(self, seq: int, tokens: Sequence[int]) -> np.ndarray:
-        """Evaluate what this sequence does not hold yet; the logits behind the last token."""
+    def _catch_up(self, ctx: ml.Context, seq: int, tokens: Sequence[int]) -> ml.Tensor:
+        """Evaluate what this sequence does not hold yet; the logits (1, vocab) behind the last token."""
         stored = self._stored[seq]
         same = common_length(np.array(stored, np.int64), np.array(tokens, np.int64))
         begin = branches.resume_point(self.cache, seq, min(same, len(tokens) - 1))
@@ -125,16 +131,14 @@ class ModelDraft(Closing):
             end = min(begin + self._max_batch, len(tokens))
             positions = range(begin, end)
             batch = Batch(positions, [seq] * len(positions), (), tokens[begin:end], [len(positions) - 1])
-            logits = self._forward(batch)
+            logits = self._forward(ctx, batch)
             if end == len(tokens):
-                row: np.ndarray = logits[0]
-                return row
+                return logits
             begin = end
 
-    def _forward(self, batch: Batch) -> np.ndarray:
-        with self.model.backend.new_context() as ctx:
-            self.cache.start_forward(ctx, batch)
-            return self.model.forward(ctx, batch, self.cache).to_numpy()
+    def _forward(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
+        self.cache.start_forward(ctx, batch)
+        return self.model.forward(ctx, batch, self.cache)
 
     def close(self) -> None:
         """Close the cache; the model is the caller's."""

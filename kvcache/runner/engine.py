@@ -21,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-import numpy as np
-
 import ml
 from kvcache.cache import Batch, CacheFullError, ClosedError, SequenceLostError, SnapshotCache
 from kvcache.offload.tiers import HostTier
@@ -36,6 +34,7 @@ from kvcache.runner.memory import cache_bytes, check_memory
 from kvcache.runner.options import EngineOptions
 from kvcache.runner.request_state import RequestState, has_token
 from kvcache.runner.requests import Event, Finished, GenerationOptions, Prefilled, Statistics, Token
+from kvcache.runner.sampling import Choice, Chosen
 from kvcache.runner.scheduler import (
     Branch,
     Failed,
@@ -43,6 +42,7 @@ from kvcache.runner.scheduler import (
     Request,
     batch_of,
     chunks,
+    draws_of,
     plan_sharing,
     worth_waiting,
 )
@@ -264,7 +264,7 @@ class Engine(Closing):
             began = time.perf_counter()
             prefill = parts[0].request.prefilling
             try:
-                logits = self.forward(parts)
+                chosen = self.forward(parts)
             except CacheFullError as error:
                 self._agree_on(parts)
                 if any(part.branches for part in parts):
@@ -272,30 +272,33 @@ class Engine(Closing):
                 else:
                     self._make_room(error, events)
                 continue
-            self._take(parts, logits, prefill, events)
+            self._take(parts, chosen, prefill, events)
             self._count(parts, prefill, time.perf_counter() - began)
             self._prefilled_last = prefill
             break
         self._events = []
         return events
 
-    def forward(self, parts: Sequence[Part]) -> np.ndarray:
-        """One pass over the next tokens of some sessions; logits (rows, vocab) of the parts that end there.
+    def forward(self, parts: Sequence[Part]) -> Chosen:
+        """One pass over the next tokens of some sessions; what follows the parts that end there.
 
+        The logits stay on the device: it is asked once, for the tokens drawn of all of them.
         A pass that fails takes its tokens out of the cache again. Where that takes more with it (a
         state that nothing of before is left of), that is computed again.
         """
         batch = batch_of(parts)
         try:
             with self.model.backend.new_context() as ctx:
+                here = ctx.input()
+                choice = Choice(here, draws_of(parts), self.model.config.vocab_size)
                 self._start_forward(ctx, batch)
-                logits = self.model.forward(ctx, batch, self.cache).to_numpy()
+                chosen = choice(here, self.model.forward(ctx, batch, self.cache))
         except BaseException as error:
             self._take_back(parts, isinstance(error, SequenceLostError))
             raise
         for part in parts:
             part.request.run.stored += part.count
-        return logits
+        return chosen
 
     def _start_forward(self, ctx: ml.Context, batch: Batch) -> None:
         try:
@@ -350,10 +353,8 @@ class Engine(Closing):
                 self._over(request, events, [Failed(request.id, error)])
         return parts or (self._plan(drafting, events) if decode else [])
 
-    def _take(
-        self, parts: Sequence[Part], logits: np.ndarray, prefill: bool, events: list[EngineEvent]
-    ) -> None:
-        """Sample where a part reached the end of its tokens."""
+    def _take(self, parts: Sequence[Part], chosen: Chosen, prefill: bool, events: list[EngineEvent]) -> None:
+        """Take in what was drawn where a part reached the end of its tokens."""
         row = 0
         for part in parts:
             request, run = part.request, part.request.run
@@ -361,13 +362,13 @@ class Engine(Closing):
                 events.append(Prefilled(request.id, run.stored, run.prompt_tokens))
             tried = []
             for branch in part.tried if run.stored == len(run.tokens) else ():
-                tried.append((branch, logits[row : row + len(branch.draft) + 1]))
+                tried.append((branch, row))
                 row += len(branch.draft) + 1
             try:
                 if prefill and request.session is not None:
                     self._keep(request.session)
                 if tried:
-                    self._accept(part, tried, prefill, events)
+                    self._accept(part, chosen, tried, prefill, events)
             except BaseException as error:
                 if not isinstance(error, Exception):
                     if part.branches and request.session is not None:
@@ -387,13 +388,18 @@ class Engine(Closing):
             log.warning("sequence %d: what it computed is not kept", session.seq, exc_info=True)
 
     def _accept(
-        self, part: Part, tried: Sequence[tuple[Branch, np.ndarray]], prefill: bool, events: list[EngineEvent]
+        self,
+        part: Part,
+        chosen: Chosen,
+        tried: Sequence[tuple[Branch, int]],
+        prefill: bool,
+        events: list[EngineEvent],
     ) -> None:
         request, run, statistics = part.request, part.request.run, self.statistics
         known = run.stored
         told: list[Token | Finished] = []
         try:
-            winner = accept(run, tried, self.model.config.eos_ids, self.limit, told)
+            winner = accept(run, chosen, tried, self.model.config.eos_ids, self.limit, told)
         except BaseException:
             events.extend(told)
             raise

@@ -1,15 +1,23 @@
-"""Choosing the next token from logits, on the host."""
+"""Choosing the next tokens: what each request draws by, and the draws of a whole pass on its device."""
 
 from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 
+import ml
 from kvcache.runner.errors import RequestError, RunnerError
+from ml import nn
 
-__all__ = ["Sampler"]
+__all__ = ["Choice", "Chosen", "Sampler"]
+
+_BLOCK = 64
+"""Draws that are made ahead at a time."""
+_LARGEST_VOCABULARY = 1 << 24
+"""Ids up to here are exact in F32."""
 
 
 class Sampler:
@@ -44,42 +52,68 @@ class Sampler:
         self.top_k = top_k
         self.top_p = top_p
         self.seed = secrets.randbits(32) if seed is None else seed
-        self._random = np.random.default_rng(self.seed if stream is None else (self.seed, stream))
+        self._entropy = np.random.SeedSequence(self.seed, spawn_key=(stream or 0,))
+        self._block = -1
+        self._draws: list[float] = []
 
-    def __call__(self, logits: np.ndarray) -> int:
-        """One token id from ``logits`` (vocab,). Raises RunnerError where no logit can be chosen."""
-        best = int(np.argmax(logits))  # the first NaN, if there is one
-        if not np.isfinite(logits[best]):
+    def uniform(self, index: int) -> float:
+        """Draw ``index`` of this seed and stream, in (0, 1], exact in F32: counted, so in any order.
+
+        The token is the one at which the cumulative probability reaches it (``ml.nn.BatchSampler``).
+        """
+        block, place = divmod(index, _BLOCK)
+        if block != self._block:
+            key = self._entropy.generate_state(2, np.uint64)
+            raw = np.random.Philox(key=key, counter=block * _BLOCK).random_raw(_BLOCK)
+            self._draws = (((raw >> np.uint64(40)) + np.uint64(1)) * 2.0**-24).tolist()
+            self._block = block
+        return self._draws[place]
+
+
+class Chosen:
+    """The tokens that a pass has drawn, one for each row of its logits: (rows, 2), id and largest logit."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self._rows: list[list[float]] = rows.tolist()
+
+    def token(self, row: int) -> int:
+        """Raises RunnerError where the logits hold NaN or infinity, or nothing that may be drawn."""
+        token, largest = self._rows[row]
+        if not math.isfinite(largest):
             raise RunnerError(
-                f"Sampler: logit {best} is {logits[best]}; the forward pass overflowed: try a wider dtype"
+                f"sampling: the largest logit is {largest}; the forward pass overflowed: try a wider dtype"
             )
-        if self.temperature == 0:
-            return best
-        tokens, probabilities = self.distribution(logits)
-        edges = np.cumsum(probabilities)
-        drawn = np.searchsorted(edges, self._random.random() * edges[-1], side="right")
-        return int(tokens[min(int(drawn), len(tokens) - 1)])
-
-    def distribution(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The token ids that may be drawn, likeliest first, and their probabilities (float64, sum 1)."""
-        values = np.asarray(logits, np.float64)
-        if self.temperature == 0:
-            return np.array([int(np.argmax(values))]), np.ones(1)
-        order = _likeliest(values, self.top_k)
-        with np.errstate(over="ignore"):  # a tiny temperature sends the rest to -inf: probability 0
-            weights = np.exp((values[order] - values[order[0]]) / self.temperature)
-        weights /= weights.sum()
-        if self.top_p < 1:
-            kept = int(np.searchsorted(np.cumsum(weights), self.top_p)) + 1
-            order, weights = order[:kept], weights[:kept]
-        possible = weights > 0
-        return order[possible], weights[possible] / weights[possible].sum()
+        return int(token)
 
 
-def _likeliest(values: np.ndarray, k: int) -> np.ndarray:
-    """Indices of the ``k`` largest (0: of all), descending, the lower index first among equals."""
-    if not 0 < k < len(values):
-        return np.argsort(-values, kind="stable")
-    edge = np.partition(values, -k)[-k]  # sorting only what reaches it spares a large vocabulary
-    candidates = np.flatnonzero(values >= edge)
-    return candidates[np.argsort(-values[candidates], kind="stable")[:k]]
+class Choice:
+    """How the tokens of one pass are drawn: row by row, by whose draw of which index.
+
+    Make it before the pass is queued: what the device needs for it is uploaded here.
+    """
+
+    def __init__(self, ctx: ml.Context, draws: Sequence[tuple[Sampler, int]], vocabulary: int) -> None:
+        self._count = len(draws)
+        rows = [(s.temperature, s.top_k, s.top_p, s.uniform(i) if s.temperature else 1.0) for s, i in draws]
+        self._draws = nn.Draws(*np.array(rows, np.float64).reshape(-1, 4).T)
+        self._there: nn.BatchSampler | None = None
+        if draws and ctx.backend.devices[0].kind != "cpu":
+            if vocabulary > _LARGEST_VOCABULARY:
+                raise RunnerError(f"sampling: {vocabulary} tokens; there are at most {_LARGEST_VOCABULARY}")
+            self._there = nn.BatchSampler(ctx, self._draws, vocabulary)
+
+    def __call__(self, ctx: ml.Context, logits: ml.Tensor) -> Chosen:
+        """Draw from logits F32 (rows, vocabulary) where they are: one transfer, of two numbers per row.
+
+        Those that lie in the host's memory anyway are sampled there.
+        """
+        if self._there is not None:
+            tokens = self._there(ctx, logits).cast(ctx, ml.DType.F32).reshape(ctx, self._count, 1)
+            return Chosen(tokens.concat(ctx, logits.max(ctx, 1, keepdims=True), 1).to_numpy())
+        host = logits.to_numpy()  # of no rows too: what is pending is computed, and fails here if it does
+        if not self._count:
+            return Chosen(host)
+        chosen = best = host.argmax(1)  # the first NaN, if there is one
+        if self._draws.temperature.any():
+            chosen = nn.sample_on_host(host, self._draws)
+        return Chosen(np.array([chosen, host[np.arange(self._count), best]]).T)

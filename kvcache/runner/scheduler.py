@@ -14,9 +14,10 @@ from kvcache.prefix.radix_tree import common_length
 from kvcache.runner.consensus import Agreement
 from kvcache.runner.drafts import Draft
 from kvcache.runner.request_state import RequestState
+from kvcache.runner.sampling import Sampler
 
 __all__ = [
-    "Branch", "Failed", "Part", "Request", "batch_of", "chunks", "plan_sharing", "worth_waiting",
+    "Branch", "Failed", "Part", "Request", "batch_of", "chunks", "draws_of", "plan_sharing", "worth_waiting",
 ]  # fmt: skip
 
 MIN_SHARED = 16
@@ -118,6 +119,17 @@ def batch_of(parts: Sequence[Part]) -> Batch:
             if end == len(run.tokens):
                 outputs += range(len(positions) - len(branch.draft) - 1, len(positions))
     return Batch(positions, sequences, inputs=inputs, outputs=outputs)
+
+
+def draws_of(parts: Sequence[Part]) -> list[tuple[Sampler, int]]:
+    """For each output of ``batch_of(parts)``: by whose draw of which index its token is chosen."""
+    draws: list[tuple[Sampler, int]] = []
+    for part in parts:
+        run = part.request.run
+        if run.stored + part.count == len(run.tokens):
+            for branch in part.tried:
+                draws += [(run.sampler, run.generated + i) for i in range(len(branch.draft) + 1)]
+    return draws
 
 
 def chunks(requests: Iterable[Request], budget: int, prefix: PrefixCache) -> Iterator[Part]:

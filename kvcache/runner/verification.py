@@ -1,8 +1,9 @@
 """Drafts in the engine's passes: proposed before one, verified in it, taken back after it.
 
 After Leviathan et al. (2023), and the token trees of SpecInfer (Miao et al., 2024). A pass evaluates the
-last token and the drafted ones; each of its logits is sampled as plain decoding would, and the draft is
-right as long as it says the same. What it got wrong is taken back with ``kvcache.caches.branches``::
+last token and the drafted ones; all of its logits are sampled at once, each with the draw that plain decoding
+would have there, and the draft is right as long as it says the same. What it got wrong is taken back with
+``kvcache.caches.branches``::
 
     text  ... t | d1 d2 d3 d4        sampled: d1 d2 x            d1, d2 and x are the next tokens;
                                                                  d3 and d4 leave the cache
@@ -24,13 +25,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kvcache.caches import branches
 from kvcache.runner.errors import RequestError
 from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.request_state import RequestState
 from kvcache.runner.requests import Finished, Token
+from kvcache.runner.sampling import Chosen
 from kvcache.runner.scheduler import Branch, Part, Request
 
 __all__ = ["Speculation", "Verifier", "accept"]
@@ -143,20 +143,22 @@ class Verifier:
 
 def accept(
     run: RequestState,
-    tried: Sequence[tuple[Branch, np.ndarray]],
+    chosen: Chosen,
+    tried: Sequence[tuple[Branch, int]],
     eos: Sequence[int],
     limit: int,
     told: list[Token | Finished],
 ) -> Branch:
-    """Sample along the branches that say the same; the one that went furthest. What happens is ``told``.
+    """Go along the branches that say what was chosen; the one that went furthest. What happens is ``told``.
 
-    ``tried``: branches with their logits (tokens of its draft + 1, vocab), behind the last token and behind
-    each of the draft. ``run.stored`` is then what the cache is to hold: all but the last sampled token.
+    ``tried``: branches with the first of their rows in ``chosen``, which is behind the last token; one row
+    behind each token of the draft follows. ``run.stored`` is then what the cache is to hold: all but the last
+    sampled token.
     """
     known = run.stored
     for i in itertools.count():
-        lead, logits = tried[0]
-        token = run.sampler(logits[i])
+        lead, row = tried[0]
+        token = chosen.token(row + i)
         run.stored = known + i
         told += run.advance(token, eos, limit)
         tried = [pair for pair in tried if pair[0].draft[i : i + 1] == [token]]

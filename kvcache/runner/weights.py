@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -10,8 +10,9 @@ import numpy as np
 
 import ml
 from kvcache.runner.errors import ModelError
+from ml import nn
 
-__all__ = ["Linear", "Loader", "Progress", "Shape", "Shapes", "Weights"]
+__all__ = ["GroupedLinear", "Linear", "Loader", "Progress", "Shape", "Shapes", "Weights"]
 
 Progress = Callable[[int, int], None]
 """(tensors done, tensors in all)."""
@@ -43,6 +44,19 @@ class Linear:
         if self.bias is not None:
             result = result.add(ctx, self.bias)
         return result if self.group is None else self.group.all_reduce(ctx, result)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLinear:
+    """Several maps of one shape: ``weight`` (maps, in, out), ``bias`` (maps, out)."""
+
+    weight: ml.Tensor
+    bias: ml.Tensor | None = None
+
+    def __call__(self, ctx: ml.Context, x: ml.Tensor, groups: nn.Groups) -> ml.Tensor:
+        """x (rows, in) -> (rows, out), each row by the map of its group."""
+        result = nn.grouped_matmul(ctx, x, self.weight, groups)
+        return result if self.bias is None else result.add(ctx, self.bias.rows(ctx, groups.tensor))
 
 
 class Loader:
@@ -112,6 +126,23 @@ class Loader:
             for rows, bias in zip(weights, biases, strict=True)
         ]
         return Linear(weight, self.put(ctx, _concatenated(filled)))
+
+    def grouped(
+        self, ctx: ml.Context, count: int, weights: Iterable[np.ndarray], biases: np.ndarray | None = None
+    ) -> GroupedLinear:
+        """From ``count`` arrays (out, in), one after another, and (count, out) on the host."""
+        stacked: ml.Tensor | None = None
+        for i, array in enumerate(weights):
+            if stacked is None:
+                stacked = ctx.empty((count, *array.shape), self.dtype)
+            self.put(ctx, array[None]).copy(ctx, stacked.slice(ctx, 0, i, i + 1))
+        assert stacked is not None
+        bias = None if biases is None else self.put(ctx, biases)
+        return GroupedLinear(stacked.permute(ctx, 0, 2, 1), bias)
+
+    def rows(self, *names: str) -> np.ndarray:
+        """The weights (out, in) of several maps on the host, joined along their outputs."""
+        return _concatenated([self.take(f"{name}.weight") for name in names])
 
     def _bias(self, name: str) -> np.ndarray | None:
         return self.take(f"{name}.bias") if f"{name}.bias" in self.shapes else None

@@ -9,6 +9,7 @@
 """
 
 from ml.nn.attention import attention, generic_attention, offers
+from ml.nn.grouped import Groups, generic_grouped_matmul, grouped_matmul
 from ml.nn.linear import embedding, linear, swiglu
 from ml.nn.norms import layer_norm, rms_norm
 from ml.nn.partial import (
@@ -22,9 +23,13 @@ from ml.nn.partial import (
     partial_in_blocks,
 )
 from ml.nn.rope import Positions, RopeSpec, Rotation, apply_rope, rope, rope_shift, rope_tables
+from ml.nn.sampling import BatchSampler, Draws, sample_on_host
 from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 __all__ = [
+    "BatchSampler",
+    "Draws",
+    "Groups",
     "LinearScaling",
     "Llama3Scaling",
     "Part",
@@ -37,7 +42,9 @@ __all__ = [
     "attention",
     "embedding",
     "generic_attention",
+    "generic_grouped_matmul",
     "generic_partial_attention",
+    "grouped_matmul",
     "has_attention_calls",
     "has_ragged_attention",
     "layer_norm",
@@ -51,5 +58,6 @@ __all__ = [
     "rope",
     "rope_shift",
     "rope_tables",
+    "sample_on_host",
     "swiglu",
 ]

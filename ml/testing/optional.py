@@ -17,15 +17,18 @@ from ml.capabilities import (
 )
 from ml.dtypes import DType
 from ml.nn import (
+    Groups,
     LinearScaling,
     Llama3Scaling,
     RopeSpec,
     YarnScaling,
     apply_rope,
+    generic_grouped_matmul,
+    grouped_matmul,
     rope_tables,
 )
 from ml.protocols import Backend, Context
-from ml.testing.harness import BackendCase, assert_close, each
+from ml.testing.harness import BackendCase, assert_close, each, needs
 from ml.testing.samples import DTYPES, FLOATS, exact, normal
 
 __all__ = ["CapabilityTests"]
@@ -67,6 +70,23 @@ class CapabilityTests(BackendCase):
                 pytest.skip("the kernel leaves this spec to the generic body")
             generic = apply_rope(ctx, x, *rope_tables(ctx, positions, spec), spec)
             assert_close(fused, exact(generic.to_numpy()), dtype, slack=100 if dtype is DType.F32 else 2)
+
+    # Grouped products.
+
+    @needs("matmul")
+    @each(dtype=FLOATS, counts=[[2, 0, 3, 1], [0, 0, 0, 1], [0, 40, 0, 0], [0, 0, 0, 0], [100, 100, 0, 100]])
+    def test_rows_are_multiplied_by_matrices_of_their_own(
+        self, ctx: Context, dtype: DType, counts: list[int]
+    ) -> None:
+        """By the kernel of a backend with SupportsGroupedMatmul, and by the generic body."""
+        groups = np.repeat(np.arange(4, dtype=np.int32), counts)
+        x, weight = normal((len(groups), 16), dtype, 3), normal((4, 24, 16), dtype, 4)
+        strided = ctx.from_numpy(weight).permute(ctx, 0, 2, 1)
+        expected = np.einsum("ri,roi->ro", exact(x), exact(weight)[groups])
+        for matrices in (strided, strided.contiguous(ctx)):
+            for product in (grouped_matmul, generic_grouped_matmul):
+                found = product(ctx, ctx.from_numpy(x), matrices, Groups(ctx.from_numpy(groups)))
+                assert_close(found, expected, dtype, slack=8)
 
     # Arrays in host memory.
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 import ml
-from kvcache.runner.weights import Linear, Loader, Shape
+from kvcache.runner.weights import GroupedLinear, Linear, Loader, Shape
 from ml import nn
 
 __all__ = ["Activation", "Experts", "GatedMLP", "geglu", "load_mlp", "mlp_shapes", "swiglu"]
@@ -57,14 +55,14 @@ def mlp_shapes(prefix: str, hidden: int, inner: int, bias: bool = False) -> dict
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts (Shazeer et al., 2017): every token goes through k of ``experts``.
+    """A mixture of experts (Shazeer et al., 2017): every token goes through k of them, gated MLPs all.
 
-    The pairs (token, expert) are sorted by expert on the host, so that each expert runs once, over its
-    own tokens alone, and only experts that were chosen run. That reads the choice back from the
-    device: one synchronisation per layer.
+    The pairs (token, expert) are sorted by expert on the device, so that each expert is one run of rows.
     """
 
-    experts: Sequence[GatedMLP]
+    gate_up: GroupedLinear
+    down: GroupedLinear
+    activation: Activation = swiglu
 
     def __call__(
         self,
@@ -78,21 +76,22 @@ class Experts:
 
         The weights multiply what comes out of the experts, or what goes in (``weigh_input``).
         """
-        tokens, k = chosen.shape
-        pairs = chosen.to_numpy().reshape(-1)
-        order = np.argsort(pairs, kind="stable")
-        counts = np.bincount(pairs, minlength=len(self.experts))
-        inputs = x.rows(ctx, order // k)
-        if weigh_input:
-            inputs = inputs.mul(ctx, weights.reshape(ctx, tokens * k, 1).rows(ctx, order))
-        result = ctx.empty(inputs.shape, x.dtype)
-        start = 0
-        for expert, count in zip(self.experts, counts.tolist(), strict=True):
-            if count:
-                out = expert(ctx, inputs.slice(ctx, 0, start, start + count))
-                out.copy(ctx, result.slice(ctx, 0, start, start + count))
-                start += count
-        result = result.rows(ctx, np.argsort(order)).reshape(ctx, tokens, k, x.shape[1])
+        (tokens, k), hidden = chosen.shape, x.shape[1]
+        pairs = chosen.reshape(ctx, tokens * k)
+        order = pairs.argsort(ctx)
+        experts = nn.Groups(pairs.rows(ctx, order))
+        share = weights.reshape(ctx, tokens * k, 1).rows(ctx, order)
+        if tokens == 1:
+            inputs = x.view(ctx, 0, (k, hidden), (0, x.strides[1]))
+        else:
+            token = ctx.arange(0, tokens, 1, ml.DType.I32).view(ctx, 0, (tokens, k), (1, 0)).contiguous(ctx)
+            inputs = x.rows(ctx, token.reshape(ctx, tokens * k).rows(ctx, order))
+        both = self.gate_up(ctx, inputs.mul(ctx, share) if weigh_input else inputs, experts)
+        inner = both.shape[1] // 2
+        gate, up = both.slice(ctx, 1, 0, inner), both.slice(ctx, 1, inner, 2 * inner)
+        result = self.down(ctx, self.activation(ctx, gate, up), experts)
         if not weigh_input:
-            result = result.mul(ctx, weights.reshape(ctx, tokens, k, 1))
-        return result.sum(ctx, 1)
+            result = result.mul(ctx, share)
+        if tokens == 1:  # in whatever order they are added up
+            return result.sum(ctx, 0, keepdims=True)
+        return result.rows(ctx, order.argsort(ctx)).reshape(ctx, tokens, k, hidden).sum(ctx, 1)

@@ -219,9 +219,12 @@ class Qwen3Next(CausalModel[Qwen3NextConfig]):
         return load_attention(load, ctx, prefix, config, qkv=qkv, qk_norm=norm, gated=True)
 
     def _sparse(self, load: Loader, ctx: ml.Context, prefix: str) -> SparseMLP:
+        experts = [f"{prefix}.experts.{i}" for i in range(self.config.experts)]
+        wide = (load.rows(f"{name}.gate_proj", f"{name}.up_proj") for name in experts)
+        narrow = (load.rows(f"{name}.down_proj") for name in experts)
         return SparseMLP(
             load.linear(ctx, f"{prefix}.gate"),
-            Experts([load_mlp(load, ctx, f"{prefix}.experts.{i}") for i in range(self.config.experts)]),
+            Experts(load.grouped(ctx, len(experts), wide), load.grouped(ctx, len(experts), narrow)),
             self.config.experts_per_token,
             "normalized" if self.config.normalize else "softmax",
             load_mlp(load, ctx, f"{prefix}.shared_expert"),

@@ -76,16 +76,15 @@ def load_experts(
     With biases ``gate_up_proj_bias`` (experts, 2 * inner) and ``down_proj_bias`` where the config has
     them. ``arrange`` puts the rows of gate and up (2 * inner, ...) in our order, all of gate first.
     """
-    gate_up, down = (load.take(f"{prefix}.{name}_proj").swapaxes(1, 2) for name in ("gate_up", "down"))
-    gate_up_bias, down_bias = (_biases(load, f"{prefix}.{name}_proj_bias") for name in ("gate_up", "down"))
-
-    def expert(i: int) -> GatedMLP:
-        bias = None if gate_up_bias is None else arrange(gate_up_bias[i])
-        wide = load.joined(ctx, [arrange(gate_up[i])], [bias])
-        narrow = load.joined(ctx, [down[i]], [None if down_bias is None else down_bias[i]])
-        return GatedMLP(wide, narrow, activation)
-
-    return Experts([expert(i) for i in range(len(gate_up))])
+    wide, narrow = (load.take(f"{prefix}.{name}_proj").swapaxes(1, 2) for name in ("gate_up", "down"))
+    wide_bias, narrow_bias = (_biases(load, f"{prefix}.{name}_proj_bias") for name in ("gate_up", "down"))
+    if wide_bias is not None:
+        wide_bias = np.stack([arrange(bias) for bias in wide_bias])
+    return Experts(
+        load.grouped(ctx, len(wide), map(arrange, wide), wide_bias),
+        load.grouped(ctx, len(narrow), narrow, narrow_bias),
+        activation,
+    )
 
 
 def _biases(load: Loader, name: str) -> np.ndarray | None:

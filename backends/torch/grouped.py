@@ -1,0 +1,37 @@
+"""Products of rows with matrices of their own, by torch's grouped kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from backends.torch.tensor import Placement, TorchTensor
+
+__all__ = ["multiply_grouped"]
+
+OLDEST = (8, 0)
+"""The compute capability from which on the kernel runs."""
+ALIGNED = 8
+"""BF16 elements in the 16 bytes that its rows begin at multiples of."""
+
+
+def multiply_grouped(
+    ctx: Placement, x: TorchTensor, weight: TorchTensor, groups: TorchTensor
+) -> TorchTensor | None:
+    """See :class:`ml.SupportsGroupedMatmul`."""
+    a, b, g = x.native_on(ctx), weight.native_on(ctx), groups.native_on(ctx)
+    if not hasattr(functional, "grouped_mm") or 0 in (*a.shape, *b.shape):
+        return None
+    if not a.is_cpu and not _has_kernel(a, b):
+        return None
+    ends = torch.searchsorted(g, torch.arange(b.shape[0], dtype=g.dtype, device=g.device), right=True)
+    return TorchTensor.own(ctx, functional.grouped_mm(a.contiguous(), b, offs=ends.to(torch.int32)), x.dtype)
+
+
+def _has_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.is_cuda
+        and a.dtype is torch.bfloat16
+        and not any(size % ALIGNED for size in b.shape[1:])
+        and torch.cuda.get_device_capability(a.device) >= OLDEST
+    )

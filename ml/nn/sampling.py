@@ -1,0 +1,220 @@
+"""Drawing tokens from logits for a whole batch at once: on the device, or from an array on the host.
+
+The two say the same. Where the device is the host, NumPy does it in a few steps and in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ml.dtypes import DType
+from ml.errors import ShapeError
+from ml.protocols import Context, Tensor
+from ml.selection import largest
+
+__all__ = ["BatchSampler", "Draws", "sample_on_host"]
+
+_STEEPEST = 1e30
+"""The largest 1 / temperature: what is next to 0 stays a number in F32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How each row is drawn; host arrays (rows,).
+
+    ``temperature`` 0 takes the first of the largest logits. ``top_k`` keeps so many of the likeliest tokens
+    (0: all), then ``top_p`` the fewest of the likeliest whose probability together reaches p. ``uniform`` in
+    (0, 1] decides which of these is drawn.
+    """
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    uniform: np.ndarray
+
+    def of(self, rows: np.ndarray) -> Draws:
+        """Of some of the rows."""
+        return Draws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.uniform[rows])
+
+
+class BatchSampler:
+    """Draws a token for each row of logits on the device; nothing is read back.
+
+    What it needs there is uploaded when it is made: make it before the forward pass is queued, so that the
+    upload does not wait for that. The token is the first whose cumulative probability reaches ``uniform``: in
+    the order of ids, or where ``top_k`` or ``top_p`` cut, likeliest first and the lower id first among
+    equals. A row depends on its own logits and draw alone, and is the same on every backend but where
+    ``uniform`` is within rounding in F32 of an edge. A token of probability 0 is not drawn.
+    """
+
+    def __init__(self, ctx: Context, draws: Draws, vocabulary: int) -> None:
+        self._shape = (len(draws.uniform), vocabulary)
+        kinds = _kinds(draws, vocabulary)
+        alone = len(kinds) == 1
+        self._groups = [_Group(ctx, draws, kind, mine, alone, vocabulary) for kind, mine in kinds]
+        self._back: Tensor | None = None
+        if not alone:
+            order = np.argsort(np.concatenate([mine for _, mine in kinds]))
+            self._back = ctx.from_numpy(order.astype(np.int32))
+
+    def __call__(self, ctx: Context, logits: Tensor) -> Tensor:
+        """logits F32 (rows, vocabulary) -> I32 (rows,); of a row with NaN or +inf the token is unspecified.
+
+        Raises ShapeError for another shape than it was made for, or no rows.
+        """
+        if logits.shape != self._shape or not self._groups:
+            raise ShapeError(
+                f"sample: logits {logits.shape}; the draws are for {self._shape}, at least a row"
+            )
+        found = self._groups[0](ctx, logits)
+        for group in self._groups[1:]:
+            found = found.concat(ctx, group(ctx, logits), 0)
+        return found if self._back is None else found.rows(ctx, self._back)
+
+
+def sample_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
+    """What ``BatchSampler`` says, of logits (rows, vocabulary) of any float dtype: int64 (rows,)."""
+    found = np.empty(len(logits), np.int64)
+    with np.errstate(all="ignore"):
+        for kind, mine in _kinds(draws, logits.shape[1]):
+            body = (_greedy_on_host, _whole_on_host, _cut_on_host)[kind]
+            if len(mine) == len(logits):
+                return body(logits, draws)
+            found[mine] = body(logits[mine], draws.of(mine))
+    return found
+
+
+def _kinds(draws: Draws, vocabulary: int) -> list[tuple[int, np.ndarray]]:
+    """Rows by kind: 0 is greedy, 1 may draw any token, 2 may not."""
+    kind = [
+        0 if temperature == 0 else 1 + (p < 1 or 0 < k < vocabulary)
+        for temperature, k, p in zip(
+            draws.temperature.tolist(), draws.top_k.tolist(), draws.top_p.tolist(), strict=True
+        )
+    ]
+    return [(i, np.flatnonzero(np.array(kind) == i)) for i in sorted(set(kind))]
+
+
+class _Group:
+    """Rows of one kind, and what they are drawn by: each a column (rows, 1) on the device."""
+
+    def __init__(
+        self, ctx: Context, draws: Draws, kind: int, mine: np.ndarray, alone: bool, vocabulary: int
+    ) -> None:
+        self._body = (self._greedy, self._whole, self._cut)[kind]
+        self._rows = None if alone else ctx.from_numpy(mine.astype(np.int32))
+        if kind == 0:
+            return
+        kept = np.where(draws.top_k > 0, draws.top_k, vocabulary)[mine]
+        p = draws.top_p[mine]
+        self._width = min(int(kept.max()), vocabulary)
+        self._by_size, self._by_share = bool(kept.min() < self._width), bool(p.min() < 1)
+        with np.errstate(divide="ignore", over="ignore"):
+            steepness = np.minimum(1 / draws.temperature[mine], _STEEPEST)
+        # Where there is no p, what is beyond the rounded total counts too.
+        columns = np.stack((steepness, draws.uniform[mine], kept, np.where(p < 1, p, 2.0)))
+        whole = ctx.from_numpy(columns.astype(np.float32))
+        self._steepness, self._uniform, self._kept, self._share = (
+            whole.slice(ctx, 0, i, i + 1).reshape(ctx, len(mine), 1) for i in range(4)
+        )
+
+    def __call__(self, ctx: Context, logits: Tensor) -> Tensor:
+        return self._body(ctx, logits if self._rows is None else logits.rows(ctx, self._rows))
+
+    def _greedy(self, ctx: Context, logits: Tensor) -> Tensor:
+        return logits.argmax(ctx, 1)
+
+    def _whole(self, ctx: Context, logits: Tensor) -> Tensor:
+        """From all tokens, in the order of their ids."""
+        weights = self._weights(ctx, logits, logits.max(ctx, 1, keepdims=True))
+        return _first(ctx, weights, _cumulative(ctx, weights), self._uniform)
+
+    def _cut(self, ctx: Context, logits: Tensor) -> Tensor:
+        """From the likeliest tokens, in descending order."""
+        rows, width = logits.shape[0], self._width
+        values, ids = logits.top_k(ctx, width)
+        zero = ctx.zeros((1, 1), DType.F32)
+        weights = self._weights(ctx, values, values.slice(ctx, 1, 0, 1))
+        if self._by_size:
+            places = ctx.arange(0, width, 1, DType.F32).reshape(ctx, 1, width)
+            weights = places.compare(ctx, "<", self._kept).where(ctx, weights, zero)
+        edges = _cumulative(ctx, weights)
+        if self._by_share:
+            reached = edges.max(ctx, 1, keepdims=True).mul(ctx, self._share)
+            weights = edges.sub(ctx, weights).compare(ctx, "<", reached).where(ctx, weights, zero)
+        place = _first(ctx, weights, edges, self._uniform)
+        place = place.add(ctx, ctx.arange(0, rows * width, width, DType.I32))
+        return ids.reshape(ctx, rows * width).rows(ctx, place)
+
+    def _weights(self, ctx: Context, values: Tensor, peak: Tensor) -> Tensor:
+        return values.sub(ctx, peak).mul(ctx, self._steepness).exp(ctx)
+
+
+def _first(ctx: Context, weights: Tensor, edges: Tensor, uniform: Tensor) -> Tensor:
+    """The first place with a weight whose edge reaches its share of the last one; I32 (rows,)."""
+    zero, none = ctx.zeros((1, 1), DType.F32), ctx.full((1, 1), -1, DType.F32)
+    edges = zero.compare(ctx, "<", weights).where(ctx, edges, none)
+    target = edges.max(ctx, 1, keepdims=True).mul(ctx, uniform)
+    return edges.compare(ctx, ">=", target).argmax(ctx, 1)
+
+
+def _cumulative(ctx: Context, weights: Tensor) -> Tensor:
+    """Running sums of (rows, n): in blocks, so that what is small is not lost in what is large."""
+    rows, count = weights.shape
+    size = 1 << math.ceil(math.log2(count) / 2)
+    blocks = -(-count // size)
+    if blocks * size > count:
+        weights = weights.concat(ctx, ctx.zeros((rows, blocks * size - count), DType.F32), 1)
+    places = ctx.arange(0, size, 1, DType.F32)
+    column, row = places.reshape(ctx, size, 1), places.reshape(ctx, 1, size)
+    upto = column.compare(ctx, "<=", row).cast(ctx, DType.F32)
+    inner = weights.reshape(ctx, rows * blocks, size).matmul(ctx, upto).reshape(ctx, rows, blocks, size)
+    if blocks > 1:
+        totals = inner.slice(ctx, 2, size - 1, size).reshape(ctx, rows, blocks)
+        through = totals.matmul(ctx, upto.slice(ctx, 0, 0, blocks).slice(ctx, 1, 0, blocks))
+        inner = inner.add(ctx, through.sub(ctx, totals).reshape(ctx, rows, blocks, 1))
+    edges = inner.reshape(ctx, rows, blocks * size)
+    return edges if blocks * size == count else edges.slice(ctx, 1, 0, count)
+
+
+def _greedy_on_host(logits: np.ndarray, _: Draws) -> np.ndarray:
+    found: np.ndarray = logits.argmax(1)
+    return found
+
+
+def _whole_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
+    return _first_on_host(_weights_on_host(logits, logits.max(1, keepdims=True), draws).cumsum(1), draws)
+
+
+def _cut_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
+    rows = np.arange(len(logits))
+    kept = np.where(draws.top_k > 0, draws.top_k, logits.shape[1])
+    width = min(int(kept.max()), logits.shape[1])
+    ids = largest(logits, width)
+    values = logits[rows[:, None], ids]
+    weights = _weights_on_host(values, values[:, :1], draws)
+    if kept.min() < width:
+        weights[np.arange(width) >= kept[:, None]] = 0
+    edges = weights.cumsum(1)
+    if draws.top_p.min() < 1:
+        reached = edges[:, -1:] * draws.top_p[:, None]
+        last = np.minimum((edges < reached).sum(1), width - 1)
+        np.minimum(edges, edges[rows, last, None], out=edges)
+    found: np.ndarray = ids[rows, _first_on_host(edges, draws)]
+    return found
+
+
+def _weights_on_host(values: np.ndarray, peak: np.ndarray, draws: Draws) -> np.ndarray:
+    weights: np.ndarray = values.astype(np.float64)
+    weights -= peak
+    weights /= np.maximum(draws.temperature, 1 / _STEEPEST)[:, None]
+    np.exp(weights, out=weights)
+    return weights
+
+
+def _first_on_host(edges: np.ndarray, draws: Draws) -> np.ndarray:
+    found: np.ndarray = (edges < edges[:, -1:] * draws.uniform[:, None]).sum(1)
+    return found

@@ -1,0 +1,174 @@
+"""How often the host asks the device in a step of the engine: once, for what all sequences have drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ml
+import ml.nn
+from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
+from kvcache.runner.drafts import ModelDraft
+from kvcache.runner.options import SpeculativeOptions
+
+from .named_backend import NamedBackend, NamedContext, NamedTensor
+from .test_runner_models import peer
+
+PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(3, 97, 5)] for i in range(32)]
+MIXED = [
+    GenerationOptions(6, ignore_eos=True, temperature=temperature, top_k=k, top_p=p, seed=11)
+    for temperature, k, p in ((0.0, 0, 1.0), (0.8, 0, 1.0), (1.0, 7, 1.0), (1.2, 20, 0.9), (0.7, 0, 0.8))
+]
+NAMES = ["llama", "gpt-oss", "llama4", "qwen3-next"]
+
+
+class ElsewhereContext(NamedContext):
+    __slots__ = ("backend",)
+
+
+class Elsewhere(NamedBackend):
+    """The required core alone, on a device that is not the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices = (ml.DeviceInfo("elsewhere", "elsewhere"),)
+
+    def new_context(self, max_graph_nodes: int | None = None) -> ElsewhereContext:
+        ctx = ElsewhereContext(self._numpy.new_context(max_graph_nodes))
+        ctx.backend = self
+        return ctx
+
+
+@pytest.fixture(scope="module", params=["elsewhere", "numpy", "torch", "mlx"])
+def backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
+    if request.param == "elsewhere":
+        with Elsewhere() as found:
+            yield found
+        return
+    pytest.importorskip({"mlx": "mlx.core"}.get(request.param, request.param))
+    with ml.open_backend(request.param, device="cpu") as found:
+        yield found
+
+
+@pytest.fixture
+def reads(backend: ml.Backend, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the tensors that the host has read."""
+    with backend.new_context() as ctx:
+        kind: Any = type(ctx.zeros((1,), ml.DType.F32))
+    read, shapes = kind.to_numpy, []
+
+    def to_numpy(self: Any) -> np.ndarray:
+        shapes.append(self.shape)
+        host: np.ndarray = read(self)
+        return host
+
+    monkeypatch.setattr(kind, "to_numpy", to_numpy)
+    return shapes
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    pytest.importorskip("transformers")
+    folders = {name: tmp_path_factory.mktemp(name) for name in NAMES}
+    for name, folder in folders.items():
+        peer(name).save_pretrained(folder)
+    return folders
+
+
+def right(answers: dict[tuple[int, ...], list[int]]) -> Any:
+    """A draft that knows the answers, and says something else at times."""
+
+    def draft(seq: int, tokens: Any, count: int, width: int) -> list[list[int]]:
+        at = len(tokens) - 5
+        guess = answers[tuple(tokens[:5])][at : at + count]
+        return [[(token + (at == 2)) % 97 for token in guess]]
+
+    return draft
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_reads_once_however_many_sequences_there_are(
+    backend: ml.Backend, reads: list[tuple[int, ...]], folders: dict[str, Path], name: str
+) -> None:
+    if backend.name == "torch" and name != "llama":
+        functional = pytest.importorskip("torch.nn.functional")
+        if not hasattr(functional, "grouped_mm"):
+            pytest.skip("this torch has no grouped product")
+    model = load_model(folders[name], backend)
+    answers: dict[tuple[int, ...], list[int]] = {}
+    for count in (32, 8, 1):
+        for drafted in (False, True):
+            options = (SpeculativeOptions if drafted else EngineOptions)(
+                max_sequences=count, capacity=32, prefill_chunk=64
+            )
+            with Engine(model, None, options) as engine:
+                draft = right(answers) if drafted else None
+                requests = [
+                    engine.submit(prompt, MIXED[i % len(MIXED)], draft, i)
+                    for i, prompt in enumerate(PROMPTS[:count])
+                ]
+                while engine.busy:
+                    reads.clear()
+                    engine.step()
+                    assert len(reads) == 1, reads
+                    if isinstance(backend, Elsewhere) and reads[0][0]:
+                        assert reads[0][1] == 2  # an id and the largest logit of each row
+                for request in requests:
+                    known = answers.setdefault(request.tokens[:5], list(request.tokens[5:]))
+                    assert list(request.tokens[5:]) == known
+                assert not drafted or engine.speculation.accepted > 0
+
+
+def test_many_tokens_of_a_prompt_ask_once_a_layer_which_experts_they_chose(
+    reads: list[tuple[int, ...]], backend: ml.Backend, folders: dict[str, Path]
+) -> None:
+    """Where there is no grouped product, for more than 256 pairs of a token and an expert."""
+    if backend.name == "torch":
+        pytest.skip("as on NumPy and MLX, where torch has a grouped product")
+    model = load_model(folders["gpt-oss"], backend)
+    with Engine(model, None, EngineOptions(max_sequences=2, capacity=128)) as engine:
+        for prompt in np.random.default_rng(0).integers(3, 97, (2, 100)):
+            engine.submit(prompt.tolist(), MIXED[1])
+        reads.clear()
+        engine.step()
+        # Of the last layer only the last tokens are computed.
+        asked = model.config.layers - 1 if isinstance(backend, Elsewhere) else 0
+        assert len(reads) == asked + 1
+
+
+def test_a_draft_of_a_model_is_read_once(
+    backend: ml.Backend, reads: list[tuple[int, ...]], folders: dict[str, Path]
+) -> None:
+    with ModelDraft(load_model(folders["llama"], backend), width=3, capacity=64) as draft:
+        reads.clear()
+        assert [len(guess) for guess in draft(0, PROMPTS[0], 4, 3)] == [4, 4, 4]
+        assert reads == [(3, 4)]
+
+
+def test_every_device_draws_the_same(folders: dict[str, Path]) -> None:
+    """Logits that differ in their last bits may make another draw: here none does."""
+    with ml.open_backend("numpy") as numpy, Elsewhere() as elsewhere:
+        found = []
+        for backend in (numpy, elsewhere):
+            with Engine(load_model(folders["gpt-oss"], backend), None, EngineOptions(8, 64)) as engine:
+                requests = [engine.submit(p, MIXED[i % 5], None, i) for i, p in enumerate(PROMPTS)]
+                while engine.busy:
+                    engine.step()
+                found.append([request.tokens for request in requests])
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("counts", [[1, 0, 0, 0], [2, 0, 3, 1], [60, 60, 80, 50], [100, 100, 100, 0]])
+def test_products_of_rows_and_their_matrices_elsewhere(counts: list[int]) -> None:
+    """Few rows, some, and more than are multiplied by every matrix."""
+    random, groups = np.random.default_rng(2), np.repeat(np.arange(4, dtype=np.int32), counts)
+    x, weight = random.normal(size=(len(groups), 6)), random.normal(size=(4, 6, 5))
+    with Elsewhere() as backend, backend.new_context() as ctx:
+        operands = (ctx.from_numpy(array, ml.DType.F32) for array in (x, weight))
+        found = ml.nn.grouped_matmul(ctx, *operands, ml.nn.Groups(ctx.from_numpy(groups)))
+        assert isinstance(found, NamedTensor)
+        np.testing.assert_allclose(found.to_numpy(), np.einsum("ri,rio->ro", x, weight[groups]), atol=1e-5)
