@@ -32,6 +32,7 @@ from ml.testing.optional import CapabilityTests
 from ml.testing.quick import QUICK
 from ml.testing.refusals import RefusalTests
 from ml.testing.stores import KVStoreTests
+from ml.testing.transfers import PageTransferTests
 
 from .attention_mutants import MUTANTS
 
@@ -126,7 +127,9 @@ def run_suite(tmp_path: Path) -> Iterator[Any]:
 # Bugs.
 
 
-LEFT_TO_THE_WHOLE = {AttentionTests, CapabilityTests, KVStoreTests, GroupTests, RefusalTests}
+LEFT_TO_THE_WHOLE = {
+    AttentionTests, CapabilityTests, KVStoreTests, GroupTests, PageTransferTests, RefusalTests,
+}  # fmt: skip
 """Areas of which the quick part has nothing, or little."""
 
 

@@ -120,7 +120,7 @@ class PageTransferTests(BackendCase):
         arrays, out = page_out(backend, ctx, [])
         out.wait()
         assert arrays == []
-        empty = ctx.zeros((0, 3), DType.F16)
+        empty = ctx.zeros((0, 3), DType.F32)
         (array,), out = page_out(backend, ctx, [empty])
         out.wait()
         assert array.shape == (0, 3)
