@@ -188,6 +188,20 @@ def test_a_completion_is_what_the_model_says_and_is_computed_once(serving: Servi
     assert usage.prompt_tokens_details.cached_tokens == count - 1
 
 
+def test_a_salt_keeps_what_was_computed_from_others(serving: Serving, greedy: Any) -> None:
+    """As vLLM's cache_salt: the tokens are the same, and none are cached for a stranger."""
+    prompt, cached = "And the salt of the covenant", []
+    for salt in ("a", "a", "b", None, "b"):
+        body = {"prompt": prompt, "max_tokens": 3, "temperature": 0} | ({"cache_salt": salt} if salt else {})
+        reply = serving.post(body).json()
+        assert reply["choices"][0]["text"] == greedy(prompt, 3)
+        cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+    count = reply["usage"]["prompt_tokens"]
+    assert cached == [0, count - 1, 0, 0, count - 1]
+    for wrong in ("", 7):
+        assert serving.post({"prompt": "x", "cache_salt": wrong}).json()["error"]["param"] == "cache_salt"
+
+
 def test_a_stream_brings_the_same_text_in_parts(serving: Serving, greedy: Any) -> None:
     options = {"include_usage": True}
     *chunks, total = serving.complete(prompt=PROMPT, max_tokens=12, stream=True, stream_options=options)

@@ -83,7 +83,7 @@ class _Service:
         asked, calls = await asyncio.to_thread(self._prepared, await _body(request), parse)
         inbox: Inbox = asyncio.Queue()
         form = Form(self._name, chat, asked.choices, self._show_cached)
-        tickets = await self._submit(calls, inbox)
+        tickets = await self._submit(calls, inbox, asked.salt)
         if asked.stream:
             return _EventStream(tickets, _stream(form, asked, inbox, len(tickets)))
         try:
@@ -119,12 +119,12 @@ class _Service:
             raise ApiError(400, str(error), "prompt") from None
 
     async def _submit(
-        self, calls: Sequence[tuple[list[int], GenerationOptions]], inbox: Inbox
+        self, calls: Sequence[tuple[list[int], GenerationOptions]], inbox: Inbox, salt: str
     ) -> list[Ticket]:
         tickets: list[Ticket] = []
         try:
             for tokens, settings in calls:
-                tickets.append(await self._worker.submit(tokens, settings, inbox, len(tickets)))
+                tickets.append(await self._worker.submit(tokens, settings, inbox, len(tickets), salt))
         except BaseException as error:
             _cancel(tickets)
             if isinstance(error, RequestError):

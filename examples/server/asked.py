@@ -16,7 +16,7 @@ __all__ = ["Asked", "Fields", "Prompt", "Template", "Text", "parse_chat", "parse
 
 MAX_CHOICES = 32
 _BOTH = {"model", "max_tokens", "n", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "stream",
-         "stream_options"}  # fmt: skip
+         "stream_options", "cache_salt"}  # fmt: skip
 _COMPLETION = _BOTH | {"prompt"}
 _CHAT = _BOTH | {"messages", "max_completion_tokens"}
 _NO_MATTER = {
@@ -77,6 +77,8 @@ class Asked:
     settings: GenerationOptions
     stream: bool
     include_usage: bool
+    salt: str
+    """Answers to requests of other salts reuse nothing of these; vLLM's ``cache_salt``."""
 
     def settings_for(self, choice: int, max_tokens: int) -> GenerationOptions:
         """Of one answer: with a seed, each has its own."""
@@ -202,7 +204,11 @@ def _asked(fields: Fields, served: str, prompts: list[Prompt], max_tokens: int |
         )
     except RequestError as error:
         raise ApiError(400, str(error)) from None
-    return Asked(prompts, choices, max_tokens, settings, fields.flag("stream"), fields.includes_usage())
+    salt = fields.raw("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ApiError(400, "'cache_salt' is a string that is not empty", "cache_salt")
+    stream, usage = fields.flag("stream"), fields.includes_usage()
+    return Asked(prompts, choices, max_tokens, settings, stream, usage, salt or "")
 
 
 def _prompts(found: Any) -> list[Prompt]:

@@ -161,7 +161,12 @@ class Worker:
         return made.done
 
     async def submit(
-        self, tokens: Sequence[int], settings: GenerationOptions, inbox: Inbox, choice: int = 0
+        self,
+        tokens: Sequence[int],
+        settings: GenerationOptions,
+        inbox: Inbox,
+        choice: int = 0,
+        salt: str = "",
     ) -> Ticket:
         """Raises RequestError for what cannot be served, Overloaded for what has to come later."""
         ticket = Ticket(self, inbox, choice)
@@ -169,7 +174,7 @@ class Worker:
         def call(engine: Engine) -> None:
             if len(engine.waiting) >= self._waiting:
                 raise Overloaded(f"{self._waiting} requests are waiting; try again later")
-            ticket.request = engine.submit(tokens, settings)
+            ticket.request = engine.submit(tokens, settings, salt=salt)
             self._tickets[ticket.request.id] = ticket
 
         pending = asyncio.wrap_future(self.post(call))

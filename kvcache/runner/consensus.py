@@ -13,6 +13,7 @@ from typing import Any
 
 import ml
 from kvcache.cache import CacheFullError
+from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.runner.parallel import FAILED, NO_ROOM, Share, full_elsewhere, of_all
 
@@ -36,19 +37,19 @@ class Agreement:
         columns = zip(*self._gathered(values), strict=True)
         return [min(column) for column in columns]
 
-    def begin(self, prefix: PrefixCache, tokens: Sequence[int]) -> Session:
+    def begin(self, prefix: PrefixCache, tokens: Sequence[int], tenant: Tenant = EVERYONE) -> Session:
         """A session that begins at the same position on all ranks: what one of them lacks, none reuses.
 
         Raises what ``prefix.begin`` raised here; where that was elsewhere, CacheFullError or GroupError. No
         session has begun on any rank then.
         """
         if self.alone:
-            return prefix.begin(tokens)
+            return prefix.begin(tokens, tenant.salt, tenant.shared)
         session: Session | None = None
         error: Exception | None = None
         try:
             try:
-                session = prefix.begin(tokens)
+                session = prefix.begin(tokens, tenant.salt, tenant.shared)
             except Exception as found:
                 error = found
             while True:

@@ -22,8 +22,16 @@ from os import PathLike
 from typing import Any
 
 import ml
-from kvcache.cache import Batch, CacheFullError, ClosedError, SequenceLostError, SnapshotCache
+from kvcache.cache import (
+    Batch,
+    CacheFullError,
+    ClosedError,
+    InvalidRangeError,
+    SequenceLostError,
+    SnapshotCache,
+)
 from kvcache.offload.tiers import HostTier
+from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.runner.consensus import Agreement
 from kvcache.runner.drafts import Draft
@@ -163,8 +171,13 @@ class Engine(Closing):
         settings: GenerationOptions | None = None,
         draft: Draft | None = None,
         stream: int = 0,
+        salt: str = "",
+        shared: int = 0,
     ) -> Request:
         """Queue a request; it starts in a ``step`` that finds a sequence for it.
+
+        What is computed for it is reused by requests of the same ``salt`` alone, its first ``shared`` tokens
+        by everyone's (``PrefixCache.begin``).
 
         ``draft`` proposes tokens of its answer, which come in fewer passes then and are the same: for an
         engine with SpeculativeOptions. Requests of one seed draw alike unless their ``stream`` differs.
@@ -176,12 +189,16 @@ class Engine(Closing):
             raise RequestError("submit: a draft, and an engine without SpeculativeOptions to verify it")
         settings = settings or GenerationOptions()
         tokens = self.encode(prompt)
+        try:
+            tenant = Tenant(salt, shared)
+        except InvalidRangeError as error:
+            raise RequestError(f"submit: {error}") from error
         run = RequestState(self._submitted, tokens, settings, settings.sampler(stream))
         if self.tokenizer is not None:
             run.decoder = self.tokenizer.stream(tokens)
         self._submitted += 1
         self.statistics.prompt_tokens += len(tokens)
-        request = Request(run, draft)
+        request = Request(run, draft, tenant, self.prefix.alphabet.encode(tokens, tenant))
         for other in self._running:
             plan_sharing(other, [request], self.prefix)
         self._waiting.append(request)
@@ -314,7 +331,7 @@ class Engine(Closing):
             if worth_waiting(request, self._running, self.prefix, self.ranks):
                 continue
             try:
-                session = self.ranks.begin(self.prefix, request.run.tokens)
+                session = self.ranks.begin(self.prefix, request.run.tokens, request.tenant)
             except CacheFullError as error:
                 if self._running:
                     self._full = True

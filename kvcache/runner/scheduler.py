@@ -9,6 +9,7 @@ import numpy as np
 
 from kvcache.cache import Batch
 from kvcache.caches.branches import Mark
+from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.radix_tree import common_length
 from kvcache.runner.consensus import Agreement
@@ -38,8 +39,17 @@ class Request:
     ``draft`` proposes tokens, which are verified in the passes of the answer.
     """
 
-    def __init__(self, run: RequestState, draft: Draft | None = None) -> None:
+    def __init__(
+        self,
+        run: RequestState,
+        draft: Draft | None = None,
+        tenant: Tenant = EVERYONE,
+        ids: np.ndarray | None = None,
+    ) -> None:
         self.run = run
+        self.tenant = tenant
+        self.ids = np.array(run.tokens, dtype=np.int64) if ids is None else ids
+        """The prompt, as the prefix cache has it: those of different tenants differ."""
         self.draft = draft
         self.repeat = 0
         """Accepted tokens of a draft that are evaluated again with the next one."""
@@ -51,8 +61,6 @@ class Request:
         """What it failed with."""
         self.stops: set[int] = set()
         """Where a pass has to end for the sake of requests that go on from there."""
-        self.ids = np.array(run.tokens, dtype=np.int64)
-        """The prompt."""
 
     @property
     def id(self) -> int:
@@ -155,7 +163,10 @@ def worth_waiting(
         shared = _shared(request, other)
         if other.run.stored < shared and (prefix.tree.divisible or shared in other.stops):
             best = max(best, shared)
-    return best > 0 and best > ranks.least([prefix.longest(request.run.tokens)])[0]
+    tenant = request.tenant
+    return (
+        best > 0 and best > ranks.least([prefix.longest(request.run.tokens, tenant.salt, tenant.shared)])[0]
+    )
 
 
 def plan_sharing(request: Request, others: Iterable[Request], prefix: PrefixCache) -> None:
