@@ -322,7 +322,7 @@ def test_backends_lists_them_all() -> None:
     assert "devices       cpu" in block
     assert "GiB free of" in block
     assert "dtypes        F32 F16 BF16 I8 U8 I32 I64 BOOL" in block
-    assert "capabilities  SupportsZeroCopyRead SupportsHostWrite\n" in block
+    assert "SupportsZeroCopyRead SupportsHostWrite\n" in block.partition("capabilities  ")[2]
     assert all(line == line.rstrip() for line in result.stdout.splitlines())
 
 
@@ -344,7 +344,7 @@ def test_backends_as_json() -> None:
     (memory,) = rows["numpy"]["memory"]
     assert (memory["device"], memory["allocated"]) == ("cpu", 0)
     assert 0 < memory["free"] <= memory["total"]
-    assert rows["numpy"]["capabilities"] == ["SupportsZeroCopyRead", "SupportsHostWrite"]
+    assert {"SupportsZeroCopyRead", "SupportsHostWrite"} <= set(rows["numpy"]["capabilities"])
     assert rows["numpy"]["absent"] == []
 
 

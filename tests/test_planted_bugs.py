@@ -212,14 +212,14 @@ def later_checkpoints_kept(f: Any, self: Any, seq: int, mark: Any) -> Callable[[
     return keeping
 
 
-def drafts_believed(f: Any, run: Any, tried: Any, *rest: Any) -> Any:
-    for branch, logits in tried:
-        logits[range(len(branch.draft)), branch.draft] = 1e9
-    return f(run, tried, *rest)
+def drafts_believed(f: Any, run: Any, chosen: Any, tried: Any, *rest: Any) -> Any:
+    for branch, row in tried:
+        chosen._rows[row : row + len(branch.draft)] = [[token, 0.0] for token in branch.draft]
+    return f(run, chosen, tried, *rest)
 
 
-def first_branch_wins(f: Any, run: Any, tried: Any, *rest: Any) -> Any:
-    f(run, tried, *rest)
+def first_branch_wins(f: Any, run: Any, chosen: Any, tried: Any, *rest: Any) -> Any:
+    f(run, chosen, tried, *rest)
     return tried[0][0]
 
 

@@ -22,6 +22,8 @@ CAPABILITIES: dict[str, type] = {
     "SupportsPartialAttention": ml.SupportsPartialAttention,
     "SupportsAttentionCalls": ml.SupportsAttentionCalls,
     "SupportsRaggedAttention": ml.SupportsRaggedAttention,
+    "SupportsBlockFormats": ml.SupportsBlockFormats,
+    "SupportsGroupedMatmul": ml.SupportsGroupedMatmul,
     "SupportsRope": ml.SupportsRope,
     "SupportsUpload": ml.SupportsUpload,
     "SupportsCacheConfig": ml.SupportsCacheConfig,

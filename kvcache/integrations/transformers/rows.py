@@ -200,6 +200,11 @@ class BatchRows:
             raise
         for kind, kept in current.stored.items():
             self._start_short(current, kind, family.caches[kind], kept)
+        if self.pool.plan.attends:
+            for cache in family.caches.values():
+                forward = cache.pass_under_way()
+                assert forward is not None
+                forward.expected = None  # a mask, which comes after put, may change what is read
         return current
 
     def _start_short(self, current: ForwardPass, kind: Kind, cache: CausalCache, kept: int) -> None:
