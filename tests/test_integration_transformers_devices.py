@@ -161,6 +161,20 @@ def test_a_model_over_two_devices_keeps_what_it_stores_where_its_layers_are(
         assert [str(x.keys.device) for x in ours.layers] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
 
 
+def test_layers_on_a_device_of_another_kind_are_served_from_the_first_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = HFCache(made("llama").config, capacity=64)
+    with cuda_double(1):
+        for layer, device in enumerate(("cuda:0", "cuda:0", "cpu", "cpu")):
+            key = torch.randn(1, 2, 3, 16)
+            found = cache.update(key.to(device), key.to(device), layer)
+            assert str(found[0].device) == device
+            assert torch.equal(found[0].cpu(), key)
+    (said,) = caplog.messages
+    assert "layers on cpu, and its HFCache lies on cuda:0" in said
+
+
 def test_what_was_stored_moves_to_the_devices_of_the_layers_after_the_first_pass() -> None:
     config, store = made("llama").config, MemoryStore()
     random = np.random.default_rng(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 
 import ml
-from kvcache import NotSupportedError
 from kvcache.integrations.transformers.kinds import Plan
 
 __all__ = ["Places", "layer_devices", "opened"]
 
+_log = logging.getLogger("kvcache.transformers")
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)(?:\.(?:\w*att\w*|mixer|temporal_block))?$")
 """A layer of a decoder in the names of a device map, or the part of it that has a cache."""
 _OTHERS = re.compile(r"(?:^|\.)(?:encoder|vision\w*|visual|audio\w*)\.")
@@ -88,7 +89,9 @@ class Places:
         """The context on the device of a layer whose first keys are on ``device``."""
         self._likes[layer] = torch.empty((), dtype=self._dtype, device=device)
         if self._follows and device != self._ctx.layer(layer).torch_device:
-            if held:
+            if str(device) not in self._names:
+                _say(str(device), ", ".join(self._names))
+            elif held:
                 self.moving[layer] = device
             else:
                 self._place(layer, device)
@@ -108,12 +111,20 @@ class Places:
             self.found[layer] = self._ctx.layer(layer)
         self.moving = {}
 
+    @property
+    def _names(self) -> list[str]:
+        return [info.name for info in self._ctx.backend.devices]
+
     def _place(self, layer: int, device: torch.device) -> None:
-        backend = self._ctx.backend
-        names = [info.name for info in backend.devices]
-        if str(device) not in names:
-            raise NotSupportedError(
-                f"HFCache: layer {layer} brings keys on {device}, and the cache lies on {', '.join(names)}; "
-                'pass backend=ml.open_backend("torch", devices=[...], layers=[...]) that names both'
-            )
-        backend.place_layer(layer, names.index(str(device)))
+        self._ctx.backend.place_layer(layer, self._names.index(str(device)))
+
+
+@functools.cache
+def _say(device: str, names: str) -> None:
+    """Once for each device."""
+    _log.warning(
+        "a model has layers on %s, and its HFCache lies on %s, to which their keys and values cross at every "
+        'step; pass backend=ml.open_backend("torch", devices=[...], layers=[...]) that names both',
+        device,
+        names,
+    )
