@@ -93,7 +93,8 @@ class CacheConfig:
     ``fixed_shapes``: a pass of n tokens has the same tensors each time, over all cells, for CUDA graphs
     and compilers of graphs (see kvcache.attention.fixed_shapes); nothing is elided then.
     ``call_bytes``: how much of K and V is attended to in the time that one more call takes. ``attend`` reads
-    runs and shared prefixes of fewer bytes together with others, even where that copies them.
+    runs and shared prefixes of fewer bytes together with others, even where that copies them, and quantized
+    storage in blocks of a few times as many. The default suits a CPU.
     """
 
     cache_padding: int = 1

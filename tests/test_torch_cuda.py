@@ -28,6 +28,13 @@ def transfers() -> Iterator[Transfers]:
         yield found
 
 
+def test_blocks_of_quantized_storage_are_larger_on_a_device(transfers: Transfers) -> None:
+    with ml.open_backend("torch", device="cuda:0") as there, ml.open_backend("torch", device="cpu") as here:
+        assert isinstance(there, ml.SupportsCacheConfig)
+        assert isinstance(here, ml.SupportsCacheConfig)
+        assert there.cache_config().call_bytes > here.cache_config().call_bytes == ml.CacheConfig().call_bytes
+
+
 def tokens(seq: int, begin: int, end: int) -> list[tuple[int, int]]:
     return [(seq, position) for position in range(begin, end)]
 

@@ -14,9 +14,9 @@ from backends.cupy.ragged import ragged_attention
 from backends.cupy.tensor import CupyTensor
 from backends.cupy.transfer import CupyPages
 from backends.numpylike import ArrayContext, element_strides
-from backends.placement import PlacedBackend, PlacedContext
+from backends.placement import GPU_CALL_BYTES, PlacedBackend, PlacedContext
 from ml.base import Storage
-from ml.capabilities import PageTransfer
+from ml.capabilities import CacheConfig, PageTransfer
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError
@@ -51,6 +51,10 @@ class CupyBackend(PlacedBackend):
 
     def _new_context(self, max_graph_nodes: int) -> CupyContext:
         return CupyContext(self, max_graph_nodes)
+
+    def cache_config(self) -> CacheConfig:
+        """See :class:`ml.SupportsCacheConfig`."""
+        return CacheConfig(call_bytes=GPU_CALL_BYTES)
 
     def ragged_attention(
         self,

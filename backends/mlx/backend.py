@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -22,7 +23,7 @@ from backends.mlx.storage import SIZE_LIMIT, WAIT_BYTES, MlxStorage
 from backends.mlx.store import MlxKVStore
 from backends.mlx.tensor import MlxTensor
 from backends.mlx.work import MlxWork
-from backends.placement import only_device
+from backends.placement import GPU_CALL_BYTES, only_device
 from ml.base import BaseBackend, BaseContext, BaseGroup, BaseTensor
 from ml.capabilities import CacheConfig, CausalMask, Layout
 from ml.devices import DeviceInfo, DeviceMemory
@@ -93,7 +94,9 @@ class MlxBackend(BaseBackend):
         return np.ndarray(tensor.shape, tensor.dtype.numpy, memory, tensor.offset * size, strides)
 
     def cache_config(self) -> CacheConfig:
-        return CacheConfig(mask_dtype=self.dtype, layout=Layout.HEAD_MAJOR, elide_mask=True)
+        config = CacheConfig(mask_dtype=self.dtype, layout=Layout.HEAD_MAJOR, elide_mask=True)
+        on_cpu = self.devices[0].kind == "cpu"
+        return config if on_cpu else replace(config, call_bytes=GPU_CALL_BYTES)
 
     def attention(
         self,

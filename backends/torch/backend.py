@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from backends.placement import PlacedBackend, PlacedContext
+from backends.placement import GPU_CALL_BYTES, PlacedBackend, PlacedContext
 from backends.torch.attention import attend
 from backends.torch.block_formats import dequantized, quantized
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, pack, translated
@@ -74,7 +75,9 @@ class TorchBackend(PlacedBackend):
 
     def cache_config(self) -> CacheConfig:
         """Head-major, since attention reads each head's keys in one run; masks in our default dtype."""
-        return CacheConfig(layout=Layout.HEAD_MAJOR, elide_mask=True, mask_dtype=self.dtype)
+        config = CacheConfig(layout=Layout.HEAD_MAJOR, elide_mask=True, mask_dtype=self.dtype)
+        on_cpu = self.places[0].device.type == "cpu"
+        return config if on_cpu else replace(config, call_bytes=GPU_CALL_BYTES)
 
     def distributed(self, timeout: float = 60.0) -> BaseGroup:
         """See :class:`ml.SupportsDistributed`. gloo between CPUs, NCCL between CUDA devices."""
