@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import pages
 from benchmarks.pages import axes_of, legend, svg, table
-from kvcache.runner.memory import human_bytes
+from kvcache.storage.sizes import bytes_text
 
 __all__ = [
     "Point",
@@ -129,7 +129,7 @@ def _row(point: Point, limits: Sequence[float | None]) -> list[str]:
     even = break_even_bandwidth(point)
     return [
         f"{point.tokens:,}",
-        human_bytes(point.nbytes),
+        bytes_text(point.nbytes),
         f"{1000 * point.computed:,.1f}",
         *(f"{1000 * seconds:,.1f} ({gain:.2g}x)" for seconds, gain in times),
         "none" if even is None else f"{even / GIGABIT:.3g} Gb/s",

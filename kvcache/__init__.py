@@ -117,6 +117,10 @@ def __getattr__(name: str) -> Any:
     import importlib
     from importlib.util import find_spec
 
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("ml-kvcache")
     if name in __all__:
         module = importlib.import_module(f"kvcache.{_ELSEWHERE.get(name, 'cache')}")
         found = globals()[name] = getattr(module, name)

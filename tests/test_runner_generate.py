@@ -20,11 +20,12 @@ import ml
 from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError, TextTooLongError
 from kvcache.runner.generate import Generator
 from kvcache.runner.loading import load_model
-from kvcache.runner.memory import cache_bytes, check_memory, human_bytes
+from kvcache.runner.memory import cache_bytes, check_memory
 from kvcache.runner.options import EngineOptions
 from kvcache.runner.request_state import StopStrings
 from kvcache.runner.requests import Finished, GenerationOptions, Prefilled, Token
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.storage.sizes import bytes_text
 
 Make = Callable[..., Path]
 
@@ -345,8 +346,8 @@ def test_weights_count_too(make_model: Make, numpy_backend: ml.Backend, small: A
     ("count", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB"), (5 << 50, "5120.0 TiB")],
 )
-def test_human_bytes(count: int, text: str) -> None:
-    assert human_bytes(count) == text
+def test_bytes_text(count: int, text: str) -> None:
+    assert bytes_text(count) == text
 
 
 # Text.

@@ -15,13 +15,14 @@ import pytest
 import ml
 from kvcache import CausalCache, EncoderCache, HostTier, InvalidRangeError, WrapperCache
 from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.storage.sizes import bytes_text
 from kvcache.views import look_at_mask, render
 from kvcache.views.blocks import CellMap, CellRun, NodeView, SequenceView
 from kvcache.views.canvas import fitted
 from kvcache.views.colors import sequence_color
 from kvcache.views.pictures import CachePicture, MaskPicture, Picture, PrefixPicture
 from kvcache.views.text import cells_wide
-from kvcache.views.words import age_text, bytes_text, counted, preview, printable
+from kvcache.views.words import age_text, counted, preview, printable
 
 from .views_rig import bound, store, talk
 

@@ -31,6 +31,17 @@ class BoundCache(Generic[P]):
         self._layer = 0
         self._pass: P | None = None
 
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if self._backend is None:
+            return f"<{name}, closed>" if self._closed else f"<{name}, not bound to a backend: call init>"
+        told = [f"{self._dtype.name} on {self._backend.name}", f"sequences: {self._max_sequences}"]
+        return f"<{name}: {', '.join([*told, *self._told()])}>"
+
+    def _told(self) -> list[str]:
+        """What else its representation says."""
+        return []
+
     def _bound(self, op: str) -> ml.Backend:
         """The backend; OrderError before ``init``, ClosedError after ``close``."""
         if self._backend is None:

@@ -44,6 +44,7 @@ from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.cell_table import CellTable, SavedRow
 from kvcache.storage.layer_buffers import LayerBuffers
+from kvcache.storage.sizes import bytes_text
 from ml import nn
 
 __all__ = ["CausalCache", "drop_middle"]
@@ -538,6 +539,11 @@ class CausalCache(
     def nbytes(self) -> int:
         """Bytes of all buffers that are allocated."""
         return sum(buffers.nbytes for buffers in self._buffers.values())
+
+    def _told(self) -> list[str]:
+        table = self._table
+        used = f"cells: {table.cells - table.unowned} of {table.cells}"
+        return [used, f"{bytes_text(self.nbytes)} of K and V"]
 
     def held(self) -> dict[int, int]:
         """How many cells each sequence holds, shared ones counted for each."""

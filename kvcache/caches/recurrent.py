@@ -98,6 +98,9 @@ class RecurrentCache(
             kinds = {"conv": (self.conv_shape, self._conv), "recurrent": (self.state_shape, ml.DType.F32)}
             self.snapshots.bind(self._states, kinds)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: states beside {self.attention!r}>"
+
     @property
     def config(self) -> ml.CacheConfig:
         """As CausalCache.config."""

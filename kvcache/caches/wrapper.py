@@ -360,6 +360,9 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         for cache in self._scheduling.values():
             cache.on_pressure = call
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {', '.join(map(repr, self.caches))}>"
+
     @property
     def nbytes(self) -> int:
         """Bytes of the caches that tell."""

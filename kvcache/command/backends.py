@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 import ml
-from kvcache.runner.memory import human_bytes
+from kvcache.storage.sizes import bytes_text
 
 __all__ = ["Surveyed", "listing", "plain", "record", "survey"]
 
@@ -124,7 +124,7 @@ def _lines(row: Surveyed) -> Iterator[tuple[str, str]]:
 
 
 def _memory(device: ml.DeviceMemory) -> str:
-    free, total = (None if size is None else human_bytes(size) for size in (device.free, device.total))
+    free, total = (None if size is None else bytes_text(size) for size in (device.free, device.total))
     known = {(True, True): f"{free} free of {total}", (True, False): f"{free} free",
              (False, True): f"{total}, how much is free is unknown"}  # fmt: skip
     return f"{device.device}: {known.get((free is not None, total is not None), 'unknown')}"

@@ -40,9 +40,9 @@ from kvcache.runner.engine import Engine, EngineOptions, Failed, Tier
 from kvcache.runner.errors import RequestError, RunnerError
 from kvcache.runner.kept import KeptConversations
 from kvcache.runner.loading import load_config, load_model
-from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import GenerationOptions, Token
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.storage.sizes import bytes_text
 from kvcache.stores.builtin import path_of
 from kvcache.stores.options import without_secrets
 from kvcache.views.pictures import Picture
@@ -253,7 +253,7 @@ class Chat:
         picture = self._picture()
         if file:
             size = write_page(picture, Path(file))
-            return Reply(f"wrote {file} ({human_bytes(size)})", {"file": file, "bytes": size})
+            return Reply(f"wrote {file} ({bytes_text(size)})", {"file": file, "bytes": size})
         if not self._as_json:
             show(picture, Console(highlight=False) if draws(sys.stdout) else None)
         return Reply(None, picture.record())

@@ -10,7 +10,7 @@ from typing import Any
 from kvcache.command.json_output import statistics_record
 from kvcache.runner.conversations import Conversation
 from kvcache.runner.engine import Engine
-from kvcache.runner.memory import human_bytes
+from kvcache.storage.sizes import bytes_text
 
 __all__ = ["Reply", "aligned", "conversation_records", "conversation_rows", "engine_record",
            "engine_rows"]  # fmt: skip
@@ -44,14 +44,14 @@ def engine_rows(engine: Engine) -> list[tuple[str, str]]:
     """What was computed, where the rest came from, and what is kept."""
     totals, reused = engine.statistics, engine.prefix.stats
     shown = ", ".join(f"{name} {count}" for name, count in _origins(engine).items() if count)
-    kept = ", ".join(f"{name} {human_bytes(size)}" for name, size in engine.prefix.nbytes.items())
+    kept = ", ".join(f"{name} {bytes_text(size)}" for name, size in engine.prefix.nbytes.items())
     return [
         ("tokens reused", f"{reused.reused}{f' ({shown})' if shown else ''}"),
         ("tokens computed", str(totals.computed_tokens)),
         ("tokens generated", str(totals.generated_tokens)),
         ("decode", f"{totals.decode_tokens_per_second:.1f} tokens/s"),
         ("kept", kept),
-        ("cache", human_bytes(engine.cache_bytes)),
+        ("cache", bytes_text(engine.cache_bytes)),
     ]
 
 

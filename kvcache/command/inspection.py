@@ -24,10 +24,10 @@ from kvcache.runner.errors import RunnerError
 from kvcache.runner.fingerprint import files_digest
 from kvcache.runner.language_model import encode_prompt
 from kvcache.runner.loading import bundled_model, load_config, load_model
-from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Event, GenerationOptions
 from kvcache.runner.saved import write_whole
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.storage.sizes import bytes_text
 from kvcache.stores.builtin import path_of
 from kvcache.stores.options import parse_bytes
 from kvcache.views.disk import is_store, look_at_page, look_at_store, page_meta
@@ -94,7 +94,7 @@ def inspect(
         size = None if html is None else write_page(picture, html)
         show(picture, console, as_json)
         if size is not None and not quiet:
-            typer.echo(f"wrote {html} ({human_bytes(size)})", err=True)
+            typer.echo(f"wrote {html} ({bytes_text(size)})", err=True)
 
 
 def look_at(

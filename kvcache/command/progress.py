@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Event, Finished, Prefilled, Started
+from kvcache.storage.sizes import bytes_text
 
 __all__ = ["Bars", "bars_for", "bars_until_done", "draws"]
 
@@ -79,13 +79,13 @@ class Bars:
     def reading(self, done: int, total: int) -> None:
         """``done`` of ``total`` bytes of a file, which is checked when it is all there."""
         if done < total:
-            self.show("restoring", done, total, f"{human_bytes(done)} of {human_bytes(total)}")
+            self.show("restoring", done, total, f"{bytes_text(done)} of {bytes_text(total)}")
         else:
             self.wait("checking")
 
     def checked(self, done: int, total: int) -> None:
         """``done`` of ``total`` bytes of a store's entries were found whole, or not."""
-        self.show("checking", done, total, f"{human_bytes(done)} of {human_bytes(total)}")
+        self.show("checking", done, total, f"{bytes_text(done)} of {bytes_text(total)}")
 
     def restored(self, done: int, total: int) -> None:
         """``done`` of the ``total`` tokens of a prefix are back in the cache."""

@@ -24,10 +24,10 @@ from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.fingerprint import identity_of
 from kvcache.runner.language_model import check_prompt, encode_prompt
 from kvcache.runner.loading import load_config, load_model
-from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.saved import ConversationError, adopt, capture, check_target, read, write
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.storage.sizes import bytes_text
 
 __all__ = ["load", "save"]
 
@@ -181,4 +181,4 @@ def _saved(engine: Engine, answer: Finished | None, tokens: Sequence[int], out: 
 
 
 def saved_line(saved: dict[str, Any]) -> str:
-    return f"saved {saved['tokens']} tokens to {saved['file']} ({human_bytes(saved['bytes'])})"
+    return f"saved {saved['tokens']} tokens to {saved['file']} ({bytes_text(saved['bytes'])})"

@@ -19,8 +19,8 @@ from rich.text import Text
 from kvcache.command.answers import Answer, Answers
 from kvcache.command.json_output import print_json, statistics_record
 from kvcache.command.progress import Bars, bars_for, draws
-from kvcache.runner.memory import human_bytes
 from kvcache.runner.requests import Event, Prefilled, Started, Statistics, Token
+from kvcache.storage.sizes import bytes_text
 
 __all__ = ["JsonScreen", "LiveScreen", "PlainScreen", "Screen", "Totals", "screen_for", "summary_rows"]
 
@@ -53,7 +53,7 @@ def summary_rows(totals: Statistics, cache_bytes: int) -> list[tuple[str, str]]:
         ("tokens generated", f"{totals.generated_tokens}"),
         ("prefill", f"{totals.prefill_tokens_per_second:.1f} tokens/s"),
         ("decode", f"{totals.decode_tokens_per_second:.1f} tokens/s"),
-        ("cache", human_bytes(cache_bytes)),
+        ("cache", bytes_text(cache_bytes)),
     ]
 
 

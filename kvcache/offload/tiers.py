@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache.cache import InvalidRangeError
 from kvcache.offload.buffer_pool import Lender, Loan
 from kvcache.offload.outages import READING, WRITING, Outages
+from kvcache.storage.sizes import parse_bytes
 from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreFull, StoreUnavailable
 from kvcache.stores.keys import Chain
 from kvcache.stores.protocol import Reader, ReadingStore, SnapshotStore
@@ -31,13 +31,17 @@ log = logging.getLogger("kvcache")
 
 @dataclass(frozen=True, slots=True)
 class HostTier:
-    """Host memory for snapshots that the device has no room for; ``budget`` in bytes, None for no limit."""
+    """Host memory for snapshots that the device has no room for.
+
+    ``budget`` is a number of bytes or a size such as ``"2GiB"``, kept as a number; None: no limit.
+    """
 
     budget: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.budget is not None and self.budget < 0:
-            raise InvalidRangeError(f"HostTier: budget={self.budget}; it is bytes >= 0, or None for no limit")
+    def __init__(self, budget: int | str | None = None) -> None:
+        object.__setattr__(
+            self, "budget", None if budget is None else parse_bytes("HostTier: budget", budget)
+        )
 
 
 @dataclass(eq=False, slots=True)

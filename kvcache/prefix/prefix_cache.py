@@ -31,6 +31,7 @@ from kvcache.prefix.session import PrefixStats, Session, SessionLimitError, Sess
 from kvcache.prefix.store_lookup import StoreLookup
 from kvcache.snapshots.layer_shapes import Layers
 from kvcache.snapshots.snapshot import Snapshot
+from kvcache.storage.sizes import bytes_text
 from kvcache.stores import Keys, SnapshotStore, open_store
 from kvcache.stores.closing import Closing
 
@@ -101,6 +102,12 @@ class PrefixCache(Closing):
         self._closed = False
         cache.on_pressure = self.evictor.relieve
         own(cache, self._open)
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<PrefixCache, closed>"
+        kept = ", ".join(f"{tier} {bytes_text(count)}" for tier, count in self.nbytes.items())
+        return f"<PrefixCache, open sessions: {len(self.sessions)}; {kept}; over {self.cache!r}>"
 
     # Sessions.
 

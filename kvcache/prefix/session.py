@@ -108,6 +108,11 @@ class Session:
         self._replaced = False
         self.closed = False
 
+    def __repr__(self) -> str:
+        count = self._tokens.size + len(self._more)
+        state = "closed" if self.closed else f"sequence {self.seq}"
+        return f"<Session, {state}: {count} tokens, {self.cached} of them were cached>"
+
     @property
     def tokens(self) -> list[int | bytes]:
         """The prompt, and all that was added."""

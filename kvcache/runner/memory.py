@@ -5,8 +5,9 @@ from __future__ import annotations
 import ml
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import CapacityError
+from kvcache.storage.sizes import bytes_text
 
-__all__ = ["available_bytes", "cache_bytes", "check_memory", "human_bytes"]
+__all__ = ["available_bytes", "cache_bytes", "check_memory"]
 
 _BLOCK_BYTES = {ml.DType.Q8_0: 34, ml.DType.Q4_0: 18}  # per 32 values
 
@@ -57,22 +58,13 @@ def check_memory(
     devices = ", ".join(device.name for device in backend.devices)
     if weight_bytes > free:
         raise CapacityError(
-            f"the weights need {human_bytes(weight_bytes)} and {human_bytes(free)} are free on {devices}; "
+            f"the weights need {bytes_text(weight_bytes)} and {bytes_text(free)} are free on {devices}; "
             "use a smaller model or a narrower dtype"
         )
     one = max(1, cache_bytes(config, cache_dtype, max_sequences, 1))
-    beside = f" beside {human_bytes(weight_bytes)} of weights" if weight_bytes else ""
+    beside = f" beside {bytes_text(weight_bytes)} of weights" if weight_bytes else ""
     raise CapacityError(
-        f"a cache of {max_sequences} x {capacity} tokens in {cache_dtype.name} needs {human_bytes(needed)}"
-        f"{beside}, and {human_bytes(free)} are free on {devices}; "
+        f"a cache of {max_sequences} x {capacity} tokens in {cache_dtype.name} needs {bytes_text(needed)}"
+        f"{beside}, and {bytes_text(free)} are free on {devices}; "
         f"a capacity of at most {(free - weight_bytes) // one} fits"
     )
-
-
-def human_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

@@ -80,6 +80,10 @@ class FileStore(Closing):
             with translated("FileStore", self.path):
                 self._tidy()
 
+    def __repr__(self) -> str:
+        limit = "" if self.budget is None else f", at most {self.budget:,} bytes"
+        return f"<FileStore at {str(self.path)!r}{limit}>"
+
     def put(self, key: str, parts: Sequence[Buffer]) -> bool:
         check_key(key)
         views, nbytes = as_parts(parts)

@@ -54,6 +54,12 @@ class MemoryStore(Closing):
         self._evicted = 0
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        if self._entries is None:
+            return "<MemoryStore, closed>"
+        limit = "" if self.budget is None else f" of {self.budget:,}"
+        return f"<MemoryStore: {len(self._entries)} entries, {self._nbytes:,}{limit} bytes>"
+
     def put(self, key: str, parts: Sequence[Buffer]) -> bool:
         check_key(key)
         views, nbytes = as_parts(parts)

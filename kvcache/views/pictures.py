@@ -18,6 +18,7 @@ import numpy as np
 
 from kvcache.attention.calls import StepReads
 from kvcache.cache import InvalidRangeError
+from kvcache.storage.sizes import bytes_text
 from kvcache.views import html, svg, text
 from kvcache.views.blocks import (
     Block,
@@ -33,7 +34,7 @@ from kvcache.views.blocks import (
     tabled,
 )
 from kvcache.views.text import Line
-from kvcache.views.words import age_text, bytes_text, counted
+from kvcache.views.words import age_text, counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

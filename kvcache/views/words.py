@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["HEAD", "Decode", "age_text", "bytes_text", "counted", "preview", "printable"]
+__all__ = ["HEAD", "Decode", "age_text", "counted", "preview", "printable"]
 
 Decode = Callable[[list[int]], str]
 """Token ids to their text; ``Tokenizer.decode`` is one."""
@@ -53,15 +53,6 @@ def _decoded(items: Sequence[int | bytes], decode: Decode) -> str:
 def _named(item: bytes) -> str:
     """An item that is no token id, an image's digest, say."""
     return f"<item {item[:4].hex()}>"
-
-
-def bytes_text(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def age_text(seconds: float) -> str:

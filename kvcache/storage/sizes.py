@@ -1,0 +1,35 @@
+"""Sizes in bytes, as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from kvcache.cache import InvalidRangeError
+
+__all__ = ["bytes_text", "parse_bytes"]
+
+_UNITS = {"": 1, **{f"{prefix}{end}": 1 << 10 * power for power, prefix in enumerate("KMGT", 1)
+                    for end in ("", "IB")}, "B": 1}  # fmt: skip
+
+
+def bytes_text(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def parse_bytes(op: str, size: int | str) -> int:
+    """Bytes from a number, or from '512MiB', '1.5 GiB', '64K': multiples of 1024. Else InvalidRangeError."""
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
+        if found is None or found[2].upper() not in _UNITS:
+            raise InvalidRangeError(
+                f"{op}: {size!r} is no size; write bytes as a number, or '512MiB', '2GiB'"
+            )
+        return int(float(found[1]) * _UNITS[found[2].upper()])
+    if size < 0:
+        raise InvalidRangeError(f"{op}: {size} bytes; a size must be at least 0")
+    return size

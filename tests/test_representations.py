@@ -1,0 +1,92 @@
+"""What caches, sessions and stores show of themselves, and sizes as people write them."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+import ml
+from kvcache import Batch, CausalCache, HostTier, InvalidRangeError, PrefixCache
+from kvcache.storage.sizes import bytes_text, parse_bytes
+from kvcache.stores import FileStore, MemoryStore
+
+
+def test_a_cache_says_what_it_is_and_how_full(numpy_backend: ml.Backend) -> None:
+    cache = CausalCache()
+    assert repr(cache) == "<CausalCache, not bound to a backend: call init>"
+    cache.init(numpy_backend, ml.DType.F32, 4, 128, 64)
+    with numpy_backend.new_context() as ctx, PrefixCache(cache, tiers=[HostTier()]) as prefix:
+        session = prefix.begin([1, 2, 3])
+        cache.start_forward(ctx, Batch([0, 1, 2], [0] * 3))
+        x = ctx.full((3, 2, 8), 1.0, ml.DType.F32)
+        cache.put(ctx, x, x)
+        of_cache = "<CausalCache: F32 on numpy, sequences: 4, cells: 3 of 512, 64.0 KiB of K and V>"
+        assert repr(cache) == of_cache
+        assert repr(session) == "<Session, sequence 0: 3 tokens, 0 of them were cached>"
+        assert repr(prefix).startswith("<PrefixCache, open sessions: 1; device 0 B, ")
+        assert repr(prefix).endswith(f"over {of_cache}>")
+        session.close()
+        assert repr(session) == "<Session, closed: 3 tokens, 0 of them were cached>"
+    assert repr(prefix) == "<PrefixCache, closed>"
+    cache.close()
+    assert repr(cache) == "<CausalCache, closed>"
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        kvcache.SlidingWindowCache(7), kvcache.ChunkedCache(8), kvcache.EncoderCache(),
+        kvcache.RecurrentCache((2, 3), (2, 2)),
+        kvcache.WrapperCache(kvcache.SlidingWindowCache(7), CausalCache()),
+    ],
+    ids=lambda cache: type(cache).__name__,
+)  # fmt: skip
+def test_every_kind_of_cache_has_a_representation(cache: Any, numpy_backend: ml.Backend) -> None:
+    assert "call init" in repr(cache)
+    cache.init(numpy_backend, ml.DType.F16, 2, 32, 32)
+    assert repr(cache).startswith(f"<{type(cache).__name__}")
+    assert "F16 on numpy, sequences: 2" in repr(cache)
+    cache.close()
+    assert "closed" in repr(cache)
+
+
+def test_stores_say_where_they_are(tmp_path: Path) -> None:
+    store = MemoryStore(1000)
+    store.put("a", [b"12345"])
+    assert repr(store) == "<MemoryStore: 1 entries, 5 of 1,000 bytes>"
+    store.close()
+    assert repr(store) == "<MemoryStore, closed>"
+    with FileStore(tmp_path, budget=2000) as folder:
+        assert repr(folder) == f"<FileStore at {str(tmp_path)!r}, at most 2,000 bytes>"
+
+
+def test_the_package_knows_its_version() -> None:
+    assert kvcache.__version__ == version("ml-kvcache")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("512MiB", 512 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("64K", 65536),
+        ("2t", 2 << 40),
+        ("7", 7),
+        ("9 B", 9),
+        (5, 5),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: int | str, count: int) -> None:
+    assert parse_bytes("here", text) == count
+    assert HostTier(text).budget == count
+
+
+@pytest.mark.parametrize("text", ["lots", "", "-1", "1.5.2MiB", "3 MiBs", -1])
+def test_what_is_no_size_is_refused(text: int | str) -> None:
+    with pytest.raises(InvalidRangeError, match=r"HostTier: budget: .*(is no size|at least 0)"):
+        HostTier(text)
+    assert bytes_text(1536) == "1.5 KiB"
