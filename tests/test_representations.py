@@ -87,6 +87,6 @@ def test_sizes_are_read_as_people_write_them(text: int | str, count: int) -> Non
 
 @pytest.mark.parametrize("text", ["lots", "", "-1", "1.5.2MiB", "3 MiBs", -1])
 def test_what_is_no_size_is_refused(text: int | str) -> None:
-    with pytest.raises(InvalidRangeError, match=r"HostTier: budget: .*(is no size|at least 0)"):
+    with pytest.raises(InvalidRangeError, match=rf"HostTier: budget={text!r}; it must be a number"):
         HostTier(text)
     assert bytes_text(1536) == "1.5 KiB"

@@ -21,15 +21,14 @@ def bytes_text(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def parse_bytes(op: str, size: int | str) -> int:
+def parse_bytes(what: str, size: int | str) -> int:
     """Bytes from a number, or from '512MiB', '1.5 GiB', '64K': multiples of 1024. Else InvalidRangeError."""
     if isinstance(size, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
-        if found is None or found[2].upper() not in _UNITS:
-            raise InvalidRangeError(
-                f"{op}: {size!r} is no size; write bytes as a number, or '512MiB', '2GiB'"
-            )
-        return int(float(found[1]) * _UNITS[found[2].upper()])
-    if size < 0:
-        raise InvalidRangeError(f"{op}: {size} bytes; a size must be at least 0")
-    return size
+        if found is not None and found[2].upper() in _UNITS:
+            return int(float(found[1]) * _UNITS[found[2].upper()])
+    elif size >= 0:
+        return size
+    raise InvalidRangeError(
+        f"{what}={size!r}; it must be a number of bytes from 0, or a size such as '512MiB'"
+    )
