@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvcache
@@ -52,6 +53,39 @@ def test_every_kind_of_cache_has_a_representation(cache: Any, numpy_backend: ml.
     assert "F16 on numpy, sequences: 2" in repr(cache)
     cache.close()
     assert "closed" in repr(cache)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [CausalCache(), kvcache.EncoderCache(), kvcache.RecurrentCache((2, 3), (2, 2)),
+     kvcache.WrapperCache(kvcache.SlidingWindowCache(7), CausalCache())],
+    ids=lambda cache: type(cache).__name__,
+)  # fmt: skip
+def test_a_name_is_no_backend_and_an_array_no_tensor(cache: Any, numpy_backend: ml.Backend) -> None:
+    """Each mistake is named, and the cache goes on as if it had not been made."""
+    for wrong in ("numpy", None):
+        with pytest.raises(InvalidRangeError, match=f"init: backend={wrong!r}; it must be an open backend"):
+            cache.init(wrong, ml.DType.F32, 2, 32, 32)
+    cache.init(numpy_backend, ml.DType.F32, 2, 32, 32)
+    with numpy_backend.new_context() as ctx:
+        with pytest.raises(
+            kvcache.InvalidBatchError, match=r"batch=\(\[0\], \[0\]\); it must be a kvcache.Batch"
+        ):
+            cache.start_forward(ctx, ([0], [0]))
+        cache.start_forward(ctx, Batch([0], [0], multimodal=[(0, b"x")]))
+        array = np.ones((1, 2, 8), np.float32)
+        if isinstance(cache, kvcache.WrapperCache):
+            cache.set_layer_type(1)
+        for key, value in ((array, ctx.from_numpy(array)), (ctx.from_numpy(array), array)):
+            with pytest.raises(ml.DTypeError, match=r"put: (key|value) is a numpy.ndarray"):
+                cache.put(ctx, key, value)
+        cache.put(ctx, ctx.from_numpy(array), ctx.from_numpy(array))
+        with pytest.raises(ml.DTypeError, match=r"attend: query is a numpy.ndarray"):
+            cache.attend(ctx, array, 1.0)
+        assert cache.attend(ctx, ctx.from_numpy(array), 1.0).shape == (1, 2, 8)
+    cache.close()
+    with pytest.raises(InvalidRangeError, match="PrefixCache: 'cache' is no cache"):
+        PrefixCache("cache")  # type: ignore[arg-type]
 
 
 def test_stores_say_where_they_are(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import ml
 from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, InvalidSequenceError
 
-__all__ = ["SequenceTokens", "check_modes", "check_sequence", "check_whole", "split_batch"]
+__all__ = ["SequenceTokens", "check_modes", "check_sequence", "check_tensors", "check_whole", "split_batch"]
 
 _LIMIT = 2**31 - 1
 """Positions are I32 on the device."""
@@ -61,6 +62,17 @@ def check_whole(op: str, name: str, value: object, least: int = 0) -> None:
         raise InvalidRangeError(f"{op}: {name}={value!r}; it is a whole number >= {least}")
 
 
+def check_tensors(op: str, **tensors: object) -> None:
+    """Refuse what is no tensor of a backend: an array of NumPy or of a framework, say."""
+    for name, tensor in tensors.items():
+        if not hasattr(tensor, "set_rows"):
+            kind = f"{type(tensor).__module__}.{type(tensor).__name__}"
+            raise ml.DTypeError(
+                f"{op}: {name} is a {kind}; it must be a tensor of the cache's backend: "
+                "ctx.from_numpy(array), or ctx.from_native for an array of the backend's own framework"
+            )
+
+
 def check_modes(reserve: bool, read_only: bool) -> None:
     if reserve and read_only:
         raise InvalidBatchError(
@@ -75,6 +87,10 @@ def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
     Raises InvalidBatchError for an empty batch, lengths that differ, a position that is negative, no
     integer or beyond I32, a pair given twice, or a sequence outside ``[0, max_sequences)``.
     """
+    if not isinstance(batch, Batch):
+        raise InvalidBatchError(
+            f"start_forward: batch={batch!r:.60}; it must be a kvcache.Batch(positions, sequences)"
+        )
     count = len(batch.positions)
     if count != len(batch.sequences):
         raise InvalidBatchError(

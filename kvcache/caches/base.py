@@ -92,10 +92,14 @@ class BoundCache(Generic[P]):
         self._bound("max_sequences")
         return self._max_sequences
 
-    def _check_init(self, dtype: object, **sizes: int) -> None:
-        """Refuse to bind twice, a dtype that K and V cannot have, and sizes below 1."""
+    def _check_init(self, backend: object, dtype: object, **sizes: int) -> None:
+        """Refuse to bind twice, what is no backend, a dtype that K and V cannot have, and sizes below 1."""
         if self._backend is not None:
             raise OrderError("init: the cache is already bound to a backend; close it first")
+        if not hasattr(backend, "new_context"):
+            raise InvalidRangeError(
+                f"init: backend={backend!r:.60}; it must be an open backend, as ml.open_backend gives one"
+            )
         if not (isinstance(dtype, ml.DType) and (dtype.is_float or dtype.is_quantized)):
             names = ", ".join(known.name for known in ml.DType if known.is_float or known.is_quantized)
             raise ml.DTypeError(f"init: dtype={dtype!r}; a cache stores an ml.DType of {names}")

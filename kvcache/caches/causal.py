@@ -20,7 +20,13 @@ import numpy as np
 
 import ml
 from kvcache.attention import attend as attending
-from kvcache.attention.batch import SequenceTokens, check_modes, check_sequence, split_batch
+from kvcache.attention.batch import (
+    SequenceTokens,
+    check_modes,
+    check_sequence,
+    check_tensors,
+    split_batch,
+)
 from kvcache.attention.fixed_shapes import FixedPass, GraphTensors
 from kvcache.attention.forward_pass import ForwardPass, Reads
 from kvcache.attention.placement import place
@@ -79,7 +85,7 @@ class CausalCache(
 
         Nothing is allocated before the first ``put``. ``max_batch`` is the largest batch expected.
         """
-        self._check_init(dtype, max_sequences=max_sequences, capacity=capacity, max_batch=max_batch)
+        self._check_init(backend, dtype, max_sequences=max_sequences, capacity=capacity, max_batch=max_batch)
         self._dtype = dtype
         self._max_sequences, self._capacity, self._max_batch = max_sequences, capacity, max_batch
         self._backend = backend
@@ -344,6 +350,7 @@ class CausalCache(
             return
         if forward.cells is None and forward.read_only:
             raise OrderError("put: the pass under way only reads; start_forward without read_only to store")
+        check_tensors("put", key=key, value=value)
         key_shape, value_shape = key.shape, value.shape
         if (
             len(key_shape) != 3
@@ -399,6 +406,7 @@ class CausalCache(
         """
         forward = self._pass or self._started("attend")
         buffers = self._readable("attend", forward)
+        check_tensors("attend", query=query)
         if query.shape[0] != forward.tokens:
             raise InvalidRangeError(f"attend: query {query.shape} for a batch of {forward.tokens} tokens")
         if forward.reserve:

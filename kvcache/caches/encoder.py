@@ -13,7 +13,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 import ml
-from kvcache.attention.batch import SequenceTokens, check_modes, check_sequence, check_whole, split_batch
+from kvcache.attention.batch import (
+    SequenceTokens,
+    check_modes,
+    check_sequence,
+    check_tensors,
+    check_whole,
+    split_batch,
+)
 from kvcache.attention.device_copies import HostArray, HostArrays, near
 from kvcache.cache import Batch, InvalidRangeError, Mask, OrderError
 from kvcache.caches.base import BoundCache
@@ -75,7 +82,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
     ) -> None:
         """Bind to ``backend``. ``capacity`` does not bound an encoder's output, which has its own length."""
-        self._check_init(dtype, max_sequences=max_sequences, capacity=capacity)
+        self._check_init(backend, dtype, max_sequences=max_sequences, capacity=capacity)
         # An encoder's output is read whole at every step: block formats would unpack it each time.
         self._dtype = ml.DType.F16 if dtype.is_quantized else dtype
         self._max_sequences = max_sequences
@@ -147,6 +154,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         current = self._started("put")
         if current.read_only:
             raise OrderError("put: the pass under way only reads; start_forward without read_only to store")
+        check_tensors("put", key=key, value=value)
         if len(key.shape) != 3 or len(value.shape) != 3 or key.shape[:2] != value.shape[:2]:
             raise InvalidRangeError(
                 f"put: key {key.shape} and value {value.shape}; they are (total, kv_heads, head_dim) and "
@@ -215,6 +223,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
     ) -> ml.Tensor:
         """Attention of query (tokens, heads, head_dim) over its own sequence's encoder output."""
         current = self._started("attend")
+        check_tensors("attend", query=query)
         groups = current.groups
         if query.shape[0] != current.tokens:
             raise InvalidRangeError(f"attend: query {query.shape} for a batch of {current.tokens} tokens")

@@ -73,6 +73,10 @@ class PrefixCache(Closing):
         in_flight: int = 256 << 20,
         layers: Layers | None = None,
     ) -> None:
+        if not hasattr(cache, "settings"):
+            raise InvalidRangeError(
+                f"PrefixCache: {cache!r:.60} is no cache; it must be one that init has bound"
+            )
         least = {"interval": (interval, 1), "backlog": (backlog, 0), "in_flight": (in_flight, 0)}
         for name, (value, lowest) in {**least, "budget": (budget or 0, 0)}.items():
             if value < lowest:
