@@ -183,6 +183,9 @@ class FaultTests(CacheCase):
 
     def test_a_config_that_fails_leaves_the_cache_unbound(self, backend: ml.Backend) -> None:
         class Broken:
+            def new_context(self) -> ml.Context:
+                return backend.new_context()
+
             def cache_config(self) -> ml.CacheConfig:
                 raise InjectedError("cache_config: injected")
 
