@@ -1,4 +1,4 @@
-"""Deliberate bugs in attention, beside those of backend_mutants.py: ``MUTANTS`` has them all."""
+"""Deliberate bugs in attention, beside those of the other files: ``MUTANTS`` has them all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ml.ragged import RaggedPlan
 from ml.testing.attention import AttentionTests
 from ml.testing.ragged import ragged_reference
 
-from .backend_mutants import MUTANTS, Mutant, mutant
+from .backend_mutants import Mutant, mutant
+from .page_mutants import MUTANTS
 
 __all__ = ["MUTANTS"]
 

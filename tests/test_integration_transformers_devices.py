@@ -20,8 +20,9 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 import ml
-from kvcache import NotSupportedError
+from kvcache import CacheFullError, NotSupportedError
 from kvcache.integrations.transformers import HFCache, HFStaticCache
+from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.places import layer_devices
 from kvcache.integrations.transformers.versions import check_version
 from kvcache.stores import MemoryStore
@@ -198,6 +199,40 @@ def test_what_was_stored_moves_to_the_devices_of_the_layers_after_the_first_pass
             for i, layer in enumerate(found):
                 assert str(layer.device) == f"cuda:{i // 2}"
                 assert torch.equal(layer[:, :, :5].cpu(), stored[i])
+
+
+def test_fixed_shapes_refuse_what_does_not_fit_without_asking_the_device() -> None:
+    cache = HFStaticCache(made("llama").config, capacity=8)
+    with cuda_double(1) as log:
+        layer = cache.layers[0]
+        layer.update(*(torch.randn(1, 2, 5, 16).to("cuda:0") for _ in "kv"))
+        log.clear()
+        assert layer.get_mask_sizes(3) == (8, 0)
+        for call in (lambda: layer.get_mask_sizes(4), lambda: layer.update(*[torch.zeros(1, 2, 4, 16)] * 2)):
+            with pytest.raises(CacheFullError, match="4 cells are needed and 3 are free"):
+                call()
+        layer.crop(-2)
+        assert layer.get_mask_sizes(5) == (8, 0)
+        layer.reset()
+        assert layer.get_mask_sizes(8) == (8, 0)
+        assert not log.waits
+
+
+def test_a_mask_that_is_not_made_yet_moves_to_another_device_unmade() -> None:
+    made_of: list[int] = []
+
+    def make() -> torch.Tensor:
+        made_of.append(1)
+        return torch.ones(2, 3)
+
+    mask = Deferred.of(torch.empty(()), (2, 3), make)
+    mask.pattern = pattern = object()
+    for moved in (mask.to("meta"), mask.to(device=torch.device("meta"), non_blocking=True)):
+        assert isinstance(moved, Deferred)
+        assert (moved.device.type, tuple(moved.shape), moved.pattern) == ("meta", (2, 3), pattern)
+    assert not made_of
+    assert mask.to(torch.float64).sum() == 6  # another dtype is asked for: it is made
+    assert made_of == [1]
 
 
 def test_a_device_map_names_the_devices_of_layers() -> None:

@@ -59,6 +59,20 @@ def test_a_store_serves_another_process(name: str) -> None:
         assert second.prefix.stats.store >= 16
 
 
+def test_tenants_find_what_is_their_own() -> None:
+    made, ids = hf.model("llama"), hf.tokens(1)
+    with HFPrefixCache(made, capacity=64) as cache:
+        expected = made.generate(ids, max_new_tokens=3, do_sample=False)
+        for salt, cached in (("a", 0), ("a", 12), ("b", 0)):
+            with cache.begin(ids[0].tolist(), salt) as session:
+                assert session.cached == cached
+                session.close(keep=False)
+            found = cache.generate(ids, salt=salt, max_new_tokens=3, do_sample=False)
+            assert torch.equal(found, expected)
+        with cache.begin(ids[0].tolist(), "c", shared=4) as session:
+            assert session.cached == 0
+
+
 def test_conversations_side_by_side() -> None:
     made, ids = hf.model("gemma3"), hf.tokens(1, 24)
     ends = [hf.tokens(1, 5, seed=seed) for seed in (1, 2)]

@@ -131,18 +131,29 @@ class HFPrefixCache(Closing):
         whole: Any = family.all
         self.prefix = PrefixCache(whole, **options)
 
-    def begin(self, tokens: Sequence[int]) -> HFSession:
-        """Start a conversation with a prompt, from the longest prefix of it that is there."""
-        return HFSession(self, self.prefix.begin(tokens))
+    def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> HFSession:
+        """Start a conversation with a prompt, from the longest prefix of it that is there.
 
-    def generate(self, input_ids: torch.Tensor, *, prefill_size: int = 512, **options: Any) -> Any:
+        ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``.
+        """
+        return HFSession(self, self.prefix.begin(tokens, salt, shared))
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        prefill_size: int = 512,
+        salt: str = "",
+        shared: int = 0,
+        **options: Any,
+    ) -> Any:
         """``model.generate(input_ids, **options)`` for one conversation, (1, tokens), from what is there."""
         if input_ids.ndim != 2 or input_ids.shape[0] != 1:
             raise InvalidRangeError(
                 f"generate: input_ids {tuple(input_ids.shape)}; their shape must be (1, tokens)"
             )
         count = input_ids.shape[1]
-        with self.begin(input_ids[0].tolist()) as session:
+        with self.begin(input_ids[0].tolist(), salt, shared) as session:
             session.prefill(prefill_size)
             with _given_the_rest(self.model, session.cache):
                 out = self.model.generate(
