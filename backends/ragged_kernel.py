@@ -17,10 +17,10 @@ Both are bodies of a function. Whoever compiles them defines, in the words of th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from ml.dtypes import DType
 from ml.protocols import Context, Tensor
 from ml.ragged import RaggedPlan
 
@@ -308,13 +308,14 @@ class Launch:
 def launch(ctx: Context, plan: RaggedPlan, shape: Shape) -> Launch:
     """Of a plan, for all layers of one shape: made and uploaded once."""
     abreast, blocks = shape.rows // shape.span, shape.blocks
-    name = f"ragged_kernel {abreast} {blocks}"
-    kept = plan.memo.get(name)
-    if kept is None or kept[0] is not ctx:
-        work, tasks, slots = layout(plan, abreast, blocks)
-        kept = plan.memo[name] = ctx, Launch(ctx.from_numpy(work, DType.I32), tasks, slots)
-    made: Launch = kept[1]
-    return made
+    plan.lay_whole()  # the kernels read it too
+    (tasks, slots), on = plan.lay(f"ragged_kernel {abreast} {blocks}", partial(_pack, abreast, blocks))
+    return Launch(on(ctx), tasks, slots)
+
+
+def _pack(abreast: int, blocks: int, plan: RaggedPlan) -> tuple[tuple[int, int], np.ndarray]:
+    work, tasks, slots = layout(plan, abreast, blocks)
+    return (tasks, slots), work
 
 
 def layout(plan: RaggedPlan, abreast: int, blocks: int) -> tuple[np.ndarray, int, int]:

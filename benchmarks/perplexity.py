@@ -1,29 +1,39 @@
 """Perplexity of the bundled model on held-out text, with the cache stored in each format.
 
-    python -m benchmarks.perplexity [--backend numpy]
+    python -m benchmarks.perplexity [--backend numpy] [--outliers 8]
 
 The text is cut into windows of BOS and at most 511 tokens, each one pass: keys and values are put
-first and read back by all queries, so that every one of them went through the format.
+first and read back by all queries, so that every one of them went through the format. *agree* is how often
+the likeliest token is that of F32. ``--outliers N``: the same model with N times larger keys in one pair of
+channels of each head, and queries as much smaller there, which changes nothing where keys are not rounded.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from safetensors.numpy import save_file
 
 import ml
 from kvcache import Batch, CausalCache
 from kvcache.bench.timing import machine
 from kvcache.runner import Llama, Tokenizer, bundled_model, load_model
-from ml import DType
+from kvcache.runner.checkpoints.weights import open_weights
+from kvcache.runner.loading import load_config
 
 __all__ = ["perplexity", "windows"]
 
-FORMATS = (DType.F32, DType.F16, DType.BF16, DType.Q8_0, DType.Q4_0)
+FORMATS = (
+    "F32", "F16", "BF16", "Q8_0", "ROTATED_Q8_0", "AFFINE8_32", "F8_E4M3", "Q8_0/Q4_0", "Q8_0/AFFINE4_32",
+    "Q4_0/Q8_0", "AFFINE4_32", "ROTATED_AFFINE4_32", "Q4_0", "ROTATED_Q4_0",
+)  # fmt: skip
+"""Of keys and values; the bundled model has heads of 32, which only groups of 32 divide."""
 console = Console(width=120)
 
 
@@ -36,12 +46,29 @@ def windows(model: Llama, tokenizer: Tokenizer, text: str) -> Iterator[list[int]
             yield [bos, *ids[start : start + span]]
 
 
-def perplexity(model: Llama, pieces: list[list[int]], dtype: DType) -> tuple[float, float]:
-    """exp of the mean loss per token, and the cache's bytes per token."""
+def with_outliers(folder: Path, factor: float, channel: int = 3) -> Path:
+    """The bundled model in ``folder``, with channels of its keys that are ``factor`` times as large.
+
+    The pair that rotates together is made larger, and the same of the queries smaller: no score changes.
+    """
+    shutil.copytree(bundled_model(), folder, dirs_exist_ok=True)
+    config = load_config(folder)
+    tensors = {name: array.astype(np.float32) for name, array in open_weights(folder).items()}
+    pair = [channel, channel + config.head_dim // 2]
+    for name, array in tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = array.reshape(-1, config.head_dim, array.shape[1])
+            heads[:, pair] *= factor if name.endswith("k_proj.weight") else 1 / factor
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def perplexity(model: Llama, pieces: list[list[int]], dtype: str) -> tuple[float, float, np.ndarray]:
+    """exp of the mean loss per token, the cache's bytes per token, and the likeliest tokens."""
     cache = CausalCache()
     length = max(map(len, pieces))
     cache.init(model.backend, dtype, 1, length, length)
-    nats, count = 0.0, 0
+    nats, count, likeliest = 0.0, 0, []
     for piece in pieces:
         inputs, targets = piece[:-1], piece[1:]
         batch = Batch(range(len(inputs)), [0] * len(inputs), inputs=inputs)
@@ -53,37 +80,40 @@ def perplexity(model: Llama, pieces: list[list[int]], dtype: DType) -> tuple[flo
         total = np.log(np.exp(logits - peak).sum(axis=1)) + peak[:, 0]
         nats += float((total - logits[np.arange(len(targets)), targets]).sum())
         count += len(targets)
-    return float(np.exp(nats / count)), cache.nbytes / cache.cells
+        likeliest.append(logits.argmax(axis=1))
+    return float(np.exp(nats / count)), cache.nbytes / cache.cells, np.concatenate(likeliest)
+
+
+def table(model: Llama, pieces: list[list[int]]) -> Iterator[str]:
+    yield "| keys and values | bytes per token | of F16 | perplexity | against F32 | agree |"
+    yield "|---|---|---|---|---|---|"
+    found = {name: perplexity(model, pieces, name) for name in FORMATS}
+    first, half = found["F32"], found["F16"][1]
+    for name, (value, size, likeliest) in found.items():
+        agree = float((likeliest == first[2]).mean())
+        against = 100 * (value / first[0] - 1)
+        yield (
+            f"| {name.replace('/', ', ')} | {size:.0f} | {size / half:.3f} | {value:.4f} | {against:+.3f}% | "
+            f"{100 * agree:.1f}% |"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.perplexity")
     parser.add_argument("--backend", default="numpy")
-    name = parser.parse_args().backend
-    with ml.open_backend(name) as backend:
-        model = load_model(bundled_model(), backend)
+    parser.add_argument("--outliers", type=float, default=0.0)
+    options = parser.parse_args()
+    with ml.open_backend(options.backend) as backend, tempfile.TemporaryDirectory() as folder:
+        path = with_outliers(Path(folder), options.outliers) if options.outliers else bundled_model()
+        model = load_model(path, backend)
         assert isinstance(model, Llama)
         tokenizer = Tokenizer.load(bundled_model())
         text = (bundled_model() / "heldout.txt").read_text(encoding="utf-8")
         pieces = list(windows(model, tokenizer, text))
         scored = sum(len(piece) - 1 for piece in pieces)
-        console.print(f"{machine()}; {name}; {scored} tokens in {len(pieces)} windows")
-        console.print("| cache | bytes per token | of F16 | perplexity | against F32 | seconds |")
-        console.print("|---|---|---|---|---|---|")
-        first = None
-        half = None
-        rows = []
-        for dtype in FORMATS:
-            began = time.perf_counter()
-            value, size = perplexity(model, pieces, dtype)
-            first = first or value
-            half = size if dtype is DType.F16 else half
-            rows.append((dtype, value, size, time.perf_counter() - began))
-        for dtype, value, size, seconds in rows:
-            console.print(
-                f"| {dtype.name} | {size:.0f} | {size / (half or 1):.3f} | {value:.4f} | "
-                f"{100 * (value / (first or 1) - 1):+.3f}% | {seconds:.0f} |"
-            )
+        console.print(f"{machine()}; {options.backend}; {scored} tokens in {len(pieces)} windows")
+        for line in table(model, pieces):
+            console.print(line)
 
 
 if __name__ == "__main__":

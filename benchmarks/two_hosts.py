@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import front
 from benchmarks import two_hosts_report as report
 from benchmarks.models import RANDOM, random_model
 from benchmarks.two_hosts_report import Point
@@ -84,6 +85,7 @@ def main() -> None:
             plan = Plan(plan.title, plan.lengths[1:4], QUICK, 1, plan.config)
         results["models"][name] = measure(plan, options.backend) | {"quick": options.quick}
         report.write(options.docs, results)
+        front.write(options.docs)
     print(f"wrote {options.docs / 'two-hosts.md'}")
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvcache.cache import (
         Batch,
         Cache,
+        CacheDType,
         CacheFullError,
         ClosedError,
         InvalidBatchError,
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
         Mask,
         NotSupportedError,
         OrderError,
+        ResidualWindow,
         SequenceLostError,
         ShiftFunction,
+        StorageFormat,
     )
     from kvcache.caches.causal import CausalCache
     from kvcache.caches.encoder import EncoderCache
@@ -53,11 +56,13 @@ if TYPE_CHECKING:
         Snapshot,
         WrapperSnapshot,
     )
+    from kvcache.storage.state_specs import StateSpec
 
 __all__ = [
     "AttentionSnapshot",
     "Batch",
     "Cache",
+    "CacheDType",
     "CacheFullError",
     "CausalCache",
     "ChunkedCache",
@@ -76,6 +81,7 @@ __all__ = [
     "PrefixStats",
     "RecurrentCache",
     "RecurrentSnapshot",
+    "ResidualWindow",
     "SequenceLostError",
     "Session",
     "SessionLimitError",
@@ -83,6 +89,8 @@ __all__ = [
     "ShiftFunction",
     "SlidingWindowCache",
     "Snapshot",
+    "StateSpec",
+    "StorageFormat",
     "WrapperCache",
     "WrapperSnapshot",
     "deserialize",
@@ -105,6 +113,7 @@ _ELSEWHERE = {
     "SessionReplacedError": "prefix.prefix_cache",
     "SlidingWindowCache": "caches.windows",
     "Snapshot": "snapshots.snapshot",
+    "StateSpec": "storage.state_specs",
     "WrapperCache": "caches.wrapper",
     "WrapperSnapshot": "snapshots.snapshot",
     "deserialize": "snapshots.serialize",

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
 
 import ml
 
 __all__ = [
     "Batch",
     "Cache",
+    "CacheDType",
     "CacheFullError",
     "ClosedError",
     "InvalidBatchError",
@@ -28,10 +31,13 @@ __all__ = [
     "KVCacheError",
     "Mask",
     "NotSupportedError",
+    "OneDType",
     "OrderError",
+    "ResidualWindow",
     "SequenceLostError",
     "ShiftFunction",
     "SnapshotCache",
+    "StorageFormat",
     "SupportsCells",
     "SupportsMark",
     "SupportsOffset",
@@ -41,6 +47,7 @@ __all__ = [
     "SupportsSchedule",
     "SupportsSetCausal",
     "SupportsSnapshots",
+    "SupportsStates",
 ]
 
 Mask = ml.Tensor | ml.CausalMask | None
@@ -129,15 +136,74 @@ class Batch:
 
 
 @runtime_checkable
+class StorageFormat(Protocol):
+    """What K or V of a cache is stored in: plain numbers, or codes that are made of them and read back.
+
+    The ``dim`` numbers of a token in a KV head become **parts**, each a row of some width and dtype: codes,
+    say, and their scales. Parts lie in buffers of their own, and are what snapshots hold and stores get.
+    :mod:`kvcache.formats` has those built in, and finds those of plugins.
+    """
+
+    @property
+    def name(self) -> str:
+        """As snapshots, stores, keys and the command line say it: formats of one name store the same bits."""
+
+    def parts(self, dim: int, activations: ml.DType) -> tuple[tuple[int, ml.DType], ...]:
+        """Width and dtype of each part of ``dim`` numbers that are put as ``activations``.
+
+        Raises InvalidRangeError for a ``dim`` that this format cannot take.
+        """
+
+    def head_dim(self, width: int) -> int:
+        """The ``dim`` whose first part is ``width`` wide."""
+
+    def encode(self, ctx: ml.Context, x: ml.Tensor) -> tuple[ml.Tensor, ...]:
+        """The parts (..., width) of floats x (..., dim)."""
+
+    def decode(self, ctx: ml.Context, parts: Sequence[ml.Tensor], dim: int) -> ml.Tensor:
+        """The floats (..., dim), of any float dtype, that parts (..., width) stand for.
+
+        Parts may be strided in any way. Of zeros, which new buffers hold, it gives finite numbers.
+        """
+
+    def bound(self, x: np.ndarray, activations: ml.DType) -> np.ndarray:
+        """How far each value may lie from ``x`` (..., dim), which is finite, before it is cast."""
+
+
+OneDType: TypeAlias = ml.DType | StorageFormat | str
+"""What K, or V, may be stored in: a dtype, a format, or the name of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualWindow:
+    """Codes of ``dtype`` for all tokens, and some tokens of each sequence as they were put besides.
+
+    A pass reads exactly its own tokens, the ``residual_length`` before them (KIVI's residual window) and
+    those at positions below ``sink_tokens`` (attention sinks); all others it reads from their codes.
+    ``dtype`` is what :meth:`Cache.init` takes, with a format that is not plain numbers for K or V.
+    """
+
+    dtype: OneDType | tuple[OneDType, OneDType]
+    residual_length: int = 128
+    sink_tokens: int = 0
+
+
+CacheDType: TypeAlias = OneDType | tuple[OneDType, OneDType] | ResidualWindow
+"""What a cache may be told to store: one for both, or one for K and one for V; or codes with a window."""
+
+
+@runtime_checkable
 class Cache(Protocol):
     """What a model needs of a cache. Ranges of positions are half-open: ``[begin, end)``."""
 
     def init(
-        self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
+        self, backend: ml.Backend, dtype: CacheDType, max_sequences: int, capacity: int, max_batch: int
     ) -> None:
         """Bind to a backend. No tensor is allocated before the first ``put``.
 
-        ``dtype`` is what K and V are stored in; ``capacity`` counts tokens per sequence.
+        ``dtype`` is what K and V are stored in: a dtype, a :class:`StorageFormat`, the name of one, or a pair
+        of these, for K and for V; a :class:`ResidualWindow` keeps some tokens exact. ``capacity`` counts
+        tokens per sequence.
         """
 
     def set_config(self, config: ml.CacheConfig) -> None:
@@ -346,6 +412,17 @@ class SupportsMark(Protocol):
 
         InvalidRangeError for a mark beyond the end of the sequence.
         """
+
+
+@runtime_checkable
+class SupportsStates(Protocol):
+    """A cache that keeps states of positions inside a pass, where its model delivers them."""
+
+    delivers: bool
+    """Whether the model does."""
+
+    def want_states(self, seq: int, positions: Iterable[int]) -> None:
+        """Have the next pass of a sequence keep its states at ``positions``, to go back to."""
 
 
 @runtime_checkable

@@ -51,6 +51,8 @@ __all__ = [
     "SupportsKVStore",
     "SupportsPageTransfer",
     "SupportsPartialAttention",
+    "SupportsQuantizedAttention",
+    "SupportsQuantizedStore",
     "SupportsRaggedAttention",
     "SupportsRope",
     "SupportsUpload",
@@ -336,21 +338,25 @@ class SupportsAttentionCalls(Protocol):
 
 @runtime_checkable
 class SupportsBlockFormats(Protocol):
-    """A backend with its own way into GGML's block formats and out of them, bit for bit."""
+    """A backend with its own way into the storage formats of caches and out of them, bit for bit.
 
-    def quantize(self, ctx: Context, x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
-        """Codes and scales of floats x (..., dim), whose blocks are 32 values along the last axis.
+    A format goes by its name. ``Q8_0``, ``Q4_0``: codes and scales, whose blocks are 32 values along the last
+    axis. Codes are I8 (..., dim) for Q8_0; U8 (..., dim / 2) for Q4_0, where byte j of a block's 16 has the
+    code of value j in its low half and that of value j + 16 in its high half. Scales are F16 (..., dim / 32).
+    How both are found is GGML's quantize_row_q8_0_ref and quantize_row_q4_0_ref (ggml/src/ggml-quants.c).
+    Values are ``code * scale`` of Q8_0, ``(code - 8) * scale`` of Q4_0.
+    """
 
-        Codes are I8 (..., dim) for Q8_0; U8 (..., dim / 2) for Q4_0, where byte j of a block's 16 has the
-        code of value j in its low half and that of value j + 16 in its high half. Scales are F16
-        (..., dim / 32). How both are found is GGML's quantize_row_q8_0_ref and quantize_row_q4_0_ref
-        (ggml/src/ggml-quants.c).
+    def quantize(self, ctx: Context, x: Tensor, format: str) -> tuple[Tensor, ...] | None:
+        """The parts (..., width) of floats x (..., dim), which divides into the format's blocks.
+
+        None for a format that this backend leaves to the generic body.
         """
 
-    def dequantize(self, ctx: Context, codes: Tensor, scales: Tensor, dtype: DType) -> Tensor:
-        """The F32 values (..., dim): ``code * scale`` of Q8_0, ``(code - 8) * scale`` of Q4_0.
+    def dequantize(self, ctx: Context, parts: Sequence[Tensor], format: str) -> Tensor | None:
+        """The F32 values (..., dim) of parts that may be strided in any way; the result is contiguous.
 
-        Codes and scales may be strided in any way; the result is contiguous.
+        None for a format that this backend leaves to the generic body.
         """
 
 
@@ -377,6 +383,48 @@ class SupportsRaggedAttention(Protocol):
 
         None where the kernel does not do this: the device, the dtype or the sizes. The caller then goes by
         partial attention, and need not ask again for these buffers.
+        """
+
+
+@runtime_checkable
+class SupportsQuantizedAttention(Protocol):
+    """A backend with a kernel that attends to what quantized storage holds, as it lies."""
+
+    def quantized_attention(
+        self,
+        ctx: Context,
+        query: Tensor,
+        key: Sequence[Tensor],
+        value: Sequence[Tensor],
+        formats: tuple[str, str],
+        plan: RaggedPlan,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor | None:
+        """``SupportsRaggedAttention`` over the parts of K and of V, which are in formats of these names.
+
+        query (tokens, heads, head_dim) of any float dtype. Parts are whole buffers (cells, kv_heads, ...),
+        strided as they may be: codes and scales of ``Q8_0`` and ``Q4_0``, as
+        :class:`ml.SupportsBlockFormats` makes them; the two formats may differ. Rows that the plan does not
+        name are not read: NaN there reaches no result. Of K and V no more than a few blocks are there as
+        floats at a time. Returns (tokens, heads, v_dim) of the query's dtype.
+
+        None where the kernel does not do this: the device, the formats or the sizes. The caller then reads
+        blocks back and attends to them, and need not ask again for these buffers.
+        """
+
+
+@runtime_checkable
+class SupportsQuantizedStore(Protocol):
+    """A backend that writes quantized storage in one step: see :class:`KVStore`."""
+
+    def quantized_store(
+        self, key: Sequence[Tensor], value: Sequence[Tensor], formats: tuple[str, str]
+    ) -> KVStore | None:
+        """A store over the parts of K and V, as ``SupportsQuantizedAttention`` has them.
+
+        It writes floats, and stores what :class:`ml.SupportsBlockFormats` makes of them, bit for bit. It does
+        not read. None where it would have nothing to offer for parts like these.
         """
 
 

@@ -43,16 +43,14 @@ class RaggedPlan:
     ``part_starts`` (tokens + 1,) and ``parts`` (R,): the readers of query q are
     ``parts[part_starts[q] : part_starts[q + 1]]``.
 
-    ``memo`` keeps what a backend derives from the plan, such as its launch parameters, for further layers.
-
-    ``packers`` and ``packed_ahead`` let what a backend uploads of a plan go with what its caller uploads. A
-    backend notes by a name of its choice how it packs plans, as (what it keeps, an I32 array). The caller may
-    do so for the plan of the next pass, and say where the array is on a device, before it asks for attention.
+    ``lay`` keeps what a backend derives from the plan, such as its launch parameters, for further layers, and
+    ``packers`` how it did so: the caller may ask the same of the plan of the next pass, before it asks for
+    attention, so that the arrays go to a device with what else it uploads (``upload``).
     """
 
     __slots__ = (
-        "_packed", "index", "memo", "packed_ahead", "packers", "part_starts", "parts", "readers", "segments",
-        "tokens",
+        "_laid", "index", "memo", "packers", "part_starts", "parts", "readers", "segments", "tokens",
+        "upload",
     )  # fmt: skip
 
     def __init__(self, tokens: int, segments: np.ndarray, readers: np.ndarray, index: np.ndarray) -> None:
@@ -76,9 +74,11 @@ class RaggedPlan:
         self.part_starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         self.parts = np.argsort(queries, kind="stable").astype(np.int32)
         self.memo: dict[str, Any] = {}
-        self.packers: dict[str, Callable[[RaggedPlan], tuple[Any, np.ndarray]]] = {}
-        self.packed_ahead: dict[str, tuple[Any, Callable[[Context], Tensor]]] = {}
-        self._packed: tuple[Context, Tensor] | None = None
+        """What a backend that computes on the host derives from it, for further layers."""
+        self.packers: dict[str, Pack] = {}
+        self.upload: Callable[[np.ndarray], Callable[[Context], Tensor]] = _uploaded
+        """Takes an I32 array, not to be changed; what it returns gives it on the device of a context."""
+        self._laid: dict[str, tuple[Any, Callable[[Context], Tensor]]] = {}
 
     @property
     def most_parts(self) -> int:
@@ -104,7 +104,41 @@ class RaggedPlan:
         )
 
     def packed(self, ctx: Context) -> Tensor:
-        """``pack`` as a tensor of ``ctx``: uploaded once for as long as the same context asks."""
-        if self._packed is None or self._packed[0] is not ctx:
-            self._packed = ctx, ctx.from_numpy(self.pack(), DType.I32)
-        return self._packed[1]
+        """``pack`` on the device of ``ctx``, uploaded once."""
+        return self.lay_whole()(ctx)
+
+    def lay_whole(self) -> Callable[[Context], Tensor]:
+        """Let ``packed`` go to a device with what is laid besides."""
+        return self.lay("plan", _whole)[1]
+
+    def lay(self, kind: str, pack: Pack) -> tuple[Any, Callable[[Context], Tensor]]:
+        """What ``pack`` makes of this plan, kept by ``kind``: what it keeps, and its array on a device.
+
+        An array that is laid before another is asked for goes there with it.
+        """
+        self.packers[kind] = pack
+        if kind not in self._laid:
+            kept, array = pack(self)
+            self._laid[kind] = kept, self.upload(array)
+        return self._laid[kind]
+
+
+Pack = Callable[[RaggedPlan], tuple[Any, np.ndarray]]
+"""What a backend keeps of a plan, and an I32 array that it uploads."""
+
+
+def _whole(plan: RaggedPlan) -> tuple[None, np.ndarray]:
+    return None, plan.pack()
+
+
+def _uploaded(array: np.ndarray) -> Callable[[Context], Tensor]:
+    """Uploaded apart, once to each device."""
+    near: dict[int, Tensor] = {}
+
+    def on(ctx: Context) -> Tensor:
+        device: int = getattr(ctx, "device_index", 0)
+        if device not in near:
+            near[device] = ctx.from_numpy(array, DType.I32)
+        return near[device]
+
+    return on

@@ -18,7 +18,7 @@ from ml.testing.ragged import ragged_reference
 from .backend_mutants import Mutant, mutant
 from .page_mutants import MUTANTS
 
-__all__ = ["MUTANTS"]
+__all__ = ["MUTANTS", "one_further", "to_the_end"]
 
 
 def _top_left(ctx: Any, tokens: int, history: int) -> Any:
@@ -128,7 +128,7 @@ def _from_the_start(plan: RaggedPlan) -> None:
     plan.readers[:, 1] = 0
 
 
-def _to_the_end(plan: RaggedPlan) -> None:
+def to_the_end(plan: RaggedPlan) -> None:
     for _, _, length, first, stop in plan.segments:
         plan.readers[first:stop, 2] = length
 
@@ -139,7 +139,7 @@ def _as_runs(plan: RaggedPlan) -> None:
             segment[:2] = 0, plan.index[segment[1] : segment[1] + segment[2]].min()
 
 
-def _one_further(plan: RaggedPlan) -> None:
+def one_further(plan: RaggedPlan) -> None:
     """Reads a row behind the last, which no segment has."""
     plan.segments[:, 2] += 1
     plan.readers[-1, 2] += 1
@@ -147,8 +147,8 @@ def _one_further(plan: RaggedPlan) -> None:
 
 MUTANTS += [
     ragged_mutant("a_reader_begins_with_its_segment", _from_the_start),
-    ragged_mutant("a_reader_ends_with_its_segment", _to_the_end),
+    ragged_mutant("a_reader_ends_with_its_segment", to_the_end),
     ragged_mutant("a_list_of_rows_is_read_as_a_run", _as_runs),
-    ragged_mutant("a_row_behind_the_last_is_read", _one_further),
+    ragged_mutant("a_row_behind_the_last_is_read", one_further),
     ragged_mutant("a_ragged_batch_ignores_its_sinks", sinks=None),
 ]

@@ -390,6 +390,10 @@ def take(a: ndarray, indices: ndarray, axis: int | None = None, out: Any = None)
     return kernel("take", lambda x, i: np.take(x, i, axis=axis, mode="wrap"), a, indices)
 
 
+def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> ndarray:
+    return kernel("arange", lambda: np.arange(start, stop, step, dtype))
+
+
 def concatenate(
     tup: tuple[ndarray, ...], axis: int = 0, out: Any = None, *, dtype: Any = None, casting: str = "same_kind"
 ) -> ndarray:
@@ -447,7 +451,10 @@ def copyto(dst: ndarray, src: ndarray, casting: str = "same_kind", where: Any = 
 def asarray(
     a: Any, dtype: Any = None, order: Any = None, *, copy: Any = None, blocking: bool = False
 ) -> ndarray:
-    return a if isinstance(a, ndarray) else made(a)
+    if isinstance(a, ndarray):
+        return a
+    ran("asarray")
+    return made(a)
 
 
 def ascontiguousarray(a: ndarray, dtype: Any = None) -> ndarray:
@@ -497,8 +504,8 @@ UFUNCS = (
     "rint",
 )  # fmt: skip
 FUNCTIONS = (
-    take, concatenate, tile, where, take_along_axis, argsort, argmax, copyto, asarray, ascontiguousarray,
-    asnumpy, may_share_memory, get_default_memory_pool,
+    take, arange, concatenate, tile, where, take_along_axis, argsort, argmax, copyto, asarray,
+    ascontiguousarray, asnumpy, may_share_memory, get_default_memory_pool,
 )  # fmt: skip
 CUDA = (
     Device, Stream, ExternalStream, Event, MemoryPointer, alloc, alloc_pinned_memory, get_current_stream,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import importlib
 import itertools
 import os
 import random
@@ -29,6 +30,7 @@ from kvcache.stores import FileStore, SnapshotCorrupt, StoreFull, StoreUnavailab
 from kvcache.stores.catalog import Catalog
 from kvcache.stores.folder import Folder
 from kvcache.stores.lockfile import HeldLock
+from kvcache.stores.mooncake.connecting import load
 from kvcache.testing.stores import content, read
 
 T = TypeVar("T")
@@ -621,7 +623,16 @@ def bugs(url: str) -> None:
         print(number, "noticed" if noticed else "not noticed")
 
 
+def import_once(kind: str) -> None:
+    """What a child that opens the store would import, each for itself."""
+    if kind == "valkey":
+        importlib.import_module("kvcache.stores.valkey.store")
+    elif kind == "mooncake":
+        load()
+
+
 if __name__ == "__main__":
+    import_once(kind_of(sys.argv[1]))
     try:
         globals()[sys.argv[2]](sys.argv[1], *sys.argv[3:])
     except SnapshotCorrupt as error:

@@ -1,29 +1,38 @@
-"""Attention over quantized storage, block by block: attention over the values that are read back."""
+"""Attention over quantized storage, by kernels and block by block: attention over what is read back."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
 import ml
+from backends import quantized_attention
 from kvcache import Batch, CausalCache, SlidingWindowCache
-from kvcache.attention import quantized_calls
-from kvcache.storage import quantized
+from kvcache.attention import planned, quantized_calls
+from kvcache.storage.quantized import QuantizedBuffer
 from ml import nn
 
 HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 64, 32
 
 
-@pytest.fixture(params=["numpy", "torch", "mlx"])
-def backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
-    if not any(info.name == request.param and info.available for info in ml.available_backends()):
-        pytest.skip(f"{request.param} cannot run here")
-    with ml.open_backend(request.param) as backend:
+KERNELS = "by the kernels of numba"
+
+
+@pytest.fixture(params=["numpy", "torch", "mlx", f"numpy {KERNELS}", f"torch {KERNELS}"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ml.Backend]:
+    name, _, how = request.param.partition(" ")
+    if not any(info.name == name and info.available for info in ml.available_backends()):
+        pytest.skip(f"{name} cannot run here")
+    if how:
+        pytest.importorskip("numba")
+        monkeypatch.setattr(planned, "attend_quantized", lambda *_: pytest.fail("read back in blocks"))
+    else:
+        monkeypatch.setattr(quantized_attention, "kernels", lambda: None)
+    with ml.open_backend(name) as backend:
         yield backend
 
 
@@ -93,19 +102,20 @@ def test_blocks_come_to_attention_over_all_that_is_read_back(
     assert pair.step({3: 1, 0: 1, 1: 1}) < 1e-5
 
 
+@pytest.mark.parametrize("backend", ["numpy", "torch", "mlx"], indirect=True)
 def test_no_more_than_a_block_is_read_back_at_a_time(
     backend: ml.Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(backend, ml.DType.Q8_0)
     pair.step({0: 150, 1: 120})
     read: list[int] = []
-    original = quantized.dequantize
+    original = QuantizedBuffer.decode
 
-    def spy(ctx: ml.Context, codes: ml.Tensor, *rest: Any) -> ml.Tensor:
-        read.append(math.prod(codes.shape[:-1]) // KV_HEADS)
-        return original(ctx, codes, *rest)
+    def spy(self: QuantizedBuffer, ctx: ml.Context, parts: list[ml.Tensor]) -> ml.Tensor:
+        read.append(math.prod(parts[0].shape[:-1]) // KV_HEADS)
+        return original(self, ctx, parts)
 
-    monkeypatch.setattr(quantized, "dequantize", spy)
+    monkeypatch.setattr(QuantizedBuffer, "decode", spy)
     pair.step({0: 1, 1: 1})
     assert max(read) <= quantized_calls.LEAST
     assert 2 * (151 + 121) <= sum(read) <= 2 * (151 + 121 + quantized_calls.LEAST)  # keys and values

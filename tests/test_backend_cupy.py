@@ -20,6 +20,7 @@ import pytest
 
 import ml
 from backends.cupy import plugin
+from kvcache import Batch, CausalCache
 from kvcache.testing.storing import StoringTests
 from kvcache.testing.suites.attending import AttendingTests
 from kvcache.testing.suites.moving import MovingTests
@@ -27,7 +28,7 @@ from kvcache.testing.suites.properties import PropertyTests
 from kvcache.testing.suites.quantized import QuantizedTests
 from kvcache.testing.suites.recurrent import RecurrentTests
 from ml import DType
-from ml.nn import generic_attention
+from ml.nn import Groups, generic_attention, grouped_matmul
 from ml.testing import BackendTests
 
 from .cupy_double import CUPY, double, module
@@ -299,6 +300,48 @@ def test_device_and_stream_are_entered_only_where_they_are_not_current(
             assert not entered
         work(given.new_context())
         assert set(entered) == {stream}
+
+
+# Uploads.
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["by-kernel", "by-calls"])
+def test_what_a_pass_needs_goes_to_the_device_in_one_copy_from_pinned_memory(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, kernel: bool
+) -> None:
+    """The cells, the plan, and what the kernel works by; the first pass included."""
+    if not kernel:
+        monkeypatch.setattr(backend, "ragged_attention", lambda *args: None)
+    ctx, cache, rng = backend.new_context(), CausalCache(), np.random.default_rng(3)
+    cache.init(backend, DType.F32, 3, 64, 64)
+    for step in range(3):
+        places = [(s, p) for s in range(3) for p in ([9 * s + step + 9] if step else range(9 * s + 10))]
+        rows = [rng.standard_normal((len(places), heads, 16)) for heads in (2, 2, 4)]
+        key, value, query = (ctx.from_numpy(x.astype(np.float32)) for x in rows)
+        with double.logged() as log:
+            cache.start_forward(ctx, Batch([p for _, p in places], [s for s, _ in places]))
+            for layer in range(2):
+                cache.set_layer(layer)
+                cache.put(ctx, key, value)
+                cache.attend(ctx, query, 0.25)
+        operations = [op for op, _, _ in log]
+        assert operations.count("asarray") == (1 if kernel or step else 0)
+        assert not {"set", "synchronize", "asnumpy"} & set(operations)
+
+
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16], ids=str)
+@pytest.mark.parametrize("counts", [[5, 0, 3], [0, 150, 250, 1]], ids=["few", "many"])
+def test_products_with_matrices_of_their_own_ask_nothing_of_the_host(
+    ctx: Any, dtype: DType, counts: list[int]
+) -> None:
+    groups, random = np.repeat(np.arange(len(counts), dtype=np.int32), counts), np.random.default_rng(4)
+    x, weight = random.normal(size=(len(groups), 8)), random.normal(size=(len(counts), 8, 8))
+    given = [ctx.from_numpy(x, dtype), ctx.from_numpy(weight, dtype), Groups(ctx.from_numpy(groups))]
+    with double.logged() as log:
+        found = grouped_matmul(ctx, *given)
+    assert not {"set", "synchronize", "asnumpy", "asarray"} & {op for op, _, _ in log}
+    right = np.einsum("ri,rio->ro", x, weight[groups])
+    np.testing.assert_allclose(found.to_numpy().astype(np.float32), right, atol=0.15, rtol=0.05)
 
 
 # Pages.

@@ -21,8 +21,17 @@ GUIDE = Path(__file__).resolve().parents[1] / "docs" / "writing-a-backend.md"
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 CONTINUED = " (continued)"
 SUITES = ("ml.testing", "kvcache.testing")
-SAMPLE = 1 if os.environ.get("ML_LONG") else 8
+LONG = bool(os.environ.get("ML_LONG"))
+SAMPLE = 1 if LONG else 8
 """Of the suites' tests every eighth, unless ML_LONG=1."""
+TAKEN_OVER = f"""
+from ml.testing import BackendTests
+
+class TestCompiled(BackendTests):
+    backend_name = "mine"
+    case_stride = {1 if LONG else 12}
+"""
+"""Of what the recipe compiles, every twelfth case of a table, unless ML_LONG=1."""
 
 
 class Block(NamedTuple):
@@ -76,20 +85,27 @@ def test_the_guide_leads_from_nothing_to_green(project: Path, plugins: Any) -> N
     assert "TestCaches" in collected
 
 
-@pytest.mark.parametrize("chosen", ["--ml-quick", "-k=attention or sinks or hands_them or matmul"])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ("--pyargs", *SUITES, "--ml-backend=mine", "--ml-quick"),
+        ("test_compiled.py", "-k=attention or sinks or hands_them or rows_are_multiplied"),
+    ],
+    ids=["the quick part", "what is compiled"],
+)
 def test_the_recipe_for_frameworks_that_compile_is_green(
-    project: Path, plugins: Any, monkeypatch: pytest.MonkeyPatch, chosen: str
+    project: Path, plugins: Any, monkeypatch: pytest.MonkeyPatch, chosen: tuple[str, ...]
 ) -> None:
     pytest.importorskip("jax")
     monkeypatch.setenv("XLA_FLAGS", QUICK_TO_COMPILE)
+    (plugins.path / "test_compiled.py").write_text(TAKEN_OVER, encoding="utf-8")
     record = plugins.path / "ml_backend_mine" / "__init__.py"
     text = record.read_text(encoding="utf-8")
     changed = text.replace("_mine.backend", "_mine.compiled").replace("MineBackend", "CompiledBackend")
     assert changed != text
     record.write_text(changed, encoding="utf-8")
     try:
-        command = [sys.executable, "-m", "pytest", "--pyargs", *SUITES, "--ml-backend=mine", chosen]
-        assert " passed" in plugins.run(command, sample=1 if chosen == "--ml-quick" else SAMPLE)
+        assert " passed" in plugins.run([sys.executable, "-m", "pytest", *chosen])
     finally:
         record.write_text(text, encoding="utf-8")
 

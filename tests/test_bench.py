@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -129,13 +128,16 @@ def test_what_is_measured_has_a_row_for_ours_and_for_the_floor(name: str) -> Non
     assert all(row.contender in bench.shown(row) for row in rows)
 
 
-def test_the_command_prints_rows_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [(), ("--dtype", "f16", "--cache-type-v", "q4_0")], ids=["plain", "stored"]
+)
+def test_the_command_prints_rows_as_json(monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:
     from kvcache.command.app import app
 
     monkeypatch.setattr(bench, "_LENGTHS", (8, 16, 24))
     original = bench.measure
-    monkeypatch.setattr(bench, "measure", lambda *args: original(*args, prompted=8))
-    result = CliRunner().invoke(app, ["bench", "--quick", "--json"])
+    monkeypatch.setattr(bench, "measure", lambda *args, **options: original(*args, prompted=8, **options))
+    result = CliRunner().invoke(app, ["bench", "--quick", "--json", *options])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.output)
     assert rows[0]["measurement"] == "put + get of 1 after 8"

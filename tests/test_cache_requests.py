@@ -39,7 +39,9 @@ def _numpy() -> ml.Backend:
     return ml.open_backend("numpy")
 
 
-@pytest.mark.parametrize("dtype", ["F32", np.float32, None, ml.DType.I32, ml.DType.BOOL], ids=repr)
+@pytest.mark.parametrize(
+    "dtype", ["Q9_0", "F32/F32/F32", np.float32, None, ml.DType.I32, ("F32", ml.DType.BOOL), ()], ids=repr
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_init_refuses_what_keys_and_values_cannot_be(numpy: ml.Backend, kind: str, dtype: Any) -> None:
     cache = KINDS[kind]()

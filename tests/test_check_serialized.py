@@ -37,9 +37,10 @@ from .prefix.rigs.stores import PlainStore
 
 TOKENS = [4, *range(10, 17)]
 """The first one brings an encoder's output."""
-STRANGE = (None, -1, 0, 1, 7, 2**62, 2**70, True, 1.5, "x", "F16", [], {}, [[1]], [0, 0, 0])
-CASES = [(cache, dtype) for cache in CACHES for dtype in (DType.F32, DType.Q4_0)]
-every_cache = pytest.mark.parametrize(("cache", "dtype"), CASES, ids=[f"{c} {d.name}" for c, d in CASES])
+STRANGE = (None, -1, 0, 1, 7, 2**62, 2**70, True, 1.5, "x", "F16", "F16/Q4_0", [], {}, [[1]], [0, 0, 0])
+CASES = [(cache, dtype) for cache in CACHES for dtype in ("F32", "Q4_0")]
+CASES += [("causal", "F16/AFFINE4_32"), ("causal", "F8_E4M3/Q8_0")]
+every_cache = pytest.mark.parametrize(("cache", "dtype"), CASES, ids=[f"{c} {d}" for c, d in CASES])
 
 Place = tuple[Any, ...]
 
@@ -50,12 +51,12 @@ def backend() -> Iterator[ml.Backend]:
         yield backend
 
 
-def rig(backend: ml.Backend, cache: str, dtype: DType, *tiers: Any) -> Rig:
+def rig(backend: ml.Backend, cache: str, dtype: str, *tiers: Any) -> Rig:
     return Rig(ConversationSetup(cache, dtype=dtype), backend, None, tiers)
 
 
 @functools.cache
-def stored(backend: ml.Backend, cache: str, dtype: DType = DType.F32) -> dict[str, SerializedSnapshot]:
+def stored(backend: ml.Backend, cache: str, dtype: str = "F32") -> dict[str, SerializedSnapshot]:
     """The pages of a conversation by their keys, in memory of their own."""
     store = MemoryStore()
     with rig(backend, cache, dtype, store).prefix as prefix:
@@ -113,7 +114,7 @@ def forgeries(page: SerializedSnapshot) -> Iterator[SerializedSnapshot]:
 
 @every_cache
 def test_no_page_of_a_store_keeps_a_conversation_from_beginning(
-    backend: ml.Backend, cache: str, dtype: DType
+    backend: ml.Backend, cache: str, dtype: str
 ) -> None:
     pages, rnd = stored(backend, cache, dtype), random.Random(1)
     forged = [(key, other) for key, page in pages.items() for other in forgeries(page)]
@@ -176,7 +177,7 @@ def test_a_page_with_a_gap_is_no_conversations(backend: ml.Backend) -> None:
 
 @every_cache
 def test_what_is_checked_is_a_snapshot_that_the_cache_takes_or_refuses(
-    backend: ml.Backend, cache: str, dtype: DType
+    backend: ml.Backend, cache: str, dtype: str
 ) -> None:
     page = [*stored(backend, cache, dtype).values()][-1]
     judge(backend, cache, dtype, page)
@@ -184,7 +185,7 @@ def test_what_is_checked_is_a_snapshot_that_the_cache_takes_or_refuses(
         judge(backend, cache, dtype, other)
 
 
-def judge(backend: ml.Backend, cache: str, dtype: DType, page: SerializedSnapshot) -> None:
+def judge(backend: ml.Backend, cache: str, dtype: str, page: SerializedSnapshot) -> None:
     try:
         snapshot = deserialize(backend, page)
     except SnapshotCorrupt:
@@ -216,9 +217,11 @@ any_json = st.recursive(
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@given(data=st.data(), cache=st.sampled_from([*CACHES]), dtype=st.sampled_from([DType.F32, DType.Q8_0]))
+@given(
+    data=st.data(), cache=st.sampled_from([*CACHES]), dtype=st.sampled_from(["F32", "Q8_0", "F16/AFFINE4_32"])
+)
 def test_any_description_is_that_of_a_snapshot_or_corrupt(
-    backend: ml.Backend, data: st.DataObject, cache: str, dtype: DType
+    backend: ml.Backend, data: st.DataObject, cache: str, dtype: str
 ) -> None:
     page = [*stored(backend, cache, dtype).values()][-1]
     for _ in range(data.draw(st.integers(1, 3))):
@@ -262,7 +265,7 @@ def test_a_page_nested_without_end_is_corrupt(backend: ml.Backend) -> None:
 
 
 @every_cache
-def test_what_a_cache_makes_is_sound(backend: ml.Backend, cache: str, dtype: DType) -> None:
+def test_what_a_cache_makes_is_sound(backend: ml.Backend, cache: str, dtype: str) -> None:
     for page in stored(backend, cache, dtype).values():
         begin, end = check_serialized("test", page, complete=True)
         assert 0 <= begin < end <= len(TOKENS)

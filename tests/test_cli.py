@@ -98,6 +98,34 @@ def test_dtypes(make_model: Make, dtype: str) -> None:
     assert json.loads(result.stdout)["dtype"] == dtype.upper()
 
 
+@pytest.mark.parametrize(
+    ("options", "key", "value"),
+    [
+        ("--cache-dtype q8_0", 34 / 32, 34 / 32),
+        ("--cache-type-k F8_E4M3 --cache-type-v q4_0", 68 / 64, 18 / 32),
+        ("--cache-type-v affine4_64", 4, 0.5 + 8 / 64),
+        ("--cache-dtype f16 --cache-type-k bf16", 2, 2),
+    ],
+)
+def test_keys_and_values_have_types_of_their_own(
+    make_model: Make, options: str, key: float, value: float
+) -> None:
+    line = f"generate --model {make_model(head_dim=64)} --prompt abc --max-tokens 2 --json"
+    sizes = []
+    for more in ("", options):
+        result = run(f"{line} {more}")
+        assert result.exit_code == 0, result.stderr
+        sizes.append(json.loads(result.stdout)["statistics"]["cache_bytes"])
+    assert sizes[1] / sizes[0] == (key + value) / 8
+
+
+def test_an_unknown_type_is_told_those_that_there_are(make_model: Make) -> None:
+    result = run(f"generate --model {make_model()} --prompt a --cache-type-v q9")
+    assert result.exit_code == 2
+    assert "--cache-type-v" in result.stderr
+    assert "f32, f16, bf16, q8_0, q4_0, f8_e4m3, affine8_32" in " ".join(result.stderr.split())
+
+
 def test_the_backend_may_come_from_the_environment(make_model: Make) -> None:
     result = run("generate", "--model", make_model(), "--prompt", "a", env={"ML_BACKEND": "nothing"})
     assert result.exit_code == 1
@@ -291,6 +319,19 @@ def test_as_a_module_and_without_a_framework(make_model: Make) -> None:
     process = command("--version")
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out.strip()) == (0, "0.1.0")
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")])
+def test_threads_wait_without_spinning_unless_asked_to(given: dict[str, str], expected: str) -> None:
+    code = (
+        "import atexit, os, sys; from kvcache.command.main import main; sys.argv[1:] = ['--version']; "
+        "atexit.register(lambda: print(os.environ['OMP_WAIT_POLICY'], file=sys.stderr)); main()"
+    )
+    without = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=without | given, capture_output=True, text=True, check=True
+    )
+    assert ended.stderr.strip() == expected
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -169,6 +169,8 @@ def test_the_shell_is_told_commands_options_and_values(folder: Path) -> None:
     assert completed("kvcache gen") == ["generate"]
     assert "--prompt-file" in completed("kvcache generate --pr")
     assert completed("kvcache generate --dtype b") == ["bf16"]
+    for option in ("--cache-dtype", "--cache-type-k", "--cache-type-v"):
+        assert completed(f"kvcache generate {option} q") == ["q4_0", "q8_0"]
     assert completed("kvcache load ") == ["noah.kv"]
     assert completed("kvcache inspect n") == ["nest", "noah.kv"]
     assert completed("kvcache chat --store ne") == ["nest"]

@@ -247,6 +247,7 @@ def test_sessions_are_paged_out_and_restored_on_their_devices(kind: str, make_mo
                     for prompt in prompts:
                         tokens = engine.complete([prompt], GenerationOptions(4, ignore_eos=True))[0].tokens
                         answers.append(tokens)
+                        engine.prefix.flush()  # what left the device has come to host memory
                 said.append(answers)
                 reused.append(engine.prefix.stats.host)
     assert said[0] == said[1]

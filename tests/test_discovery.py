@@ -75,6 +75,12 @@ def install(folder: Path, *names: str) -> None:
         (info / "entry_points.txt").write_text(f"[ml.backends]\n{name} = plugin_{name}\n")
 
 
+def hide(folder: Path, *frameworks: str) -> None:
+    """As on a machine that has none of them, where nothing waits for their imports."""
+    for name in frameworks:
+        (folder / f"{name}.py").write_text("raise ModuleNotFoundError(f'No module named {__name__!r}')\n")
+
+
 def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if key != "ML_BACKEND"}
     path = os.pathsep.join([str(folder), str(ROOT)])
@@ -137,6 +143,7 @@ BROKEN_SHOWN = ("it went up in smoke", "no such chip", "a_framework_that_is_not_
 def crowd(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One process in which every broken plugin is installed beside two whole ones."""
     folder = tmp_path_factory.mktemp("crowd")
+    hide(folder, "torch", "cupy")
     install(folder, "whole", "second", "twin_too", *BROKEN)
     return ask(folder, EVERYTHING)
 
@@ -169,6 +176,7 @@ def test_broken_plugins_hide_no_other(crowd: Any) -> None:
 
 def test_the_command_shows_all_of_them(tmp_path: Path) -> None:
     pytest.importorskip("typer")
+    hide(tmp_path, "torch", "cupy")
     install(tmp_path, "whole", "probe", "missing", "absent", "open", "memory")
     done = run(tmp_path, "-m", "kvcache", "backends")
     assert done.returncode == 0, done.stderr
@@ -192,6 +200,7 @@ def test_the_command_shows_all_of_them(tmp_path: Path) -> None:
 
 def test_the_command_tells_all_of_it_as_json(tmp_path: Path) -> None:
     pytest.importorskip("typer")
+    hide(tmp_path, "torch", "cupy")
     install(tmp_path, "whole", "open", "missing")
     done = run(tmp_path, "-m", "kvcache", "backends", "--json")
     rows = {row["name"]: row for row in json.loads(done.stdout)}

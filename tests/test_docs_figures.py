@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pages, report
+from benchmarks import front, pages, report
 from benchmarks.pages import DOCS
 
 RESULTS = DOCS / "benchmarks" / "results.json"
@@ -33,9 +33,14 @@ def test_every_picture_that_is_shown_is_drawn_and_every_drawing_shown() -> None:
         for name in re.findall(r"\]\(([\w./-]+\.svg)\)", page.read_text(encoding="utf-8")):
             shown.add((page.parent / name).relative_to(DOCS).as_posix())
     found = drawings()
-    assert shown == set(found)
+    assert shown == set(found) | {front.FILE.name}
     assert all(b"<svg" in content and len(content) > 2000 for content in found.values())
-    assert not list(DOCS.rglob("*.svg"))
+    assert list(DOCS.rglob("*.svg")) == [front.FILE]
+
+
+def test_the_plot_of_the_front_page_is_that_of_its_figures() -> None:
+    """Else: python -m benchmarks.front."""
+    assert front.FILE.read_text(encoding="utf-8") == front.drawn()
 
 
 def test_a_record_has_what_fits_on_a_line_on_one(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,11 @@ import numpy as np
 import pytest
 
 import ml
-import ml.nn
 from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
 from kvcache.runner.drafts import ModelDraft
 from kvcache.runner.options import SpeculativeOptions
 
-from .named_backend import NamedBackend, NamedContext, NamedTensor
+from .named_backend import NamedBackend, NamedContext
 from .test_runner_models import peer
 
 PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(3, 97, 5)] for i in range(32)]
@@ -123,21 +123,38 @@ def test_a_step_reads_once_however_many_sequences_there_are(
                 assert not drafted or engine.speculation.accepted > 0
 
 
-def test_many_tokens_of_a_prompt_ask_once_a_layer_which_experts_they_chose(
-    reads: list[tuple[int, ...]], backend: ml.Backend, folders: dict[str, Path]
+@pytest.mark.parametrize("name", ["gpt-oss", "llama4"])
+def test_many_tokens_of_a_prompt_ask_nothing_of_the_experts_that_they_chose(
+    reads: list[tuple[int, ...]], backend: ml.Backend, folders: dict[str, Path], name: str
 ) -> None:
-    """Where there is no grouped product, for more than 256 pairs of a token and an expert."""
-    if backend.name == "torch":
-        pytest.skip("as on NumPy and MLX, where torch has a grouped product")
-    model = load_model(folders["gpt-oss"], backend)
-    with Engine(model, None, EngineOptions(max_sequences=2, capacity=128)) as engine:
-        for prompt in np.random.default_rng(0).integers(3, 97, (2, 100)):
+    """More than 256 pairs of a token and an expert, also where there is no grouped product."""
+    model = load_model(folders[name], backend)
+    with Engine(model, None, EngineOptions(max_sequences=4, capacity=128)) as engine:
+        for prompt in np.random.default_rng(0).integers(3, 97, (4, 100)):
             engine.submit(prompt.tolist(), MIXED[1])
-        reads.clear()
-        engine.step()
-        # Of the last layer only the last tokens are computed.
-        asked = model.config.layers - 1 if isinstance(backend, Elsewhere) else 0
-        assert len(reads) == asked + 1
+        while engine.busy:
+            reads.clear()
+            engine.step()
+            assert len(reads) == 1
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("gpt-oss", "F16"), ("llama4", "F32"), ("qwen3-next", "F16")])
+def test_a_step_on_cuda_waits_once(folders: dict[str, Path], name: str, dtype: str) -> None:
+    """For what was drawn, also after more than 256 pairs; for these dtypes torch has no grouped product."""
+    pytest.importorskip("torch")
+    from .cuda_double import cuda_double
+
+    with (
+        cuda_double() as transfers,
+        ml.open_backend("torch", device="cuda:0", dtype=ml.DType[dtype]) as backend,
+        Engine(load_model(folders[name], backend), None, EngineOptions(4, 128)) as engine,
+    ):
+        for i, prompt in enumerate(np.random.default_rng(0).integers(3, 97, (4, 100))):
+            engine.submit(prompt.tolist(), replace(MIXED[i], max_new_tokens=2))
+        while engine.busy:
+            transfers.clear()
+            engine.step()
+            assert [noted.kind for noted in transfers.waits] == ["download"]
 
 
 def test_a_draft_of_a_model_is_read_once(
@@ -160,15 +177,3 @@ def test_every_device_draws_the_same(folders: dict[str, Path]) -> None:
                     engine.step()
                 found.append([request.tokens for request in requests])
         assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("counts", [[1, 0, 0, 0], [2, 0, 3, 1], [60, 60, 80, 50], [100, 100, 100, 0]])
-def test_products_of_rows_and_their_matrices_elsewhere(counts: list[int]) -> None:
-    """Few rows, some, and more than are multiplied by every matrix."""
-    random, groups = np.random.default_rng(2), np.repeat(np.arange(4, dtype=np.int32), counts)
-    x, weight = random.normal(size=(len(groups), 6)), random.normal(size=(4, 6, 5))
-    with Elsewhere() as backend, backend.new_context() as ctx:
-        operands = (ctx.from_numpy(array, ml.DType.F32) for array in (x, weight))
-        found = ml.nn.grouped_matmul(ctx, *operands, ml.nn.Groups(ctx.from_numpy(groups)))
-        assert isinstance(found, NamedTensor)
-        np.testing.assert_allclose(found.to_numpy(), np.einsum("ri,rio->ro", x, weight[groups]), atol=1e-5)

@@ -298,9 +298,10 @@ def test_another_prompt_cache_in_the_middle_of_a_pass_is_refused() -> None:
 @pytest.mark.parametrize(
     ("entry", "named"),
     [
-        (lambda: CacheList(OwnKVCache(), OwnArraysCache(1)), "CacheList of KVCache, ArraysCache"),
+        (lambda: CacheList(OwnKVCache(), ChunkedKVCache(8)), "ChunkedKVCache"),
+        (lambda: CacheList(), "CacheList"),
         (lambda: OwnRotatingKVCache(max_size=8, keep=2), "RotatingKVCache with keep=2"),
-        (lambda: OwnArraysCache(3), "ArraysCache of 3 states"),
+        (lambda: OwnArraysCache(0), "ArraysCache"),
         (lambda: ChunkedKVCache(8), "ChunkedKVCache"),
     ],
 )

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import (
     LRUPromptCache,
+    QuantizedKVCache,
     can_trim_prompt_cache,
     save_prompt_cache,
     trim_prompt_cache,
@@ -278,6 +279,55 @@ def test_a_quantized_prompt_cache_is_saved_as_what_it_reads(tmp_path: Path) -> N
     assert models.largest([model(x, cache=prompt_cache)], [exact]) < 0.02 * float(mx.abs(exact).max())
     again = model(x, cache=load_prompt_cache(file, pool))
     assert models.largest([again], [exact]) < 0.02 * float(mx.abs(exact).max())
+
+
+def same_groups(one: Any, other: Any) -> None:
+    """The same tokens in the same words, scales and biases, of the same dtypes."""
+    assert type(one) is type(other) is QuantizedKVCache
+    assert (one.offset, one.bits, one.group_size) == (other.offset, other.bits, other.group_size)
+    parts = [[part for half in entry.keys_and_values() for part in half] for entry in (one, other)]
+    for mine, yours in zip(*parts, strict=True):
+        assert mine.dtype == yours.dtype
+        assert mx.array_equal(mine, yours)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 64)])
+def test_quantized_entries_of_mlx_lms_go_in_and_out_code_by_code(
+    bits: int, group: int, dtype: Any, tmp_path: Path
+) -> None:
+    """Of a file that mlx-lm wrote; what ours stores itself is, in the next steps, what mlx-lm would."""
+    model, file = models.make_llama(head_dim=64), str(tmp_path / "prompt.safetensors")
+    model.set_dtype(dtype)
+    theirs = [QuantizedKVCache(group_size=group, bits=bits) for _ in own_prompt_cache(model)]
+    mx.eval(model(mx.array([models.prompt_of(20)]), cache=theirs))
+    save_prompt_cache(file, theirs)
+    pool = CachePool(model, capacity=64, dtype=f"AFFINE{bits}_{group}")
+    found = load_prompt_cache(file, pool)
+    for ours, own in zip(found, theirs, strict=True):
+        same_groups(ours.to_quantized(group_size=group, bits=bits), own)
+    key, value = (mx.random.normal((1, theirs[0].keys[0].shape[1], 3, 64)).astype(dtype) for _ in "kv")
+    for ours, own in zip(found, theirs, strict=True):
+        ours.update_and_fetch(key, value)
+        own.update_and_fetch(key, value)
+    for ours, own in zip(found, theirs, strict=True):
+        same_groups(ours.to_quantized(group_size=group, bits=bits), own)
+
+
+def test_quantized_entries_are_read_where_the_pool_stores_something_else() -> None:
+    model = models.make_llama(head_dim=64)
+    theirs = [QuantizedKVCache(group_size=64, bits=8) for _ in own_prompt_cache(model)]
+    mx.eval(model(mx.array([models.prompt_of(20)]), cache=theirs))
+    found = adopt(theirs, CachePool(model, capacity=64))
+    for ours, own in zip(found, theirs, strict=True):
+        assert mx.array_equal(ours.keys, mx.dequantize(*own.keys_and_values()[0], group_size=64, bits=8))
+    other = adopt(theirs, CachePool(model, capacity=64, dtype=("AFFINE8_64", "AFFINE4_64")))
+    assert 0 < models.largest([other[0].values], [found[0].values]) < 1  # quantized again, to 4 bits
+    narrow = models.make_llama(head_dim=32)
+    with pytest.raises(kvcache.InvalidRangeError):
+        adopt(theirs, CachePool(narrow, capacity=64, dtype="AFFINE8_32"))
+    with pytest.raises(kvcache.InvalidRangeError, match=r"head_dim 32 .* blocks are 64"):
+        CachePool(narrow, capacity=64, dtype="AFFINE8_64")
 
 
 def test_a_batch_is_not_saved_as_if_it_were_one_prompt_cache(gemma: Any, tmp_path: Path) -> None:

@@ -18,7 +18,14 @@ import transformers
 
 import ml
 from kvcache import CacheFullError, InvalidRangeError, InvalidSequenceError, NotSupportedError, OrderError
-from kvcache.integrations.transformers import HFCache, HFStaticCache, install, rope_shift, uninstall
+from kvcache.integrations.transformers import (
+    HFCache,
+    HFPrefixCache,
+    HFStaticCache,
+    install,
+    rope_shift,
+    uninstall,
+)
 from kvcache.stores import MemoryStore
 
 from . import hf_models as hf
@@ -85,16 +92,22 @@ class TestStorage:
             made.to(torch.float32)
 
     @pytest.mark.parametrize(
-        ("dtype", "most"), [(ml.DType.F16, 0.02), (ml.DType.Q8_0, 1.0), (ml.DType.Q4_0, 8.0)]
+        ("dtype", "most", "bits"),
+        [
+            (ml.DType.F16, 0.02, 16),
+            (ml.DType.Q8_0, 1.0, 8.5),
+            (ml.DType.Q4_0, 8.0, 4.5),
+            ((torch.float16, "F8_E4M3"), 1.0, (16 + 9) / 2),
+            ("AFFINE8_32/Q4_0", 8.0, (10 + 4.5) / 2),
+        ],
     )
-    def test_smaller_storage_on_sliding_layers_too(self, dtype: ml.DType, most: float) -> None:
+    def test_smaller_storage_on_sliding_layers_too(self, dtype: Any, most: float, bits: float) -> None:
         made, ids = hf.model("gemma3", head_dim=32), hf.tokens(2, 30)
         plain, small = (HFCache(made.config, capacity=64, lookback=2, dtype=one) for one in (None, dtype))
         expected = [hf.feed(made, plain, ids[:, i : i + 6]) for i in range(0, 30, 6)]
         found = [hf.feed(made, small, ids[:, i : i + 6]) for i in range(0, 30, 6)]
         distance = float((torch.cat(found, 1) - torch.cat(expected, 1)).abs().max())
         assert 0 < distance < most
-        bits = {ml.DType.F16: 16, ml.DType.Q8_0: 8.5, ml.DType.Q4_0: 4.5}[dtype]
         assert small.nbytes * 32 == plain.nbytes * bits
 
     def test_a_dtype_of_torch_names_the_storage_too_and_anything_else_is_refused(self) -> None:
@@ -106,6 +119,14 @@ class TestStorage:
         assert cache.nbytes == same.nbytes
         with pytest.raises(ml.DTypeError, match=r"dtype='float16'.*ml.DType.*torch.dtype"):
             HFCache(made.config, dtype="float16")  # type: ignore[arg-type]
+
+    def test_conversations_share_prefixes_in_a_pair_of_formats(self) -> None:
+        made, ids = hf.model("llama", head_dim=32), hf.tokens(1, 20)
+        with HFPrefixCache(made, capacity=64, max_sequences=2, dtype=("Q8_0", "Q4_0")) as prefix:
+            for cached in (0, 19):
+                with prefix.begin(ids[0].tolist()) as session:
+                    assert session.cached == cached
+                    made(ids[:, cached:], past_key_values=session.cache)
 
     @pytest.mark.parametrize("backend", ["numpy", "mlx", "torch"])
     def test_keys_on_another_backend(self, backend: str, open_any: Any) -> None:
@@ -455,19 +476,19 @@ class TestInstalling:
 
     def test_what_it_cannot_serve_keeps_its_own_cache(self, caplog: pytest.LogCaptureFixture) -> None:
         torch.manual_seed(0)
-        config = transformers.FalconH1Config(
-            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8,
-            mamba_chunk_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        config = transformers.ZayaConfig(
+            vocab_size=97, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1, head_dim=16,
+            num_attention_heads=2, num_key_value_heads=2, num_experts=2, pad_token_id=0, bos_token_id=1,
+            eos_token_id=None,
         )  # fmt: skip
-        made = transformers.FalconH1ForCausalLM(config).eval()
-        with pytest.raises(NotSupportedError, match="hybrid"):
+        made = transformers.ZayaForCausalLM(config).eval()
+        with pytest.raises(NotSupportedError, match="and not its inputs"):
             HFCache(config)
         expected = hf.generate(made, hf.inputs("llama", 1))
         with install(), caplog.at_level(logging.WARNING, logger="kvcache.transformers"):
             found = hf.generate(made, hf.inputs("llama", 1))
         assert found.distance(expected) == 0.0
-        assert "FalconH1ForCausalLM keeps transformers' own cache" in caplog.text
+        assert "ZayaForCausalLM keeps transformers' own cache" in caplog.text
 
     def test_caches_of_the_caller_and_quantized_ones_stay(self) -> None:
         made = hf.model("llama")

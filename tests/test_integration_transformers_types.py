@@ -245,6 +245,55 @@ def test_steps_of_grouped_heads_come_to_the_kernel_that_a_static_cache_has(
     assert {call[1:] for call in found[0]} == {(2, True, False)}
 
 
+class TestAttentionAndStatesInOneLayer:
+    """Falcon-H1 has the states' turn first in each layer, Zamba that of attention."""
+
+    @pytest.mark.parametrize("label", ["falcon_h1", "zamba"])
+    def test_a_layer_goes_back_as_a_whole(self, label: str) -> None:
+        case, ids = census.Case(label), census.tokens(2, 9)
+        cache, other = case.ours(), case.ours()
+        for made in (cache, other):
+            case.feed(made, ids[:, :5])
+        cache.checkpoint()
+        for _ in range(3):
+            case.feed(cache, ids[:, :1])
+        cache.crop(5)
+        for i in range(5, 9):
+            hf.close(case.feed(cache, ids[:, i : i + 1]), case.feed(other, ids[:, i : i + 1]))
+        assert cache.get_seq_length() == 9
+        with pytest.raises(NotSupportedError, match="recurrent states can go back"):
+            cache.crop(7)
+
+    def test_fixed_shapes_are_not_cropped_in_part(self) -> None:
+        case, ids = census.Case("falcon_h1"), census.tokens(2, 9)
+        cache = HFStaticCache(case.config, capacity=32)
+        case.feed(cache, ids)
+        with pytest.raises(NotSupportedError, match="2 tokens of recurrent states"):
+            cache.crop(-2)
+        assert int(cache.get_seq_length()) == 9
+
+    def test_a_pass_that_stops_between_the_two_is_noticed(self) -> None:
+        case, ids = census.Case("falcon_h1"), census.tokens(2, 6)
+        cache, other = case.ours(), case.ours()
+        case.feed(cache, ids)
+        case.feed(other, ids)
+        attention = case.model.model.layers[1].self_attn
+        forward = attention.forward
+
+        def fail(*args: Any, **named: Any) -> None:
+            raise MemoryError("the device is full")
+
+        attention.forward = fail
+        with pytest.raises(MemoryError):
+            case.feed(cache, ids[:, :1])
+        attention.forward = forward
+        with pytest.raises(OrderError, match="did not reach all layers"):
+            case.feed(cache, ids[:, :1])
+        cache.reset()
+        case.feed(cache, ids)
+        hf.close(case.feed(cache, ids[:, :1]), case.feed(other, ids[:, :1]))
+
+
 class TestRefusals:
     def test_a_model_that_keeps_its_own_cache_is_told_of_once(self, caplog: pytest.LogCaptureFixture) -> None:
         case = census.Case("axk2")
@@ -258,7 +307,7 @@ class TestRefusals:
         [
             ("deepseek_v4", "'heavily_compressed_attention'"),
             ("axk2", "'indexed_attention'"),
-            ("falcon_h1", "'hybrid'"),
+            ("zaya", "and not its inputs"),
             ("blt", "does not say which layers"),
             ("rwkv", "takes no cache of keys and values"),
             ("openai-gpt", "takes no cache of keys and values"),

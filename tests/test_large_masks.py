@@ -11,6 +11,8 @@ import pytest
 import ml
 from kvcache import Batch, CausalCache, ChunkedCache, SlidingWindowCache
 from kvcache.attention import masks
+from kvcache.attention.device_copies import HostArrays
+from kvcache.attention.read_plan import plan_read
 
 KINDS: dict[str, Callable[[], Any]] = {
     "causal": CausalCache,
@@ -114,8 +116,24 @@ def test_a_kept_mask_is_written_in_place_and_not_made_anew(backend: ml.Backend) 
         kept = []
         for position in range(2, 12):
             follower.decode(position, [0, 1, 2])
-            kept.append(follower.cache.pass_under_way().kept.tensor)
-        assert len({id(tensor) for tensor in kept}) <= 4  # a new one whenever the spare columns are used up
+            kept.append(follower.cache.pass_under_way().kept)
+        assert len({id(mask) for mask in kept}) <= 4  # a new one whenever the spare columns are used up
+
+
+def test_a_kept_mask_that_nobody_asked_for_in_a_step_is_made_anew(backend: ml.Backend) -> None:
+    """A pass that is expected to be read by ``get`` plans its mask, and may be read otherwise."""
+    with backend.new_context() as ctx:
+        follower = Follower(backend, ctx, CausalCache)
+        everyone = list(range(SEQUENCES))
+        for seq in everyone:
+            follower.step([0, 1, 2], [seq] * 3)
+        follower.decode(3, everyone)
+        follower.cache.start_forward(ctx, Batch([4] * SEQUENCES, everyone))
+        forward = follower.cache.pass_under_way()
+        kept = forward.kept
+        assert kept.follow(HostArrays(), plan_read(forward.table, forward.groups))
+        follower.decode(5, everyone)
+        assert follower.cache.pass_under_way().kept is kept
 
 
 def test_what_happens_between_steps_is_not_missed(backend: ml.Backend) -> None:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache.storage.quantized import dequantize, quantize
-from kvcache.testing.suites.quantized import bound
+from kvcache.formats import CacheFormat
 from ml import DType
 
 quants = pytest.importorskip("gguf.quants")
@@ -51,7 +50,8 @@ def parts(blob: np.ndarray, codec: DType) -> tuple[np.ndarray, np.ndarray]:
 @both_formats
 def test_codes_and_scales_are_those_of_gguf(ctx: ml.Context, codec: DType) -> None:
     x = samples()
-    codes, scales = (tensor.to_numpy() for tensor in quantize(ctx, ctx.from_numpy(x), codec))
+    encoded = CacheFormat.of(codec).key.encode(ctx, ctx.from_numpy(x))
+    codes, scales = (tensor.to_numpy() for tensor in encoded)
     wanted_codes, wanted_scales = parts(quants.quantize(x, FORMATS[codec]), codec)
     np.testing.assert_array_equal(scales, wanted_scales)
     # gguf computes in float64 what GGML and we compute in float32: a value on the edge of two codes
@@ -72,8 +72,9 @@ def _unpacked(codes: np.ndarray, codec: DType) -> np.ndarray:
 @both_formats
 def test_gguf_reads_what_we_store_as_we_do(ctx: ml.Context, codec: DType) -> None:
     x = samples()
-    codes, scales = quantize(ctx, ctx.from_numpy(x), codec)
-    ours = dequantize(ctx, codes, scales, codec).to_numpy()
+    stored = CacheFormat.of(codec).key
+    codes, scales = stored.encode(ctx, ctx.from_numpy(x))
+    ours = stored.decode(ctx, (codes, scales), x.shape[1]).to_numpy()
     packed = np.concatenate(
         [
             scales.to_numpy()[:, :, None].view(np.uint8),
@@ -87,6 +88,7 @@ def test_gguf_reads_what_we_store_as_we_do(ctx: ml.Context, codec: DType) -> Non
 @both_formats
 def test_the_error_stays_within_the_bound_of_the_format(ctx: ml.Context, codec: DType) -> None:
     x = samples()
-    read = dequantize(ctx, *quantize(ctx, ctx.from_numpy(x), codec), codec).to_numpy()
-    assert (np.abs(read - x) <= bound(x, codec)).all()
+    stored = CacheFormat.of(codec).key
+    read = stored.decode(ctx, stored.encode(ctx, ctx.from_numpy(x)), x.shape[1]).to_numpy()
+    assert (np.abs(read - x) <= stored.bound(x, DType.F32)).all()
     assert np.abs(read - x).max() > 0

@@ -11,9 +11,30 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import Batch, CausalCache, HostTier, InvalidRangeError, PrefixCache
+from kvcache import (
+    Batch,
+    CausalCache,
+    EncoderCache,
+    HostTier,
+    InvalidRangeError,
+    PrefixCache,
+    RecurrentCache,
+    WrapperCache,
+)
 from kvcache.storage.sizes import bytes_text, parse_bytes
 from kvcache.stores import FileStore, MemoryStore
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [CausalCache(), EncoderCache(), RecurrentCache((4, 3), (2, 4, 4)), WrapperCache(CausalCache())],
+    ids=lambda cache: type(cache).__name__,
+)
+def test_completion_offers_what_users_call(cache: Any) -> None:
+    shown = {name for name in dir(cache) if not name.startswith("_")}
+    assert {"init", "start_forward", "set_layer", "put", "get", "attend", "remove", "copy_prefix"} <= shown
+    assert not [name for name in shown if name.startswith("prepare_")]
+    assert shown.isdisjoint({"storage", "snapshots", "editor", "mark", "land", "settings", "mark_lost"})
 
 
 def test_a_cache_says_what_it_is_and_how_full(numpy_backend: ml.Backend) -> None:
@@ -100,6 +121,8 @@ def test_stores_say_where_they_are(tmp_path: Path) -> None:
 
 def test_the_package_knows_its_version() -> None:
     assert kvcache.__version__ == version("ml-kvcache")
+    citation = Path(__file__).resolve().parents[1] / "CITATION.cff"
+    assert f"\nversion: {kvcache.__version__}\n" in citation.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,9 @@ def test_a_rank_whose_other_never_starts_waits_no_longer_than_its_limit(engine: 
 
 
 def test_ranks_that_start_one_after_the_other_join(engine: str) -> None:
-    """Later than MLX itself would wait for is not tried here: that is 15 s."""
+    """Later than MLX itself would wait for is not tried here: that is 15 s. torch waits by itself."""
+    if engine == "torch" and "ML_LONG" not in os.environ:
+        pytest.skip("torch's own wait, in processes that start slowly: set ML_LONG=1")
     with local_ranks(2) as variables:
         first = joining(engine, 60, variables[1])
         time.sleep(1.5)

@@ -313,7 +313,11 @@ def test_cache_bytes_are_what_the_cache_allocates(small: Any) -> None:
         with generator_of(small, capacity=40, max_sequences=3, cache_dtype=dtype) as generator:
             generator.complete([[1]], GenerationOptions(1))
             assert generator.cache.nbytes == generator.cache_bytes  # type: ignore[attr-defined]
-    assert cache_bytes(small.config, ml.DType.Q8_0, 1, 32) == 2 * 2 * 2 * 8 * 34
+    wide = replace(small.config, head_dim=32)
+    assert cache_bytes(wide, ml.DType.Q8_0, 1, 32) == 2 * 32 * 2 * 2 * 34
+    assert cache_bytes(wide, (ml.DType.Q8_0, "Q4_0"), 1, 32) == 2 * 32 * 2 * (34 + 18)
+    with pytest.raises(kvcache.InvalidRangeError, match="head_dim 8"):
+        cache_bytes(small.config, ml.DType.Q8_0, 1, 32)
 
 
 def test_a_cache_that_does_not_fit_is_refused_before_it_is_made(small: Any) -> None:

@@ -381,7 +381,8 @@ class TestRefusals:
         [
             ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported"),
             ("gemma3", {"layer_types": ["full_attention"]}, "1 layer_types for 3 layers"),
-            ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
+            ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
+            ("gemma3", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
             ("llama4", {"layer_types": ["mamba"] * 3}, "layer type 'mamba' is not supported"),
             ("qwen3-next", {"linear_num_key_heads": 3}, "4 linear value heads for 3 key heads"),
             ("qwen3.5", {"hidden_act": "relu"}, "hidden_act='relu' is not supported"),

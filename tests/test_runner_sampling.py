@@ -5,6 +5,7 @@ The reference is written here in float64, row by row, after the definitions.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,10 +46,12 @@ def draw(request: pytest.FixtureRequest) -> Iterator[Draw]:
         yield by_tensors(backend)
 
 
-def distribution(logits: np.ndarray, temperature: float, k: int, p: float) -> tuple[np.ndarray, np.ndarray]:
+def distribution(
+    logits: np.ndarray, temperature: float, k: int, p: float, least: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokens in the order in which they are drawn from, and their probabilities."""
     values = logits.astype(np.float64) / temperature
-    cut = 0 < k < len(values) or p < 1
+    cut = 0 < k < len(values) or p < 1 or least > 0
     order = np.argsort(-values, kind="stable") if cut else np.arange(len(values))
     order = order[: k or None]
     weights = np.exp(values[order] - values.max())
@@ -56,22 +59,29 @@ def distribution(logits: np.ndarray, temperature: float, k: int, p: float) -> tu
     if p < 1:
         count = next((i for i, edge in enumerate(np.cumsum(weights)) if edge >= p), len(weights) - 1) + 1
         order, weights = order[:count], weights[:count] / weights[:count].sum()
-    return order, weights
+    kept = weights >= least * weights.max()
+    return order[kept], weights[kept] / weights[kept].sum()
 
 
-def settings_of(*rows: tuple[float, int, float, float]) -> nn.Draws:
+Row = tuple[float, int, float, float] | tuple[float, int, float, float, float]
+"""Temperature, top-k, top-p, ``uniform``, and min-p where there is one."""
+
+
+def settings_of(*rows: Row) -> nn.Draws:
     return nn.Draws(*np.array(rows, np.float64).T)
 
 
-def check_row(token: int, logits: np.ndarray, row: tuple[float, int, float, float]) -> None:
+def check_row(token: int, logits: np.ndarray, row: tuple[float, int, float, float, float]) -> None:
     """The reference's token, or where ``uniform`` or p is within rounding of an edge, one beside it."""
-    temperature, k, p, uniform = row
+    temperature, k, p, uniform, least = row
     if temperature == 0:
         assert token == int(np.argmax(logits))
         return
     found: list[int] = []
-    for share in {p, *(min(1.0, p + d) for d in (-ROUNDING, ROUNDING) if p < 1)}:
-        order, weights = distribution(logits, temperature, k, share)
+    shares = {p, *(min(1.0, p + d) for d in (-ROUNDING, ROUNDING) if p < 1)}
+    floors = {least, *(least * (1 + d) for d in (-ROUNDING, ROUNDING))}
+    for share, floor in itertools.product(shares, floors):
+        order, weights = distribution(logits, temperature, k, share, floor if floor <= 1 else least)
         edges = np.cumsum(weights)
         low, high = (
             int(np.searchsorted(edges, np.clip(uniform + d, 1e-30, edges[-1]))) for d in (-ROUNDING, ROUNDING)
@@ -85,6 +95,7 @@ ROW = st.tuples(
     st.sampled_from([0, 1, 2, 7, 40, 1000]),
     st.sampled_from([1.0, 0.05, 0.5, 0.95]),
     st.integers(1, 1 << 24).map(lambda i: i * 2.0**-24),
+    st.sampled_from([0.0, 0.0, 1e-3, 0.2, 1.0]),
 )
 
 
@@ -95,7 +106,7 @@ ROW = st.tuples(
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_each_row_of_a_mixed_batch_is_what_the_reference_says(
-    draw: Draw, data: st.DataObject, vocabulary: int, rows: list[tuple[float, int, float, float]]
+    draw: Draw, data: st.DataObject, vocabulary: int, rows: list[tuple[float, int, float, float, float]]
 ) -> None:
     elements = st.one_of(st.floats(-20, 20, width=32), st.sampled_from([0.0, 3.0, float("-inf")]))
     logits = data.draw(hnp.arrays(np.float32, (len(rows), vocabulary), elements=elements))
@@ -115,14 +126,16 @@ def test_a_row_does_not_depend_on_the_others(draw: Draw) -> None:
     assert together.tolist() == [int(draw(logits[i : i + 1], settings_of(rows[i]))[0]) for i in range(24)]
 
 
-@pytest.mark.parametrize(("k", "p"), [(0, 1.0), (20, 1.0), (0, 0.8), (50, 0.9)])
-def test_frequencies_follow_the_probabilities(draw: Draw, k: int, p: float) -> None:
+@pytest.mark.parametrize(
+    ("k", "p", "least"), [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.8, 0.0), (50, 0.9, 0.0), (0, 1.0, 0.05)]
+)
+def test_frequencies_follow_the_probabilities(draw: Draw, k: int, p: float, least: float) -> None:
     """Chi-square over 20000 draws of fixed seeds."""
     logits = np.random.default_rng(1).normal(0, 2, 200).astype(np.float32)
     samplers = [Sampler(0.9, k, p, seed) for seed in range(40)]
     uniform = [sampler.uniform(i) for sampler in samplers for i in range(500)]
-    tokens = draw(np.repeat(logits[None], 20000, 0), settings_of(*((0.9, k, p, u) for u in uniform)))
-    order, probabilities = distribution(logits, 0.9, k, p)
+    tokens = draw(np.repeat(logits[None], 20000, 0), settings_of(*((0.9, k, p, u, least) for u in uniform)))
+    order, probabilities = distribution(logits, 0.9, k, p, least)
     counts = np.bincount(tokens, minlength=200)[order]
     assert counts.sum() == 20000
     often = probabilities * 20000 >= 5
@@ -169,6 +182,15 @@ def test_the_largest_are_in_descending_order_lower_places_first(x: np.ndarray, k
         assert [x for x in found if row[x] == row[x]] == [x for x in ranked[:k] if row[x] == row[x]]
 
 
+def test_a_token_half_as_likely_as_the_likeliest_is_kept_by_half(draw: Draw) -> None:
+    """Known by hand: 0.5, 0.25, 0.2, 0.05; after top-p, which does not change what is likeliest."""
+    logits = np.log(np.array([[0.2, 0.5, 0.05, 0.25]], np.float32))
+    for least, p, kept in ((0.49, 1.0, {1, 3}), (0.3, 1.0, {0, 1, 3}), (0.3, 0.6, {1, 3}), (1.0, 1.0, {1})):
+        uniform = np.linspace(0.01, 1, 40)
+        rows = np.repeat(logits, 40, 0)
+        assert set(draw(rows, settings_of(*((1.0, 0, p, u, least) for u in uniform))).tolist()) == kept
+
+
 # Seeds.
 
 
@@ -204,6 +226,8 @@ def test_without_a_seed_one_is_taken_and_told() -> None:
         ({"top_k": -1}, "top_k=-1"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),
+        ({"min_p": -0.1}, "min_p=-0.1"),
+        ({"min_p": 1.1}, "min_p=1.1"),
         ({"seed": -3}, "seed=-3"),
     ],
 )

@@ -99,10 +99,8 @@ def test_the_bundled_model_goes_on_on_every_backend(
 
 def test_heads_that_do_not_divide_into_blocks_are_refused(stories: Path) -> None:
     backend = ml.open_backend("numpy")
-    with engine_of(load_model(stories, backend), DType.Q8_0) as engine:
-        with pytest.raises(InvalidRangeError, match="head_dim 8 in a cache of Q8_0"):
-            go_on(engine, [1], 1)
-        assert len(engine.prefix.sessions) == 0
+    with pytest.raises(InvalidRangeError, match="head_dim 8 in a cache of Q8_0"):
+        engine_of(load_model(stories, backend), DType.Q8_0)
 
 
 @pytest.mark.parametrize("dtype", [DType.F16, DType.Q8_0], ids=lambda dtype: dtype.name)
@@ -175,7 +173,7 @@ def test_a_file_is_read_as_it_was_written(saved: SavedConversation, tmp_path: Pa
     again = read(tmp_path / "c.kv")
     for name in ("tokens", "evaluated", "model", "cache"):
         assert getattr(again, name) == getattr(saved, name)
-    assert (again.dtype, again.cache_dtype) == (DType.F32, DType.F32)
+    assert (again.dtype, again.cache_dtype) == (DType.F32, "F32")
     for name, array in saved.page.arrays.items():
         assert np.array_equal(again.page.arrays[name], array)
 
@@ -306,7 +304,7 @@ def test_a_saved_prompt_is_gone_on_with_by_several(tmp_path: Path) -> None:
             "file": str(other), "tokens": 5 + answer["prompt_tokens"], "bytes": other.stat().st_size
         }  # fmt: skip
         assert len(read(other).tokens) == record["saved"]["tokens"]
-        assert read(other).cache_dtype is DType.Q8_0
+        assert read(other).cache_dtype == "Q8_0"
 
 
 def test_a_conversation_that_came_to_its_end_needs_a_prompt(make_model: Make, tmp_path: Path) -> None:

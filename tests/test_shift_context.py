@@ -48,7 +48,8 @@ def run(model: Llama, cache: CausalCache, tokens: list[int], start: int = 0) -> 
 def stored(cache: CausalCache) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """Per layer K and V (tokens, kv_heads, head_dim), in the order of positions."""
     layers = cache.snapshot(0).layers
-    return {i: (layer.key[0].to_numpy(), layer.value[0].to_numpy()) for i, layer in layers.items()}
+    found = ((i, [tensor.to_numpy() for tensor in layer.tensors]) for i, layer in layers.items())
+    return {i: (key, value) for i, (key, value) in found}
 
 
 def turned(key: np.ndarray, by: int, theta: float) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -225,7 +226,7 @@ def start(engine: str, size: int, checks: Sequence[str], **job: Any) -> None:
         raise
 
 
-def greedy_jobs(alone: Any, size: int, count: int = 24) -> list[tuple[str, list[int], list[int], int]]:
+def greedy_jobs(alone: Any, size: int, count: int = 10) -> list[tuple[str, list[int], list[int], int]]:
     """The bundled model, and stories260K where it lies beside the repository."""
     jobs = []
     for path in (bundled_model(), STORIES):
@@ -289,7 +290,8 @@ def test_two_ranks_compute_what_one_does_and_keep_pages_of_their_own(
         "out_of_step",
     )
     start(engine, 2, (*checks, "lost_by_one", "conversations", "forgetful", "stored"), **job)
-    start(engine, 2, ["stored"], **job | {"again": True})  # other processes: nothing is computed again
+    if engine == "mlx" or "ML_LONG" in os.environ:  # the store knows no engine, and torch starts slowly
+        start(engine, 2, ["stored"], **job | {"again": True})  # other processes: nothing is computed again
 
 
 def test_four_ranks_compute_what_one_does(engine: str, alone: Any, make_model: Callable[..., Path]) -> None:

@@ -29,6 +29,9 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="fi
 
 ENGINES = ("torch", "mlx")
 LIMIT = 6.0
+long = pytest.mark.skipif(
+    "ML_LONG" not in os.environ, reason="the command does the same on both engines, which are tried below"
+)
 GENERATE = [sys.executable, "-m", "kvcache", "generate", "--dtype", "f32"]
 
 
@@ -211,7 +214,9 @@ def test_ranks_of_another_launcher_join_as_they_are(mlx: None) -> None:
 # When one rank ends or stops.
 
 
-@pytest.mark.parametrize(("engine", "victim"), [("torch", 1), ("mlx", 0)], indirect=["engine"])
+@pytest.mark.parametrize(
+    ("engine", "victim"), [pytest.param("torch", 1, marks=long), ("mlx", 0)], indirect=["engine"]
+)
 def test_a_killed_rank_ends_all_at_once_with_one_line(
     engine: str, endless: Callable[..., Running], victim: int
 ) -> None:
@@ -224,7 +229,9 @@ def test_a_killed_rank_ends_all_at_once_with_one_line(
     assert gone(list(running.ranks.values()))
 
 
-@pytest.mark.parametrize(("engine", "victim"), [("torch", 0), ("mlx", 1)], indirect=["engine"])
+@pytest.mark.parametrize(
+    ("engine", "victim"), [("torch", 0), pytest.param("mlx", 1, marks=long)], indirect=["engine"]
+)
 def test_a_frozen_rank_ends_all_within_the_limit_with_one_line(
     engine: str, endless: Callable[..., Running], victim: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -9,7 +10,16 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import Batch, CausalCache, SlidingWindowCache
+from kvcache import (
+    Batch,
+    CausalCache,
+    ChunkedCache,
+    EncoderCache,
+    RecurrentCache,
+    SlidingWindowCache,
+    WrapperCache,
+)
+from kvcache.attention import masks
 from ml.testing.attention import AttentionTests
 from ml.testing.optional import CapabilityTests
 from ml.testing.rows import RowTests
@@ -71,6 +81,8 @@ class Loop:
         cache.start_forward(ctx, Batch([p for _, p in places], [s for s, _ in places]))
         found: list[Any] = []
         for layer, (key, value, query) in enumerate(zip(*inputs, strict=True)):
+            if isinstance(cache, WrapperCache):
+                cache.set_layer_type(layer % len(cache.caches))
             cache.set_layer(layer)
             here = ctx.layer(layer)
             cache.put(here, key, value)
@@ -119,6 +131,34 @@ def restored(loop: Loop) -> Iterator[list[tuple[int, int]]]:
         yield [(1, 8 + i), (2, 20 + i)]
 
 
+def together(loop: Loop) -> Iterator[list[tuple[int, int]]]:
+    """The first pass has three sequences, of which one lies scattered: they take turns."""
+    yield [*tokens(0, 0, 9), *tokens(1, 0, 40)] + [(2 + i % 2, i // 2) for i in range(8)]
+    for i in range(2):
+        yield [(0, 9 + i), (1, 40 + i), (3, 4 + i)]
+
+
+def elsewhere(loop: Loop) -> Iterator[list[tuple[int, int]]]:
+    """The first pass of a cache goes on with what another has computed."""
+    ours, loop.cache = loop.cache, type(loop.cache)()
+    loop.cache.set_config(ours.config)
+    loop.cache.init(loop.backend, BF16, 4, 192, 64)
+    for seq, length in ((0, 30), (1, 7)):
+        loop.step(tokens(seq, 0, length))
+    taken = [loop.cache.snapshot(seq) for seq in (0, 1)]
+    loop.cache, theirs = ours, loop.cache
+    for seq, one in zip((2, 0), taken, strict=True):
+        one.detach()
+        assert ours.restore(seq, one)
+    theirs.close()
+    for i in range(2):
+        yield [(0, 7 + i), (2, 30 + i)]
+
+
+def two_kinds() -> WrapperCache:
+    return WrapperCache(SlidingWindowCache(16), CausalCache())
+
+
 SCENES: dict[str, Any] = {
     "decode": (decode, CausalCache, {}),
     "prefill": (prefill, CausalCache, {}),
@@ -132,9 +172,16 @@ SCENES: dict[str, Any] = {
     "F32": (mixed, CausalCache, {"dtype": ml.DType.F32, "stored": ml.DType.F32}),
     "sinks": (mixed, CausalCache, {"sinks": True}),
     "fixed": (decode, CausalCache, {"fixed_shapes": True}),
+    "together": (together, CausalCache, {}),
+    "restored-first": (elsewhere, CausalCache, {}),
+    "chunk": (mixed, lambda: ChunkedCache(16), {}),
+    "two-kinds": (mixed, two_kinds, {}),
+    "two-kinds-first": (together, two_kinds, {}),
+    "two-kinds-fixed": (together, two_kinds, {"fixed_shapes": True}),
+    "beside-states": (mixed, lambda: WrapperCache(RecurrentCache((1,), (1,)), CausalCache()), {}),
     "padded": (mixed, CausalCache, {"cache_padding": 8, "mask_batch_padding": 8}),
 }
-LAYOUTS = {"one": ["cuda:0"], "two": ["cuda:0", "cuda:1"], "host": ["cpu", "cuda:0"]}
+LAYOUTS = {"two": ["cuda:0", "cuda:1"], "host": ["cpu", "cuda:0"]}
 
 
 def opened(scene: str, devices: Sequence[str]) -> tuple[Loop, Any]:
@@ -146,26 +193,83 @@ def opened(scene: str, devices: Sequence[str]) -> tuple[Loop, Any]:
     return loop, places(loop)
 
 
+LARGE = ["decode", "mixed", "window-prefill", "chunk", "two-kinds", "padded"]
+
+
 @pytest.mark.parametrize(
-    ("devices", "get"),
-    [*((devices, False) for devices in LAYOUTS.values()), (LAYOUTS["two"], True)],
-    ids=[*LAYOUTS, "two-get"],
+    ("scene", "devices", "get", "large"),
+    [
+        *itertools.product(SCENES, ["two", "host"], [False], [False]),
+        *itertools.product(SCENES, ["two"], [True], [False]),
+        *itertools.product(LARGE, ["two"], [False, True], [True]),
+    ],
 )
-@pytest.mark.parametrize("scene", SCENES)
 def test_a_pass_neither_waits_nor_crosses_and_uploads_once(
-    transfers: Transfers, scene: str, devices: Sequence[str], get: bool
+    transfers: Transfers, monkeypatch: pytest.MonkeyPatch, scene: str, devices: str, get: bool, large: bool
 ) -> None:
-    """From the second pass of its kind on: the first does not know yet what will be read."""
-    loop, batches = opened(scene, devices)
-    for number, batch in enumerate(batches):
+    """To each device, the first pass included, with masks that the host writes or (``large``) the device."""
+    if large:
+        monkeypatch.setattr(masks, "HOST_LIMIT", 0)
+        monkeypatch.setattr(masks, "KEEP_LIMIT", 0)
+    loop, batches = opened(scene, LAYOUTS[devices])
+    for batch in batches:
         loop.step(batch, get, log=transfers)
         assert transfers.waits == []
         assert transfers.of("crossing") == []
         assert "scaled_dot_product_attention" not in transfers.operations
         uploaded = [noted.device for noted in transfers.of("upload")]
-        assert len(uploaded) <= (2 if not number else 1) * len({d for d in devices if d != "cpu"}), (
-            transfers.log
-        )
+        assert sorted(uploaded) == sorted(set(uploaded)), transfers.log
+
+
+def test_a_pass_that_is_read_in_another_way_uploads_twice_once(transfers: Transfers) -> None:
+    loop, found = Loop(["cuda:0"], SlidingWindowCache(16), BF16, BF16), []
+    for number, batch in enumerate(decode(loop)):
+        loop.step(batch, number > 3, log=transfers)
+        found.append(len(transfers.of("upload")))
+    assert found[3:] == [1, 2, 1]
+    for step in (3, 4):
+        loop.step([(0, 5 + step), (1, 40 + step), (2, 23 + step)], log=transfers)
+        found.append(len(transfers.of("upload")))
+    assert found[6:] == [2, 1]
+    reads = loop.cache.pass_under_way().reads()
+    assert reads.levels
+    assert not reads.shared, "what was foreseen once and not asked for is not foreseen again"
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["side by side", "in turns"])
+def test_what_encoders_gave_is_read_with_one_upload_or_none(transfers: Transfers, turns: bool) -> None:
+    loop = Loop(["cuda:0"], EncoderCache(), BF16, BF16)
+    ctx, cache = loop.ctx, loop.cache
+    cache.start_forward(ctx, Batch([0, 0], [0, 1]))
+    for layer in range(LAYERS):
+        cache.set_layer(layer)
+        cache.put(ctx, *(loop.made(6, KV_HEADS)[0] for _ in "kv"))
+    query = loop.made(4, HEADS)[0]
+    transfers.clear()
+    cache.start_forward(
+        ctx, Batch([1, 1, 2, 2] if turns else [1, 2, 1, 2], [0, 1] * 2 if turns else [0, 0, 1, 1])
+    )
+    for layer in range(LAYERS):
+        cache.set_layer(layer)
+        cache.attend(ctx, query, 1.0)
+    assert (len(transfers.of("upload")), transfers.waits) == (int(turns), [])
+
+
+def test_states_of_new_sequences_are_made_on_the_device(transfers: Transfers) -> None:
+    with ml.open_backend("torch", device="cuda:0") as backend, backend.new_context() as ctx:
+        cache = RecurrentCache((2, 3), (2, 2))
+        cache.init(backend, ml.DType.F32, 3, 16, 16)
+        for seq in range(3):
+            cache.start_forward(ctx, Batch([0], [seq]))
+            for layer in range(LAYERS):
+                cache.set_conv_state(ctx, layer, ctx.full((1, 2, 3), seq + 1, ml.DType.F32))
+                cache.set_recurrent_state(ctx, layer, ctx.zeros((1, 2, 2), ml.DType.F32))
+        cache.remove(1, 0)
+        transfers.clear()
+        cache.start_forward(ctx, Batch([0], [1]))
+        state = cache.conv_state(ctx, 0)
+        assert transfers.log == []
+        assert not state.to_numpy().any()
 
 
 @pytest.mark.parametrize("scene", SCENES)

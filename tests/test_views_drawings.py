@@ -19,7 +19,7 @@ from kvcache.storage.sizes import bytes_text
 from kvcache.views import look_at_mask, render
 from kvcache.views.blocks import CellMap, CellRun, NodeView, SequenceView
 from kvcache.views.canvas import fitted
-from kvcache.views.colors import sequence_color
+from kvcache.views.colors import DARK, EMPTY, PAPER, sequence_color
 from kvcache.views.pictures import CachePicture, MaskPicture, Picture, PrefixPicture
 from kvcache.views.text import cells_wide
 from kvcache.views.words import age_text, counted, preview, printable
@@ -386,3 +386,44 @@ def test_a_picture_beneath_text_goes_when_the_text_has_ended(numpy_backend: ml.B
     with Beneath(lambda: render(cache), console(file=silent, force_terminal=False, width=80)) as below:
         below.write("a\nb")
     assert silent.getvalue() == "a\nb"
+
+
+def test_a_page_tells_what_the_words_on_it_mean(
+    numpy_backend: ml.Backend, prefix_picture: PrefixPicture
+) -> None:
+    page = prefix_picture.html()
+    told = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    assert {"cell", "snapshot", "prefix tree", "tier", "node", "pinned"} <= set(told)
+    assert "checkpoint" not in told
+    assert "pinned" not in re.findall(r"<dt>(.*?)</dt>", drawn(numpy_backend).html())
+
+
+def test_every_colour_of_ours_has_one_for_the_dark(numpy_backend: ml.Backend) -> None:
+    document = drawn(numpy_backend).svg()
+    rules = document.split("@media(prefers-color-scheme:dark)")[1].split("</style>")[0]
+    grounds = {element.get("fill") for element in elements(document) if element.tag == f"{SVG}rect"} & set(
+        DARK
+    )
+    assert {PAPER, EMPTY} <= grounds
+    assert all(f'[fill="{color}"]{{fill:{DARK[color]}}}' in rules for color in grounds)
+
+
+def test_a_notebook_shows_caches_as_pictures(
+    numpy_backend: ml.Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interactive = pytest.importorskip("IPython.core.interactiveshell")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    shell = interactive.InteractiveShell()
+    shell.history_manager.end_session()
+    cache = bound(CausalCache(), numpy_backend)
+    store(cache, numpy_backend, 0, range(4))
+    assert "text/html" not in shell.display_formatter.format(cache)[0]
+    shell.run_line_magic("load_ext", "kvcache.views")
+    shown, _ = shell.display_formatter.format(cache)
+    assert shown["text/html"].startswith("<svg")
+    assert shown["text/plain"] == repr(cache)
+    with PrefixCache(bound(CausalCache(), numpy_backend)) as prefix:
+        assert "<svg" in shell.display_formatter.format(prefix)[0]["text/html"]
+    assert "text/html" not in shell.display_formatter.format(CausalCache())[0]
+    shell.run_line_magic("unload_ext", "kvcache.views")
+    assert "text/html" not in shell.display_formatter.format(cache)[0]

@@ -15,7 +15,8 @@ from backends.cupy.tensor import CupyTensor
 from backends.cupy.transfer import CupyPages
 from backends.numpylike import ArrayContext, element_strides
 from backends.placement import GPU_CALL_BYTES, PlacedBackend, PlacedContext
-from ml.base import Storage
+from backends.uploads import STAGED_BYTES, fill, lay_out
+from ml.base import BaseTensor, Storage
 from ml.capabilities import CacheConfig, PageTransfer
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
@@ -91,6 +92,14 @@ class CupyBackend(PlacedBackend):
             ctx.check("page_in", tensor)
         return self.pages.page_in(arrays, tensors)
 
+    def upload(self, ctx: CupyContext, arrays: Sequence[tuple[np.ndarray, DType]]) -> list[CupyTensor]:
+        """See :class:`ml.SupportsUpload`."""
+        ctx.check("upload")
+        hosts, starts, nbytes = lay_out(arrays)
+        packed = np.empty(nbytes, np.uint8)
+        fill(packed, hosts, starts)
+        return ctx.unpacked(packed, starts, arrays)
+
     def _device_memory(self, index: int, device: DeviceInfo, allocated: int) -> DeviceMemory:
         return DeviceMemory(device.name, allocated, *self.places[index].memory())
 
@@ -133,13 +142,42 @@ class CupyContext(PlacedContext, ArrayContext):
                 self._flat(result, pattern).fill(int(bits))
         return result
 
+    def _arange(self, start: float, step: float, count: int, dtype: DType) -> BaseTensor:
+        first, by = int(start), int(step)
+        if not count or not by or dtype not in (DType.I32, DType.I64):
+            return super()._arange(start, step, count, dtype)
+        with self.place.work("arange"):
+            return CupyTensor.own(self, cupy.arange(first, first + count * by, by, dtype.numpy), dtype)
+
     def _from_array(self, array: np.ndarray, dtype: DType) -> CupyTensor:
+        if 0 < array.size * dtype.itemsize <= STAGED_BYTES:
+            host = np.array(array, order="C", copy=None).reshape(-1).view(np.uint8)
+            storage = Storage(self.backend, self._staged(host), array.size, host.nbytes, self.device_index)
+            return CupyTensor.whole(storage, dtype, array.shape)
         result = self._empty(array.shape, dtype)
         if result.storage.size:
             host = np.array(array, order="C", copy=None).reshape(-1).view(np.uint8)
             with self.place.work("from_numpy"):
                 self._flat(result, host.dtype).set(host)
         return result
+
+    def _staged(self, host: np.ndarray) -> Any:
+        """U8 (bytes,) by CuPy's own pinned memory: an allocation, and a copy that nothing waits for."""
+        with self.place.work("from_numpy", f"{host.nbytes} bytes: "):
+            return cupy.asarray(host).data
+
+    def unpacked(
+        self, packed: np.ndarray, starts: Sequence[int], arrays: Sequence[tuple[np.ndarray, DType]]
+    ) -> list[CupyTensor]:
+        """What ``backends.uploads`` put together, on the device: storages in one allocation."""
+        if not packed.size:
+            return [self._empty(array.shape, dtype) for array, dtype in arrays]
+        whole, made = self._staged(packed), []
+        for start, (array, dtype) in zip(starts, arrays, strict=True):
+            nbytes = array.size * dtype.itemsize
+            storage = Storage(self.backend, whole + start, array.size, nbytes, self.device_index)
+            made.append(CupyTensor.whole(storage, dtype, array.shape))
+        return made
 
     def _flat(self, tensor: CupyTensor, dtype: np.dtype) -> Any:
         """All bytes of a new storage as one axis of ``dtype``."""

@@ -14,10 +14,12 @@ import numpy as np
 
 from backends.mlx import fused
 from backends.mlx.arrays import MLX_DTYPES, from_host, from_mlx_dtype, scalar, schedule
-from backends.mlx.block_formats import dequantized, quantized
 from backends.mlx.distributed import MlxGroup, join
 from backends.mlx.errors import device_errors
+from backends.mlx.formats import decoded, encoded
 from backends.mlx.partial import partial_attention
+from backends.mlx.quantized import quantized_attention
+from backends.mlx.quantized_store import MlxQuantizedStore
 from backends.mlx.ragged import ragged_attention
 from backends.mlx.storage import SIZE_LIMIT, WAIT_BYTES, MlxStorage
 from backends.mlx.store import MlxKVStore
@@ -80,6 +82,12 @@ class MlxBackend(BaseBackend):
         """See :class:`ml.SupportsKVStore`."""
         return MlxKVStore.over(self, self.work, key, value)
 
+    def quantized_store(
+        self, key: Sequence[MlxTensor], value: Sequence[MlxTensor], formats: tuple[str, str]
+    ) -> MlxQuantizedStore | None:
+        """See :class:`ml.SupportsQuantizedStore`."""
+        return MlxQuantizedStore.over(self, self.work, (*key, *value), formats)
+
     def overwrite(self, ctx: Any, tensor: MlxTensor) -> np.ndarray | None:
         """See :class:`ml.SupportsHostWrite`. None on a GPU."""
         ctx.check("overwrite", tensor)
@@ -111,17 +119,17 @@ class MlxBackend(BaseBackend):
         ctx.check("attention")
         return fused.attention(ctx, query, key, value, mask, scale, sinks)
 
-    def quantize(self, ctx: Any, x: MlxTensor, dtype: DType) -> tuple[MlxTensor, MlxTensor]:
+    def quantize(self, ctx: Any, x: MlxTensor, format: str) -> tuple[MlxTensor, ...] | None:
         """See :class:`ml.SupportsBlockFormats`."""
         ctx.check("quantize", x)
         with device_errors("quantize"):
-            return quantized(x, dtype)
+            return encoded(x, format)
 
-    def dequantize(self, ctx: Any, codes: MlxTensor, scales: MlxTensor, dtype: DType) -> MlxTensor:
+    def dequantize(self, ctx: Any, parts: Sequence[MlxTensor], format: str) -> MlxTensor | None:
         """See :class:`ml.SupportsBlockFormats`."""
-        ctx.check("dequantize", codes)
+        ctx.check("dequantize", parts[0])
         with device_errors("dequantize"):
-            return dequantized(codes, scales, dtype)
+            return decoded(parts, format)
 
     def partial_attention(
         self, ctx: Any, query: Any, key: Any, value: Any, mask: Tensor | CausalMask | None, scale: float
@@ -148,6 +156,22 @@ class MlxBackend(BaseBackend):
             return None
         with device_errors("ragged_attention"):
             return ragged_attention(ctx, query, key, value, plan, scale, sinks)
+
+    def quantized_attention(
+        self,
+        ctx: Any,
+        query: Any,
+        key: Sequence[Any],
+        value: Sequence[Any],
+        formats: tuple[str, str],
+        plan: RaggedPlan,
+        scale: float,
+        sinks: Any = None,
+    ) -> Any:
+        """See :class:`ml.SupportsQuantizedAttention`. Of affine groups alone."""
+        ctx.check("quantized_attention")
+        with device_errors("quantized_attention"):
+            return quantized_attention(query, key, value, formats, plan, scale, sinks)
 
     def rope(self, ctx: Any, x: Any, positions: Any, spec: RopeSpec) -> Any:
         ctx.check("rope")

@@ -11,7 +11,7 @@ from ml.dtypes import DType
 if TYPE_CHECKING:
     from backends.mlx.tensor import MlxTensor
 
-__all__ = ["dequantized", "quantized"]
+__all__ = ["blocks_of", "dequantized", "quantized"]
 
 BLOCK = 32
 """Values that share a scale."""
@@ -19,21 +19,27 @@ BLOCK = 32
 
 def quantized(x: MlxTensor, dtype: DType) -> tuple[MlxTensor, MlxTensor]:
     work = x.storage.work
+    eight = dtype is DType.Q8_0
     with work.lock, work.on_stream:
-        *outer, dim = x.shape
-        blocks = mx.reshape(mx.astype(x.read(), mx.float32), (*outer, dim // BLOCK, BLOCK))
-        if dtype is DType.Q8_0:
-            scale = mx.max(mx.abs(blocks), axis=-1, keepdims=True) * (1 / 127)
-            scaled = blocks * _inverse(scale)
-            codes = mx.astype(scaled + mx.where(scaled >= 0, 0.5, -0.5), mx.int8)  # half away from 0
-        else:
-            peak = mx.argmax(mx.abs(blocks), axis=-1, keepdims=True)
-            scale = mx.take_along_axis(blocks, peak, axis=-1) * (-1 / 8)
-            whole = mx.astype(mx.clip(blocks * _inverse(scale) + 8.5, 0, 15), mx.uint8)
-            codes = whole[..., : BLOCK // 2] | (whole[..., BLOCK // 2 :] << 4)
-        codes = mx.reshape(codes, (*outer, codes.shape[-1] * (dim // BLOCK)))
-        scales = mx.reshape(mx.astype(scale, mx.float16), (*outer, dim // BLOCK))
-        return x.wrap(codes, DType.I8 if dtype is DType.Q8_0 else DType.U8), x.wrap(scales, DType.F16)
+        codes, scales = blocks_of(x.read(), eight)
+        return x.wrap(codes, DType.I8 if eight else DType.U8), x.wrap(scales, DType.F16)
+
+
+def blocks_of(values: Any, eight: bool) -> tuple[Any, Any]:
+    """Codes and scales of an array of floats (..., dim); on the stream that is current."""
+    *outer, dim = values.shape
+    blocks = mx.reshape(mx.astype(values, mx.float32), (*outer, dim // BLOCK, BLOCK))
+    if eight:
+        scale = mx.max(mx.abs(blocks), axis=-1, keepdims=True) * (1 / 127)
+        scaled = blocks * _inverse(scale)
+        codes = mx.astype(scaled + mx.sign(scaled) * 0.5, mx.int8)  # half away from 0
+    else:
+        peak = mx.argmax(mx.abs(blocks), axis=-1, keepdims=True)
+        scale = mx.take_along_axis(blocks, peak, axis=-1) * (-1 / 8)
+        whole = mx.astype(mx.clip(blocks * _inverse(scale) + 8.5, 0, 15), mx.uint8)
+        codes = whole[..., : BLOCK // 2] | (whole[..., BLOCK // 2 :] << 4)
+    codes = mx.reshape(codes, (*outer, codes.shape[-1] * (dim // BLOCK)))
+    return codes, mx.reshape(mx.astype(scale, mx.float16), (*outer, dim // BLOCK))
 
 
 def dequantized(codes: MlxTensor, scales: MlxTensor, dtype: DType) -> MlxTensor:
@@ -50,4 +56,4 @@ def dequantized(codes: MlxTensor, scales: MlxTensor, dtype: DType) -> MlxTensor:
 
 def _inverse(scale: Any) -> Any:
     """1 / scale, and 0 where the scale is 0."""
-    return mx.where(scale == 0, 0.0, 1 / mx.where(scale == 0, 1.0, scale))
+    return mx.where(scale == 0, 0.0, mx.reciprocal(scale))

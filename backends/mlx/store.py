@@ -14,12 +14,12 @@ from ml.base import BaseBackend, Storage
 from ml.protocols import Tensor
 from ml.strided import Shape, contiguous_strides
 
-__all__ = ["MlxKVStore"]
+__all__ = ["Half", "MlxKVStore"]
 
 _new = object.__new__
 
 
-class _Half:
+class Half:
     """The keys, or the values: a whole storage, and along which of its axes the rows lie."""
 
     __slots__ = (
@@ -41,6 +41,18 @@ class _Half:
         self.one: Shape = (*sizes[: self.axis], 1, *sizes[self.axis + 1 :])
         """One row as it lies in the storage."""
         self.whole = tensor.offset == 0 and tuple(tensor.shape[axis] for axis in self.order) == sizes
+
+    @classmethod
+    def each(cls, *tensors: MlxTensor) -> list[Half] | None:
+        """None unless each tensor shows all of a storage of its own, rows along the same axis of it."""
+        for tensor in tensors:
+            if len(tensor.shape) != 3 or len(tensor.storage.shape) != 3 or min(tensor.shape) < 2:
+                return None  # an axis of size 1 has no stride to know it by
+        if len({id(tensor.storage) for tensor in tensors}) < len(tensors):
+            return None
+        halves = [cls(tensor) for tensor in tensors]
+        alike = all(half.whole and half.axis == halves[0].axis for half in halves)
+        return halves if alike else None
 
     def accept(self, source: Any, count: int, backend: BaseBackend) -> Any:
         """The array of ``source``, its axes in the order of the storage; None unless it is plain."""
@@ -80,7 +92,7 @@ class MlxKVStore:
 
     __slots__ = ("_backend", "_bytes", "_key", "_rows", "_value", "_work")
 
-    def __init__(self, backend: BaseBackend, work: MlxWork, key: _Half, value: _Half, rows: int) -> None:
+    def __init__(self, backend: BaseBackend, work: MlxWork, key: Half, value: Half, rows: int) -> None:
         self._backend = backend
         self._work = work
         self._key, self._value, self._rows = key, value, rows
@@ -89,15 +101,8 @@ class MlxKVStore:
     @classmethod
     def over(cls, backend: BaseBackend, work: MlxWork, key: MlxTensor, value: MlxTensor) -> MlxKVStore | None:
         """None unless both show all of a storage of their own, rows along the same axis of it."""
-        for tensor in (key, value):
-            if len(tensor.shape) != 3 or len(tensor.storage.shape) != 3 or min(tensor.shape) < 2:
-                return None  # an axis of size 1 has no stride to know it by
-        if key.storage is value.storage:
-            return None
-        halves = _Half(key), _Half(value)
-        if not (halves[0].whole and halves[1].whole) or halves[0].axis != halves[1].axis:
-            return None
-        return cls(backend, work, *halves, key.shape[0])
+        halves = Half.each(key, value)
+        return None if halves is None else cls(backend, work, halves[0], halves[1], key.shape[0])
 
     def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:
         backend = self._backend

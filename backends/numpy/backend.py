@@ -12,15 +12,18 @@ from typing import Any, Self
 
 import numpy as np
 
-from backends.numpy.block_formats import dequantized, quantized
 from backends.numpy.erf import erf
+from backends.numpy.formats import decoded, encoded
 from backends.numpylike import ArrayContext, ArrayTensor, element_strides
 from backends.placement import only_device
+from backends.quantized_attention import Codes, CodesStore, attend_codes, floats
+from backends.quantized_attention import encoded as compiled
 from ml.base import BaseBackend, BaseTensor, Storage
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, ReadOnlyError
 from ml.nn.grouped import runs
+from ml.ragged import RaggedPlan
 from ml.strided import Shape, contiguous_strides, extent, overlaps_itself
 
 __all__ = ["NumpyBackend", "NumpyContext", "NumpyTensor"]
@@ -53,21 +56,55 @@ class NumpyBackend(BaseBackend):
     def _new_context(self, max_graph_nodes: int) -> NumpyContext:
         return NumpyContext(self, max_graph_nodes)
 
-    def quantize(self, ctx: NumpyContext, x: NumpyTensor, dtype: DType) -> tuple[NumpyTensor, NumpyTensor]:
+    def quantize(self, ctx: NumpyContext, x: NumpyTensor, format: str) -> tuple[NumpyTensor, ...] | None:
         """See :class:`ml.SupportsBlockFormats`."""
         ctx.check("quantize", x)
-        eight = dtype is DType.Q8_0
-        codes, scales = quantized(x.native, eight)
-        own = NumpyTensor.own
-        return own(ctx, codes, DType.I8 if eight else DType.U8), own(ctx, scales, DType.F16)
+        found = compiled(x.native, format) or encoded(x.native, format)
+        if found is None:
+            return None
+        return tuple(NumpyTensor.own(ctx, part, DType.from_numpy(part.dtype)) for part in found)
 
-    def dequantize(
-        self, ctx: NumpyContext, codes: NumpyTensor, scales: NumpyTensor, dtype: DType
-    ) -> NumpyTensor:
+    def dequantize(self, ctx: NumpyContext, parts: Sequence[NumpyTensor], format: str) -> NumpyTensor | None:
         """See :class:`ml.SupportsBlockFormats`."""
-        ctx.check("dequantize", codes)
-        values = dequantized(codes.native, scales.native, dtype is DType.Q8_0)
-        return NumpyTensor.own(ctx, values, DType.F32)
+        ctx.check("dequantize", parts[0])
+        found = decoded([part.native for part in parts], format)
+        return None if found is None else NumpyTensor.own(ctx, found, DType.F32)
+
+    def quantized_attention(
+        self,
+        ctx: NumpyContext,
+        query: NumpyTensor,
+        key: Sequence[NumpyTensor],
+        value: Sequence[NumpyTensor],
+        formats: tuple[str, str],
+        plan: RaggedPlan,
+        scale: float,
+        sinks: NumpyTensor | None = None,
+    ) -> NumpyTensor | None:
+        """See :class:`ml.SupportsQuantizedAttention`. On one thread, by numba; None without it."""
+        ctx.check("quantized_attention", query)
+        keys, values = _codes(key, formats[0]), _codes(value, formats[1])
+        if keys is None or values is None:
+            return None
+        logits = None if sinks is None else floats(sinks.native)
+        out = attend_codes(floats(query.native) * np.float32(scale), keys, values, plan, logits, threads=1)
+        return (
+            None
+            if out is None
+            else NumpyTensor.own(ctx, out.astype(query.native.dtype, copy=False), query.dtype)
+        )
+
+    def quantized_store(
+        self, key: Sequence[NumpyTensor], value: Sequence[NumpyTensor], formats: tuple[str, str]
+    ) -> CodesStore | None:
+        """See :class:`ml.SupportsQuantizedStore`."""
+        keys, values = _codes(key, formats[0]), _codes(value, formats[1])
+        return None if keys is None or values is None else CodesStore(self, self._host, keys, values)
+
+    def _host(self, tensor: object) -> np.ndarray | None:
+        if type(tensor) is not NumpyTensor or tensor.backend is not self or not tensor.dtype.is_float:
+            return None
+        return tensor.native
 
     def borrow(self, ctx: NumpyContext, array: np.ndarray) -> BaseTensor:
         """See :class:`ml.SupportsZeroCopyRead`."""
@@ -138,6 +175,10 @@ class NumpyTensor(ArrayTensor):
 
     def _erf(self, x: np.ndarray) -> np.ndarray:
         return erf(x)
+
+
+def _codes(parts: Sequence[NumpyTensor], name: str) -> Codes | None:
+    return Codes.of([part.native for part in parts], name)
 
 
 def _aligned(make: Callable[..., Any], nbytes: int) -> np.ndarray:

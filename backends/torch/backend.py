@@ -11,14 +11,17 @@ import numpy as np
 import torch
 
 from backends.placement import GPU_CALL_BYTES, PlacedBackend, PlacedContext
+from backends.quantized_attention import CodesStore
 from backends.torch.attention import attend
-from backends.torch.block_formats import dequantized, quantized
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, pack, translated
 from backends.torch.devices import device_memory, find_places, release
 from backends.torch.distributed import TorchGroup, join
+from backends.torch.formats import decoded, encoded
 from backends.torch.grouped import multiply_grouped
 from backends.torch.kernels import CausalMasks
 from backends.torch.partial import attend_calls, attend_partially
+from backends.torch.quantized import attend_quantized, quantized_store
+from backends.torch.quantized import encode as compiled
 from backends.torch.ragged import attend_ragged
 from backends.torch.store import TorchKVStore
 from backends.torch.tensor import TorchStorage, TorchTensor, UploadedStorage, as_element
@@ -107,7 +110,7 @@ class TorchBackend(PlacedBackend):
         whole.copy_(packed, non_blocking=True)
         storage = UploadedStorage(self, ctx.device_index, whole)
         made: list[BaseTensor] = []
-        for start, (array, dtype) in zip(starts, arrays, strict=False):
+        for start, (array, dtype) in zip(starts, arrays, strict=True):
             part = whole.narrow(0, start, array.size * dtype.itemsize).view(TO_TORCH[dtype])
             made.append(TorchTensor(part.view(array.shape), dtype, storage))
         return made
@@ -182,17 +185,39 @@ class TorchBackend(PlacedBackend):
         except (RuntimeError, IndexError, MemoryError) as error:
             raise translated("attention_calls", error, ctx.device) from error
 
-    def quantize(self, ctx: TorchContext, x: TorchTensor, dtype: DType) -> tuple[TorchTensor, TorchTensor]:
+    def quantize(self, ctx: TorchContext, x: TorchTensor, format: str) -> tuple[TorchTensor, ...] | None:
         """See :class:`ml.SupportsBlockFormats`."""
         ctx.check("quantize")
-        return quantized(ctx, x, dtype)
+        return compiled(ctx, x, format) or encoded(ctx, x, format)
 
-    def dequantize(
-        self, ctx: TorchContext, codes: TorchTensor, scales: TorchTensor, dtype: DType
-    ) -> TorchTensor:
+    def dequantize(self, ctx: TorchContext, parts: Sequence[TorchTensor], format: str) -> TorchTensor | None:
         """See :class:`ml.SupportsBlockFormats`."""
         ctx.check("dequantize")
-        return dequantized(ctx, codes, scales, dtype)
+        return decoded(ctx, parts, format)
+
+    def quantized_attention(
+        self,
+        ctx: TorchContext,
+        query: TorchTensor,
+        key: Sequence[TorchTensor],
+        value: Sequence[TorchTensor],
+        formats: tuple[str, str],
+        plan: RaggedPlan,
+        scale: float,
+        sinks: TorchTensor | None = None,
+    ) -> TorchTensor | None:
+        """See :class:`ml.SupportsQuantizedAttention`. By numba on the CPU, by Triton on CUDA."""
+        ctx.check("quantized_attention")
+        try:
+            return attend_quantized(ctx, query, key, value, formats, plan, scale, sinks)
+        except (RuntimeError, IndexError, MemoryError) as error:
+            raise translated("quantized_attention", error, ctx.device) from error
+
+    def quantized_store(
+        self, key: Sequence[TorchTensor], value: Sequence[TorchTensor], formats: tuple[str, str]
+    ) -> CodesStore | None:
+        """See :class:`ml.SupportsQuantizedStore`."""
+        return quantized_store(self, key, value, formats)
 
     def partial_attention(
         self,

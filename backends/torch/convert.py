@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ml.base.checks import cast_host
+from backends.uploads import STAGED_BYTES, fill, lay_out
 from ml.dtypes import DType
 from ml.errors import BoundsError, DeviceError, MLError
 from ml.strided import extent
@@ -35,11 +35,6 @@ TO_TORCH: dict[DType, torch.dtype] = {
     DType.I64: torch.int64,
     DType.BOOL: torch.bool,
 }
-STAGED_BYTES = 16 << 20
-"""Up to so much, such as what a pass needs, goes to CUDA by pinned memory, which torch keeps until then.
-With other memory the host waits until the device has done all that it was asked to do before."""
-APART = 64
-"""Bytes at whose multiples arrays begin that go together."""
 FROM_TORCH = {native: dtype for dtype, native in TO_TORCH.items()}
 
 
@@ -67,15 +62,9 @@ def fill_from_host(array: torch.Tensor, host: np.ndarray, dtype: DType) -> None:
 
 def pack(arrays: Sequence[tuple[np.ndarray, DType]]) -> tuple[torch.Tensor, list[int]]:
     """Arrays of these dtypes one behind the other in pinned memory, and the byte that each begins at."""
-    hosts = [np.ascontiguousarray(array if array.dtype == dtype.numpy else cast_host(array, dtype))
-             for array, dtype in arrays]  # fmt: skip
-    starts = [0]
-    for host in hosts:
-        starts.append(-(-(starts[-1] + host.nbytes) // APART) * APART)
-    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
-    raw = packed.numpy()
-    for start, host in zip(starts, hosts, strict=False):
-        raw[start : start + host.nbytes] = host.reshape(-1).view(np.uint8)
+    hosts, starts, nbytes = lay_out(arrays)
+    packed = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    fill(packed.numpy(), hosts, starts)
     return packed, starts
 
 

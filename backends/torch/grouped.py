@@ -9,8 +9,9 @@ from backends.torch.tensor import Placement, TorchTensor
 
 __all__ = ["multiply_grouped"]
 
-OLDEST = (8, 0)
-"""The compute capability from which on the kernel runs."""
+KERNELS = (9, 10)
+"""The compute capabilities, by their first number, that torch has a kernel for. On others, and for F16 and
+F32, it multiplies matrix by matrix, and waits for the device to know how many rows each has."""
 ALIGNED = 8
 """BF16 elements in the 16 bytes that its rows begin at multiples of."""
 
@@ -31,7 +32,8 @@ def multiply_grouped(
 def _has_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
         a.is_cuda
+        and torch.version.hip is None
         and a.dtype is torch.bfloat16
         and not any(size % ALIGNED for size in b.shape[1:])
-        and torch.cuda.get_device_capability(a.device) >= OLDEST
+        and torch.cuda.get_device_capability(a.device)[0] in KERNELS
     )

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
 import torch
 
+from backends.torch.convert import FROM_TORCH
 from backends.torch.kernels import check_heads, check_sinks
 from backends.torch.ragged_work import Work, choose_tile, divide
 from backends.torch.tensor import Placement, TorchTensor
-from ml.dtypes import DType
 from ml.errors import BoundsError, ShapeError
 from ml.ragged import RaggedPlan
 
-__all__ = ["attend_ragged", "work_of"]
+__all__ = ["attend_ragged", "kernels_on", "launch", "work_of"]
 
 PROGRAMS = 4
 """Programs per multiprocessor that a pass is divided into, where it is long enough."""
@@ -38,47 +39,48 @@ def attend_ragged(
     scale: float,
     sinks: TorchTensor | None,
 ) -> TorchTensor | None:
-    """See :class:`ml.SupportsRaggedAttention`. None where ``_kernels`` has none."""
+    """See :class:`ml.SupportsRaggedAttention`. None where ``kernels_on`` has none."""
     for tensor in (key, value, sinks):
         if tensor is not None:
             query.check_peer("ragged_attention", tensor)
-    kernels = _kernels(ctx.torch_device)
+    kernels = kernels_on(ctx.torch_device)
     if kernels is None:
         return None
     q, k, v = query.native_on(ctx), key.native_on(ctx), value.native_on(ctx)
     logits = None if sinks is None else sinks.native_on(ctx)
     check_heads("ragged_attention", q, k, v)
+    return launch("ragged_attention", ctx, kernels.attend, (q, k, v), v.shape, logits, scale, plan)
+
+
+def launch(
+    op: str, ctx: Placement, attend: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...],
+    values: Sequence[int], logits: torch.Tensor | None, scale: float, plan: RaggedPlan,
+) -> TorchTensor:  # fmt: skip
+    """``attend`` of query, key and value by the plan, where all is in order; ``values`` is the shape of V."""
+    q, k, _ = tensors
     if logits is not None:
-        check_sinks("ragged_attention", logits, q.shape[1])
+        check_sinks(op, logits, q.shape[1])
     if q.shape[0] != plan.tokens:
-        raise ShapeError(f"ragged_attention: {q.shape[0]} queries; the plan is for {plan.tokens}")
-    if 0 in (q.numel(), v.numel()):
-        return TorchTensor.own(ctx, q.new_zeros((*q.shape[:2], v.shape[2])), query.dtype)
-    work, packed = work_of(ctx, q, v, plan, PROGRAMS * _multiprocessors(q.device))
+        raise ShapeError(f"{op}: {q.shape[0]} queries; the plan is for {plan.tokens}")
+    dtype = FROM_TORCH[q.dtype]
+    if 0 in (q.numel(), *values):
+        return TorchTensor.own(ctx, q.new_zeros((*q.shape[:2], values[2])), dtype)
+    work, packed = work_of(ctx, q, values, plan, PROGRAMS * _multiprocessors(q.device))
     if work.reach > k.shape[0]:
-        raise BoundsError(f"ragged_attention: the plan names row {work.reach - 1} of {k.shape[0]}")
-    return TorchTensor.own(ctx, kernels.attend(q, k, v, logits, scale, work, packed), query.dtype)
+        raise BoundsError(f"{op}: the plan names row {work.reach - 1} of {k.shape[0]}")
+    return TorchTensor.own(ctx, attend(*tensors, logits, scale, work, packed), dtype)
 
 
 def work_of(
-    ctx: Placement, q: torch.Tensor, v: torch.Tensor, plan: RaggedPlan, programs: int
+    ctx: Placement, q: torch.Tensor, values: Sequence[int], plan: RaggedPlan, programs: int
 ) -> tuple[Work, torch.Tensor]:
     """The plan divided for tensors like these, and on their device: one upload for all layers alike."""
     heads, head_dim = q.shape[1:]
-    kv_heads, v_dim = v.shape[1:]
+    _, kv_heads, v_dim = values
     kind = f"torch {q.device} {heads} {kv_heads} {head_dim} {v_dim} {q.element_size()} {programs}"
-    found = plan.memo.get(kind)
-    if found is None:
-        sizes = kv_heads, heads // kv_heads, head_dim, v_dim, q.element_size()
-        plan.packers[kind] = packer = functools.partial(_pack, sizes, programs)
-        ahead = plan.packed_ahead.get(kind)
-        if ahead is None:
-            work, host = packer(plan)
-            found = work, ctx.from_numpy(host, DType.I32)
-        else:
-            found = ahead[0], ahead[1](cast("Any", ctx))
-        plan.memo[kind] = found
-    work, packed = found
+    sizes = kv_heads, heads // kv_heads, head_dim, v_dim, q.element_size()
+    work, on = plan.lay(kind, functools.partial(_pack, sizes, programs))
+    packed: Any = on(cast("Any", ctx))
     return work, packed.native
 
 
@@ -90,7 +92,7 @@ def _pack(sizes: tuple[int, ...], programs: int, plan: RaggedPlan) -> tuple[Work
 
 
 @functools.lru_cache(maxsize=16)
-def _kernels(device: torch.device) -> ModuleType | None:
+def kernels_on(device: torch.device) -> ModuleType | None:
     """The kernels, where triton is installed and the device is CUDA's; they were not tried on ROCm."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None

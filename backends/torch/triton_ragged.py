@@ -30,15 +30,33 @@ def _dot(a, b, acc, WIDEN: tl.constexpr):
 
 
 @triton.jit
+def _read(stored, rows, dims, mask, dtype: tl.constexpr, BITS: tl.constexpr):
+    """Numbers ``dims`` of ``rows``, whose shapes broadcast: as they lie, or codes times scales of blocks.
+
+    Of codes of 4 bits two are in a byte; those of a block's second half are its high ones.
+    """
+    base, cell, dim, scales, scale_cell, scale_dim = stored
+    if BITS == 0:
+        return tl.load(base + dims * dim + rows * cell, mask=mask, other=0.0)
+    scale = tl.load(scales + dims // 32 * scale_dim + rows * scale_cell, mask=mask, other=0.0)
+    if BITS == 4:
+        pairs = tl.load(base + (dims // 32 * 16 + dims % 16) * dim + rows * cell, mask=mask, other=0)
+        codes = ((pairs.to(tl.int32) >> (dims % 32 // 16 * 4)) & 15) - 8
+    else:
+        codes = tl.load(base + dims * dim + rows * cell, mask=mask, other=0)
+    return (codes.to(tl.float32) * scale.to(tl.float32)).to(dtype)
+
+
+@triton.jit
 def _attend_block(
-    state, q, key, value, index, item, place, limit, begins, ends, strides, scale,
+    state, q, keys, values, index, item, place, limit, begins, ends, scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    INDEXED: tl.constexpr, WIDEN: tl.constexpr, BOUNDED: tl.constexpr,
+    INDEXED: tl.constexpr, WIDEN: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """One block of keys from ``place`` of the segment on, all of it seen by every row unless BOUNDED."""
     top, total, acc = state
     gathered, start = item
-    k_cell, k_dim, v_cell, v_dim = strides
     places = place + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, q.shape[1])
     v_dims = tl.arange(0, V_PAD)
@@ -53,8 +71,8 @@ def _attend_block(
     if BOUNDED:
         k_mask = k_mask & inside[None, :]
         v_mask = v_mask & inside[:, None]
-    k = tl.load(key + dims[:, None] * k_dim + rows[None, :] * k_cell, mask=k_mask, other=0.0)
-    v = tl.load(value + rows[:, None] * v_cell + v_dims[None, :] * v_dim, mask=v_mask, other=0.0)
+    k = _read(keys, rows[None, :], dims[:, None], k_mask, q.dtype, K_BITS)
+    v = _read(values, rows[:, None], v_dims[None, :], v_mask, q.dtype, V_BITS)
     scores = _dot(q, k, tl.zeros((q.shape[0], BLOCK_N), tl.float32), WIDEN) * scale
     if BOUNDED:
         seen = (places[None, :] >= begins[:, None]) & (places[None, :] < ends[:, None]) & inside[None, :]
@@ -78,12 +96,14 @@ def _attend_block(
 
 @triton.jit
 def attend_items(
-    query, key, value, work, sinks, out, scratch, scale,
-    q_token, q_head, q_dim, k_cell, k_head, k_dim, v_cell, v_head, v_dim, sink_step,
+    query, key, value, key_scales, value_scales, work, sinks, out, scratch, scale,
+    q_token, q_head, q_dim, k_cell, k_head, k_dim, v_cell, v_head, v_dim,
+    ks_cell, ks_head, ks_dim, vs_cell, vs_head, vs_dim, sink_step,
     GROUP: tl.constexpr, HEADS_PER_TILE: tl.constexpr, HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, PAD: tl.constexpr, V_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     INDEXED: tl.constexpr, WIDEN: tl.constexpr, SINKS: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr,
 ):  # fmt: skip
     """Grid (items, KV heads * tiles of a KV head's query heads); see Work for what ``work`` holds.
 
@@ -113,27 +133,27 @@ def attend_items(
         query + token[:, None] * q_token + head[:, None].to(tl.int64) * q_head + dims[None, :] * q_dim,
         mask=used[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
     )  # fmt: skip
-    key += kv_head.to(tl.int64) * k_head
-    value += kv_head.to(tl.int64) * v_head
+    wide_head = kv_head.to(tl.int64)
+    keys = (key + wide_head * k_head, k_cell, k_dim, key_scales + wide_head * ks_head, ks_cell, ks_dim)
+    values = (value + wide_head * v_head, v_cell, v_dim, value_scales + wide_head * vs_head, vs_cell, vs_dim)
     index = work + tl.load(work + 6)
     where = (tl.load(item), tl.load(item + 1))
-    strides = (k_cell, k_dim, v_cell, v_dim)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, V_PAD), tl.float32)
     scale *= LOG2_E
     for place in range(first, stop, BLOCK_N):
         top, total, acc = _attend_block(
-            (top, total, acc), q, key, value, index, where, place, stop, begins, ends, strides, scale,
-            HEAD_DIM, V_DIM, V_PAD, BLOCK_N, INDEXED, WIDEN, False,
+            (top, total, acc), q, keys, values, index, where, place, stop, begins, ends, scale,
+            HEAD_DIM, V_DIM, V_PAD, BLOCK_N, INDEXED, WIDEN, K_BITS, V_BITS, False,
         )  # fmt: skip
     before = tl.cdiv(first - low, BLOCK_N)
     for block in tl.range(0, before + tl.cdiv(high - stop, BLOCK_N), num_stages=1):
         left = block < before
         place = tl.where(left, low + block * BLOCK_N, stop + (block - before) * BLOCK_N)
         top, total, acc = _attend_block(
-            (top, total, acc), q, key, value, index, where, place, tl.where(left, first, high), begins, ends,
-            strides, scale, HEAD_DIM, V_DIM, V_PAD, BLOCK_N, INDEXED, WIDEN, True,
+            (top, total, acc), q, keys, values, index, where, place, tl.where(left, first, high),
+            begins, ends, scale, HEAD_DIM, V_DIM, V_PAD, BLOCK_N, INDEXED, WIDEN, K_BITS, V_BITS, True,
         )  # fmt: skip
 
     v_dims = tl.arange(0, V_PAD)
@@ -203,24 +223,31 @@ def attend(
     scale: float,
     work: Work,
     packed: torch.Tensor,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    bits: tuple[int, int] = (0, 0),
 ) -> torch.Tensor:
     """q (tokens, heads, D), k and v (cells, kv_heads, ...), strided as they may be; (tokens, heads, v_dim).
 
-    ``packed`` is the work's, on the device of the others. One launch, and a second where queries are merged;
-    neither waits for the device.
+    Where ``bits`` of K or V are 8 or 4, these are codes of Q8_0 or Q4_0, and ``scales`` theirs. ``packed`` is
+    the work's, on the device of the others. One launch, and a second where queries are merged; neither waits
+    for the device.
     """
     tokens, heads, head_dim = q.shape
-    kv_heads, v_dim = v.shape[1:]
+    kv_heads, width = v.shape[1:]
+    v_dim = width * 8 // (bits[1] or 8)
     tile, group = work.tile, heads // kv_heads
     out = q.new_empty((tokens, heads, v_dim))
     scratch = q.new_empty(work.slots * heads * (v_dim + 1), dtype=torch.float32)
     sink, step = (out, 0) if sinks is None else (sinks, sinks.stride(0))
+    given = [out if one is None else one for one in scales]
+    steps = [stride for x in (q, k, v, *given) for stride in x.stride()]
     with torch.cuda.device_of(q):
         attend_items[work.items, kv_heads * -(-group // tile.heads)](
-            q, k, v, packed, sink, out, scratch, scale, *q.stride(), *k.stride(), *v.stride(), step,
+            q, k, v, *given, packed, sink, out, scratch, scale, *steps, step,
             GROUP=group, HEADS_PER_TILE=tile.heads, HEADS=heads, HEAD_DIM=head_dim, V_DIM=v_dim,
             PAD=padded(head_dim), V_PAD=padded(v_dim), BLOCK_M=tile.rows, BLOCK_N=tile.keys,
             INDEXED=work.indexed, WIDEN=INTERPRETED and q.dtype is torch.bfloat16, SINKS=sinks is not None,
+            K_BITS=bits[0], V_BITS=bits[1],
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if work.merges:

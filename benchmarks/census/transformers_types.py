@@ -148,7 +148,7 @@ CANNOT = {
     "pop2piano": "its generate() takes sound and a composer",
 }
 """Types that are not built, and why."""
-BY_ONE = ("falcon_mamba", "jamba", "mamba", "prophetnet", "recurrent_gemma")
+BY_ONE = ("falcon_mamba", "jamba", "mamba", "prophetnet", "recurrent_gemma", "zamba")
 """Types whose modules forget a state where several tokens follow it: these come one by one."""
 SOUNDS: dict[str, tuple[str, tuple[int, ...]]] = {
     "canary": ("input_features", (64, 80)),

@@ -15,8 +15,8 @@ from .errors import ApiError
 __all__ = ["Asked", "Fields", "Prompt", "Template", "Text", "parse_chat", "parse_completion"]
 
 MAX_CHOICES = 32
-_BOTH = {"model", "max_tokens", "n", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "stream",
-         "stream_options", "cache_salt"}  # fmt: skip
+_BOTH = {"model", "max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos",
+         "stream", "stream_options", "cache_salt"}  # fmt: skip
 _COMPLETION = _BOTH | {"prompt"}
 _CHAT = _BOTH | {"messages", "max_completion_tokens"}
 _NO_MATTER = {
@@ -36,7 +36,6 @@ _IDLE: Mapping[str, Sequence[Any]] = {
     "functions": ([],),
     "logit_bias": ({},),
     "logprobs": (False,),
-    "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
@@ -198,6 +197,7 @@ def _asked(fields: Fields, served: str, prompts: list[Prompt], max_tokens: int |
             temperature=fields.number("temperature", 1.0, 0, 2),
             top_k=fields.integer("top_k", 0, 0),
             top_p=fields.number("top_p", 1.0, 1e-9, 1),
+            min_p=fields.number("min_p", 0.0, 0, 1),
             seed=None if seed is None else fields.integer("seed", 0, -(2**63)) % 2**32,
             stop=fields.stops(),
             ignore_eos=fields.flag("ignore_eos"),

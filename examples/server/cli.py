@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 
 import ml
 from kvcache import HostTier
+from kvcache.formats import format_names
 from kvcache.runner import Tokenizer, bundled_model, load_config, load_model
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.stores import parse_bytes
@@ -95,7 +96,8 @@ def _serve(app: Starlette, options: argparse.Namespace) -> None:
 def opened(path: Path, options: argparse.Namespace) -> Iterator[Engine]:
     """Backend, model and engine, in the thread that uses them."""
     dtype = ml.DType[options.dtype.upper()]
-    stored = ml.DType[(options.cache_dtype or options.dtype).upper()]
+    both = options.cache_dtype or options.dtype
+    stored = options.cache_type_k or both, options.cache_type_v or both
     sizes = EngineOptions(
         options.max_sequences, options.capacity, options.prefill_chunk, stored, context=options.context
     )
@@ -118,7 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--backend", default="numpy", help="see: kvcache backends")
     add("--device", help="as the backend names it")
     add("--dtype", default="f32", choices=["f32", "f16", "bf16"], help="of weights and activations")
-    add("--cache-dtype", choices=["f32", "f16", "bf16", "q8_0", "q4_0"], help="of keys and values (--dtype)")
+    formats = [name.lower() for name in format_names()]
+    add("--cache-dtype", choices=formats, metavar="FORMAT", help="of keys and values (--dtype)")
+    add("--cache-type-k", choices=formats, metavar="FORMAT", help="of keys (--cache-dtype)")
+    add("--cache-type-v", choices=formats, metavar="FORMAT", help="of values (--cache-dtype)")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
     add("--max-sequences", type=int, default=8, help="requests that run at the same time")

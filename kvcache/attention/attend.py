@@ -11,6 +11,7 @@ from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.planned import PlannedLevel
 from kvcache.storage.buffer import Buffer
 from kvcache.storage.layer_buffers import LayerBuffers
+from kvcache.storage.quantized import QuantizedBuffer
 from ml import nn
 
 __all__ = ["attend"]
@@ -28,6 +29,12 @@ def attend(
     sinks: ml.Tensor | None,
 ) -> ml.Tensor:
     """query (tokens, heads, head_dim) -> (tokens, heads, v_dim)."""
+    if buffers.rotated is not None:
+        keys, values = buffers.key, buffers.value
+        assert isinstance(keys, QuantizedBuffer)
+        assert isinstance(values, QuantizedBuffer)
+        found = attend(ctx, forward, buffers.rotated, keys.turn(ctx, query), scale, sinks)
+        return values.turn(ctx, found)
     if forward.fixed is not None:
         reading, mask = forward.shared(ctx)
         key, value = buffers.read(ctx, reading.cells(ctx), reading.length)
@@ -35,7 +42,8 @@ def attend(
     wanted, stored = query.dtype, buffers.read_dtype
     if wanted is not stored:
         query = query.cast(ctx, stored)
-    result = None if buffers.no_kernel else _by_kernel(ctx, forward, buffers, query, scale, sinks)
+    alone = not buffers.no_kernel and buffers.exact is None  # a kernel does not say what to merge by
+    result = None if not alone else _by_kernel(ctx, forward, buffers, query, scale, sinks)
     if result is None:
         worth = max(1, forward.config.call_bytes // buffers.bytes_per_cell)
         result = _by_calls(ctx, forward.levels(ctx, worth), buffers, query, scale, sinks)
@@ -75,12 +83,15 @@ def _by_kernel(
     scale: float,
     sinks: ml.Tensor | None,
 ) -> ml.Tensor | None:
-    """By the backend's kernel for ragged batches; None where it has none for this layer, noted for good."""
-    key, value, backend = buffers.key, buffers.value, getattr(ctx, "backend", None)
+    """By the backend's kernel for a whole batch; None where it has none for this layer, noted for good."""
+    backend, plain = getattr(ctx, "backend", None), not buffers.is_quantized
     result = None
-    if isinstance(key, Buffer) and isinstance(value, Buffer) and nn.has_ragged_attention(backend):
-        keys, values = key.read(ctx, 0, key.cells), value.read(ctx, 0, value.cells)
-        worth = min(KERNEL_WORTH, max(1, forward.config.call_bytes // buffers.bytes_per_cell))
+    worth = min(KERNEL_WORTH, max(1, forward.config.call_bytes // buffers.bytes_per_cell))
+    if plain and nn.has_ragged_attention(backend):
+        (keys,), (values,) = buffers.stored_parts(ctx)
         result = backend.ragged_attention(ctx, query, keys, values, forward.plan(worth), scale, sinks)
+    elif not plain and nn.has_quantized_attention(backend):
+        parts, plan = buffers.stored_parts(ctx), forward.plan(worth)
+        result = backend.quantized_attention(ctx, query, *parts, buffers.formats, plan, scale, sinks)
     buffers.no_kernel = result is None
     return result

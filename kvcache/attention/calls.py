@@ -166,7 +166,7 @@ class _Planner:
         length = -(-longest // self.config.cache_padding) * self.config.cache_padding
         cells = np.empty((len(found), length), np.int64)
         for own, segment in zip(cells, found, strict=True):
-            own[: segment.length] = _cells(segment)
+            own[: segment.length] = segment.each()
             own[segment.length :] = own[0]  # not another's, whose values may not be finite
         call = _call(found, length)
         call.cells = cells.reshape(-1)
@@ -192,7 +192,7 @@ def plan_calls(
 ) -> tuple[list[Level], list[tuple[int, int]]]:
     """The levels of a pass of ``tokens`` queries, and the ranges of free cells that its calls read."""
     planner = _Planner(table, config, worth)
-    pending: list[list[Segment]] = [[]]
+    pending: list[list[Segment]] = []
     depth = [0] * tokens
     for segment in segments:
         queries = segment.queries.tolist()
@@ -224,11 +224,6 @@ def _progressions(runs: list[Segment]) -> list[list[Segment]]:
         found.append(runs[begin:end])
         begin = end
     return found
-
-
-def _cells(segment: Segment) -> np.ndarray:
-    cells = segment.cells
-    return np.arange(cells, cells + segment.length) if isinstance(cells, int) else cells
 
 
 @dataclass(frozen=True, slots=True)

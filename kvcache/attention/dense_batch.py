@@ -19,7 +19,8 @@ from kvcache.cache import InvalidRangeError, OrderError, SequenceLostError
 from kvcache.storage.buffer import Buffer
 from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.cell_table import Row
-from kvcache.storage.quantized import QuantizedBuffer, dequantize
+from kvcache.storage.overlay import CurrentOverlay
+from kvcache.storage.quantized import QuantizedBuffer
 
 __all__ = ["DenseBatch", "read_encoded"]
 
@@ -64,8 +65,12 @@ class DenseBatch:
         self._first = self._step = 0
         self._cells: np.ndarray | None = None
         self._index: ml.Tensor | None = None
-        if not self._lies_evenly(rows, cells):
+        exact = self._table.exact is not None
+        if exact or not self._lies_evenly(rows, cells):
             self._cells = np.concatenate(cells)
+        self._overlay = (
+            CurrentOverlay(self._table, self._cells) if exact and self._cells is not None else None
+        )
 
     @property
     def is_view(self) -> bool:
@@ -98,12 +103,15 @@ class DenseBatch:
             buffers = self._storage.buffers[layer]
         except KeyError:
             raise OrderError(f"DenseBatch: layer {layer} stores nothing yet; put comes first") from None
-        return self._tensor(ctx, buffers.key), self._tensor(ctx, buffers.value)
+        if self._overlay is None:
+            return self._tensor(ctx, buffers.key), self._tensor(ctx, buffers.value)
+        found = buffers.read(ctx, self._indices(ctx), self.sequences * self.tokens)
+        key, value = (self._by_sequence(ctx, x) for x in self._overlay.read(ctx, buffers, *found))
+        return key, value
 
     def _tensor(self, ctx: ml.Context, buffer: Buffer | QuantizedBuffer) -> ml.Tensor:
         if isinstance(buffer, QuantizedBuffer):
-            codes, scales = self._stored(ctx, buffer.codes), self._stored(ctx, buffer.scales)
-            return dequantize(ctx, codes, scales, buffer.dtype).cast(ctx, buffer.activations)
+            return buffer.decode(ctx, [self._stored(ctx, part) for part in buffer.parts])
         return self._stored(ctx, buffer)
 
     def _stored(self, ctx: ml.Context, buffer: Buffer) -> ml.Tensor:
@@ -111,10 +119,17 @@ class DenseBatch:
         shape = (self.sequences, buffer.heads, self.tokens, buffer.dim)
         if self._cells is None:
             return buffer.tensor.view(ctx, self._first * cell, shape, (self._step * cell, head, cell, dim))
+        return self._by_sequence(ctx, buffer.gather(ctx, self._indices(ctx)))
+
+    def _indices(self, ctx: ml.Context) -> ml.Tensor:
         if self._index is None:
             self._index = ctx.from_numpy(self._cells, ml.DType.I32)
-        found = buffer.gather(ctx, self._index)
+        return self._index
+
+    def _by_sequence(self, ctx: ml.Context, found: ml.Tensor) -> ml.Tensor:
+        """(sequences * tokens, heads, dim) as (sequences, heads, tokens, dim)."""
         cell, head, dim = found.strides
+        shape = (self.sequences, found.shape[1], self.tokens, found.shape[2])
         return found.view(ctx, 0, shape, (self.tokens * cell, head, cell, dim))
 
 

@@ -1,12 +1,12 @@
 """What all layers of a pass read, such as indices and masks, on each device that a layer lies on.
 
-What the host makes is gathered, and goes to each device in one transfer. What was made on a device is carried
-along from one to the next: layers come in the order of their devices, so that one copy, kept until a layer of
-another device asks, is one copy per device.
+What the host makes is gathered, and goes to each device in one transfer. What is filled on a device is made
+on each that asks for it: nothing is copied from one to another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import numpy as np
 
 import ml
 
-__all__ = ["DeviceCopies", "HostArray", "HostArrays", "device_copies", "device_of", "near"]
+__all__ = ["HostArray", "HostArrays", "OnDevices", "device_of", "near"]
 
 T = TypeVar("T")
 
@@ -39,9 +39,18 @@ class HostArrays:
         self._arrays.append((array, dtype))
         return HostArray(self, len(self._arrays) - 1)
 
+    def pending(self, ctx: ml.Context) -> bool:
+        """Whether a transfer to the device of ``ctx`` has a price, and was not made yet."""
+        priced = isinstance(getattr(ctx, "backend", None), ml.SupportsUpload)
+        return priced and not self._near.get(device_of(ctx))
+
+    def gather(self) -> None:
+        """Called before arrays go to a device: what it adds goes with them."""
+
     def on(self, ctx: ml.Context, place: int) -> ml.Tensor:
         found = self._near.setdefault(device_of(ctx), [])
         if place >= len(found):
+            self.gather()
             found += _upload(ctx, self._arrays[len(found) :])
         return found[place]
 
@@ -64,32 +73,22 @@ class HostArray:
         return self.arrays.on(ctx, self.place)
 
 
-class DeviceCopies:
-    """A tensor, and its copy where it was last asked for."""
+class OnDevices:
+    """A tensor that ``make`` makes on each device where it is asked for, once."""
 
-    __slots__ = ("_ctx", "_near", "_tensor")
+    __slots__ = ("_make", "_near")
 
-    def __init__(self, ctx: ml.Context, tensor: ml.Tensor) -> None:
-        self._tensor = tensor
-        self._ctx, self._near = ctx, tensor
+    def __init__(self, make: Callable[[ml.Context], ml.Tensor]) -> None:
+        self._make = make
+        self._near: dict[int, ml.Tensor] = {}
 
     def on(self, ctx: ml.Context) -> ml.Tensor:
-        if ctx is not self._ctx:
-            self._ctx, self._near = ctx, self._tensor.cast(ctx, self._tensor.dtype)
-        return self._near
+        device = device_of(ctx)
+        if device not in self._near:
+            self._near[device] = self._make(ctx)
+        return self._near[device]
 
 
-def device_copies(ctx: ml.Context, tensor: T) -> T | DeviceCopies:
-    """What ``near`` takes: ``tensor``, made on the device of ``ctx``; itself where there is one device.
-
-    Not a tensor (no mask, ``ml.CAUSAL``, a ``HostArray``): itself too.
-    """
-    backend = getattr(ctx, "backend", None)
-    if backend is not None and len(backend.devices) > 1 and isinstance(tensor, ml.Tensor):
-        return DeviceCopies(ctx, tensor)
-    return tensor
-
-
-def near(ctx: ml.Context, found: T | DeviceCopies | HostArray) -> T:
-    """The tensor on the device of ``ctx``; not to be written."""
-    return found.on(ctx) if isinstance(found, (DeviceCopies, HostArray)) else found  # type: ignore[return-value]
+def near(ctx: ml.Context, found: T | OnDevices | HostArray) -> T:
+    """The tensor on the device of ``ctx``, not to be written; what is not of a device as it is."""
+    return found.on(ctx) if isinstance(found, (OnDevices, HostArray)) else found  # type: ignore[return-value]

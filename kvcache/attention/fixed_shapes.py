@@ -21,15 +21,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-
 import ml
 from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.device_copies import HostArray, HostArrays, device_of
+from kvcache.attention.device_copies import HostArray, device_of
 from kvcache.attention.read_plan import ReadPlan
+from kvcache.cache import NotSupportedError
+from kvcache.formats import CacheFormat
 from kvcache.storage.cell_table import CellTable
 
-__all__ = ["FixedPass", "GraphTensors", "read_everything"]
+__all__ = ["FixedPass", "GraphTensors", "check_window", "read_everything"]
 
 
 class GraphTensors(NamedTuple):
@@ -48,7 +48,7 @@ class GraphTensors(NamedTuple):
 class FixedPass:
     """Slots and mask of one batch size, on each device that a layer lies on."""
 
-    __slots__ = ("_dtype", "_mask", "_near", "_shape", "_slots", "_tokens", "owner")
+    __slots__ = ("_current", "_dtype", "_mask", "_near", "_shape", "_slots", "_tokens", "brought", "owner")
 
     def __init__(self, tokens: int, shape: tuple[int, int], dtype: ml.DType) -> None:
         """``shape`` is the mask's."""
@@ -56,39 +56,47 @@ class FixedPass:
         self._near: dict[int, tuple[ml.Tensor, ml.Tensor]] = {}
         self._slots: HostArray | None = None
         self._mask: HostArray | None = None
+        self._current: set[int] = set()
+        """Devices that have what was loaded last."""
+        self.brought = False
+        """Whether ``bring`` had both on all devices that it was told of."""
         self.owner: object = None
-        """The pass that they are those of."""
+        """The pass that this is of."""
 
-    def write(
-        self, places: Iterable[ml.Context], owner: object, slots: np.ndarray | None, mask: np.ndarray
-    ) -> None:
-        """Bring both to a pass; where that fails they belong to none, and are brought anew when asked for.
+    def load(self, owner: object, slots: HostArray | None, mask: HostArray) -> None:
+        """Take what belongs to a pass, for ``bring``; one that only reads has and changes no ``slots``."""
+        self.owner, self._slots, self._mask = owner, slots, mask
+        self._current, self.brought = set(), False
 
-        On the devices of ``places``, and on others when they are asked for. A pass that only reads has no
-        ``slots``, and leaves them.
-        """
-        self.owner = None
-        host = HostArrays()
-        self._mask = host.add(mask, self._dtype)
-        self._slots = None if slots is None else host.add(slots, ml.DType.I32)
-        for place in {device_of(place): place for place in places}.values():
-            self._bring(place)
-        self.owner = owner
+    def bring(self, places: Iterable[ml.Context]) -> None:
+        """Have both on the devices of ``places``; on others they are brought when asked for there."""
+        for place in places:
+            self.on(place)
+        self.brought = True
 
     def on(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor]:
         """Slots and mask on the device of ``ctx``."""
-        return self._near.get(device_of(ctx)) or self._bring(ctx)
-
-    def _bring(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor]:
         device = device_of(ctx)
         held = self._near.get(device)
+        if held is not None and device in self._current:
+            return held
         if held is None:
             held = ctx.zeros((self._tokens,), ml.DType.I32), ctx.zeros(self._shape, self._dtype)
         for new, target in zip((self._slots, self._mask), held, strict=True):
             if new is not None:
                 ctx.forward(new.on(ctx).copy(ctx, target))
         self._near[device] = held
+        self._current.add(device)
         return held
+
+
+def check_window(op: str, config: ml.CacheConfig, stored: CacheFormat) -> None:
+    """Raise NotSupportedError for a residual window where shapes are fixed."""
+    if config.fixed_shapes and stored.is_windowed:
+        raise NotSupportedError(
+            f"{op}: {stored} with fixed_shapes=True; a graph of fixed shapes has no residual window: "
+            f"store {stored.name} alone, or let shapes differ"
+        )
 
 
 def read_everything(table: CellTable, groups: list[SequenceTokens]) -> ReadPlan:

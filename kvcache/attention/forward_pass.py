@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,17 +14,19 @@ import numpy as np
 import ml
 from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.calls import plan_calls
-from kvcache.attention.device_copies import DeviceCopies, HostArray, HostArrays, device_copies, near
+from kvcache.attention.device_copies import HostArray, HostArrays, OnDevices, near
 from kvcache.attention.fixed_shapes import FixedPass, read_everything
 from kvcache.attention.masks import KeptMask, build_mask
 from kvcache.attention.planned import PlannedLevel
 from kvcache.attention.read_plan import LowerBound, ReadPlan, plan_read
+from kvcache.attention.residual import split_exact
 from kvcache.attention.segments import KeptSegments, Segment, ragged_plan
 from kvcache.cache import Mask
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
+from kvcache.storage.overlay import Overlay
 
-__all__ = ["ForwardPass", "Reads"]
+__all__ = ["ForwardPass", "Reads", "Uploads"]
 
 Packers = Mapping[str, Callable[[ml.RaggedPlan], tuple[Any, np.ndarray]]]
 
@@ -37,8 +41,37 @@ class Reads:
     packers: Packers
     """What a backend's kernel uploads of a plan; empty: no kernel was asked."""
 
+    @property
+    def known(self) -> bool:
+        """Whether anything was read."""
+        return self.shared or self.worth is not None
 
-@dataclass(slots=True)
+
+class Uploads(HostArrays):
+    """What the host makes for a pass, or for those of several caches that start together: one transfer.
+
+    Before it goes, each of the passes plans what it will be read for: as the pass before was, or, where there
+    was none, as one of the others is.
+    """
+
+    __slots__ = ("_passes",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passes: list[weakref.ref[ForwardPass]] = []
+
+    def serve(self, forward: ForwardPass) -> None:
+        self._passes.append(weakref.ref(forward))
+
+    def gather(self) -> None:
+        passes = [forward for ref in self._passes if (forward := ref()) is not None]
+        found = (forward.reads() for forward in passes)
+        beside = next((reads for reads in found if reads is not None and reads.known), None)
+        for forward in passes:
+            forward.foresee(forward.expected or beside)
+
+
+@dataclass(slots=True, weakref_slot=True)
 class ForwardPass:
     """One pass over a batch, between two ``start_forward`` calls.
 
@@ -68,32 +101,41 @@ class ForwardPass:
     fixed: FixedPass | None = None
     """Slots and mask of this batch size, where shapes are fixed."""
     run: int = field(init=False)
-    """The first cell of the run that the batch is written to; -1 where it is none."""
+    """The first cell of the run that the batch is written to, and nowhere else; -1 where it is none."""
     expected: Reads | None = None
-    """How the pass before was read."""
-    _host: HostArrays = field(default_factory=HostArrays)
+    """How the pass before was read; None: there was none."""
+    slots: np.ndarray | None = None
+    """Of a residual window: where each token of the batch is written too, -1 nowhere; None: there is none."""
+    uploads: Uploads = field(default_factory=Uploads)
     _targets: HostArray | None = None
-    _shared: tuple[ReadPlan, Mask | DeviceCopies | HostArray] | None = None
+    _shared: tuple[ReadPlan, Mask | OnDevices | HostArray] | None = None
     _worth: int | None = None
     _levels: list[PlannedLevel] | None = None
     _plan: ml.RaggedPlan | None = None
+    _asked: set[str] = field(default_factory=set)
+    """Of "shared", "levels" and "plan" those that were asked for, not merely foreseen."""
+    _unfit: list[tuple[np.ndarray, HostArray | None]] = field(default_factory=list)
+    """Free cells that are going to be read, and have to be blanked before."""
+    _slots: tuple[HostArray | None, int | HostArray] | None = None
+    _overlay: tuple[ReadPlan, Overlay | None] | None = None
 
     def __post_init__(self) -> None:
-        self.run = self.cells if isinstance(self.cells, int) and self.fixed is None else -1
+        alone = self.fixed is None and self.slots is None
+        self.run = self.cells if isinstance(self.cells, int) and alone else -1
 
     @property
     def read_only(self) -> bool:
         """Whether the batch is queries only, and takes no cells."""
         return self.cells is None and not self.reserve
 
-    def on_fixed_shapes(self, ctx: ml.Context, known: dict[int, FixedPass]) -> ForwardPass:
-        """This pass on the tensors of its batch size, which are brought to it; ``known`` has them by size."""
+    def on_fixed_shapes(self, known: dict[int, FixedPass]) -> ForwardPass:
+        """This pass on the tensors of its batch size, for ``fill``; ``known`` has them by size."""
         found = known.get(self.tokens)
         if found is None:
             found = FixedPass(self.tokens, (self._rows(), self.table.cells), self.config.mask_dtype)
+            known[self.tokens] = found
         fixed = replace(self, fixed=found)
-        fixed.fill(ctx)
-        known[self.tokens] = found
+        fixed._load()
         return fixed
 
     def reserved_mask(self, ctx: ml.Context) -> ml.Tensor:
@@ -107,14 +149,40 @@ class ForwardPass:
 
     def fill(self, ctx: ml.Context) -> None:
         """Bring the tensors of fixed shapes to this pass, unless they are its own already."""
-        if self.fixed is None or (self.fixed.owner is self and self._shared is not None):
+        fixed = self.fixed
+        if fixed is None:
             return
+        if fixed.owner is not self or self._shared is None:
+            self._load()
+        if not fixed.brought:
+            fixed.bring([ctx.input(), *map(ctx.layer, self.layers)])
+
+    def _load(self) -> None:
+        """What ``fill`` brings."""
+        assert self.fixed is not None
         reading, padding = read_everything(self.table, self.groups), self.config.mask_batch_padding
-        first = self.cells
+        first, host, dtype = self.cells, self.uploads, self.config.mask_dtype
         slots = np.arange(first, first + self.tokens) if isinstance(first, int) else first
-        mask = reading.mask(self.tokens, self.lower, self.lifted, padding)
-        self.fixed.write([ctx.input(), *map(ctx.layer, self.layers)], self, slots, mask)
+        mask = host.add(reading.mask(self.tokens, self.lower, self.lifted, padding), dtype)
+        self.fixed.load(self, None if slots is None else host.add(slots, ml.DType.I32), mask)
         self._shared = reading, None
+
+    def write(self, ctx: ml.Context, buffers: LayerBuffers, key: ml.Tensor, value: ml.Tensor) -> None:
+        """Store K and V of the batch in its cells.
+
+        Where it is not known yet what else goes to the device, cells that lie scattered are written run by
+        run: they go there with the rest, for further layers.
+        """
+        host = self.uploads
+        known = self.expected is not None or self.fixed is not None or isinstance(self.cells, int)
+        if known or not host.pending(ctx):
+            buffers.write(ctx, self.targets(ctx), key, value)
+            return
+        cells = self._targeted()
+        cuts = np.flatnonzero(np.diff(cells) != 1) + 1
+        for begin, end in itertools.pairwise([0, *cuts.tolist(), self.tokens]):
+            some = (new.slice(ctx, 0, begin, end) for new in (key, value))
+            buffers.write(ctx, int(cells[begin]), *some)
 
     def targets(self, ctx: ml.Context) -> int | ml.Tensor:
         """The first cell of the run to write, or all cells as an I32 tensor."""
@@ -123,31 +191,83 @@ class ForwardPass:
             return self.fixed.on(ctx)[0]
         if isinstance(self.cells, int):
             return self.cells
-        assert self.cells is not None
-        if self._targets is None:
-            self._targets = self._host.add(self.cells, ml.DType.I32)
-            self._foresee(ctx)
+        self._targeted()
+        assert self._targets is not None
         return self._targets.on(ctx)
 
-    def reads(self) -> Reads:
-        """How this pass was read so far."""
-        packers = {} if self._plan is None else self._plan.packers
-        return Reads(self._worth, self._levels is not None, self._shared is not None, packers)
+    def _upload(self, array: np.ndarray) -> HostArray:
+        return self.uploads.add(array, ml.DType.I32)
 
-    def _foresee(self, ctx: ml.Context) -> None:
-        """Plan what the pass before was asked for, so that all arrays go to a device together."""
-        before = self.expected
-        if before is None:
+    def _targeted(self) -> np.ndarray:
+        """The cells of the batch, which lie scattered; they go with the other arrays."""
+        assert isinstance(self.cells, np.ndarray)
+        if self._targets is None:
+            self._targets = self.uploads.add(self.cells, ml.DType.I32)
+        return self.cells
+
+    def write_exact(self, ctx: ml.Context, buffers: LayerBuffers, key: ml.Tensor, value: ml.Tensor) -> None:
+        """Store K and V of the batch in its slots of a residual window; those that have one."""
+        if self.slots is None or buffers.exact is None or self.table.exact is None:
             return
-        if before.shared:
-            self._share(ctx)
-        if before.worth is not None and before.levels:
-            self.levels(ctx, before.worth)
-        if before.worth is not None and before.packers:
-            plan = self.plan(before.worth)
-            for name, pack in before.packers.items():
-                kept, array = pack(plan)
-                plan.packed_ahead[name] = kept, self._host.add(array, ml.DType.I32).on
+        if self._slots is None:
+            tokens = np.flatnonzero(self.slots >= 0)
+            slots = self.slots[tokens]
+            first, is_run = int(slots[0]), bool((np.diff(slots) == 1).all())
+            some = None if tokens.size == self.tokens else self._upload(tokens)
+            self._slots = some, first if is_run else self._upload(slots)
+        some, where = self._slots
+        parts = (key, value) if some is None else (new.rows(ctx, some.on(ctx)) for new in (key, value))
+        self.table.exact.note_write()
+        buffers.exact.write(ctx, where if isinstance(where, int) else where.on(ctx), *parts)
+
+    def write_stored(self, ctx: ml.Context, buffers: LayerBuffers, parts: tuple[ml.Tensor, ...]) -> None:
+        """Store parts of the batch in its cells; in its slots of a residual window what they say."""
+        cells = self.targets(ctx)
+        buffers.write_stored(ctx, cells, parts)
+        if self.table.exact is not None:
+            self.write_exact(ctx, buffers, *buffers.read(ctx, cells, self.tokens))
+
+    def read_shared(
+        self, ctx: ml.Context, buffers: LayerBuffers, reading: ReadPlan
+    ) -> tuple[ml.Tensor, ml.Tensor]:
+        """K and V of what ``shared`` says is read, as configured."""
+        overlay, where, count = self._over(reading), reading.cells(ctx), reading.length
+        if overlay is None:
+            return buffers.read_as_configured(ctx, where, count)
+        key, value = overlay.read(ctx, buffers, *buffers.read(ctx, where, count))
+        return key, value.permute(ctx, 1, 2, 0) if buffers.permuted_v else value
+
+    def _over(self, reading: ReadPlan) -> Overlay | None:
+        """What lies in slots of it; None: nothing does."""
+        if self.table.exact is None:
+            return None
+        if self._overlay is None or self._overlay[0] is not reading:
+            cells = np.arange(reading.start, reading.start + reading.length)
+            slots = self.table.exact_slots(cells if reading.index is None else reading.index)
+            self._overlay = reading, None if slots is None else Overlay(slots, self._upload)
+        return self._overlay[1]
+
+    def reads(self) -> Reads | None:
+        """How this pass was read so far; one that was not, or reserves, as it was expected."""
+        if self.reserve or (self.expected is not None and not self._asked):
+            return self.expected
+        packers = {} if self._plan is None or "plan" not in self._asked else self._plan.packers
+        return Reads(self._worth, "levels" in self._asked, "shared" in self._asked, packers)
+
+    def foresee(self, reads: Reads | None) -> None:
+        """Plan what ``reads`` says, so that all arrays go to a device together."""
+        if self.fixed is not None or reads is None:
+            return
+        if isinstance(self.cells, np.ndarray):
+            self._targeted()
+        if reads.shared and self._shared is None:
+            self._share()
+        if reads.worth is not None and reads.levels and self._levels is None:
+            self._make_levels(reads.worth)
+        if reads.worth is not None and reads.packers and self._plan is None:
+            plan = self._make_plan(reads.worth)
+            for kind, pack in reads.packers.items():
+                plan.lay(kind, pack)
 
     def lift(self, indices: frozenset[int]) -> None:
         self.lifted = indices
@@ -155,17 +275,20 @@ class ForwardPass:
 
     def shared(self, ctx: ml.Context) -> tuple[ReadPlan, Mask]:
         """What ``get`` reads: all groups together, arranged as the config says."""
+        self._asked.add("shared")
         self.fill(ctx)
-        reading, mask = self._shared or self._share(ctx)
-        return reading, near(ctx, mask) if self.fixed is None else self.fixed.on(ctx)[1]
+        reading, mask = self._shared or self._share()
+        if self.fixed is not None:
+            return reading, self.fixed.on(ctx)[1]
+        if self._unfit:
+            self._blank(ctx)
+        return reading, near(ctx, mask)
 
-    def _share(self, ctx: ml.Context) -> tuple[ReadPlan, Mask | DeviceCopies | HostArray]:
+    def _share(self) -> tuple[ReadPlan, Mask | OnDevices | HostArray]:
         reading = plan_read(self.table, self.groups, self.config.cache_padding)
-        reading.gather(self._host)
-        mask = self._mask(ctx, reading, self.config)
-        found = reading, mask if isinstance(mask, HostArray) else device_copies(ctx.input(), mask)
-        self._blank_view(ctx, reading)  # last, since it asks for its indices
-        self._shared = found
+        reading.gather(self.uploads)
+        found = self._shared = reading, self._mask(reading, self.config)
+        self._note_view(reading)
         return found
 
     def segments(self, worth: int) -> list[Segment]:
@@ -180,63 +303,82 @@ class ForwardPass:
 
     def levels(self, ctx: ml.Context, worth: int) -> list[PlannedLevel]:
         """The calls of attention of this pass; reading ``worth`` cells costs as much as a call does."""
-        if self._levels is None:
-            segments = self.segments(worth)
-            levels, padding = plan_calls(segments, self.tokens, self.table, self.config, worth)
-            found = [PlannedLevel.of(ctx, self._host, level, self.config) for level in levels]
-            if padding:
-                self._blank(ctx, np.sort(np.concatenate([self.table.stale(*gap) for gap in padding])))
-            self._levels = found
-        return self._levels
+        self._asked.add("levels")
+        found = self._make_levels(worth) if self._levels is None else self._levels
+        if self._unfit:
+            self._blank(ctx)
+        return found
+
+    def _make_levels(self, worth: int) -> list[PlannedLevel]:
+        coded, exact = split_exact(self.segments(worth), self.table, worth)
+        levels, padding = plan_calls(coded, self.tokens, self.table, self.config, worth)
+        found = [PlannedLevel.of(self.uploads, level, self.config) for level in levels]
+        levels, _ = plan_calls(exact, self.tokens, self.table, self.config, worth)
+        found += [PlannedLevel.of(self.uploads, level, self.config, exact=True) for level in levels]
+        self._levels = found
+        if padding:
+            self._note(np.sort(np.concatenate([self.table.stale(*gap) for gap in padding])))
+        return found
 
     def plan(self, worth: int) -> ml.RaggedPlan:
         """What the queries read, for a backend with one kernel for all."""
+        self._asked.add("plan")
+        return self._make_plan(worth)
+
+    def _make_plan(self, worth: int) -> ml.RaggedPlan:
         if self._plan is None:
             self._plan = ragged_plan(self.segments(worth), self.tokens)
+            self._plan.upload = partial(_uploaded, self.uploads)
         return self._plan
 
-    def _blank_view(self, ctx: ml.Context, reading: ReadPlan) -> None:
-        """Blank the free cells of a view. And a little more: the next tokens' are, too."""
+    def _note_view(self, reading: ReadPlan) -> None:
+        """The free cells of a view. And a little more: the next tokens' are to be blanked, too."""
         if reading.index is not None:
             return
         start, stop = reading.start, reading.start + reading.length
         if len(reading.rows) == 1 and isinstance(reading.columns[0], int) and not reading.columns[0]:
             start += len(reading.rows[0])
         if start < stop and self.table.stale(start, stop).size:
-            self._blank(ctx, self.table.stale(start, stop + self.config.cache_padding))
+            self._note(self.table.stale(start, stop + self.config.cache_padding))
 
-    def _blank(self, ctx: ml.Context, cells: np.ndarray) -> None:
-        """Write zeros into free cells (ascending), which may hold NaN: a weight of 0 does not hide that."""
-        if not cells.size:
-            return
-        first, count = int(cells[0]), cells.size
-        is_run = int(cells[-1]) - first + 1 == count
-        scattered = None if is_run else self._host.add(cells, ml.DType.I32)
-        for layer, buffers in self.layers.items():
-            place = ctx.layer(layer)
-            buffers.blank(place, first if scattered is None else scattered.on(place), count)
-        self.table.blank[cells] = True
+    def _note(self, cells: np.ndarray) -> None:
+        """Let free cells (ascending) be blanked before anything is read."""
+        if cells.size:
+            is_run = int(cells[-1]) - int(cells[0]) + 1 == cells.size
+            self._unfit.append((cells, None if is_run else self.uploads.add(cells, ml.DType.I32)))
 
-    def _mask(self, ctx: ml.Context, reading: ReadPlan, config: ml.CacheConfig) -> Mask | HostArray:
-        if config.elide_mask:
-            elided = reading.elided(self.lower, self.lifted)
-            if not isinstance(elided, bool):
-                return elided
-        shape = self._rows(), reading.length
-        if shape[0] == 1 and reading.elided(self.lower, self.lifted) is None:
-            return ctx.input().zeros(shape, config.mask_dtype)  # a decoded token that sees everything
-        if self.lower is None and not self.lifted and self._keep(ctx, reading, shape[0]):
+    def _blank(self, ctx: ml.Context) -> None:
+        """Write zeros into free cells, which may hold NaN: a weight of 0 does not hide that."""
+        while self._unfit:
+            cells, scattered = self._unfit[0]
+            for layer, buffers in self.layers.items():
+                place = ctx.layer(layer)
+                where = int(cells[0]) if scattered is None else scattered.on(place)
+                buffers.blank(place, where, cells.size)
+            self.table.blank[cells] = True
+            del self._unfit[0]
+
+    def _mask(self, reading: ReadPlan, config: ml.CacheConfig) -> Mask | OnDevices | HostArray:
+        elided = reading.elided(self.lower, self.lifted)
+        if config.elide_mask and not isinstance(elided, bool):
+            return elided
+        shape, dtype, host = (self._rows(), reading.length), config.mask_dtype, self.uploads
+        if shape[0] == 1 and elided is None:
+            return OnDevices(lambda ctx: ctx.zeros(shape, dtype))  # a decoded token that sees everything
+        if self.lower is None and not self.lifted and self._keep(reading, shape[0]):
             assert self.kept is not None
-            return self.kept.shown(ctx, reading.length)
-        large = build_mask(ctx.input(), reading, shape, self.lower, self.lifted, config.mask_dtype)
+            return OnDevices(partial(self.kept.shown, length=reading.length))
+        large = build_mask(host, reading, shape, self.lower, self.lifted, dtype)
         if large is not None:
             return large
-        host = reading.mask(self.tokens, self.lower, self.lifted, config.mask_batch_padding)
-        return self._host.add(host, config.mask_dtype)
+        return host.add(reading.mask(self.tokens, self.lower, self.lifted, config.mask_batch_padding), dtype)
 
-    def _keep(self, ctx: ml.Context, reading: ReadPlan, rows: int) -> bool:
+    def _keep(self, reading: ReadPlan, rows: int) -> bool:
         """Whether ``kept`` is the mask of this pass now: the one of the pass before, or a new one."""
-        place = ctx.input()
-        if self.kept is None or not self.kept.follow(place, reading):
-            self.kept = KeptMask.build(place, reading, rows, self.config.mask_dtype)
+        if self.kept is None or not self.kept.follow(self.uploads, reading):
+            self.kept = KeptMask.build(reading, rows, self.config.mask_dtype)
         return self.kept is not None
+
+
+def _uploaded(uploads: Uploads, array: np.ndarray) -> Callable[[ml.Context], ml.Tensor]:
+    return uploads.add(array, ml.DType.I32).on

@@ -1,7 +1,8 @@
 """Large masks, made where the backend keeps its tensors: what is filled is not written by the host first.
 
 A mask of 512 tokens over 32k cells is 64 MiB, of which all but a triangle at its right edge is one
-value. Here the one value comes from ``zeros`` or ``full``, and the host writes the triangle::
+value. Here the one value comes from ``full``, and the host writes the triangle, which goes to the device with
+all else that the pass needs::
 
     0 0 0 0 0 0 0 | 0 - - -
     0 0 0 0 0 0 0 | 0 0 - -      what every query sees, and the rim that some of them see
@@ -10,11 +11,14 @@ value. Here the one value comes from ``zeros`` or ``full``, and the host writes 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
 import ml
+from kvcache.attention.device_copies import HostArray, HostArrays, OnDevices, device_of
 from kvcache.attention.read_plan import HIDDEN, LowerBound, ReadPlan, sees_all, unmask, visible
 
 __all__ = ["HOST_LIMIT", "KEEP_LIMIT", "KeptMask", "build_mask", "seen_mask"]
@@ -27,62 +31,68 @@ _SPARE = 256
 """Columns that a kept mask may grow by."""
 
 
-@dataclass(slots=True)
 class KeptMask:
-    """The mask of sequences that decode together, from one step to the next.
+    """The mask of sequences that decode together, from one step to the next, on each device that asks.
 
     Each step shows each of them one cell more: only those elements are written, whatever the length.
     """
 
-    tensor: ml.Tensor
-    """(rows, width), its first columns those of the history."""
-    start: int
-    sequences: list[int]
-    columns: list[int]
-    sizes: list[int]
-    rows: list[int]
+    def __init__(self, reading: ReadPlan, columns: list[int], rows: int, dtype: ml.DType) -> None:
+        self.start, self.columns, self._dtype = reading.start, columns, dtype
+        self._shape = rows, reading.length + _SPARE
+        self._sequences = [group.seq for group in reading.groups]
+        self._rows = [group.first_token for group in reading.groups]
+        self._sizes = [len(row) for row in reading.rows]
+        self._step = 0
+        self._newest: HostArray | None = None
+        """The elements that this step shows, of the mask as one row."""
+        self._near: dict[int, tuple[int, ml.Tensor]] = {}
+        """By device: the step, and the mask (rows, width), its first columns those of the history."""
 
     @classmethod
-    def build(cls, ctx: ml.Context, reading: ReadPlan, rows: int, dtype: ml.DType) -> KeptMask | None:
+    def build(cls, reading: ReadPlan, rows: int, dtype: ml.DType) -> KeptMask | None:
         """None where the mask is small, or says more than that each token sees all of its sequence."""
         if len(reading.groups) < 2 or rows * reading.length * 4 <= KEEP_LIMIT or reading.index is not None:
             return None
         columns = _decoding(reading)
-        if columns is None:
-            return None
-        width = reading.length + _SPARE
-        tensor = ctx.full((rows, width), -np.inf, dtype)
-        seen = ctx.zeros((1, 1), dtype)
-        sizes = [len(row) for row in reading.rows]
-        places = [group.first_token for group in reading.groups]
-        for row, column, size in zip(places, columns, sizes, strict=True):
-            _fill(ctx, tensor, seen, (row, row + 1), (column, column + size))
-        return cls(tensor, reading.start, [group.seq for group in reading.groups], columns, sizes, places)
+        return None if columns is None else cls(reading, columns, rows, dtype)
 
-    def follow(self, ctx: ml.Context, reading: ReadPlan) -> bool:
+    def follow(self, host: HostArrays, reading: ReadPlan) -> bool:
         """Show each sequence its newest cell; False, and nothing changed, where more than that is to do."""
         sizes = [len(row) for row in reading.rows]
+        width = self._shape[1]
         if (
             reading.index is not None
             or reading.start != self.start
-            or reading.length > self.tensor.shape[1]
-            or [group.seq for group in reading.groups] != self.sequences
-            or any(size != before + 1 for size, before in zip(sizes, self.sizes, strict=True))
+            or reading.length > width
+            or [group.seq for group in reading.groups] != self._sequences
+            or any(size != before + 1 for size, before in zip(sizes, self._sizes, strict=True))
             or _decoding(reading) != self.columns
-            or [group.first_token for group in reading.groups] != self.rows
+            or [group.first_token for group in reading.groups] != self._rows
         ):
             return False
-        rows, width = self.tensor.shape
-        places = zip(self.rows, self.columns, self.sizes, strict=True)
-        newest = [row * width + column + size for row, column, size in places]
-        flat = self.tensor.view(ctx, 0, (rows * width, 1))
-        flat.set_rows(ctx, ctx.zeros((len(newest), 1), self.tensor.dtype), newest)
-        self.sizes = sizes
+        places = zip(self._rows, self.columns, self._sizes, strict=True)
+        newest = np.array([row * width + column + size for row, column, size in places])
+        self._newest, self._sizes, self._step = host.add(newest, ml.DType.I32), sizes, self._step + 1
         return True
 
     def shown(self, ctx: ml.Context, length: int) -> ml.Tensor:
         """The mask over the first ``length`` columns, a view."""
-        return self.tensor.slice(ctx, 1, 0, length)
+        step, tensor = self._near.get(device_of(ctx), (-1, None))
+        if tensor is None or step < self._step - 1:
+            tensor = self._made(ctx)
+        elif step < self._step and self._newest is not None:
+            flat = tensor.view(ctx, 0, (tensor.shape[0] * tensor.shape[1], 1))
+            flat.set_rows(ctx, ctx.zeros((len(self._rows), 1), self._dtype), self._newest.on(ctx))
+        self._near[device_of(ctx)] = self._step, tensor
+        return tensor.slice(ctx, 1, 0, length)
+
+    def _made(self, ctx: ml.Context) -> ml.Tensor:
+        tensor = ctx.full(self._shape, -np.inf, self._dtype)
+        seen = ctx.zeros((1, 1), self._dtype)
+        for row, column, size in zip(self._rows, self.columns, self._sizes, strict=True):
+            _fill(ctx, tensor, seen, (row, row + 1), (column, column + size))
+        return tensor
 
 
 def _decoding(reading: ReadPlan) -> list[int] | None:
@@ -103,6 +113,10 @@ class _Part:
     first: np.ndarray
     stop: np.ndarray
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.row, self.row + len(self.first)
+
     def everyone(self) -> tuple[int, int]:
         """The columns that all of these rows see; (n, n) where there are none."""
         low, high = int(self.first.max()), int(self.stop.min())
@@ -113,13 +127,13 @@ class _Part:
 
 
 def build_mask(
-    ctx: ml.Context,
+    host: HostArrays,
     reading: ReadPlan,
     shape: tuple[int, int],
     lower: LowerBound | None,
     lifted: frozenset[int],
     dtype: ml.DType,
-) -> ml.Tensor | None:
+) -> OnDevices | None:
     """The mask of ``reading.mask``, made on the backend.
 
     None where it is small, or where the rows or the columns of a sequence lie scattered.
@@ -133,62 +147,69 @@ def build_mask(
             return None
         first, stop = visible(group, row, lower, lifted)
         parts.append(_Part(group.rows.start, first + column, stop + column))
-    return _of_parts(ctx, parts, shape, dtype)
+    return OnDevices(_Filled.of(host, parts, shape, dtype).made)
 
 
 def seen_mask(
-    ctx: ml.Context, seen: np.ndarray, rows: int, length: int, dtype: ml.DType
-) -> ml.Tensor | np.ndarray:
+    host: HostArrays, seen: np.ndarray, rows: int, length: int, dtype: ml.DType
+) -> OnDevices | HostArray:
     """(batch, rows, length): query i sees ``[seen[0, b, i], seen[1, b, i])`` of batch b; more rows none.
 
-    On the host where it is small.
+    Written by the host where it is small.
     """
     _, batch, queries = seen.shape
     if batch == 1 and rows * length * 4 > HOST_LIMIT:
-        mask = _of_parts(ctx, [_Part(0, seen[0, 0], seen[1, 0])], (rows, length), dtype)
-        return mask.view(ctx, 0, (1, rows, length))
-    host = np.full((batch, rows, length), HIDDEN, dtype=np.float32)
+        filled = _Filled.of(host, [_Part(0, seen[0, 0], seen[1, 0])], (rows, length), dtype)
+        return OnDevices(lambda ctx: filled.made(ctx).view(ctx, 0, (1, rows, length)))
+    mask = np.full((batch, rows, length), HIDDEN, dtype=np.float32)
     if queries == 1:
         columns = np.arange(length)
-        host[:, 0][(columns >= seen[0]) & (columns < seen[1])] = 0
+        mask[:, 0][(columns >= seen[0]) & (columns < seen[1])] = 0
     else:
-        for own, begin, end in zip(host, *seen, strict=True):
+        for own, begin, end in zip(mask, *seen, strict=True):
             unmask(own[:queries], begin, end)
-    return host
+    return host.add(mask, dtype)
 
 
-def _of_parts(ctx: ml.Context, parts: list[_Part], shape: tuple[int, int], dtype: ml.DType) -> ml.Tensor:
-    low, high = parts[0].everyone()
-    if len(parts) == 1 and parts[0].row == 0 and 2 * (high - low) > shape[1]:
-        return _mostly_seen(ctx, parts[0], shape, dtype)
-    mask = ctx.full(shape, -np.inf, dtype)
-    seen = ctx.zeros((1, 1), dtype)
-    for part in parts:
-        _show(ctx, mask, seen, part, dtype)
-    return mask
+_Block = tuple[tuple[int, int], tuple[int, int]]
+"""Rows and columns of a mask, half-open ranges both."""
 
 
-def _mostly_seen(ctx: ml.Context, part: _Part, shape: tuple[int, int], dtype: ml.DType) -> ml.Tensor:
-    """Zeros, with what is hidden written over them."""
-    rows, length = shape
-    count = len(part.first)
-    mask = ctx.zeros(shape, dtype)
-    hidden = ctx.full((1, 1), -np.inf, dtype)
-    low, high = part.anyone()
-    _fill(ctx, mask, hidden, (0, count), (0, low))
-    _fill(ctx, mask, hidden, (0, count), (high, length))
-    _fill(ctx, mask, hidden, (count, rows), (0, length))
-    _rims(ctx, mask, part, dtype)
-    return mask
+@dataclass(slots=True)
+class _Filled:
+    """A mask that is one value, with blocks of the other, and the rims as the host wrote them."""
+
+    shape: tuple[int, int]
+    dtype: ml.DType
+    seen: bool
+    """Whether it begins as what all see, and the blocks are hidden."""
+    blocks: list[_Block]
+    rims: list[tuple[HostArray, _Block]]
+
+    @classmethod
+    def of(cls, host: HostArrays, parts: list[_Part], shape: tuple[int, int], dtype: ml.DType) -> Self:
+        (rows, length), part = shape, parts[0]
+        low, high = part.everyone()
+        rims = [
+            (host.add(block, dtype), place) for part in parts for block, place in _rims(part)
+        ]  # fmt: skip
+        if len(parts) > 1 or part.row != 0 or 2 * (high - low) <= length:
+            return cls(shape, dtype, False, [(part.rows, part.everyone()) for part in parts], rims)
+        low, high = part.anyone()
+        hidden = [(part.rows, (0, low)), (part.rows, (high, length)), ((part.rows[1], rows), (0, length))]
+        return cls(shape, dtype, True, hidden, rims)
+
+    def made(self, ctx: ml.Context) -> ml.Tensor:
+        ground, other = (0.0, -np.inf) if self.seen else (-np.inf, 0.0)
+        mask, one = ctx.full(self.shape, ground, self.dtype), ctx.full((1, 1), other, self.dtype)
+        for block in self.blocks:
+            _fill(ctx, mask, one, *block)
+        for rim, block in self.rims:
+            rim.on(ctx).copy(ctx, _block(ctx, mask, *block))
+        return mask
 
 
-def _show(ctx: ml.Context, mask: ml.Tensor, seen: ml.Tensor, part: _Part, dtype: ml.DType) -> None:
-    """What a part sees, written over what was hidden."""
-    _fill(ctx, mask, seen, (part.row, part.row + len(part.first)), part.everyone())
-    _rims(ctx, mask, part, dtype)
-
-
-def _rims(ctx: ml.Context, mask: ml.Tensor, part: _Part, dtype: ml.DType) -> None:
+def _rims(part: _Part) -> Iterator[tuple[np.ndarray, _Block]]:
     """The columns that some rows see and others do not."""
     (low, high), (inner, outer) = part.anyone(), part.everyone()
     for begin, end in ((low, inner), (outer, high)):
@@ -197,8 +218,7 @@ def _rims(ctx: ml.Context, mask: ml.Tensor, part: _Part, dtype: ml.DType) -> Non
         columns = np.arange(begin, end)
         block = np.full((len(part.first), end - begin), HIDDEN, dtype=np.float32)
         block[(columns >= part.first[:, None]) & (columns < part.stop[:, None])] = 0
-        rim = ctx.from_numpy(block, dtype)
-        rim.copy(ctx, _block(ctx, mask, (part.row, part.row + len(part.first)), (begin, end)))
+        yield block, (part.rows, (begin, end))
 
 
 def _fill(

@@ -9,7 +9,7 @@ import numpy as np
 
 import ml
 from kvcache.attention.calls import Call, Level
-from kvcache.attention.device_copies import DeviceCopies, HostArray, HostArrays, device_copies, near
+from kvcache.attention.device_copies import HostArray, HostArrays, OnDevices, near
 from kvcache.attention.masks import seen_mask
 from kvcache.attention.quantized_calls import attend_quantized
 from kvcache.cache import Mask
@@ -31,13 +31,13 @@ class PlannedCall:
     _tokens: HostArray | None
     """Which queries, where they do not lie side by side."""
     _cells: HostArray | None
-    _mask: Mask | DeviceCopies | HostArray
+    _mask: Mask | OnDevices | HostArray
     block_bytes: int
     """Of K and V that are read back at a time, where they are stored quantized."""
     _ready: tuple[ml.Context, ml.AttentionCall] | None = None
 
     @classmethod
-    def of(cls, ctx: ml.Context, host: HostArrays, call: Call, config: ml.CacheConfig) -> Self:
+    def of(cls, host: HostArrays, call: Call, config: ml.CacheConfig) -> Self:
         def indices(found: np.ndarray | slice | None) -> HostArray | None:
             return host.add(found, ml.DType.I32) if isinstance(found, np.ndarray) else None
 
@@ -45,11 +45,9 @@ class PlannedCall:
         tokens, cells = indices(call.tokens), indices(call.cells)
         if not isinstance(seen, np.ndarray):
             return cls(call, tokens, cells, seen, block)
-        place, dtype = ctx.input(), config.mask_dtype
         rows = -(-seen.shape[2] // config.mask_batch_padding) * config.mask_batch_padding
-        mask = seen_mask(place, seen, rows, call.length, dtype)
-        shown = host.add(mask, dtype) if isinstance(mask, np.ndarray) else device_copies(place, mask)
-        return cls(call, tokens, cells, shown, block)
+        mask = seen_mask(host, seen, rows, call.length, config.mask_dtype)
+        return cls(call, tokens, cells, mask, block)
 
     def on(self, ctx: ml.Context) -> ml.AttentionCall:
         """This call with its tensors on the device of ``ctx``."""
@@ -118,10 +116,18 @@ class PlannedLevel:
 
     calls: list[PlannedCall]
     whole: bool
+    exact: bool = False
+    """Whether the slots of a residual window are read, and not the cells."""
 
     @classmethod
-    def of(cls, ctx: ml.Context, host: HostArrays, level: Level, config: ml.CacheConfig) -> Self:
-        return cls([PlannedCall.of(ctx, host, call, config) for call in level.calls], level.whole)
+    def of(cls, host: HostArrays, level: Level, config: ml.CacheConfig, exact: bool = False) -> Self:
+        return cls([PlannedCall.of(host, call, config) for call in level.calls], level.whole, exact)
+
+    def read_from(self, buffers: LayerBuffers) -> LayerBuffers:
+        """Where the calls read, of a layer."""
+        found = buffers.exact if self.exact else buffers
+        assert found is not None
+        return found
 
     @property
     def in_one(self) -> bool:
@@ -132,6 +138,7 @@ class PlannedLevel:
         self, ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, scale: float, sinks: ml.Tensor | None
     ) -> ml.Tensor:
         """Attention where this level is all there is."""
+        buffers = self.read_from(buffers)
         if self.in_one:
             return self.calls[0].attend(ctx, buffers, query, scale, sinks)
         result = ctx.empty((*query.shape[:2], buffers.value.dim), query.dtype)
@@ -141,6 +148,7 @@ class PlannedLevel:
 
     def partial(self, ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, scale: float) -> nn.Part:
         """Attention over this level; queries that are not in it have zeros, and a log-sum-exp of -inf."""
+        buffers = self.read_from(buffers)
         if self.in_one:
             return self.calls[0].partial(ctx, buffers, query, scale)
         shape = (*query.shape[:2], buffers.value.dim)

@@ -27,6 +27,7 @@ from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.read_plan import LowerBound
 from kvcache.cache import InvalidRangeError, Mask, OrderError, SequenceLostError
 from kvcache.storage.cell_table import Row
+from kvcache.storage.overlay import CurrentOverlay
 
 __all__ = ["RaggedBatch", "visible_mask"]
 
@@ -63,8 +64,10 @@ class RaggedBatch:
         self._rows = [Row() if seq is None else table.rows[seq] for seq in sequences]
         self.sequences = len(self._rows)
         self.length = max(1, *(len(row) for row in self._rows)) if self._rows else 1
-        self._start, self._step = self._even_distances()
+        exact = table.exact is not None
+        self._start, self._step = (0, 0) if exact else self._even_distances()
         self._cells: ml.Tensor | None = None
+        self._overlay = CurrentOverlay(table, self._gathered()) if exact else None
 
     @property
     def is_view(self) -> bool:
@@ -107,7 +110,18 @@ class RaggedBatch:
             return buffers.read_batch(ctx, self._start, self._step, self.sequences, self.length)
         if self._cells is None:
             self._cells = ctx.from_numpy(self._gathered(), ml.DType.I32)
-        return buffers.gather_batch(ctx, self._cells, self.sequences, self.length)
+        if self._overlay is None:
+            return buffers.gather_batch(ctx, self._cells, self.sequences, self.length)
+        found = buffers.read(ctx, self._cells, self.sequences * self.length)
+        key, value = (self._by_sequence(ctx, x) for x in self._overlay.read(ctx, buffers, *found))
+        return key, value
+
+    def _by_sequence(self, ctx: ml.Context, found: ml.Tensor) -> ml.Tensor:
+        """(sequences * length, heads, dim) as (sequences, length, heads, dim)."""
+        cell, *rest = found.strides
+        return found.view(
+            ctx, 0, (self.sequences, self.length, *found.shape[1:]), (self.length * cell, cell, *rest)
+        )
 
     def _gathered(self) -> np.ndarray:
         """The cells of all columns; where a row has ended, some cell."""

@@ -45,6 +45,11 @@ class Segment:
             return np.zeros_like(self.queries), np.full_like(self.queries, self.length)
         return self.begin, self.end
 
+    def each(self) -> np.ndarray:
+        """The cells, one by one."""
+        cells = self.cells
+        return np.arange(cells, cells + self.length) if isinstance(cells, int) else cells
+
     def part(self, begin: int, end: int) -> Segment:
         """Cells ``[begin, end)``, for the same readers, each of whom sees all of this segment."""
         cells = self.cells + begin if isinstance(self.cells, int) else self.cells[begin:end]

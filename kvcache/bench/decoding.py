@@ -17,7 +17,7 @@ from typing import Any
 
 import ml
 from kvcache.bench.timing import Contender, interleave
-from kvcache.cache import Batch
+from kvcache.cache import Batch, CacheDType
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.windows import SlidingWindowCache
 
@@ -61,7 +61,8 @@ class Decoding:
 
     ``start_forward`` and the first layer are the preparation: what a pass works out once is timed apart.
     ``grow``: steps append; else each one's tokens are removed again. ``window``: positions that a query
-    sees, itself included; 0: all. ``capacity`` 0: the history, and room for the steps of a trial.
+    sees, itself included; 0: all. ``capacity`` 0: the history, and room for the steps of a trial. K and V
+    come as ``dtype`` and are ``stored`` so, or as that says.
     """
 
     def __init__(
@@ -74,13 +75,14 @@ class Decoding:
         window: int = 0,
         capacity: int = 0,
         layers: int = LAYERS,
+        stored: CacheDType | None = None,
     ) -> None:
         self.backend, self.new, self.grow, self.at = backend, new, grow, history
         self.layers = layers
         self.ctx = backend.new_context()
         capacity = capacity or history + (ROOM if grow else new)
         self.cache = SlidingWindowCache(window - 1) if window else CausalCache()
-        self.cache.init(backend, dtype, 1, capacity, max(new, min(history, 512)))
+        self.cache.init(backend, stored or dtype, 1, capacity, max(new, min(history, 512)))
         # Head-major, as models hand it over after their rotation.
         self.token = self.ctx.full((HEADS, new, DIM), 1, dtype).permute(self.ctx, 1, 0, 2)
         self._fill(history, dtype)
@@ -149,17 +151,19 @@ def measure(
     lengths: Sequence[int] = (),
     prompted: int = 8192,
     peers: bool = True,
+    stored: CacheDType | None = None,
 ) -> Iterator[Measured]:
     """Put and get after each of ``lengths``, of a chunk of 512 after ``prompted``, and start_forward.
 
-    ``peers``: beside the caches of other runtimes, where they are installed.
+    ``peers``: beside the caches of other runtimes, where they are installed. What is not ours is stored as
+    ``dtype``, ours as ``stored`` (None: so too).
 
     Takes the buffers of four layers at a time: 64 KiB per token of history for each contender, in F32.
     """
     hand = _by_hand(backend)
     for history in lengths or (_LENGTHS[:3:2] if quick else _LENGTHS):
-        yield from _steps(backend, hand, dtype, history, 1, quick, peers)
-    yield from _steps(backend, hand, dtype, prompted, 512, quick, peers)
+        yield from _steps(backend, hand, dtype, history, 1, quick, peers, stored)
+    yield from _steps(backend, hand, dtype, prompted, 512, quick, peers, stored)
     for history in (1024, 32768):
         yield _start_forward(backend, dtype, history)
 
@@ -176,12 +180,14 @@ def _by_hand(backend: ml.Backend) -> Any:
 
 
 def _steps(
-    backend: ml.Backend, hand: Any, dtype: ml.DType, history: int, new: int, quick: bool, compare: bool
-) -> Iterator[Measured]:
+    backend: ml.Backend, hand: Any, dtype: ml.DType, history: int, new: int, quick: bool, compare: bool,
+    stored: CacheDType | None,
+) -> Iterator[Measured]:  # fmt: skip
     grow, name = new == 1, f"put + get of {new} after {history}"
     eager = hand is not None and hand.EAGER
     layers = LAYERS if hand is None else hand.LAYERS
-    ours = (Decoding if eager else _Evaluated)(backend, history, new, dtype, grow, layers=layers)
+    kind = Decoding if eager else _Evaluated
+    ours = kind(backend, history, new, dtype, grow, layers=layers, stored=stored)
     contenders: dict[str, Contender] = {"ours": ours.contender()}
     peers: dict[str, Contender] = {}
     floors: tuple[str, ...] = ("ours",)

@@ -6,7 +6,8 @@ from typing import Generic, TypeVar
 
 import ml
 from kvcache.attention.batch import check_sequence, check_whole
-from kvcache.cache import ClosedError, InvalidRangeError, OrderError
+from kvcache.cache import CacheDType, ClosedError, InvalidRangeError, OrderError
+from kvcache.formats import CacheFormat
 from kvcache.snapshots.snapshot import check_kind
 
 __all__ = ["BoundCache"]
@@ -21,7 +22,7 @@ class BoundCache(Generic[P]):
     """
 
     _max_sequences: int
-    _dtype: ml.DType
+    _dtype: CacheFormat
 
     def __init__(self) -> None:
         # Of the instance from the start, not of the class: Python reads those faster.
@@ -35,7 +36,7 @@ class BoundCache(Generic[P]):
         name = type(self).__name__
         if self._backend is None:
             return f"<{name}, closed>" if self._closed else f"<{name}, not bound to a backend: call init>"
-        told = [f"{self._dtype.name} on {self._backend.name}", f"sequences: {self._max_sequences}"]
+        told = [f"{self._dtype} on {self._backend.name}", f"sequences: {self._max_sequences}"]
         return f"<{name}: {', '.join([*told, *self._told()])}>"
 
     def _told(self) -> list[str]:
@@ -92,19 +93,20 @@ class BoundCache(Generic[P]):
         self._bound("max_sequences")
         return self._max_sequences
 
-    def _check_init(self, backend: object, dtype: object, **sizes: int) -> None:
-        """Refuse to bind twice, what is no backend, a dtype that K and V cannot have, and sizes below 1."""
+    def _check_init(self, backend: object, dtype: CacheDType, **sizes: int) -> CacheFormat:
+        """What K and V are stored in; refuses to bind twice, what is no backend, a dtype that they cannot
+        have, and sizes below 1.
+        """
         if self._backend is not None:
             raise OrderError("init: the cache is already bound to a backend; close it first")
         if not hasattr(backend, "new_context"):
             raise InvalidRangeError(
                 f"init: backend={backend!r:.60}; it must be an open backend, as ml.open_backend gives one"
             )
-        if not (isinstance(dtype, ml.DType) and (dtype.is_float or dtype.is_quantized)):
-            names = ", ".join(known.name for known in ml.DType if known.is_float or known.is_quantized)
-            raise ml.DTypeError(f"init: dtype={dtype!r}; a cache stores an ml.DType of {names}")
+        stored = CacheFormat.of(dtype)
         for name, value in sizes.items():
             check_whole("init", name, value, least=1)
+        return stored
 
     @property
     def config(self) -> ml.CacheConfig:
@@ -125,4 +127,8 @@ class BoundCache(Generic[P]):
     def settings(self) -> dict[str, object]:
         """What decides the content of a snapshot, JSON-able: two caches that agree in it may share them."""
         self._bound("settings")
-        return {"kind": type(self).__name__, "dtype": self._dtype.name}
+        stored = self._dtype
+        window = (
+            {"residual_window": [stored.residual_length, stored.sink_tokens]} if stored.is_windowed else {}
+        )
+        return {"kind": type(self).__name__, "dtype": stored.name, **window}

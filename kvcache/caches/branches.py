@@ -14,7 +14,8 @@ cells, checkpoints and slots that such a one holds. What can be exact depends on
 
     causal, chunked   any position
     sliding window    ``memory - window`` tokens back (see window_memory), or what one pass has just added
-    recurrent         to a checkpoint, or to the ``mark`` that was taken before
+    recurrent         to a checkpoint, to the ``mark`` that was taken before, or to what ``want_states``
+                      had the model deliver inside the last pass
     encoder           any position
 
 The pass under way ends, views that ``get`` gave go stale, and a sequence that becomes a branch or the
@@ -37,6 +38,7 @@ from kvcache.cache import (
     SupportsMark,
     SupportsOffset,
     SupportsPrepare,
+    SupportsStates,
 )
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.caches.wrapper import unwrapped
@@ -44,7 +46,7 @@ from kvcache.storage.state_slots import Checkpoint
 
 __all__ = [
     "Mark", "check_reach", "drop", "fork", "keep", "mark", "offset", "resume_point", "rollback",
-    "window_memory",
+    "want_states", "window_memory",
 ]  # fmt: skip
 
 Commit = Callable[[], None]
@@ -120,6 +122,21 @@ def mark(cache: Cache, seq: int) -> Mark:
     _prepare(cache, "remove", seq, position)  # refuses a sequence that a device failure took
     _check_exact("mark", cache, seq, position)
     return Mark(seq, position, tuple(p.mark(seq) if isinstance(p, SupportsMark) else None for p in parts))
+
+
+def want_states(cache: Cache, seq: int, positions: Sequence[int]) -> bool:
+    """Have the next pass of ``seq`` keep its states at ``positions``, inside it, for ``rollback``.
+
+    Whether all caches can go back to these without a ``mark``: recurrent ones whose models deliver states
+    (``RecurrentCache(delivers=True)``), and those that have none.
+    """
+    parts = unwrapped(cache)
+    for part in parts:
+        if isinstance(part, SupportsStates):
+            part.want_states(seq, positions)
+    return all(part.delivers for part in parts if isinstance(part, SupportsStates)) and all(
+        isinstance(part, SupportsStates) for part in parts if isinstance(part, SupportsMark)
+    )
 
 
 def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> None:

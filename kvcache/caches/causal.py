@@ -14,7 +14,7 @@ The cache puts together its ``storage`` (a cell table and the buffers of each la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -27,12 +27,13 @@ from kvcache.attention.batch import (
     check_tensors,
     split_batch,
 )
-from kvcache.attention.fixed_shapes import FixedPass, GraphTensors
-from kvcache.attention.forward_pass import ForwardPass, Reads
-from kvcache.attention.placement import place
+from kvcache.attention.fixed_shapes import FixedPass, GraphTensors, check_window
+from kvcache.attention.forward_pass import ForwardPass, Reads, Uploads
+from kvcache.attention.placement import place_exact
 from kvcache.attention.read_plan import LowerBound, check_sees
 from kvcache.cache import (
     Batch,
+    CacheDType,
     CacheFullError,
     InvalidBatchError,
     InvalidRangeError,
@@ -47,7 +48,7 @@ from kvcache.caches.sequences import SequenceEditor, drop_middle, lost_error
 from kvcache.snapshots.attention import AttentionSnapshots, Window
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot
 from kvcache.snapshots.snapshot import AttentionSnapshot
-from kvcache.storage.cell_storage import CellStorage
+from kvcache.storage.cell_storage import CellStorage, exact_slots
 from kvcache.storage.cell_table import CellTable, SavedRow
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.sizes import bytes_text
@@ -74,19 +75,20 @@ class CausalCache(
         self._buffers: dict[int, LayerBuffers] = {}
         self._fixed: dict[int, FixedPass] = {}
         self._reads: Reads | None = None
+        self._uploads: Uploads | None = None
         self._undo: dict[int, SavedRow] = {}
 
     # Setting up and closing.
 
     def init(
-        self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
+        self, backend: ml.Backend, dtype: CacheDType, max_sequences: int, capacity: int, max_batch: int
     ) -> None:
-        """Bind to ``backend``: ``max_sequences`` of up to ``capacity`` tokens each, stored as ``dtype``.
+        """Bind to ``backend``: ``max_sequences`` of up to ``capacity`` tokens each, stored as ``dtype`` says.
 
         Nothing is allocated before the first ``put``. ``max_batch`` is the largest batch expected.
         """
-        self._check_init(backend, dtype, max_sequences=max_sequences, capacity=capacity, max_batch=max_batch)
-        self._dtype = dtype
+        sizes = {"max_sequences": max_sequences, "capacity": capacity, "max_batch": max_batch}
+        self._dtype = self._check_init(backend, dtype, **sizes)
         self._max_sequences, self._capacity, self._max_batch = max_sequences, capacity, max_batch
         self._backend = backend
         try:
@@ -100,6 +102,8 @@ class CausalCache(
         """Check all that ``set_config`` may refuse; the callable returned then does it."""
         if self._buffers or self._pass is not None or (self._backend and any(self._table.occupied())):
             raise OrderError("set_config: tokens are stored already; configure before the first batch")
+        if self._backend is not None:
+            check_window("set_config", config, self._dtype)
 
         def commit() -> None:
             self._config = config
@@ -123,10 +127,12 @@ class CausalCache(
 
     def _make_table(self) -> None:
         self._active, backend = self.config, self._bound("init")
+        check_window("init", self._active, self._dtype)
         self._fixed = {}
         padding = self._active.cache_padding
         cells = -(-self._cells() // padding) * padding
-        table = CellTable(cells, self._max_sequences)
+        exact = exact_slots(self._dtype, cells, self._max_sequences, self._max_batch)
+        table = CellTable(cells, self._max_sequences, exact)
         storage = CellStorage(backend, self._dtype, self._active, table)
         self._table, self._buffers = storage.table, storage.buffers  # at hand for each put and get
         self.snapshots.detach_all()
@@ -181,12 +187,14 @@ class CausalCache(
         groups = split_batch(batch, self._max_sequences)
         table, layers, before, count = self._table, self._buffers, self._pass, len(batch)
         config, lower = self._active, self.lower_bound()
+        together, self._uploads = self._uploads, None
         if reserve:
             check_modes(reserve, read_only)
             self._changed()
             self._pass = ForwardPass(
-                table, config, lower, count, groups, None, layers, reserve=True, stamp=-1
-            )
+                table, config, lower, count, groups, None, layers, reserve=True, stamp=-1,
+                expected=self._reads,
+            )  # fmt: skip
             return
         for group in groups:
             row = table.rows[group.seq]
@@ -206,13 +214,17 @@ class CausalCache(
         else:
             self._make_room(count, groups)
             self._join_arrivals(groups)
-            cells = place(table, groups, count)
-            forward = ForwardPass(table, config, lower, count, groups, cells, layers)
+            cells, slots = place_exact(table, groups, count)
+            forward = ForwardPass(table, config, lower, count, groups, cells, layers, slots=slots)
             if before is not None:
                 forward.kept, forward.segmented = before.kept, before.segmented
         forward.expected = self._reads if before is None else before.reads()
+        forward.uploads = together or forward.uploads
         if config.fixed_shapes:
-            forward = self._fix(ctx, forward)
+            forward = forward.on_fixed_shapes(self._fixed)
+            if together is None:
+                self._fix(ctx, forward)
+        forward.uploads.serve(forward)
         self._pass = forward
         if self.snapshots.schedule and not read_only:
             for group in groups:
@@ -230,10 +242,21 @@ class CausalCache(
             self._restore(saved)
             raise
 
-    def _fix(self, ctx: ml.Context, forward: ForwardPass) -> ForwardPass:
-        """The pass on the tensors of its batch size; where they cannot be had, all is as it was."""
+    def upload_with(self, uploads: Uploads | None) -> None:
+        """Let what the next pass needs of the host go to devices with that of other caches' passes.
+
+        For caches that start together. What has fixed shapes waits for ``upload_fixed`` then.
+        """
+        self._uploads = uploads
+
+    def upload_fixed(self, ctx: ml.Context) -> None:
+        """After ``upload_with`` and ``start_forward``: bring what has fixed shapes to the pass."""
+        self._started("upload_fixed").fill(ctx)
+
+    def _fix(self, ctx: ml.Context, forward: ForwardPass) -> None:
+        """Bring what has fixed shapes to the pass; where that fails, all is as it was."""
         try:
-            return forward.on_fixed_shapes(ctx, self._fixed)
+            forward.fill(ctx)
         except BaseException:
             saved, self._undo = self._undo, {}
             self._restore(saved)
@@ -301,6 +324,8 @@ class CausalCache(
         self._bound("undo_forward")
         saved, self._undo = self._undo, {}
         self._restore(saved)
+        if saved and self._table.exact is not None:
+            self._table.exact.undo()
         for seq in saved:
             self.snapshots.schedule.cut(seq, self._table.rows[seq].last + 1)
         self._pass = resume if isinstance(resume, ForwardPass) else None
@@ -369,9 +394,26 @@ class CausalCache(
         if forward.reserve and fresh:
             buffers.touch(ctx.layer(self._layer))
         elif not forward.reserve:
-            buffers.write(ctx, forward.targets(ctx), key, value)
+            forward.write(ctx, buffers, key, value)
+            forward.write_exact(ctx, buffers, key, value)
             buffers.stamp = forward.stamp
         self._buffers[self._layer] = buffers  # last: a failed write fixes no shapes
+
+    def put_stored(self, ctx: ml.Context, parts: Sequence[ml.Tensor], activations: ml.DType) -> None:
+        """As ``put``, of K's parts and then V's, (tokens, kv_heads, width) each, as the formats make them.
+
+        Raises InvalidRangeError for what they do not make of ``activations``, or the layer does not store.
+        """
+        forward, storage = self._started("put_stored"), self.snapshots.storage
+        if forward.reserve or (forward.cells is None and forward.read_only):
+            raise OrderError("put_stored: the pass under way stores nothing")
+        key, value = storage.shapes_of(parts, forward.tokens, activations)
+        found = self._buffers.get(self._layer)
+        buffers = found or storage.allocate(ctx, self._layer, key, value, activations)
+        buffers.check(self._layer, key, value)
+        forward.write_stored(ctx, buffers, tuple(parts))
+        buffers.stamp = forward.stamp
+        self._buffers[self._layer] = buffers
 
     def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
         """K (history, kv_heads, head_dim), V likewise, and the mask (tokens, history) of this layer.
@@ -390,12 +432,11 @@ class CausalCache(
                 key, value = buffers.read_as_configured(ctx, 0, self._table.cells)
                 return key, value, forward.reserved_mask(ctx)
         reading, mask = forward.shared(ctx)
-        if reading.index is None and (store := buffers.store) is not None:
+        if reading.index is None and (store := buffers.store) is not None and buffers.exact is None:
             found = store.read(ctx, reading.start, reading.length)
             if found is not None:
                 return found[0], found[1], mask
-        here = ctx.layer(self._layer)
-        return (*buffers.read_as_configured(here, reading.cells(here), reading.length), mask)
+        return (*forward.read_shared(ctx.layer(self._layer), buffers, reading), mask)
 
     def attend(
         self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None

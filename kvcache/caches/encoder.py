@@ -22,9 +22,10 @@ from kvcache.attention.batch import (
     split_batch,
 )
 from kvcache.attention.device_copies import HostArray, HostArrays, near
-from kvcache.cache import Batch, InvalidRangeError, Mask, OrderError
+from kvcache.cache import Batch, CacheDType, InvalidRangeError, Mask, OrderError
 from kvcache.caches.base import BoundCache
 from kvcache.caches.managed import PreparedCalls
+from kvcache.formats import CacheFormat
 from kvcache.snapshots.snapshot import EncoderSnapshot, check_following, check_inside
 from ml import nn
 
@@ -57,6 +58,17 @@ class _Pass:
     mask: Mask | HostArray | bool = False
     shown: dict[tuple[int, int], tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
     """What was put while reserving."""
+    host: HostArrays = field(default_factory=HostArrays)
+    _rows: list[slice | HostArray] | None = None
+
+    def rows(self) -> list[slice | HostArray]:
+        """The tokens of each group: side by side, or listed."""
+        if self._rows is None:
+            found = (group.rows for group in self.groups)
+            self._rows = [
+                rows if isinstance(rows, slice) else self.host.add(rows, ml.DType.I32) for rows in found
+            ]
+        return self._rows
 
 
 class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
@@ -79,12 +91,13 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         self._used = False
 
     def init(
-        self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
+        self, backend: ml.Backend, dtype: CacheDType, max_sequences: int, capacity: int, max_batch: int
     ) -> None:
         """Bind to ``backend``. ``capacity`` does not bound an encoder's output, which has its own length."""
-        self._check_init(backend, dtype, max_sequences=max_sequences, capacity=capacity)
-        # An encoder's output is read whole at every step: block formats would unpack it each time.
-        self._dtype = ml.DType.F16 if dtype.is_quantized else dtype
+        found = self._check_init(backend, dtype, max_sequences=max_sequences, capacity=capacity)
+        # An encoder's output is read whole at every step: formats would unpack it each time.
+        self._stored = ml.DType.F16 if found.plain is None else found.plain
+        self._dtype = CacheFormat.of(self._stored)
         self._max_sequences = max_sequences
         self._backend = backend
         self._closed = False
@@ -163,7 +176,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         sizes = _lengths(len(current.receivers), key.shape[0], lengths)
         if not current.reserve:
             self._check_lengths(current, sizes)
-        parts = _split(ctx.layer(self._layer), key, value, sizes, self._dtype)
+        parts = _split(ctx.layer(self._layer), key, value, sizes, self._stored)
         ctx.forward(*(tensor for pair in parts for tensor in pair))
         if current.reserve:
             for (seq, _), tensors in zip(current.receivers, parts, strict=True):
@@ -231,11 +244,15 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
             return nn.attention(ctx, query, *self._held(current, groups[0].seq), None, scale, sinks)
         dim = self._held(current, groups[0].seq)[1].shape[2]
         result = ctx.empty((*query.shape[:2], dim), query.dtype)
-        for group in groups:
-            rows = np.arange(current.tokens)[group.rows]
+        for group, rows in zip(groups, current.rows(), strict=True):
             held = self._held(current, group.seq)
-            out = nn.attention(ctx, query.rows(ctx, rows), *held, None, scale, sinks)
-            result.set_rows(ctx, out, rows)
+            if isinstance(rows, slice):
+                own = query.slice(ctx, 0, rows.start, rows.stop)
+                out = nn.attention(ctx, own, *held, None, scale, sinks)
+                out.copy(ctx, result.slice(ctx, 0, rows.start, rows.stop))
+            else:
+                own = query.rows(ctx, rows.on(ctx))
+                result.set_rows(ctx, nn.attention(ctx, own, *held, None, scale, sinks), rows.on(ctx))
         return result
 
     def _held(self, current: _Pass, seq: int) -> tuple[ml.Tensor, ml.Tensor]:
@@ -263,7 +280,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
             for group, size in zip(current.groups, sizes, strict=True):
                 host[np.arange(current.tokens)[group.rows], start : start + size] = 0
                 start += size
-            current.mask = HostArrays().add(host, self.config.mask_dtype)
+            current.mask = current.host.add(host, self.config.mask_dtype)
         return near(ctx, current.mask)
 
     # Sequences.
@@ -332,7 +349,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         if not snapshot.begin <= end <= snapshot.end:
             return None
         dtypes = {tensor.dtype for pair in snapshot.layers.values() for tensor in pair}
-        if dtypes - {self._dtype}:
+        if dtypes - {self._stored}:
             raise InvalidRangeError(
                 f"restore: a snapshot of {', '.join(sorted(dtype.name for dtype in dtypes))}; this cache "
                 f"stores {self._dtype.name}"

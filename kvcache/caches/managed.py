@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import ml
+from kvcache.cache import SupportsMark, SupportsPrepare, SupportsReservation
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import Snapshot
@@ -14,6 +15,18 @@ from kvcache.snapshots.snapshot import Snapshot
 __all__ = ["ManagedSnapshots", "PreparedCalls", "SnapshotManager"]
 
 S = TypeVar("S", bound=Snapshot)
+
+_FOR_OTHER_ROOMS = frozenset(
+    name
+    for protocol in (SupportsMark, SupportsPrepare, SupportsReservation)
+    for name in vars(protocol)
+    if not name.startswith("_")
+) | {
+    "editor", "held", "learn_state", "lower_bound", "mark_lost", "mark_of", "on_pressure", "prepare_restore",
+    "prepare_restore_snapshot", "reach", "rolled_back", "settings", "snapshots", "state_table", "storage",
+    "upload_fixed", "upload_with", "visible",
+}  # fmt: skip
+"""What wrappers, branches, prefix caches and views call, and a user of a cache does not."""
 
 
 class SnapshotManager(Protocol[S]):
@@ -28,6 +41,10 @@ class SnapshotManager(Protocol[S]):
 
 class PreparedCalls(Generic[S]):
     """Calls that do all or nothing: what one may refuse its ``prepare_...`` refuses first."""
+
+    def __dir__(self) -> list[str]:
+        """What a user calls."""
+        return sorted(set(super().__dir__()) - _FOR_OTHER_ROOMS)
 
     @abstractmethod
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
@@ -119,7 +136,7 @@ class ManagedSnapshots(Generic[S]):
         it, the first from where the sequence stands now. Positions that it has passed already are
         refused with InvalidRangeError. ``remove`` of a position that one has reached drops it, and
         schedules it anew. Where none can be taken ``skipped_snapshots`` says so: of a window with a gap, and
-        of a recurrent state inside a batch, which is never there to be copied.
+        of a recurrent state inside a batch, unless the model delivers it (``RecurrentCache.wanted_states``).
         """
         offset = self.offset(seq)
         self.snapshots.schedule.add(seq, positions, offset)

@@ -11,20 +11,31 @@ checkpoint, and computing again from there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 import ml
-from kvcache.attention.batch import SequenceTokens, check_sequence, check_whole, split_batch
-from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, Mask, OrderError, ShiftFunction
+from kvcache.attention.batch import SequenceTokens, check_sequence, check_tensors, check_whole, split_batch
+from kvcache.attention.forward_pass import Uploads
+from kvcache.cache import (
+    Batch,
+    CacheDType,
+    InvalidBatchError,
+    InvalidRangeError,
+    Mask,
+    OrderError,
+    ShiftFunction,
+)
 from kvcache.caches.base import BoundCache
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
+from kvcache.formats import CacheFormat
 from kvcache.snapshots.recurrent import StateSnapshots
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import RecurrentSnapshot
 from kvcache.storage.state_slots import Checkpoint, HeldStates, StatePass
+from kvcache.storage.state_specs import StateSpec, StateSpecs
 from kvcache.storage.state_table import StateTable, shifted, state_lost
 
 __all__ = ["RecurrentCache"]
@@ -35,15 +46,33 @@ class RecurrentCache(
 ):
     """Per-sequence states, checkpoints of them, and a causal cache for the attention layers.
 
-    ``conv_shape`` and ``state_shape`` are one sequence's: (channels, kernel - 1) and (heads, key_dim,
-    value_dim), say. The recurrent state is always F32; the convolution state has ``conv_dtype``, the
-    dtype of the model's activations (None: what ``init`` is given, F32 for block formats).
+    A layer may have any number of states, of any shapes and dtypes, beside K and V or without them.
+    ``states`` says which: those of a layer by its number, those of all others under None::
+
+        mamba = {"conv": StateSpec((channels, 3)), "ssm": StateSpec((heads, dim, size), ml.DType.F32)}
+        cache = RecurrentCache(states={None: mamba})
+        ...
+        cache.set_layer(layer)
+        ssm = cache.state(ctx, "ssm")            # (sequences, heads, dim, size)
+        cache.update_state(ctx, "ssm", new)
+
+    A state that is declared nowhere has the shape and dtype of what ``update_state`` brings first.
+    ``conv_shape`` and ``state_shape`` declare two for all layers, those of ``conv_state`` and
+    ``recurrent_state``: "conv" (channels, kernel - 1), say, and "recurrent" (heads, key_dim, value_dim),
+    always F32. ``conv_dtype`` is the dtype of the model's activations, and so of states that are declared
+    without one (None: what ``init`` is given, F32 where that is not one plain dtype).
+
+    **States inside a batch.** A recurrence leaves the state of a batch's end alone. A model that can give
+    those of positions inside asks ``wanted_states``, cuts its scan there or computes the states of all
+    tokens, and gives them to ``deliver_states`` (``delivers=True`` says of a cache that its model does). They
+    are wanted for snapshots that are scheduled, and by ``want_states``: for drafted tokens, say. Until its
+    next pass the sequence can go back to them.
 
     A checkpoint is taken when a pass begins and ``checkpoint_interval`` tokens have gone by since the
     last one; the latest ``checkpoints`` of each sequence are kept, ``checkpoint(seq)`` takes one now.
 
-    **Going back.** ``remove(seq, position)`` goes to ``position`` when the state or a checkpoint is
-    there, else to the nearest checkpoint before it, else to 0: ``offset(seq)`` says where, and the next
+    **Going back.** ``remove(seq, position)`` goes to ``position`` when the state, a checkpoint or one inside
+    the last pass is there, else to the nearest before it, else to 0: ``offset(seq)`` says where, and the next
     batch has to begin there. After a failed pass, ``remove(seq, position)`` with the batch's first
     position does the same.
     ``remove`` from the middle moves later tokens down as in CausalCache, checkpoints with them, and the state
@@ -53,20 +82,23 @@ class RecurrentCache(
 
     def __init__(
         self,
-        conv_shape: tuple[int, ...],
-        state_shape: tuple[int, ...],
+        conv_shape: tuple[int, ...] = (),
+        state_shape: tuple[int, ...] = (),
         shift: ShiftFunction | None = None,
         checkpoints: int = 24,
         checkpoint_interval: int = 256,
         conv_dtype: ml.DType | None = None,
+        *,
+        states: Mapping[int | None, Mapping[str, StateSpec]] | None = None,
+        delivers: bool = False,
     ) -> None:
         super().__init__()
         check_whole("RecurrentCache", "checkpoints", checkpoints)
         check_whole("RecurrentCache", "checkpoint_interval", checkpoint_interval, least=1)
-        self.conv_shape, self.state_shape = tuple(conv_shape), tuple(state_shape)
-        for name, shape in (("conv_shape", self.conv_shape), ("state_shape", self.state_shape)):
-            for size in shape:
-                check_whole("RecurrentCache", f"{name} {shape}: size", size, least=1)
+        self.delivers = delivers
+        """Whether the model gives the states inside a batch that are wanted: it may end anywhere then."""
+        self._specs = StateSpecs(states or {})
+        self._wants: dict[int, tuple[int, ...]] = {}
         self.attention = CausalCache(shift)
         """The cache of the attention layers."""
         self.snapshots: StateSnapshots = StateSnapshots(self.attention)
@@ -74,29 +106,45 @@ class RecurrentCache(
         self._checkpoints, self._interval = checkpoints, checkpoint_interval
         self._conv_dtype = conv_dtype
         self._states = self.snapshots.states
+        for name, spec in (("conv", (conv_shape, None)), ("recurrent", (state_shape, ml.DType.F32))):
+            if spec[0]:
+                self._specs.declare(name, StateSpec(*spec), None)
 
     # Setting up and closing.
 
     def init(
-        self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
+        self, backend: ml.Backend, dtype: CacheDType, max_sequences: int, capacity: int, max_batch: int
     ) -> None:
         """Bind to ``backend``: a slot per sequence in every recurrent layer, allocated when first used."""
         self.attention.init(backend, dtype, max_sequences, capacity, max_batch)
         self._max_sequences = max_sequences
         self._states = StateTable(max_sequences, backend, self._checkpoints, self._interval)
-        self._conv = self._conv_dtype or (ml.DType.F32 if dtype.is_quantized else dtype)
+        self._specs.bind(self._conv_dtype or CacheFormat.of(dtype).plain or ml.DType.F32)
+        self.snapshots.bind(self._states, self._specs)
         self._backend, self._closed = backend, False
-        self.learn_shapes()
 
-    def learn_shapes(self, conv: tuple[int, ...] = (), state: tuple[int, ...] = ()) -> None:
-        """Say ``conv_shape`` or ``state_shape`` where the constructor was given (); one that is known stays.
+    def learn_state(self, name: str, spec: StateSpec, layer: int | None = None) -> None:
+        """Say what a state is like, of a layer or (None) of all; one that is known stays.
 
-        For models whose configuration does not tell, before the first such state is stored or restored.
+        For models whose configuration does not tell: after ``init``, and before its first ``state``.
         """
-        self.conv_shape, self.state_shape = self.conv_shape or tuple(conv), self.state_shape or tuple(state)
-        if self._backend is not None:
-            kinds = {"conv": (self.conv_shape, self._conv), "recurrent": (self.state_shape, ml.DType.F32)}
-            self.snapshots.bind(self._states, kinds)
+        self._specs.declare(name, spec, layer)
+
+    def state_spec(self, name: str, layer: int) -> StateSpec | None:
+        """What is known of a state: declared, or found. None: nothing."""
+        return self._specs.get(name, layer)
+
+    @property
+    def conv_shape(self) -> tuple[int, ...]:
+        """Of the states "conv" in layers for which nothing else is declared; () where that is not known."""
+        spec = self._specs.default("conv")
+        return () if spec is None else spec.shape
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Likewise, of the states "recurrent"."""
+        spec = self._specs.default("recurrent")
+        return () if spec is None else spec.shape
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: states beside {self.attention!r}>"
@@ -114,7 +162,7 @@ class RecurrentCache(
         """As CausalCache.close: what snapshots hold of the states is copied out first."""
         self.attention.close()
         self.snapshots.close()
-        self._states, self._pass = self.snapshots.states, None
+        self._states, self._pass, self._wants = self.snapshots.states, None, {}
         self._backend, self._closed = None, True
 
     # One pass.
@@ -143,15 +191,36 @@ class RecurrentCache(
         under_way, lost = self.attention.pass_under_way(), self._states.lost()
         self.attention.start_forward(ctx, batch, reserve, read_only=read_only)
         if not stores:
-            self._pass = StatePass(tuple(tokens), 0, reserve=reserve, read_only=read_only)
+            self._pass = StatePass(tokens, 0, reserve=reserve, read_only=read_only)
             return
         try:
-            self._pass = self._states.start(tokens)
+            self._pass = self._states.start(tokens, self._inside(tokens))
         except BaseException:
             if self._states.lost() != lost:
                 self._pass = under_way = None  # states of the pass under way may be among the lost
             self.attention.undo_forward(under_way)
             raise
+        if self._wants:
+            self._pass.wants = self._wants
+            self._wants = {seq: wanted for seq, wanted in self._wants.items() if seq not in tokens}
+
+    def _inside(self, tokens: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+        """After how many of its tokens in a pass the state of a sequence is wanted, but that of the end."""
+        schedule, found = self.snapshots.schedule, {}
+        for seq, count in tokens.items() if schedule or self._wants else ():
+            offset = self._states.rows[seq].offset
+            wanted = {position - offset for position in (*schedule.positions(seq), *self._wants.get(seq, ()))}
+            if inside := tuple(sorted(n for n in wanted if 0 < n < count)):
+                found[seq] = inside
+        return found
+
+    def upload_with(self, uploads: Uploads | None) -> None:
+        """As CausalCache.upload_with."""
+        self.attention.upload_with(uploads)
+
+    def upload_fixed(self, ctx: ml.Context) -> None:
+        """As CausalCache.upload_fixed."""
+        self.attention.upload_fixed(ctx)
 
     def _check_group(self, group: SequenceTokens, read_only: bool) -> None:
         row = self._states.rows[group.seq]
@@ -183,6 +252,7 @@ class RecurrentCache(
         self._pass = None
         if current is not None:
             self._states.take_back(current)
+            self._wants = {**self._wants, **(current.wants or {})}
         self._pass = own
 
     @property
@@ -190,52 +260,133 @@ class RecurrentCache(
         """The sequences of the pass, in the order of the states' first axis."""
         return self._started("sequences").sequences
 
-    def conv_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
-        """The convolution states (sequences, *conv_shape) of the pass, zero for new sequences.
+    def state(self, ctx: ml.Context, name: str, layer: int | None = None) -> ml.Tensor:
+        """The states ``name`` (sequences, *shape) of a layer in the pass, zero for new sequences.
 
-        A view: it may be updated in place (``copy`` or ``set_rows`` into it), or given back changed
-        through ``set_conv_state``. In a pass that only reads, a copy.
+        ``layer`` None: that of ``set_layer``. A view: it may be updated in place (``copy`` or ``set_rows``
+        into it), or given back changed through ``update_state``. In a pass that only reads, a copy.
+        OrderError for a state that is not declared, and was never stored.
         """
-        return self._state(ctx, "conv", layer, self.conv_shape, self._conv)
+        return self._state(ctx, "state", name, layer)
+
+    def update_state(self, ctx: ml.Context, name: str, t: ml.Tensor, layer: int | None = None) -> None:
+        """Store new states ``name`` (sequences, *shape), converted to their dtype."""
+        self._update(ctx, "update_state", name, t, layer)
+
+    def conv_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
+        """``state(ctx, "conv", layer)``."""
+        return self._state(ctx, "conv_state", "conv", layer)
 
     def set_conv_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
-        """Store new convolution states (sequences, *conv_shape), converted to their dtype."""
-        self._set(ctx, "set_conv_state", self.conv_state(ctx, layer), t)
+        """``update_state(ctx, "conv", t, layer)``."""
+        self._update(ctx, "set_conv_state", "conv", t, layer)
 
     def recurrent_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
-        """The recurrent states (sequences, *state_shape) of the pass, F32; a view, as ``conv_state``."""
-        return self._state(ctx, "recurrent", layer, self.state_shape, ml.DType.F32)
+        """``state(ctx, "recurrent", layer)``."""
+        return self._state(ctx, "recurrent_state", "recurrent", layer)
 
     def set_recurrent_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
-        """Store new recurrent states (sequences, *state_shape)."""
-        self._set(ctx, "set_recurrent_state", self.recurrent_state(ctx, layer), t)
+        """``update_state(ctx, "recurrent", t, layer)``."""
+        self._update(ctx, "set_recurrent_state", "recurrent", t, layer)
 
-    def _state(
-        self, ctx: ml.Context, kind: str, layer: int, shape: tuple[int, ...], dtype: ml.DType
-    ) -> ml.Tensor:
-        current = self._started(f"{kind}_state")
-        if layer < 0:
-            raise InvalidRangeError(f"{kind}_state: layer {layer}; layers count from 0")
-        buffers = self._states.buffers
-        buffer = buffers.ensure(ctx, kind, layer, shape, dtype)
+    def _state(self, ctx: ml.Context, op: str, name: str, layer: int | None) -> ml.Tensor:
+        current, layer = self._started(op), self._layer if layer is None else layer
+        spec = self._known(op, name, layer)
+        assert spec.dtype is not None
+        shape, dtype = spec.shape, spec.dtype
+        buffers, count = self._states.buffers, len(current.tokens)
+        buffer = buffers.ensure(ctx, name, layer, shape, dtype)
         if current.reserve:  # allocated and touched, but what sequences hold is not at hand
-            return ctx.layer(layer).zeros((len(current.sequences), *shape), dtype)
+            return ctx.layer(layer).zeros((count, *shape), dtype)
         if current.read_only:
-            return self._states.read(ctx.layer(layer), (kind, layer), current.sequences, shape, dtype)
-        buffers.copy_out(range(current.start, current.start + len(current.sequences)))
-        return buffer.slice(ctx, 0, current.start, current.start + len(current.sequences))
+            return self._states.read(ctx.layer(layer), (name, layer), current.sequences, shape, dtype)
+        buffers.copy_out(range(current.start, current.start + count))
+        return buffer.slice(ctx, 0, current.start, current.start + count)
 
-    def _set(self, ctx: ml.Context, op: str, state: ml.Tensor, t: ml.Tensor) -> None:
-        if self._started(op).read_only:
+    def _known(self, op: str, name: str, layer: int, t: ml.Tensor | None = None) -> StateSpec:
+        """What is known of a state, if need be from ``t`` (sequences, *shape)."""
+        if layer < 0:
+            raise InvalidRangeError(f"{op}: layer {layer}; layers count from 0")
+        if t is not None:
+            self._specs.learn(op, name, layer, t)
+        spec = self._specs.get(name, layer)
+        if spec is None:
+            raise OrderError(
+                f"{op}: the shape of state {name!r:.40} of layer {layer} is not known; declare it in states= "
+                "or call update_state first"
+            )
+        return spec
+
+    def _update(self, ctx: ml.Context, op: str, name: str, t: ml.Tensor, layer: int | None) -> None:
+        current, layer = self._started(op), self._layer if layer is None else layer
+        check_tensors(op, state=t)
+        if current.read_only:
             raise OrderError(f"{op}: the pass under way only reads; start_forward without read_only to store")
+        if t.shape[:1] == (len(current.tokens),):
+            self._known(op, name, layer, t)
+        state = self._state(ctx, op, name, layer)
         if t.shape != state.shape:
             raise InvalidRangeError(f"{op}: {t.shape}; the states of this pass are {state.shape}")
         ctx.forward(t.copy(ctx, state))
+
+    # States inside a pass.
+
+    def want_states(self, seq: int, positions: Iterable[int]) -> None:
+        """Have the next pass of a sequence keep its states at ``positions``, to go back to, if the model can.
+
+        In place of those that were wanted before. They are kept until the pass after; ``remove``,
+        ``copy_prefix`` and ``restore`` forget what is wanted of a sequence that they change.
+        """
+        self.offset(seq)
+        wanted = tuple(positions)
+        for position in wanted:
+            check_whole("want_states", "position", position)
+        self._wants[seq] = wanted
+
+    def wanted_states(self) -> Mapping[int, tuple[int, ...]]:
+        """After how many of its tokens in this pass the state of a sequence is wanted, ascending.
+
+        For each sequence of which some are: ``{0: (3, 7)}``. That of the end goes by ``update_state``.
+        """
+        return self._started("wanted_states").wanted
+
+    def deliver_states(
+        self,
+        ctx: ml.Context,
+        name: str,
+        t: ml.Tensor,
+        at: Sequence[tuple[int, int]],
+        layer: int | None = None,
+    ) -> None:
+        """Give states ``name`` (len(at), *shape) of a layer inside the pass, in one call or in several.
+
+        ``t[i]`` is the state of sequence ``at[i][0]`` after its first ``at[i][1]`` tokens in this pass; what
+        is not wanted is ignored, so that a model may give those of all tokens. ``t`` is the cache's from then
+        on: nobody writes into it any more. A position counts when all states of all layers have been given.
+        """
+        op = "deliver_states"
+        current, layer = self._started(op), self._layer if layer is None else layer
+        check_tensors(op, states=t)
+        if current.read_only:
+            raise OrderError(f"{op}: the pass under way only reads; start_forward without read_only to store")
+        for seq, count in at:
+            there = current.tokens.get(seq, 0)
+            if not 0 < count <= there:
+                raise InvalidRangeError(
+                    f"{op}: after {count} tokens of sequence {seq}, which has {there} in this pass"
+                )
+        spec = self._known(op, name, layer, t)
+        if t.shape != (len(at), *spec.shape):
+            raise InvalidRangeError(f"{op}: {t.shape}; {len(at)} states {name} of {spec.shape} each")
+        if spec.dtype is not None and t.dtype is not spec.dtype:
+            t = t.cast(ctx, spec.dtype)
+        self._states.deliver(ctx, (name, layer), current, at, t)
 
     # The attention layers.
 
     def set_layer(self, layer: int) -> None:
         self.attention.set_layer(layer)
+        self._layer = layer
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
         self.attention.set_causal(ctx, except_=except_)
@@ -260,7 +411,7 @@ class RecurrentCache(
         return self._states.rows[seq].offset
 
     def checkpoints(self, seq: int) -> tuple[int, ...]:
-        """The positions that a sequence can go back to exactly, ascending."""
+        """The positions of a sequence's checkpoints, ascending: it can go back to each of them exactly."""
         self._bound("checkpoints")
         check_sequence("checkpoints", seq, self._max_sequences)
         return self._states.rows[seq].positions
@@ -288,8 +439,8 @@ class RecurrentCache(
     def mark_of(self, position: int, states: Mapping[tuple[str, int], ml.Tensor]) -> Checkpoint:
         """A mark for ``prepare_return`` of states that the caller knows: those after ``position`` tokens.
 
-        ``states`` has, by ("conv" or "recurrent", layer), a tensor (1, *shape) for every layer with such a
-        state, in the dtype that it is stored in. They are the cache's from then on.
+        ``states`` has, by (name, layer), a tensor (1, *shape) for every state of every layer, in the dtype
+        that it is stored in. They are the cache's from then on.
         """
         self._bound("mark_of")
         check_whole("mark_of", "position", position, least=1)
@@ -310,6 +461,7 @@ class RecurrentCache(
         def commit() -> None:
             self._pass = None
             cut()
+            self._wants.pop(seq, None)
             self._states.resume(seq, mark, mark.offset)
             self.snapshots.schedule.cut(seq, mark.offset)
 
@@ -344,6 +496,7 @@ class RecurrentCache(
         def commit() -> None:
             self._pass = None
             share()
+            self._wants.pop(dst_seq, None)
             self._states.rows[dst_seq] = row
             self.snapshots.schedule.replace(dst_seq)
 
@@ -353,7 +506,7 @@ class RecurrentCache(
         self._check_remove(seq, begin, end)
         row = self._states.rows[seq]
         if end is None or end >= row.offset:
-            if row.lost and begin > 0 and row.nearest(begin) is None:
+            if row.lost and begin > 0 and self._states.nearest(row, begin) is None:
                 raise state_lost("remove", seq)
             row = self._states.row_before(row, begin)
             cut = self.attention.prepare_remove(seq, row.offset, None)
@@ -366,6 +519,7 @@ class RecurrentCache(
         def commit() -> None:
             self._pass = None
             cut()
+            self._wants.pop(seq, None)
             self._states.rows[seq] = row
             self.snapshots.schedule.cut(seq, min(begin, row.offset))
 
@@ -381,14 +535,15 @@ class RecurrentCache(
 
     def settings(self) -> dict[str, object]:
         """As CausalCache.settings."""
-        states = {"conv": [*self.conv_shape, self._conv.name], "state": [*self.state_shape]}
-        return {"kind": type(self).__name__, "attention": self.attention.settings(), **states}
+        found: dict[str, object] = {"kind": type(self).__name__, "attention": self.attention.settings()}
+        return found | self._specs.settings()
 
     # Snapshots.
 
     def next_snapshot(self, seq: int) -> int | None:
-        """The next position at which a batch of this sequence should end; None: anywhere."""
-        return self.snapshots.schedule.next(seq, self.offset(seq))
+        """Where a batch of this sequence should end for the next one; None: anywhere (``delivers``)."""
+        upcoming = self.snapshots.schedule.next(seq, self.offset(seq))
+        return None if self.delivers else upcoming
 
     def _reached(self, seq: int) -> SnapshotSchedule[RecurrentSnapshot]:
         self.offset(seq)
@@ -402,8 +557,8 @@ class RecurrentCache(
         Views that ``conv_state`` and ``recurrent_state`` gave before are not to be written any more: ask
         for them again.
 
-        Raises NotSupportedError where no state of ``end`` is there: it is ``offset(seq)``, 0, or one of
-        ``checkpoints(seq)``.
+        Raises NotSupportedError where no state of ``end`` is there: it is ``offset(seq)``, 0, one of
+        ``checkpoints(seq)``, or was delivered inside the last pass.
         """
         self.offset(seq)  # refuses an unknown sequence
         return self.snapshots.snapshot(seq, begin, end)
@@ -419,6 +574,7 @@ class RecurrentCache(
 
         def commit() -> None:
             put_back()
+            self._wants.pop(seq, None)
             self._pass = None
 
         return commit
@@ -441,6 +597,8 @@ class RecurrentCache(
     @property
     def nbytes(self) -> int:
         """Bytes of the states' buffers, of checkpoints that are copies, and of the attention layers."""
-        points = (point for row in self._states.rows for point in row.checkpoints)
-        shared = {id(tensor): tensor.nbytes for point in points for tensor in point.state.copied.values()}
+        rows = self._states.rows
+        held = [point.state.copied for row in rows for point in row.checkpoints]
+        held += [states for row in rows for states in row.inside.values()]
+        shared = {id(tensor): tensor.nbytes for states in held for tensor in states.values()}
         return self._states.buffers.nbytes + sum(shared.values()) + self.attention.nbytes

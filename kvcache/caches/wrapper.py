@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import ml
 from kvcache.attention.batch import check_whole
+from kvcache.attention.forward_pass import Uploads
 from kvcache.cache import (
     Batch,
     Cache,
+    CacheDType,
     InvalidRangeError,
     KVCacheError,
     Mask,
@@ -37,6 +39,14 @@ from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind
 
 __all__ = ["WrapperCache", "unwrapped"]
+
+
+@runtime_checkable
+class _SupportsUploads(Protocol):
+    """A cache whose passes upload together with those of others."""
+
+    def upload_with(self, uploads: Uploads | None) -> None: ...
+    def upload_fixed(self, ctx: ml.Context) -> None: ...
 
 
 class WrapperCache(PreparedCalls[WrapperSnapshot]):
@@ -63,6 +73,8 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         self._positioned = [cache for cache in caches if isinstance(cache, SupportsOffset)]
         self._in_cells = [cache for cache in caches if isinstance(cache, SupportsCells)]
         self._masked = [cache for cache in caches if isinstance(cache, SupportsSetCausal)]
+        self._uploading = [cache for cache in caches if isinstance(cache, _SupportsUploads)]
+        self._uploads: Uploads | None = None
         self._kept = [cache for cache in caches if isinstance(cache, SupportsSnapshots)]
         self._scheduling: dict[int, Any] = {
             i: cache for i, cache in enumerate(caches) if isinstance(cache, SupportsSchedule)
@@ -80,7 +92,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         self._type = i
 
     def init(
-        self, backend: ml.Backend, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int
+        self, backend: ml.Backend, dtype: CacheDType, max_sequences: int, capacity: int, max_batch: int
     ) -> None:
         done: list[Cache] = []
         try:
@@ -114,19 +126,39 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         """Start all, or none: where one refuses, those that had started go back to the pass before."""
         options = {"read_only": True} if read_only else {}  # a cache of someone else's may not know it
         started: list[tuple[SupportsPrepare | None, object]] = []
+        uploads = self._uploads or Uploads()
         try:
+            self._together(uploads)
             for cache, preparable in zip(self._order, self._preparable, strict=True):
                 under_way = None if preparable is None else preparable.pass_under_way()
                 if read_only and "read_only" not in inspect.signature(cache.start_forward).parameters:
                     raise NotSupportedError(f"start_forward: {type(cache).__name__} has no read_only")
                 cache.start_forward(ctx, batch, reserve, **options)
                 started.append((preparable, under_way))
+            if self._uploads is None:
+                self.upload_fixed(ctx)
         except BaseException:
             for preparable, under_way in reversed(started):
                 assert preparable is not None  # the one that is not comes last
                 preparable.undo_forward(under_way)
             raise
+        finally:
+            self._together(None)
+            self._uploads = None
         self._type = 0
+
+    def upload_with(self, uploads: Uploads | None) -> None:
+        """As CausalCache.upload_with, of all wrapped caches."""
+        self._uploads = uploads
+
+    def upload_fixed(self, ctx: ml.Context) -> None:
+        """As CausalCache.upload_fixed, of all wrapped caches."""
+        for cache in self._uploading:
+            cache.upload_fixed(ctx)
+
+    def _together(self, uploads: Uploads | None) -> None:
+        for cache in self._uploading:
+            cache.upload_with(uploads)
 
     def pass_under_way(self) -> object:
         """The passes of all caches, for ``undo_forward``, and the layer type."""

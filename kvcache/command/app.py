@@ -27,7 +27,6 @@ from kvcache.command.options import (
     Dtypes,
     Json,
     Place,
-    Precision,
     Quiet,
     Sampling,
     TensorParallel,
@@ -101,12 +100,12 @@ def backends(as_json: Json = False, debug: Debug = False) -> None:
 
 
 @app.command()
+@ungrouped
 def bench(
     backend: BackendName = "numpy",
     device: Device = None,
-    dtype: Annotated[Precision, typer.Option(help="Of keys and values.", case_sensitive=False)] = (
-        Precision.F32
-    ),
+    *,
+    dtypes: Dtypes,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer lengths and rounds.")] = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -119,7 +118,7 @@ def bench(
         from kvcache.bench.decoding import measure, shown
 
         with ml.open_backend(backend, **device_options(device)) as opened:
-            rows = measure(opened, dtype.dtype, quick)
+            rows = measure(opened, dtypes.weights, quick, stored=dtypes.cache)
             if as_json:
                 print_json([row.as_dict() for row in rows])
             else:

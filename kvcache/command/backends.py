@@ -23,6 +23,8 @@ CAPABILITIES: dict[str, type] = {
     "SupportsAttentionCalls": ml.SupportsAttentionCalls,
     "SupportsRaggedAttention": ml.SupportsRaggedAttention,
     "SupportsBlockFormats": ml.SupportsBlockFormats,
+    "SupportsQuantizedAttention": ml.SupportsQuantizedAttention,
+    "SupportsQuantizedStore": ml.SupportsQuantizedStore,
     "SupportsGroupedMatmul": ml.SupportsGroupedMatmul,
     "SupportsRope": ml.SupportsRope,
     "SupportsUpload": ml.SupportsUpload,

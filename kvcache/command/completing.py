@@ -1,4 +1,4 @@
-"""What a shell is offered for a backend, a store or a saved conversation; nothing is opened for it.
+"""What a shell is offered for a backend, a format, a store or a saved conversation; nothing is opened for it.
 
 A shell that is offered nothing completes file names.
 """
@@ -16,7 +16,7 @@ from rich.markup import escape
 from kvcache.runner.saved import FORMAT
 from kvcache.stores.serialized_snapshot import MAX_HEADER
 
-__all__ = ["backend_names", "conversations", "mend_zsh", "stores", "stores_and_conversations"]
+__all__ = ["backend_names", "cache_types", "conversations", "mend_zsh", "stores", "stores_and_conversations"]
 
 MOST = 200
 """Files that are looked into: a folder of very many is not worth the wait."""
@@ -48,6 +48,16 @@ def backend_names(incomplete: str) -> list[tuple[str, str]]:
         return []
     found = sorted(name for name in specs if name.startswith(incomplete))
     return [(name, escape(specs[name].install_hint)) for name in found]
+
+
+def cache_types(incomplete: str) -> list[str]:
+    """Names of storage formats, in small letters."""
+    from kvcache.formats import format_names
+
+    try:
+        return [name.lower() for name in format_names() if name.startswith(incomplete.upper())]
+    except Exception:  # whatever a plugin does
+        return []
 
 
 def stores(incomplete: str) -> list[str]:

@@ -26,6 +26,8 @@ app: Any  # the typer application: __getattr__ loads it when it is asked for
 
 def main() -> None:
     """Run the command and exit: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
+    # PyTorch's threads, where it is loaded: waiting for each other they let other processes run.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         before = _end_at_interrupt()
         _mend_streams()

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import ml
-from kvcache.command.completing import backend_names
+from kvcache.cache import CacheDType, ResidualWindow
+from kvcache.command.completing import backend_names, cache_types
+from kvcache.formats import format_names, open_format
+from kvcache.runner.checkpoints.source import existing_model_path
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.device_map import open_on_devices, parse_devices
 from kvcache.runner.loading import bundled_model
@@ -21,7 +24,8 @@ from kvcache.runner.requests import GenerationOptions
 __all__ = [
     "BackendName",
     "CacheDtype",
-    "CachePrecision",
+    "CacheTypeK",
+    "CacheTypeV",
     "Debug",
     "Device",
     "Devices",
@@ -29,6 +33,7 @@ __all__ = [
     "Dtypes",
     "Json",
     "MaxTokens",
+    "MinP",
     "ModelPath",
     "Place",
     "Precision",
@@ -56,23 +61,13 @@ class Precision(StrEnum):
         return ml.DType[self.name]
 
 
-class CachePrecision(StrEnum):
-    """The dtypes that keys and values are held in; those in blocks need a head_dim in multiples of 32."""
-
-    F32 = "f32"
-    F16 = "f16"
-    BF16 = "bf16"
-    Q8_0 = "q8_0"
-    Q4_0 = "q4_0"
-
-    @property
-    def dtype(self) -> ml.DType:
-        return ml.DType[self.name]
-
-
 ModelPath = Annotated[
     Path | None,
-    typer.Option("--model", help="A Hugging Face folder or .gguf file.", show_default="the bundled model"),
+    typer.Option(
+        "--model",
+        help="A Hugging Face folder or .gguf file, or OWNER/NAME on the Hub.",
+        show_default="the bundled model",
+    ),
 ]
 BackendName = Annotated[
     str,
@@ -91,10 +86,34 @@ Timeout = Annotated[
     float, typer.Option(help="Seconds that processes of --tensor-parallel wait for each other.", min=0.1)
 ]
 Dtype = Annotated[Precision, typer.Option(help="Of weights and activations.", case_sensitive=False)]
+
+
+def _stored(value: str | None) -> str | None:
+    """The name of a format, as the library has it."""
+    try:
+        return None if value is None else open_format(value).name
+    except ml.DTypeError:
+        known = ", ".join(name.lower() for name in format_names())
+        raise typer.BadParameter(f"Input should be one of {known}") from None
+    except (ml.NotSupportedError, ml.PluginError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _format_option(what: str, default: str) -> Any:
+    return typer.Option(
+        help=what, metavar="FORMAT", callback=_stored, autocompletion=cache_types, show_default=default
+    )
+
+
 CacheDtype = Annotated[
-    CachePrecision | None,
-    typer.Option(help="Of keys and values.", case_sensitive=False, show_default="--dtype"),
+    str | None, _format_option("Of keys and values: f16, q8_0, q4_0, f8_e4m3, affine4_64 ...", "--dtype")
 ]
+CacheTypeK = Annotated[str | None, _format_option("Of keys.", "--cache-dtype")]
+CacheTypeV = Annotated[str | None, _format_option("Of values.", "--cache-dtype")]
+ResidualLength = Annotated[
+    int, typer.Option(help="Last tokens that are read as they were, beside a quantized cache.", min=0)
+]
+SinkTokens = Annotated[int, typer.Option(help="And first tokens.", min=0)]
 MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer, at most.", min=1)]
 
 
@@ -114,6 +133,9 @@ Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0, callback
 TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.", min=0)]
 TopP = Annotated[
     float, typer.Option(help="Keep the likeliest up to this probability; 1: all.", callback=_share)
+]
+MinP = Annotated[
+    float, typer.Option(help="Keep tokens this share as likely as the likeliest; 0: all.", min=0, max=1)
 ]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", min=0)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
@@ -137,7 +159,7 @@ class Place:
 
     @property
     def path(self) -> Path:
-        return bundled_model() if self.model is None else self.model
+        return bundled_model() if self.model is None else existing_model_path(self.model)
 
     def open(self, config: ModelConfig) -> ml.Backend:
         """The backend, for a model of this config."""
@@ -156,14 +178,23 @@ class Dtypes:
 
     dtype: Dtype = Precision.F32
     cache_dtype: CacheDtype = None
+    cache_type_k: CacheTypeK = None
+    cache_type_v: CacheTypeV = None
+    residual_length: ResidualLength = 0
+    sink_tokens: SinkTokens = 0
 
     @property
     def weights(self) -> ml.DType:
         return self.dtype.dtype
 
     @property
-    def cache(self) -> ml.DType:
-        return (self.cache_dtype or self.dtype).dtype
+    def cache(self) -> CacheDType:
+        """For ``Cache.init``."""
+        both = self.cache_dtype or self.weights.name
+        pair = self.cache_type_k or both, self.cache_type_v or both
+        if not self.residual_length and not self.sink_tokens:
+            return pair
+        return ResidualWindow(pair, self.residual_length, self.sink_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +204,11 @@ class Sampling:
     temperature: Temperature = 0.0
     top_k: TopK = 0
     top_p: TopP = 1.0
+    min_p: MinP = 0.0
     seed: Seed = None
 
     def settings(self, max_tokens: int, stop: Sequence[str] | None = None) -> GenerationOptions:
         return GenerationOptions(
-            max_tokens, self.temperature, self.top_k, self.top_p, self.seed, tuple(stop or ())
-        )
+            max_tokens, self.temperature, self.top_k, self.top_p, self.seed, tuple(stop or ()),
+            min_p=self.min_p,
+        )  # fmt: skip

@@ -21,10 +21,12 @@ from typing import Any, NoReturn
 import typer
 
 import ml
+from kvcache.cache import ResidualWindow
 from kvcache.command.generation import continue_prompts
 from kvcache.command.options import device_options
 from kvcache.command.reporting import one_line, reported
 from kvcache.command.screen import Screen, screen_for
+from kvcache.formats import CacheFormat
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.models.families import family_of
 from kvcache.runner.options import EngineOptions
@@ -63,20 +65,24 @@ class Job:
         }
         record |= {"model": str(self.model), "dtype": self.dtype.name, "prompts": list(self.prompts)}
         record["settings"] = asdict(self.settings) | {"stop": list(self.settings.stop)}
-        record["options"] = asdict(self.options) | {"cache_dtype": self.options.cache_dtype.name}
+        stored = CacheFormat.of(self.options.cache_dtype)
+        record["options"] = asdict(replace(self.options, cache_dtype=stored.name))
+        record["window"] = [stored.residual_length, stored.sink_tokens]
         return json.dumps(record).encode("ascii")
 
     @classmethod
     def decoded(cls, line: bytes) -> Job:
         record = json.loads(line)
-        settings, options = record["settings"], record["options"]
+        settings, options, window = record["settings"], record["options"], record.pop("window")
+        if any(window):
+            options["cache_dtype"] = ResidualWindow(options["cache_dtype"], *window)
         return cls(
             **record
             | {
                 "model": Path(record["model"]),
                 "dtype": ml.DType[record["dtype"]],
                 "settings": GenerationOptions(**settings | {"stop": tuple(settings["stop"])}),
-                "options": EngineOptions(**options | {"cache_dtype": ml.DType[options["cache_dtype"]]}),
+                "options": EngineOptions(**options),
             }
         )
 

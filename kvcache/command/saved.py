@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import ml
+from kvcache.cache import CacheDType
 from kvcache.command.answers import tell_full
 from kvcache.command.completing import conversations
 from kvcache.command.grouped import ungrouped
@@ -141,7 +142,7 @@ def opened(place: Place, dtype: ml.DType, screen: Screen, head: Mapping[str, Any
         screen.stop()
 
 
-def options_for(config: ModelConfig, needed: int, dtype: ml.DType) -> EngineOptions:
+def options_for(config: ModelConfig, needed: int, dtype: CacheDType) -> EngineOptions:
     """One conversation of so many tokens, or of what the model takes."""
     capacity = min(config.max_positions, needed)
     return EngineOptions(max_sequences=1, capacity=capacity, cache_dtype=dtype)

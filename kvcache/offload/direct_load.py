@@ -30,6 +30,7 @@ import numpy as np
 
 import ml
 from kvcache.cache import SupportsParts, SupportsReservation
+from kvcache.formats import CacheFormat
 from kvcache.offload.tiers import StoreTier
 from kvcache.snapshots.check_serialized import check_meta
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
@@ -314,7 +315,7 @@ class _Approach:
         """None, and nothing held, where the entries cannot go this way. They are of one kind (``_alike``)."""
         made = cls(seq, entries)
         try:
-            if made._prepare(cache):
+            if made.prepare(cache):
                 return made
         except ValueError:  # they differ: whoever goes the ordinary way finds out what is wrong
             pass
@@ -362,7 +363,7 @@ class _Approach:
         while self.reservations:
             self.reservations.pop().discard()
 
-    def _prepare(self, cache: object) -> bool:
+    def prepare(self, cache: object) -> bool:
         self._finish = self._visit(cache, [serialized.meta for serialized in self.entries], "")
         if self._finish is None:
             return False
@@ -415,7 +416,7 @@ class _Approach:
         layers = {
             i: tuple(self._stored(name, axes, cuts) for name, axes in parts) for i, _, parts in meta["layers"]
         }
-        dtype, whole = ml.DType[meta["dtype"]], meta["whole"]
+        dtype, whole = CacheFormat.of(meta["dtype"]), meta["whole"]
         incoming = IncomingSnapshot(
             spans[0][0], spans[-1][1], np.concatenate(positions), dtype, whole, layers
         )

@@ -167,6 +167,17 @@ class StoreTier:
                 self._failed(store, READING, error, "the prefix is computed instead")
         return best
 
+    def prefix(self, keys: Sequence[str]) -> int:
+        """How many leading keys are stored: as far as the first store has them, then the next one."""
+        found = 0
+        for store in self._reachable(READING):
+            try:
+                found += store.prefix(keys[found:])
+                self.outages.worked(store, READING)
+            except Exception as error:
+                self._failed(store, READING, error, "the prefix is computed instead")
+        return found
+
     def entries(self, keys: Sequence[str]) -> Generator[SerializedSnapshot | None, None, None]:
         """Serialized snapshots by their keys, in order, each good until the next one is asked for.
 

@@ -39,7 +39,7 @@ class PrefixStats:
     host: int = 0
     store: int = 0
     skipped: int = 0
-    """Snapshots that were due inside a batch of a model with recurrent layers, and could not be taken."""
+    """Snapshots that were due inside a batch of a model with recurrent layers, which delivered no states."""
 
     @property
     def reused(self) -> int:
@@ -126,8 +126,8 @@ class Session:
     def chunks(self, size: int) -> Iterator[list[int | bytes]]:
         """``remaining`` in parts of at most ``size``, which end where a snapshot is due.
 
-        Only a model with recurrent layers needs the parts to end there; without it, positions in the
-        middle are resumed from an earlier one.
+        Only a model with recurrent layers that does not deliver the states inside a batch needs the parts to
+        end there; without it, positions in the middle are resumed from an earlier one.
         """
         if size < 1:
             raise InvalidRangeError(f"chunks: size={size}; it is >= 1")

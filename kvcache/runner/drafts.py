@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 import ml
-from kvcache.cache import Batch, Cache
+from kvcache.cache import Batch, Cache, CacheDType
 from kvcache.caches import branches
 from kvcache.prefix.radix_tree import common_length
 from kvcache.runner.errors import RequestError
@@ -71,7 +71,7 @@ class ModelDraft(Closing):
         width: int = 1,
         capacity: int | None = None,
         cache: Cache | None = None,
-        cache_dtype: ml.DType = ml.DType.F32,
+        cache_dtype: CacheDType = ml.DType.F32,
         max_batch: int = 512,
     ) -> None:
         if sequences < 1 or width < 1:

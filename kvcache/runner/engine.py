@@ -98,7 +98,9 @@ class Engine(Closing):
         """How many tokens one request can hold: prompt and answer together."""
         sizes = options.cache_sizes(model.config)
         check_memory(model.config, model.backend, *sizes)
-        self.cache_bytes = cache_bytes(model.config, *sizes, options.largest_batch)
+        self.cache_bytes = cache_bytes(
+            model.config, *sizes, options.largest_batch, getattr(model, "dtype", ml.DType.F32)
+        )
         """What the cache takes when its buffers are there, which is from the first token on."""
         self._identity = identity
         stores = any(not isinstance(tier, HostTier) for tier in tiers)

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import ml
+from kvcache.cache import CacheDType
+from kvcache.formats import CacheFormat
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import CapacityError
 from kvcache.storage.sizes import bytes_text
 
 __all__ = ["available_bytes", "cache_bytes", "check_memory"]
 
-_BLOCK_BYTES = {ml.DType.Q8_0: 34, ml.DType.Q4_0: 18}  # per 32 values
-
 
 def cache_bytes(
-    config: ModelConfig, dtype: ml.DType, max_sequences: int, capacity: int, max_batch: int = 512
+    config: ModelConfig,
+    dtype: CacheDType,
+    max_sequences: int,
+    capacity: int,
+    max_batch: int = 512,
+    activations: ml.DType = ml.DType.F32,
 ) -> int:
     """Bytes of keys and values in all layers, for ``max_sequences`` of ``capacity`` tokens each.
 
-    Layers with a window store the window alone, and room for ``max_batch`` tokens.
+    Layers with a window store the window alone, and room for ``max_batch`` tokens. ``activations`` is
+    what the model computes in: some formats have scales of that dtype, and a residual window is of it. Raises
+    InvalidRangeError for a format that does not take the model's ``head_dim``.
     """
-    tokens = config.cached_tokens(max_sequences, capacity, max_batch)
-    values = 2 * tokens * config.kv_heads * config.head_dim
-    states = config.state_bytes(max_sequences, capacity)
-    if dtype.is_quantized:
-        return states + values * _BLOCK_BYTES[dtype] // 32
-    return states + values * dtype.itemsize
+    stored, tokens = CacheFormat.of(dtype), config.cached_tokens(max_sequences, capacity, max_batch)
+    token = stored.nbytes(config.kv_heads, config.head_dim, config.head_dim, activations)
+    exact = 0
+    if stored.is_windowed:
+        slots = max_sequences * (stored.residual_length + stored.sink_tokens) + max_batch
+        exact = min(tokens, config.cached_tokens(1, slots, slots))
+    plain = 2 * config.kv_heads * config.head_dim * activations.itemsize
+    return config.state_bytes(max_sequences, capacity) + tokens * token + exact * plain
 
 
 def available_bytes(backend: ml.Backend) -> int | None:
@@ -42,7 +51,7 @@ def available_bytes(backend: ml.Backend) -> int | None:
 def check_memory(
     config: ModelConfig,
     backend: ml.Backend,
-    cache_dtype: ml.DType,
+    cache_dtype: CacheDType,
     max_sequences: int,
     capacity: int,
     weight_bytes: int = 0,
@@ -64,7 +73,7 @@ def check_memory(
     one = max(1, cache_bytes(config, cache_dtype, max_sequences, 1))
     beside = f" beside {bytes_text(weight_bytes)} of weights" if weight_bytes else ""
     raise CapacityError(
-        f"a cache of {max_sequences} x {capacity} tokens in {cache_dtype.name} needs {bytes_text(needed)}"
-        f"{beside}, and {bytes_text(free)} are free on {devices}; "
+        f"a cache of {max_sequences} x {capacity} tokens in {CacheFormat.of(cache_dtype)} needs "
+        f"{bytes_text(needed)}{beside}, and {bytes_text(free)} are free on {devices}; "
         f"a capacity of at most {(free - weight_bytes) // one} fits"
     )

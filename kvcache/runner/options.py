@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import ml
+from kvcache.cache import CacheDType
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError
 
@@ -14,8 +15,8 @@ __all__ = ["EngineOptions", "SpeculativeOptions"]
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """The cache: ``max_sequences`` at a time, of ``capacity`` tokens each (None: the model's
-    ``max_positions``, at most 4096), stored as ``cache_dtype``; ``prefill_chunk`` prompt tokens go
-    through one forward pass at most.
+    ``max_positions``, at most 4096), stored as ``cache_dtype`` (what ``Cache.init`` takes);
+    ``prefill_chunk`` prompt tokens go through one forward pass at most.
 
     ``context`` tokens are what one request may hold (None: ``capacity``). All sequences share
     ``max_sequences * capacity`` tokens, so that a larger ``context`` lets some go beyond their share while
@@ -26,7 +27,7 @@ class EngineOptions:
     max_sequences: int = 4
     capacity: int | None = None
     prefill_chunk: int = 512
-    cache_dtype: ml.DType = ml.DType.F32
+    cache_dtype: CacheDType = ml.DType.F32
     context: int | None = None
     budget: int | None = None
     interval: int = 512
@@ -47,7 +48,7 @@ class EngineOptions:
         """How many tokens one request can hold: prompt and answer together."""
         return min(self.context or self.capacity_for(config), config.max_positions)
 
-    def cache_sizes(self, config: ModelConfig) -> tuple[ml.DType, int, int]:
+    def cache_sizes(self, config: ModelConfig) -> tuple[CacheDType, int, int]:
         """What the cache stores, of how many sequences, with how many tokens each.
 
         Raises RequestError for a ``context`` that is more than the cache has.
@@ -80,7 +81,7 @@ class SpeculativeOptions(EngineOptions):
         EngineOptions.__post_init__(self)
         self._check_positive("tokens", "width")
 
-    def cache_sizes(self, config: ModelConfig) -> tuple[ml.DType, int, int]:
+    def cache_sizes(self, config: ModelConfig) -> tuple[CacheDType, int, int]:
         dtype, sequences, capacity = EngineOptions.cache_sizes(self, config)
         if self.width == 1:
             return dtype, sequences, capacity

@@ -39,6 +39,7 @@ class GenerationOptions:
     seed: int | None = None
     stop: Sequence[str] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -52,7 +53,7 @@ class GenerationOptions:
 
     def sampler(self, stream: int = 0) -> Sampler:
         """Draws as these options say; RequestError for those outside their range."""
-        return Sampler(self.temperature, self.top_k, self.top_p, self.seed, stream)
+        return Sampler(self.temperature, self.top_k, self.top_p, self.seed, stream, self.min_p)
 
 
 @dataclass(frozen=True, slots=True)

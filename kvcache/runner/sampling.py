@@ -21,10 +21,11 @@ _LARGEST_VOCABULARY = 1 << 24
 
 
 class Sampler:
-    """Greedy at ``temperature`` 0, else a draw from softmax(logits / temperature), cut by top-k and top-p.
+    """Greedy at ``temperature`` 0, else a draw from softmax(logits / temperature), of which some may be cut.
 
     ``top_k`` keeps the k likeliest tokens (0: all). ``top_p`` then keeps the smallest set of the
     likeliest whose probability together reaches p, and never fewer than one (Holtzman et al., 2020).
+    ``min_p`` then keeps those at least that share as likely as the likeliest (0: all; Nguyen et al., 2024).
     Ties go to the lower token id. The same ``seed`` gives the same draws; None takes a new one.
     Each ``stream`` of a seed has draws of its own: one per sequence makes its text independent of what
     else is in the batch.
@@ -39,6 +40,7 @@ class Sampler:
         top_p: float = 1.0,
         seed: int | None = None,
         stream: int | None = None,
+        min_p: float = 0.0,
     ) -> None:
         if not (math.isfinite(temperature) and temperature >= 0):
             raise RequestError(f"Sampler: temperature={temperature}; it must be at least 0 (0 is greedy)")
@@ -46,11 +48,13 @@ class Sampler:
             raise RequestError(f"Sampler: top_k={top_k}; it must be at least 0 (0 keeps every token)")
         if not 0 < top_p <= 1:
             raise RequestError(f"Sampler: top_p={top_p}; it must be in (0, 1]")
+        if not 0 <= min_p <= 1:
+            raise RequestError(f"Sampler: min_p={min_p}; it must be in [0, 1] (0 keeps every token)")
         if seed is not None and seed < 0:
             raise RequestError(f"Sampler: seed={seed}; it must be at least 0")
         self.temperature = temperature
         self.top_k = top_k
-        self.top_p = top_p
+        self.top_p, self.min_p = top_p, min_p
         self.seed = secrets.randbits(32) if seed is None else seed
         self._entropy = np.random.SeedSequence(self.seed, spawn_key=(stream or 0,))
         self._block = -1
@@ -94,8 +98,11 @@ class Choice:
 
     def __init__(self, ctx: ml.Context, draws: Sequence[tuple[Sampler, int]], vocabulary: int) -> None:
         self._count = len(draws)
-        rows = [(s.temperature, s.top_k, s.top_p, s.uniform(i) if s.temperature else 1.0) for s, i in draws]
-        self._draws = nn.Draws(*np.array(rows, np.float64).reshape(-1, 4).T)
+        rows = [
+            (s.temperature, s.top_k, s.top_p, s.uniform(i) if s.temperature else 1.0, s.min_p)
+            for s, i in draws
+        ]
+        self._draws = nn.Draws(*np.array(rows, np.float64).reshape(-1, 5).T)
         self._there: nn.BatchSampler | None = None
         if draws and ctx.backend.devices[0].kind != "cpu":
             if vocabulary > _LARGEST_VOCABULARY:

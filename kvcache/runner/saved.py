@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache.cache import InvalidRangeError
+from kvcache.cache import CacheDType, InvalidRangeError, ResidualWindow
 from kvcache.runner.engine import Engine
 from kvcache.runner.errors import RunnerError
 from kvcache.runner.request_state import RequestState
@@ -57,12 +57,25 @@ class SavedConversation:
     @property
     def dtype(self) -> ml.DType:
         """What the model computed in."""
-        return _dtype(self.model)
+        found = _dtype(self.model)
+        if found not in ml.DType.__members__:
+            raise ConversationError(
+                f"the conversation is of a model in {found!r:.40}, which is no dtype here"
+            )
+        return ml.DType[found]
 
     @property
-    def cache_dtype(self) -> ml.DType:
-        """What keys and values are stored in."""
-        return _dtype(self.cache)
+    def cache_dtype(self) -> CacheDType:
+        """What keys and values are stored in, by name, and the residual window beside it."""
+        found = _naming(self.cache)
+        name, sizes = found["dtype"], found.get("residual_window", [])
+        if (
+            type(sizes) is not list
+            or any(type(size) is not int for size in sizes)
+            or len(sizes) not in (0, 2)
+        ):
+            raise ConversationError(f"the conversation has a residual window of {sizes!r:.40}")
+        return ResidualWindow(name, *sizes) if sizes else str(name)
 
 
 def capture(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
@@ -213,14 +226,19 @@ def write_whole(target: Path, parts: Sequence[memoryview]) -> None:
             os.close(folder)
 
 
-def _dtype(record: Mapping[str, Any]) -> ml.DType:
-    """The dtype that a model's identity or a cache's settings name, wherever in them."""
+def _dtype(record: Mapping[str, Any]) -> str:
+    """The dtype or format that a model's identity or a cache's settings name, wherever in them."""
+    return str(_naming(record)["dtype"])
+
+
+def _naming(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where in it a dtype is named."""
     for key in ("dtype", "attention", "caches"):
         found = record.get(key)
-        if key == "dtype" and isinstance(found, str) and found in ml.DType.__members__:
-            return ml.DType[found]
+        if key == "dtype" and isinstance(found, str):
+            return record
         if isinstance(found, list) and found:
             found = found[0]
         if isinstance(found, Mapping):
-            return _dtype(found)
-    raise ConversationError("the conversation names no dtype that is known here")
+            return _naming(found)
+    raise ConversationError("the conversation names no dtype")

@@ -60,7 +60,7 @@ class Request:
         self.error: Exception | None = None
         """What it failed with."""
         self.stops: set[int] = set()
-        """Where a pass has to end for the sake of requests that go on from there."""
+        """Where snapshots are scheduled for the sake of requests that go on from there."""
 
     @property
     def id(self) -> int:
@@ -147,8 +147,7 @@ def chunks(requests: Iterable[Request], budget: int, prefix: PrefixCache) -> Ite
         assert session is not None
         stop = min(len(run.tokens), run.stored + budget)
         due = prefix.next_snapshot(session.seq)
-        ends = [end for end in (due, *request.stops) if end is not None and end > run.stored]
-        count = min([stop, *ends]) - run.stored
+        count = (stop if due is None else min(stop, due)) - run.stored
         if count:
             yield Part(request, count)
             budget -= count
@@ -170,7 +169,7 @@ def worth_waiting(
 
 
 def plan_sharing(request: Request, others: Iterable[Request], prefix: PrefixCache) -> None:
-    """Have a prompt's passes end, and be kept, where others part from it.
+    """Have what a prompt's passes leave be kept where others part from it.
 
     Only where a model's state cannot be shared from its middle: a window, a recurrence.
     """

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcache.runner.checkpoints.source import located
 from kvcache.runner.errors import ModelError, RequestError, TextTooLongError
 
 __all__ = ["StreamDecoder", "Tokenizer"]
@@ -37,7 +38,7 @@ class Tokenizer:
 
         Raises ModelError where there is none, or it cannot be read.
         """
-        path = Path(path).expanduser()
+        path = located(path)
         folder = path if path.is_dir() else path.parent
         file = folder / "tokenizer.json"
         if file.is_file():

@@ -11,8 +11,10 @@ would have there, and the draft is right as long as it says the same. What it go
 So the answers are those of plain decoding, whatever the draft: greedy ones, and sampled ones of the same
 seed. (As in any batched pass, logits may differ in their last bits from those of a pass over one token.)
 
-A recurrent state cannot go back by a few tokens. It returns to where the pass began, of which a copy was
-kept, and the accepted tokens are evaluated again together with the next one, in a pass without drafts.
+Of recurrent layers the model gives the state after each drafted token, and the sequence goes back to the one
+behind the last that was accepted. Where it does not (``RecurrentCache.delivers``) the sequence returns to
+where the pass began, of which a copy was kept, and the accepted tokens are evaluated again together with the
+next one, in a pass without drafts.
 
 With ``width`` > 1 several drafts of one text are branches of its sequence, verified in the same pass; the
 best one is kept. They share what came before, and each has the tokens of its own draft.
@@ -41,7 +43,8 @@ class Speculation:
     """What drafts were worth: sums over the requests that had one.
 
     ``passes`` of a text, the tokens ``drafted`` for them in the branch that won, and how many of these
-    were ``accepted``; ``repeated`` tokens had to be evaluated again, by recurrent layers alone.
+    were ``accepted``; ``repeated`` tokens had to be evaluated again, on recurrent layers whose model does not
+    deliver their states.
     """
 
     passes: int = 0
@@ -84,11 +87,21 @@ class Verifier:
         if not drafts or session is None:
             return Part(request, count)
         if len(drafts) == 1:
-            return Part(request, 1, [Branch(session.seq, drafts[0])], branches.mark(self._cache, session.seq))
+            tried = [Branch(session.seq, drafts[0])]
+            mark = None if self._keep_states(run.stored, tried) else branches.mark(self._cache, session.seq)
+            return Part(request, 1, tried, mark)
         first = self._sequences + session.seq * len(self._spares)
         self._forked = True
         branches.fork(self._cache, session.seq, range(first, first + len(drafts)))
-        return Part(request, 1, [Branch(first + i, draft) for i, draft in enumerate(drafts)])
+        tried = [Branch(first + i, draft) for i, draft in enumerate(drafts)]
+        self._keep_states(run.stored, tried)
+        return Part(request, 1, tried)
+
+    def _keep_states(self, stored: int, tried: Sequence[Branch]) -> bool:
+        """Have the pass keep the states behind the last token and each drafted one; whether it will."""
+        wants = (range(stored + 1, stored + 1 + len(branch.draft)) for branch in tried)
+        found = [branches.want_states(self._cache, b.seq, want) for b, want in zip(tried, wants, strict=True)]
+        return all(found)
 
     @property
     def _spares(self) -> range:

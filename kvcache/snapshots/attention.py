@@ -18,14 +18,13 @@ from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import (
     AttentionSnapshot,
     InCache,
-    LayerSnapshot,
     check_inside,
     joined,
     sliced,
     tensors_of,
 )
 from kvcache.storage.cell_storage import CellStorage
-from kvcache.storage.layer_buffers import LayerBuffers, stored_shape
+from kvcache.storage.layer_buffers import LayerBuffers
 
 __all__ = ["AttentionSnapshots", "Window"]
 
@@ -225,7 +224,7 @@ class AttentionSnapshots:
         backend, table, buffers = self.storage.backend, self.storage.table, self.storage.buffers
         row, count = table.rows[seq], int(incoming.positions.size)
         follows = len(row) == row.last + 1 == incoming.begin and not row.lost
-        known = incoming.dtype is self.storage.dtype and self.window is None and not incoming.whole
+        known = incoming.dtype == self.storage.dtype and self.window is None and not incoming.whole
         if not (follows and known and count and LandingPlace.is_known(backend)):
             return None
         self.reclaim(count)
@@ -265,7 +264,8 @@ class AttentionSnapshots:
         """Replace the row's end first, then the data; the row is changed back where the data fails."""
         table, row = self.storage.table, self.storage.table.rows[seq]
         saved, held = row.save_copy(), row.cells.copy()
-        layers = snapshot.read()
+        slots = None if table.exact is None else table.exact.save()
+        layers, shapes = snapshot.read(), snapshot.shapes()
         table.drop(seq, row.index(snapshot.begin), len(row))
         if not count:
             return
@@ -276,7 +276,9 @@ class AttentionSnapshots:
         try:
             table.join_arrivals(cells)
             with self.storage.backend.new_context() as ctx:
-                buffers = {i: self._buffer(ctx, i, layer) for i, layer in layers.items()}
+                buffers = {
+                    i: self._buffer(ctx, i, *shapes[i], layer.activations) for i, layer in layers.items()
+                }
                 where = chosen if isinstance(chosen, int) else ctx.from_numpy(cells, ml.DType.I32)
                 writing = True
                 for i, layer in layers.items():
@@ -289,15 +291,17 @@ class AttentionSnapshots:
         except BaseException:
             table.restore_row(seq, saved)
             row.lost = row.lost or (writing and bool(np.isin(cells, held).any()))
+            if table.exact is not None and slots is not None and not row.lost:
+                table.exact.load(slots)
             raise
         self.storage.buffers.update(buffers)
 
-    def _buffer(self, ctx: ml.Context, i: int, layer: LayerSnapshot) -> LayerBuffers:
+    def _buffer(
+        self, ctx: ml.Context, i: int, key: tuple[int, int], value: tuple[int, int], activations: ml.DType
+    ) -> LayerBuffers:
+        """Of layer ``i``, which is new where it stores nothing yet: K and V of (heads, dim)."""
         held = self.storage.buffers.get(i)
-        if held is not None:
-            return held
-        key, value = stored_shape(layer.key), stored_shape(layer.value)
-        return self.storage.allocate(ctx, i, key, value, layer.activations)
+        return held or self.storage.allocate(ctx, i, (0, *key), (0, *value), activations)
 
     # Cutting and joining.
 
@@ -305,7 +309,7 @@ class AttentionSnapshots:
         """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; a window keeps the child."""
         if parent is None or child.whole:
             return child
-        if parent.end != child.begin or parent.dtype is not child.dtype or parent.whole:
+        if parent.end != child.begin or parent.dtype != child.dtype or parent.whole:
             raise InvalidRangeError(
                 f"merge: [{parent.begin}, {parent.end}) {parent.dtype.name} and "
                 f"[{child.begin}, {child.end}) {child.dtype.name} do not follow one another"
@@ -379,7 +383,7 @@ class AttentionSnapshots:
     def _check(self, snapshot: AttentionSnapshot) -> None:
         """Refuse a snapshot that was taken of another kind of cache."""
         dtype, buffers, whole = self.storage.dtype, self.storage.buffers, self.window is not None
-        if snapshot.dtype is not dtype or snapshot.whole is not whole:
+        if snapshot.dtype != dtype or snapshot.whole is not whole:
             raise InvalidRangeError(
                 f"restore: a snapshot of {snapshot.dtype.name}, whole={snapshot.whole}, into a cache of "
                 f"{dtype.name}, whole={whole}"

@@ -3,11 +3,12 @@
 Whoever reads one that was checked needs no checks of its own. All say their kind, "begin" and "end"::
 
     attention   "dtype", "whole", "layers": [[layer, activations, [tensor, ...]], ...]
-    recurrent   "attention": {...}, "states": [["conv" or "recurrent", layer, tensor], ...]
+    recurrent   "attention": {...}, "states": [[name, layer, tensor], ...]
     encoder     "position", "length", "layers": [[layer, [tensor, tensor]], ...]
     wrapper     "parts": [{...}, ...]
 
-A tensor is [name of an array, axes].
+A tensor is [name of an array, axes]. "dtype" names the format of K and V, or both: "Q8_0", "F16/Q4_0"; a
+layer has K's parts in it, and then V's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 
 import ml
-from kvcache.storage.quantized import BLOCK
+from kvcache.cache import InvalidRangeError
+from kvcache.formats import CacheFormat
+from kvcache.storage.state_specs import is_state_name
 from kvcache.stores.errors import SnapshotCorrupt
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
@@ -26,7 +29,6 @@ __all__ = ["StoredArray", "check_meta", "check_serialized"]
 
 DEEPEST = 16
 """Wrappers inside wrappers."""
-STATES = ("conv", "recurrent")
 
 
 class StoredArray(Protocol):
@@ -113,31 +115,39 @@ class _Check:
         whole = _typed(meta.get("whole"), bool, "whole")
         if self._complete and not whole and positions.size != end - begin:
             raise ValueError(f"{positions.size} positions of [{begin}, {end})")
-        dtype = _dtype(meta.get("dtype"))
+        stored = _format(meta.get("dtype"))
         seen: set[int] = set()
         for entry in _typed(meta.get("layers"), list, "layers"):
             number, activations, tensors = _items(entry, 3, "a layer")
             _new(seen, _count(number, "a layer's number"))
-            _float(_dtype(activations), f"layer {number}")
-            parts = _items(tensors, 4 if dtype.is_quantized else 2, f"layer {number}")
-            half = len(parts) // 2
-            for pair in (parts[:half], parts[half:]):
-                self._stored(pair, dtype, positions.size, f"layer {number}")
+            computed = _dtype(activations)
+            _float(computed, f"layer {number}")
+            parts = [self._tensor(part) for part in _typed(tensors, list, f"the parts of layer {number}")]
+            self._stored(parts, stored, computed, positions.size, f"layer {number}")
 
-    def _stored(self, parts: list[Any], dtype: ml.DType, count: int, what: str) -> None:
-        """K or V: one array (count, heads, dim), or codes and scales."""
-        shapes = []
-        wanted = [dtype]
-        if dtype.is_quantized:
-            wanted = [ml.DType.I8 if dtype is ml.DType.Q8_0 else ml.DType.U8, ml.DType.F16]
-        for part, expected in zip(parts, wanted, strict=True):
-            shape, found = self._tensor(part)
-            if len(shape) != 3 or shape[0] != count or not all(shape[1:]) or found is not expected:
-                raise ValueError(f"{what}: {found.name} {shape}; {expected.name} of {count} positions")
-            shapes.append(shape)
-        codes_in_block = BLOCK if dtype is ml.DType.Q8_0 else BLOCK // 2
-        if len(shapes) > 1 and shapes[0] != (*shapes[1][:2], shapes[1][2] * codes_in_block):
-            raise ValueError(f"{what}: codes {shapes[0]} and scales {shapes[1]}")
+    def _stored(
+        self, parts: list[tuple[tuple[int, ...], ml.DType]], stored: CacheFormat, activations: ml.DType,
+        count: int, what: str,
+    ) -> None:  # fmt: skip
+        """The parts of K, and then those of V, (count, heads, width) each."""
+        for shape, dtype in parts:
+            if len(shape) != 3 or shape[0] != count or not all(shape[1:]):
+                raise ValueError(f"{what}: {dtype.name} {shape} of {count} positions")
+        shapes = [shape for shape, _ in parts]
+        try:
+            dims = stored.dims([shape[2] for shape in shapes], activations)
+        except InvalidRangeError as error:
+            raise ValueError(f"{what}: {shapes}: {error}") from error
+        halves = [
+            one.parts(dim, activations) for one, dim in zip((stored.key, stored.value), dims, strict=True)
+        ]
+        wanted = [(shapes[0][1], dtype) for _, dtype in halves[0]]
+        wanted += [(shapes[-1][1], dtype) for _, dtype in halves[1]]
+        for (shape, dtype), (heads, expected) in zip(parts, wanted, strict=True):
+            if shape[1] != heads or dtype is not expected:
+                raise ValueError(
+                    f"{what}: {dtype.name} {shape}; {expected.name} of {heads} heads in {stored.name}"
+                )
 
     def _recurrent(self, meta: dict[str, Any], at: str, begin: int, end: int) -> None:
         attention = _typed(meta.get("attention"), dict, "attention")
@@ -148,12 +158,13 @@ class _Check:
             raise ValueError(f"attention layers of {span}, states of [{begin}, {end})")
         seen: set[tuple[str, int]] = set()
         for entry in _typed(meta.get("states"), list, "states"):
-            kind, number, tensor = _items(entry, 3, "a state")
-            if kind not in STATES:
-                raise ValueError(f"{kind!r:.40} is no state")
-            _new(seen, (kind, _count(number, "a state's layer")))
-            _, dtype = self._tensor(tensor)
-            _float(dtype, f"the {kind} state of layer {number}")
+            name, number, tensor = _items(entry, 3, "a state")
+            if not is_state_name(name):
+                raise ValueError(f"{name!r:.40} is no state")
+            _new(seen, (name, _count(number, "a state's layer")))
+            shape, _ = self._tensor(tensor)
+            if shape[:1] != (1,) or not all(shape):
+                raise ValueError(f"the {name} state of layer {number}: {shape}, and not of one sequence")
 
     def _encoder(self, meta: dict[str, Any], begin: int, end: int) -> None:
         position, length = meta.get("position", ""), _count(meta.get("length"), "length")
@@ -208,6 +219,17 @@ def _dtype(value: object) -> ml.DType:
     if type(value) is not str or value not in ml.DType.__members__:
         raise ValueError(f"a dtype is {value!r:.40}")
     return ml.DType[value]
+
+
+def _format(value: object) -> CacheFormat:
+    """The formats of that name, as snapshots write it."""
+    try:
+        found = CacheFormat.of(value) if type(value) is str else None
+    except (ml.DTypeError, ml.NotSupportedError, ml.PluginError) as error:
+        raise ValueError(f"a format is {value!r:.40} ({error})") from error
+    if found is None or found.name != value:
+        raise ValueError(f"a format is {value!r:.40}")
+    return found
 
 
 def _float(dtype: ml.DType, what: str) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ml
+from kvcache.formats import CacheFormat
 from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, WrapperSnapshot
-from kvcache.storage.quantized import BLOCK
 from kvcache.stores.errors import SnapshotCorrupt
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
@@ -63,7 +64,11 @@ def _of_snapshot(snapshot: object) -> Layers:
 def _of_meta(serialized: SerializedSnapshot, meta: Mapping[str, Any]) -> Layers:
     kind = meta["kind"]
     if kind == "attention":
-        return {i: _pair([_shape(serialized, *part) for part in parts]) for i, _, parts in meta["layers"]}
+        stored = CacheFormat.of(meta["dtype"])
+        return {
+            i: _widths(stored, ml.DType[activations], [_shape(serialized, *part) for part in parts])
+            for i, activations, parts in meta["layers"]
+        }
     if kind == "recurrent":
         return _of_meta(serialized, meta["attention"])
     parts = meta["parts"] if kind == "wrapper" else ()
@@ -76,12 +81,9 @@ def _shape(serialized: SerializedSnapshot, name: str, axes: Sequence[int]) -> tu
     return tuple(shape[axes.index(i)] for i in range(len(shape)))
 
 
-def _pair(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, int], tuple[int, int]]:
-    half = len(shapes) // 2
-    return _widths(shapes[:half]), _widths(shapes[half:])
-
-
-def _widths(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
-    """Of K or V, stored as one tensor, or as codes and scales."""
-    _, heads, dim = shapes[-1]
-    return heads, dim * (BLOCK if len(shapes) > 1 else 1)
+def _widths(
+    stored: CacheFormat, activations: ml.DType, shapes: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(heads, dim) of K and of V, whose parts have these shapes."""
+    key, value = stored.dims([shape[2] for shape in shapes], activations)
+    return (shapes[0][1], key), (shapes[-1][1], value)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import ml
 from kvcache.cache import InvalidRangeError, NotSupportedError
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, check_inside
-from kvcache.storage.state_slots import Checkpoint, HeldStates, StateRow
+from kvcache.storage.state_slots import Checkpoint, HeldStates, StateRow, States
+from kvcache.storage.state_specs import StateSpecs
 from kvcache.storage.state_table import StateTable, state_lost
 
 __all__ = ["StateSnapshots"]
@@ -38,11 +39,11 @@ class StateSnapshots:
         self.attention = attention
         self.schedule: SnapshotSchedule[RecurrentSnapshot] = SnapshotSchedule()
         self.states = StateTable(0)
-        self._kinds: Mapping[str, tuple[tuple[int, ...], ml.DType]] = {}
+        self._specs = StateSpecs({})
 
-    def bind(self, states: StateTable, kinds: Mapping[str, tuple[tuple[int, ...], ml.DType]]) -> None:
-        """Take snapshots of ``states``; ``kinds`` gives the shape of one sequence's, and its dtype."""
-        self.states, self._kinds = states, kinds
+    def bind(self, states: StateTable, specs: StateSpecs) -> None:
+        """Take snapshots of ``states``, which are what ``specs`` says."""
+        self.states, self._specs = states, specs
 
     def close(self) -> None:
         """Copy out what still lies in slots, and forget what was scheduled."""
@@ -51,9 +52,10 @@ class StateSnapshots:
 
     def capture(self, seq: int) -> None:
         """Take what is due, when a pass has set the states of all layers."""
-        offset = self.states.rows[seq].offset
+        row = self.states.rows[seq]
+        offset, inside = row.offset, self.states.inside(row)
         for begin, end in self.schedule.due(seq, offset):
-            if end == offset:
+            if end == offset or end in inside:
                 self.schedule.taken(seq, self.snapshot(seq, begin, end))
             else:
                 self.schedule.skip(seq, end)
@@ -72,11 +74,14 @@ class StateSnapshots:
     def _state_of(self, seq: int, row: StateRow, end: int) -> HeldStates:
         if not end:
             return HeldStates()
-        point = self.states.point(row) if end == row.offset else row.nearest(end)
+        inside = self.states.inside(row)
+        if end in inside and end != row.offset:
+            return self.states.copied(inside[end])
+        point = self.states.point(row) if end == row.offset else self.states.nearest(row, end)
         if point is None or point.offset != end:
             raise NotSupportedError(
                 f"snapshot: sequence {seq} has no state of position {end}; there are those of "
-                f"{[*row.positions, row.offset]}"
+                f"{sorted({*row.positions, *inside, row.offset})}"
             )
         return point.state
 
@@ -89,8 +94,7 @@ class StateSnapshots:
         if target not in (None, snapshot.end):
             return None
         here = snapshot.state.slot_in(self.states.buffers) is not None
-        if not here:
-            self._check_states(snapshot)
+        new = {} if here else self._check_states(snapshot)
         put_back = self.attention.prepare_restore_snapshot(seq, snapshot.attention)
         if put_back is None:
             return None
@@ -98,6 +102,8 @@ class StateSnapshots:
 
         def commit() -> None:
             put_back()
+            for (name, layer), tensor in new.items():
+                self._specs.learn("restore", name, layer, tensor)
             point = Checkpoint(snapshot.end, state)
             self.states.resume(seq, point, snapshot.begin)
             self.schedule.cut(seq, snapshot.begin)
@@ -106,21 +112,26 @@ class StateSnapshots:
 
         return commit
 
-    def _check_states(self, snapshot: RecurrentSnapshot) -> None:
+    def _check_states(self, snapshot: RecurrentSnapshot) -> States:
+        """Those that this cache does not know yet; refuses others than it has."""
         with self.attention.backend.new_context() as ctx:
             states = snapshot.state.read(ctx)
         known = self.states.buffers.tensors.keys()
         if snapshot.end and known and known != states.keys():
             raise InvalidRangeError(
-                f"restore: the states {sorted(states)}, as (kind, layer); this cache has {sorted(known)}"
+                f"restore: the states {sorted(states)}, as (name, layer); this cache has {sorted(known)}"
             )
-        for (kind, layer), tensor in states.items():
-            shape, dtype = (1, *self._kinds[kind][0]), self._kinds[kind][1]
-            if tensor.shape != shape or tensor.dtype is not dtype:
+        new = {}
+        for (name, layer), tensor in states.items():
+            spec = self._specs.get(name, layer)
+            if spec is None:
+                new[name, layer] = tensor
+            elif tensor.shape != (1, *spec.shape) or tensor.dtype is not spec.dtype:
                 raise InvalidRangeError(
-                    f"restore: the {kind} state {tensor.shape} {tensor.dtype.name} of layer {layer}; here it "
-                    f"is {shape} {dtype.name}"
+                    f"restore: the {name} state {tensor.shape} {tensor.dtype.name} of layer {layer}; here it "
+                    f"is {(1, *spec.shape)} {spec.dtype.name if spec.dtype else None}"
                 )
+        return new
 
     # Cutting and joining.
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ml
+from kvcache.formats import CacheFormat
 from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
@@ -38,7 +39,7 @@ class IncomingSnapshot:
     begin: int
     end: int
     positions: np.ndarray
-    dtype: ml.DType
+    dtype: CacheFormat
     whole: bool
     layers: Mapping[int, tuple[StoredTensor, ...]]
     """The tensors of each layer."""

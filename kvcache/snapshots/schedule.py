@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from kvcache.cache import InvalidRangeError
@@ -47,6 +47,10 @@ class SnapshotSchedule(Generic[S]):
         """[begin, end) of the snapshots that a sequence of ``offset`` tokens has reached."""
         for position in [position for position in self._due.get(seq, ()) if position <= offset]:
             yield self._from[seq], position
+
+    def positions(self, seq: int) -> Sequence[int]:
+        """All that are due, ascending."""
+        return self._due.get(seq, ())
 
     def next(self, seq: int, offset: int) -> int | None:
         """The lowest position that is due and that a sequence of ``offset`` tokens has not reached."""

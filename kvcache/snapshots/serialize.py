@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 import ml
+from kvcache.formats import CacheFormat
 from kvcache.snapshots.check_serialized import check_serialized
 from kvcache.snapshots.snapshot import (
     AttentionSnapshot,
@@ -167,7 +168,7 @@ class _Reader:
             parts = tuple(self._tensor(place, tensor, borrow=True) for tensor in tensors)
             layers[i] = LayerSnapshot(parts, ml.DType[activations])
         span, positions = (meta["begin"], meta["end"]), self.arrays[f"{at}positions"]
-        return AttentionSnapshot(*span, positions, ml.DType[meta["dtype"]], meta["whole"], layers)
+        return AttentionSnapshot(*span, positions, CacheFormat.of(meta["dtype"]), meta["whole"], layers)
 
     def _pair(self, ctx: ml.Context, tensors: Sequence[Any]) -> tuple[ml.Tensor, ml.Tensor]:
         key, value = tensors

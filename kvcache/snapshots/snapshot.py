@@ -23,8 +23,9 @@ import numpy as np
 
 import ml
 from kvcache.cache import InvalidRangeError, SequenceLostError
+from kvcache.formats import CacheFormat
 from kvcache.storage.cell_table import CellTable, Pin
-from kvcache.storage.layer_buffers import LayerBuffers, stored_shape
+from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.state_slots import HeldStates, States
 
 __all__ = [
@@ -82,22 +83,14 @@ class Snapshot(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerSnapshot:
-    """K and V of one layer as they are stored: (count, heads, dim) each.
+    """K and V of one layer as they are stored.
 
-    ``tensors`` holds K and V where storage is plain; codes and scales of K and then those of V where
-    it is quantized, which are read back as ``activations``.
+    ``tensors`` holds the parts of K in its format, and then those of V, (count, heads, width) each; what is
+    not plain is read back as ``activations``.
     """
 
     tensors: tuple[ml.Tensor, ...]
     activations: ml.DType
-
-    @property
-    def key(self) -> tuple[ml.Tensor, ...]:
-        return self.tensors[: len(self.tensors) // 2]
-
-    @property
-    def value(self) -> tuple[ml.Tensor, ...]:
-        return self.tensors[len(self.tensors) // 2 :]
 
 
 Layers = Mapping[int, LayerSnapshot]
@@ -123,7 +116,7 @@ class InCache:
 
     @property
     def nbytes(self) -> int:
-        stored = sum(held.nbytes for held in self.buffers.values())
+        stored = sum(held.stored_nbytes for held in self.buffers.values())
         return stored // self.table.cells * self.pin.cells.size
 
     @property
@@ -163,7 +156,7 @@ class AttentionSnapshot:
         begin: int,
         end: int,
         positions: np.ndarray,
-        dtype: ml.DType,
+        dtype: CacheFormat,
         whole: bool,
         content: InCache | Layers,
     ) -> None:
@@ -230,10 +223,12 @@ class AttentionSnapshot:
                 i: ((held.key.heads, held.key.dim), (held.value.heads, held.value.dim))
                 for i, held in self.source.buffers.items()
             }
-        return {
-            i: (stored_shape(layer.key)[1:], stored_shape(layer.value)[1:])
-            for i, layer in self._layers.items()
-        }
+        found = {}
+        for i, layer in self._layers.items():
+            widths = [tensor.shape[2] for tensor in layer.tensors]
+            key, value = self.dtype.dims(widths, layer.activations)
+            found[i] = (layer.tensors[0].shape[1], key), (layer.tensors[-1].shape[1], value)
+        return found
 
 
 class RecurrentSnapshot:

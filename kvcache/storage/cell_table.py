@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvcache.storage.arrivals import Arrivals
+from kvcache.storage.exact_slots import ExactSlots
 
 __all__ = ["CellTable", "Pin", "Row", "SavedRow"]
 
@@ -172,11 +173,12 @@ class Pin:
 class CellTable:
     """Rows of all sequences over ``cells`` cells, and who shares what.
 
-    ``blank`` says of free cells whether they hold zeros still or again.
+    ``blank`` says of free cells whether they hold zeros still or again. ``exact`` are the slots of a residual
+    window.
     """
 
-    def __init__(self, cells: int, max_sequences: int) -> None:
-        self.cells = cells
+    def __init__(self, cells: int, max_sequences: int, exact: ExactSlots | None = None) -> None:
+        self.cells, self.exact = cells, exact
         self.blank: Array = np.ones(cells, dtype=bool)
         self.references = np.zeros(cells, dtype=np.int32)
         self.free = cells
@@ -209,6 +211,8 @@ class CellTable:
     def hold(self, cells: Array) -> Pin:
         """Pin free cells, for what is about to be put there."""
         self.free -= cells.size
+        if self.exact is not None:
+            self.exact.drop(cells)
         return self.pin(cells)
 
     def unpin(self, pin: Pin) -> None:
@@ -347,6 +351,8 @@ class CellTable:
         self.rows[seq].insert(positions, cells)
         self.references[cells] = 1
         self.free -= cells.size
+        if self.exact is not None:
+            self.exact.drop(cells)
 
     def share(self, src: int, dst: int, count: int) -> None:
         """Give ``dst``, which is empty, the first ``count`` entries of ``src``."""
@@ -377,6 +383,13 @@ class CellTable:
                 np.concatenate((row.positions[:start], row.positions[stop:])),
                 np.concatenate((row.cells[:start], row.cells[stop:])),
             )
+
+    def exact_slots(self, cells: Array) -> Array | None:
+        """The slot of each cell, -1 where it has none; None: none has. Of free cells none does."""
+        if self.exact is None:
+            return None
+        slots = np.where(self.references[cells] > 0, self.exact.of(cells), -1)
+        return slots if (slots >= 0).any() else None
 
     def stale(self, start: int, stop: int) -> Array:
         """The free cells of ``[start, stop)`` that may hold what was once put there."""
@@ -431,6 +444,8 @@ class CellTable:
     def move(self, target: Array) -> None:
         """Rename cells as ``spread`` said."""
         self.changes += 1
+        if self.exact is not None:
+            self.exact.move(target)
         used = np.flatnonzero(self.references)
         self.blank[used] = False
         references = np.zeros_like(self.references)

@@ -2,61 +2,90 @@
 
 from __future__ import annotations
 
+import copy
+
 import ml
 from kvcache.cache import InvalidRangeError
+from kvcache.formats import CacheFormat
 from kvcache.storage.buffer import Buffer, Cells
-from kvcache.storage.quantized import BLOCK, QuantizedBuffer, check_dim
+from kvcache.storage.quantized import QuantizedBuffer
 
-__all__ = ["LayerBuffers", "stored_shape"]
+__all__ = ["LayerBuffers"]
 
 
 class LayerBuffers:
-    """K and V of one layer, allocated at the first ``put`` for all cells at once."""
+    """K and V of one layer, each in its format, allocated at the first ``put`` for all cells at once."""
 
     __slots__ = (
-        "_key_shape", "_value_shape", "activations", "bytes_per_cell", "key", "no_kernel", "permuted_v",
-        "read_dtype", "stamp", "store", "value",
+        "_key_shape", "_value_shape", "activations", "bytes_per_cell", "cells", "exact", "key", "no_kernel",
+        "permuted_v", "read_dtype", "rotated", "stamp", "store", "value",
     )  # fmt: skip
 
     def __init__(
         self,
         ctx: ml.Context,
-        dtype: ml.DType,
+        stored: CacheFormat,
         config: ml.CacheConfig,
         cells: int,
         key: tuple[int, int],
         value: tuple[int, int],
         activations: ml.DType,
+        slots: int = 0,
     ) -> None:
-        """``key`` and ``value`` are (heads, dim); quantized ones are read back as ``activations``."""
+        """``key`` and ``value`` are (heads, dim); where they are not plain numbers of one dtype, both are
+        read back as ``activations``, and a residual window has ``slots``.
+        """
         order = (1, 0, 2) if config.layout == ml.Layout.HEAD_MAJOR else (0, 1, 2)
         self.permuted_v = config.permuted_v
-        self.activations = activations
+        self.activations, self.cells = activations, cells
         self._key_shape, self._value_shape = tuple(key), tuple(value)
         self.key: Buffer | QuantizedBuffer
         self.value: Buffer | QuantizedBuffer
-        if dtype.is_quantized:
-            for _, dim in (key, value):  # both before the first is allocated
-                check_dim(dtype, dim)
-            self.key = QuantizedBuffer(ctx, dtype, cells, *key, order, activations)
-            self.value = QuantizedBuffer(ctx, dtype, cells, *value, order, activations)
+        plain = stored.plain
+        if plain is None:
+            stored.nbytes(1, key[1], value[1], activations)  # refuses both before the first is allocated
+            self.key = QuantizedBuffer(ctx, stored.key, cells, *key, order, activations)
+            self.value = QuantizedBuffer(ctx, stored.value, cells, *value, order, activations)
         else:
-            self.key = Buffer(ctx, dtype, cells, *key, order)
-            self.value = Buffer(ctx, dtype, cells, *value, (1, 2, 0) if self.permuted_v else order)
-        self.read_dtype = activations if dtype.is_quantized else dtype
+            self.key = Buffer(ctx, plain, cells, *key, order)
+            self.value = Buffer(ctx, plain, cells, *value, (1, 2, 0) if self.permuted_v else order)
+        self.read_dtype = activations if plain is None else plain
         """Of what ``read`` gives."""
         numbers = key[0] * key[1] + value[0] * value[1]
         self.bytes_per_cell = max(1, numbers * self.read_dtype.itemsize)
         """Of what ``read`` gives, K and V together."""
         self.no_kernel = False
         """Whether the backend is known to have no kernel for ragged batches that reads these buffers."""
+        self.exact: LayerBuffers | None = None
+        """The slots of a residual window: plain, in the dtype of the activations."""
+        if slots:
+            self.exact = LayerBuffers(
+                ctx, CacheFormat.of(activations), config, slots, key, value, activations
+            )
         self.stamp = 0
         """``Forward.stamp`` of the pass that was last put here."""
+        self.rotated = None if slots else self._as_rotated()
+        """These buffers as ``attend`` reads them where a format rotates: without turning back. Else None.
+
+        Slots hold keys that are not turned: beside them all are read back as they were.
+        """
         self.store = self._find_store(ctx)
         """The backend's own way for a run of cells, asked first; None where it has none."""
 
+    def _as_rotated(self) -> LayerBuffers | None:
+        if not isinstance(self.key, QuantizedBuffer) or not isinstance(self.value, QuantizedBuffer):
+            return None
+        key, value = self.key.as_stored, self.value.as_stored
+        if key is self.key and value is self.value:
+            return None
+        found = copy.copy(self)
+        found.key, found.value, found.rotated = key, value, None
+        return found
+
     def _find_store(self, ctx: ml.Context) -> ml.KVStore | None:
         key, value, backend = self.key, self.value, getattr(ctx, "backend", None)
+        if self.is_quantized and isinstance(backend, ml.SupportsQuantizedStore):
+            return backend.quantized_store(*self.stored_parts(ctx), self.formats)
         if self.permuted_v or not isinstance(key, Buffer) or not isinstance(value, Buffer):
             return None
         if not isinstance(backend, ml.SupportsKVStore):
@@ -65,6 +94,11 @@ class LayerBuffers:
 
     @property
     def nbytes(self) -> int:
+        return self.stored_nbytes + (0 if self.exact is None else self.exact.nbytes)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Of what snapshots are made of: without the slots of a residual window."""
         return self.key.nbytes + self.value.nbytes
 
     def touch(self, ctx: ml.Context) -> None:
@@ -75,6 +109,8 @@ class LayerBuffers:
         for buffer in (self.key, self.value):
             if isinstance(buffer, Buffer):
                 buffer.touch(ctx)
+        if self.exact is not None:
+            self.exact.touch(ctx)
 
     def blank(self, ctx: ml.Context, cells: Cells, count: int) -> None:
         """Write zeros into cells."""
@@ -105,8 +141,19 @@ class LayerBuffers:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether what is read is made anew from codes."""
+        """Whether what is read is made anew from what is stored."""
         return isinstance(self.key, QuantizedBuffer)
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """The names of K's and V's."""
+        key, value = (part.format.name if isinstance(part, QuantizedBuffer) else part.tensor.dtype.name
+                      for part in (self.key, self.value))  # fmt: skip
+        return key, value
+
+    def stored_parts(self, ctx: ml.Context) -> tuple[tuple[ml.Tensor, ...], tuple[ml.Tensor, ...]]:
+        """Where all of K lies, and all of V, in parts (cells, heads, ...)."""
+        return self.key.stored_views(ctx, 0, self.cells), self.value.stored_views(ctx, 0, self.cells)
 
     def read_batch(
         self, ctx: ml.Context, start: int, step: int, batch: int, count: int
@@ -133,21 +180,15 @@ class LayerBuffers:
         return self.key.gather(ctx, cells), self.value.gather(ctx, cells).permute(ctx, 1, 2, 0)
 
     def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
-        """Copies of K and V as they are stored, (count, heads, ...) each."""
+        """Copies of the parts of K, and then those of V, (count, heads, ...) each."""
         return *self.key.read_stored(ctx, cells, count), *self.value.read_stored(ctx, cells, count)
 
     def write_stored(self, ctx: ml.Context, cells: Cells, found: tuple[ml.Tensor, ...]) -> None:
         """Write what ``read_stored`` gave, into other cells or another cache's."""
-        half = len(found) // 2
-        self.key.write_stored(ctx, cells, found[:half])
-        self.value.write_stored(ctx, cells, found[half:])
+        own = len(self.key.parts) if isinstance(self.key, QuantizedBuffer) else 1
+        self.key.write_stored(ctx, cells, found[:own])
+        self.value.write_stored(ctx, cells, found[own:])
 
     def stored_views(self, ctx: ml.Context, start: int, count: int) -> tuple[ml.Tensor, ...]:
         """Where a run of cells lies, in the parts of ``read_stored``."""
         return *self.key.stored_views(ctx, start, count), *self.value.stored_views(ctx, start, count)
-
-
-def stored_shape(parts: tuple[ml.Tensor, ...]) -> tuple[int, int, int]:
-    """(count, heads, dim) of what is stored as one tensor, or as codes and scales."""
-    count, heads, dim = parts[-1].shape
-    return count, heads, dim * (BLOCK if len(parts) > 1 else 1)

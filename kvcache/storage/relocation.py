@@ -14,6 +14,7 @@ import ml
 from kvcache.cache import InvalidRangeError, ShiftFunction
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
+from kvcache.storage.overlay import Overlay, uploaded
 
 __all__ = ["defragment", "prepare_shift"]
 
@@ -37,11 +38,13 @@ def prepare_shift(
     cells = table.rows[seq].cells[start:]
     table.join_arrivals(cells)
     is_run = bool((np.diff(cells) == 1).all())
+    slots = table.exact_slots(cells)
+    overlay = None if slots is None else Overlay(slots, uploaded)
     with backend.new_context() as ctx:
         where = int(cells[0]) if is_run else ctx.from_numpy(cells, ml.DType.I32)
         offsets = ctx.full((cells.size,), offset, ml.DType.I32)
         shifted = {
-            layer: _shifted(ctx.layer(layer), layer, held, where, offsets, shift)
+            layer: _shifted(ctx.layer(layer), layer, held, where, offsets, shift, overlay)
             for layer, held in buffers.items()
         }
         ctx.compute(*shifted.values())
@@ -54,6 +57,8 @@ def prepare_shift(
                 writing = True
                 for layer, key in shifted.items():
                     ctx.forward(buffers[layer].key.write(places[layer], where, key))
+                    if overlay is not None:
+                        overlay.write_key(places[layer], buffers[layer], key)
                 ctx.compute()
         except BaseException:
             if writing:
@@ -70,10 +75,13 @@ def _shifted(
     where: int | ml.Tensor,
     offsets: ml.Tensor,
     shift: ShiftFunction,
+    overlay: Overlay | None,
 ) -> ml.Tensor:
     """One layer's shifted keys, in storage of their own."""
     count = offsets.shape[0]
     key = held.key.read(ctx, where, count) if isinstance(where, int) else held.key.gather(ctx, where)
+    if overlay is not None:
+        key = overlay.read_key(ctx, held, key)
     result = shift(ctx, layer, key, offsets)
     if result.shape != key.shape:
         raise InvalidRangeError(

@@ -131,6 +131,7 @@ class StateRow:
 
     ``offset`` counts the tokens it has seen. The state lies in ``slot``, or is still in ``pending``,
     a checkpoint to be loaded by the next pass; with neither it is zero. Sequences may share a slot.
+    ``inside`` has the states at positions inside its last pass, as far as they were delivered.
     """
 
     offset: int = 0
@@ -138,19 +139,12 @@ class StateRow:
     pending: Checkpoint | None = None
     checkpoints: tuple[Checkpoint, ...] = ()
     lost: bool = False
+    inside: Mapping[int, dict[tuple[str, int], ml.Tensor]] = field(default_factory=dict)
 
     @property
     def positions(self) -> tuple[int, ...]:
         """Where the checkpoints are, ascending."""
         return tuple(sorted(point.offset for point in self.checkpoints))
-
-    def nearest(self, position: int) -> Checkpoint | None:
-        """The latest checkpoint at or before ``position``."""
-        return max(
-            (point for point in self.checkpoints if point.offset <= position),
-            key=lambda point: point.offset,
-            default=None,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +325,7 @@ class StateBuffers:
         for point, _ in plan.loads:  # restored before this cache had any states
             for (kind, layer), state in point.tensors.items() if point is not None else ():
                 self.ensure(ctx, kind, layer, state.shape[1:], state.dtype)
-        writes: list[tuple[ml.Tensor, ml.Tensor, np.ndarray]] = []
+        writes: list[tuple[ml.Tensor, ml.Tensor, np.ndarray | int]] = []
         sources = np.array([source for source, _ in plan.moves], dtype=np.int64)
         targets = np.array([target for _, target in plan.moves], dtype=np.int64)
         for key, tensor in self.tensors.items():
@@ -342,24 +336,37 @@ class StateBuffers:
                 content = None if checkpoint is None else checkpoint.tensors.get(key)
                 if content is None:
                     content = place.zeros((1, *tensor.shape[1:]), tensor.dtype)
-                writes.append((tensor, content, np.array([slot])))
+                writes.append((tensor, content, slot))
 
         def write() -> None:
             for tensor, content, slots in writes:
-                ctx.forward(tensor.set_rows(ctx, content, slots))
+                if isinstance(slots, int):
+                    ctx.forward(content.copy(ctx, tensor.slice(ctx, 0, slots, slots + 1)))
+                else:
+                    ctx.forward(tensor.set_rows(ctx, content, slots))
 
         return write
 
 
 @dataclass(slots=True)
 class StatePass:
-    """The states of one forward pass: sequences in the batch's order, in slots from ``start``."""
+    """The states of one forward pass: sequences in the batch's order, in slots from ``start``.
 
-    sequences: tuple[int, ...]
+    ``tokens`` says how many each brings, and ``wanted`` after how many of them its state is asked for.
+    ``wants`` is what ``want_states`` had asked for before it began.
+    """
+
+    tokens: Mapping[int, int]
     start: int
+    wanted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     before: dict[int, StateRow] = field(default_factory=dict)
     reserve: bool = False
     read_only: bool = False
+    wants: Mapping[int, tuple[int, ...]] | None = None
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return tuple(self.tokens)
 
 
 def lost_in(rows: Sequence[StateRow], plan: Arrangement) -> None:

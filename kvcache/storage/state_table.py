@@ -18,6 +18,7 @@ from kvcache.storage.state_slots import (
     StateBuffers,
     StatePass,
     StateRow,
+    States,
     arrange,
     lost_in,
 )
@@ -66,6 +67,47 @@ class StateTable:
         joined = functools.reduce(lambda one, other: one.concat(ctx, other, 0), found)
         return joined.contiguous(ctx)
 
+    def inside(self, row: StateRow) -> dict[int, States]:
+        """By position, the states inside the row's last pass that were delivered for every layer."""
+        known = self.buffers.tensors.keys()
+        return {
+            position: states for position, states in row.inside.items() if states and states.keys() >= known
+        }
+
+    def nearest(self, row: StateRow, position: int) -> Checkpoint | None:
+        """The latest state that is kept at or before ``position``: a checkpoint, or inside the last pass."""
+        inside = (Checkpoint(at, HeldStates(states)) for at, states in self.inside(row).items())
+        points = (point for point in (*row.checkpoints, *inside) if point.offset <= position)
+        return max(points, key=lambda point: point.offset, default=None)
+
+    def deliver(
+        self,
+        ctx: ml.Context,
+        key: tuple[str, int],
+        current: StatePass,
+        at: Sequence[tuple[int, int]],
+        states: ml.Tensor,
+    ) -> None:
+        """Keep of ``states`` (len(at), *shape), each after (sequence, tokens), what ``current`` wants."""
+        rows = [i for i, (seq, count) in enumerate(at) if count in current.wanted.get(seq, ())]
+        if not rows:
+            return
+        place = ctx.layer(key[1])
+        kept = states if len(rows) == len(at) else states.rows(place, rows)
+        parts = [kept.slice(place, 0, i, i + 1) for i in range(len(rows))]
+        ctx.forward(kept)
+        for i, part in zip(rows, parts, strict=True):
+            seq, count = at[i]
+            row = self.rows[seq]
+            row.inside[row.offset - current.tokens[seq] + count][key] = part
+
+    def copied(self, states: States) -> HeldStates:
+        """Copies that lie in memory of their own."""
+        with self._open() as ctx:
+            found = {key: tensor.contiguous(ctx.layer(key[1])) for key, tensor in states.items()}
+            ctx.compute(*found.values())
+        return HeldStates(found)
+
     def _row_at(self, point: Checkpoint, kept: tuple[Checkpoint, ...]) -> StateRow:
         """A row that goes on from ``point``: in its slot where it still lies in one."""
         slot = point.state.slot_in(self.buffers)
@@ -75,11 +117,12 @@ class StateTable:
         """A row with the state of ``length`` tokens, or of the nearest checkpoint before, or empty."""
         if row.offset <= length and not row.lost:
             return replace(row)
-        point = row.nearest(length)
+        point = self.nearest(row, length)
         if point is None:
             return StateRow()
         kept = tuple(other for other in row.checkpoints if other.offset <= point.offset)
-        return self._row_at(point, kept)
+        inside = {at: states for at, states in row.inside.items() if at < point.offset}
+        return replace(self._row_at(point, kept), inside=inside)
 
     def resume(self, seq: int, point: Checkpoint, kept: int) -> None:
         """Let a sequence go on from ``point``, with its checkpoints up to the position ``kept``."""
@@ -99,10 +142,11 @@ class StateTable:
 
     # One pass.
 
-    def start(self, tokens: Mapping[int, int]) -> StatePass:
+    def start(self, tokens: Mapping[int, int], wanted: Mapping[int, tuple[int, ...]]) -> StatePass:
         """Take due checkpoints, then move the sequences' states side by side; only the last step writes.
 
-        ``tokens`` says how many each sequence of the pass brings, in the order that the states get.
+        ``tokens`` says how many each sequence of the pass brings, in the order that the states get, and
+        ``wanted`` after how many of them its state is to be kept, if the model delivers it.
 
         A device that fails in the last step leaves the sequences lost whose states were written over.
         """
@@ -116,10 +160,11 @@ class StateTable:
         for seq, count in tokens.items():
             row = self.rows[seq]
             row.pending = None
+            row.inside = {row.offset + inside: {} for inside in wanted.get(seq, ())}
             row.offset += count
             if seq in taken:
                 self.keep(row, taken[seq])
-        return StatePass(order, plan.start, before)
+        return StatePass(tokens, plan.start, wanted, before)
 
     def _carry_out(self, order: tuple[int, ...], plan: Arrangement) -> dict[int, Checkpoint]:
         """The checkpoints that were due; the states are where ``plan`` wants them.
@@ -191,7 +236,12 @@ def shifted(row: StateRow, begin: int, end: int) -> StateRow:
     points += [
         replace(point, offset=point.offset - distance) for point in row.checkpoints if point.offset > end
     ]
-    return replace(row, offset=row.offset - distance, checkpoints=tuple(points))
+    inside = {
+        at if at <= begin else at - distance: states
+        for at, states in row.inside.items()
+        if at <= begin or at > end
+    }
+    return replace(row, offset=row.offset - distance, checkpoints=tuple(points), inside=inside)
 
 
 def state_lost(op: str, seq: int) -> SequenceLostError:

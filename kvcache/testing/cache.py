@@ -13,6 +13,7 @@ from kvcache.testing.suites.properties import PropertyTests
 from kvcache.testing.suites.quantized import QuantizedTests
 from kvcache.testing.suites.reading import ReadingTests
 from kvcache.testing.suites.recurrent import RecurrentTests
+from kvcache.testing.suites.residual import ResidualTests
 from kvcache.testing.suites.snapshots import SnapshotTests
 
 __all__ = ["CacheTests"]
@@ -27,6 +28,7 @@ class CacheTests(
     FaultTests,
     PropertyTests,
     QuantizedTests,
+    ResidualTests,
     SnapshotTests,
     EncoderTests,
     RecurrentTests,

@@ -12,6 +12,7 @@ printed with the seed; ``--replay SEED`` runs that one again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 import time
@@ -19,9 +20,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import kvcache
 import ml
+from kvcache.formats import CacheFormat
 from kvcache.testing.family import FAMILY, run_family
 from kvcache.testing.models.attention import Model, Setup
+from kvcache.testing.models.values import BLOCKS
 from kvcache.testing.rigs.snapshots import CopyRig
 from ml import DType, Layout
 
@@ -30,7 +34,7 @@ __all__ = ["Failure", "random_setup", "run_trace", "run_traces"]
 Op = tuple[object, ...]
 Ints = tuple[int, ...]
 FLOATS = (DType.F32, DType.F16, DType.BF16)
-CODECS = (DType.Q8_0, DType.Q4_0)
+FORMATS = tuple(BLOCKS)
 KINDS = {
     "attention": (0, 1, 2, 3), "causal": (0,), "sliding": (1, 2), "chunked": (3,), "quantized": (0, 1, 2, 3),
 }  # fmt: skip
@@ -73,12 +77,14 @@ def random_setup(
         max_sequences=rnd.choice((3, 4)) if wide else rnd.choice((1, 2, 2, 3)),
         capacity=90 if wide else rnd.choice((3, 5, 8, 12)),
         max_batch=rnd.choice((2, 4, 6)),
-        dtype=rnd.choice(CODECS if quantized else (DType.F32, rnd.choice(floats))),
+        dtype=random_format(rnd, floats) if quantized else rnd.choice((DType.F32, rnd.choice(floats))),
         activations=rnd.choice((DType.F32, rnd.choice(floats))),
         config=config,
         layers=rnd.choice((1, 1, 2)),
         can_shift=rnd.random() < 0.85,
     )
+    if quantized and not config.fixed_shapes and rnd.random() < 0.4:
+        setup = replace(setup, dtype=_windowed(rnd, setup.dtype))
     kind = rnd.choice(KINDS[cache])
     if kind == 1:
         return replace(setup, window=rnd.randrange(6))
@@ -86,6 +92,22 @@ def random_setup(
         window = rnd.randrange(5)
         return replace(setup, window=window, memory=window + rnd.randrange(6))
     return replace(setup, chunk=rnd.randrange(1, 6)) if kind == 3 else setup
+
+
+def _windowed(rnd: random.Random, dtype: kvcache.CacheDType) -> kvcache.CacheDType:
+    """With a residual window, where it is stored in codes."""
+    if CacheFormat.of(dtype).plain is not None:
+        return dtype
+    sizes = rnd.choice(((1, 0), (2, 0), (4, 1), (0, 2), (3, 3)))
+    return kvcache.ResidualWindow(dtype, *sizes)  # type: ignore[arg-type]
+
+
+def random_format(rnd: random.Random, floats: Sequence[DType]) -> kvcache.CacheDType:
+    """One for K and V, or a pair, of which one may be plain."""
+    if rnd.random() < 0.5:
+        return rnd.choice(FORMATS)
+    return rnd.choice(((rnd.choice(FORMATS), rnd.choice(FORMATS)), (rnd.choice(floats), rnd.choice(FORMATS)),
+                       (rnd.choice(FORMATS), rnd.choice(floats)), (floats[0], floats[-1])))  # fmt: skip
 
 
 # Choosing the next call, by what the model holds.
@@ -295,10 +317,11 @@ def run_traces(
     floats: Sequence[DType] = FLOATS,
     computes: bool = True,
     cache: str = "attention",
+    most: int | None = None,
 ) -> list[Failure]:
-    """The failures among the traces of ``seeds``."""
+    """The failures among the traces of ``seeds``; after ``most`` of them no more are run."""
     found = (run_trace(backend, seed, floats, computes, cache) for seed in seeds)
-    return [failure for failure in found if failure is not None]
+    return list(itertools.islice((failure for failure in found if failure is not None), most))
 
 
 # The command.

@@ -8,7 +8,8 @@
     occupancy = views.Occupancy(cache)           # occupancy.sample() once a step
     views.plots.occupancy(occupancy.samples)     # matplotlib: pip install 'ml-kvcache[plots]'
 
-Looking changes nothing: no order of use, no snapshot, no tensor.
+Looking changes nothing: no order of use, no snapshot, no tensor. In a notebook ``%load_ext
+kvcache.views`` shows caches themselves as pictures.
 """
 
 from __future__ import annotations
@@ -56,3 +57,13 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         return getattr(importlib.import_module(f"kvcache.views.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext kvcache.views``"""
+    importlib.import_module("kvcache.views.notebook").register(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """``%unload_ext kvcache.views``"""
+    importlib.import_module("kvcache.views.notebook").unregister(shell)

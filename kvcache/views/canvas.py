@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from kvcache.views.colors import FREE, KEPT
+from kvcache.views.colors import FREE, INK, KEPT, PAPER, PENCIL, dark_drawing
 
 __all__ = ["WIDTH", "Canvas", "fitted"]
 
@@ -14,13 +14,14 @@ _CHARACTER = 6.7
 """Pixels of a character of the usual size, on average."""
 
 _STYLE = (
-    "text{font:12px system-ui,-apple-system,'Segoe UI',sans-serif;fill:#1b1f24}"
-    ".title{font-weight:600;font-size:14px}.dim{fill:#656d76}.small{font-size:10px}"
+    f"text{{font:12px system-ui,-apple-system,'Segoe UI',sans-serif;fill:{INK}}}"
+    f".title{{font-weight:600;font-size:14px}}.dim{{fill:{PENCIL}}}.small{{font-size:10px}}"
     ".mono{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:11px}.in{fill:#fff}"
+    f"{dark_drawing()}"
 )
 _HATCH = (
     '<defs><pattern id="kept" width="6" height="6" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><rect width="6" height="6" fill="#fff"/>'
+    f'patternTransform="rotate(45)"><rect width="6" height="6" fill="{PAPER}"/>'
     f'<rect width="3" height="6" fill="{KEPT}"/></pattern></defs>'
 )
 
@@ -80,11 +81,11 @@ class Canvas:
         self.y += 26
 
     def document(self) -> str:
-        """The whole drawing, on white."""
+        """The whole drawing, on white or, where the reader's scheme is dark, on black."""
         height, width = _n(self.y + 8), _n(self.width)
         size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
-        back = f'<rect width="{width}" height="{height}" fill="#fff"/>'
+        back = f'<rect width="{width}" height="{height}" fill="{PAPER}"/>'
         body = "\n".join(self._elements)
         return f"{head}\n<style>{_STYLE}</style>{_HATCH}{back}\n{body}\n</svg>\n"
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 
+from kvcache.views import glossary
 from kvcache.views.blocks import Block, Facts, Table, Tiers, tabled
+from kvcache.views.colors import DARK, INK, LINE, PAPER, PENCIL
 from kvcache.views.svg import document
 
 __all__ = ["fragment", "page"]
 
 _STYLE = (
-    ":root{color-scheme:light}body{margin:24px auto;max-width:980px;padding:0 12px;background:#fff;"
-    "color:#1b1f24;font:14px/1.5 system-ui,-apple-system,'Segoe UI',sans-serif}"
-    "svg{max-width:100%;height:auto;border:1px solid #e3e6ea;border-radius:6px}"
+    ":root{color-scheme:light dark}body{margin:24px auto;max-width:980px;padding:0 12px;"
+    f"background:{PAPER};color:{INK};font:14px/1.5 system-ui,-apple-system,'Segoe UI',sans-serif}}"
+    f"svg{{max-width:100%;height:auto;border:1px solid {LINE};border-radius:6px}}"
     "table{border-collapse:collapse;margin:12px 0;font-size:13px}caption{text-align:left;font-weight:600}"
-    "th,td{text-align:left;padding:3px 14px 3px 0;border-bottom:1px solid #e3e6ea;overflow-wrap:anywhere}"
-    "th{color:#656d76;font-weight:500}td{font-variant-numeric:tabular-nums}"
+    f"th,td{{text-align:left;padding:3px 14px 3px 0;border-bottom:1px solid {LINE};overflow-wrap:anywhere}}"
+    "h2{font-size:14px;margin:24px 0 4px}dl{display:grid;grid-template-columns:max-content 1fr;"
+    "gap:2px 14px;font-size:13px}dd{margin:0}"
+    f"th,dt{{color:{PENCIL};font-weight:500}}td{{font-variant-numeric:tabular-nums}}"
+    f"@media(prefers-color-scheme:dark){{body{{background:{DARK[PAPER]};color:{DARK[INK]}}}"
+    f"svg,th,td{{border-color:{DARK[LINE]}}}th,dt{{color:{DARK[PENCIL]}}}}}"
 )
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -29,13 +36,21 @@ def page(blocks: Sequence[Block], title: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<title>{name}</title><style>{_STYLE}</style>"
     )
-    body = f"<h1>{name}</h1>\n{fragment(blocks)}"
+    drawn = fragment(blocks)
+    body = f"<h1>{name}</h1>\n{drawn}{_glossary(drawn)}"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
 
 
 def fragment(blocks: Sequence[Block]) -> str:
     """The drawing and its tables, for a page or a notebook."""
     return document(blocks) + "\n".join(map(_table, blocks)) + "\n"
+
+
+def _glossary(drawn: str) -> str:
+    """What the words mean that a reader sees."""
+    words = glossary.used(html.unescape(re.sub(r"<[^>]*>", " ", drawn)))
+    told = "".join(f"<dt>{word}</dt><dd>{html.escape(meaning)}</dd>" for word, meaning in words.items())
+    return f"<h2>What the words mean</h2>\n<dl>{told}</dl>\n" if told else ""
 
 
 def _table(block: Block) -> str:

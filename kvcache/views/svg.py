@@ -9,7 +9,7 @@ from typing import Any
 from kvcache.views import binning
 from kvcache.views.blocks import Block, CellMap, CellRun, Heading, MaskBlock, NodeView, Table, Tiers, Tree
 from kvcache.views.canvas import WIDTH, Canvas, fitted
-from kvcache.views.colors import KEPT, SHARED, sequence_color, tier_color
+from kvcache.views.colors import EMPTY, INK, KEPT, LINE, PAPER, SHARED, sequence_color, tier_color
 from kvcache.views.words import counted
 
 __all__ = ["document"]
@@ -20,7 +20,6 @@ _PER_LINE = 64
 _LINES = 32
 _WIDE = 18
 """Pixels from which on every cell has a box of its own, with its position in it."""
-_EMPTY = "#f6f7f9"
 _NAMED = 8
 """Sequences in a legend."""
 
@@ -100,7 +99,7 @@ def _cut_at(begin: int, end: int, columns: int) -> Iterator[tuple[int, int]]:
 
 
 def _fill(code: int) -> str:
-    return {0: _EMPTY, 1: "url(#kept)", 2: SHARED}.get(code) or sequence_color(code - 3)
+    return {0: EMPTY, 1: "url(#kept)", 2: SHARED}.get(code) or sequence_color(code - 3)
 
 
 def _tip(run: CellRun) -> str:
@@ -127,29 +126,29 @@ def _box(
     """One run of cells: a shared one in the colours of its holders, underlined where snapshots hold it."""
     owners = run.sequences[:6] if run is not None else ()
     if len(owners) < 2:
-        canvas.rect(x, y, width, height, fill, tip, stroke="#fff" if fill != _EMPTY else "#e3e6ea")
+        canvas.rect(x, y, width, height, fill, tip, stroke=PAPER if fill != EMPTY else LINE)
     else:
         for i, seq in enumerate(owners):
             band = height / len(owners)
             canvas.rect(x, y + i * band, width, band, sequence_color(seq), tip)
-        canvas.rect(x, y, width, height, "none", stroke="#fff")
+        canvas.rect(x, y, width, height, "none", stroke=PAPER)
     if run is not None and run.snapshots and run.sequences:
-        canvas.rect(x, y + height - 3, width, 3, "#1b1f24", tip)
+        canvas.rect(x, y + height - 3, width, 3, INK, tip)
 
 
 def _cell_legend(cells: CellMap) -> Iterator[tuple[str, str]]:
     for view in cells.sequences[:_NAMED]:
         yield sequence_color(view.seq), f"sequence {view.seq}: {counted(view.tokens, 'token')}"
     if len(cells.sequences) > _NAMED:
-        yield "#fff", f"and {len(cells.sequences) - _NAMED} more"
+        yield PAPER, f"and {len(cells.sequences) - _NAMED} more"
     if cells.count("shared"):
         exact = cells.cells <= _PER_LINE * _LINES
-        yield ("#fff", "several colours: shared") if exact else (SHARED, "shared")
+        yield (PAPER, "several colours: shared") if exact else (SHARED, "shared")
     if cells.count("kept"):
         yield KEPT, "kept by snapshots alone"
     if any(run.snapshots and run.sequences for run in cells.runs):
-        yield "#1b1f24", "underlined: in a snapshot too"
-    yield _EMPTY, "free"
+        yield INK, "underlined: in a snapshot too"
+    yield EMPTY, "free"
 
 
 # The radix tree.
@@ -196,7 +195,7 @@ def _tiers(canvas: Canvas, tiers: Tiers) -> None:
         canvas.text(8, canvas.y + 10, fitted(words, _TREE), "mono")
         if tier.nbytes is not None and tier.budget:
             part = min(1.0, tier.nbytes / tier.budget)
-            canvas.rect(_TREE, canvas.y, WIDTH - _TREE - 8, 12, _EMPTY, stroke="#e3e6ea")
+            canvas.rect(_TREE, canvas.y, WIDTH - _TREE - 8, 12, EMPTY, stroke=LINE)
             canvas.rect(_TREE, canvas.y, (WIDTH - _TREE - 8) * part, 12, tier_color(tier.name), words)
         canvas.y += 18
 
@@ -225,7 +224,7 @@ def _node(canvas: Canvas, node: NodeView, facts: str, end: int, above: dict[int,
     left = min(_TREE + node.begin * scale, WIDTH - 8 - width)
     canvas.rect(left, y + 4, width, 10, tier_color(node.tier), tip)
     if node.pins:
-        canvas.rect(left, y + 1, width, 2, "#1b1f24", "pinned")
+        canvas.rect(left, y + 1, width, 2, INK, "pinned")
     canvas.text(_TREE, y + 26, fitted(facts, WIDTH - _TREE), "dim small")
     canvas.y += _ROW
 
@@ -258,10 +257,10 @@ def _mask(canvas: Canvas, picture: MaskBlock) -> None:
             canvas.text(_LEFT - 8, canvas.y + step / 2 + 4, f"{seq}:{position}", "dim small", "end")
         for j in range(columns):
             seen = float(part[i, j])
-            fill = sequence_color(seq) if seen else _EMPTY
+            fill = sequence_color(seq) if seen else EMPTY
             tip = f"token {position} of sequence {seq}, cell {int(picture.cells[j * across])}"
             shade = 0.3 + 0.7 * seen if seen else 1.0
-            stroke = "#fff" if step >= 6 else ""
+            stroke = PAPER if step >= 6 else ""
             canvas.rect(_LEFT + j * step, canvas.y, step, step, fill, tip, stroke, shade)
         canvas.y += step
     size = "" if down == across == 1 else f"; a mark is {down} by {across}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ml.capabilities import SupportsGroupedMatmul
@@ -13,6 +15,31 @@ __all__ = ["Groups", "generic_grouped_matmul", "grouped_matmul", "runs"]
 
 _DENSE_ROWS = 256
 """Up to here a product with a matrix costs a device what reading the matrix does."""
+_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+"""Rows of a block."""
+_PIECE_BYTES = 128 << 20
+"""Of the matrices that are copied for a piece of the product, where one is not larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Rows laid out in blocks of ``size``, each of one matrix: how many is known without asking the device.
+
+    With rows of matrices 0, 2 and 3 in blocks of 4::
+
+        rows     0 1 2 | 3 4 5 6 7 | 8
+        blocks   0 1 2 . | 3 4 5 6 | 7 . . . | 8 . . . | . . . .
+
+    A matrix with n rows has n / size blocks, rounded up; there is room for all, however rows are divided.
+    """
+
+    size: int
+    matrices: Tensor
+    """I32 (blocks,): whose rows a block has; any where it has none."""
+    sources: Tensor
+    """I32 (blocks, size): which row stands at each place; any where there is none."""
+    places: Tensor
+    """I32 (rows,): where each row stands, counted through all blocks."""
 
 
 class Groups:
@@ -21,12 +48,19 @@ class Groups:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self._runs: list[tuple[int, int, int]] | None = None
+        self._blocks: dict[tuple[int, int], Blocks] = {}
 
     def runs(self) -> list[tuple[int, int, int]]:
         """(matrix, start, stop) of each matrix that has rows. The device is asked, once."""
         if self._runs is None:
             self._runs = runs(self.tensor.to_numpy())
         return self._runs
+
+    def blocks(self, ctx: Context, matrices: int, size: int) -> Blocks:
+        """The rows in blocks of ``size``, made on the device, once."""
+        if (matrices, size) not in self._blocks:
+            self._blocks[matrices, size] = _lay_out(ctx, self.tensor, matrices, size)
+        return self._blocks[matrices, size]
 
 
 def grouped_matmul(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
@@ -54,19 +88,93 @@ def grouped_matmul(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> T
 def generic_grouped_matmul(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     """``grouped_matmul`` on Tensor.
 
-    Few rows, as of a pass that decodes, do without asking the device which matrices they are for: a copy of
-    each row's matrix, or the product with all of them. For more that is too much work, and waiting for the
-    answer takes little of such a pass; where the device is the host there is nothing to wait for.
+    Nothing asks the device which matrices rows are for, unless the device is the host, which has not to wait.
+    Few rows are multiplied each by a copy of its matrix, some by all matrices, and more in blocks.
     """
     rows, (count, _, size) = x.shape[0], weight.shape
-    if ctx.backend.devices[0].kind == "cpu" or rows > _DENSE_ROWS or rows == 0:
+    device = ctx.backend.devices[getattr(ctx, "device_index", 0)]
+    if device.kind == "cpu" or 0 in (rows, *weight.shape):
         return _by_runs(ctx, x, weight, groups)
+    if rows > _DENSE_ROWS:
+        return _by_blocks(ctx, x, weight, groups)
     if 3 * rows <= count:  # a copy is read, written and read again
-        own = weight.rows(ctx, groups.tensor)
+        own = _matrices(ctx, weight, groups.tensor)
         return x.reshape(ctx, rows, 1, x.shape[1]).matmul(ctx, own).reshape(ctx, rows, size)
     whole = x.reshape(ctx, 1, rows, x.shape[1]).matmul(ctx, weight).reshape(ctx, count * rows, size)
     place = groups.tensor.scale(ctx, rows).add(ctx, ctx.arange(0, rows, 1, DType.I32))
     return whole.rows(ctx, place)
+
+
+def _by_blocks(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """In blocks of rows, each with a copy of its matrix: as many at a time as ``_PIECE_BYTES`` holds."""
+    count, inner, outer = weight.shape
+    laid = groups.blocks(ctx, count, block_size(x.shape[0], weight.shape))
+    blocks, size = laid.sources.shape
+    step = max(1, _PIECE_BYTES // (inner * outer * weight.dtype.itemsize))
+    result = ctx.empty((blocks, size, outer), x.dtype)
+    for start in range(0, blocks, step):
+        stop = min(start + step, blocks)
+        sources = laid.sources.slice(ctx, 0, start, stop).reshape(ctx, (stop - start) * size)
+        own = _matrices(ctx, weight, laid.matrices.slice(ctx, 0, start, stop))
+        found = x.rows(ctx, sources).reshape(ctx, stop - start, size, inner).matmul(ctx, own)
+        found.copy(ctx, result.slice(ctx, 0, start, stop))
+    return result.reshape(ctx, blocks * size, outer).rows(ctx, laid.places)
+
+
+def block_count(rows: int, matrices: int, size: int) -> int:
+    """How many blocks of ``size`` hold the rows, however they are divided among the matrices."""
+    used = min(rows, matrices)
+    return (rows - used) // size + used
+
+
+def block_size(rows: int, weight: tuple[int, ...]) -> int:
+    """The size of blocks that is likely to take the least time, for ``weight`` (matrices, in, out).
+
+    In times of what reading a matrix takes: a block copies it, multiplies, and moves its rows in and out.
+    """
+    count, inner, outer = weight
+
+    def cost(size: int) -> float:
+        moved = 3 * size * (inner + outer) / (inner * outer)
+        return block_count(rows, count, size) * (2 + max(1, size / _DENSE_ROWS) + moved)
+
+    return min(_SIZES, key=cost)
+
+
+def _lay_out(ctx: Context, groups: Tensor, matrices: int, size: int) -> Blocks:
+    """See :class:`Blocks`; integers on the device alone."""
+    (rows,) = groups.shape
+    blocks = block_count(rows, matrices, size)
+    before = _count_below(ctx, groups, _numbers(ctx, matrices + 1))  # rows of matrices before each
+    start, end = before.slice(ctx, 0, 0, matrices), before.slice(ctx, 0, 1, matrices + 1)
+    taken = _count_below(ctx, ctx.arange(0, rows, size, DType.I32), end.sub(ctx, start))
+    upto = _numbers(ctx, matrices).reshape(ctx, matrices, 1).compare(ctx, "le", _numbers(ctx, matrices))
+    last = upto.cast(ctx, DType.I32).mul(ctx, taken.reshape(ctx, matrices, 1)).sum(ctx, 0)
+    last = last.cast(ctx, DType.I32)  # one past the last block of each
+    ahead = last.sub(ctx, taken).scale(ctx, size).sub(ctx, start)  # places before it, less rows before it
+    numbers = _numbers(ctx, blocks)
+    whose = _count_below(ctx, last, numbers.add(ctx, ctx.full((1,), 1, DType.I32)))
+    whose = whose.clamp(ctx, 0, matrices - 1)
+    first = numbers.scale(ctx, size).sub(ctx, ahead.rows(ctx, whose)).reshape(ctx, blocks, 1)
+    sources = first.add(ctx, _numbers(ctx, size)).clamp(ctx, 0, rows - 1)
+    return Blocks(size, whose, sources, _numbers(ctx, rows).add(ctx, ahead.rows(ctx, groups)))
+
+
+def _numbers(ctx: Context, count: int) -> Tensor:
+    return ctx.arange(0, count, 1, DType.I32)
+
+
+def _count_below(ctx: Context, values: Tensor, bounds: Tensor) -> Tensor:
+    """For each of ``bounds`` how many ``values`` are below it, I32."""
+    below = values.reshape(ctx, values.shape[0], 1).compare(ctx, "lt", bounds)
+    return below.sum(ctx, 0).cast(ctx, DType.I32)
+
+
+def _matrices(ctx: Context, weight: Tensor, indices: Tensor) -> Tensor:
+    """Copies of matrices, in the order of axes that they have in memory."""
+    if weight.strides[1] >= weight.strides[2]:
+        return weight.rows(ctx, indices)
+    return weight.permute(ctx, 0, 2, 1).rows(ctx, indices).permute(ctx, 0, 2, 1)
 
 
 def _by_runs(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:

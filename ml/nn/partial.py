@@ -17,6 +17,7 @@ from ml.capabilities import (
     CausalMask,
     SupportsAttentionCalls,
     SupportsPartialAttention,
+    SupportsQuantizedAttention,
     SupportsRaggedAttention,
 )
 from ml.dtypes import DType
@@ -28,6 +29,7 @@ __all__ = [
     "Part",
     "generic_partial_attention",
     "has_attention_calls",
+    "has_quantized_attention",
     "has_ragged_attention",
     "merge_attention",
     "merge_parts",
@@ -73,6 +75,11 @@ def has_attention_calls(backend: Backend | None) -> TypeGuard[SupportsAttentionC
 def has_ragged_attention(backend: Backend | None) -> TypeGuard[SupportsRaggedAttention]:
     """Whether a backend has one kernel for a whole ragged batch."""
     return offers(backend, SupportsRaggedAttention)
+
+
+def has_quantized_attention(backend: Backend | None) -> TypeGuard[SupportsQuantizedAttention]:
+    """Whether a backend has a kernel that attends to quantized storage."""
+    return offers(backend, SupportsQuantizedAttention)
 
 
 def generic_partial_attention(

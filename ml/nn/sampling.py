@@ -26,18 +26,26 @@ class Draws:
     """How each row is drawn; host arrays (rows,).
 
     ``temperature`` 0 takes the first of the largest logits. ``top_k`` keeps so many of the likeliest tokens
-    (0: all), then ``top_p`` the fewest of the likeliest whose probability together reaches p. ``uniform`` in
-    (0, 1] decides which of these is drawn.
+    (0: all), then ``top_p`` the fewest of the likeliest whose probability together reaches p, then ``min_p``
+    those at least that share as likely as the likeliest (Nguyen et al., 2024; 0, or None: all). ``uniform``
+    in (0, 1] decides which of these is drawn.
     """
 
     temperature: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
     uniform: np.ndarray
+    min_p: np.ndarray | None = None
+
+    @property
+    def least(self) -> np.ndarray:
+        """``min_p`` of each row."""
+        return np.zeros_like(self.uniform) if self.min_p is None else self.min_p
 
     def of(self, rows: np.ndarray) -> Draws:
         """Of some of the rows."""
-        return Draws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.uniform[rows])
+        columns = self.temperature, self.top_k, self.top_p, self.uniform, self.least
+        return Draws(*(column[rows] for column in columns))
 
 
 class BatchSampler:
@@ -45,9 +53,10 @@ class BatchSampler:
 
     What it needs there is uploaded when it is made: make it before the forward pass is queued, so that the
     upload does not wait for that. The token is the first whose cumulative probability reaches ``uniform``: in
-    the order of ids, or where ``top_k`` or ``top_p`` cut, likeliest first and the lower id first among
-    equals. A row depends on its own logits and draw alone, and is the same on every backend but where
-    ``uniform`` is within rounding in F32 of an edge. A token of probability 0 is not drawn.
+    the order of ids, or where some are cut, likeliest first and the lower id first among equals. A row
+    depends on its own logits and draw alone, and is the same on every backend but where ``uniform``, or the
+    share that ``top_p`` or ``min_p`` keep, is within rounding in F32 of an edge. A token of probability 0 is
+    not drawn.
     """
 
     def __init__(self, ctx: Context, draws: Draws, vocabulary: int) -> None:
@@ -90,11 +99,12 @@ def sample_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
 def _kinds(draws: Draws, vocabulary: int) -> list[tuple[int, np.ndarray]]:
     """Rows by kind: 0 is greedy, 1 may draw any token, 2 may not."""
     kind = [
-        0 if temperature == 0 else 1 + (p < 1 or 0 < k < vocabulary)
-        for temperature, k, p in zip(
-            draws.temperature.tolist(), draws.top_k.tolist(), draws.top_p.tolist(), strict=True
+        0 if temperature == 0 else 1 + (p < 1 or least > 0 or 0 < k < vocabulary)
+        for temperature, k, p, least in zip(
+            draws.temperature.tolist(), draws.top_k.tolist(), draws.top_p.tolist(), draws.least.tolist(),
+            strict=True,
         )
-    ]
+    ]  # fmt: skip
     return [(i, np.flatnonzero(np.array(kind) == i)) for i in sorted(set(kind))]
 
 
@@ -109,16 +119,17 @@ class _Group:
         if kind == 0:
             return
         kept = np.where(draws.top_k > 0, draws.top_k, vocabulary)[mine]
-        p = draws.top_p[mine]
+        p, least = draws.top_p[mine], draws.least[mine]
         self._width = min(int(kept.max()), vocabulary)
         self._by_size, self._by_share = bool(kept.min() < self._width), bool(p.min() < 1)
+        self._by_peak = bool(least.max() > 0)
         with np.errstate(divide="ignore", over="ignore"):
             steepness = np.minimum(1 / draws.temperature[mine], _STEEPEST)
         # Where there is no p, what is beyond the rounded total counts too.
-        columns = np.stack((steepness, draws.uniform[mine], kept, np.where(p < 1, p, 2.0)))
+        columns = np.stack((steepness, draws.uniform[mine], kept, np.where(p < 1, p, 2.0), least))
         whole = ctx.from_numpy(columns.astype(np.float32))
-        self._steepness, self._uniform, self._kept, self._share = (
-            whole.slice(ctx, 0, i, i + 1).reshape(ctx, len(mine), 1) for i in range(4)
+        self._steepness, self._uniform, self._kept, self._share, self._least = (
+            whole.slice(ctx, 0, i, i + 1).reshape(ctx, len(mine), 1) for i in range(5)
         )
 
     def __call__(self, ctx: Context, logits: Tensor) -> Tensor:
@@ -145,6 +156,8 @@ class _Group:
         if self._by_share:
             reached = edges.max(ctx, 1, keepdims=True).mul(ctx, self._share)
             weights = edges.sub(ctx, weights).compare(ctx, "<", reached).where(ctx, weights, zero)
+        if self._by_peak:  # the likeliest weighs 1
+            weights = weights.compare(ctx, ">=", self._least).where(ctx, weights, zero)
         place = _first(ctx, weights, edges, self._uniform)
         place = place.add(ctx, ctx.arange(0, rows * width, width, DType.I32))
         return ids.reshape(ctx, rows * width).rows(ctx, place)
@@ -202,6 +215,9 @@ def _cut_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
     if draws.top_p.min() < 1:
         reached = edges[:, -1:] * draws.top_p[:, None]
         last = np.minimum((edges < reached).sum(1), width - 1)
+        np.minimum(edges, edges[rows, last, None], out=edges)
+    if draws.least.max() > 0:  # the likeliest weighs 1
+        last = np.maximum((weights >= draws.least[:, None]).sum(1) - 1, 0)
         np.minimum(edges, edges[rows, last, None], out=edges)
     found: np.ndarray = ids[rows, _first_on_host(edges, draws)]
     return found

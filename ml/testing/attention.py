@@ -44,14 +44,13 @@ def definition(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention and its log-sum-exp in float64, one query and head at a time; mask is a matrix or None."""
     q, k, v = exact(q), exact(k), exact(v)
+    bias = np.zeros((len(q), len(k))) if mask is None else exact(mask)
     tokens, heads, _ = q.shape
     group = heads // k.shape[1]
     out, lse = np.zeros((tokens, heads, v.shape[2])), np.zeros((tokens, heads))
     for t in range(tokens):
         for h in range(heads):
-            scores = k[:, h // group] @ q[t, h] * scale
-            if mask is not None:
-                scores = scores + exact(mask)[t]
+            scores = k[:, h // group] @ q[t, h] * scale + bias[t]
             top = scores.max() if sinks is None else max(scores.max(), float(sinks[h]))
             weights = np.exp(scores - top)
             total = weights.sum() + (0 if sinks is None else math.exp(float(sinks[h]) - top))

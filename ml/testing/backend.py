@@ -12,6 +12,7 @@ from ml.testing.groups import GroupTests
 from ml.testing.movement import MovementTests
 from ml.testing.optional import CapabilityTests
 from ml.testing.order import OrderTests
+from ml.testing.quantized import QuantizedTests
 from ml.testing.refusals import RefusalTests
 from ml.testing.rows import RowTests
 from ml.testing.stores import KVStoreTests
@@ -31,6 +32,7 @@ class BackendTests(
     OrderTests,
     RefusalTests,
     AttentionTests,
+    QuantizedTests,
     CapabilityTests,
     KVStoreTests,
     PageTransferTests,

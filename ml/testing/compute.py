@@ -278,14 +278,14 @@ class ComputeTests(BackendCase):
 
     @needs("top_k", "matmul", "exp", "argmax", "compare", "where")
     def test_tokens_are_drawn_as_on_the_host(self, ctx: Context) -> None:
-        """By ml.nn.BatchSampler, of rows that differ in their temperature, top-k and top-p."""
+        """By ml.nn.BatchSampler, of rows that differ in their temperature, top-k, top-p and min-p."""
         random = np.random.default_rng(5)
         logits = random.normal(0, 3, (24, 333)).astype(np.float32)
         logits[:, ::7] = logits[:, 1:2]
-        choices = ([0, 0.5, 1, 2], [0, 1, 20], [1, 0.6])
+        choices = ([0, 0.5, 1, 2], [0, 1, 20], [1, 0.6], [0, 0, 0.1, 0.3, 0])
         settings = [[choice[i % len(choice)] for choice in choices] for i in range(24)]
-        temperature, top_k, top_p = np.array(settings).T
-        draws = Draws(temperature, top_k, top_p, random.integers(1, 1 << 20, 24) * 2.0**-20)
+        temperature, top_k, top_p, min_p = np.array(settings).T
+        draws = Draws(temperature, top_k, top_p, random.integers(1, 1 << 20, 24) * 2.0**-20, min_p)
         found = BatchSampler(ctx, draws, 333)(ctx, ctx.from_numpy(logits))
         assert_same(found, sample_on_host(logits, draws), DType.I32)
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
 import kvcache
 import ml
 from kvcache import Batch
+from kvcache.caches import branches
 from kvcache.testing.models import values
 from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
 from kvcache.testing.rigs.protocol import Plan, only_protocol
-from kvcache.testing.rigs.states import CONV, DELTA, KINDS, RECURRENT_LAYERS, StateRig, StateSetup
+from kvcache.testing.rigs.states import (
+    CONV,
+    DELTA,
+    KINDS,
+    RECURRENT_LAYERS,
+    StateRig,
+    StateSetup,
+    state_values,
+)
 from ml import DType
 
 MakeStates = Callable[..., StateRig]
@@ -95,6 +106,87 @@ def test_snapshots_of_other_shapes_and_dtypes_are_not_restored(states: MakeState
         with pytest.raises(kvcache.InvalidRangeError):
             other.restore(0, snapshot)
         assert other.offset(0) == 0
+
+
+MIXED: dict[int | None, dict[str, kvcache.StateSpec]] = {
+    None: {"conv": kvcache.StateSpec((4,))},
+    1: {"ssm": kvcache.StateSpec((2, 3), DType.F32), "turn": kvcache.StateSpec((1,), DType.I32)},
+}
+
+
+def test_what_a_layer_declares_is_what_it_has(backend: ml.Backend, ctx: ml.Context) -> None:
+    cache = kvcache.RecurrentCache(states=MIXED, state_shape=(7,))
+    cache.init(backend, DType.F16, 2, 8, 8)
+    cache.start_forward(ctx, Batch([0, 0], [1, 0]))
+    cache.set_layer(5)
+    assert (cache.state(ctx, "conv").shape, cache.state(ctx, "conv").dtype) == ((2, 4), DType.F16)
+    assert cache.recurrent_state(ctx, 5).shape == (2, 7)
+    assert cache.state(ctx, "turn", 1).dtype is DType.I32
+    for name, layer in (("ssm", 5), ("conv", 1), ("gate", 5)):
+        with pytest.raises(kvcache.OrderError, match=f"{name}.*layer {layer}"):
+            cache.state(ctx, name, layer)
+    cache.update_state(ctx, "gate", ctx.full((2, 3), 1.5, DType.F32), 5)
+    assert cache.state(ctx, "gate", 5).to_numpy().tolist() == [[1.5] * 3] * 2
+    wrong: list[Callable[[], object]] = [
+        lambda: cache.update_state(ctx, "gate", ctx.zeros((2, 4), DType.F32), 5),
+        lambda: cache.update_state(ctx, "other", ctx.zeros((1, 4), DType.F32), 5),
+        lambda: cache.update_state(ctx, "a b", ctx.zeros((2, 4), DType.F32), 5),
+        lambda: cache.update_state(ctx, "other", ctx.zeros((2, 4), DType.F32), -1),
+        lambda: kvcache.RecurrentCache(states={-1: {}}),
+        lambda: kvcache.RecurrentCache(states={0: {"a/b": kvcache.StateSpec((1,))}}),
+        lambda: kvcache.StateSpec((2, 0)),
+    ]
+    for call in wrong:
+        with pytest.raises((kvcache.InvalidRangeError, kvcache.OrderError)):
+            call()
+    with pytest.raises(ml.DTypeError):
+        kvcache.StateSpec((2,), DType.Q8_0)
+
+
+def test_declared_states_are_part_of_the_settings() -> None:
+    """What two caches must agree in to share pages; those of two shapes alone say what they always said."""
+    found = []
+    for options in (
+        {"states": MIXED},
+        {"states": {**MIXED, 2: MIXED[1]}},
+        {"states": {**MIXED, 1: MIXED[None]}},
+        {"conv_shape": (4,)},
+        {"states": {None: {"recurrent": kvcache.StateSpec((4,), DType.F32)}}},
+        {"states": {None: {"recurrent": kvcache.StateSpec((4,), DType.F16)}}},
+    ):
+        cache = kvcache.RecurrentCache(**options)  # type: ignore[arg-type]
+        with ml.open_backend("numpy") as backend:
+            cache.init(backend, DType.F32, 1, 8, 8)
+            found.append(json.dumps(cache.settings()))
+    assert len(set(found)) == len(found)
+    assert json.loads(found[3]).keys() == {"kind", "attention", "conv", "state"}
+
+
+@pytest.mark.parametrize("how", ["declared", "found"])
+def test_pages_of_any_states_are_checked_against_what_the_cache_knows(states: MakeStates, how: str) -> None:
+    r = states(states=how)
+    r.forward(0, 0)
+    r.snapshot(0)
+    page = kvcache.serialize(r.backend, r.copies[0][0])
+    snapshot = kvcache.deserialize(r.backend, page)
+    fresh = states(states="found")
+    assert fresh.cache.restore(0, snapshot), "a cache that knows nothing takes the first page's for its own"
+    fresh.cache.start_forward(r.ctx, Batch([2], [0]))
+    for kind, layer in r.layout:
+        expected = state_values(r.model.rows[0].seen, kind, layer, r.layout[kind, layer][0])
+        found = fresh.cache.state(r.ctx, kind, layer).to_numpy().astype("float32")
+        assert (found[0] == expected).all()
+    for spec in (kvcache.StateSpec((4,)), kvcache.StateSpec((3,), DType.F16)):
+        other = kvcache.RecurrentCache(states={1: {"k": spec}}, shift=values.shift_positions)
+        other.init(r.backend, DType.F32, 2, 8, 8)
+        with pytest.raises(kvcache.InvalidRangeError, match="the k state"):
+            other.restore(0, snapshot)
+    bent = kvcache.RecurrentCache(shift=values.shift_positions)
+    bent.init(r.backend, DType.F32, 2, 8, 8)
+    bent.start_forward(r.ctx, Batch([0], [0]))
+    bent.update_state(r.ctx, "k", r.ctx.zeros((1, 5), DType.F32), 1)
+    with pytest.raises(kvcache.InvalidRangeError, match=r"this cache has \[\('k', 1\)\]"):
+        bent.restore(1, snapshot)
 
 
 # Going back.
@@ -188,7 +280,7 @@ def test_a_state_goes_into_another_cache(states: MakeStates, closed: bool) -> No
 
 def test_a_state_is_taken_where_a_batch_ends(states: MakeStates) -> None:
     r = states()
-    r.cache.schedule_snapshots(0, [2, 4, 7])
+    r.schedule(0, [2, 4, 7])
     assert (r.cache.next_snapshot(0), r.cache.next_snapshot(2)) == (2, None)
     for sequences, upcoming, skipped in (((0, 1, 0), 4, []), ((0, 0, 0), 7, [4]), ((0, 0), None, [])):
         r.forward(*sequences)
@@ -201,7 +293,7 @@ def test_a_state_is_taken_where_a_batch_ends(states: MakeStates) -> None:
 @pytest.mark.parametrize("looked", [False, True])
 def test_positions_inside_a_batch_are_skipped_and_said_to_be(states: MakeStates, looked: bool) -> None:
     r = states()
-    r.cache.schedule_snapshots(0, [3, 7])
+    r.schedule(0, [3, 7])
     r.forward(*[0] * 9)
     if looked:
         assert r.cache.take_snapshots(0) == []
@@ -209,11 +301,114 @@ def test_positions_inside_a_batch_are_skipped_and_said_to_be(states: MakeStates,
     assert r.cache.take_snapshots(0) == r.cache.skipped_snapshots(0) == []
 
 
+@pytest.mark.parametrize("delivery", ["none", "some"])
+def test_what_a_model_does_not_deliver_for_every_layer_is_skipped(states: MakeStates, delivery: str) -> None:
+    r = states()
+    r.forward(0)
+    r.delivery = delivery
+    r.schedule(0, [2, 4])
+    r.want(0, [3])
+    r.forward(0, 0, 0)
+    assert r.cache.take_snapshots(0)[0].end == 4
+    assert r.cache.skipped_snapshots(0) == [2]
+    assert r.cache.resume_point(0, 3) == 0
+
+
+def test_batches_of_a_model_that_delivers_may_end_anywhere(backend: ml.Backend) -> None:
+    for delivers in (False, True):
+        cache = kvcache.RecurrentCache(CONV, DELTA, delivers=delivers)
+        cache.init(backend, DType.F32, 2, 16, 16)
+        cache.schedule_snapshots(0, [3, 7])
+        assert cache.next_snapshot(0) == (None if delivers else 3)
+        assert branches.want_states(cache, 0, [2]) is delivers
+        both = kvcache.WrapperCache(
+            kvcache.RecurrentCache(CONV, DELTA, delivers=delivers), kvcache.CausalCache()
+        )
+        both.init(backend, DType.F32, 2, 16, 16)
+        assert branches.want_states(both, 0, [2]) is delivers
+    assert branches.want_states(kvcache.CausalCache(), 0, [2])
+
+
+def test_what_is_wanted_is_said_to_the_next_pass_alone(states: MakeStates) -> None:
+    r = states()
+    r.forward(0, 0, 1)
+    r.want(0, [2, 3, 4, 9])  # where it stands, inside, the end, beyond
+    r.want(1, [2])
+    under_way = r.cache.pass_under_way()
+    r.cache.start_forward(r.ctx, Batch([2, 3], [0, 0]), reserve=True)
+    assert r.cache.wanted_states() == {}
+    r.cache.start_forward(r.ctx, Batch([1, 0], [0, 1]), read_only=True)
+    assert r.cache.wanted_states() == {}
+    with pytest.raises(kvcache.OrderError):
+        r.cache.deliver_states(r.ctx, "conv", r.ctx.zeros((0, *CONV), DType.F32), [], 0)
+    with pytest.raises(kvcache.InvalidBatchError):
+        r.cache.start_forward(r.ctx, Batch([9], [0]))
+    r.cache.start_forward(r.ctx, Batch([2, 3], [0, 0]))
+    assert r.cache.wanted_states() == {0: (1,)}
+    r.cache.undo_forward(under_way)
+    r.start([0, 1, 0])
+    assert r.cache.wanted_states() == {0: (1,)}, "and sequence 1 has nothing inside"
+    r.step()
+    r.start([0, 0])
+    assert r.cache.wanted_states() == {}
+    r.step()
+    r.want(0, [7, 8])
+    r.copy_prefix(1, 0, 2)
+    r.start([0] * 4)
+    assert r.cache.wanted_states() == {}
+
+
+def test_states_that_mean_nothing_inside_a_pass_are_refused(states: MakeStates) -> None:
+    r = states()
+    r.want(0, [1, 2])
+    with pytest.raises(kvcache.InvalidRangeError):
+        r.cache.want_states(0, [-1])
+    with pytest.raises(kvcache.InvalidSequenceError):
+        r.cache.want_states(7, [1])
+    r.start([0, 1, 0, 0])
+    zeros = r.ctx.zeros
+    for shape, at in (
+        ((2, *CONV), [(0, 1)]),
+        ((1, *DELTA), [(0, 1)]),
+        ((1, *CONV), [(0, 0)]),
+        ((1, *CONV), [(0, 4)]),
+        ((1, *CONV), [(2, 1)]),
+    ):
+        with pytest.raises(kvcache.InvalidRangeError):
+            r.cache.deliver_states(r.ctx, "conv", zeros(shape, DType.F32), at, 0)
+    with pytest.raises(kvcache.InvalidRangeError):
+        r.cache.deliver_states(r.ctx, "conv", zeros((1, *CONV), DType.F32), [(0, 1)], -1)
+    with pytest.raises(ml.DTypeError):
+        r.cache.deliver_states(r.ctx, "conv", [[0.0]], [(0, 1)], 0)  # type: ignore[arg-type]
+    r.delivery = "wanted"
+    r.step()
+    r.remove(0, 2)
+    assert r.cache.offset(0) == 2
+    r.drain()
+
+
+def test_a_snapshot_of_a_state_inside_is_a_copy_of_its_own(states: MakeStates) -> None:
+    """What was drafted beside it is not kept alive, and goes with the next pass."""
+    r = states(checkpoints=0)
+    r.forward(0, 1)
+    before = r.cache.nbytes
+    r.delivery = "all"
+    r.want(0, [2, 3])
+    r.forward(0, 0, 0, 1)
+    one = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in r.layout.values())
+    assert r.cache.nbytes == before + 2 * one
+    r.snapshot(0, 0, 3)
+    assert r.copies[0][0].state.nbytes == one
+    r.forward(0)
+    assert r.cache.nbytes == before
+    r.check_copies()
+
+
 @pytest.mark.parametrize("how", ["taken back", "cancelled", "replaced"])
 def test_a_skip_that_was_not_asked_for_goes_with_the_tokens(states: MakeStates, how: str) -> None:
     r = states(interval=1, checkpoints=9)
     r.forward(0)
-    r.cache.schedule_snapshots(0, [2, 3])
+    r.schedule(0, [2, 3])
     r.forward(0, 0, 0)
     if how == "cancelled":
         r.cache.cancel_snapshots(0)
@@ -231,7 +426,7 @@ def test_a_state_that_is_taken_back_is_taken_anew(states: MakeStates, how: str) 
     r = states(interval=1, checkpoints=9)
     r.forward(0)
     r.forward(0)
-    r.cache.schedule_snapshots(0, [3, 4])
+    r.schedule(0, [3, 4])
     if how == "undo":
         r.cache.start_forward(r.ctx, Batch([2], [0]))
         r.cache.undo_forward()
@@ -288,9 +483,36 @@ def _copied(r: StateRig) -> None:
 
 
 def _scheduled(r: StateRig) -> None:
-    r.cache.schedule_snapshots(0, [2])
+    r.schedule(0, [2])
     r.forward(0, 0, 1)
     assert [snapshot.end for snapshot in r.cache.snapshots_taken(0)] == [2]
+
+
+def _drafted(r: StateRig) -> None:
+    """Two tokens drafted in sequence 1, whose states are there."""
+    _fill(r)
+    r.delivery = "wanted"
+    r.want(1, [3, 4])
+    r.forward(1, 1, 1)
+
+
+def _drafting(r: StateRig) -> None:
+    """A pass whose states inside are still to come."""
+    _fill(r)
+    r.want(1, [3, 4])
+    r.start([1, 1, 1])
+    r.step()
+
+
+def _deliver(r: StateRig) -> None:
+    r.delivery = "wanted"
+    for kind, layer in r.layout:
+        r.deliver(kind, layer)
+
+
+def _refused(r: StateRig) -> None:
+    _drafted(r)
+    r.remove(1, 3)
 
 
 def _pass(
@@ -354,6 +576,17 @@ FAULTS = {
     "a pass that moves states to where snapshots hold some": _pass(3, 0, touches=(2,), prepare=_held),
     "a pass after one that took a scheduled state": _pass(0, 1, prepare=_scheduled),
     "setting states that snapshots hold": Fault(_evaluated_and_held, lambda r: r.spoil(), _start_anew),
+    "delivering states inside a pass": Fault(
+        _drafting,
+        _deliver,
+        lambda r: r.model.rows[1].inside.update({n: r.seen(1, n - 2) for n in (3, 4)}),
+    ),
+    "taking a snapshot inside a pass": Fault(
+        _drafted,
+        lambda r: r.cache.snapshot(1, 0, 3),
+        lambda r: None,
+    ),
+    "going on from a drafted token": _pass(0, 1, touches=(0,), prepare=_refused),
     "setting states": Fault(_started, _set_states, _check_states),
     "a checkpoint": Fault(_fill, lambda r: r.cache.checkpoint(2), lambda r: r.model.keep(r.model.rows[2])),
     "remove in the middle": Fault(

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine as Machine
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
 import ml
-from kvcache.cache import CacheFullError, SequenceLostError
+from kvcache.cache import CacheDType, CacheFullError, SequenceLostError
 from kvcache.caches import branches
 from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import SessionLimitError, SessionReplacedError
@@ -34,7 +34,7 @@ from .rigs.conversing import CACHES, DIVISIBLE, STATEFUL, Chat, ConversationSetu
 from .rigs.stores import FlakyStore
 
 ALPHABET: tuple[Token, ...] = (0, 1, 2, 3, b"an image", b"another")
-DTYPES = (DType.F32, DType.F16, DType.BF16, DType.Q8_0, DType.Q4_0)
+DTYPES = (DType.F32, DType.F16, DType.BF16, DType.Q8_0, DType.Q4_0, "F8_E4M3/AFFINE4_32", "F16/Q4_0")
 LONGEST = 30
 ERRORS = (StoreUnavailable, StoreFull, SnapshotCorrupt)
 IDENTITY = {"model": "digests"}
@@ -66,7 +66,7 @@ class PrefixSetup:
         return self.host is None and not self.store
 
 
-def setups(dtypes: tuple[DType, ...], **fixed: Any) -> st.SearchStrategy[PrefixSetup]:
+def setups(dtypes: tuple[CacheDType, ...], **fixed: Any) -> st.SearchStrategy[PrefixSetup]:
     """Setups of all kinds, but for what is ``fixed``: fields of PrefixSetup, or ``cache``."""
 
     def pick(*choices: Any) -> st.SearchStrategy[Any]:
@@ -452,7 +452,9 @@ def check_full(error: CacheFullError) -> None:
         raise AssertionError(f"{error.asked} cells are refused, and {error.free} are free") from error
 
 
-def run_machine(backend: ml.Backend, examples: int, dtypes: tuple[DType, ...] = DTYPES, **fixed: Any) -> None:
+def run_machine(
+    backend: ml.Backend, examples: int, dtypes: tuple[CacheDType, ...] = DTYPES, **fixed: Any
+) -> None:
     """So many programs on a backend; what fails is raised, made short unless ML_UNSHRUNK is set."""
     named = {"backend": backend, "setups": setups(dtypes, **fixed)}
     phases = [Phase.generate] if "ML_UNSHRUNK" in os.environ else [Phase.generate, Phase.shrink]

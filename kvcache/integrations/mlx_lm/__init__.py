@@ -20,8 +20,8 @@ from typing import Any
 
 from kvcache.cache import InvalidRangeError
 from kvcache.integrations.mlx_lm.attention import KVCache, RotatingKVCache
-from kvcache.integrations.mlx_lm.layer_cache import LayerCache
-from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, layers_of
+from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
+from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, Several, entries_in, layers_of
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
@@ -32,12 +32,14 @@ from kvcache.integrations.mlx_lm.serving import guard
 __all__ = [
     "ArraysCache",
     "Attention",
+    "CacheList",
     "CachePool",
     "KVCache",
     "LayerCache",
     "Recurrent",
     "RotatingKVCache",
     "SequencesTakenError",
+    "Several",
     "adopt",
     "install",
     "layers_of",
@@ -83,12 +85,13 @@ def rewind(prompt_cache: Sequence[Any], position: int) -> int:
     if len(rows.held) != 1:
         raise InvalidRangeError(f"rewind: a batch of {len(rows.held)} rows; extract one")
     rows.settle()
-    length = min(entry.size_seen for entry in prompt_cache)
+    entries = entries_in(prompt_cache)
+    length = min(entry.size_seen for entry in entries)
     if not 0 <= position <= rows.lengths[0]:
         raise InvalidRangeError(f"rewind: to {position} of {rows.lengths[0]} tokens")
     target = rows.reachable(min(position, length))
-    for entry in prompt_cache:
+    for entry in entries:
         entry.catch_up()
-    for entry in prompt_cache:
+    for entry in entries:
         entry.cut(target)
     return target

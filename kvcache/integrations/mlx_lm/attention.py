@@ -123,6 +123,8 @@ class _Attention(LayerCache):
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """mlx-lm's QuantizedKVCache with what is stored, for ``kv_bits=``; it is not of the pool any more.
 
+        Codes, scales and biases are the pool's own where it stores them so: ``dtype="AFFINE4_64"``, say.
+
         Raises NotSupportedError for models with sliding layers, before any layer is converted, and for
         batches, which mlx-lm does not quantize either.
         """
@@ -134,6 +136,12 @@ class _Attention(LayerCache):
                 "cache for; store them quantized here instead: dtype=ml.DType.Q8_0 or Q4_0"
             )
         made = mlx_caches.QuantizedKVCache(group_size=group_size, bits=bits)
+        if self._storage.is_affine(bits, group_size):
+            self.rows.settle()
+            parts = self._storage.stored_groups(self.layer, self.rows.held[0].seq)
+            if parts:
+                made.keys, made.values, made.offset = [*parts[:3]], [*parts[3:]], parts[0].shape[2]
+            return made
         keys, values = self._stored()
         if keys is not None:
             made.keys, made.values = (

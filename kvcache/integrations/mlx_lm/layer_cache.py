@@ -12,10 +12,11 @@ from typing import Any, Self
 
 import mlx.core as mx
 
+from kvcache.integrations.mlx_lm.layers import OwnCacheList
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.storage import Storage
 
-__all__ = ["BatchState", "LayerCache"]
+__all__ = ["BatchState", "CacheList", "LayerCache"]
 
 
 class LayerCache:
@@ -118,6 +119,20 @@ class LayerCache:
         first = several[0]
         made = first.derived("merge", of, caches[0].layer, lambda: BatchRows.merge(several))
         return cls(made, caches[0].layer)
+
+
+class CacheList(OwnCacheList):  # type: ignore[misc]
+    """An entry of several of ours, for layers that have attention beside states, or twice."""
+
+    @property
+    def rows(self) -> BatchRows:
+        """Those of all entries of the prompt cache."""
+        rows: BatchRows = self.caches[0].rows
+        return rows
+
+    def extract(self, idx: int) -> Self:
+        """One row as an entry of its own, sharing what is stored."""
+        return type(self)(*(entry.extract(idx) for entry in self.caches))
 
 
 class BatchState:

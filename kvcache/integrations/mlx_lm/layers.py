@@ -6,7 +6,7 @@ MLX is lazy, so that the pass builds a graph, is read for its shapes, and is thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,14 @@ from mlx_lm.models import cache
 
 from kvcache.cache import NotSupportedError
 
-__all__ = ["Attention", "Layer", "Recurrent", "layers_of"]
+__all__ = ["Attention", "Layer", "Recurrent", "Several", "entries_in", "flat", "layers_of"]
 
 mlx_caches: Any = cache
 """``mlx_lm.models.cache``, which is typed in parts only."""
 OwnKVCache: Any = cache.KVCache
 OwnRotatingKVCache: Any = cache.RotatingKVCache
 OwnArraysCache: Any = cache.ArraysCache
+OwnCacheList: Any = cache.CacheList
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """A layer with states of fixed size: entry 0, a convolution's, and entry 1, the recurrence's."""
+    """A layer with states of fixed size, as many as there are ``shapes``: those of one row."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
@@ -58,7 +59,26 @@ class Recurrent:
 Layer = Attention | Recurrent
 
 
-def layers_of(model: Any) -> list[Layer]:
+@dataclass(frozen=True, slots=True)
+class Several:
+    """An entry of several caches, mlx-lm's CacheList: a layer with attention beside states, or twice."""
+
+    layers: tuple[Layer, ...]
+
+
+def flat(entries: Iterable[Layer | Several]) -> list[Layer]:
+    """What all entries store, one after another."""
+    several = (entry.layers if isinstance(entry, Several) else (entry,) for entry in entries)
+    return [layer for layers in several for layer in layers]
+
+
+def entries_in(prompt_cache: Iterable[Any]) -> list[Any]:
+    """The entries of a prompt cache of ours or of mlx-lm's, those inside others in their place."""
+    inner = (entry.caches if isinstance(entry, OwnCacheList) else (entry,) for entry in prompt_cache)
+    return [entry for entries in inner for entry in entries]
+
+
+def layers_of(model: Any) -> list[Layer | Several]:
     """The layers of ``model``, in the order of its prompt cache.
 
     Raises NotSupportedError for a layer that needs a kind of cache that there is none of here, and for a
@@ -74,27 +94,29 @@ def layers_of(model: Any) -> list[Layer]:
     wanted = make(model) if make is not None else [mlx_caches.KVCache() for _ in model.layers]
     for i, entry in enumerate(wanted):
         _check_kind(i, entry)
-    with _watched(wanted) as calls:
+    with _watched(entries_in(wanted)) as calls:
         model(mx.zeros((1, 1), mx.int32), cache=wanted)
-    return [_layer(i, entry, calls) for i, entry in enumerate(wanted)]
+    found: list[Layer | Several] = []
+    for i, entry in enumerate(wanted):
+        layers = [_layer(i, inner, calls) for inner in entries_in([entry])]
+        found.append(Several(tuple(layers)) if type(entry) is mlx_caches.CacheList else layers[0])
+    return found
 
 
 def _check_kind(i: int, entry: Any) -> None:
     kind = type(entry)
+    if kind is mlx_caches.CacheList and entry.caches:
+        for inner in entry.caches:
+            _check_kind(i, inner)
+        return
     if kind is mlx_caches.KVCache or (kind is mlx_caches.RotatingKVCache and not entry.keep):
         return
-    detail = ""
-    if kind is mlx_caches.ArraysCache:
-        if 1 <= len(entry.cache) <= 2:
-            return
-        detail = f" of {len(entry.cache)} states"
-    elif kind is mlx_caches.RotatingKVCache:
-        detail = f" with keep={entry.keep}"
-    elif kind is mlx_caches.CacheList:
-        detail = f" of {', '.join(type(inner).__name__ for inner in entry.caches)}"
+    if kind is mlx_caches.ArraysCache and entry.cache:
+        return
+    detail = f" with keep={entry.keep}" if kind is mlx_caches.RotatingKVCache else ""
     raise NotSupportedError(
         f"make_prompt_cache: layer {i} of the model wants mlx-lm's {kind.__name__}{detail}; there are "
-        "KVCache, RotatingKVCache with keep=0, and ArraysCache of one or two states; use mlx-lm's own cache"
+        "KVCache, RotatingKVCache with keep=0, ArraysCache, and CacheList of these; use mlx-lm's own cache"
     )
 
 
@@ -107,6 +129,7 @@ class _Call:
     window: int | None
 
 
+_DONE = "done"
 _WATCHED = ("make_mask", "update_and_fetch", "keys_and_values", "__getitem__", "__setitem__")
 
 
@@ -117,6 +140,7 @@ def _watched(entries: Sequence[Any]) -> Iterator[list[_Call]]:
     kinds = [type(entry) for entry in entries]
     for entry, kind in zip(entries, kinds, strict=True):
         methods = {name: _noting(calls, kind, name) for name in _WATCHED if hasattr(kind, name)}
+        methods["__setattr__"] = _noting_writes(calls, kind)
         entry.__class__ = type(kind.__name__, (kind,), methods)
     yield calls
     for entry, kind in zip(entries, kinds, strict=True):
@@ -128,12 +152,31 @@ def _noting(calls: list[_Call], kind: Any, name: str) -> Callable[..., Any]:
 
     def noted(entry: Any, *arguments: Any, **named: Any) -> Any:
         calls.append(_Call(entry, name, named.get("window_size")))
-        return method(entry, *arguments, **named)
+        result = method(entry, *arguments, **named)
+        calls.append(_Call(entry, _DONE, None))
+        return result
 
     return noted
 
 
+def _noting_writes(calls: list[_Call], kind: Any) -> Callable[..., None]:
+    """Notes K and V that the model sets by itself, when no method of the entry is at work."""
+
+    def set_attribute(entry: Any, name: str, value: Any) -> None:
+        if name in ("keys", "values") and (not calls or calls[-1].name == _DONE):
+            calls.append(_Call(entry, name, None))
+            calls.append(_Call(entry, _DONE, None))
+        kind.__setattr__(entry, name, value)
+
+    return set_attribute
+
+
 def _layer(i: int, entry: Any, calls: Sequence[_Call]) -> Layer:
+    if any(call.entry is entry and call.name in ("keys", "values") for call in calls):
+        raise NotSupportedError(
+            f"make_prompt_cache: layer {i} of the model sets K and V of its entry by itself; use mlx-lm's "
+            "own cache"
+        )
     if type(entry) is mlx_caches.ArraysCache:
         return _recurrent(i, entry.cache, calls)
     if type(entry) is mlx_caches.KVCache:

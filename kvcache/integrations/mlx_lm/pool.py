@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import ml
-from kvcache.cache import InvalidRangeError
+from kvcache.cache import CacheDType, InvalidRangeError
 from kvcache.integrations.mlx_lm.attention import Bystander, KVCache, RotatingKVCache
-from kvcache.integrations.mlx_lm.layer_cache import LayerCache
-from kvcache.integrations.mlx_lm.layers import Layer, Recurrent, layers_of
+from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
+from kvcache.integrations.mlx_lm.layers import Layer, Recurrent, Several, layers_of
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
@@ -27,10 +28,11 @@ class CachePool:
 
     ``model`` is one of mlx-lm's, or the layers themselves. Up to ``max_sequences`` rows, copies and
     finished conversations live at once, of up to ``capacity`` tokens each. ``dtype`` is what K and V are
-    stored in (None: what the model computes), ``ml.DType.Q8_0`` and ``Q4_0`` too. ``rollback`` is how many
-    tokens can always be trimmed from sliding layers. ``checkpoints`` of the states of recurrent layers
-    are kept per sequence, one every ``checkpoint_interval`` tokens, for :func:`rewind`. ``max_batch`` is
-    the largest number of tokens in a pass, of all rows together (None: 2048 per sequence).
+    stored in (None: what the model computes), as ``Cache.init`` takes it: ``ml.DType.Q8_0``, "AFFINE8_64"
+    or a pair, say. ``rollback`` is how many tokens can always be trimmed from sliding layers.
+    ``checkpoints`` of the states of recurrent layers are kept per sequence, one every
+    ``checkpoint_interval`` tokens, for :func:`rewind`. ``max_batch`` is the largest number of tokens in a
+    pass, of all rows together (None: 2048 per sequence).
 
     Raises NotSupportedError for a model with layers that there is no cache for here.
     """
@@ -41,7 +43,7 @@ class CachePool:
         *,
         capacity: int = 4096,
         max_sequences: int = 1,
-        dtype: ml.DType | None = None,
+        dtype: CacheDType | None = None,
         rollback: int = 64,
         checkpoints: int = 4,
         checkpoint_interval: int = 256,
@@ -79,7 +81,13 @@ class CachePool:
     def make_prompt_cache(self) -> list[Any]:
         """An empty prompt cache: an entry for each layer, as mlx-lm's ``make_prompt_cache`` gives them."""
         rows = BatchRows.empty(self.sequences)
-        return [_kind(layer)(rows, i) for i, layer in enumerate(self.storage.layers)]
+        made = (_kind(layer)(rows, i) for i, layer in enumerate(self.storage.layers))
+        return [
+            CacheList(*itertools.islice(made, len(entry.layers)))
+            if isinstance(entry, Several)
+            else next(made)
+            for entry in self.storage.entries
+        ]
 
     def close(self) -> None:
         """Drop all tensors; prompt caches of this pool cannot be used any more."""

@@ -15,13 +15,15 @@ import numpy as np
 
 from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
 from kvcache.caches.windows import SlidingWindowCache
-from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, mlx_caches
+from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, entries_in, mlx_caches
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.storage import Storage
 
 __all__ = ["adopt", "load_prompt_cache"]
+
+_WITH_KEYS = (mlx_caches.KVCache, mlx_caches.QuantizedKVCache, mlx_caches.RotatingKVCache)
 
 
 def load_prompt_cache(
@@ -39,6 +41,9 @@ def load_prompt_cache(
 def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = None) -> list[Any]:
     """A prompt cache of ``pool`` with what a prompt cache of mlx-lm's own classes holds; copies the data.
 
+    Quantized entries are stored as they are where the pool has the same groups (``dtype="AFFINE4_64"``, say),
+    else read, and stored as the pool does.
+
     mlx-lm's recurrent entries do not tell how many tokens they have seen. Where all layers are recurrent,
     ``tokens`` does; None counts them as one, so that ``offset`` and ``rewind`` are short by the rest.
 
@@ -46,11 +51,14 @@ def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = Non
     NotSupportedError for other classes than those that :class:`CachePool` stands in for, CacheFullError and
     SequencesTakenError where it does not fit. The pool is as it was then.
     """
-    layers = pool.storage.layers
-    if len(prompt_cache) != len(layers):
-        raise InvalidRangeError(f"adopt: {len(prompt_cache)} entries for a model of {len(layers)} layers")
+    layers, entries = pool.storage.layers, entries_in(prompt_cache)
+    if len(prompt_cache) != len(pool.storage.entries) or len(entries) != len(layers):
+        raise InvalidRangeError(
+            f"adopt: {len(prompt_cache)} entries for a model of {len(pool.storage.entries)} layers"
+        )
     contents = [
-        _contents(i, entry, layer) for i, (entry, layer) in enumerate(zip(prompt_cache, layers, strict=True))
+        _contents(i, entry, layer, pool.storage)
+        for i, (entry, layer) in enumerate(zip(entries, layers, strict=True))
     ]
     length = _length(contents, layers, tokens)
     made = pool.make_prompt_cache()
@@ -73,24 +81,25 @@ class _Content:
     """What an entry of mlx-lm's holds."""
 
     arrays: tuple[Any, ...] = ()
-    """K and V in the order of positions, or states."""
+    """K and V in the order of positions, or states; of a quantized one words, scales and biases of each."""
     tokens: int | None = None
     """How many it has seen; None where it does not tell."""
 
 
-def _contents(i: int, entry: Any, layer: Layer) -> _Content:
+def _contents(i: int, entry: Any, layer: Layer, storage: Storage) -> _Content:
     kind = type(entry)
     recurrent = kind is mlx_caches.ArraysCache
-    if not recurrent and kind not in (mlx_caches.KVCache, mlx_caches.RotatingKVCache):
+    if not recurrent and kind not in _WITH_KEYS:
         raise NotSupportedError(
-            f"adopt: entry {i} is {kind.__name__}; KVCache, RotatingKVCache and ArraysCache are taken over"
+            f"adopt: entry {i} is {kind.__name__}; KVCache, QuantizedKVCache, RotatingKVCache and "
+            "ArraysCache are taken over"
         )
     size = getattr(entry, "max_size", None)
     if recurrent is not isinstance(layer, Recurrent) or size != _max_size(layer):
         raise InvalidRangeError(f"adopt: entry {i} is {kind.__name__}; the layer is {layer}")
     if isinstance(layer, Attention) and not layer.used:
         return _Content()
-    arrays = tuple(entry.cache) if recurrent else () if entry.keys is None else _in_order(i, entry)
+    arrays = tuple(entry.cache) if recurrent else () if entry.keys is None else _in_order(i, entry, storage)
     filled = [x for x in arrays if x is not None]
     if any(x.shape[0] != 1 for x in filled) or len(filled) not in (0, len(arrays)):
         raise NotSupportedError(f"adopt: entry {i} is of several rows, or filled in part; one row is adopted")
@@ -101,7 +110,13 @@ def _max_size(layer: Layer) -> int | None:
     return None if isinstance(layer, Recurrent) else layer.max_size or layer.window
 
 
-def _in_order(i: int, entry: Any) -> tuple[Any, Any]:
+def _in_order(i: int, entry: Any, storage: Storage) -> tuple[Any, ...]:
+    if type(entry) is mlx_caches.QuantizedKVCache:
+        keys, values = entry.keys_and_values()
+        sizes = {"bits": entry.bits, "group_size": entry.group_size}
+        if storage.is_affine(**sizes):
+            return *keys, *values
+        return mx.dequantize(*keys, **sizes), mx.dequantize(*values, **sizes)
     if type(entry) is mlx_caches.KVCache:
         return entry.keys[..., : entry.offset, :], entry.values[..., : entry.offset, :]
     keys, values, offset, keep, _, at = entry.state
@@ -141,7 +156,11 @@ def _fill(storage: Storage, cache: Any, seq: int, contents: Sequence[_Content], 
     cache.start_forward(storage.ctx, Batch(range(first, length), [seq] * stored))
     one = ForwardPass(stored, [first], [0], [stored], [seq])
     for i in own:
-        storage.put(i, one, *(x[..., -stored:, :] for x in contents[i].arrays))
+        arrays = [x[..., -stored:, :] for x in contents[i].arrays]
+        if len(arrays) == 2:
+            storage.put(i, one, *arrays)
+        else:
+            storage.put_stored(i, one, arrays)
     for i, layer in enumerate(storage.layers):
         if recurrent and isinstance(layer, Recurrent):
             for k, state in enumerate(contents[i].arrays):

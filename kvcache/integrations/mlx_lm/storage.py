@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 import ml
 from kvcache.attention.ragged_batch import RaggedBatch
-from kvcache.cache import Batch, NotSupportedError
+from kvcache.cache import Batch, CacheDType, NotSupportedError
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.recurrent import RecurrentCache
-from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent
+from kvcache.formats import CacheFormat
+from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, flat
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.model_caches import FULL, SLIDING, Kind, ModelCaches
+from kvcache.snapshots.snapshot import read_layers
+from kvcache.storage.state_specs import StateSpec
 
 __all__ = ["Storage"]
 
@@ -22,15 +26,22 @@ _schedule: Any = mx.async_eval
 
 
 class Storage:
-    """A cache for each kind of layer there is in ``layers``, behind one: ``cache``.
+    """A cache for each kind of layer there is in ``entries``, behind one: ``cache``.
 
     ``rollback`` more tokens than their windows need stay in sliding layers.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], ctx: ml.Context, rollback: int, checkpoints: int, interval: int
+        self,
+        entries: Sequence[Layer | Several],
+        ctx: ml.Context,
+        rollback: int,
+        checkpoints: int,
+        interval: int,
     ) -> None:
-        self.layers = list(layers)
+        self.entries = list(entries)
+        self.layers = flat(entries)
+        """Those inside others have numbers of their own here."""
         self.ctx, self.rollback = ctx, rollback
         self.recurrent = _recurrent_cache(ctx, self.layers, checkpoints, interval)
         kinds = [_kind(layer) for layer in self.layers]
@@ -39,22 +50,23 @@ class Storage:
         self.attention = [None if kind is None else self.caches.caches[kind] for kind in kinds]
         """The cache of each layer with K and V; None for the others."""
         self.cache: Any = self.caches.all
-        self.dtype = _computed(ctx, self.layers)
+        self.format = CacheFormat.of(_computed(ctx, self.layers))
         """What K and V are stored in."""
         self.tells_rows_apart = all(not isinstance(x, Recurrent) or x.masked for x in self.layers)
         """Whether rows may be fed together where some are padded, or begin while others go on."""
 
     def init(
-        self, backend: ml.Backend, dtype: ml.DType | None, max_sequences: int, capacity: int, max_batch: int
+        self, backend: ml.Backend, dtype: CacheDType | None, max_sequences: int, capacity: int, max_batch: int
     ) -> None:
         """Bind the caches and take their memory: no step has to, and a lack of it shows here."""
-        self.dtype = self.dtype if dtype is None else dtype
-        self.cache.init(backend, self.dtype, max_sequences, capacity, max_batch)
+        self.format = self.format if dtype is None else CacheFormat.of(dtype)
+        self.cache.init(backend, self.format.asked, max_sequences, capacity, max_batch)
         ctx = self.ctx
         self.cache.start_forward(ctx, Batch([0], [0]), reserve=True)
         for i, (layer, cache) in enumerate(zip(self.layers, self.attention, strict=True)):
             if isinstance(layer, Recurrent):
-                self._states(i)
+                for k in range(len(layer.shapes)):
+                    self._state(i, k)
             elif cache is not None and layer.kv_heads and layer.key_dim and layer.value_dim:
                 like = _dtype(ctx, layer.dtype)
                 cache.set_layer(i)
@@ -74,6 +86,28 @@ class Storage:
         _schedule(key, value)  # together: from_native would schedule one after the other
         cache.put(ctx, ctx.from_native(key), ctx.from_native(value))
         one.written = True
+
+    def put_stored(self, layer: int, one: ForwardPass, parts: Sequence[Any]) -> None:
+        """As ``put``, of MLX's affine groups: words, scales and biases of K, and then those of V."""
+        cache, ctx = self.attention_of(layer), self.ctx
+        cache.set_layer(layer)
+        words = [mx.view(x, mx.int32) if x.dtype == mx.uint32 else x for x in parts]
+        found = [ctx.from_native(one.stored(x)) for x in words]
+        cache.put_stored(ctx, found, found[-1].dtype)
+        one.written = True
+
+    def is_affine(self, bits: int, group_size: int) -> bool:
+        """Whether keys and values are stored as mlx-lm's quantized caches have them."""
+        return self.format.name == f"AFFINE{bits}_{group_size}"
+
+    def stored_groups(self, layer: int, seq: int | None) -> tuple[Any, ...]:
+        """What ``put_stored`` takes, of one sequence: (1, kv_heads, tokens, width) each; () of none."""
+        cache = self.attention_of(layer)
+        cells = cache.storage.table.rows[seq].cells if seq is not None else np.empty(0, np.int64)
+        cache.storage.table.join_arrivals(cells)
+        found = read_layers(self.ctx.backend, {layer: cache.storage.buffers[layer]}, cells)
+        arrays = [x.permute(self.ctx, 1, 0, 2).native[None] for x in found[layer].tensors] if found else []
+        return tuple(mx.view(x, mx.uint32) if x.dtype == mx.int32 else x for x in arrays)
 
     def get(self, layer: int, one: ForwardPass) -> tuple[Any, Any]:
         """K and V of a layer as arrays (rows, kv_heads, history, dim), for this pass."""
@@ -106,12 +140,11 @@ class Storage:
 
     def token_bytes(self, layer: int) -> int:
         """Bytes of one token's K and V in a layer."""
-        spec, dtype = self.layers[layer], self.dtype
+        spec = self.layers[layer]
         assert isinstance(spec, Attention)
-        elements = (spec.kv_heads or 0) * ((spec.key_dim or 0) + (spec.value_dim or 0))
-        if not dtype.is_quantized:
-            return elements * dtype.itemsize
-        return elements * (34 if dtype is ml.DType.Q8_0 else 18) // 32
+        if not (spec.kv_heads and spec.key_dim and spec.value_dim):
+            return 0
+        return self.format.nbytes(spec.kv_heads, spec.key_dim, spec.value_dim, _dtype(self.ctx, spec.dtype))
 
     def tokens_of(self, layer: int, seq: int | None) -> int:
         """How many tokens of a sequence the cache of a layer holds."""
@@ -119,17 +152,14 @@ class Storage:
 
     # States.
 
-    def _states(self, layer: int) -> tuple[ml.Tensor, ...]:
-        """The states of a recurrent layer in the pass under way, (active rows, *shape) each."""
+    def _state(self, layer: int, i: int) -> ml.Tensor:
+        """State ``i`` of a recurrent layer in the pass under way, (active rows, *shape)."""
         assert self.recurrent is not None
-        both = self.recurrent.conv_state(self.ctx, layer), self.recurrent.recurrent_state(self.ctx, layer)
-        spec = self.layers[layer]
-        assert isinstance(spec, Recurrent)
-        return both[: len(spec.shapes)]
+        return self.recurrent.state(self.ctx, _name(i), layer)
 
     def state(self, layer: int, i: int, one: ForwardPass) -> Any:
         """State ``i`` of a layer as an array (rows, *shape); rows that add nothing to the pass read as 0."""
-        found, spec = self._states(layer)[i].native, self.layers[layer]
+        found, spec = self._state(layer, i).native, self.layers[layer]
         assert isinstance(spec, Recurrent)
         found = found.astype(spec.dtypes[i])
         if len(one.active) == one.rows:
@@ -142,9 +172,7 @@ class Storage:
         assert self.recurrent is not None
         if len(one.active) != one.rows:
             value = value[mx.array(one.active)]
-        tensor = self.ctx.from_native(value)
-        change = (self.recurrent.set_conv_state, self.recurrent.set_recurrent_state)[i]
-        change(self.ctx, layer, tensor)
+        self.recurrent.update_state(self.ctx, _name(i), self.ctx.from_native(value), layer)
         one.written = True
 
     def kept_state(self, layer: int, i: int, seq: int | None) -> Any:
@@ -156,7 +184,7 @@ class Storage:
             return None
         offset = self.recurrent.offset(seq)
         kept = self.recurrent.snapshot(seq, offset, offset).states
-        found = kept.get((("conv", "recurrent")[i], layer))
+        found = kept.get((_name(i), layer))
         return None if found is None else found.native.astype(spec.dtypes[i])
 
 
@@ -175,20 +203,19 @@ def _by_head(ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
 def _recurrent_cache(
     ctx: ml.Context, layers: Sequence[Layer], checkpoints: int, interval: int
 ) -> RecurrentCache | None:
-    found = [layer for layer in layers if isinstance(layer, Recurrent)]
-    if not found:
+    states: dict[int | None, dict[str, StateSpec]] = {}
+    for i, layer in enumerate(layers):
+        if isinstance(layer, Recurrent):
+            pairs = enumerate(zip(layer.shapes, layer.dtypes, strict=True))
+            states[i] = {_name(k): StateSpec(shape, _dtype(ctx, dtype)) for k, (shape, dtype) in pairs}
+    if not states:
         return None
-    first = found[0]
-    if any(layer != first for layer in found):
-        raise NotSupportedError(
-            f"make_prompt_cache: recurrent layers with states of several shapes ({first.shapes} and others); "
-            "they share one shape here; use mlx-lm's own cache"
-        )
-    conv = _dtype(ctx, first.dtypes[0])
-    state = first.shapes[1] if len(first.shapes) > 1 else (1,)
-    return RecurrentCache(
-        first.shapes[0], state, checkpoints=checkpoints, checkpoint_interval=interval, conv_dtype=conv
-    )
+    return RecurrentCache(checkpoints=checkpoints, checkpoint_interval=interval, states=states)
+
+
+def _name(i: int) -> str:
+    """What state ``i`` of a layer is called in the recurrent cache."""
+    return f"state{i}"
 
 
 def _computed(ctx: ml.Context, layers: Sequence[Layer]) -> ml.DType:

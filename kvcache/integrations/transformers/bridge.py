@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 import ml
+from kvcache.cache import OneDType, ResidualWindow
+from kvcache.formats import CacheFormat
 
-__all__ = ["Bridge", "bridge_to", "dtype_of", "stored_dtype", "torch_dtype"]
+__all__ = ["Bridge", "HFDType", "bridge_to", "dtype_of", "stored_dtype", "torch_dtype"]
+
+HFDType: TypeAlias = (
+    OneDType | torch.dtype | tuple[OneDType | torch.dtype, OneDType | torch.dtype] | ResidualWindow
+)
+"""What ``Cache.init`` takes, or a torch.dtype wherever an ml.DType may stand."""
 
 _DTYPES = {torch.float32: ml.DType.F32, torch.float16: ml.DType.F16, torch.bfloat16: ml.DType.BF16}
 _TORCH = {ours: theirs for theirs, ours in _DTYPES.items()}
@@ -109,13 +116,21 @@ def dtype_of(dtype: torch.dtype) -> ml.DType:
         raise ml.NotSupportedError(f"HFCache: activations of {dtype}; a cache stores {names}") from None
 
 
-def stored_dtype(dtype: ml.DType | torch.dtype | None) -> ml.DType | None:
+def stored_dtype(dtype: HFDType | None) -> CacheFormat | None:
     """What K and V are stored as, from what a caller gives; None: as they come. DTypeError for the rest."""
-    if isinstance(dtype, torch.dtype):
-        return dtype_of(dtype)
-    if dtype is None or isinstance(dtype, ml.DType):
-        return dtype
-    raise ml.DTypeError(f"HFCache: dtype={dtype!r}; give an ml.DType, Q8_0 say, or a torch.dtype")
+    if dtype is None:
+        return None
+    if isinstance(dtype, ResidualWindow):
+        return CacheFormat.of(dtype)
+    given = dtype if isinstance(dtype, tuple) else (dtype,)
+    found: Any = tuple(dtype_of(one) if isinstance(one, torch.dtype) else one for one in given)
+    try:
+        return CacheFormat.of(found if isinstance(dtype, tuple) else found[0])
+    except ml.DTypeError as error:
+        raise ml.DTypeError(
+            f"HFCache: dtype={dtype!r:.60}; give an ml.DType, Q8_0 say, a torch.dtype, a storage format "
+            f"or its name, or a pair of these ({error})"
+        ) from error
 
 
 def torch_dtype(dtype: ml.DType) -> torch.dtype:

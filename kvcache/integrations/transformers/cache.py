@@ -12,13 +12,14 @@ from transformers.cache_utils import EncoderDecoderCache
 import ml
 from kvcache import NotSupportedError, ShiftFunction
 from kvcache.integrations.model_caches import ModelCaches
-from kvcache.integrations.transformers.bridge import stored_dtype
-from kvcache.integrations.transformers.kinds import CROSS, STATES, Kind, empty_layer, layer_plan
+from kvcache.integrations.transformers.bridge import HFDType, stored_dtype
+from kvcache.integrations.transformers.kinds import CROSS, Kind, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import (
     AttentionLayer,
     CrossCache,
     Crossing,
     CrossLayer,
+    HybridLayer,
     LinearLayer,
     RowsCache,
 )
@@ -58,7 +59,7 @@ class HFCache(RowsCache):
         backend: ml.Backend | str | None = None,
         max_sequences: int | None = None,
         capacity: int = 4096,
-        dtype: ml.DType | torch.dtype | None = None,
+        dtype: HFDType | None = None,
         lookback: int = 64,
         shift: ShiftFunction | None = None,
         grow: bool = False,
@@ -68,8 +69,9 @@ class HFCache(RowsCache):
         ``backend`` is where K and V lie: one that is open, a name, or None for torch on the model's device.
         ``max_sequences`` counts the rows of the batch and of all forks (None: the rows of the first
         batch), ``capacity`` the tokens of each; together they share ``max_sequences * capacity`` cells.
-        ``dtype`` is what K and V are stored as, an ml.DType or a torch.dtype (None: as they come). Sliding
-        windows keep ``lookback`` tokens more than they show, so that ``crop`` can take as many back.
+        ``dtype`` is what K and V are stored as, an ml.DType, a torch.dtype, a storage format or its name, or
+        a pair of these (None: as they come). Sliding windows keep ``lookback`` tokens more than they show, so
+        that ``crop`` can take as many back.
         ``shift`` re-encodes keys for ``remove`` from the middle: see :func:`rope_shift`. With ``grow``
         the capacity doubles where a batch does not fit, which copies what is held, instead of CacheFullError.
 
@@ -98,8 +100,10 @@ class HFCache(RowsCache):
     def _layer(self, i: int, kind: Kind) -> Any:
         if kind.name == CROSS:
             return CrossLayer(self.rows, i)
-        if kind.name in STATES:
-            return LinearLayer(self._states, i, kind)
+        count = self.rows.pool.plan.states[i]
+        if count:
+            layer = HybridLayer if kind.attends else LinearLayer
+            return layer(self._states, i, kind, count)
         return AttentionLayer(self.rows, i, kind) if kind.attends else empty_layer()
 
     # What transformers asks of a cache, beyond its layers.

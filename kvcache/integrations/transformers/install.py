@@ -7,13 +7,12 @@ import logging
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.generation.utils import GenerationMixin
 
 import ml
 from kvcache import OrderError
-from kvcache.integrations.transformers.bridge import dtype_of
+from kvcache.integrations.transformers.bridge import HFDType, dtype_of
 from kvcache.integrations.transformers.cache import HFCache, cache_argument
 from kvcache.integrations.transformers.static import HFStaticCache
 
@@ -82,7 +81,7 @@ def install(
     *,
     backend: ml.Backend | str | None = None,
     capacity: int = 0,
-    dtype: ml.DType | torch.dtype | None = None,
+    dtype: HFDType | None = None,
     lookback: int = 64,
 ) -> Installation:
     """From now on ``generate()`` makes an HFCache where it would make a DynamicCache, and an HFStaticCache

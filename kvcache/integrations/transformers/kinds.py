@@ -36,7 +36,10 @@ _TYPES = {
     "linear_attention": LINEAR,
     "conv": CONV,
     "dummy": NONE,
+    "hybrid": FULL,
+    "hybrid_sliding": SLIDING,
 }
+_STATEFUL = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 
 
 class Trait(enum.Enum):
@@ -50,15 +53,19 @@ class Trait(enum.Enum):
     INSIDE = "keeps the states of its linear layers in its own modules"
     UNEVEN = "gives other results where a prompt comes in parts"
     OWN_MASK = "makes masks of its own, wrongly for keys of a fixed length"
+    STATE_ONLY = (
+        "gives a convolution's state and not its inputs, so that nothing tells how many tokens there are"
+    )
     CONTIGUOUS = "calls view() on the keys, which must lie in one piece for that"
 
 
 _TRAITS = {
     Trait.NO_CACHE: "minimax openai-gpt reformer rwkv xlnet xlstm xlm",
-    Trait.BY_ONE: "falcon_mamba jamba mamba prophetnet recurrent_gemma",
+    Trait.BY_ONE: "falcon_mamba jamba mamba prophetnet recurrent_gemma zamba",
     Trait.INSIDE: "recurrent_gemma",
     Trait.UNEVEN: "cpmant doge moshi",
-    Trait.OWN_MASK: "cpmant gpt_neo prophetnet",
+    Trait.OWN_MASK: "cpmant gpt_neo inkling_text inkling2_text prophetnet",
+    Trait.STATE_ONLY: "zaya",
     Trait.CONTIGUOUS: "gpt_neox_japanese",
 }
 
@@ -73,6 +80,8 @@ class Plan:
     """The kind of every layer of a decoder, and whether an encoder stands beside it."""
 
     layers: tuple[Kind, ...]
+    states: tuple[int, ...] = ()
+    """How many convolutions and recurrences each layer has states of, beside K and V or alone."""
     encoder: bool = False
     conv_shape: tuple[int, ...] = ()
     state_shape: tuple[int, ...] = ()
@@ -107,16 +116,20 @@ class Plan:
 
     @property
     def is_hybrid(self) -> bool:
-        return any(kind.name in STATES for kind in self.layers)
+        return any(self.states)
+
+    def part(self, layer: int) -> int:
+        """By which number rows keep account of a layer's states: where it has K and V too, one of its own."""
+        return layer + len(self.layers) * self.layers[layer].attends
 
 
 def layer_plan(config: Any) -> Plan:
     """The plan of a model's decoder. NotSupportedError for layers that none of our caches serves."""
     decoder = config.get_text_config(decoder=True)
     traits = frozenset(trait for trait, types in _TRAITS.items() if decoder.model_type in types.split())
-    Plan((), model_type=decoder.model_type, traits=traits).refuse(
-        "HFCache", Trait.NO_CACHE, "use it without one"
-    )
+    found = Plan((), model_type=decoder.model_type, traits=traits)
+    found.refuse("HFCache", Trait.NO_CACHE, "use it without one")
+    found.refuse("HFCache", Trait.STATE_ONLY, "use transformers' own cache")
     try:
         types, arguments = get_layer_types_and_kwargs(decoder)
     except AttributeError as error:
@@ -125,29 +138,41 @@ def layer_plan(config: Any) -> Plan:
         ) from error
     if not types:
         raise NotSupportedError(f"HFCache: the config of {decoder.model_type} names no layers")
-    layers = []
+    layers: list[Kind] = []
+    counts: list[int] = []
     # Decoding that leaves a model early says so in the count of layers alone, and the types are more.
     for i, (layer_type, options) in enumerate(zip(types, arguments, strict=False)):
-        states = options.get("number_of_states", 1)
-        if layer_type not in _TYPES or states != 1:
-            several = f" with {states} states" if states != 1 else ""
+        if layer_type not in _TYPES:
             raise NotSupportedError(
-                f"HFCache: layer {i} of {decoder.model_type} is {layer_type!r}{several}; "
-                f"supported are {', '.join(_TYPES)}, with one state each: use transformers' own cache"
+                f"HFCache: layer {i} of {decoder.model_type} is {layer_type!r}; "
+                f"supported are {', '.join(_TYPES)}: use transformers' own cache"
             )
         layers.append(Kind(_TYPES[layer_type], options.get("sliding_window", 0)))
+        counts.append(options.get("number_of_states", 1) if layer_type in _STATEFUL else 0)
     count = _decoder_layers(decoder, len(layers))
-    layers = layers[:count] + layers[-1:] * (count - len(layers))
+    missing = count - len(layers)
+    layers, counts = layers[:count] + layers[-1:] * missing, counts[:count] + counts[-1:] * missing
     crossed = getattr(decoder, "cross_attention_layers", None) or ()
     layers = [Kind(CROSS) if i in crossed else kind for i, kind in enumerate(layers)]
     encoder = config.is_encoder_decoder or Kind(CROSS) in layers
     # Models of more than text and those of others may not know what to do with a mask that is made before;
     # transformers 5.19 cannot make those of chunks, and Moshi's own mask is not the one that its config says.
     known = decoder is config and type(config).__module__.startswith("transformers.models.")
+    # Nor does it make those of windows beside states as it should.
+    known = known and "hybrid_sliding" not in types
     plain = known and Trait.UNEVEN not in traits and all(kind.name != CHUNKED for kind in layers)
     grouped = plain and _is_grouped(decoder)
     asked = config if config.is_encoder_decoder else decoder  # of encoder-decoders it may be a copy
-    return Plan(tuple(layers), encoder, *_state_shapes(decoder), grouped, decoder.model_type, traits, asked)
+    return Plan(
+        tuple(layers),
+        tuple(counts),
+        encoder,
+        *_state_shapes(decoder),
+        grouped,
+        decoder.model_type,
+        traits,
+        asked,
+    )
 
 
 def empty_layer() -> Any:

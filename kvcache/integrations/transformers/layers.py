@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -13,9 +13,11 @@ from kvcache import NotSupportedError
 from kvcache.integrations.transformers.kinds import CONV, Kind
 from kvcache.integrations.transformers.passes import Pair
 from kvcache.integrations.transformers.rows import BatchRows
-from kvcache.integrations.transformers.states import States
+from kvcache.integrations.transformers.states import States, state_name
 
-__all__ = ["AttentionLayer", "CrossCache", "CrossLayer", "Crossing", "LinearLayer", "RowsCache"]
+__all__ = [
+    "AttentionLayer", "CrossCache", "CrossLayer", "Crossing", "HybridLayer", "LinearLayer", "RowsCache",
+]  # fmt: skip
 
 
 class RowsCache(TransformersCache):  # type: ignore[misc]
@@ -32,6 +34,15 @@ class RowsCache(TransformersCache):  # type: ignore[misc]
 
     def _attach(self, rows: Any) -> None:
         raise NotImplementedError
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Which layers have states alone: masks are made for one that has K and V."""
+        own: Any = self if hasattr(self, "layers") else self.self_attention_cache  # of an encoder-decoder
+        return [
+            isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)
+            for layer in own.layers
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -176,18 +187,35 @@ class Crossing:
             self._cross = cache
 
 
+class FetchedStates(Mapping[int, torch.Tensor | None]):
+    """The states of one name in a layer, fetched when one of them is looked at."""
+
+    def __init__(self, states: States, layer: int, name: str, count: int) -> None:
+        self.states, self.layer, self.name, self.count = states, layer, name, count
+
+    def __getitem__(self, i: int) -> torch.Tensor | None:
+        if not 0 <= i < self.count:
+            raise KeyError(i)
+        return self.states.fetch(self.layer, state_name(self.name, i))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
 class LinearLayer(_OurLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
     """The convolution and recurrent states of one layer, in the recurrent cache."""
 
-    number_of_states = 1
-
-    def __init__(self, states: States, layer: int, kind: Kind) -> None:
+    def __init__(self, states: States, layer: int, kind: Kind, count: int = 1) -> None:
         self.states, self.layer, self.kind, self.rows = states, layer, kind, states.rows
+        self.number_of_states = count
 
     @property
     def is_croppable(self) -> bool:
         """A recurrent state goes back to a checkpoint or not at all, which ``crop`` says."""
-        return self.kind.name == CONV
+        return self.kind.name == CONV or self.states.convolves(self.layer)
 
     @property
     def is_initialized(self) -> bool:
@@ -195,20 +223,20 @@ class LinearLayer(_OurLayer, LinearAttentionCacheLayerMixin):  # type: ignore[mi
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
-        return {0: self.states.started(self.layer)}
+        return dict.fromkeys(range(self.number_of_states), self.states.started(self.layer))
 
     @property
-    def conv_states(self) -> dict[int, torch.Tensor | None]:
+    def conv_states(self) -> Mapping[int, torch.Tensor | None]:
         """The convolution states (rows, channels, kernel) for the next tokens to go on from.
 
         They may be written into instead of calling ``update_conv_state``: who asks brings a token.
         """
-        return {0: self.states.fetch(self.layer, "conv")}
+        return FetchedStates(self.states, self.layer, "conv", self.number_of_states)
 
     @property
-    def recurrent_states(self) -> dict[int, torch.Tensor | None]:
+    def recurrent_states(self) -> Mapping[int, torch.Tensor | None]:
         """The recurrent states (rows, heads, key_dim, value_dim), likewise."""
-        return {0: self.states.fetch(self.layer, "recurrent")}
+        return FetchedStates(self.states, self.layer, "recurrent", self.number_of_states)
 
     def update_conv_state(
         self,
@@ -218,9 +246,17 @@ class LinearLayer(_OurLayer, LinearAttentionCacheLayerMixin):  # type: ignore[mi
         **kwargs: Any,
     ) -> torch.Tensor:
         """Take new inputs (rows, channels, tokens); those before them and they themselves are returned."""
-        return self.states.update_conv(self.layer, conv_states, conv_kernel_size)
+        return self.states.update_conv(self.layer, conv_states, conv_kernel_size, state_idx)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        return self.states.update_recurrent(self.layer, recurrent_states)
+        return self.states.update_recurrent(self.layer, recurrent_states, state_idx)
+
+
+class HybridLayer(LinearLayer, AttentionLayer):  # type: ignore[override]
+    """K and V of one layer, and the states beside them."""
+
+    def __init__(self, states: States, layer: int, kind: Kind, count: int) -> None:
+        AttentionLayer.__init__(self, states.rows, layer, kind)
+        LinearLayer.__init__(self, states, layer, kind, count)

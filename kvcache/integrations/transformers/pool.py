@@ -20,15 +20,18 @@ from kvcache import (
     SlidingWindowCache,
 )
 from kvcache.attention.dense_batch import DenseBatch
+from kvcache.formats import CacheFormat
 from kvcache.integrations.model_caches import ModelCaches, Top
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
 from kvcache.integrations.transformers.kinds import Kind, Plan, Trait
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.places import Places, opened
-from kvcache.integrations.transformers.saving import prepare_states
 from kvcache.snapshots.snapshot import Snapshot
 
 __all__ = ["CacheOptions", "CachePool"]
+
+EXACT = 512
+"""Tokens of a pass, for each sequence, that a residual window has room for besides what it retains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class CacheOptions:
     """What HFCache was given; None: as the first keys are."""
 
     backend: ml.Backend | str | None
-    dtype: ml.DType | None
+    dtype: CacheFormat | None
     max_sequences: int | None
     capacity: int
     lookback: int
@@ -55,7 +58,7 @@ class CachePool:
     like: torch.Tensor
     """Empty, with the dtype and on the device of the model's first keys."""
     activations: ml.DType
-    dtype: ml.DType
+    dtype: CacheFormat
     max_sequences: int
 
     def __init__(self, plan: Plan, options: CacheOptions) -> None:
@@ -76,7 +79,7 @@ class CachePool:
         options = self.options
         self.like = torch.empty(0, dtype=like.dtype, device=like.device)
         self.activations = dtype_of(like.dtype)
-        self.dtype = options.dtype or self.activations
+        self.dtype = options.dtype or CacheFormat.of(self.activations)
         self.backend = backend = opened(options.backend, like.device, self.plan)
         self.ctx = backend.new_context()
         self.bridge = bridge_to(backend)
@@ -95,14 +98,26 @@ class CachePool:
             plan.kinds, recurrent, lookback=options.lookback, shift=options.shift, encoder=plan.encoder
         )
         for cache in family.tops:
-            cache.init(self.backend, self.dtype, count, options.capacity, _max_batch(cache, count))
+            cache.init(
+                self.backend,
+                self.dtype.asked,
+                count,
+                options.capacity,
+                self._max_batch(cache, count),
+            )
         return family
+
+    def _max_batch(self, cache: Top, max_sequences: int) -> int:
+        """Room for as many new tokens as a window keeps, and for those of a prompt that are read exactly."""
+        if isinstance(cache, SlidingWindowCache):  # of a longer batch only so many are stored
+            return max_sequences * max(cache.memory, cache.window + 1)
+        return max_sequences * (min(EXACT, self.options.capacity) if self.dtype.is_windowed else 1)
 
     def check_dtype(self, layer: int, *brought: torch.Tensor) -> None:
         """Refuse what would be rounded to the first keys' dtype; one that the caller asked for is his."""
         for tensor in brought if self.options.dtype is None else ():
             found = dtype_of(tensor.dtype)
-            if found is not self.dtype and self.dtype is not ml.DType.F32:
+            if self.dtype.plain not in (found, ml.DType.F32):
                 raise ml.DTypeError(
                     f"HFCache: layer {layer} brings {found.name}; keys and values are stored as "
                     f"{self.dtype.name}, as the first came; pass dtype=torch.float32 to keep all as they are"
@@ -150,7 +165,7 @@ class CachePool:
 
     def aliased(self, layer: int, key: torch.Tensor) -> bool:
         """Whether what is read for ``key`` is the memory of the cache, where the cells allow it."""
-        return self.dtype is self.activations and self.bridge.aliases(self.ctx.layer(layer), key)
+        return self.dtype.plain is self.activations and self.bridge.aliases(self.ctx.layer(layer), key)
 
     def place(self, layer: int, key: torch.Tensor) -> ml.Context:
         """Where a layer's K and V lie that come as ``key``: see :class:`Places`."""
@@ -168,7 +183,6 @@ class CachePool:
 
     def put_back(self, family: ModelCaches, seq: int, snapshot: Snapshot) -> None:
         """Restore a sequence; InvalidRangeError where the snapshot is of another kind of cache."""
-        prepare_states(family, snapshot)
         cache: Any = family.all
         if not cache.restore(seq, snapshot):
             raise InvalidRangeError("HFCache: the snapshot is not of a cache like this one")
@@ -213,10 +227,3 @@ class CachePool:
                 "HFCache: another fork of this cache began a pass, or its rows changed, before this pass "
                 "had reached all layers; one forward pass at a time"
             )
-
-
-def _max_batch(cache: Top, max_sequences: int) -> int:
-    """Room for as many new tokens as a window keeps; of a longer batch only so many are stored."""
-    if not isinstance(cache, SlidingWindowCache):
-        return max_sequences
-    return max_sequences * max(cache.memory, cache.window + 1)

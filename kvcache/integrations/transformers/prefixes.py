@@ -12,6 +12,7 @@ import torch
 
 import ml
 from kvcache import InvalidRangeError, NotSupportedError
+from kvcache.integrations.transformers.bridge import HFDType
 from kvcache.integrations.transformers.cache import HFCache, cache_argument
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
 from kvcache.integrations.transformers.places import layer_devices
@@ -100,7 +101,7 @@ class HFPrefixCache(Closing):
         max_sequences: int = 4,
         capacity: int = 4096,
         backend: ml.Backend | str | None = None,
-        dtype: ml.DType | None = None,
+        dtype: HFDType | None = None,
         lookback: int = 64,
         **options: Any,
     ) -> None:

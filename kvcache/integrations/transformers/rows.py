@@ -56,13 +56,13 @@ class BatchRows:
         self.sequences: list[int] = []
         self.length = 0
         """Tokens of every row, those of the pass under way included."""
-        self.seen = [0] * len(pool.plan.layers)
-        """How many of them each layer has had."""
+        self.seen = [0] * 2 * len(pool.plan.layers)
+        """How many of them each layer has had; behind these, the states beside K and V (``Plan.part``)."""
         self.settled: int | None = None
         """While passes are recorded, where a crop may go back to, however small windows are."""
-        self.inputs: dict[int, torch.Tensor] = {}
-        """Of layers with nothing but a convolution, what it was given since then (rows, channels, tokens),
-        behind the state of then."""
+        self.inputs: dict[tuple[int, str], torch.Tensor] = {}
+        """By layer and state, what a convolution was given since then (rows, channels, tokens), behind its
+        state of then."""
         self._pass: ForwardPass | None = None
 
     # One pass.
@@ -79,7 +79,7 @@ class BatchRows:
             current = self.current(layer)
         if tokens != current.tokens or batch != len(self.sequences):
             raise InvalidRangeError(
-                f"HFCache: layer {layer} brings {tokens} tokens of {batch} rows, in a pass of "
+                f"HFCache: layer {self._layer(layer)} brings {tokens} tokens of {batch} rows, in a pass of "
                 f"{current.tokens} tokens of {len(self.sequences)} rows"
             )
         return current
@@ -92,9 +92,17 @@ class BatchRows:
         """The pass under way, which ``layer`` has not reached yet."""
         self.pool.check_current(self._pass)
         if self._pass is None or self.seen[layer] != self._pass.begin:
-            what = f"layer {layer} has had {self.seen[layer]} tokens of {self.length}"
+            what = f"layer {self._layer(layer)} has had {self.seen[layer]} tokens of {self.length}"
             raise self._unfinished(what, self.seen[layer])
         return self._pass
+
+    def _layer(self, part: int) -> int:
+        return part % len(self.pool.plan.layers)
+
+    def begun_later(self, layer: int) -> bool:
+        """Whether a layer behind ``layer`` has had its turn in the pass under way."""
+        count = len(self.pool.plan.layers)
+        return self.length in (*self.seen[layer + 1 : count], *self.seen[count + layer + 1 :])
 
     @property
     def under_way(self) -> ForwardPass | None:
@@ -122,7 +130,7 @@ class BatchRows:
         )
 
     def _begin(self, tokens: int, batch: int, like: torch.Tensor | None) -> ForwardPass:
-        behind = {i: seen for i, seen in enumerate(self.seen) if seen not in (0, self.length)}
+        behind = {self._layer(i): seen for i, seen in enumerate(self.seen) if seen not in (0, self.length)}
         if behind:
             raise self._unfinished(f"layers {[*behind]} are behind", min(behind.values()))
         pool = self.pool
@@ -367,7 +375,9 @@ class BatchRows:
 
     def _all_at(self, length: int) -> list[int]:
         """What each layer has had where all have had ``length`` tokens: of some, no layer keeps anything."""
-        return [length if grows(kind) else 0 for kind in self.pool.plan.layers]
+        plan = self.pool.plan
+        beside = (kind.attends and states for kind, states in zip(plan.layers, plan.states, strict=True))
+        return [length if kept else 0 for kept in (*map(grows, plan.layers), *beside)]
 
     def snapshot(self) -> HFSnapshot:
         """What all rows hold now."""

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 import ml
-from kvcache import RecurrentSnapshot
-from kvcache.integrations.model_caches import ModelCaches
 from kvcache.integrations.transformers.bridge import dtype_of, torch_dtype
 from kvcache.snapshots.serialize import deserialize, serialize
-from kvcache.snapshots.snapshot import Snapshot, WrapperSnapshot
+from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import SerializedSnapshot, SnapshotCorrupt, SnapshotStore, put_snapshot
 
-__all__ = ["HFSnapshot", "like_of", "load", "prepare_states", "save"]
+__all__ = ["HFSnapshot", "like_of", "load", "save"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,20 +32,6 @@ class HFSnapshot:
     @property
     def nbytes(self) -> int:
         return sum(row.nbytes for row in self.rows)
-
-
-def prepare_states(family: ModelCaches, snapshot: Snapshot) -> None:
-    """Tell a recurrent cache that has seen no states yet what shapes are to come."""
-    cache = family.recurrent
-    if cache is None:
-        return
-    parts = snapshot.parts if isinstance(snapshot, WrapperSnapshot) else (snapshot,)
-    for part in parts:
-        for (kind, _), tensor in part.states.items() if isinstance(part, RecurrentSnapshot) else ():
-            if kind == "conv":
-                cache.learn_shapes(conv=tuple(tensor.shape[1:]))
-            else:
-                cache.learn_shapes(state=tuple(tensor.shape[1:]))
 
 
 def save(store: SnapshotStore, key: str, backend: ml.Backend, snapshot: HFSnapshot) -> bool:

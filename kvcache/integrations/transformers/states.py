@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 
 import ml
-from kvcache import NotSupportedError, OrderError, RecurrentCache
-from kvcache.integrations.transformers.kinds import CONV
+from kvcache import NotSupportedError, OrderError, RecurrentCache, StateSpec
 from kvcache.integrations.transformers.passes import ForwardPass
 from kvcache.integrations.transformers.rows import BatchRows, untraced
 from kvcache.storage.state_slots import Checkpoint
 
-__all__ = ["States"]
+__all__ = ["States", "state_name"]
+
+
+def state_name(kind: str, i: int) -> str:
+    """What state ``i`` of a layer is called in the recurrent cache."""
+    return f"{kind}{i or ''}"
 
 
 class States:
@@ -34,33 +38,34 @@ class States:
     @untraced
     def started(self, layer: int) -> bool:
         """Whether the layer has states."""
-        return self.rows.seen[layer] > 0
+        return self.rows.seen[self._part(layer)] > 0
+
+    def _part(self, layer: int) -> int:
+        return self.rows.pool.plan.part(layer)
 
     @untraced
     def fetch(self, layer: int, which: str) -> torch.Tensor | None:
         """The "conv" states (rows, channels, kernel) or "recurrent" ones (rows, heads, key_dim, value_dim): a
         view that may be written, of the pass under way or of the next one. None where there are none yet."""
-        rows = self.rows
+        rows, part = self.rows, self._part(layer)
         if not self.started(layer):
             return None
         current = rows.under_way
-        if rows.seen[layer] != rows.length:
-            current = rows.current(layer)
+        if rows.seen[part] != rows.length:
+            current = rows.current(part)
         elif current is None or (layer, which) in current.states:
-            current = rows.enter(layer, 1, len(rows.sequences))
-        rows.reached(layer)  # what is fetched may be written from now on
+            current = rows.enter(part, 1, len(rows.sequences))
+        rows.reached(part)  # what is fetched may be written from now on
         current.states[layer, which] = True
-        if which == "conv":
-            return self._conv(layer)
-        if not self._cache.state_shape:
+        if self._cache.state_spec(which, layer) is None:
             return None
-        return self._alias(layer, self._cache.recurrent_state(self._at(layer), layer))
+        return self._state(layer, which)
 
     def _at(self, layer: int) -> ml.Context:
         return self.rows.pool.ctx.layer(layer)
 
-    def _conv(self, layer: int) -> torch.Tensor:
-        return self._alias(layer, self._cache.conv_state(self._at(layer), layer))
+    def _state(self, layer: int, which: str) -> torch.Tensor:
+        return self._alias(layer, self._cache.state(self._at(layer), which, layer))
 
     def _alias(self, layer: int, state: ml.Tensor) -> torch.Tensor:
         pool = self.rows.pool
@@ -73,56 +78,65 @@ class States:
         return found
 
     @untraced
-    def update_conv(self, layer: int, inputs: torch.Tensor, kernel: int | None) -> torch.Tensor:
-        """Take inputs (rows, channels, tokens); returns them behind those before, padded to a kernel."""
-        rows, tokens, started = self.rows, inputs.shape[-1], self.started(layer)
+    def update_conv(self, layer: int, inputs: torch.Tensor, kernel: int | None, i: int = 0) -> torch.Tensor:
+        """Take inputs (rows, channels, tokens); returns them behind those before, padded to a kernel.
+
+        Of the layer's convolution ``i``.
+        """
+        rows, tokens, part, which = self.rows, inputs.shape[-1], self._part(layer), state_name("conv", i)
         begun = rows.under_way
-        if begun is not None and self._has_fetched(layer, begun):
+        joins = begun is not None and self._joins(layer, which, begun)
+        started = begun.begin > 0 if begun is not None and joins else self.started(layer)
+        if begun is not None and joins:
             if begun.tokens != tokens:
-                rows.lengthen(layer, tokens, inputs.shape[0], inputs)
+                rows.lengthen(part, tokens, inputs.shape[0], inputs)
         else:
-            rows.enter(layer, tokens, inputs.shape[0], inputs)
+            rows.enter(part, tokens, inputs.shape[0], inputs)
         cache, pool = self._cache, rows.pool
         at = pool.place(layer, inputs)
-        if not cache.conv_shape:
-            cache.learn_shapes(conv=(inputs.shape[1], kernel or tokens))
-        size = cache.conv_shape[-1]
+        cache.learn_state(which, StateSpec((inputs.shape[1], kernel or tokens)), layer)
+        spec = cache.state_spec(which, layer)
+        assert spec is not None
+        size = spec.shape[-1]
         if started:
-            full = torch.cat((self._conv(layer).to(inputs.dtype), inputs), -1)
+            full = torch.cat((self._state(layer, which).to(inputs.dtype), inputs), -1)
         else:
             full = torch.nn.functional.pad(inputs, (max(0, size - tokens), 0))
-        if pool.plan.layers[layer].name == CONV and rows.settled is not None:
-            before = rows.inputs.get(layer, full[..., : full.shape[-1] - tokens])
-            rows.inputs[layer] = torch.cat((before, inputs), -1)
-        cache.set_conv_state(at, layer, pool.bridge.to_backend(at, full[..., -size:]))
-        rows.reached(layer)
+        if rows.settled is not None:
+            before = rows.inputs.get((layer, which), full[..., : full.shape[-1] - tokens])
+            rows.inputs[layer, which] = torch.cat((before, inputs), -1)
+        cache.update_state(at, which, pool.bridge.to_backend(at, full[..., -size:]), layer)
+        rows.reached(part)
         assert rows.under_way is not None
-        rows.under_way.states[layer, "conv"] = False
+        rows.under_way.states[layer, which] = False
         return full
 
-    def _has_fetched(self, layer: int, begun: ForwardPass) -> bool:
-        """Whether ``layer`` has fetched states for what it gives now: no later one has had its turn."""
-        fetched = begun.states.get((layer, "conv")) or begun.states.get((layer, "recurrent"))
-        return bool(fetched) and self.rows.length not in self.rows.seen[layer + 1 :]
+    def _joins(self, layer: int, which: str, begun: ForwardPass) -> bool:
+        """Whether what ``layer`` gives is of the pass that it is in already: no later one has had its turn.
+
+        It has fetched a state for it, or has given another one of the same pass.
+        """
+        own = {name: fetched for (i, name), fetched in begun.states.items() if i == layer}
+        same = any(own.values()) or (bool(own) and which not in own)
+        return same and not self.rows.begun_later(layer)
 
     @untraced
-    def update_recurrent(self, layer: int, states: torch.Tensor) -> torch.Tensor:
-        rows, cache, pool = self.rows, self._cache, self.rows.pool
+    def update_recurrent(self, layer: int, states: torch.Tensor, i: int = 0) -> torch.Tensor:
+        rows, cache, pool, which = self.rows, self._cache, self.rows.pool, state_name("recurrent", i)
         current = rows.under_way
         if (
             current is None
-            or rows.seen[layer] != rows.length
-            or current.states.get((layer, "recurrent")) is False
+            or rows.seen[self._part(layer)] != rows.length
+            or current.states.get((layer, which)) is False
         ):
             raise OrderError(
                 f"HFCache: layer {layer} brings a recurrent state before it has fetched one or given its "
                 "convolution inputs, which tell of how many tokens it is"
             )
-        if not cache.state_shape:
-            cache.learn_shapes(state=tuple(states.shape[1:]))
+        cache.learn_state(which, StateSpec(tuple(states.shape[1:]), ml.DType.F32), layer)
         at = pool.place(layer, states)
-        cache.set_recurrent_state(at, layer, pool.bridge.to_backend(at, states))
-        current.states[layer, "recurrent"] = False
+        cache.update_state(at, which, pool.bridge.to_backend(at, states), layer)
+        current.states[layer, which] = False
         return states
 
     def crop(self, length: int) -> None:
@@ -131,19 +145,29 @@ class States:
 
     def _marks(self, length: int) -> list[Checkpoint]:
         """The rows' states of ``length``, from the inputs that were recorded; [] where these do not tell."""
-        rows = self.rows
-        convolving = [i for i, kind in enumerate(rows.pool.plan.layers) if kind.name == CONV]
-        if not 0 < length < rows.length or rows.inputs.keys() != {*convolving} or not convolving:
+        rows, plan = self.rows, self.rows.pool.plan
+        layers = [i for i, count in enumerate(plan.states) if count]
+        if not layers or not all(map(self.convolves, layers)):
+            return []
+        if not max(1, rows.settled or 0) <= length < rows.length:
+            return []
+        if rows.inputs.keys() != {(i, state_name("conv", n)) for i in layers for n in range(plan.states[i])}:
             return []
         cache, bridge = self._cache, rows.pool.bridge
-        size = cache.conv_shape[-1]
-        if cache.state_shape or length < (rows.settled or 0):
-            return []
         found: list[dict[tuple[str, int], ml.Tensor]] = [{} for _ in rows.sequences]
-        for layer, past in rows.inputs.items():
-            gone = rows.seen[layer] - length
+        for (layer, which), past in rows.inputs.items():
+            gone, spec = rows.seen[self._part(layer)] - length, cache.state_spec(which, layer)
+            assert spec is not None
+            size = spec.shape[-1]
             state = past[..., : past.shape[-1] - gone][..., -size:]
             state = torch.nn.functional.pad(state, (size - state.shape[-1], 0))
             for row, states in enumerate(found):
-                states["conv", layer] = bridge.to_backend(self._at(layer), state[row : row + 1].contiguous())
+                states[which, layer] = bridge.to_backend(self._at(layer), state[row : row + 1].contiguous())
         return [cache.mark_of(length, states) for states in found]
+
+    def convolves(self, layer: int) -> bool:
+        """Whether a layer has been found to have states of convolutions alone, which their inputs tell."""
+        if not self.rows.pool.bound:
+            return False
+        cache = self._cache
+        return cache.state_spec("conv", layer) is not None and cache.state_spec("recurrent", layer) is None

@@ -16,13 +16,14 @@ from transformers.cache_utils import EncoderDecoderCache, LinearAttentionLayer, 
 from transformers.utils import is_torchdynamo_compiling
 
 import ml
-from kvcache import Batch, CacheFullError, InvalidRangeError, NotSupportedError
+from kvcache import Batch, CacheFullError, InvalidRangeError, NotSupportedError, StateSpec
 from kvcache.attention.dense_batch import DenseBatch
-from kvcache.integrations.transformers.kinds import CROSS, STATES, Kind, Trait, empty_layer, layer_plan
+from kvcache.integrations.transformers.kinds import CROSS, Kind, Trait, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import CrossCache, Crossing, CrossLayer, RowsCache
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CacheOptions, CachePool
 from kvcache.integrations.transformers.rows import BatchRows
+from kvcache.integrations.transformers.states import state_name
 
 __all__ = ["HFStaticCache", "HFStaticEncoderDecoderCache"]
 
@@ -77,7 +78,7 @@ class HFStaticCache(RowsCache):
         gone = held - tokens if tokens > 0 else -tokens
         if not 0 <= gone <= held:
             raise InvalidRangeError(f"crop: {tokens} of {held} tokens")
-        if gone and len(attention) < len(layers):
+        if gone and any(isinstance(layer, StaticLinearLayer) for layer in layers):
             raise NotSupportedError(
                 f"crop: {gone} tokens of recurrent states of fixed shapes; HFCache goes back to checkpoints"
             )
@@ -108,8 +109,8 @@ def _layers(cache: Any) -> list[Any]:
 def _layer(rows: StaticBatchRows, i: int, kind: Kind) -> Any:
     if kind.name == CROSS:
         return StaticCrossLayer(rows, i)
-    if kind.name in STATES:
-        return StaticLinearLayer(rows, i)
+    if count := rows.pool.plan.states[i]:
+        return StaticHybridLayer(rows, i, kind, count) if kind.attends else StaticLinearLayer(rows, i, count)
     return StaticAttentionLayer(rows, i, kind) if kind.attends else empty_layer()
 
 
@@ -257,8 +258,8 @@ class StaticCrossLayer(CrossLayer):
 class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
     """transformers' layer of linear attention on the states of our recurrent cache."""
 
-    def __init__(self, rows: StaticBatchRows, layer: int) -> None:
-        super().__init__()
+    def __init__(self, rows: StaticBatchRows, layer: int, count: int = 1) -> None:
+        LinearAttentionLayer.__init__(self, count)
         self.rows, self.layer = rows, layer
 
     def lazy_initialization(
@@ -277,13 +278,15 @@ class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         at = pool.place(self.layer, like)
         if conv_states is not None:
             size = conv_kernel_size or conv_states.shape[-1]
-            cache.learn_shapes(conv=(conv_states.shape[1], size))
+            name = state_name("conv", state_idx)
+            cache.learn_state(name, StateSpec((conv_states.shape[1], size)), self.layer)
             self.conv_kernel_size[state_idx] = size
-            self.conv_states[state_idx] = _addressed(pool.bridge.alias(cache.conv_state(at, self.layer)))
+            self.conv_states[state_idx] = _addressed(pool.bridge.alias(cache.state(at, name, self.layer)))
             self.is_conv_states_initialized[state_idx] = True
         if recurrent_states is not None:
-            cache.learn_shapes(state=tuple(recurrent_states.shape[1:]))
-            found = pool.bridge.alias(cache.recurrent_state(at, self.layer))
+            name = state_name("recurrent", state_idx)
+            cache.learn_state(name, StateSpec(tuple(recurrent_states.shape[1:]), ml.DType.F32), self.layer)
+            found = pool.bridge.alias(cache.state(at, name, self.layer))
             self.recurrent_states[state_idx] = _addressed(found)
             self.is_recurrent_states_initialized[state_idx] = True
 
@@ -292,6 +295,29 @@ class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         _reorder((*self.conv_states.values(), *self.recurrent_states.values()), beam_idx)
+
+
+class StaticHybridLayer(StaticLinearLayer, StaticAttentionLayer):
+    """K and V of one layer at fixed shapes, and the states beside them."""
+
+    def __init__(self, rows: StaticBatchRows, layer: int, kind: Kind, count: int) -> None:
+        StaticAttentionLayer.__init__(self, rows, layer, kind)
+        StaticLinearLayer.__init__(self, rows, layer, count)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of K and V, which come by their places, or of states, which come by name."""
+        (StaticAttentionLayer if args else StaticLinearLayer).lazy_initialization(self, *args, **kwargs)
+
+    def get_max_length(self) -> int:
+        return int(StaticAttentionLayer.get_max_length(self))
+
+    def reset(self) -> None:
+        StaticLinearLayer.reset(self)
+        StaticAttentionLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        StaticLinearLayer.reorder_cache(self, beam_idx)
+        StaticAttentionLayer.reorder_cache(self, beam_idx)
 
 
 def _reorder(tensors: Iterable[torch.Tensor | None], beam_idx: torch.Tensor) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from kvcache.runner.checkpoints.hub import is_hub_name, model_on_hub
 from kvcache.runner.errors import ModelError
 
-__all__ = ["WeightSource", "existing_model_path"]
+__all__ = ["WeightSource", "existing_model_path", "located"]
 
 
 class WeightSource(Mapping[str, np.ndarray]):
@@ -37,9 +38,18 @@ class WeightSource(Mapping[str, np.ndarray]):
         return ModelError(f"{self.origin}: no tensor {name!r}; the file is incomplete or of another model")
 
 
-def existing_model_path(path: str | Path) -> Path:
-    """A folder, or a file whose name ends in .gguf; else ModelError."""
+def located(path: str | Path) -> Path:
+    """What lies there or, where nothing does, the model of this name on the Hugging Face Hub.
+
+    Raises ModelError where the Hub was asked in vain.
+    """
     found = Path(path).expanduser()
+    return model_on_hub(str(path)) if not found.exists() and is_hub_name(str(path)) else found
+
+
+def existing_model_path(path: str | Path) -> Path:
+    """A folder, or a file whose name ends in .gguf, as ``located`` finds it; else ModelError."""
+    found = located(path)
     if not found.exists():
         raise ModelError(f"{found}: no such model folder or .gguf file")
     if found.is_file() and found.suffix != ".gguf":

@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from kvcache.runner.checkpoints.mxfp4 import MXFP4Source
 from kvcache.runner.checkpoints.source import WeightSource, existing_model_path
 from kvcache.runner.errors import ModelError
 
@@ -21,6 +22,7 @@ _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "U8": np.dtype(np.uint8),  # codes, which MXFP4Source reads
 }
 
 
@@ -80,10 +82,11 @@ class SafetensorsSource(WeightSource):
 
     def __getitem__(self, name: str) -> np.ndarray:
         file = self._file(name)
-        if file.dtype(name) not in _DTYPES:
+        packed = name.endswith(("_blocks", "_scales"))
+        if file.dtype(name) not in _DTYPES or (file.dtype(name) == "U8") is not packed:
             raise ModelError(
-                f"{self._folder}: {name} is {file.dtype(name)}; weights are read as {', '.join(_DTYPES)}: "
-                "take an unquantised copy of the model, or a GGUF file"
+                f"{self._folder}: {name} is {file.dtype(name)}; weights are read as F32, F16, BF16 and "
+                "MXFP4: take an unquantised copy of the model, or a GGUF file"
             )
         return file.array(name)
 
@@ -123,7 +126,10 @@ def open_weights(path: str | Path) -> WeightSource:
     from kvcache.runner.checkpoints.gguf_weights import GGUFSource
 
     found = existing_model_path(path)
-    return GGUFSource(open_gguf(found)) if found.is_file() else SafetensorsSource(found)
+    if found.is_file():
+        return GGUFSource(open_gguf(found))
+    source = SafetensorsSource(found)
+    return MXFP4Source(source) if any(name.endswith("_blocks") for name in source) else source
 
 
 def _check_safetensors(path: Path) -> None:

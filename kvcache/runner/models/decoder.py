@@ -85,7 +85,7 @@ class Decoder:
         """A cache for this model's layers, still to be bound by ``init``."""
         return self.cache_of(self.config, self.dtype)
 
-    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+    def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         """What the layers of this pass share."""
         raise NotImplementedError
 
@@ -115,7 +115,7 @@ class Decoder:
             outputs = None
         here, last = ctx.input(), len(self._layers) - 1
         hidden = self.embed(here, batch)
-        step = self._begin(here, batch, cache)
+        step = self.begin_pass(here, batch, cache)
         for i, layer in enumerate(self._layers):
             there = ctx.layer(i)
             if len(self.backend.devices) > 1 and there is not here:
@@ -172,7 +172,7 @@ class CausalModel(Decoder, Generic[C]):
         """The name and shape of every tensor of a model of this config."""
         raise NotImplementedError
 
-    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+    def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         return Step(batch, cache, {ROPE: nn.Rotation(ctx, batch.positions, self.config.rope)})
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:

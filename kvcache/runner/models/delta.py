@@ -12,6 +12,8 @@ transformers does. Everything here is F32.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +21,7 @@ import numpy as np
 import ml
 from ml import DType
 
-__all__ = ["CHUNK", "chunk_masks", "chunk_size", "gated_delta_rule"]
+__all__ = ["CHUNK", "chunk_masks", "chunk_size", "gated_delta_rule", "gated_delta_scan"]
 
 CHUNK = 64
 """Tokens per chunk at most; a power of two."""
@@ -58,6 +60,43 @@ class _Tokens(NamedTuple):
     value: ml.Tensor
     decay: ml.Tensor
     beta: ml.Tensor
+
+
+def gated_delta_scan(
+    ctx: ml.Context,
+    query: ml.Tensor,
+    key: ml.Tensor,
+    value: ml.Tensor,
+    decay: ml.Tensor,
+    beta: ml.Tensor,
+    state: ml.Tensor,
+    masks: ml.Tensor,
+    cuts: Sequence[int] = (),
+) -> tuple[ml.Tensor, list[ml.Tensor]]:
+    """As ``gated_delta_rule``, cut after each of ``cuts`` tokens, ascending: the outputs, and the states.
+
+    These are the ones at the cuts, and that of the end. A piece of one token is computed as in decoding.
+    """
+    run, tokens = _Tokens(query, key, value, decay, beta), key.shape[2]
+    if not cuts:
+        out, state = gated_delta_rule(ctx, *run, state, masks)
+        return out, [state]
+    result = ctx.empty(value.shape, DType.F32)
+    states = []
+    for start, stop in itertools.pairwise((0, *cuts, tokens)):
+        piece = _Tokens(*(x.slice(ctx, 2, start, stop) for x in run))
+        out, state = gated_delta_rule(ctx, *piece, state, _sized(ctx, masks, chunk_size(stop - start)))
+        out.copy(ctx, result.slice(ctx, 2, start, stop))
+        states.append(state)
+    return result, states
+
+
+def _sized(ctx: ml.Context, masks: ml.Tensor, size: int) -> ml.Tensor:
+    """The masks of chunks of ``size`` or less, out of those of larger ones."""
+    if masks.shape[1] <= size:
+        return masks
+    levels = masks.slice(ctx, 0, 0, 1 + size.bit_length())
+    return levels.slice(ctx, 1, 0, size).slice(ctx, 2, 0, size).contiguous(ctx)
 
 
 def gated_delta_rule(

@@ -6,6 +6,7 @@ delta rule's matrices are the states that a RecurrentCache keeps per sequence.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 import ml
 from kvcache.caches.recurrent import RecurrentCache
 from kvcache.runner.models.decoder import Step
-from kvcache.runner.models.delta import chunk_masks, chunk_size, gated_delta_rule
+from kvcache.runner.models.delta import chunk_masks, chunk_size, gated_delta_scan
 from kvcache.runner.weights import Linear, Loader
 from ml import DType
 
@@ -51,12 +52,22 @@ class Runs:
     """Sequences of a batch that have equally many tokens in it, so that they are computed together.
 
     ``states[i]`` is the place of the i-th among the states of the pass; ``rows`` are the tokens of the
-    first, then of the second, ...: None where these are all tokens of the batch in its order.
+    first, then of the second, ...: None where these are all tokens of the batch in its order. After ``cuts``
+    of their tokens the cache wants the state of one of ``sequences``, or of several.
     """
 
     states: np.ndarray
     length: int
     rows: np.ndarray | None
+    sequences: tuple[int, ...]
+    cuts: tuple[int, ...] = ()
+
+    def deliver(
+        self, ctx: ml.Context, cache: RecurrentCache, name: str, layer: int, states: Sequence[ml.Tensor]
+    ) -> None:
+        """Give the cache the states (sequences, *shape) after each of ``cuts``."""
+        for count, state in zip(self.cuts, states, strict=True):
+            cache.deliver_states(ctx, name, state, [(seq, count) for seq in self.sequences], layer)
 
     def gather(self, ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
         """(tokens, size) -> (sequences, length, size)."""
@@ -70,15 +81,16 @@ class Runs:
 def begin_delta(ctx: ml.Context, step: Step) -> Step:
     """Add to a step what all delta nets of a pass share."""
     sequences = np.asarray(step.batch.sequences)
-    step.plans["runs"] = runs = _runs(sequences)
+    step.plans["runs"] = runs = _runs(sequences, step.cache.wanted_states())
     longest = max(run.length for run in runs)
     step.tensors[_MASKS] = chunk_masks(ctx, chunk_size(longest))
     return step
 
 
-def _runs(sequences: np.ndarray) -> list[Runs]:
+def _runs(sequences: np.ndarray, wanted: Mapping[int, tuple[int, ...]]) -> list[Runs]:
+    order = tuple(dict.fromkeys(sequences.tolist()))
     by_length: dict[int, list[tuple[int, np.ndarray]]] = {}
-    for place, seq in enumerate(dict.fromkeys(sequences.tolist())):
+    for place, seq in enumerate(order):
         rows = np.flatnonzero(sequences == seq)
         by_length.setdefault(rows.size, []).append((place, rows))
     found = []
@@ -86,7 +98,9 @@ def _runs(sequences: np.ndarray) -> list[Runs]:
         rows = np.concatenate([rows for _, rows in members])
         everything = np.array_equal(rows, np.arange(sequences.size))
         states = np.array([place for place, _ in members])
-        found.append(Runs(states, length, None if everything else rows))
+        own = tuple(order[place] for place, _ in members)
+        cuts = {count for seq in own for count in wanted.get(seq, ())}
+        found.append(Runs(states, length, None if everything else rows, own, tuple(sorted(cuts))))
     return found
 
 
@@ -153,7 +167,9 @@ class DeltaNet:
         write, fade = (x.permute(ctx, 0, 2, 1).contiguous(ctx) for x in (write, fade))
         states = cache.recurrent_state(ctx, self.index)
         state = states if run.rows is None else states.rows(ctx, run.states)
-        out, state = gated_delta_rule(ctx, query, key, value, fade, write, state, step.tensors[_MASKS])
+        tokens = query, key, value, fade, write
+        out, (*inside, state) = gated_delta_scan(ctx, *tokens, state, step.tensors[_MASKS], run.cuts)
+        run.deliver(ctx, cache, "recurrent", self.index, inside)
         if run.rows is None:
             cache.set_recurrent_state(ctx, self.index, state)
         else:
@@ -174,7 +190,10 @@ class DeltaNet:
         result = known.slice(ctx, 1, past, past + length).mul(ctx, self._tap(ctx, past))
         for i in range(past):
             result = result.add(ctx, known.slice(ctx, 1, i, i + length).mul(ctx, self._tap(ctx, i)))
-        latest = known.slice(ctx, 1, length, length + past).permute(ctx, 0, 2, 1)
+        *inside, latest = (
+            known.slice(ctx, 1, end, end + past).permute(ctx, 0, 2, 1) for end in (*run.cuts, length)
+        )
+        run.deliver(ctx, cache, "conv", self.index, [state.contiguous(ctx) for state in inside])
         if run.rows is None:
             cache.set_conv_state(ctx, self.index, latest)
         else:

@@ -112,7 +112,7 @@ class Gemma3(CausalModel[Gemma3Config]):
         scale = float(np.asarray(math.sqrt(self.config.hidden_size), self.dtype.numpy))
         return super().embed(ctx, batch).scale(ctx, scale)
 
-    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+    def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         ropes = {SLIDING_ATTENTION: self.config.local_rope, FULL_ATTENTION: self.config.rope}
         rotations = {kind: nn.Rotation(ctx, batch.positions, rope) for kind, rope in ropes.items()}
         return Step(batch, cache, rotations)

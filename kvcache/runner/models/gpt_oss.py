@@ -1,8 +1,8 @@
 """gpt-oss, written once on ml.nn: sliding and full layers by turns, attention sinks, experts.
 
 OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (arXiv 2508.10925); transformers'
-modeling_gpt_oss.py. Unquantised weights only. Each head has a logit that takes part in the softmax and
-is dropped; biases are everywhere; an expert's gate and up are stored by turns and clamped::
+modeling_gpt_oss.py. Experts in MXFP4 are widened as they are read. Each head has a logit that takes part in
+the softmax and is dropped; biases are everywhere; an expert's gate and up are stored by turns and clamped::
 
     (min(up, limit) + 1) * gate * sigmoid(alpha * gate)    gate <= limit, -limit <= up <= limit
 """
@@ -58,6 +58,8 @@ class GptOssConfig(SlidingConfig):
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> GptOssConfig:
     refuse(raw, {"hidden_act": ["silu", "swish"]})
     raw = {**_DEFAULTS, **raw}
+    if (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        raw["quantization_config"] = None  # as the checkpoint's reader gives them, weights are not
     fields = common_fields(raw, generation, "GptOssForCausalLM")
     if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
         raw["rope_parameters"] = _YARN

@@ -123,8 +123,8 @@ class Llama4(CausalModel[Llama4Config]):
     cache_of = staticmethod(make_cache)
     shapes = staticmethod(shapes)
 
-    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        step = super()._begin(ctx, batch, cache)
+    def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+        step = super().begin_pass(ctx, batch, cache)
         if self.config.temperature is not None:
             scale, floor = self.config.temperature
             positions = np.asarray(batch.positions, np.float32)

@@ -172,6 +172,7 @@ def make_cache(config: Qwen3NextConfig, dtype: ml.DType | None = None, **options
         (sizes.value_heads, sizes.key_dim, sizes.value_dim),
         nn.rope_shift(config.rope),
         conv_dtype=dtype,
+        delivers=True,
         **options,
     )
 
@@ -184,8 +185,8 @@ class Qwen3Next(CausalModel[Qwen3NextConfig]):
     cache_of = staticmethod(make_cache)
     shapes = staticmethod(shapes)
 
-    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        return begin_delta(ctx, super()._begin(ctx, batch, cache))
+    def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+        return begin_delta(ctx, super().begin_pass(ctx, batch, cache))
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         config, prefix = self.config, f"model.layers.{i}"

@@ -144,7 +144,7 @@ class Whisper(Decoder):
         tokens = nn.embedding(ctx, self._embedding, token_ids(batch))
         return tokens.add(ctx, self._positions.rows(ctx, np.asarray(batch.positions)))
 
-    def _begin(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+    def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         step = Step(batch, cache)
         items = [
             item.to_numpy() if isinstance(item, ml.Tensor) else np.asarray(item)

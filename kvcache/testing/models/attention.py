@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import kvcache
 import ml
+from kvcache.formats import CacheFormat
 from kvcache.testing.models.values import Encoding, encoding
 from ml import DType
 
@@ -32,7 +33,7 @@ class Setup:
     max_sequences: int = 2
     capacity: int = 16
     max_batch: int = 8
-    dtype: DType = DType.F32
+    dtype: kvcache.CacheDType = DType.F32
     activations: DType = DType.F32
     """What is put, and what a quantized cache computes in."""
     config: ml.CacheConfig = field(default_factory=ml.CacheConfig)
@@ -62,7 +63,7 @@ class Setup:
     @property
     def computed(self) -> DType:
         """The dtype of what ``get`` gives."""
-        return self.activations if self.dtype in (DType.Q8_0, DType.Q4_0) else self.dtype
+        return CacheFormat.of(self.dtype).plain or self.activations
 
     @property
     def kept(self) -> int | None:

@@ -6,8 +6,8 @@ written in digits that the dtype holds exactly::
     key     id, position, tag = 8 * layer + head, 3 of noise
     value   id, 64 + tag, 2 of noise
 
-F32, F16 and BF16 hold two digits to the base 128 and multiples of 1/16. A block of Q8_0 or Q4_0 holds small
-integers exactly where its peak is the format's own, which comes first; rows differ in their scale.
+F32, F16 and BF16 hold two digits to the base 128 and multiples of 1/16. A block of codes holds small integers
+exactly where it begins with the format's own numbers (``BLOCKS``); rows differ in their scale.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import kvcache
 import ml
+from kvcache.formats import CacheFormat
 from ml import DType
+from ml.block_formats import AFFINE
 
 __all__ = [
-    "HEADS", "KEY_DIM", "KV_HEADS", "VALUE_DIM", "Encoding", "decode", "encoding", "keys", "queries",
-    "shift_positions", "values",
+    "BLOCKS", "HEADS", "KEY_DIM", "KV_HEADS", "VALUE_DIM", "Encoding", "decode", "encoding", "keys",
+    "queries", "shift_positions", "values",
 ]  # fmt: skip
 
 KV_HEADS, HEADS = 2, 4
@@ -41,31 +44,40 @@ class Encoding:
     base: int
     digits: int
     tags: int
-    peak: int = 0
-    """What the first number of a row is, in steps of the row's scale; 0: there is none."""
+    key_head: tuple[int, ...] = ()
+    """What a row begins with, in steps of the row's scale."""
+    value_head: tuple[int, ...] = ()
 
     def keys(self, ids: Ints, positions: Ints, layer: int = 0) -> np.ndarray:
         """Float32 (tokens, KV_HEADS, key_dim)."""
-        return self._rows(np.asarray(ids), np.asarray(positions), 8 * layer, self.key_dim, slice(3))
+        return self._rows(
+            np.asarray(ids), np.asarray(positions), 8 * layer, self.key_dim, self.key_head, slice(3)
+        )
 
     def values(self, ids: Ints, layer: int = 0) -> np.ndarray:
         """Float32 (tokens, KV_HEADS, value_dim)."""
-        return self._rows(np.asarray(ids), None, 64 + 8 * layer, self.value_dim, slice(3, 5))
+        return self._rows(np.asarray(ids), None, 64 + 8 * layer, self.value_dim, self.value_head, slice(3, 5))
 
     def _rows(
-        self, ids: np.ndarray, positions: np.ndarray | None, tag: int, dim: int, noise: slice
-    ) -> np.ndarray:
+        self,
+        ids: np.ndarray,
+        positions: np.ndarray | None,
+        tag: int,
+        dim: int,
+        head: Sequence[int],
+        noise: slice,
+    ) -> np.ndarray:  # fmt: skip
         result = np.zeros((ids.size, KV_HEADS, dim), np.float32)
         parts = [self._split(ids, self.digits)[:, None]]
         if positions is not None:
             parts.append(self._split(positions, self.digits)[:, None])
         parts += [self._split(tag + _HEAD, self.tags), _NOISE[ids % 997, :, noise]]
-        at = int(self.peak != 0)
-        result[:, :, :at] = self.peak
+        at = len(head)
+        result[:, :, :at] = head
         for part in parts:
             result[:, :, at : at + part.shape[-1]] = part
             at += part.shape[-1]
-        if self.peak:
+        if head:
             result[:, :, at - part.shape[-1] : at] = np.rint(part)
             result *= 2.0 ** -(ids % 3)[:, None, None]
         return result
@@ -78,26 +90,31 @@ class Encoding:
 
     def decode(self, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The ids and positions of keys (tokens, KV_HEADS, key_dim)."""
-        rows, first, count = self._whole(key)[:, 0], int(self.peak != 0), self.digits
+        rows, first, count = self._whole(key)[:, 0], len(self.key_head), self.digits
         digits = rows[:, first : first + 2 * count].astype(np.int64)
         return self._join(digits[:, :count]), self._join(digits[:, count:])
 
     def _whole(self, key: np.ndarray) -> np.ndarray:
         """In steps of each row's scale; of rows that were never written, something."""
-        if not self.peak:
+        if not self.key_head:
             return key
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.nan_to_num(key / (key[:, :1, :1] / self.peak))
+            return np.nan_to_num(key / (key[:, :1, :1] / self.key_head[0]))
 
     @property
     def content(self) -> int:
         """Where the numbers begin of a value that attention may mix."""
-        return int(self.peak != 0) + self.digits + self.tags
+        return len(self.value_head) + self.digits + self.tags
+
+    @property
+    def _tag(self) -> int:
+        """Where a key's tag begins."""
+        return len(self.key_head) + 2 * self.digits
 
     def queries(self, seed: int, tokens: int) -> np.ndarray:
         """Float32 (tokens, HEADS, key_dim) that look at the noise only: a soft, decided attention."""
         result = np.zeros((tokens, HEADS, self.key_dim), np.float32)
-        first = self.content + self.digits
+        first = self._tag + self.tags
         result[:, :, first : first + 3] = (
             np.random.default_rng(seed).integers(-16, 17, (tokens, HEADS, 3)) / 16
         )
@@ -110,21 +127,28 @@ class Encoding:
         assert key.shape[1:] == (KV_HEADS, self.key_dim)
         host = key.to_numpy().astype(np.float32)
         ids, positions = self.decode(host)
-        tag = self._whole(host)[:, 0, self.content + self.digits - self.tags : self.content + self.digits]
+        tag = self._whole(host)[:, 0, self._tag : self._tag + self.tags]
         assert (self._join(tag) == 8 * layer).all(), "the keys of another layer"
         return ctx.from_numpy(self.keys(ids, positions + offsets.to_numpy(), layer), key.dtype)
 
 
 _FLOATS = Encoding(8, 5, base=128, digits=2, tags=1)
-_BLOCKS = {
-    DType.Q8_0: Encoding(64, 32, base=8, digits=5, tags=3, peak=127),
-    DType.Q4_0: Encoding(64, 32, base=8, digits=5, tags=3, peak=-8),
-}
 KEY_DIM, VALUE_DIM = _FLOATS.key_dim, _FLOATS.value_dim
 keys, values, decode = _FLOATS.keys, _FLOATS.values, _FLOATS.decode
 queries, shift_positions = _FLOATS.queries, _FLOATS.shift_positions
 
 
-def encoding(dtype: DType) -> Encoding:
+BLOCKS: dict[str, tuple[tuple[int, ...], int]] = {
+    "Q8_0": ((127,), 32), "Q4_0": ((-8,), 32), "F8_E4M3": ((448,), 1),
+    **{name: ((-(2**bits) // 2, 2**bits // 2 - 1), group) for name, (bits, group) in AFFINE.items()},
+}  # fmt: skip
+"""By the name of a format what a block begins with for a scale of 1, and how large blocks are."""
+
+
+def encoding(dtype: kvcache.CacheDType) -> Encoding:
     """That of a cache's dtype."""
-    return _BLOCKS.get(dtype, _FLOATS)
+    stored = CacheFormat.of(dtype)
+    if stored.plain is not None:
+        return _FLOATS
+    (key, wide), (value, other) = (BLOCKS.get(one.name, ((), 1)) for one in (stored.key, stored.value))
+    return Encoding(max(64, wide), max(32, other), 8, 5, 3, key, value)

@@ -1,16 +1,11 @@
-"""The specification of the recurrent cache as plain lists, and a rig that drives both.
-
-A sequence is the list of its tokens, and its state the list of tokens that the state has seen: the
-same, but for a context shift, after which the state remembers what the attention layers forgot. The
-number stored for a state is computed from that list, small enough for every dtype to hold exactly.
-"""
+"""A recurrent cache beside its specification, and random traces over both."""
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,161 +14,24 @@ import ml
 from kvcache import Batch
 from kvcache.snapshots.snapshot import RecurrentSnapshot
 from kvcache.testing.models import values
+from kvcache.testing.models.states import (
+    ATTENTION_LAYER,
+    CONV,
+    DELTA,
+    KINDS,
+    RECURRENT_LAYERS,
+    Copy,
+    StateModel,
+    StateSetup,
+    state_values,
+)
 from kvcache.testing.rigs.attention import look, outcome
 from ml import DType
 
-__all__ = ["StateModel", "StateRig", "StateSetup", "state_trace"]
-
-CONV, DELTA = (2, 3), (2, 2, 2)
-KINDS = {"conv": CONV, "recurrent": DELTA}
-RECURRENT_LAYERS, ATTENTION_LAYER = (0, 2), 1
-
-Token = tuple[int, int]
-"""(cell, id): a restored token lies in another cell than the one it was copied from."""
-
-
-@dataclass(frozen=True)
-class StateSetup:
-    max_sequences: int = 3
-    capacity: int = 16
-    checkpoints: int = 3
-    interval: int = 4
-    dtype: DType = DType.F32
-    conv_dtype: DType | None = None
-    can_shift: bool = True
-    config: ml.CacheConfig = field(default_factory=ml.CacheConfig)
-
-    def make(self, backend: ml.Backend) -> kvcache.RecurrentCache:
-        shift = values.shift_positions if self.can_shift else None
-        cache = kvcache.RecurrentCache(CONV, DELTA, shift, self.checkpoints, self.interval, self.conv_dtype)
-        cache.set_config(self.config)
-        cache.init(backend, self.dtype, self.max_sequences, self.capacity, 8)
-        return cache
-
-    @property
-    def conv(self) -> DType:
-        return self.conv_dtype or self.dtype
-
-
-@dataclass
-class ModelRow:
-    tokens: list[Token] = field(default_factory=list)
-    seen: tuple[int, ...] = ()
-    points: dict[int, tuple[int, ...]] = field(default_factory=dict)
-
-    def reach(self, position: int) -> int:
-        """Where going back to ``position`` ends."""
-        if len(self.tokens) <= position:
-            return len(self.tokens)
-        return max((point for point in self.points if point <= position), default=0)
-
-    def cut(self, position: int) -> ModelRow:
-        end = self.reach(position)
-        seen = self.seen if end == len(self.tokens) else self.points.get(end, ())
-        return ModelRow(self.tokens[:end], seen, {p: s for p, s in self.points.items() if p <= end})
-
-
-@dataclass(frozen=True)
-class Copy:
-    """What a snapshot is of."""
-
-    begin: int
-    tokens: tuple[Token, ...]
-    seen: tuple[int, ...]
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        return tuple(token for _, token in self.tokens)
-
-    @property
-    def end(self) -> int:
-        return self.begin + len(self.tokens)
-
-
-class StateModel:
-    def __init__(self, setup: StateSetup) -> None:
-        self.setup = setup
-        self.rows = [ModelRow() for _ in range(setup.max_sequences)]
-        self.next_cell = 0
-
-    def free(self) -> int:
-        cells = self.setup.max_sequences * self.setup.capacity
-        cells += -cells % self.setup.config.cache_padding
-        return cells - len({token for row in self.rows for token in row.tokens})
-
-    def fresh(self, ids: Sequence[int]) -> list[Token]:
-        first, self.next_cell = self.next_cell, self.next_cell + len(ids)
-        return [(first + i, token) for i, token in enumerate(ids)]
-
-    def start(self, sequences: Sequence[int], ids: Sequence[int]) -> None:
-        if len(ids) > self.free():
-            raise kvcache.CacheFullError(len(ids), self.free(), {})
-        for seq in dict.fromkeys(sequences):
-            row, mine = self.rows[seq], [t for t, s in zip(ids, sequences, strict=True) if s == seq]
-            count, last = self.setup.checkpoints, max(row.points, default=0)
-            if count and len(row.tokens) - last >= self.setup.interval:
-                self.keep(row)
-            row.tokens = row.tokens + self.fresh(mine)
-            row.seen = (*row.seen, *mine)
-
-    def keep(self, row: ModelRow) -> None:
-        """Take a checkpoint; the oldest goes where there are too many."""
-        row.points = {**row.points, len(row.tokens): row.seen}
-        latest = sorted(row.points)[-self.setup.checkpoints :] if self.setup.checkpoints else []
-        row.points = {point: row.points[point] for point in latest}
-
-    def copy_prefix(self, src: int, dst: int, length: int) -> None:
-        if src == dst or length < 0:
-            raise kvcache.InvalidRangeError(f"{src} {dst} {length}")
-        self.rows[dst] = self.rows[src].cut(length)
-
-    def remove(self, seq: int, begin: int, end: int | None) -> None:
-        row = self.rows[seq]
-        if begin < 0 or (end is not None and end < begin):
-            raise kvcache.InvalidRangeError(f"[{begin}, {end})")
-        if end is None or end >= len(row.tokens):
-            self.rows[seq] = row.cut(begin)
-        elif end > begin:
-            others = {token for s, other in enumerate(self.rows) if s != seq for token in other.tokens}
-            if not self.setup.can_shift or others.intersection(row.tokens[end:]):
-                raise kvcache.NotSupportedError(f"{seq}")
-            points = {p: seen for p, seen in row.points.items() if p <= begin}
-            points |= {p - end + begin: seen for p, seen in row.points.items() if p > end}
-            self.rows[seq] = ModelRow(row.tokens[:begin] + row.tokens[end:], row.seen, points)
-
-    def snapshot(self, seq: int, begin: int, end: int) -> Copy:
-        row = self.rows[seq]
-        if not 0 <= begin <= end <= len(row.tokens):
-            raise kvcache.InvalidRangeError(f"[{begin}, {end})")
-        if end not in {0, len(row.tokens), *row.points}:
-            raise kvcache.NotSupportedError(f"{end}")
-        return Copy(begin, tuple(row.tokens[begin:end]), row.cut(end).seen)
-
-    def restore(self, seq: int, copy: Copy, target: int | None, shared: bool) -> bool:
-        """``shared``: the copy still lies in the cache, so that its very cells are taken."""
-        row = self.rows[seq]
-        if target not in (None, copy.end) or len(row.tokens) < copy.begin:
-            return False
-        before, self.rows[seq] = row, ModelRow(row.tokens[: copy.begin])
-        if not shared and len(copy.ids) > self.free():
-            self.rows[seq] = before
-            raise kvcache.CacheFullError(len(copy.ids), 0, {})
-        points = {point: seen for point, seen in before.points.items() if point <= copy.begin}
-        tokens = list(copy.tokens) if shared else self.fresh(copy.ids)
-        row = ModelRow(before.tokens[: copy.begin] + tokens, copy.seen, points)
-        self.rows[seq] = row
-        if row.tokens:
-            self.keep(row)
-        return True
-
-
-def state_values(seen: Sequence[int], kind: str, layer: int) -> np.ndarray:
-    """What the state of a layer is after these tokens: zero at first, else below 128."""
-    code = 0
-    for token in seen:
-        code = (5 * code + token + 3 * layer + (kind == "conv")) % 97 + 1
-    size = int(np.prod(KINDS[kind]))
-    return ((code + np.arange(size) % 7) * bool(seen)).reshape(KINDS[kind]).astype(np.float32)
+__all__ = [
+    "CONV", "DELTA", "KINDS", "RECURRENT_LAYERS", "StateModel", "StateRig", "StateSetup", "state_trace",
+    "state_values",
+]  # fmt: skip
 
 
 class StateRig:
@@ -185,6 +43,14 @@ class StateRig:
         self.next_token = 1
         self.copies: list[tuple[RecurrentSnapshot, Copy]] = []
         self.sequences: list[int] = []
+        self.layout = setup.layout
+        self.known = {*self.layout} if setup.states != "found" else set()
+        """Whose shapes the cache knows."""
+        self.wants: dict[int, tuple[int, ...]] = {}
+        self.due: dict[int, tuple[int, ...]] = {}
+        """Where states are wanted, to go back to and for snapshots."""
+        self.delivery = "none"
+        """Which states inside a pass the model gives: those "wanted", "all", those of "some" layers."""
 
     # A pass.
 
@@ -195,6 +61,12 @@ class StateRig:
         self.before = [row.seen for row in self.model.rows]
         self.lengths = [len(row.tokens) for row in self.model.rows]
         seen = list(self.lengths)
+        self.wanted: dict[int, tuple[int, ...]] = {}
+        for seq in dict.fromkeys(sequences):
+            begin, count = self.lengths[seq], self.sequences.count(seq)
+            wanted = sorted({*self.wants.get(seq, ()), *self.due.get(seq, ())})
+            if inside := tuple(p - begin for p in wanted if begin < p < begin + count):
+                self.wanted[seq] = inside
         self.positions = []
         for seq in sequences:
             self.positions.append(seen[seq])
@@ -205,6 +77,7 @@ class StateRig:
         """Let the model begin the pass that was planned."""
         self.model.start(self.sequences, self.ids)
         self.next_token += len(self.ids)
+        self.wants = {seq: wanted for seq, wanted in self.wants.items() if seq not in self.sequences}
 
     def start(self, sequences: Sequence[int]) -> bool:
         """Begin a pass; whether it was taken."""
@@ -215,6 +88,7 @@ class StateRig:
         for before, now in zip(slots, self.slots(), strict=True):
             assert now is None or now not in window, "the pass writes over what a snapshot holds"
             assert now == before or before in owned, "copied out with no need"
+        assert not taken or self.cache.wanted_states() == self.wanted
         return taken
 
     def slots(self) -> list[int | None]:
@@ -223,22 +97,25 @@ class StateRig:
 
     def spoil(self) -> None:
         """The model goes on to write, and what it writes is wrong."""
-        for kind, shape in KINDS.items():
-            for layer in RECURRENT_LAYERS:
-                state = self.state(kind, layer)
-                wrong = self.ctx.full((state.shape[0], *shape), 99, state.dtype)
-                self.ctx.forward(wrong.copy(self.ctx, state))
+        for kind, layer in self.layout:
+            state = self.state(kind, layer)
+            wrong = self.ctx.full(state.shape, 99, state.dtype)
+            self.ctx.forward(wrong.copy(self.ctx, state))
 
     def step(self, in_place: Callable[[], bool] = lambda: False) -> None:
         """The model's part of the pass: read the states, store the new ones, put and look."""
         order = list(dict.fromkeys(self.sequences))
         assert self.cache.sequences == tuple(order)
-        for layer in RECURRENT_LAYERS:
-            for kind in KINDS:
-                state = self.state(kind, layer)
-                expected = np.stack([state_values(self.before[seq], kind, layer) for seq in order])
-                np.testing.assert_array_equal(state.to_numpy().astype(np.float32), expected)
-                self.write(kind, layer, in_place())
+        for kind, layer in self.layout:
+            known = (kind, layer) in self.known
+            if known:
+                self.check_state(kind, layer, {seq: self.before[seq] for seq in order})
+            self.write(kind, layer, in_place() and known)
+            if self.delivery in ("wanted", "all") or (self.delivery == "some" and layer):
+                self.deliver(kind, layer)
+        if self.delivery in ("wanted", "all"):
+            for seq, counts in self.wanted.items():
+                self.model.rows[seq].inside = {self.lengths[seq] + n: self.seen(seq, n) for n in counts}
         self.cache.set_layer(ATTENTION_LAYER)
         key = values.keys(self.ids, self.positions, ATTENTION_LAYER)
         self.cache.put(
@@ -248,10 +125,32 @@ class StateRig:
         )
         self.check_seen()
 
+    def seen(self, seq: int, count: int) -> tuple[int, ...]:
+        """What the state of a sequence has seen after so many of its tokens in this pass."""
+        mine = [token for token, s in zip(self.ids, self.sequences, strict=True) if s == seq]
+        return (*self.before[seq], *mine[:count])
+
+    def deliver(self, kind: str, layer: int) -> None:
+        """The states inside the pass: the wanted ones, sequence by sequence, or all, the last first."""
+        every = [(seq, n + 1) for seq in set(self.sequences) for n in range(self.sequences.count(seq))]
+        calls = [[(seq, n) for n in counts] for seq, counts in self.wanted.items()]
+        for at in [every[::-1]] if self.delivery == "all" else calls:
+            shape = self.layout[kind, layer][0]
+            host = np.stack([state_values(self.seen(seq, n), kind, layer, shape) for seq, n in at])
+            self.cache.deliver_states(self.ctx, kind, self.ctx.from_numpy(host), at, layer)
+
+    def schedule(self, seq: int, positions: Sequence[int]) -> None:
+        self.cache.schedule_snapshots(seq, positions)
+        self.due[seq] = tuple(positions)
+
+    def want(self, seq: int, positions: Sequence[int]) -> None:
+        self.cache.want_states(seq, positions)
+        self.wants[seq] = tuple(positions)
+
     def start_and_resume(self, sequences: Sequence[int]) -> None:
         """A start that is taken back: the pass under way goes on, and its views stay what they were."""
         order = list(dict.fromkeys(self.sequences))
-        held = {(kind, layer): self.state(kind, layer) for kind in KINDS for layer in RECURRENT_LAYERS}
+        held = {(kind, layer): self.state(kind, layer) for kind, layer in self.layout}
         under_way = self.cache.pass_under_way()
         seen = [len(row.tokens) for row in self.model.rows]
         positions = []
@@ -264,9 +163,10 @@ class StateRig:
             pass
         else:
             self.cache.undo_forward(under_way)
+            assert self.cache.wanted_states() == self.wanted
         for (kind, layer), state in held.items():
-            rows = self.model.rows
-            expected = np.stack([state_values(rows[seq].seen, kind, layer) for seq in order])
+            rows, shape = self.model.rows, self.layout[kind, layer][0]
+            expected = np.stack([state_values(rows[seq].seen, kind, layer, shape) for seq in order])
             for view in (state, self.state(kind, layer)):
                 np.testing.assert_array_equal(view.to_numpy().astype(np.float32), expected)
             self.write(kind, layer, in_place=False)
@@ -279,31 +179,44 @@ class StateRig:
         self.cache.start_forward(self.ctx, Batch(positions, list(sequences)), read_only=True)
         assert self.cache.sequences == tuple(sequences)
         self.sequences = list(sequences)
-        for layer in RECURRENT_LAYERS:
-            for kind in KINDS:
-                state = self.state(kind, layer)
-                wanted = [state_values(self.model.rows[seq].seen, kind, layer) for seq in sequences]
-                np.testing.assert_array_equal(state.to_numpy().astype(np.float32), np.stack(wanted))
-                refusal = outcome(functools.partial(self.write, kind, layer, in_place=False))
-                assert isinstance(refusal, kvcache.OrderError)
-                wrong = self.ctx.full(state.shape, 99, state.dtype)
-                self.ctx.forward(wrong.copy(self.ctx, state))  # which is the caller's own
+        for kind, layer in self.layout:
+            state = self.check_state(kind, layer, {seq: self.model.rows[seq].seen for seq in sequences})
+            refusal = outcome(functools.partial(self.write, kind, layer, in_place=False))
+            assert isinstance(refusal, kvcache.OrderError)
+            wrong = self.ctx.full(state.shape, 99, state.dtype)
+            self.ctx.forward(wrong.copy(self.ctx, state))  # which is the caller's own
         self.ids, self.positions = list(range(len(sequences))), positions
         self.check_seen()
         self.check()
 
     def state(self, kind: str, layer: int) -> ml.Tensor:
-        state = (self.cache.conv_state if kind == "conv" else self.cache.recurrent_state)(self.ctx, layer)
-        assert state.dtype is (self.setup.conv if kind == "conv" else DType.F32)
-        assert state.shape == (len(set(self.sequences)), *KINDS[kind])
+        if self.setup.states != "two":
+            self.cache.set_layer(layer)
+            state = self.cache.state(self.ctx, kind)
+        else:
+            state = (self.cache.conv_state if kind == "conv" else self.cache.recurrent_state)(self.ctx, layer)
+        shape, dtype = self.layout[kind, layer]
+        assert state.dtype is dtype
+        assert state.shape == (len(set(self.sequences)), *shape)
+        return state
+
+    def check_state(self, kind: str, layer: int, seen: Mapping[int, tuple[int, ...]]) -> ml.Tensor:
+        """The states of a layer, which are those of what each sequence of the pass has ``seen``."""
+        state, shape = self.state(kind, layer), self.layout[kind, layer][0]
+        expected = np.stack([state_values(tokens, kind, layer, shape) for tokens in seen.values()])
+        np.testing.assert_array_equal(state.to_numpy().astype(np.float32), expected)
         return state
 
     def write(self, kind: str, layer: int, in_place: bool) -> None:
-        order = dict.fromkeys(self.sequences)
-        host = np.stack([state_values(self.model.rows[seq].seen, kind, layer) for seq in order])
+        order, (shape, dtype) = dict.fromkeys(self.sequences), self.layout[kind, layer]
+        host = np.stack([state_values(self.model.rows[seq].seen, kind, layer, shape) for seq in order])
         new = self.ctx.from_numpy(host)
         if in_place:
             self.ctx.forward(new.copy(self.ctx, self.state(kind, layer)))
+        elif self.setup.states != "two":
+            new = new if (kind, layer) in self.known else new.cast(self.ctx, dtype)
+            self.cache.update_state(self.ctx, kind, new, layer)
+            self.known.add((kind, layer))
         elif kind == "conv":
             self.cache.set_conv_state(self.ctx, layer, new)
         else:
@@ -326,9 +239,11 @@ class StateRig:
 
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
         slots = self.slots()
-        self.agree(
+        done = self.agree(
             lambda: self.cache.copy_prefix(src, dst, length), lambda: self.model.copy_prefix(src, dst, length)
         )
+        if done:
+            self.wants.pop(dst, None)
         assert self.slots() == slots, "copied out with no need"
         self.check()
 
@@ -337,6 +252,8 @@ class StateRig:
         done = self.agree(
             lambda: self.cache.remove(seq, begin, end), lambda: self.model.remove(seq, begin, end)
         )
+        if done:
+            self.wants.pop(seq, None)
         assert self.slots() == slots, "copied out with no need"
         self.check()
         return done
@@ -371,24 +288,30 @@ class StateRig:
             lambda: found.append(self.model.restore(seq, copy, target, shared)),
         )
         assert len(set(found)) < 2, f"restore gave {found}"
+        if found and found[0]:
+            self.wants.pop(seq, None)
         assert self.slots() == slots, "copied out with no need"
         self.check()
         return bool(found and found[0])
 
     def scheduled(self, seq: int, ahead: Sequence[int], count: int) -> None:
-        """Snapshots asked for ``ahead`` of the end, and a pass of ``count`` tokens: a state is of its end."""
+        """Snapshots asked for ``ahead`` of the end, and a pass of ``count`` tokens."""
         offset = len(self.model.rows[seq].tokens)
         due = sorted({offset + step for step in ahead})
-        self.cache.schedule_snapshots(seq, due)
+        self.schedule(seq, due)
         if self.start([seq] * count):
             self.step()
             stop = offset + count
             assert self.cache.next_snapshot(seq) == min((end for end in due if end > stop), default=None)
+            there = {stop, *self.model.rows[seq].inside}
             taken = self.cache.take_snapshots(seq)
-            assert [snapshot.end for snapshot in taken] == [end for end in due if end == stop]
-            assert self.cache.skipped_snapshots(seq) == [end for end in due if end < stop]
+            assert [snapshot.end for snapshot in taken] == [end for end in due if end in there]
+            assert self.cache.skipped_snapshots(seq) == [
+                end for end in due if end < stop and end not in there
+            ]
             self.copies += [(one, self.model.snapshot(seq, one.begin, one.end)) for one in taken]
         self.cache.cancel_snapshots(seq)
+        self.due.pop(seq)
         self.check()
 
     def check_copies(self) -> None:
@@ -414,7 +337,7 @@ class StateRig:
             assert self.cache.offset(seq) == offset
             assert self.cache.attention.positions(seq).tolist() == list(range(offset))
             assert self.cache.checkpoints(seq) == tuple(sorted(row.points))
-            for position in {0, 1, offset - 1, offset, offset + 1, *row.points} - {-1}:
+            for position in {0, 1, offset - 1, offset, offset + 1, *row.kept} - {-1}:
                 assert self.cache.prepare_restore(seq, position) == (row.reach(position) or None)
                 expected = position == 0 or row.reach(position) == position
                 assert self.cache.can_resume(seq, position) == expected
@@ -449,6 +372,7 @@ def random_state_setup(rnd: random.Random, floats: Sequence[DType]) -> StateSetu
         conv_dtype=rnd.choice((None, *floats)),
         can_shift=rnd.random() < 0.8,
         config=config,
+        states=rnd.choice(("two", "declared", "found")),
     )
 
 
@@ -486,8 +410,9 @@ def _random_call(rnd: random.Random, rig: StateRig) -> None:
         holders = [other for other in range(count) if rig.model.rows[other].tokens]
         if holders:
             rig.read(rnd.sample(holders, rnd.randint(1, len(holders))))
-    elif roll < 0.89:
-        rig.scheduled(seq, rnd.sample(range(1, 5), 2), rnd.randint(1, 3))
+    elif roll < 0.90:
+        rig.delivery = rnd.choice(("none", "wanted", "all", "some"))
+        rig.scheduled(seq, rnd.sample(range(1, 6), 3), rnd.randint(1, 6))
     elif roll < 0.93:
         end = rnd.choice([None, rnd.randint(0, length)])
         rig.snapshot(seq, rnd.randint(0, length if end is None else end), end)
@@ -503,16 +428,23 @@ def _random_call(rnd: random.Random, rig: StateRig) -> None:
 
 
 def _random_pass(rnd: random.Random, rig: StateRig, sequences: list[int]) -> None:
+    rig.delivery = rnd.choice(("none", "wanted", "wanted", "all", "some"))
+    if rnd.random() < 0.5:  # drafted tokens
+        seq = rnd.choice(sequences)
+        begin = len(rig.model.rows[seq].tokens)
+        rig.want(seq, sorted(rnd.sample(range(begin, begin + 6), rnd.randint(1, 4))))
     if not rig.start(sequences):
         rig.check()
         return
     if rnd.random() < 0.1:  # the model fails when some of the states are written already
-        rig.write("conv", 0, in_place=True)
+        rig.write("conv", 0, in_place=("conv", 0) in rig.known)
         for seq in dict.fromkeys(sequences):
             rig.remove(seq, rig.lengths[seq])
         return
     rig.step(lambda: rnd.random() < 0.5)
     rig.check()
+    if _settled(rnd, rig):
+        return
     if rnd.random() < 0.1:  # it goes wrong when some of the sequences were kept
         for seq in dict.fromkeys(sequences):
             if rnd.random() < 0.5:
@@ -523,4 +455,18 @@ def _random_pass(rnd: random.Random, rig: StateRig, sequences: list[int]) -> Non
         return
     if rnd.random() < 0.2:
         count = rig.setup.max_sequences
+        for seq in range(count):
+            end = len(rig.model.rows[seq].tokens)
+            rig.want(seq, [end + 1, end + 2])
         rig.start_and_resume(rnd.choices(range(count), k=rnd.randint(1, 5)))
+
+
+def _settled(rnd: random.Random, rig: StateRig) -> bool:
+    """Whether some of what was drafted was refused."""
+    inside = [(seq, at) for seq in range(rig.setup.max_sequences) for at in rig.model.rows[seq].inside]
+    if not inside or rnd.random() < 0.3:
+        return False
+    seq, at = rnd.choice(inside)
+    if rnd.random() < 0.3:
+        rig.snapshot(seq, 0, at)
+    return rig.remove(seq, at)

@@ -16,6 +16,8 @@ from ml import DType
 __all__ = ["PropertyTests"]
 
 PARTS = 8
+SHOWN = 3
+"""Failures after which a test runs no more traces: making each of them short takes many runs."""
 
 
 class PropertyTests(CacheCase):
@@ -31,16 +33,17 @@ class PropertyTests(CacheCase):
         self, backend: ml.Backend, declared: ml.Features, floats: list[DType], part: int
     ) -> None:
         seeds = range(part, self.traces, PARTS)
-        failures = run_traces(backend, seeds, floats, declared.has("matmul"))
-        assert not failures, "\n\n".join(str(failure) for failure in failures[:3])
+        failures = run_traces(backend, seeds, floats, declared.has("matmul"), most=SHOWN)
+        assert not failures, "\n\n".join(str(failure) for failure in failures)
 
     def test_quantized_tokens_agree_with_the_model_in_random_traces(
         self, backend: ml.Backend, declared: ml.Features, floats: list[DType]
     ) -> None:
         if not declared.has("matmul"):
             pytest.skip("declared absent: compute")
-        failures = run_traces(backend, range(self.quantized_traces), floats, cache="quantized")
-        assert not failures, "\n\n".join(str(failure) for failure in failures[:3])
+        seeds = range(self.quantized_traces)
+        failures = run_traces(backend, seeds, floats, cache="quantized", most=SHOWN)
+        assert not failures, "\n\n".join(str(failure) for failure in failures)
 
     @pytest.mark.parametrize("cache", ["recurrent", "encoder"])
     def test_states_and_outputs_follow_their_tokens_in_random_traces(
@@ -56,7 +59,7 @@ class PropertyTests(CacheCase):
     ) -> None:
         limited = only_protocol(backend)
         failures = run_traces(limited, range(1_000_000, 1_000_006), floats, declared.has("matmul"))
-        assert not failures, "\n\n".join(str(failure) for failure in failures[:3])
+        assert not failures, "\n\n".join(str(failure) for failure in failures)
         for cache in ("recurrent", "encoder"):
             failure = run_family(cache, limited, 1_000_000, floats, declared)
             assert failure is None, failure

@@ -1,4 +1,4 @@
-"""Quantized storage: within the format's bound; refusals. What traces store in it comes back bit by bit."""
+"""Storage formats: within their bounds; refusals. What traces store in them comes back bit by bit."""
 
 from __future__ import annotations
 
@@ -10,61 +10,66 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
+from kvcache.formats import CacheFormat, open_format
 from kvcache.testing.harness import KINDS, CacheCase
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.attention import mask_of, reference_attention
+from kvcache.testing.rigs.protocol import only_protocol
 from ml import DType, Layout
+from ml.block_formats import AFFINE
 
-__all__ = ["QuantizedTests", "bound"]
+__all__ = ["QuantizedTests"]
 
-HEADS, KEY_DIM, VALUE_DIM = 2, 64, 32
-CODECS = (DType.Q8_0, DType.Q4_0)
+HEADS, KEY_DIM, VALUE_DIM = 2, 128, 256
+STEPS = {
+    "Q8_0": 1 / 225, "Q4_0": 1 / 7.9, "F8_E4M3": 1 / 15.9,
+    **{name: 2.01 / (2**bits - 1) for name, (bits, _) in AFFINE.items()},
+}  # fmt: skip
+"""By format how far a value may lie from what it was, in peaks of its block, at most."""
+PAIRS = ("Q8_0/Q4_0", "F8_E4M3/F16", "F16/AFFINE4_64", "BF16/F16")
+BLOCKED = [name for name in STEPS if name != "F8_E4M3"]
 ROUNDING = {DType.F32: 0.0, DType.F16: 2.0**-11, DType.BF16: 2.0**-8}
+BYTES = {
+    "F16": 2.0, "Q8_0": 34 / 32, "Q4_0": 18 / 32, "F8_E4M3": 132 / 128,
+    **{name: bits / 8 + 8 / group for name, (bits, group) in AFFINE.items()},
+}  # fmt: skip
+"""Of a value in heads of 128, put as F32."""
 ARRANGEMENTS = {
     "head major": ml.CacheConfig(),
     "token major": ml.CacheConfig(layout=Layout.TOKEN_MAJOR),
     "permuted v": ml.CacheConfig(permuted_v=True, cache_padding=4),
 }
-both_formats = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+every_format = pytest.mark.parametrize("name", STEPS)
 Make = Callable[..., kvcache.CausalCache]
-
-
-def bound(x: np.ndarray, codec: DType) -> np.ndarray:
-    """How far each value read back may lie from ``x`` (..., dim), by the format.
-
-    Half a step of the block's scale, or a whole one for the value on the far side of Q4_0's lopsided
-    range (-8 to 7); and the scale's rounding to F16, which moves a value by up to 2**-11 of the peak.
-    """
-    blocks = x.reshape(*x.shape[:-1], -1, 32).astype(np.float64)
-    peak = np.abs(blocks).max(axis=-1, keepdims=True)
-    step = peak / 127 * 0.5 if codec is DType.Q8_0 else peak / 8
-    limit = step * (1 + 1e-5) + peak * 2.0**-11 + 127 * 2.0**-25
-    return np.broadcast_to(limit, blocks.shape).reshape(x.shape)
 
 
 class QuantizedTests(CacheCase):
     @pytest.fixture
     def quantized(self, backend: ml.Backend, declared: ml.Features) -> Make:
-        """``quantized(codec, config)``: a cache of two sequences of 16."""
+        """``quantized(name, config)``: a cache of two sequences of 16."""
         if not declared.has("matmul"):
             pytest.skip("declared absent: compute")
 
-        def make(codec: DType, config: ml.CacheConfig | None = None) -> kvcache.CausalCache:
-            return Setup(dtype=codec, config=config or ml.CacheConfig()).make(backend)
+        def make(name: str, config: ml.CacheConfig | None = None) -> kvcache.CausalCache:
+            for one in name.split("/"):
+                if one in DType.__members__ and DType[one].is_float and DType[one] not in declared.dtypes:
+                    pytest.skip(f"declared absent: {one}")
+            return Setup(dtype=name, config=config or ml.CacheConfig()).make(backend)
 
         return make
 
-    @both_formats
+    @pytest.mark.parametrize("name", [*STEPS, *PAIRS])
     @pytest.mark.parametrize("activations", list(ROUNDING), ids=lambda dtype: dtype.name)
     @pytest.mark.parametrize("config", list(ARRANGEMENTS.values()), ids=list(ARRANGEMENTS))
     def test_what_is_read_back_lies_within_the_bound_of_the_format(
-        self, ctx: ml.Context, quantized: Make, codec: DType, activations: DType, config: ml.CacheConfig,
+        self, ctx: ml.Context, quantized: Make, name: str, activations: DType, config: ml.CacheConfig,
         declared: ml.Features,
     ) -> None:  # fmt: skip
         """Rows of very different magnitudes, of every float, and attention over what is read back."""
         if activations not in declared.dtypes:
             pytest.skip(f"declared absent: {activations}")
-        cache = quantized(codec, config)
+        cache = quantized(name, config)
+        stored = CacheFormat.of(name)
         rng = np.random.default_rng(5)
         magnitude = 4.0 ** rng.integers(-2, 3, (6, 1, 1))
         host = [
@@ -80,69 +85,104 @@ class QuantizedTests(CacheCase):
             found = [key.to_numpy().astype(np.float32), value.to_numpy().astype(np.float32)]
             if config.permuted_v:
                 found[1] = found[1].transpose(2, 0, 1)
-            for stored, part in zip(found, host, strict=True):
+            for read, part, one in zip(found, host, (stored.key, stored.value), strict=True):
                 wanted = part[:stop].astype(np.float32)
-                slack = bound(wanted, codec) + ROUNDING[activations] * 1.1 * np.abs(wanted).max()
-                assert (np.abs(stored[seen] - wanted) <= slack).all()
+                slack = one.bound(wanted, activations) + ROUNDING[activations] * 1.1 * np.abs(wanted).max()
+                assert (np.abs(read[seen] - wanted) <= slack).all()
             query = rng.normal(size=(stop - first, 4, KEY_DIM)).astype(np.float32) / 32
             if activations is DType.F32:
                 out = cache.attend(ctx, ctx.from_numpy(query), 0.2).to_numpy()[-1]
                 wanted = reference_attention(query[-1], found[0][seen], found[1][seen], 0.2)
                 np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-5)
 
-    @both_formats
-    def test_zeros_come_back_as_zeros_and_the_peak_of_a_block_nearly_exact(
-        self, ctx: ml.Context, quantized: Make, codec: DType
+    @every_format
+    def test_a_backends_own_way_gives_the_bits_of_the_generic_body(
+        self, backend: ml.Backend, ctx: ml.Context, declared: ml.Features, name: str
     ) -> None:
-        cache = quantized(codec)
+        """On a device MLX's kernels may round the codes of groups another way: within a step there."""
+        if not declared.has("matmul") or not isinstance(backend, ml.SupportsBlockFormats):
+            pytest.skip("it has no way of its own")
+        stored, rng = open_format(name), np.random.default_rng(8)
+        x = rng.normal(size=(30, HEADS, KEY_DIM)).astype(np.float32) * 4.0 ** rng.integers(-3, 4, (30, 1, 1))
+        x[0], x[1], x[2] = 0, np.abs(x[1]), -np.abs(x[2])
+        found = []
+        with only_protocol(backend).new_context() as plain:
+            for place in (ctx, plain):
+                parts = stored.encode(place, place.from_numpy(x.astype(np.float32)))
+                found.append([*parts, stored.decode(place, parts, KEY_DIM)])
+        own, generic = ([part.to_numpy() for part in parts] for parts in found)
+        if name in AFFINE and backend.devices[0].kind != "cpu":
+            assert (np.abs(own[-1] - generic[-1]) <= 2 * stored.bound(x, DType.F32)).all()
+            return
+        for mine, other in zip(own, generic, strict=True):
+            assert mine.dtype == other.dtype
+            np.testing.assert_array_equal(mine, other)
+
+    @every_format
+    def test_no_bound_is_wider_than_the_format_needs(self, name: str) -> None:
+        """Independently of what the format says of itself: so far in blocks whose peak is 1."""
+        x = np.random.default_rng(6).uniform(-1, 1, (64, KEY_DIM)).astype(np.float32)
+        x[:, ::32] = 1
+        found = CacheFormat.of(name).key.bound(x, DType.F32)
+        assert found.shape == x.shape
+        assert found.max() <= STEPS[name]
+
+    @every_format
+    def test_zeros_come_back_as_zeros_and_the_peak_of_a_block_nearly_exact(
+        self, ctx: ml.Context, quantized: Make, name: str
+    ) -> None:
+        cache = quantized(name)
         key = np.zeros((3, HEADS, KEY_DIM), np.float32)
         key[1, 0, 5], key[2, 1, 40] = -3.0, 0.125
         cache.start_forward(ctx, Batch([0, 1, 2], [0, 0, 0]))
-        cache.put(ctx, ctx.from_numpy(key), ctx.from_numpy(key[:, :, :VALUE_DIM]))
+        cache.put(ctx, ctx.from_numpy(key), ctx.from_numpy(key))
         found = cache.get(ctx)[0].to_numpy()[:3]
         assert (found[0] == 0).all()
-        np.testing.assert_allclose(found, key, rtol=2.0**-10, atol=0)
+        np.testing.assert_allclose(found, key, rtol=2.0**-10, atol=1e-6)
 
-    def test_bytes_per_token_are_those_of_the_format(self, backend: ml.Backend, ctx: ml.Context) -> None:
-        sizes = {}
-        for dtype in (DType.F16, *CODECS):
-            cache = Setup(dtype=dtype).make(backend)
+    def test_bytes_per_token_are_those_of_the_formats(self, backend: ml.Backend, ctx: ml.Context) -> None:
+        for name in (*BYTES, "F16/Q4_0", "Q8_0/AFFINE4_64"):
+            cache = Setup(dtype=name).make(backend)
             cache.start_forward(ctx, Batch([0], [0]), reserve=True)
             zeros = ctx.zeros((1, HEADS, 128), DType.F32)
             cache.put(ctx, zeros, zeros)
-            sizes[dtype] = cache.nbytes / cache.cells
-        values = 2 * HEADS * 128
-        assert sizes[DType.F16] == 2 * values
-        assert sizes[DType.Q8_0] == values * 34 / 32 <= 0.54 * sizes[DType.F16]
-        assert sizes[DType.Q4_0] == values * 18 / 32 <= 0.29 * sizes[DType.F16]
+            key, value = name.split("/") if "/" in name else (name, name)
+            assert cache.nbytes / cache.cells == HEADS * 128 * (BYTES[key] + BYTES[value])
 
-    @both_formats
+    @pytest.mark.parametrize("name", [*BLOCKED, "F16/Q4_0", "Q4_0/F16"])
     @pytest.mark.parametrize("reserve", [False, True], ids=["put", "reserve"])
     def test_a_head_that_does_not_divide_into_blocks_is_refused_before_anything_is_allocated(
-        self, backend: ml.Backend, ctx: ml.Context, codec: DType, reserve: bool
+        self, backend: ml.Backend, ctx: ml.Context, name: str, reserve: bool
     ) -> None:
+        stored = CacheFormat.of(name)
         for kind in KINDS.values():
             cache = kind.unbound()
-            cache.init(backend, codec, 2, 16, 8)
+            cache.init(backend, name, 2, 16, 8)
             cache.start_forward(ctx, Batch([0], [0]), reserve=reserve)
-            for dims in ((48, 32), (32, 40), (16, 16)):
+            for dims in ((48, 256), (256, 40), (16, 16)):
+                refused = [
+                    dim for dim, one in zip(dims, (stored.key, stored.value), strict=True)
+                    if dim < 256 and one.name != "F16"
+                ]  # fmt: skip
+                if not refused:
+                    continue
                 key, value = (ctx.zeros((1, HEADS, dim), DType.F32) for dim in dims)
                 before = backend.memory().allocated
-                with pytest.raises(kvcache.InvalidRangeError, match="32") as caught:
+                with pytest.raises(kvcache.InvalidRangeError, match="blocks are") as caught:
                     cache.put(ctx, key, value)
-                assert str(dims[0] if dims[0] % 32 else dims[1]) in str(caught.value)
+                assert f"head_dim {refused[0]} " in str(caught.value)  # which holds on to what was allocated
                 assert cache.nbytes == 0
                 assert backend.memory().allocated <= before
 
-    @both_formats
+    @every_format
     def test_a_backend_that_only_stores_refuses_to_quantise(
-        self, backend: ml.Backend, ctx: ml.Context, declared: ml.Features, codec: DType
+        self, backend: ml.Backend, ctx: ml.Context, declared: ml.Features, name: str
     ) -> None:
         if declared.has("matmul"):
             pytest.skip("this backend computes")
-        cache = Setup(dtype=codec).make(backend)
+        cache = Setup(dtype=name).make(backend)
         cache.start_forward(ctx, Batch([0], [0]))
-        zeros = ctx.zeros((1, HEADS, 32), DType.F32)
+        zeros = ctx.zeros((1, HEADS, 128), DType.F32)
         with pytest.raises(ml.NotSupportedError):
             cache.put(ctx, zeros, zeros)
         assert cache.nbytes == 0

@@ -45,6 +45,7 @@ class RecurrentTests(CacheCase):
             (DType.F16, DType.F32, DType.F32),
             (DType.Q8_0, None, DType.F32),
             (DType.Q4_0, DType.F16, DType.F16),
+            ((DType.F16, DType.Q4_0), None, DType.F32),
         ):
             cache = kvcache.RecurrentCache(CONV, DELTA, conv_dtype=given)
             cache.init(backend, dtype, 2, 8, 8)
@@ -53,6 +54,62 @@ class RecurrentTests(CacheCase):
             assert cache.recurrent_state(ctx, 0).dtype is DType.F32
             cache.set_conv_state(ctx, 0, ctx.from_numpy(np.full((2, *CONV), 1.5), DType.F32))
             assert (cache.conv_state(ctx, 0).to_numpy() == 1.5).all()
+
+    @pytest.mark.parametrize("how", ["declared", "found"])
+    def test_layers_have_any_states_of_any_shapes_beside_attention(
+        self, states: MakeStates, how: str
+    ) -> None:
+        r = states(states=how, interval=2)
+        r.forward(0, 0, 1)
+        r.snapshot(0)
+        r.forward(1, 0, 0)
+        r.copy_prefix(0, 2, 2)
+        r.forward(2, 1)
+        r.remove(0, 0, 1)
+        r.forward(0, 2)
+        r.copies[0][0].detach()
+        assert r.restore(1, 0)
+        r.forward(1, 0, 2)
+        r.drain()
+        r.check_copies()
+
+    @pytest.mark.parametrize("delivery", ["wanted", "all"])
+    @pytest.mark.parametrize("how", ["two", "declared"])
+    def test_a_sequence_goes_back_to_any_position_inside_a_pass(
+        self, states: MakeStates, delivery: str, how: str
+    ) -> None:
+        """As drafted tokens ask for it: in two sequences, interleaved, and twice in one pass."""
+        for right in range(1, 5):
+            r = states(states=how, checkpoints=0)
+            r.forward(0, 0, 1)
+            r.delivery = delivery
+            r.want(0, [3, 4, 5, 6])
+            r.want(1, [2])
+            assert r.start([0, 0, 1, 0, 1, 0, 0])
+            r.step()
+            r.remove(0, 2 + right)
+            r.remove(1, 2)
+            assert [r.cache.offset(seq) for seq in range(2)] == [2 + right, 2]
+            if right > 2:
+                r.remove(0, 3)
+                assert r.cache.offset(0) == 3
+            r.forward(1, 0)
+            r.drain()
+
+    @pytest.mark.parametrize("delivery", ["wanted", "all"])
+    def test_scheduled_states_are_taken_inside_a_batch(self, states: MakeStates, delivery: str) -> None:
+        r = states(checkpoints=0)
+        r.delivery = delivery
+        r.forward(1)
+        r.scheduled(0, [3, 7], 9)
+        assert [(one.begin, one.end) for one, _ in r.copies] == [(0, 3), (3, 7)]
+        r.forward(0, 1)
+        r.remove(0, 0)
+        assert r.restore(0, 0)
+        assert r.restore(0, 1)
+        r.forward(0)
+        r.drain()
+        r.check_copies()
 
     def test_reserving_leaves_states_alone(self, states: MakeStates) -> None:
         r = states()

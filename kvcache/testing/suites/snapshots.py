@@ -12,7 +12,6 @@ from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.testing.harness import KINDS, CacheCase, every_arrangement
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.snapshots import CopyRig
-from ml import DType
 
 __all__ = ["SnapshotTests"]
 
@@ -27,9 +26,9 @@ def _same(one: AttentionSnapshot, other: AttentionSnapshot) -> None:
 
 
 class SnapshotTests(CacheCase):
-    @pytest.fixture(params=[DType.F32, DType.Q8_0, DType.Q4_0], ids=lambda dtype: dtype.name)
+    @pytest.fixture(params=["F32", "Q8_0", "AFFINE4_32/F8_E4M3"])
     def setup(self, request: pytest.FixtureRequest, declared: ml.Features) -> Setup:
-        if request.param is not DType.F32 and not declared.has("matmul"):
+        if request.param != "F32" and not declared.has("matmul"):
             pytest.skip("declared absent: compute")
         return Setup(max_sequences=3, capacity=12, layers=2, dtype=request.param)
 

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvcache.cache import CacheDType
+from kvcache.formats import CacheFormat
 from ml import DType
 
 Token = int | bytes
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 5
 BLOCK_KEY_DIM, BLOCK_VALUE_DIM = 32, 64
-"""Where the cache is quantized."""
+"""Where the cache is not plain."""
 OUTPUT_ROWS = 3
 """Length of an encoder's output."""
 CONV, STATE = (2, 3), (2, 2, 2)
@@ -55,22 +57,34 @@ def _numbers(digest: bytes, place: bytes, count: int) -> np.ndarray:
     return np.frombuffer(raw, np.int8).astype(np.float32) / 8
 
 
+_BLOCKS: dict[str, tuple[tuple[int, ...], int]] = {
+    "Q8_0": ((-127,), 253), "Q4_0": ((-8,), 15), "F8_E4M3": ((448,), 31), "AFFINE4_32": ((-8, 7), 15),
+}  # fmt: skip
+"""What a block of 32 begins with for a scale of 1, and how many integers, around 0, the rest may be."""
+
+
 @functools.lru_cache(1 << 16)
-def _codes(digest: bytes, place: bytes, count: int, dtype: DType) -> np.ndarray:
-    """Integers whose blocks of 32 have the scale 1, so that each is its own code."""
-    raw = np.frombuffer(hashlib.shake_128(digest + place).digest(count), np.uint8).astype(np.float32)
-    peak, others = (-127.0, 253) if dtype is DType.Q8_0 else (-8.0, 15)
+def _codes(digest: bytes, place: bytes, count: int, name: str) -> np.ndarray:
+    """Integers (HEADS, count) that a format holds exactly: each is its own code, but for scale and bias."""
+    raw = np.frombuffer(hashlib.shake_128(digest + place).digest(HEADS * count), np.uint8).astype(np.float32)
+    head, others = _BLOCKS.get(name, ((), 15))
     found = raw % others - others // 2
-    found[::32] = peak
-    return found
+    for i, number in enumerate(head):
+        found[i::32] = number
+    return found.reshape(HEADS, count)
 
 
-def rows(prefixes: Sequence[bytes], layer: int, dtype: DType) -> tuple[np.ndarray, np.ndarray]:
+def rows(prefixes: Sequence[bytes], layer: int, dtype: CacheDType) -> tuple[np.ndarray, np.ndarray]:
     """K (tokens, HEADS, key dim) and V (tokens, HEADS, value dim) of the last tokens of these prefixes."""
     place = b"kv%d" % layer
-    if dtype.is_quantized:
+    stored = CacheFormat.of(dtype)
+    if stored.plain is None:
         dim, wide = BLOCK_KEY_DIM, BLOCK_KEY_DIM + BLOCK_VALUE_DIM
-        both = [_codes(digest, place, HEADS * wide, dtype) for digest in prefixes]
+        halves = (b"k", dim, stored.key.name), (b"v", BLOCK_VALUE_DIM, stored.value.name)
+        both = [
+            np.concatenate([_codes(digest, place + part, count, name) for part, count, name in halves], 1)
+            for digest in prefixes
+        ]
     else:
         dim, wide = KEY_DIM, KEY_DIM + VALUE_DIM
         both = [_numbers(digest, place, HEADS * wide) for digest in prefixes]

@@ -21,8 +21,7 @@ from kvcache import Batch
 from kvcache.caches import branches
 from kvcache.testing.models import values
 from kvcache.testing.models.attention import Model, Setup
-from kvcache.testing.rigs.attention import look, outcome
-from kvcache.testing.rigs.states import (
+from kvcache.testing.models.states import (
     CONV,
     DELTA,
     KINDS,
@@ -32,6 +31,7 @@ from kvcache.testing.rigs.states import (
     StateSetup,
     state_values,
 )
+from kvcache.testing.rigs.attention import look, outcome
 from ml import DType
 
 __all__ = ["BRANCHING", "BranchRig", "Marked", "branch_trace"]
@@ -47,8 +47,10 @@ BRANCHING: dict[str, tuple[Setup | StateSetup, ...]] = {
     "window of none": (Setup(window=0),),
     "recurrent": (StateSetup(),),
     "recurrent without checkpoints": (StateSetup(checkpoints=0),),
+    "recurrent, delivered": (StateSetup(checkpoints=0, delivers=True),),
     "wrapper of sliding and full": (Setup(window=2, memory=4), Setup()),
     "wrapper of sliding, full and recurrent": (Setup(window=2, memory=5), Setup(), StateSetup(interval=2)),
+    "wrapper of sliding and recurrent, delivered": (Setup(window=2, memory=7), StateSetup(delivers=True)),
 }
 """The parts of one cache of each kind; more than one are wrapped."""
 
@@ -113,8 +115,15 @@ class StatePart:
     def __init__(self, setup: StateSetup) -> None:
         shift = values.shift_positions if setup.can_shift else None
         self.cache = kvcache.RecurrentCache(
-            CONV, DELTA, shift, setup.checkpoints, setup.interval, setup.conv_dtype
+            CONV,
+            DELTA,
+            shift,
+            setup.checkpoints,
+            setup.interval,
+            setup.conv_dtype,
+            delivers=setup.delivers,
         )
+        self.delivers = setup.delivers
         self.model = StateModel(setup)
 
     def offset(self, seq: int) -> int:
@@ -145,6 +154,14 @@ class StatePart:
                 expected = np.stack([state_values(seen, kind, layer) for seen in before])
                 np.testing.assert_array_equal(state.to_numpy().astype(np.float32), expected)
                 self.write(ctx, kind, layer, rows)
+                for seq, row, n in zip(order, rows, counts, strict=True) if self.delivers else ():
+                    inside = [row.seen[: len(row.seen) - n + i] for i in range(1, n + 1)]
+                    host = np.stack([state_values(seen, kind, layer) for seen in inside])
+                    at = [(seq, i) for i in range(1, n + 1)]
+                    self.cache.deliver_states(ctx, kind, ctx.from_numpy(host), at, layer)
+        for row, n in zip(rows, counts, strict=True) if self.delivers else ():
+            end = len(row.tokens)
+            row.inside = {end - i: row.seen[:-i] for i in range(1, n)}
         _put(self.cache, ctx, positions, ids, 1)
         found = look(self.cache.attention, ctx, len(ids), 1)
         for i, (seq, position) in enumerate(zip(sequences, positions, strict=True)):
@@ -254,6 +271,9 @@ class BranchRig:
             ids.append(self.next_id + i)
             after[seq] = (*after[seq], ids[-1])
         batch = Batch(positions, list(sequences))
+        state = next((part for part in self.parts if isinstance(part, StatePart)), None)
+        for seq in dict.fromkeys(sequences) if state is not None and state.delivers else ():
+            assert branches.want_states(self.cache, seq, range(self.offset(seq), len(after[seq])))
 
         def start() -> None:
             for part in self.parts:

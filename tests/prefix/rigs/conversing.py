@@ -11,7 +11,8 @@ import numpy as np
 
 import kvcache
 import ml
-from kvcache import Batch
+from kvcache import Batch, CacheDType
+from kvcache.formats import CacheFormat
 from kvcache.offload.outages import Outages
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.testing.rigs.attention import mask_of
@@ -95,7 +96,7 @@ class ConversationSetup:
     max_sequences: int = 3
     capacity: int = 48
     max_batch: int = 48
-    dtype: DType = DType.F32
+    dtype: CacheDType = DType.F32
     config: ml.CacheConfig | None = None
     options: dict[str, Any] = field(default_factory=lambda: {"block_size": 4, "interval": 8})
 
@@ -110,7 +111,8 @@ class ConversationSetup:
     def token_bytes(self) -> int:
         """What one token takes in all attention layers of one part, where there is only one."""
         (part,) = CACHES[self.cache][1]
-        return len(part.layers) * HEADS * (KEY_DIM + VALUE_DIM) * self.dtype.numpy.itemsize
+        token = CacheFormat.of(self.dtype).nbytes(HEADS, KEY_DIM, VALUE_DIM, DType.F32)
+        return len(part.layers) * token
 
 
 class Rig:

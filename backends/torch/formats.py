@@ -1,0 +1,75 @@
+"""The storage formats of caches in PyTorch's operations: see :class:`ml.SupportsBlockFormats`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from backends.torch.block_formats import dequantized, quantized
+from backends.torch.tensor import Placement, TorchTensor
+from ml.block_formats import AFFINE, AFFINE_LEAST_STEP, F8_LARGEST, F8_LEAST_SCALE
+from ml.dtypes import DType
+
+__all__ = ["decoded", "encoded"]
+
+
+def encoded(ctx: Placement, x: TorchTensor, name: str) -> tuple[TorchTensor, ...] | None:
+    """The parts of floats (..., dim); None for a format that is not known here."""
+    if name in ("Q8_0", "Q4_0"):
+        return quantized(ctx, x, DType[name])
+    native = x.native_on(ctx)
+    if name == "F8_E4M3" and native.device.type != "mps":  # which has no floats of 8 bits
+        codes, scale = _to_float8(native)
+        return TorchTensor.own(ctx, codes, DType.U8), TorchTensor.own(ctx, scale, DType.F32)
+    if name not in AFFINE:
+        return None
+    words, *rest = _to_groups(native, *AFFINE[name])
+    return TorchTensor.own(ctx, words, DType.I32), *(TorchTensor.own(ctx, one, x.dtype) for one in rest)
+
+
+def decoded(ctx: Placement, parts: Sequence[TorchTensor], name: str) -> TorchTensor | None:
+    """F32 (..., dim)."""
+    if name in ("Q8_0", "Q4_0"):
+        return dequantized(ctx, parts[0], parts[1], DType[name])
+    stored = [part.native_on(ctx) for part in parts]
+    if name == "F8_E4M3" and stored[0].device.type != "mps":
+        found = stored[0].view(torch.float8_e4m3fn).float().mul_(stored[1])
+    elif name in AFFINE:
+        found = _from_groups(stored, AFFINE[name][0])
+    else:
+        return None
+    return TorchTensor.own(ctx, found, DType.F32)
+
+
+def _to_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True).div_(F8_LARGEST)
+    empty = scale < F8_LEAST_SCALE
+    scale.masked_fill_(empty, 0)
+    scaled = (wide / scale.masked_fill(empty, 1)).masked_fill_(empty, 0).clamp_(-F8_LARGEST, F8_LARGEST)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scale
+
+
+def _to_groups(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    groups = x.float().reshape(*x.shape[:-1], -1, group)
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    step = (high - low).div_(2**bits - 1).clamp_(min=AFFINE_LEAST_STEP)
+    below = low.abs() > high.abs()
+    step, edge = torch.where(below, step, -step), torch.where(below, low, high)
+    at = (edge / step).round_()
+    none = at == 0
+    scale, bias = torch.where(none, step, edge / at), edge.masked_fill(none, 0)
+    codes = (groups - bias).div_(scale).round_().clamp_(0, 2**bits - 1).to(torch.uint8).flatten(-2)
+    if bits == 4:
+        codes = codes[..., ::2] | (codes[..., 1::2] << 4)
+    return codes.view(torch.int32), scale.squeeze(-1).to(x.dtype), bias.squeeze(-1).to(x.dtype)
+
+
+def _from_groups(parts: Sequence[torch.Tensor], bits: int) -> torch.Tensor:
+    words, scales, biases = parts
+    codes = words.contiguous().view(torch.uint8)
+    if bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    found = codes.reshape(*scales.shape, -1).float().mul_(scales.unsqueeze(-1).float())
+    return found.add_(biases.unsqueeze(-1).float()).flatten(-2)

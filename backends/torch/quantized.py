@@ -1,0 +1,122 @@
+"""Attention over codes, and the way into them: on the CPU by numba, on CUDA (attention) by Triton."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from backends.quantized_attention import (
+    BITS,
+    Codes,
+    CodesStore,
+    attend_codes,
+    check_shapes,
+    encoded,
+    floats,
+    values_shape,
+)
+from backends.torch import ragged
+from backends.torch.tensor import Placement, TorchTensor
+from ml.base import BaseBackend
+from ml.dtypes import DType
+from ml.ragged import RaggedPlan
+
+__all__ = ["attend_codes_on", "attend_quantized", "encode", "quantized_store"]
+
+
+def attend_quantized(
+    ctx: Placement,
+    query: TorchTensor,
+    key: Sequence[TorchTensor],
+    value: Sequence[TorchTensor],
+    formats: tuple[str, str],
+    plan: RaggedPlan,
+    scale: float,
+    sinks: TorchTensor | None,
+) -> TorchTensor | None:
+    """See :class:`ml.SupportsQuantizedAttention`. On the CPU on as many threads as torch has."""
+    for tensor in (*key, *value, sinks):
+        if tensor is not None:
+            query.check_peer("quantized_attention", tensor)
+    if ctx.torch_device.type != "cpu":
+        return attend_codes_on(ctx, query, key, value, formats, plan, scale, sinks)
+    keys, values = codes_of(key, formats[0]), codes_of(value, formats[1])
+    if keys is None or values is None:
+        return None
+    logits = None if sinks is None else _host(sinks.native)
+    scaled = _host(query.native) * np.float32(scale)
+    out = attend_codes(scaled, keys, values, plan, logits, torch.get_num_threads())
+    if out is None:
+        return None
+    return TorchTensor.own(ctx, torch.from_numpy(out).to(query.native.dtype), query.dtype)
+
+
+def attend_codes_on(
+    ctx: Placement,
+    query: TorchTensor,
+    key: Sequence[TorchTensor],
+    value: Sequence[TorchTensor],
+    formats: tuple[str, str],
+    plan: RaggedPlan,
+    scale: float,
+    sinks: TorchTensor | None,
+) -> TorchTensor | None:
+    """The same by the kernels of triton_ragged.py, in the order of rounding that blocks read back have."""
+    kernels = ragged.kernels_on(ctx.torch_device)
+    if kernels is None or not BITS.keys() >= set(formats):
+        return None
+    q, logits = query.native_on(ctx), None if sinks is None else sinks.native_on(ctx)
+    parts = [[part.native_on(ctx) for part in stored] for stored in (key, value)]
+    shapes = [
+        values_shape(codes.shape, scales.shape, name)
+        for (codes, scales), name in zip(parts, formats, strict=True)
+    ]
+    check_shapes(q.shape, *shapes)
+    attend = functools.partial(
+        kernels.attend, scales=(parts[0][1], parts[1][1]), bits=(BITS[formats[0]], BITS[formats[1]])
+    )
+    tensors = q, parts[0][0], parts[1][0]
+    return ragged.launch("quantized_attention", ctx, attend, tensors, shapes[1], logits, scale, plan)
+
+
+def encode(ctx: Placement, x: TorchTensor, name: str) -> tuple[TorchTensor, ...] | None:
+    """Codes and scales; None where that is not the kernels' to do."""
+    if name not in BITS or not x.native.is_cpu or ctx.torch_device.type != "cpu":
+        return None
+    found = encoded(_host(x.native), name)
+    if found is None:
+        return None
+    return tuple(TorchTensor.own(ctx, torch.from_numpy(part), DType.from_numpy(part.dtype)) for part in found)
+
+
+def quantized_store(
+    backend: BaseBackend,
+    key: Sequence[TorchTensor],
+    value: Sequence[TorchTensor],
+    formats: tuple[str, str],
+) -> CodesStore | None:
+    """See :class:`ml.SupportsQuantizedStore`. On the CPU."""
+
+    def host(tensor: Any) -> np.ndarray | None:
+        if type(tensor) is not TorchTensor or tensor.backend is not backend or not tensor.dtype.is_float:
+            return None
+        return _host(tensor.native) if tensor.native.is_cpu else None
+
+    keys, values = codes_of(key, formats[0]), codes_of(value, formats[1])
+    return None if keys is None or values is None else CodesStore(backend, host, keys, values)
+
+
+def codes_of(parts: Sequence[TorchTensor], name: str) -> Codes | None:
+    """Where they lie; None where that is not the host's memory, or another format."""
+    if name not in BITS or not all(part.native.is_cpu for part in parts):
+        return None
+    return Codes.of([part.native.numpy() for part in parts], name)
+
+
+def _host(native: torch.Tensor) -> np.ndarray:
+    """F32, C-contiguous."""
+    return floats(native.detach().to(torch.float32).numpy())

@@ -1,0 +1,136 @@
+"""MLX's affine groups: codes of 8 or 4 bits, each group of values with a scale and a bias of its own.
+
+What ``mx.quantize`` makes in its mode "affine", number for number, so that mlx-lm's kernels and its saved
+caches read it. Of a group with the least value l and the largest h::
+
+    s = max((h - l) / (2**bits - 1), 1e-7), with the sign of |l| - |h| (minus where they are equal)
+    e = l where |l| > |h|, else h;  q = round(e / s)
+    scale, bias = (e / q, e), so that e is exact, or (s, 0) where q is 0
+    codes = round((x - bias) / scale) within [0, 2**bits)
+
+in F32, halves to even. Codes are made with these; scales and biases are then rounded to the dtype of the
+activations. Words of 32 bits have the codes from the lowest bits up; a word is stored as an I32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+import ml
+from kvcache.formats.ggml import halves_of_bytes
+from kvcache.formats.operations import check_blocks, number, quantized_by, read_by, select
+from ml.block_formats import AFFINE, AFFINE_LEAST_STEP
+
+__all__ = ["FORMATS", "Affine"]
+
+_ROUNDING = {ml.DType.F32: 2.0**-24, ml.DType.F16: 2.0**-11, ml.DType.BF16: 2.0**-8}
+"""Of a scale or a bias, relative."""
+
+
+class Affine:
+    """Codes of ``bits`` in I32 words, scales and biases (..., dim / group) in the activations' dtype."""
+
+    def __init__(self, bits: int, group: int) -> None:
+        self.bits, self.group = bits, group
+        self.name = f"AFFINE{bits}_{group}"
+
+    def parts(self, dim: int, activations: ml.DType) -> tuple[tuple[int, ml.DType], ...]:
+        check_blocks(self.name, self.group, dim)
+        groups = dim // self.group
+        return (dim * self.bits // 32, ml.DType.I32), (groups, activations), (groups, activations)
+
+    def head_dim(self, width: int) -> int:
+        return width * 32 // self.bits
+
+    def encode(self, ctx: ml.Context, x: ml.Tensor) -> tuple[ml.Tensor, ...]:
+        found = quantized_by(ctx, x, self.name)
+        if found is not None:
+            return found
+        *outer, dim = x.shape
+        groups = x.cast(ctx, ml.DType.F32).reshape(ctx, *outer, dim // self.group, self.group)
+        scale, bias = self._fit(ctx, groups)
+        codes = groups.sub(ctx, bias).div(ctx, scale).round(ctx).clamp(ctx, 0, 2**self.bits - 1)
+        if self.bits == 4:
+            pairs = codes.reshape(ctx, *outer, dim // 2, 2)
+            low, high = (pairs.slice(ctx, -1, half, half + 1) for half in (0, 1))
+            codes = low.add(ctx, high.scale(ctx, 16))
+        words = _words(ctx, codes.reshape(ctx, *outer, dim * self.bits // 32, 4))
+        rest = (one.cast(ctx, x.dtype).reshape(ctx, *outer, dim // self.group) for one in (scale, bias))
+        return words, *rest
+
+    def decode(self, ctx: ml.Context, parts: Sequence[ml.Tensor], dim: int) -> ml.Tensor:
+        """``code * scale + bias``, in F32."""
+        found = read_by(ctx, parts, self.name)
+        if found is not None:
+            return found
+        words, *rest = parts
+        *outer, count = rest[0].shape
+        codes = _bytes(ctx, words)
+        if self.bits == 4:
+            low, high = halves_of_bytes(ctx, codes.reshape(ctx, *outer, dim // 2, 1))
+            codes = low.concat(ctx, high, -1)
+        codes = codes.reshape(ctx, *outer, count, self.group)
+        scale, bias = (one.cast(ctx, ml.DType.F32).reshape(ctx, *outer, count, 1) for one in rest)
+        return codes.mul(ctx, scale).add(ctx, bias).reshape(ctx, *outer, dim)
+
+    def bound(self, x: np.ndarray, activations: ml.DType) -> np.ndarray:
+        """A step: making the edge exact may leave the other end a whole one outside; and two roundings."""
+        groups = x.reshape(*x.shape[:-1], -1, self.group).astype(np.float64)
+        low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+        step = np.maximum((high - low) / (2**self.bits - 1), AFFINE_LEAST_STEP) * (1 + 1e-5)
+        moved = (high - low + 2 * np.abs(groups).max(-1, keepdims=True)) * _ROUNDING[activations] * 1.1
+        tiny = 2.0**-17 if activations is ml.DType.F16 else 2.0**-126  # what scales below its range lose
+        return np.broadcast_to(step + moved + tiny, groups.shape).reshape(x.shape)
+
+    def _fit(self, ctx: ml.Context, groups: ml.Tensor) -> tuple[ml.Tensor, ml.Tensor]:
+        """Exact scales and biases F32 (..., 1) of groups (..., group)."""
+        high = groups.max(ctx, -1, keepdims=True)
+        low = groups.neg(ctx).max(ctx, -1, keepdims=True).neg(ctx)
+        step = high.sub(ctx, low).div(ctx, number(ctx, 2**self.bits - 1)).clamp(ctx, AFFINE_LEAST_STEP, None)
+        below = low.abs(ctx).compare(ctx, "gt", high.abs(ctx))
+        step, edge = select(ctx, below, step, step.neg(ctx)), select(ctx, below, low, high)
+        at = edge.div(ctx, step).round(ctx)
+        none = at.compare(ctx, "eq", number(ctx, 0.0))
+        scale = select(ctx, none, step, edge.div(ctx, select(ctx, none, 1.0, at)))
+        return scale, select(ctx, none, 0.0, edge)
+
+
+FORMATS = {name: Affine(*sizes) for name, sizes in AFFINE.items()}
+
+
+def _words(ctx: ml.Context, found: ml.Tensor) -> ml.Tensor:
+    """I32 (...) of bytes F32 (..., 4), the lowest first: the last one has the sign."""
+    high = found.slice(ctx, -1, 3, 4)
+    high = high.sub(ctx, select(ctx, high.compare(ctx, "ge", number(ctx, 128.0)), 256.0, 0.0))
+    signed = found.slice(ctx, -1, 0, 3).concat(ctx, high, -1).cast(ctx, ml.DType.I32)
+    weights = ctx.from_numpy(1 << 8 * np.arange(4), ml.DType.I32)
+    return signed.mul(ctx, weights).sum(ctx, -1).cast(ctx, ml.DType.I32)
+
+
+def _bytes(ctx: ml.Context, words: ml.Tensor) -> ml.Tensor:
+    """The bytes F32 (..., 4) of I32 (...), the lowest first."""
+    found, rest = [], words.contiguous(ctx).reshape(ctx, *words.shape, 1)
+    for place in (24, 16, 8):
+        byte, rest = _divided(ctx, rest, 1 << place)
+        found.append(byte.cast(ctx, ml.DType.F32))
+    high = found[0]
+    found[0] = high.add(ctx, select(ctx, high.compare(ctx, "lt", number(ctx, 0.0)), 256.0, 0.0))
+    whole = rest.cast(ctx, ml.DType.F32)
+    for byte in reversed(found):
+        whole = whole.concat(ctx, byte, -1)
+    return whole
+
+
+def _divided(ctx: ml.Context, x: ml.Tensor, size: int) -> tuple[ml.Tensor, ml.Tensor]:
+    """I32 x as (quotient, rest) with 0 <= rest < size, a power of two.
+
+    In F32 large x are rounded, so that the quotient may come out one too large: the rest then tells.
+    """
+    whole = x.cast(ctx, ml.DType.F32).scale(ctx, 1 / size).sub(ctx, number(ctx, 0.498)).round(ctx)
+    found = whole.cast(ctx, ml.DType.I32)
+    each, unit, none = (ctx.full((1,), value, ml.DType.I32) for value in (size, 1, 0))
+    rest = x.sub(ctx, found.mul(ctx, each))
+    over = rest.compare(ctx, "lt", none).where(ctx, unit, none)
+    return found.sub(ctx, over), rest.add(ctx, over.mul(ctx, each))

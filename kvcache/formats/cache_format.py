@@ -1,0 +1,129 @@
+"""What a cache stores keys in, and what it stores values in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ml
+from kvcache.cache import CacheDType, InvalidRangeError, ResidualWindow, StorageFormat
+from kvcache.formats.plain import Plain
+from kvcache.formats.plugins import METHODS, keep_format, open_format
+
+__all__ = ["CacheFormat"]
+
+_NAMES = ", ".join(dtype.name for dtype in ml.DType if dtype.is_float or dtype.is_quantized)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheFormat:
+    """The formats of K and V. Two are equal whose names are: their codes are those of one another."""
+
+    key: StorageFormat
+    value: StorageFormat
+    residual_length: int = 0
+    """How many of a sequence's last tokens are read as they were put."""
+    sink_tokens: int = 0
+    """And how many of its first."""
+
+    @classmethod
+    def of(cls, dtype: CacheDType | CacheFormat) -> CacheFormat:
+        """What ``init(dtype=...)`` asks for: one format for both or a pair, each by itself or by its name.
+
+        A pair has a name too, "Q8_0/Q4_0". Raises DTypeError for anything else, InvalidRangeError for a
+        residual window of no tokens.
+        """
+        if isinstance(dtype, CacheFormat):
+            return dtype
+        if isinstance(dtype, ResidualWindow):
+            return cls._with_window(dtype)
+        found = tuple(dtype.split("/")) if isinstance(dtype, str) else dtype
+        pair = found if isinstance(found, (tuple, list)) else (found,)
+        if len(pair) not in (1, 2):
+            raise ml.DTypeError(f"init: dtype={dtype!r:.60}; it is one for K and V, or a pair of {_NAMES}")
+        return cls(_one(pair[0]), _one(pair[-1]))
+
+    @classmethod
+    def _with_window(cls, asked: ResidualWindow) -> CacheFormat:
+        found, sizes = cls.of(asked.dtype), (asked.residual_length, asked.sink_tokens)
+        if any(type(size) is not int or size < 0 for size in sizes) or not any(sizes):
+            raise InvalidRangeError(
+                f"init: dtype={asked!r:.120}; residual_length and sink_tokens are whole numbers >= 0, one of "
+                "them above 0"
+            )
+        if found.plain is not None or found.is_windowed:
+            raise ml.DTypeError(
+                f"init: dtype={asked!r:.120}; a residual window stands beside codes: {found} "
+                f"{'has one already' if found.is_windowed else 'is plain numbers, which need none'}"
+            )
+        return cls(found.key, found.value, *sizes)
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether some tokens are kept as they were put, beside their codes."""
+        return self.residual_length + self.sink_tokens > 0
+
+    @property
+    def asked(self) -> CacheDType:
+        """What ``init`` takes for it."""
+        pair = self.key, self.value
+        return ResidualWindow(pair, self.residual_length, self.sink_tokens) if self.is_windowed else pair
+
+    def __str__(self) -> str:
+        sizes = ("first", self.sink_tokens), ("last", self.residual_length)
+        exact = " and ".join(f"the {which} {size}" for which, size in sizes if size)
+        return f"{self.name} ({exact} exact)" if exact else self.name
+
+    @property
+    def name(self) -> str:
+        key, value = self.key.name, self.value.name
+        return key if key == value else f"{key}/{value}"
+
+    @property
+    def plain(self) -> ml.DType | None:
+        """The dtype of numbers, where K and V are plain and of one."""
+        key = self.key
+        return key.dtype if isinstance(key, Plain) and key == self.value else None
+
+    def nbytes(self, heads: int, key_dim: int, value_dim: int, activations: ml.DType) -> int:
+        """Bytes of one token's K and V in a layer."""
+        parts = (*self.key.parts(key_dim, activations), *self.value.parts(value_dim, activations))
+        return heads * sum(width * dtype.itemsize for width, dtype in parts)
+
+    def dims(self, widths: Sequence[int], activations: ml.DType) -> tuple[int, int]:
+        """head_dim of K and of V whose parts are so wide, K's first; InvalidRangeError if there is none."""
+        found, rest = [], [*widths]
+        for stored in (self.key, self.value):
+            dim = stored.head_dim(rest[0] if rest else 0)
+            wanted = [width for width, _ in stored.parts(dim, activations)]
+            if rest[: len(wanted)] != wanted:
+                raise InvalidRangeError(
+                    f"{self.name}: parts of the widths {[*widths]}; {wanted} of {stored.name}"
+                )
+            found.append(dim)
+            rest = rest[len(wanted) :]
+        if rest:
+            raise InvalidRangeError(f"{self.name}: parts of the widths {[*widths]}; {rest} are too many")
+        return found[0], found[1]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CacheFormat) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+def _one(dtype: object) -> StorageFormat:
+    if isinstance(dtype, str):
+        try:
+            return open_format(dtype)
+        except ml.DTypeError as error:
+            raise ml.DTypeError(f"init: dtype={dtype!r:.60}: {error}") from None
+    if isinstance(dtype, ml.DType):
+        if dtype.is_float or dtype.is_quantized:
+            return open_format(dtype.name)
+    elif not isinstance(dtype, type) and all(callable(getattr(dtype, name, None)) for name in METHODS):
+        return keep_format(dtype)  # type: ignore[arg-type]
+    raise ml.DTypeError(
+        f"init: dtype={dtype!r:.60}; a cache stores an ml.DType of {_NAMES}, or a kvcache.StorageFormat"
+    )

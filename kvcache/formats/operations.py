@@ -1,0 +1,69 @@
+"""What generic bodies of formats are made of: operations that every backend with compute has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeGuard
+
+import ml
+from kvcache.cache import InvalidRangeError
+from ml import nn
+
+__all__ = [
+    "by_backend",
+    "check_blocks",
+    "inverse",
+    "number",
+    "quantized_by",
+    "read_by",
+    "same_sign",
+    "select",
+]
+
+
+def check_blocks(name: str, block: int, dim: int) -> None:
+    """Raise InvalidRangeError unless heads of ``dim`` divide into blocks."""
+    if dim % block or dim <= 0:
+        raise InvalidRangeError(
+            f"put: head_dim {dim} in a cache of {name}, whose blocks are {block} values along "
+            "head_dim; use a multiple of it, or init the cache with F16"
+        )
+
+
+def quantized_by(ctx: ml.Context, x: ml.Tensor, name: str) -> tuple[ml.Tensor, ...] | None:
+    """The parts as the backend makes them; None where it leaves this format to the generic body."""
+    backend = getattr(ctx, "backend", None)
+    return backend.quantize(ctx, x, name) if by_backend(backend) else None
+
+
+def read_by(ctx: ml.Context, parts: Sequence[ml.Tensor], name: str) -> ml.Tensor | None:
+    """The values as the backend reads them back; None where it leaves this format to the generic body."""
+    backend = getattr(ctx, "backend", None)
+    return backend.dequantize(ctx, parts, name) if by_backend(backend) else None
+
+
+def by_backend(backend: ml.Backend | None) -> TypeGuard[ml.SupportsBlockFormats]:
+    """Whether a backend has formats of its own."""
+    return nn.offers(backend, ml.SupportsBlockFormats)
+
+
+def number(ctx: ml.Context, value: float) -> ml.Tensor:
+    """F32 (1,)."""
+    return ctx.full((1,), value, ml.DType.F32)
+
+
+def select(ctx: ml.Context, which: ml.Tensor, one: ml.Tensor | float, other: ml.Tensor | float) -> ml.Tensor:
+    """``one`` where BOOL ``which`` says so, else ``other``."""
+    chosen = [number(ctx, x) if isinstance(x, float) else x for x in (one, other)]
+    return which.where(ctx, *chosen)
+
+
+def inverse(ctx: ml.Context, scale: ml.Tensor) -> ml.Tensor:
+    """1 / scale, and 0 where the scale is 0."""
+    empty = scale.compare(ctx, "eq", number(ctx, 0.0))
+    return select(ctx, empty, 0.0, number(ctx, 1.0).div(ctx, select(ctx, empty, 1.0, scale)))
+
+
+def same_sign(ctx: ml.Context, x: ml.Tensor, size: float) -> ml.Tensor:
+    """``size`` with the sign of x."""
+    return select(ctx, x.compare(ctx, "ge", number(ctx, 0.0)), size, -size)

@@ -1,0 +1,157 @@
+"""Which model computes the pages, read from vLLM's configuration; imports no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml
+from kvcache.cache import NotSupportedError
+from kvcache.integrations.vllm.options import ConnectorOptions
+from kvcache.runner.errors import ModelError
+from kvcache.runner.fingerprint import identity_of
+
+__all__ = ["SHARED", "check_config", "identity_of_config", "settings_of"]
+
+SHARED = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Models whose K and V are those of transformers and of our runner, in the same order of elements."""
+PLAIN_ROPES = frozenset({"default", "llama3"})
+DRAFTLESS = frozenset({"ngram", "ngram_gpu", "suffix"})
+"""Ways to speculate that store nothing of a model of their own."""
+_DTYPES = {"float32": ml.DType.F32, "float16": ml.DType.F16, "bfloat16": ml.DType.BF16}
+
+
+def check_config(config: Any, cache: Any) -> None:
+    """Raise NotSupportedError for a ``VllmConfig`` or ``KVCacheConfig`` that is not served."""
+    parallel, speculative = config.parallel_config, config.speculative_config
+    _refuse(parallel.pipeline_parallel_size > 1, "pipeline parallelism", "--pipeline-parallel-size 1")
+    context = max(
+        getattr(parallel, "decode_context_parallel_size", 1),
+        getattr(parallel, "prefill_context_parallel_size", 1),
+    )
+    _refuse(context > 1, "context parallelism", "context parallel sizes of 1")
+    _refuse(
+        getattr(config.cache_config, "calculate_kv_scales", False),
+        "K and V whose scales are found on the way",
+        "scales of the checkpoint, without --calculate-kv-scales",
+    )
+    _refuse(
+        speculative is not None and speculative.method not in DRAFTLESS,
+        f"speculation by {getattr(speculative, 'method', None)!r}, with K and V of a model of its own",
+        "ngram speculation, or none",
+    )
+    groups = cache.kv_cache_groups
+    kinds = sorted({type(spec).__name__ for group in groups for spec in _specs(group.kv_cache_spec)})
+    _refuse(
+        len(groups) != 1,
+        f"{len(groups)} groups of KV cache layers ({', '.join(kinds)})",
+        "a model of attention layers only, and --disable-hybrid-kv-cache-manager where it has windows",
+    )
+    _refuse(
+        kinds != ["FullAttentionSpec"],
+        f"a KV cache of {', '.join(kinds)}",
+        "layers of full attention, or these together with windows",
+    )
+
+
+def _refuse(case: bool, what: str, remedy: str) -> None:
+    if case:
+        raise NotSupportedError(f"KVCacheConnector: {what} is not served; it takes {remedy}")
+
+
+def _specs(spec: Any) -> Iterator[Any]:
+    """The specs of a group's layers, where they differ in width."""
+    yield from getattr(spec, "kv_cache_specs", {"": spec}).values()
+
+
+def identity_of_config(config: Any, options: ConnectorOptions) -> dict[str, Any]:
+    """What names the model: what the options say, else a digest of its files, as ``model_identity`` has it.
+
+    Whatever else changes K and V is added. Raises ModelError where nothing tells the weights.
+    """
+    model = config.model_config
+    more = {**_quantization(model), **_overrides(model), **_lengths(model)}
+    if options.identity is not None:
+        found = dict(options.identity)
+    else:
+        dummy = str(config.load_config.load_format).rpartition(".")[2].lower() == "dummy"
+        found = {**identity_of(_folder(model, dummy), _dtype(model))}
+    return {**found, "vllm": more} if more else found
+
+
+def _dtype(model: Any) -> ml.DType:
+    name = str(model.dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ModelError(f"KVCacheConnector: a model of {name}; it is one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _folder(model: Any, dummy: bool) -> Path:
+    path = Path(model.model)
+    if not path.is_dir() and not dummy:
+        path = _downloaded(model.model, model.revision) or path
+    if dummy or not path.is_dir():
+        raise ModelError(
+            f"KVCacheConnector: no files tell which weights {model.model!r} has; name them in "
+            'kv_connector_extra_config: "identity": {"model": ..., "weights": ...}'
+        )
+    return path
+
+
+def _downloaded(name: str, revision: str | None) -> Path | None:
+    """Where the hub's client keeps a model that vLLM has loaded."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception:
+        return None
+
+
+def _quantization(model: Any) -> dict[str, Any]:
+    """Weights that are quantized as they are loaded; where the checkpoint is, its files say so."""
+    given = getattr(model.hf_config, "quantization_config", None)
+    return {"quantization": str(model.quantization)} if model.quantization and not given else {}
+
+
+def _overrides(model: Any) -> dict[str, Any]:
+    overrides = getattr(model, "hf_overrides", None)
+    if callable(overrides):
+        raise ModelError("KVCacheConnector: hf_overrides is a function, which names no model; give a dict")
+    return {"hf_overrides": overrides} if overrides else {}
+
+
+def _lengths(model: Any) -> dict[str, Any]:
+    """Rotations that depend on the longest prompt."""
+    return {} if _ropes(model) <= PLAIN_ROPES else {"max_model_len": model.max_model_len}
+
+
+def _ropes(model: Any) -> set[str]:
+    given = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    nested = [value for value in given.values() if isinstance(value, Mapping)]
+    return {str(one.get("rope_type", "default")) for one in nested or [given]}
+
+
+def settings_of(config: Any, found: Mapping[str, Any], windows: list[int | None]) -> dict[str, Any]:
+    """What pages are named by beside the model; ``found`` are those of their format.
+
+    Where every cache of ours would hold the same K and V they are a ``CausalCache``'s, so that others read
+    them too; else they say that they are vLLM's.
+    """
+    model = config.model_config
+    alike = (
+        set(getattr(model.hf_config, "architectures", None) or ()) <= SHARED
+        and _ropes(model) <= PLAIN_ROPES
+        and config.parallel_config.tensor_parallel_size == 1
+        and not any(windows)
+        and found["kind"] == "CausalCache"
+    )
+    if alike:
+        return dict(found)
+    return {
+        **found,
+        "computed_by": "vLLM",
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "windows": windows,
+    }

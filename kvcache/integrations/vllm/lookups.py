@@ -1,0 +1,87 @@
+"""How much of a prefix stores have, asked by threads: a scheduler does not wait for a slow store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvcache.integrations.vllm.counters import Counters
+from kvcache.integrations.vllm.work import Workers
+from kvcache.offload.tiers import StoreTier
+
+__all__ = ["Lookups", "PageKeys", "stored_pages"]
+
+log = logging.getLogger("kvcache")
+
+PageKeys = Sequence[Sequence[str]]
+"""By rank the keys of a chain's pages, in order."""
+
+
+def stored_pages(tier: StoreTier, keys: PageKeys) -> int:
+    """How many leading pages the stores have of every rank."""
+    count = min(map(len, keys))
+    for own in keys:
+        count = tier.prefix(own[:count]) if count else 0
+    return count
+
+
+@dataclass(slots=True)
+class _Lookup:
+    tokens: int
+    asked: float
+    done: threading.Event = field(default_factory=threading.Event)
+    pages: int = 0
+
+
+class Lookups:
+    """One lookup per request, remembered until it is forgotten or the request has other tokens.
+
+    The first call waits ``wait`` seconds; later ones do not. What takes longer than ``timeout`` seconds is
+    a miss. Called by the scheduler's thread alone.
+    """
+
+    def __init__(
+        self,
+        count: Callable[[PageKeys], int],
+        workers: Workers,
+        wait: float,
+        timeout: float,
+        counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._count, self._workers, self._counters, self._clock = count, workers, counters, clock
+        self._wait, self._timeout = wait, timeout
+        self._found: dict[str, _Lookup] = {}
+
+    def pages(self, request: str, tokens: int, keys: Callable[[], PageKeys]) -> int | None:
+        """Leading pages of a request of so many ``tokens`` that are stored; None: not known yet."""
+        lookup = self._found.get(request)
+        if lookup is None or lookup.tokens != tokens:
+            lookup = self._found[request] = _Lookup(tokens, self._clock())
+            self._counters.add("lookups")
+            self._workers.submit(self._job(lookup, keys()))
+            lookup.done.wait(self._wait)
+        if lookup.done.is_set():
+            return lookup.pages
+        if self._clock() - lookup.asked >= self._timeout:
+            self._counters.add("lookups_timed_out")
+            log.warning("lookup: no answer in %.3g s; the prompt is computed instead", self._timeout)
+            self._found[request] = late = _Lookup(tokens, lookup.asked)
+            late.done.set()
+            return 0
+        return None
+
+    def forget(self, request: str) -> None:
+        self._found.pop(request, None)
+
+    def _job(self, lookup: _Lookup, keys: PageKeys) -> Callable[[], None]:
+        def look() -> None:
+            try:
+                lookup.pages = self._count(keys)
+            finally:
+                lookup.done.set()
+
+        return look

@@ -1,0 +1,98 @@
+"""What ``kv_connector_extra_config`` may say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvcache.cache import InvalidRangeError
+from kvcache.storage.sizes import parse_bytes
+
+__all__ = ["LEAST_PAGE", "PAGES", "ConnectorOptions"]
+
+PAGES = ("auto", "raw")
+LEAST_PAGE = 128
+"""Tokens of a page where none are asked for, rounded up to whole blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOptions:
+    """The connector's options, checked.
+
+    ``store`` are URLs, the nearest first. ``page_tokens`` is how many tokens an entry covers, whole blocks of
+    vLLM; 0: the fewest blocks that make 128. ``host_memory`` bounds the bytes that wait to be written;
+    a step that has more waits ``save_wait`` seconds for room, and then leaves the rest for later.
+    A scheduler waits ``lookup_wait`` seconds for what a store answers, then schedules others first, and
+    counts no answer after ``lookup_timeout`` seconds as a miss. ``identity`` names the model in place of a
+    digest of its files. ``pages``: "raw" keeps blocks as vLLM's attention lays them out, whatever it is.
+    """
+
+    store: tuple[str, ...]
+    page_tokens: int = 0
+    host_memory: int = 256 << 20
+    load_threads: int = 2
+    lookup_threads: int = 2
+    lookup_wait: float = 0.002
+    lookup_timeout: float = 1.0
+    save_wait: float = 0.05
+    save_generated: bool = True
+    identity: Mapping[str, Any] | None = None
+    pages: str = "auto"
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> ConnectorOptions:
+        """Raises InvalidRangeError for an option that there is not, and a value that is none."""
+        known = [field.name for field in fields(cls)]
+        if strange := given.keys() - set(known):
+            raise InvalidRangeError(
+                f"kv_connector_extra_config: {min(strange)!r} is no option; there are {', '.join(known)}"
+            )
+        found = {**given, "store": _urls(given.get("store"))}
+        if "host_memory" in found:
+            found["host_memory"] = parse_bytes("kv_connector_extra_config: host_memory", found["host_memory"])
+        for name, least in {"page_tokens": 0, "load_threads": 1, "lookup_threads": 1}.items():
+            _check(name, found.get(name, least), int, least)
+        for name in ("lookup_wait", "lookup_timeout", "save_wait"):
+            _check(name, found.get(name, 0), (int, float), 0)
+        _check("save_generated", found.get("save_generated", True), bool, False)
+        if found.get("pages", "auto") not in PAGES:
+            raise InvalidRangeError(
+                f"kv_connector_extra_config: pages={found['pages']!r}; it is one of {', '.join(PAGES)}"
+            )
+        identity = found.get("identity")
+        if identity is not None and (not isinstance(identity, Mapping) or not identity):
+            raise InvalidRangeError(
+                f"kv_connector_extra_config: identity={identity!r}; it is an object that names the model"
+            )
+        return cls(**found)
+
+    def tokens_of_page(self, block_size: int) -> int:
+        """Raises InvalidRangeError where ``page_tokens`` are no whole blocks."""
+        tokens = self.page_tokens or -(-LEAST_PAGE // block_size) * block_size
+        if tokens % block_size:
+            raise InvalidRangeError(
+                f"kv_connector_extra_config: page_tokens={tokens}; vLLM's blocks have {block_size} tokens, "
+                "and a page is whole blocks"
+            )
+        return tokens
+
+
+def _urls(given: object) -> tuple[str, ...]:
+    urls = [given] if isinstance(given, str) else given
+    if (
+        not isinstance(urls, list | tuple)
+        or not urls
+        or not all(isinstance(url, str) and url for url in urls)
+    ):
+        raise InvalidRangeError(
+            f"kv_connector_extra_config: store={given!r}; it is the URL of a store, such as "
+            "'file:///var/cache/kv', or a list of them, the nearest first"
+        )
+    return tuple(urls)
+
+
+def _check(name: str, value: Any, kind: type | tuple[type, ...], least: float) -> None:
+    whole = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if not whole or value < least:
+        raise InvalidRangeError(f"kv_connector_extra_config: {name}={value!r}; it is at least {least}")

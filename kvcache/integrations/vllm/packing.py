@@ -1,0 +1,69 @@
+"""Where K and V of a token lie in a block of vLLM's cache, found by writing numbers through its own kernel.
+
+A block is (heads, tokens, content) to vLLM; what an attention backend makes of it is its own affair (the
+CPU's transposes keys). The kernel that fills the cache is given K and V that count 0, 1, 2, ..., and the
+block then says where each element went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["BASE", "Strides", "digits", "places", "strides_of"]
+
+BASE = 128
+"""Digits that F16 and BF16 hold exactly."""
+
+
+class Strides(NamedTuple):
+    """(token, head, dim) lies at ``offset + token * s0 + head * s1 + dim * s2`` of its block, in elements."""
+
+    offset: int
+    steps: tuple[int, int, int]
+
+
+def digits(count: int) -> list[np.ndarray]:
+    """The numbers 0 to ``count - 1`` in digits of BASE, the lowest first: float32 (count,), plus 1."""
+    numbers = np.arange(count)
+    planes = []
+    while True:
+        planes.append((numbers % BASE + 1).astype(np.float32))
+        numbers = numbers // BASE
+        if not numbers.any():
+            return planes
+
+
+def places(planes: Sequence[np.ndarray], count: int) -> np.ndarray | None:
+    """Where each of ``count`` numbers went, int64 indexes into the block; None: not each once.
+
+    ``planes`` are what the block (elements,) holds of each of the ``digits``; 0 where nothing was written.
+    """
+    written = [plane != 0 for plane in planes]
+    if not all(np.isfinite(plane).all() and (plane == np.floor(plane)).all() for plane in planes):
+        return None
+    if any((mask != written[0]).any() for mask in written):
+        return None
+    numbers = sum((plane.astype(np.int64) - 1) * BASE**i for i, plane in enumerate(planes))
+    where = np.flatnonzero(written[0])
+    found = np.asarray(numbers)[where]
+    if found.size != count or not np.array_equal(np.sort(found), np.arange(count)):
+        return None
+    back = np.empty(count, np.int64)
+    back[found] = where
+    return back
+
+
+def strides_of(where: np.ndarray) -> Strides | None:
+    """Even steps through ``where`` (tokens, heads, dim), if it is made of them."""
+    first = int(where[0, 0, 0])
+    steps = tuple(
+        int(where.take(1, axis).flat[0]) - first if size > 1 else 0 for axis, size in enumerate(where.shape)
+    )
+    expected = first + sum(
+        step * np.arange(size).reshape([-1 if other == axis else 1 for other in range(3)])
+        for axis, (step, size) in enumerate(zip(steps, where.shape, strict=True))
+    )
+    return Strides(first, (steps[0], steps[1], steps[2])) if np.array_equal(where, expected) else None

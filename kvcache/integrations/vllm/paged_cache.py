@@ -1,0 +1,262 @@
+"""vLLM's cache on this rank: blocks of all layers, copied out and written as pages have them. PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+import ml
+from kvcache.integrations.vllm.packing import Strides, digits, places, strides_of
+from kvcache.integrations.vllm.pages import PageFormat, RawPages, TokenPages
+
+__all__ = ["CacheLayer", "Fill", "PagedCache", "find_pages"]
+
+log = logging.getLogger("kvcache")
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_DTYPES = {torch.float32: ml.DType.F32, torch.float16: ml.DType.F16, torch.bfloat16: ml.DType.BF16}
+
+Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""``fill(key, value, cache, slots)``: vLLM's kernel that writes K and V (tokens, heads, dim) to slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayer:
+    """One layer of vLLM's cache: ``cache`` (blocks, heads, tokens, content), and what its spec says of it."""
+
+    name: str
+    cache: torch.Tensor
+    heads: int
+    key_dim: int
+    value_dim: int
+    fill: Fill | None
+    """None: its backend stores K and V in no way of which anything is known."""
+
+
+class _Blocks(Protocol):
+    """One layer's blocks: how many elements of a page go where."""
+
+    def gather(self, blocks: torch.Tensor) -> list[torch.Tensor]: ...
+    def scatter(self, blocks: torch.Tensor, parts: Sequence[torch.Tensor]) -> None: ...
+
+
+class _Strided:
+    """K and V by token, where they lie at even distances: views."""
+
+    def __init__(self, words: torch.Tensor, tokens: int, layer: CacheLayer, found: Sequence[Strides]) -> None:
+        shapes = ((tokens, layer.heads, dim) for dim in (layer.key_dim, layer.value_dim))
+        self._views = [
+            words.as_strided(
+                (words.shape[0], *shape),
+                (words.stride(0), *strides.steps),
+                words.storage_offset() + strides.offset,
+            )
+            for shape, strides in zip(shapes, found, strict=True)
+        ]
+
+    def gather(self, blocks: torch.Tensor) -> list[torch.Tensor]:
+        return [view.index_select(0, blocks).flatten(0, 1) for view in self._views]
+
+    def scatter(self, blocks: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        for view, part in zip(self._views, parts, strict=True):
+            view.index_copy_(0, blocks, part.view(blocks.numel(), *view.shape[1:]))
+
+
+class _Scattered:
+    """K and V by token, each element of a block wherever the backend has put it."""
+
+    def __init__(self, words: torch.Tensor, tokens: int, layer: CacheLayer, where: np.ndarray) -> None:
+        self._words, self._where = words, torch.from_numpy(where).to(words.device)
+        self._shapes = [(tokens, layer.heads, dim) for dim in (layer.key_dim, layer.value_dim)]
+
+    def gather(self, blocks: torch.Tensor) -> list[torch.Tensor]:
+        flat = self._words.index_select(0, blocks).flatten(1).index_select(1, self._where)
+        keys = int(np.prod(self._shapes[0]))
+        halves = zip((flat[:, :keys], flat[:, keys:]), self._shapes, strict=True)
+        return [half.reshape(-1, *shape[1:]) for half, shape in halves]
+
+    def scatter(self, blocks: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        flat = torch.cat([part.reshape(blocks.numel(), -1) for part in parts], 1)
+        whole = self._words.index_select(0, blocks).flatten(1)
+        whole.index_copy_(1, self._where, flat)
+        self._words.index_copy_(0, blocks, whole.view(-1, *self._words.shape[1:]))
+
+
+class _Raw:
+    """Blocks byte for byte."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self._words = words
+
+    def gather(self, blocks: torch.Tensor) -> list[torch.Tensor]:
+        return [self._words.index_select(0, blocks).flatten(1).view(torch.uint8)]
+
+    def scatter(self, blocks: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        words = parts[0].view(self._words.dtype)
+        self._words.index_copy_(0, blocks, words.view(blocks.numel(), *self._words.shape[1:]))
+
+
+def find_pages(
+    layers: Sequence[CacheLayer], block_size: int, blocks: int, tokens: int, layout: str, raw: bool = False
+) -> PagedCache:
+    """How pages of ``tokens`` tokens are made of a cache of ``blocks`` blocks of ``block_size`` tokens.
+
+    K and V by token where the backend is found to store them so, unless they are asked for ``raw``; else
+    blocks byte for byte, which only a backend of the same ``layout`` can read.
+    """
+    ratio = layers[0].cache.shape[0] // blocks
+    small = block_size // ratio
+    made: list[_Blocks] = []
+    dtypes = {_DTYPES.get(layer.cache.dtype) for layer in layers}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    for layer in layers if dtype is not None and not raw else ():
+        found = _by_token(layer, small)
+        if found is None:
+            log.warning(
+                "%s: its attention backend stores K and V in no order that could be told; pages are raw",
+                layer.name,
+            )
+            break
+        made.append(found)
+    pages: PageFormat
+    if dtype is not None and len(made) == len(layers):
+        widths = tuple(((la.heads, la.key_dim), (la.heads, la.value_dim)) for la in layers)
+        pages = TokenPages(tokens, dtype, widths)
+        parts = 2
+    else:
+        made = [_Raw(_words(layer.cache)) for layer in layers]
+        sizes = tuple(layer.cache[0].numel() * layer.cache.element_size() for layer in layers)
+        pages = RawPages(tokens, tokens // small, sizes, f"{layout}, {small} tokens")
+        parts = 1
+    return PagedCache(pages, made, parts, ratio, layers[0].cache.device)
+
+
+def _words(cache: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: every bit pattern is moved as it is."""
+    return cache.view(_WORDS[cache.element_size()])
+
+
+def _by_token(layer: CacheLayer, tokens: int) -> _Blocks | None:
+    shapes = [(tokens, layer.heads, dim) for dim in (layer.key_dim, layer.value_dim)]
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    where = _probe(layer, shapes, sum(sizes))
+    if where is None:
+        return None
+    logical = np.unravel_index(where, tuple(layer.cache.shape[1:]))
+    lies = sum(index * step for index, step in zip(logical, layer.cache.stride()[1:], strict=True))
+    parts = np.split(np.asarray(lies), [sizes[0]])
+    found = [strides_of(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True)]
+    strides = [one for one in found if one is not None]
+    if len(strides) == len(found):
+        return _Strided(_words(layer.cache), tokens, layer, strides)
+    return _Scattered(_words(layer.cache), tokens, layer, where)
+
+
+def _probe(layer: CacheLayer, shapes: Sequence[tuple[int, ...]], count: int) -> np.ndarray | None:
+    """Where each element of K, then of V, goes within a block (heads, tokens, content); None: not told."""
+    cache, tokens = layer.cache, shapes[0][0]
+    strides = cache.stride()
+    order = sorted(range(1, 4), key=lambda axis: -strides[axis])
+    scratch = cache.new_zeros((2, *(cache.shape[axis] for axis in order)))
+    scratch = scratch.permute(0, *(order.index(axis) + 1 for axis in range(1, 4)))
+    if layer.fill is None:
+        return None
+    keys = int(np.prod(shapes[0]))
+    slots = torch.arange(tokens, 2 * tokens, dtype=torch.int64, device=cache.device)
+    planes = []
+    for plane in digits(count):
+        given = torch.from_numpy(plane).to(cache.device, cache.dtype)
+        key, value = given[:keys].view(shapes[0]), given[keys:].view(shapes[1])
+        scratch.zero_()
+        try:
+            layer.fill(key, value, scratch, slots)
+        except Exception as error:
+            log.warning("%s: %s", layer.name, error)
+            return None
+        planes.append(scratch[1].float().cpu().reshape(-1).numpy().copy())
+    return places(planes, count)
+
+
+@dataclass(eq=False)
+class _Copied:
+    arrays: Sequence[np.ndarray]
+    event: Any = None
+
+    def ready(self) -> bool:
+        return self.event is None or bool(self.event.query())
+
+
+class PagedCache:
+    """Pages made of blocks, and blocks filled from pages; ``scatter`` may be called from any thread."""
+
+    def __init__(
+        self, pages: PageFormat, layers: Sequence[_Blocks], parts: int, ratio: int, device: torch.device
+    ) -> None:
+        """``parts``: arrays of a page for each layer; ``ratio``: blocks of the kernels in one of vLLM's."""
+        self.pages = pages
+        self._layers, self._parts, self._ratio, self._device = layers, parts, ratio, device
+        self._dtype: Any = pages.dtype.numpy if isinstance(pages, TokenPages) else np.dtype(np.uint8)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What decides the content of a page, JSON-able."""
+        if isinstance(self.pages, TokenPages):
+            return {"kind": "CausalCache", "dtype": self.pages.dtype.name}
+        assert isinstance(self.pages, RawPages)
+        return {"kind": "vLLM blocks", "layout": self.pages.layout, "layers": [*self.pages.layers]}
+
+    def gather(self, blocks: Sequence[int]) -> _Copied:
+        ids = self._ids(blocks)
+        parts = [part for layer in self._layers for part in layer.gather(ids)]
+        event = None
+        if self._device.type != "cpu":
+            parts = [_to_host(part) for part in parts]
+            event = torch.Event(self._device)
+            event.record()
+        return _Copied([part.numpy().view(self._dtype) for part in parts], event)
+
+    def scatter(self, blocks: Sequence[int | None], arrays: Sequence[np.ndarray]) -> None:
+        wanted = [i for i, block in enumerate(blocks) if block is not None]
+        ids = self._ids([block for block in blocks if block is not None])
+        if not wanted:
+            return
+        with self._beside() as stream:
+            for number, layer in enumerate(self._layers):
+                own = arrays[number * self._parts : (number + 1) * self._parts]
+                layer.scatter(ids, [self._part(array, wanted, len(blocks)) for array in own])
+            if stream is not None:
+                stream.synchronize()
+
+    def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
+        """The kernels' blocks that vLLM's blocks are made of."""
+        ids = torch.tensor([*blocks], dtype=torch.int64).reshape(-1, 1) * self._ratio
+        return (ids + torch.arange(self._ratio)).reshape(-1).to(self._device)
+
+    def _part(self, array: np.ndarray, wanted: Sequence[int], count: int) -> torch.Tensor:
+        """The rows of an array, which has ``count`` blocks of them, that belong to the wanted blocks."""
+        rows = array.shape[0] // count
+        if len(wanted) < count:
+            array = np.concatenate([array[i * rows : (i + 1) * rows] for i in wanted])
+        words = np.array(array, order="C").view(f"i{array.dtype.itemsize}" if array.itemsize > 1 else "u1")
+        return torch.from_numpy(words).to(self._device)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Any:
+        """A stream of one's own, where there are streams: no pass waits for it, and it for none."""
+        if self._device.type == "cpu":
+            yield None
+            return
+        stream = torch.Stream(self._device)
+        with stream:
+            yield stream
+
+
+def _to_host(part: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+    return host.copy_(part, non_blocking=True)

@@ -1,0 +1,128 @@
+"""What a page is: K and V by token, as every cache of ours writes them, or blocks as vLLM lays them out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+import ml
+from kvcache.snapshots.check_serialized import check_serialized
+from kvcache.snapshots.layer_shapes import check_layers
+from kvcache.stores import SerializedSnapshot, SnapshotCorrupt
+
+__all__ = ["PageFormat", "RawPages", "TokenPages"]
+
+Widths = tuple[tuple[int, int], tuple[int, int]]
+"""(heads, dim) of a layer's keys and of its values."""
+
+
+class PageFormat(Protocol):
+    """How the arrays of a page become an entry of a store, and back."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a page."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of a page's arrays."""
+
+    def pack(self, begin: int, arrays: Sequence[np.ndarray]) -> SerializedSnapshot:
+        """The page of tokens ``[begin, begin + tokens)``; its arrays in the format's order."""
+
+    def unpack(self, begin: int, page: SerializedSnapshot) -> list[np.ndarray]:
+        """Its arrays, views of the page; SnapshotCorrupt for a page of anything else."""
+
+
+@dataclass(frozen=True)
+class TokenPages:
+    """Serialized snapshots of an attention cache that holds ``layers``; arrays are K and V of each in turn.
+
+    Each is (tokens, heads, dim) of ``dtype``.
+    """
+
+    tokens: int
+    dtype: ml.DType
+    layers: tuple[Widths, ...]
+
+    @property
+    def nbytes(self) -> int:
+        values = sum(heads * dim for layer in self.layers for heads, dim in layer)
+        return self.tokens * (values * self.dtype.itemsize + np.dtype(np.int64).itemsize)
+
+    def pack(self, begin: int, arrays: Sequence[np.ndarray]) -> SerializedSnapshot:
+        named = {f"{i // 2}.{i % 2}": array for i, array in enumerate(arrays)}
+        layers = [
+            [i, self.dtype.name, [[f"{i}.{n}", [0, 1, 2]] for n in range(2)]] for i in range(len(self.layers))
+        ]
+        meta = {
+            "kind": "attention",
+            "begin": begin,
+            "end": begin + self.tokens,
+            "dtype": self.dtype.name,
+            "whole": False,
+            "layers": layers,
+        }
+        positions = np.arange(begin, begin + self.tokens, dtype=np.int64)
+        return SerializedSnapshot({"snapshot": meta}, {"positions": positions, **named})
+
+    def unpack(self, begin: int, page: SerializedSnapshot) -> list[np.ndarray]:
+        span = check_serialized("load", page, complete=True)
+        meta = page.meta["snapshot"]
+        if span != (begin, begin + self.tokens) or meta["kind"] != "attention" or meta["whole"]:
+            raise SnapshotCorrupt(
+                f"load: a snapshot of {list(span)} under the key of [{begin}, {begin + self.tokens})"
+            )
+        if meta["dtype"] != self.dtype.name:
+            raise SnapshotCorrupt(f"load: a snapshot of {meta['dtype']}; the cache stores {self.dtype.name}")
+        check_layers(page, dict(enumerate(self.layers)))
+        parts = {number: tensors for number, _, tensors in meta["layers"]}
+        return [_by_token(page, *tensor) for i in range(len(self.layers)) for tensor in parts[i]]
+
+
+def _by_token(page: SerializedSnapshot, name: str, axes: list[int]) -> np.ndarray:
+    """An array as (tokens, heads, dim), whatever order of axes it was stored in."""
+    return page.arrays[name].transpose([axes.index(axis) for axis in range(3)])
+
+
+@dataclass(frozen=True)
+class RawPages:
+    """Blocks byte for byte: one array (blocks, bytes of a block) for each layer.
+
+    ``layout`` says what they mean; it is part of the key, and of the page.
+    """
+
+    tokens: int
+    blocks: int
+    layers: tuple[int, ...]
+    """Bytes of a block, by layer."""
+    layout: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks * sum(self.layers)
+
+    def pack(self, begin: int, arrays: Sequence[np.ndarray]) -> SerializedSnapshot:
+        named = {str(i): array for i, array in enumerate(arrays)}
+        return SerializedSnapshot({"vllm_blocks": self._meta(begin)}, named)
+
+    def unpack(self, begin: int, page: SerializedSnapshot) -> list[np.ndarray]:
+        if page.meta.get("vllm_blocks") != self._meta(begin):
+            raise SnapshotCorrupt(
+                f"load: not vLLM's blocks of [{begin}, {begin + self.tokens}), {self.layout}"
+            )
+        arrays = [page.arrays.get(str(i)) for i in range(len(self.layers))]
+        found = [
+            array
+            for array, nbytes in zip(arrays, self.layers, strict=True)
+            if array is not None and array.shape == (self.blocks, nbytes) and array.dtype == np.uint8
+        ]
+        if len(found) != len(self.layers) or len(page.arrays) != len(found):
+            raise SnapshotCorrupt(f"load: blocks of other layers than {list(self.layers)}")
+        return found
+
+    def _meta(self, begin: int) -> dict[str, Any]:
+        return {"begin": begin, "end": begin + self.tokens, "layout": self.layout}

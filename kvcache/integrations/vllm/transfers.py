@@ -1,0 +1,217 @@
+"""A worker's side: pages that go from stores to blocks and from blocks to stores, between and after passes.
+
+A load is the work of threads, which write into blocks that vLLM has set aside for the request and reads in
+no pass until it is told that they are there. A save copies its blocks to host memory before the step
+ends, in the order of the device's own work: what vLLM does with the blocks then is its own affair.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from kvcache.integrations.vllm.counters import Counters
+from kvcache.integrations.vllm.pages import PageFormat
+from kvcache.integrations.vllm.steps import PageLoad, PageSave, Report, Step
+from kvcache.integrations.vllm.work import Workers
+from kvcache.offload.tiers import StoreTier, StoreWrite
+from kvcache.stores import SnapshotCorrupt
+
+__all__ = ["Copied", "DeviceBlocks", "Transfers"]
+
+log = logging.getLogger("kvcache")
+
+POLL = 0.001
+"""Seconds between two looks for room."""
+PATIENCE = 10.0
+"""Seconds that a load inside a store is waited for when all ends."""
+IDLE = 0.002
+"""Seconds that a step with nothing to compute waits for loads: one that spins keeps threads from running."""
+
+
+class Copied(Protocol):
+    """Blocks on their way to host memory."""
+
+    arrays: Sequence[np.ndarray]
+    """In the order of the page format; good when ``ready``."""
+
+    def ready(self) -> bool:
+        """Whether they are there."""
+
+
+class DeviceBlocks(Protocol):
+    """The blocks of vLLM's cache on this rank."""
+
+    def gather(self, blocks: Sequence[int]) -> Copied:
+        """Have blocks copied, behind what the device was given so far and before what it is given next."""
+
+    def scatter(self, blocks: Sequence[int | None], arrays: Sequence[np.ndarray]) -> None:
+        """Write a page's arrays into its blocks, but for those that are None; done when this returns."""
+
+
+@dataclass(eq=False, slots=True)
+class _Loading:
+    """A request whose pages are being loaded."""
+
+    request: str
+    left: int
+    failed: set[int] = field(default_factory=set)
+    stopped: bool = False
+    """A page was lost, or the request has ended: the rest is not read."""
+    ended: bool = False
+
+
+class Transfers:
+    """Loads by ``threads`` threads, one page each in host memory; saves through the tier's own thread.
+
+    At most ``tier.backlog`` bytes of pages wait to be written (one page always may). Called by the thread
+    that runs vLLM's steps.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        pages: PageFormat,
+        blocks: DeviceBlocks,
+        tier: StoreTier,
+        workers: Workers,
+        counters: Counters,
+        save_wait: float = 0.0,
+    ) -> None:
+        self._rank, self._pages, self._blocks = rank, pages, blocks
+        self._tier, self._workers, self._counters = tier, workers, counters
+        self._save_wait = save_wait
+        self._loading: dict[str, _Loading] = {}
+        self._lock = threading.Lock()
+        self._some_arrived = threading.Event()
+        self._loaded: deque[_Loading] = deque()
+        self._copying: deque[tuple[PageSave, Copied]] = deque()
+        self._report = Report()
+        self._invalid: set[int] = set()
+
+    # Loading.
+
+    def load(self, step: Step) -> None:
+        """Begin what a step loads."""
+        for request, pages in step.loads.items():
+            loading = self._loading[request] = _Loading(request, len(pages))
+            for page in pages:
+                self._workers.submit(partial(self._load, loading, page))
+
+    def _load(self, loading: _Loading, page: PageLoad) -> None:
+        begun = time.perf_counter()
+        well = False
+        try:
+            well = not loading.stopped and self._read(page)
+        except Exception:
+            log.exception("load: a page of %d tokens did not reach its blocks", self._pages.tokens)
+        if well:
+            self._counters.add("pages_loaded")
+            self._counters.add("bytes_loaded", self._pages.nbytes)
+        self._counters.add("load_seconds", time.perf_counter() - begun)
+        with self._lock:
+            if not well:
+                loading.stopped = True
+                loading.failed.update(block for block in page.blocks if block is not None)
+            loading.left -= 1
+            if not loading.left:
+                self._loaded.append(loading)
+                self._some_arrived.set()
+
+    def _read(self, page: PageLoad) -> bool:
+        key = page.keys[self._rank]
+        with self._tier.serialized(key) as found:
+            if found is not None:
+                try:
+                    self._blocks.scatter(page.blocks, self._pages.unpack(page.begin, found))
+                    return True
+                except SnapshotCorrupt as error:
+                    log.warning("%s; it is dropped and computed again", error)
+                    self._tier.drop(key)
+        self._counters.add("pages_lost")
+        return False
+
+    def arrived(self, ended: set[str], idle: bool = False) -> set[str]:
+        """Requests whose loads have ended since the last call, well or not; each once.
+
+        ``ended`` are requests that vLLM has finished: what is still to be read of them is left. An
+        ``idle`` step waits a moment for the first one.
+        """
+        for request in ended & self._loading.keys():
+            self._loading[request].stopped = self._loading[request].ended = True
+        if idle and self._loading:
+            self._some_arrived.wait(IDLE)
+        self._some_arrived.clear()
+        done: set[str] = set()
+        while self._loaded:
+            loading = self._loaded.popleft()
+            del self._loading[loading.request]
+            done.add(loading.request)
+            if loading.failed and not loading.ended:
+                self._invalid |= loading.failed
+                self._report.broken.add(loading.request)
+        return done
+
+    def invalid_blocks(self) -> set[int]:
+        """Blocks of what has arrived that hold nothing of use; each told once."""
+        found, self._invalid = self._invalid, set()
+        return found
+
+    # Saving.
+
+    def save(self, step: Step) -> None:
+        """Copy out what a step has made whole, and have it written. Waits ``save_wait`` seconds for room."""
+        until = time.monotonic() + self._save_wait
+        for page in step.saves:
+            if not self._has_room(until):
+                self._report.postponed.add(page.keys[0])
+                self._counters.add("pages_postponed")
+                continue
+            self._copying.append((page, self._blocks.gather(page.blocks)))
+        self.settle()
+
+    def _has_room(self, until: float) -> bool:
+        while True:
+            self.settle()
+            held = len(self._copying) * self._pages.nbytes + self._tier.waiting
+            if not held or held + self._pages.nbytes <= self._tier.backlog:
+                return True
+            if time.monotonic() >= until:
+                return False
+            time.sleep(POLL)
+
+    def settle(self) -> None:
+        """Hand over what the device has copied, and note what was written."""
+        while self._copying and self._copying[0][1].ready():
+            page, copied = self._copying.popleft()
+            packed = self._pages.pack(page.begin, copied.arrays)
+            self._tier.submit(StoreWrite([(page.keys[self._rank], packed)], packed, page.keys[0]))
+        for write in self._tier.finished():
+            (self._report.failed if write.failed else self._report.stored).add(str(write.owner))
+            self._counters.add("pages_refused" if write.failed else "pages_stored")
+            if not write.failed:
+                self._counters.add("bytes_stored", write.nbytes)
+
+    def report(self) -> Report | None:
+        """What has happened since the last call; None: nothing."""
+        found, self._report = self._report, Report()
+        return found if found else None
+
+    def close(self) -> None:
+        """End the loads, and write what was copied."""
+        for loading in [*self._loading.values()]:
+            loading.stopped = True
+        self._workers.close(PATIENCE)
+        while self._copying:
+            self.settle()
+            time.sleep(POLL)
+        self._tier.close()
+        self.settle()

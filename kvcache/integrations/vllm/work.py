@@ -1,0 +1,43 @@
+"""A few threads that do jobs in turn."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+__all__ = ["Workers"]
+
+log = logging.getLogger("kvcache")
+
+
+class Workers:
+    """``count`` threads, made when the first job comes. A process may end while a store hangs in one."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._name, self._count = name, count
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, job: Callable[[], None]) -> None:
+        if len(self._threads) < self._count:
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._jobs.put(job)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Let the jobs end that were given, and the threads with them; wait no longer than ``timeout``."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout)
+        self._threads = []
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                log.exception("%s: a job failed", self._name)

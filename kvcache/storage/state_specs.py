@@ -1,0 +1,125 @@
+"""Which states the layers of a cache keep: their names, shapes and dtypes, declared or found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+import ml
+from kvcache.cache import InvalidRangeError
+
+__all__ = ["StateSpec", "StateSpecs", "check_state_name", "is_state_name"]
+
+_LONGEST_NAME = 64
+
+Declared = Mapping[int | None, Mapping[str, "StateSpec"]]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """A state of fixed size: the shape of one sequence's, and its dtype.
+
+    ``dtype`` None: that of the model's activations, as RecurrentCache has it in ``conv_dtype``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: ml.DType | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        sizes: tuple[object, ...] = self.shape
+        for size in sizes:
+            if not isinstance(size, (int, np.integer)) or size < 1:
+                raise InvalidRangeError(
+                    f"StateSpec: shape {self.shape}: size={size!r}; it is a whole number >= 1"
+                )
+        dtype: object = self.dtype
+        if dtype is not None and (not isinstance(dtype, ml.DType) or dtype.is_quantized):
+            raise ml.DTypeError(
+                f"StateSpec: dtype={dtype!r:.40}; a state is stored as an ml.DType that tensors have"
+            )
+
+
+def is_state_name(name: object) -> bool:
+    """Whether a state may have this name, in a snapshot that comes from elsewhere too."""
+    return isinstance(name, str) and len(name) <= _LONGEST_NAME and name.isidentifier()
+
+
+class StateSpecs:
+    """The states of a cache by name and layer.
+
+    ``declared`` gives those of a layer; those under None hold for every layer that it does not name. What is
+    declared nowhere is known from the first that is stored.
+    """
+
+    def __init__(self, declared: Declared) -> None:
+        self.declared = {layer: dict(states) for layer, states in declared.items()}
+        self._found: dict[tuple[str, int], StateSpec] = {}
+        """All that were asked for or brought, with their dtypes."""
+        self._activations = ml.DType.F32
+        layers: list[object] = [*self.declared]
+        for layer in layers:
+            if layer is not None and (not isinstance(layer, int) or layer < 0):
+                raise InvalidRangeError(f"RecurrentCache: states: layer {layer!r}; layers count from 0")
+        for states in self.declared.values():
+            for name in states:
+                check_state_name("RecurrentCache", name)
+
+    def bind(self, activations: ml.DType) -> None:
+        """Forget what was found; ``activations`` is the dtype of states that are declared without one."""
+        self._found, self._activations = {}, activations
+
+    def default(self, name: str) -> StateSpec | None:
+        """What is declared for every layer that is not named."""
+        return self.declared.get(None, {}).get(name)
+
+    def declare(self, name: str, spec: StateSpec, layer: int | None) -> None:
+        """Say it of a layer, or of every layer that is not named (None); what is known already stays."""
+        check_state_name("learn_state", name)
+        if layer is None:
+            self.declared.setdefault(None, {}).setdefault(name, spec)
+        elif self.get(name, layer) is None:
+            self._found[name, layer] = StateSpec(spec.shape, self._dtype(spec))
+
+    def get(self, name: str, layer: int) -> StateSpec | None:
+        """With its dtype; None for a state that nobody has told of."""
+        found = self._found.get((name, layer))
+        if found is None:
+            spec = self.declared.get(layer, self.declared.get(None, {})).get(name)
+            if spec is not None:
+                found = self._found[name, layer] = StateSpec(spec.shape, self._dtype(spec))
+        return found
+
+    def learn(self, op: str, name: str, layer: int, state: ml.Tensor) -> None:
+        """Know a state by (sequences, *shape) of it; one that is known stays."""
+        if self.get(name, layer) is None:
+            check_state_name(op, name)
+            self._found[name, layer] = StateSpec(state.shape[1:], state.dtype)
+
+    def settings(self) -> dict[str, object]:
+        """What is declared, JSON-able; "states" has [layer or None, name, shape, dtype] each."""
+        conv, recurrent = self.default("conv"), self.default("recurrent")
+        found: dict[str, object] = {
+            "conv": [*(conv.shape if conv else ()), self._dtype(conv).name],
+            "state": [*(recurrent.shape if recurrent else ())],
+        }
+        others = [
+            [layer, name, [*spec.shape], self._dtype(spec).name]
+            for layer in sorted(self.declared, key=lambda layer: -1 if layer is None else layer)
+            for name, spec in sorted(self.declared[layer].items())
+            if layer is not None or (name != "conv" and (name, spec.dtype) != ("recurrent", ml.DType.F32))
+        ]
+        return found | {"states": others} if others else found
+
+    def _dtype(self, spec: StateSpec | None) -> ml.DType:
+        return self._activations if spec is None or spec.dtype is None else spec.dtype
+
+
+def check_state_name(op: str, name: object) -> None:
+    """Refuse what is no identifier."""
+    if not is_state_name(name):
+        raise InvalidRangeError(
+            f"{op}: state {name!r:.40}; names are Python identifiers of at most {_LONGEST_NAME} characters"
+        )

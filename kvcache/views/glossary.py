@@ -1,0 +1,34 @@
+"""What the words of a picture mean, for who has not read the docs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+__all__ = ["WORDS", "used"]
+
+WORDS: Mapping[str, str] = {
+    "cell": "room for one token's keys and values, in every layer",
+    "sequence": "a row of tokens that the cache keeps apart from others: a conversation, a beam",
+    "position": "where a token stands in its sequence, from 0",
+    "shared": "held by several sequences at once; nothing was copied",
+    "run": "cells of a sequence that lie side by side, and are read without gathering",
+    "gathered": "read cell by cell, since the cells do not lie side by side",
+    "hole": "free cells with used ones behind them",
+    "next token sees": "how many tokens the next one attends to, itself included",
+    "snapshot": "what a sequence held up to some position, kept after the sequence went on or ended",
+    "kept by snapshots": "held by no sequence any more; made free when room is short",
+    "prefix tree": "a radix tree of what conversations began with; a new one starts from what it shares",
+    "node": "a run of tokens in the prefix tree, and where its keys and values lie",
+    "tier": "a place for snapshots: the cache's own cells, host memory, a store",
+    "pinned": "evicted last",
+    "leaves first": "what the device would evict next",
+    "found there": "tokens of a prompt that did not have to be computed",
+    "state": "the fixed-size memory of a recurrent layer",
+    "checkpoint": "a copy of a state that a sequence can go back to",
+}  # fmt: skip
+
+
+def used(text: str) -> dict[str, str]:
+    """The words that ``text`` has, with their meanings; a plural counts."""
+    return {word: told for word, told in WORDS.items() if re.search(rf"\b{word}s?\b", text, re.IGNORECASE)}

@@ -1,0 +1,19 @@
+"""The storage formats of caches that :class:`ml.SupportsBlockFormats` speaks of, by name, in figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+__all__ = ["AFFINE", "AFFINE_LEAST_STEP", "F8_LARGEST", "F8_LEAST_SCALE"]
+
+AFFINE: Final[Mapping[str, tuple[int, int]]] = {
+    f"AFFINE{bits}_{group}": (bits, group) for bits in (8, 4) for group in (32, 64, 128)
+}
+"""Bits of a code, and how many values along the last axis share a scale and a bias."""
+AFFINE_LEAST_STEP: Final = 1e-7
+"""Between neighbouring codes of a group, before its edge is made exact."""
+F8_LARGEST: Final = 448.0
+"""The largest number of E4M3."""
+F8_LEAST_SCALE: Final = 2.0**-126
+"""What is smaller counts as 0: not every device knows subnormal numbers."""

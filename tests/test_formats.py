@@ -1,0 +1,407 @@
+"""Storage formats: the same bits on every backend, those of MLX and ml_dtypes; names, plugins, pages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kvcache
+import ml
+from kvcache import Batch, CausalCache, PrefixCache
+from kvcache.formats import CacheFormat, FormatSpec, format_names, hookimpl, open_format, plugins
+from kvcache.formats.plugins import FormatRegistry
+from kvcache.formats.rotated import PREFIX
+from kvcache.stores import MemoryStore, SerializedSnapshot
+from kvcache.testing.rigs.protocol import only_protocol
+from ml import DType
+from ml.block_formats import AFFINE
+
+BACKENDS = ("numpy", "torch", "mlx", "generic")
+"""The last has the required protocol alone."""
+CODED = [
+    name for name in format_names() if name not in ("F32", "F16", "BF16") and not name.startswith(PREFIX)
+]
+"""Those that turn heads first sum in each backend's own order."""
+FLOATS = (DType.F32, DType.F16, DType.BF16)
+EXAMPLE = Path(__file__).parents[1] / "examples/kvcache-format-turbo"
+
+
+@pytest.fixture(params=BACKENDS)
+def ctx(request: pytest.FixtureRequest) -> Iterator[ml.Context]:
+    with opened(request.param) as backend, backend.new_context() as context:
+        yield context
+
+
+def opened(name: str) -> ml.Backend:
+    infos = {info.name: info for info in ml.available_backends()}
+    if name != "generic" and not infos[name].available:
+        pytest.skip(f"{name} cannot run here: {infos[name].reason}")
+    return only_protocol(ml.open_backend("numpy")) if name == "generic" else ml.open_backend(name)
+
+
+def samples(dtype: DType) -> np.ndarray:
+    """Rows of 256 of many magnitudes: zeros, one peak alone, ties, constants, of one sign, very small."""
+    random = np.random.default_rng(4)
+    x = random.normal(size=(400, 256)) * 10.0 ** random.uniform(-4, 3, size=(400, 1))
+    x[0] = 0
+    x[1], x[1, 7] = 0, -5
+    x[2] = np.where(np.arange(256) % 2, 1.0, -1.0)
+    x[3], x[4] = 3, -1e-6
+    x[5], x[6] = np.abs(x[5]), -np.abs(x[6])
+    x[7] = np.arange(256) * 0.5 - 16
+    x[8] = 1000 + np.arange(256) * 1e-3
+    x[9], x[10], x[11, ::3] = 1e-37, 1e-40, -0.0
+    x[12, 0], x[12, 1:] = 448, np.linspace(-448, 448, 255)
+    return np.clip(x, -6e4, 6e4).astype(np.float32).astype(dtype.numpy)
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("name", CODED)
+def test_every_backend_stores_the_same_bits_and_reads_them_alike(
+    ctx: ml.Context, name: str, dtype: DType
+) -> None:
+    """And within the format's bound; parts are read as they lie, strided."""
+    stored, x = open_format(name), samples(dtype)
+    with ml.open_backend("numpy") as numpy, numpy.new_context() as plain:
+        expected = stored.encode(plain, plain.from_numpy(x))
+        values = stored.decode(plain, expected, 256).to_numpy()
+        wanted = [part.to_numpy() for part in expected]
+    found = stored.encode(ctx, ctx.from_numpy(x))
+    assert [(part.shape, part.dtype) for part in found] == [
+        ((400, width), kind) for width, kind in stored.parts(256, dtype)
+    ]
+    for part, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(bits(part.to_numpy()), bits(other))
+    strided = [part.concat(ctx, part, 0).view(ctx, 0, (200, part.shape[1]), (2 * part.shape[1], 1))
+               for part in found]  # fmt: skip
+    read = stored.decode(ctx, strided, 256).to_numpy()
+    assert read.dtype == np.float32
+    np.testing.assert_array_equal(bits(read), bits(values[::2]))
+    wide = x.astype(np.float32)
+    assert (np.abs(values - wide) <= stored.bound(wide, dtype)).all()
+    assert np.abs(values - wide).max() > 0
+    assert stored.head_dim(stored.parts(256, dtype)[0][0]) == 256
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("name", AFFINE)
+def test_groups_are_those_that_mlx_makes_and_reads(ctx: ml.Context, name: str, dtype: DType) -> None:
+    mx = pytest.importorskip("mlx.core")
+    (size, group), x = AFFINE[name], samples(dtype)
+    native = mx.array(x.astype(np.float32)).astype(
+        getattr(mx, {"F32": "float32", "F16": "float16"}.get(dtype.name, "bfloat16"))
+    )
+    theirs = mx.quantize(native, group_size=group, bits=size)
+    ours = [part.to_numpy() for part in open_format(name).encode(ctx, ctx.from_numpy(x))]
+    np.testing.assert_array_equal(ours[0].view(np.uint32), np.array(theirs[0]))
+    for mine, other in zip(ours[1:], theirs[1:], strict=True):
+        np.testing.assert_array_equal(mine.astype(np.float32), np.array(other.astype(mx.float32)))
+    wide = [part.astype(mx.float32) for part in theirs[1:]]
+    expected = np.array(mx.dequantize(theirs[0], *wide, group_size=group, bits=size))
+    given = [ctx.from_numpy(part) for part in ours]
+    np.testing.assert_array_equal(open_format(name).decode(ctx, given, 256).to_numpy(), expected)
+
+
+def test_floats_of_8_bits_are_those_of_ml_dtypes(ctx: ml.Context) -> None:
+    """All that there are, what lies halfway between them, and its neighbours: in rows whose scale is 1."""
+    numbers = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    half = (numbers[1:] + numbers[:-1]) / 2
+    x = np.concatenate([numbers, half, np.nextafter(half, 0), np.nextafter(half, 500)]).astype(np.float32)
+    rows = np.stack([np.full(2 * x.size, 448, np.float32), np.concatenate([x, -x])], 1)
+    stored = open_format("F8_E4M3")
+    codes, scales = stored.encode(ctx, ctx.from_numpy(rows))
+    assert (scales.to_numpy() == 1).all()
+    expected = rows.astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(codes.to_numpy(), expected.view(np.uint8))
+    read = stored.decode(ctx, (codes, scales), 2).to_numpy()
+    np.testing.assert_array_equal(read, expected.astype(np.float32))
+    every = np.delete(np.arange(256), (127, 255)).astype(np.uint8).reshape(-1, 2)  # two are NaN
+    given = ctx.from_numpy(every), ctx.from_numpy(np.full((127, 1), 0.5, np.float32))
+    wanted = every.view(ml_dtypes.float8_e4m3fn).astype(np.float32) / 2
+    np.testing.assert_array_equal(stored.decode(ctx, given, 2).to_numpy(), wanted)
+
+
+# By name.
+
+
+def test_formats_go_by_their_names_in_any_case_and_in_pairs() -> None:
+    assert open_format("q8_0") is open_format("Q8_0")
+    for dtype, name in (
+        (DType.Q8_0, "Q8_0"), ("q8_0", "Q8_0"), ((DType.Q8_0, "q8_0"), "Q8_0"), ("bf16", "BF16"),
+        ((DType.Q8_0, DType.Q4_0), "Q8_0/Q4_0"), ("f16/affine4_64", "F16/AFFINE4_64"),
+        ([DType.F16, open_format("F8_E4M3")], "F16/F8_E4M3"),
+    ):  # fmt: skip
+        found = CacheFormat.of(dtype)  # type: ignore[arg-type]
+        assert found.name == name
+        assert CacheFormat.of(found.name) == found != CacheFormat.of("F32")
+    assert CacheFormat.of("F16").plain is DType.F16
+    assert CacheFormat.of("F16/F32").plain is None
+
+
+def test_a_cache_tells_its_formats(numpy: ml.Backend) -> None:
+    cache = CausalCache()
+    cache.init(numpy, (DType.F16, "q4_0"), 1, 8, 8)
+    assert "F16/Q4_0 on numpy" in repr(cache)
+    assert cache.settings()["dtype"] == "F16/Q4_0"
+
+
+@pytest.fixture
+def numpy() -> Iterator[ml.Backend]:
+    with ml.open_backend("numpy") as backend:
+        yield backend
+
+
+class Halves:
+    """F16, as a format of someone's."""
+
+    name = "HALVES"
+
+    def parts(self, dim: int, activations: DType) -> tuple[tuple[int, DType], ...]:
+        return ((dim, DType.F16),)
+
+    def head_dim(self, width: int) -> int:
+        return width
+
+    def encode(self, ctx: ml.Context, x: ml.Tensor) -> tuple[ml.Tensor, ...]:
+        return (x.cast(ctx, DType.F16),)
+
+    def decode(self, ctx: ml.Context, parts: Any, dim: int) -> ml.Tensor:
+        return parts[0]  # type: ignore[no-any-return]
+
+    def bound(self, x: np.ndarray, activations: DType) -> np.ndarray:
+        return np.abs(x) * 2.0**-11
+
+
+class Others(Halves):
+    """Of the same name."""
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FormatRegistry]:
+    """install(record, ...) has one plugin for each; an exception is raised by its hook."""
+
+    def install(*records: Any) -> FormatRegistry:
+        made = FormatRegistry([plugin(i, record) for i, record in enumerate(records)])
+        monkeypatch.setattr(plugins, "registry", lambda: made)
+        return made
+
+    def plugin(i: int, record: Any) -> EntryPoint:
+        module = ModuleType(f"format_plugin_{i}")
+
+        @hookimpl
+        def kvcache_format() -> Any:
+            if isinstance(record, Exception):
+                raise record
+            return record
+
+        module.kvcache_format = kvcache_format  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return EntryPoint(f"plugin{i}", module.__name__, "kvcache.formats")
+
+    monkeypatch.setattr(plugins, "_kept", {})
+    return install
+
+
+def test_a_plugins_format_is_stored_named_and_listed(
+    install: Callable[..., FormatRegistry], numpy: ml.Backend
+) -> None:
+    made = install(FormatSpec("HALVES", Halves), ValueError("no"), FormatSpec("Q8_0", Halves))
+    assert [reason for reason in made.broken().values() if "raised ValueError: no" in reason]
+    assert "HALVES" in format_names()
+    assert "provided twice" in made.broken()["Q8_0"]
+    assert type(open_format("Q8_0")).__name__ == "_Q8"  # the built-in one
+    cache = CausalCache()
+    cache.init(numpy, "F32/halves", 1, 8, 8)
+    with numpy.new_context() as ctx:
+        cache.start_forward(ctx, Batch([0], [0]))
+        x = ctx.from_numpy(np.full((1, 1, 3), 1 / 3, np.float32))
+        cache.put(ctx, x, x)
+        key, value, _ = cache.get(ctx)
+        assert key.to_numpy().tolist() == x.to_numpy().tolist()
+        assert (value.dtype, value.to_numpy().max()) == (DType.F32, np.float32(np.float16(1 / 3)))
+        assert cache.nbytes == 8 * 3 * (4 + 2)
+    again = kvcache.deserialize(numpy, kvcache.serialize(numpy, cache.snapshot(0)))
+    assert cache.restore(0, again)
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        (lambda: FormatSpec("HALVES", lambda: 3), ml.NotSupportedError, "no kvcache.StorageFormat: it lacks"),  # type: ignore[arg-type,return-value]
+        (lambda: FormatSpec("THIRDS", Halves), ml.PluginError, "named 'HALVES'"),
+        (
+            lambda: FormatSpec("HALVES", Halves, "pip install x", lambda: ml.Availability(False, "no fan")),
+            ml.NotSupportedError,
+            "no fan; install it with: pip install x",
+        ),
+        (lambda: ValueError("no"), ml.DTypeError, "no storage format 'HALVES'; there are: F32"),
+    ],
+)
+def test_what_a_plugin_does_wrong_is_told(
+    install: Callable[..., FormatRegistry], spec: Any, error: type[Exception], message: str
+) -> None:
+    made = spec()
+    install(made)
+    with pytest.raises(error) as caught:
+        open_format(getattr(made, "name", "HALVES"))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["halves", "A/B", "A B", "É", ""])
+def test_names_that_would_not_be_told_apart_are_refused(name: str) -> None:
+    with pytest.raises(ml.PluginError, match="name="):
+        FormatSpec(name, Halves)
+
+
+def test_a_format_that_is_given_is_known_by_its_name_and_is_the_only_one_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plugins, "_kept", {})
+    assert CacheFormat.of(Halves()) == CacheFormat.of((Halves(), Halves()))
+    assert isinstance(open_format("HALVES"), Halves)
+    with pytest.raises(ml.PluginError, match="named HALVES"):
+        CacheFormat.of(Others())
+    with pytest.raises(ml.PluginError, match="named Q8_0"):
+        CacheFormat.of(type("Mine", (Halves,), {"name": "Q8_0"})())
+
+
+# The worked example.
+
+
+@pytest.fixture
+def turbo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    made = FormatRegistry([EntryPoint("turbo4", "kvcache_format_turbo", "kvcache.formats")])
+    monkeypatch.setattr(plugins, "registry", lambda: made)
+    monkeypatch.setattr(plugins, "_kept", {})
+    return open_format("turbo4")
+
+
+def test_the_example_is_within_its_bound_and_better_than_q4_0_on_outliers(
+    turbo: Any, ctx: ml.Context
+) -> None:
+    random = np.random.default_rng(3)
+    x = random.normal(size=(50, 2, 64)).astype(np.float32)
+    x[:, :, 5] *= 30
+    x[0] = 0
+    errors = []
+    for stored in (turbo, open_format("Q4_0")):
+        read = stored.decode(ctx, stored.encode(ctx, ctx.from_numpy(x)), 64).to_numpy()
+        assert (np.abs(read - x) <= stored.bound(x, DType.F32)).all()
+        errors.append(np.sqrt(((read - x)[:, :, :32] ** 2).mean()))
+    assert 0 < errors[0] < 0.7 * errors[1]
+
+
+def test_the_example_serves_a_cache_and_the_command_line(turbo: Any, make_model: Any) -> None:
+    from typer.testing import CliRunner
+
+    from kvcache.command.main import app
+
+    with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+        cache = CausalCache()
+        cache.init(backend, ("TURBO4", DType.Q8_0), 1, 8, 8)
+        cache.start_forward(ctx, Batch(range(3), [0] * 3))
+        x = np.random.default_rng(1).normal(size=(3, 2, 32)).astype(np.float32)
+        cache.put(ctx, ctx.from_numpy(x), ctx.from_numpy(x))
+        key, _, _ = cache.get(ctx)
+        assert (np.abs(key.to_numpy() - x) <= turbo.bound(x, DType.F32)).all()
+        assert cache.attend(ctx, ctx.from_numpy(x), 0.2).shape == (3, 2, 32)
+    options = "--max-tokens 2 --cache-type-k turbo4"
+    result = CliRunner().invoke(app, f"generate --model {make_model(head_dim=32)} --prompt abc {options}")
+    assert result.exit_code == 0, result.output
+
+
+def test_ranks_are_told_the_formats_of_a_plugin_too(turbo: Any) -> None:
+    from kvcache.command.ranks import Job
+    from kvcache.runner.options import EngineOptions
+    from kvcache.runner.requests import GenerationOptions
+
+    options = EngineOptions(cache_dtype=(turbo, DType.Q8_0))
+    job = Job(Path("m"), "torch", None, DType.BF16, ["a"], GenerationOptions(), options, 2, 60.0)
+    assert Job.decoded(job.encoded()).options == EngineOptions(cache_dtype="TURBO4/Q8_0")
+
+
+# Pages.
+
+
+def test_pages_of_another_format_are_a_miss(numpy: ml.Backend) -> None:
+    store = MemoryStore()
+    for dtype, expected in (("Q8_0", 0), ("Q8_0/Q4_0", 0), ("Q4_0/Q8_0", 0), ("Q8_0", 8), ("Q8_0/Q4_0", 8)):
+        cache = CausalCache()
+        cache.init(numpy, dtype, 2, 64, 64)
+        prefix = PrefixCache(cache, tiers=[store], block_size=4, identity={"model": "zeros"})
+        with prefix, prefix.begin([*range(9)]) as session, numpy.new_context() as ctx:
+            assert session.cached == expected
+            at = range(session.cached, 9)
+            cache.start_forward(ctx, Batch(at, [session.seq] * len(at)))
+            zeros = ctx.zeros((len(at), 1, 32), DType.F32)
+            cache.put(ctx, zeros, zeros)
+
+
+def test_a_snapshot_of_another_format_is_refused(numpy: ml.Backend) -> None:
+    one, other = CausalCache(), CausalCache()
+    one.init(numpy, "Q8_0/Q4_0", 1, 8, 8)
+    other.init(numpy, "Q4_0/Q8_0", 1, 8, 8)
+    with pytest.raises(
+        kvcache.InvalidRangeError, match=r"a snapshot of Q8_0/Q4_0, .* into a cache of Q4_0/Q8_0"
+    ):
+        other.restore(0, one.snapshot(0))
+    with pytest.raises(kvcache.InvalidRangeError, match=r"Q8_0/Q4_0 and .* Q4_0/Q8_0 do not"):
+        one.merge(one.snapshot(0), other.snapshot(0))
+
+
+def test_a_page_that_was_written_when_formats_had_no_pairs_is_read(numpy: ml.Backend) -> None:
+    """Meta as it was: one name, codes and scales of K, and those of V."""
+    scales = np.full((2, 3, 1), 0.5, np.float16)
+    arrays = {
+        "positions": np.arange(2), "0.0": (np.arange(192) % 100).astype(np.int8).reshape(2, 3, 32),
+        "0.1": scales, "0.2": np.ones((2, 3, 64), np.int8), "0.3": scales.repeat(2, 2),
+    }  # fmt: skip
+    tensors = [[f"0.{i}", [0, 1, 2]] for i in range(4)]
+    meta = {"kind": "attention", "begin": 0, "end": 2, "dtype": "Q8_0", "whole": False,
+            "layers": [[0, "F32", tensors]]}  # fmt: skip
+    snapshot = kvcache.deserialize(numpy, SerializedSnapshot({"snapshot": meta}, arrays))
+    cache = CausalCache()
+    cache.init(numpy, DType.Q8_0, 1, 8, 8)
+    assert cache.restore(0, snapshot)
+    with numpy.new_context() as ctx:
+        cache.start_forward(ctx, Batch([1], [0]), read_only=True)
+        cache.set_layer(0)
+        key, value, _ = cache.get(ctx)
+        np.testing.assert_array_equal(key.to_numpy()[:2], arrays["0.0"] / 2)
+        assert (value.to_numpy()[:2] == 0.5).all()
+    written = kvcache.serialize(numpy, cache.snapshot(0)).meta["snapshot"]
+    assert (written["dtype"], [len(parts) for _, _, parts in written["layers"]]) == ("Q8_0", [4])
+
+
+def test_what_was_encoded_elsewhere_is_stored_as_it_is(numpy: ml.Backend) -> None:
+    cache, stored = CausalCache(), CacheFormat.of("Q8_0/AFFINE4_32")
+    cache.init(numpy, "Q8_0/AFFINE4_32", 1, 8, 8)
+    with numpy.new_context() as ctx:
+        x = ctx.from_numpy(np.random.default_rng(2).normal(size=(3, 2, 32)), DType.BF16)
+        parts = [*stored.key.encode(ctx, x), *stored.value.encode(ctx, x)]
+        cache.start_forward(ctx, Batch(range(3), [0] * 3))
+        for wrong in (parts[:4], parts[::-1], [part.slice(ctx, 0, 0, 2) for part in parts], [x, *parts[1:]]):
+            with pytest.raises(kvcache.InvalidRangeError):
+                cache.put_stored(ctx, wrong, DType.BF16)
+            assert cache.nbytes == 0
+        cache.put_stored(ctx, parts, DType.BF16)
+        key, value, _ = cache.get(ctx)
+        for found, one, own in ((key, stored.key, parts[:2]), (value, stored.value, parts[2:])):
+            wanted = one.decode(ctx, own, 32).cast(ctx, DType.BF16).to_numpy()
+            np.testing.assert_array_equal(found.to_numpy()[:3], wanted)
+        cache.start_forward(ctx, Batch([3], [0]), reserve=True)
+        with pytest.raises(kvcache.OrderError, match="stores nothing"):
+            cache.put_stored(ctx, [part.slice(ctx, 0, 0, 1) for part in parts], DType.BF16)

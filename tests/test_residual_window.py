@@ -1,0 +1,63 @@
+"""Residual windows: what is read, and how it is asked for; that it is right is shown by the shipped suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import ml
+from kvcache import ResidualWindow
+from kvcache.attention.residual import split_exact
+from kvcache.storage.cell_table import CellTable
+from kvcache.storage.exact_slots import ExactSlots
+from kvcache.testing.rigs.residual import ResidualRig
+
+
+@pytest.fixture
+def backend() -> Iterator[ml.Backend]:
+    with ml.open_backend("numpy") as backend:
+        yield backend
+
+
+@pytest.mark.parametrize("call_bytes", [1, 1 << 19])
+def test_a_pass_reads_every_cell_once_as_codes_or_exactly(backend: ml.Backend, call_bytes: int) -> None:
+    """Of the sequences in it; sequences of other lengths as one call, and codes in whole runs."""
+    config = ml.CacheConfig(layout=ml.Layout.TOKEN_MAJOR, call_bytes=call_bytes)
+    r = ResidualRig(backend, backend.new_context(), ResidualWindow("Q8_0", 3, 1), 0, config=config)
+    r.extend(12)
+    r.copy_prefix(0, 1, 10)
+    for counts in ((2, 1), (1, 1, 1), (1, 4), (1, 1)):
+        r.extend(*counts)
+        forward, table = r.cache.pass_under_way(), r.cache.storage.table
+        assert forward is not None
+        read: dict[bool, list[int]] = {True: [], False: []}
+        for level in forward.levels(r.ctx, max(1, call_bytes // 1024)):
+            for planned in level.calls:
+                call = planned.call
+                runs = [np.arange(call.length) + call.start + i * call.step for i in range(call.batch)]
+                read[level.exact] += (np.concatenate(runs) if call.cells is None else call.cells).tolist()
+        rows = [table.rows[seq] for seq, count in enumerate(counts) if count]
+        held = np.unique(np.concatenate([row.cells for row in rows]))
+        slots = table.exact_slots(held)
+        assert slots is not None
+        coded, exact = split_exact(forward.segments(1), table, 1)
+        for found, wanted in ((coded, held[slots < 0]), (exact, slots[slots >= 0])):
+            assert sorted(np.concatenate([segment.each() for segment in found])) == sorted(wanted)
+        assert set(read[True]) == set(slots[slots >= 0].tolist())
+        assert set(read[False]) & set(held.tolist()) == set(held[slots < 0].tolist())
+
+
+def test_cells_held_for_what_is_to_come_have_no_slots() -> None:
+    """As those of a page that is read straight into the cache."""
+    exact = ExactSlots(cells=8, slots=4, last=2, first=0)
+    table, cells = CellTable(8, 1, exact), np.arange(4)
+    table.take_run(0, 0, 0, 4)
+    exact.renew(exact.retained([]), cells, [])
+    assert table.exact_slots(cells) is not None
+    table.drop(0, 0, 4)
+    pin = table.hold(cells)
+    table.adopt(0, cells, cells)
+    table.unpin(pin)
+    assert table.exact_slots(cells) is None

@@ -1,0 +1,161 @@
+"""Hybrid models give their states inside a pass: drafted tokens, scheduled snapshots, prompts that part.
+
+The models are those of test_runner_models, small and random; their logits and tokens are transformers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache
+import ml
+from kvcache import Batch
+from kvcache.caches import branches
+from kvcache.runner.engine import Engine
+from kvcache.runner.loading import load_model
+from kvcache.runner.models.delta import chunk_masks, chunk_size, gated_delta_scan
+from kvcache.runner.options import EngineOptions, SpeculativeOptions
+from kvcache.runner.requests import GenerationOptions
+from kvcache.runner.speculative import SpeculativeGenerator
+from ml import DType
+
+from .test_runner_delta import inputs, recurrence
+from .test_runner_models import close, expected_logits, expected_tokens, new_cache, peer, prompt, run
+from .test_speculative import Oracle, random_prompts
+
+pytest.importorskip("transformers")
+HYBRIDS = ("qwen3-next", "qwen3.5")
+BACKENDS = [
+    info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch", "mlx")
+]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
+    with ml.open_backend(request.param) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def name(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(backend: ml.Backend, name: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("model")
+    peer(name).save_pretrained(path)
+    return load_model(path, backend)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cuts"), [(5, (1, 2, 3, 4)), (150, (3, 64, 130)), (70, (69,)), (9, (3, 7))]
+)
+def test_a_scan_that_is_cut_has_the_states_of_the_recurrence(
+    backend: ml.Backend, tokens: int, cuts: tuple[int, ...]
+) -> None:
+    arrays = inputs(tokens)
+    with backend.new_context() as ctx:
+        tensors = [ctx.from_numpy(array, DType.F32) for array in arrays]
+        out, states = gated_delta_scan(ctx, *tensors, chunk_masks(ctx, chunk_size(tokens)), cuts)
+        np.testing.assert_allclose(out.to_numpy(), recurrence(*arrays)[0], rtol=0, atol=2e-5)
+        for end, state in zip((*cuts, tokens), states, strict=True):
+            *run, first = arrays
+            expected = recurrence(*(array[:, :, :end] for array in run), first)[1]
+            np.testing.assert_allclose(state.to_numpy(), expected, rtol=0, atol=2e-5)
+
+
+def test_drafts_are_taken_back_to_any_token(model: Any, name: str) -> None:
+    """Two sequences with drafts of different lengths, shuffled into one pass."""
+    tokens = (prompt(40, seed=1), prompt(40, seed=2))
+    expected = [expected_logits(name, each) for each in tokens]
+    for right in range(1, 5):
+        cache = new_cache(model, sequences=2)
+        run(model, cache, [(seq, at) for at in range(9) for seq in range(2)], tokens)
+        branches.want_states(cache, 0, range(10, 14))
+        branches.want_states(cache, 1, [10])
+        wrong = [[*tokens[0][: 9 + right], *prompt(20, seed=7)], [*tokens[1][:10], *prompt(20, seed=8)]]
+        drafted = [(0, 9), (1, 9), (0, 10), (0, 11), (1, 10), (0, 12), (0, 13)]
+        run(model, cache, drafted, wrong)
+        branches.rollback(cache, 0, 9 + right)
+        branches.rollback(cache, 1, 10)
+        for _ in range(2):
+            entries = [(seq, cache.offset(seq)) for seq in (1, 0)]
+            got = run(model, cache, entries, tokens)
+            close(got, np.stack([expected[seq][at] for seq, at in entries]))
+
+
+def test_a_state_inside_is_that_of_a_pass_that_ends_there(model: Any) -> None:
+    """Within rounding: products over more rows add up in another order."""
+    tokens = prompt(30, seed=5)
+
+    def states(cache: Any, end: int) -> Mapping[tuple[str, int], np.ndarray]:
+        return {key: state.to_numpy() for key, state in cache.snapshot(0, 0, end).states.items()}
+
+    whole = new_cache(model)
+    whole.schedule_snapshots(0, [1, 9, 20])
+    run(model, whole, [(0, at) for at in range(30)], [tokens])
+    assert [taken.end for taken in whole.snapshots_taken(0)] == [1, 9, 20]
+    assert whole.skipped_snapshots(0) == []
+    for end in (1, 9, 20):
+        cut = new_cache(model)
+        run(model, cut, [(0, at) for at in range(end)], [tokens])
+        found, expected = states(whole, end), states(cut, end)
+        assert found.keys() == expected.keys()
+        for key, state in expected.items():
+            np.testing.assert_allclose(found[key], state, rtol=0, atol=2e-5 * max(1.0, np.abs(state).max()))
+
+
+def test_prompts_part_inside_one_pass(model: Any, name: str) -> None:
+    """A PrefixCache has a hybrid's branching points of one pass over the whole prompt."""
+    common, ends = prompt(21, seed=3), (prompt(12, seed=4), prompt(9, seed=6))
+    one, two = ([*common, *end] for end in ends)
+    passes: list[int] = []
+    with Engine(model, None, EngineOptions(max_sequences=2, capacity=64, interval=8)) as engine:
+        forward = model.forward
+
+        def counted(ctx: ml.Context, batch: Batch, cache: Any) -> Any:
+            passes.append(len(batch))
+            return forward(ctx, batch, cache)
+
+        model.forward = counted
+        try:
+            requests = [engine.submit(text, GenerationOptions(6)) for text in (one, two)]
+            while engine.busy:
+                engine.step()
+        finally:
+            del model.forward
+        for text, request in zip((one, two), requests, strict=True):
+            assert list(request.tokens[len(text) :]) == expected_tokens(name, text, 6)
+        assert [n for n in passes if n > 2] == [len(one), len(ends[1])], "the second from where they part"
+        assert engine.prefix.stats.skipped == 0
+        assert engine.statistics.reused_tokens == len(common)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_model_that_delivers_nothing_evaluates_accepted_tokens_again(
+    model: Any, name: str, declared: bool
+) -> None:
+    class Silent(kvcache.RecurrentCache):
+        def wanted_states(self) -> Mapping[int, tuple[int, ...]]:
+            return {}
+
+    prompts = random_prompts(1, 97)
+    expected = [tuple(expected_tokens(name, prompts[0], 12))]
+    sizes = model.config.delta
+    cache = Silent(
+        (sizes.channels, sizes.kernel - 1),
+        (sizes.value_heads, sizes.key_dim, sizes.value_dim),
+        delivers=declared,
+    )
+    options = SpeculativeOptions(max_sequences=1, capacity=64)
+    draft = Oracle(prompts, expected, 97).partly
+    with SpeculativeGenerator(model, None, draft, cache, options) as generator:
+        (answer,) = generator.complete(prompts, GenerationOptions(12))
+        assert answer.tokens == expected[0]
+        assert generator.speculation.repeated > 0

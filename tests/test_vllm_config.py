@@ -1,0 +1,332 @@
+"""What is asked of the connector and of vLLM: options, versions, what models are named by, and refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ml
+from kvcache import InvalidRangeError, NotSupportedError
+from kvcache.integrations.vllm import versions
+from kvcache.integrations.vllm.counters import COUNTED, Counters
+from kvcache.integrations.vllm.identity import check_config, identity_of_config, settings_of
+from kvcache.integrations.vllm.naming import Pages, adapter_digest, refusal, salted
+from kvcache.integrations.vllm.options import ConnectorOptions
+from kvcache.integrations.vllm.sides import SchedulerSide
+from kvcache.integrations.vllm.steps import Report
+from kvcache.runner.errors import ModelError
+from kvcache.runner.fingerprint import identity_of
+from kvcache.stores import SaltedToken
+
+SETTINGS = {"kind": "CausalCache", "dtype": "F32"}
+
+
+def space(**fields: Any) -> Any:
+    return SimpleNamespace(**fields)
+
+
+# Options.
+
+
+def test_options_as_they_are_given() -> None:
+    found = ConnectorOptions.parse({"store": "memory:", "host_memory": "2MiB", "page_tokens": 64})
+    assert (found.store, found.host_memory, found.page_tokens) == (("memory:",), 2 << 20, 64)
+    assert ConnectorOptions.parse({"store": ["memory:", "file:///x"]}).store == ("memory:", "file:///x")
+    assert ConnectorOptions.parse({"store": "memory:"}).identity is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "store=None"),
+        ({"store": ""}, "store=''"),
+        ({"store": []}, "store=[]"),
+        ({"store": ["memory:", 3]}, "store="),
+        ({"store": "memory:", "storage": 1}, "'storage' is no option"),
+        ({"store": "memory:", "page_tokens": -1}, "page_tokens=-1"),
+        ({"store": "memory:", "page_tokens": 16.0}, "page_tokens=16.0"),
+        ({"store": "memory:", "load_threads": 0}, "load_threads=0"),
+        ({"store": "memory:", "load_threads": True}, "load_threads=True"),
+        ({"store": "memory:", "lookup_wait": -0.1}, "lookup_wait=-0.1"),
+        ({"store": "memory:", "lookup_timeout": "1s"}, "lookup_timeout='1s'"),
+        ({"store": "memory:", "host_memory": "lots"}, "host_memory='lots'"),
+        ({"store": "memory:", "save_generated": 1}, "save_generated=1"),
+        ({"store": "memory:", "pages": "tokens"}, "pages='tokens'"),
+        ({"store": "memory:", "identity": {}}, "identity={}"),
+        ({"store": "memory:", "identity": "llama"}, "identity='llama'"),
+    ],
+    ids=str,
+)
+def test_options_that_are_none(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRangeError, match=re.escape(said)):
+        ConnectorOptions.parse(given)
+
+
+def test_pages_are_whole_blocks() -> None:
+    options = ConnectorOptions.parse({"store": "memory:"})
+    assert [options.tokens_of_page(size) for size in (16, 128, 96, 544)] == [128, 128, 192, 544]
+    with pytest.raises(InvalidRangeError, match="page_tokens=48; vLLM's blocks have 32"):
+        ConnectorOptions.parse({"store": "memory:", "page_tokens": 48}).tokens_of_page(32)
+
+
+# Versions.
+
+
+def test_versions() -> None:
+    versions.check_version("0.32.0")
+    versions.check_version("1.0.0rc1+cpu")
+    with pytest.raises(NotSupportedError, match=re.escape("vLLM 0.31.2; at least 0.32 is needed")):
+        versions.check_version("0.31.2")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_the_import_says_what_to_install() -> None:
+    import kvcache.integrations.vllm as package
+
+    with pytest.raises(ImportError, match=re.escape("pip install 'vllm>=0.32'")):
+        package.KVCacheConnector  # noqa: B018
+    with pytest.raises(AttributeError):
+        package.Other  # noqa: B018
+    assert not any(name.startswith("vllm") for name in sys.modules)
+
+
+# Names.
+
+
+def request(**fields: Any) -> Any:
+    given = {"all_token_ids": [*range(20)], "cache_salt": None, "lora_request": None, "mm_features": ()}
+    return space(**{**given, "prompt_embeds": None, "request_id": "r", **fields})
+
+
+def image(offset: int, name: str) -> Any:
+    return space(mm_position=space(offset=offset, length=3), identifier=name)
+
+
+def adapter(folder: Path, data: bytes = b"weights") -> Any:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(data)
+    return space(lora_path=str(folder), lora_name="any", lora_int_id=1)
+
+
+def test_all_that_changes_k_and_v_changes_the_keys(tmp_path: Path) -> None:
+    pages = Pages({"model": "m"}, SETTINGS, 8)
+    cases = {
+        "plain": request(),
+        "tokens": request(all_token_ids=[1, *range(19)]),
+        "salt": request(cache_salt="a"),
+        "other salt": request(cache_salt="b"),
+        "image": request(mm_features=[image(0, "x")]),
+        "other image": request(mm_features=[image(0, "y")]),
+        "image elsewhere": request(mm_features=[image(1, "x")]),
+        "adapter": request(lora_request=adapter(tmp_path / "one")),
+        "other adapter": request(lora_request=adapter(tmp_path / "two", b"others")),
+        "adapter and salt": request(lora_request=adapter(tmp_path / "one"), cache_salt="a"),
+        "adapter and image": request(lora_request=adapter(tmp_path / "one"), mm_features=[image(0, "x")]),
+        "a salt like an adapter": request(cache_salt=json.dumps([0, "lora", adapter_digest(str(tmp_path))])),
+        "a salt like an image": request(cache_salt=json.dumps([0, "mm", "x"])),
+        "a salt like its mark": request(cache_salt="mm:x"),
+    }
+    keys = {name: tuple(pages.keys(case, 20)[0]) for name, case in cases.items()}
+    assert all(len(found) == 2 for found in keys.values())
+    assert len({found[0] for name, found in keys.items()}) == len(cases)
+    late = pages.keys(request(mm_features=[image(9, "x")]), 20)[0]
+    assert (late[0], late[1]) == (keys["plain"][0], late[1])
+    assert late[1] != keys["plain"][1]
+    assert pages.keys(request(lora_request=adapter(tmp_path / "three")), 20)[0] == [*keys["adapter"]]
+
+
+def test_ranks_and_models_have_keys_of_their_own() -> None:
+    def first(identity: dict[str, Any], settings: dict[str, Any], tokens: int, ranks: int) -> list[str]:
+        return [own[0] for own in Pages(identity, settings, tokens, ranks).keys(request(), 20)]
+
+    found = [
+        *first({"model": "m"}, SETTINGS, 8, 1),
+        *first({"model": "m"}, SETTINGS, 8, 2),
+        *first({"model": "m"}, SETTINGS, 8, 4),
+        *first({"model": "n"}, SETTINGS, 8, 1),
+        *first({"model": "m"}, {**SETTINGS, "dtype": "F16"}, 8, 1),
+        *first({"model": "m"}, SETTINGS, 16, 1),
+    ]
+    assert len(found) == len(set(found)) == 10
+    pages = Pages({"model": "m"}, SETTINGS, 8)
+    pages.reset()
+    assert pages.keys(request(), 20) != Pages({"model": "m"}, SETTINGS, 8).keys(request(), 20)
+
+
+def test_a_salt_is_that_of_a_prefix_cache() -> None:
+    assert salted(request(cache_salt="a"), 3) == [SaltedToken("a", 0), 1, 2]
+    assert [*salted(request(), 3)] == [0, 1, 2]
+    assert [*salted(request(cache_salt="a"), 0)] == []
+
+
+def test_adapters_that_are_not_here_are_refused(tmp_path: Path) -> None:
+    assert refusal(request()) is None
+    assert refusal(request(lora_request=adapter(tmp_path / "one"))) is None
+    missing = space(lora_path=str(tmp_path / "no"), lora_name="any", lora_int_id=1)
+    assert "LoRA" in str(refusal(request(lora_request=missing)))
+    assert "embeddings" in str(refusal(request(prompt_embeds=object())))
+    before = adapter_digest(str(tmp_path / "one"))
+    adapter(tmp_path / "one", b"longer weights")
+    assert adapter_digest(str(tmp_path / "one")) != before
+
+
+# vLLM's configuration.
+
+
+class FullAttentionSpec:
+    sliding_window = attention_chunk_size = None
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    pass
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class MambaSpec:
+    pass
+
+
+class UniformTypeKVCacheSpecs:
+    def __init__(self, *specs: Any) -> None:
+        self.kv_cache_specs = {str(number): spec for number, spec in enumerate(specs)}
+
+
+def config(model: Path | str = "m", **fields: Any) -> Any:
+    given: dict[str, Any] = {
+        "model": str(model), "revision": None, "dtype": "torch.float32", "quantization": None,
+        "hf_overrides": {}, "max_model_len": 100,
+        "hf_config": space(architectures=["LlamaForCausalLM"]),
+        "hf_text_config": space(rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+    }  # fmt: skip
+    return space(
+        model_config=space(**{**given, **{name: fields[name] for name in fields.keys() & given.keys()}}),
+        load_config=space(load_format=fields.get("load_format", "auto")),
+        parallel_config=space(
+            pipeline_parallel_size=fields.get("pipeline", 1),
+            tensor_parallel_size=fields.get("tensor", 1),
+            decode_context_parallel_size=fields.get("context", 1),
+        ),
+        speculative_config=fields.get("speculative"),
+        cache_config=space(cache_dtype="auto", calculate_kv_scales=fields.get("scales", False)),
+    )
+
+
+def groups(*specs: Any) -> Any:
+    return space(kv_cache_groups=[space(kv_cache_spec=spec) for spec in specs])
+
+
+@pytest.mark.parametrize(
+    ("fields", "specs", "said"),
+    [
+        ({"pipeline": 2}, [FullAttentionSpec()], "pipeline parallelism is not served"),
+        ({"context": 2}, [FullAttentionSpec()], "context parallelism"),
+        ({"scales": True}, [FullAttentionSpec()], "scales"),
+        ({"speculative": space(method="eagle3")}, [FullAttentionSpec()], "'eagle3'"),
+        ({}, [FullAttentionSpec(), SlidingWindowSpec()], "2 groups of KV cache layers"),
+        ({}, [FullAttentionSpec(), MambaSpec()], "MambaSpec"),
+        ({}, [SlidingWindowSpec()], "a KV cache of SlidingWindowSpec"),
+        ({}, [MLAAttentionSpec()], "a KV cache of MLAAttentionSpec"),
+        ({}, [UniformTypeKVCacheSpecs(FullAttentionSpec(), MLAAttentionSpec())], "MLAAttentionSpec"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",  # the same in every worker
+)
+def test_what_is_not_served_is_said_at_the_start(fields: dict[str, Any], specs: list[Any], said: str) -> None:
+    with pytest.raises(NotSupportedError, match=re.escape(said)):
+        check_config(config(**fields), groups(*specs))
+
+
+def test_what_is_served() -> None:
+    check_config(config(), groups(FullAttentionSpec()))
+    check_config(config(speculative=space(method="ngram")), groups(FullAttentionSpec()))
+    check_config(config(tensor=4), groups(UniformTypeKVCacheSpecs(FullAttentionSpec(), FullAttentionSpec())))
+
+
+def identify(given: Any, **options: Any) -> dict[str, Any]:
+    return identity_of_config(given, ConnectorOptions.parse({"store": "memory:", **options}))
+
+
+def test_models_are_named_as_our_runner_names_them(make_model: Callable[..., Path]) -> None:
+    folder = make_model()
+    assert identify(config(folder)) == identity_of(folder, ml.DType.F32)
+    assert identify(config(folder, dtype="torch.bfloat16"))["dtype"] == "BF16"
+    assert identify(config(folder), identity={"model": "mine"}) == {"model": "mine"}
+
+
+def test_what_is_changed_as_the_model_is_loaded_is_named_too(make_model: Callable[..., Path]) -> None:
+    folder, quantized = make_model(), space(architectures=["X"], quantization_config={"bits": 4})
+    assert identify(config(folder, quantization="fp8"))["vllm"] == {"quantization": "fp8"}
+    assert "vllm" not in identify(config(folder, quantization="awq", hf_config=quantized))
+    overrides = {"rope_parameters": {"rope_theta": 1.0}}
+    assert identify(config(folder, hf_overrides=overrides))["vllm"] == {"hf_overrides": overrides}
+    dynamic = space(rope_parameters={"full": {"rope_type": "dynamic"}, "other": {"rope_type": "default"}})
+    assert identify(config(folder, hf_text_config=dynamic))["vllm"] == {"max_model_len": 100}
+    with pytest.raises(ModelError, match="hf_overrides is a function"):
+        identify(config(folder, hf_overrides=lambda one: one))
+
+
+def test_weights_that_nothing_tells_have_to_be_named(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for given in (config("nobody/nothing"), config(make_model(), load_format="dummy")):
+        with pytest.raises(ModelError, match='"identity"'):
+            identify(given)
+        assert identify(given, identity={"model": "mine"}) == {"model": "mine"}
+
+
+def test_pages_are_shared_where_every_cache_would_hold_the_same() -> None:
+    raw = {"kind": "vLLM blocks", "layout": "x"}
+    assert settings_of(config(), SETTINGS, [None]) == SETTINGS
+    assert settings_of(config(), SETTINGS, [None, 64])["windows"] == [None, 64]
+    for given in (
+        config(hf_config=space(architectures=["GemmaForCausalLM"])),
+        config(tensor=2),
+        config(hf_text_config=space(rope_parameters={"rope_type": "yarn"})),
+    ):
+        assert settings_of(given, SETTINGS, [None])["computed_by"] == "vLLM"
+    assert settings_of(config(), raw, [None])["computed_by"] == "vLLM"
+
+
+def test_ranks_whose_pages_differ_are_refused() -> None:
+    options = ConnectorOptions.parse({"store": "memory:", "page_tokens": 8})
+    side = SchedulerSide(options, {"model": "m"}, 4)
+    try:
+        with pytest.raises(NotSupportedError, match="have to be alike"):
+            side.begin({0: "{}", 1: '{"a": 1}'}, True, True)
+        with pytest.raises(NotSupportedError, match="have to be alike"):
+            side.begin({1: "{}"}, True, True)
+        assert side.begin({0: json.dumps(SETTINGS)}, True, True).match(request(), 0) == (0, False)
+    finally:
+        side.close()
+
+
+def test_counts_are_taken_once_and_all_have_a_word() -> None:
+    counters = Counters()
+    counters.add("lookups")
+    counters.add("lookups", 2)
+    assert counters.take() == {"lookups": 3}
+    assert counters.take() == {}
+    used = set()
+    for file in Path(versions.__file__).parent.glob("*.py"):
+        used |= set(re.findall(r'[cC]ounters\.add\(\s*"(\w+)"', file.read_text(encoding="utf-8")))
+        used |= {"pages_refused", "pages_stored"}
+    assert used == COUNTED.keys()
+
+
+def test_reports_of_two_ranks() -> None:
+    one, other = Report({"a"}, {"b"}, set(), {"r"}), Report({"c"}, set(), {"d"}, {"s"})
+    joined = one.joined(other)
+    assert joined == other.joined(one) == Report({"a", "c"}, {"b"}, {"d"}, {"r", "s"})
+    assert joined
+    assert not Report()

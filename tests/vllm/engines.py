@@ -1,0 +1,111 @@
+"""vLLM's engine in this process, with a store behind it or none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+
+BLOCK = 32
+"""The fewest tokens that the CPU's attention has in a block."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: list[int]
+    cached: int
+    """Tokens of the prompt that were not computed."""
+    reason: str | None = None
+
+
+@dataclass
+class Engine:
+    llm: Any
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], count: int = 12, salts: Sequence[str | None] | None = None
+    ) -> list[Answer]:
+        given = [
+            {"prompt_token_ids": [*prompt], **({"cache_salt": salt} if salt else {})}
+            for prompt, salt in zip(prompts, salts or [None] * len(prompts), strict=True)
+        ]
+        outputs = self.llm.generate(given, sampling(count), use_tqdm=False)
+        return [answer(output) for output in outputs]
+
+    def tokens(self, prompts: Sequence[Sequence[int]], count: int = 12) -> list[list[int]]:
+        return [found.tokens for found in self.generate(prompts, count)]
+
+    def forget(self) -> None:
+        """What vLLM itself has cached, and nothing of the store's."""
+        assert self.llm.reset_prefix_cache()
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def connector(self) -> Any:
+        return self.core.scheduler.connector
+
+    def written(self) -> None:
+        """Wait until what was computed is in the stores."""
+        worker()._worker._stores.tier.flush()
+
+    def keys(self, tokens: Sequence[int], count: int) -> list[str]:
+        """Of the pages of a prompt that nothing is salted with."""
+        bare = SimpleNamespace(all_token_ids=tokens, cache_salt=None, lora_request=None, mm_features=())
+        return list(self.connector._planner._pages.keys(bare, count)[0])
+
+    def counts(self) -> dict[str, float]:
+        """What has been counted since the start, of both sides."""
+        return {
+            metric.name.removeprefix("vllm:kvcache_"): metric.value
+            for metric in self.llm.get_metrics()
+            if metric.name.startswith("vllm:kvcache_")
+        }
+
+
+def worker() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()
+
+
+def sampling(count: int) -> Any:
+    return SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True)
+
+
+def answer(output: Any) -> Answer:
+    found = output.outputs[0]
+    return Answer([*found.token_ids], output.num_cached_tokens or 0, found.finish_reason)
+
+
+def transfer(store: str | list[str], policy: str = "recompute", role: str = "kv_both", **extra: Any) -> Any:
+    return KVTransferConfig(
+        kv_connector="KVCacheConnector", kv_connector_module_path="kvcache.integrations.vllm", kv_role=role,
+        kv_load_failure_policy=policy, kv_connector_extra_config={"store": store, "page_tokens": 64, **extra},
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def engine(model: Path, store: Any = None, **options: Any) -> Iterator[Engine]:
+    """``store``: a URL, what ``transfer`` gave, or None for vLLM alone."""
+    given = {
+        "dtype": "float32", "max_model_len": 1024, "block_size": BLOCK, "enforce_eager": True,
+        "skip_tokenizer_init": True, "disable_log_stats": False, **options,
+    }  # fmt: skip
+    config = transfer(store) if isinstance(store, str) else store
+    llm = LLM(model=str(model), kv_transfer_config=config, **given)
+    try:
+        yield Engine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
