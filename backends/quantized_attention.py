@@ -239,19 +239,38 @@ class CodesStore:
     """See :class:`ml.KVStore`: writes K and V of a backend in host memory as codes."""
 
     def __init__(
-        self, backend: BaseBackend, host: Callable[[Any], np.ndarray | None], key: Codes, value: Codes
+        self,
+        backend: BaseBackend,
+        host: Callable[[Any], np.ndarray | None],
+        key: Codes,
+        value: Codes,
+        write: Callable[..., None],
     ) -> None:
-        """``host``: the floats of a tensor of the backend as an array; None for what is no such tensor."""
-        self._backend, self._host = backend, host
+        self._backend, self._host, self._write = backend, host, write
         self._cells = key.codes.shape[0]
         self._key, self._value = key.given, value.given
         self._key_shape = *key.codes.shape[1:2], key.dim
         self._value_shape = *value.codes.shape[1:2], value.dim
-        self._write = None if (found := kernels()) is None else found.store
+
+    @classmethod
+    def over(
+        cls,
+        backend: BaseBackend,
+        host: Callable[[Any], np.ndarray | None],
+        key: Codes | None,
+        value: Codes | None,
+    ) -> CodesStore | None:
+        """None without codes to write into, or without numba.
+
+        ``host``: the floats of a tensor of the backend as an array; None for what is no such tensor.
+        """
+        if key is None or value is None or (found := kernels()) is None:
+            return None
+        return cls(backend, host, key, value, found.store)
 
     def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:
-        backend, write = self._backend, self._write
-        if write is None or ctx.active_backend is not backend or backend.closed:
+        backend = self._backend
+        if ctx.active_backend is not backend or backend.closed:
             return False
         if not 0 <= start <= self._cells - count or count < 1:
             return False
@@ -260,8 +279,8 @@ class CodesStore:
             return False
         if values is None or values.shape != (count, *self._value_shape):
             return False
-        write(floats(keys), *self._key, start)
-        write(floats(values), *self._value, start)
+        self._write(floats(keys), *self._key, start)
+        self._write(floats(values), *self._value, start)
         return True
 
     def read(self, ctx: Any, start: int, count: int) -> None:

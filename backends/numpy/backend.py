@@ -98,8 +98,7 @@ class NumpyBackend(BaseBackend):
         self, key: Sequence[NumpyTensor], value: Sequence[NumpyTensor], formats: tuple[str, str]
     ) -> CodesStore | None:
         """See :class:`ml.SupportsQuantizedStore`."""
-        keys, values = _codes(key, formats[0]), _codes(value, formats[1])
-        return None if keys is None or values is None else CodesStore(self, self._host, keys, values)
+        return CodesStore.over(self, self._host, _codes(key, formats[0]), _codes(value, formats[1]))
 
     def _host(self, tensor: object) -> np.ndarray | None:
         if type(tensor) is not NumpyTensor or tensor.backend is not self or not tensor.dtype.is_float:

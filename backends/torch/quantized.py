@@ -106,8 +106,7 @@ def quantized_store(
             return None
         return _host(tensor.native) if tensor.native.is_cpu else None
 
-    keys, values = codes_of(key, formats[0]), codes_of(value, formats[1])
-    return None if keys is None or values is None else CodesStore(backend, host, keys, values)
+    return CodesStore.over(backend, host, codes_of(key, formats[0]), codes_of(value, formats[1]))
 
 
 def codes_of(parts: Sequence[TorchTensor], name: str) -> Codes | None:
