@@ -25,6 +25,7 @@ __all__ = [
     "CacheDType",
     "CacheFullError",
     "ClosedError",
+    "ExtraShiftFunction",
     "InvalidBatchError",
     "InvalidRangeError",
     "InvalidSequenceError",
@@ -39,6 +40,7 @@ __all__ = [
     "SnapshotCache",
     "StorageFormat",
     "SupportsCells",
+    "SupportsExtras",
     "SupportsMark",
     "SupportsOffset",
     "SupportsParts",
@@ -58,6 +60,14 @@ ShiftFunction = Callable[[ml.Context, int, ml.Tensor, ml.Tensor], ml.Tensor]
 
 It re-encodes stored keys for new positions: each cell's offset is added to its position, 0 where
 nothing moves. A model with rotary embeddings rotates the key by the offset.
+"""
+
+
+ExtraShiftFunction = Callable[[ml.Context, int, str, ml.Tensor, ml.Tensor], ml.Tensor]
+"""(ctx, layer, name, extra (cells, *shape), offsets I32 (cells,)) -> extra of the same shape.
+
+As ShiftFunction, of what ``put(extra=...)`` stores: an indexer's keys that have rotary embeddings are
+rotated, and what does not depend on the position is returned as it is.
 """
 
 
@@ -372,6 +382,44 @@ class SnapshotCache(Cache, SupportsOffset, SupportsSnapshots, SupportsSchedule, 
 
     @property
     def max_sequences(self) -> int: ...
+
+
+@runtime_checkable
+class SupportsExtras(Protocol):
+    """A cache whose layers may store less than keys and values, or more, as all caches with cells do."""
+
+    def put(
+        self,
+        ctx: ml.Context,
+        key: ml.Tensor,
+        value: ml.Tensor | None = None,
+        *,
+        v_dim: int | None = None,
+        extra: Mapping[str, ml.Tensor] | None = None,
+    ) -> None:
+        """As ``Cache.put``. Without ``value`` the first ``v_dim`` numbers of the keys are the values too.
+
+        (None: all of them.) They are stored once: the latents of multi-head latent attention (DeepSeek-AI,
+        "DeepSeek-V2", 2024). ``extra`` are further tensors (tokens, ...) by name, such as the keys of an
+        indexer, each stored as it is put, in its own shape and dtype. The first ``put`` fixes all of this.
+        """
+
+    def get_extra(self, ctx: ml.Context, name: str) -> ml.Tensor:
+        """An extra of the layer, (history, ...), in the order of the rows of ``get``; OrderError as there."""
+
+    def attend(
+        self,
+        ctx: ml.Context,
+        query: ml.Tensor,
+        scale: float,
+        sinks: ml.Tensor | None = None,
+        *,
+        select: ml.Tensor | None = None,
+    ) -> ml.Tensor:
+        """As ``Cache.attend``. With ``select``, I32 (tokens, k), over these rows of ``get`` only.
+
+        A query attends to those of its rows that it sees; a negative number stands for none.
+        """
 
 
 @runtime_checkable

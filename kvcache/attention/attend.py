@@ -34,7 +34,7 @@ def attend(
         assert isinstance(keys, QuantizedBuffer)
         assert isinstance(values, QuantizedBuffer)
         found = attend(ctx, forward, buffers.rotated, keys.turn(ctx, query), scale, sinks)
-        return values.turn(ctx, found)
+        return _cut(ctx, values.turn(ctx, found), values.dim)
     if forward.fixed is not None:
         reading, mask = forward.shared(ctx)
         key, value = buffers.read(ctx, reading.cells(ctx), reading.length)
@@ -93,5 +93,12 @@ def _by_kernel(
     elif not plain and nn.has_quantized_attention(backend):
         parts, plan = buffers.stored_parts(ctx), forward.plan(worth)
         result = backend.quantized_attention(ctx, query, *parts, buffers.formats, plan, scale, sinks)
+        if result is not None:
+            result = _cut(ctx, result, buffers.value.dim)
     buffers.no_kernel = result is None
     return result
+
+
+def _cut(ctx: ml.Context, found: ml.Tensor, dim: int) -> ml.Tensor:
+    """The first ``dim`` numbers of each head: those behind them are of keys that hold the values."""
+    return found if found.shape[2] == dim else found.slice(ctx, 2, 0, dim)

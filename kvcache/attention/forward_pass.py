@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from kvcache.attention.device_copies import HostArray, HostArrays, OnDevices, ne
 from kvcache.attention.fixed_shapes import FixedPass, read_everything
 from kvcache.attention.masks import KeptMask, build_mask
 from kvcache.attention.planned import PlannedLevel
-from kvcache.attention.read_plan import LowerBound, ReadPlan, plan_read
+from kvcache.attention.read_plan import LowerBound, ReadPlan, plan_read, rows_seen
 from kvcache.attention.residual import split_exact
 from kvcache.attention.segments import KeptSegments, Segment, ragged_plan
 from kvcache.cache import Mask
@@ -38,13 +38,14 @@ class Reads:
     worth: int | None
     levels: bool
     shared: bool
+    rows: bool
     packers: Packers
     """What a backend's kernel uploads of a plan; empty: no kernel was asked."""
 
     @property
     def known(self) -> bool:
         """Whether anything was read."""
-        return self.shared or self.worth is not None
+        return self.shared or self.rows or self.worth is not None
 
 
 class Uploads(HostArrays):
@@ -108,12 +109,14 @@ class ForwardPass:
     """Of a residual window: where each token of the batch is written too, -1 nowhere; None: there is none."""
     uploads: Uploads = field(default_factory=Uploads)
     _targets: HostArray | None = None
+    _reading: ReadPlan | None = None
+    _seen: tuple[HostArray, HostArray | None] | None = None
     _shared: tuple[ReadPlan, Mask | OnDevices | HostArray] | None = None
     _worth: int | None = None
     _levels: list[PlannedLevel] | None = None
     _plan: ml.RaggedPlan | None = None
     _asked: set[str] = field(default_factory=set)
-    """Of "shared", "levels" and "plan" those that were asked for, not merely foreseen."""
+    """Of "shared", "rows", "levels" and "plan" those that were asked for, not merely foreseen."""
     _unfit: list[tuple[np.ndarray, HostArray | None]] = field(default_factory=list)
     """Free cells that are going to be read, and have to be blanked before."""
     _slots: tuple[HostArray | None, int | HostArray] | None = None
@@ -165,10 +168,11 @@ class ForwardPass:
         slots = np.arange(first, first + self.tokens) if isinstance(first, int) else first
         mask = host.add(reading.mask(self.tokens, self.lower, self.lifted, padding), dtype)
         self.fixed.load(self, None if slots is None else host.add(slots, ml.DType.I32), mask)
+        self._reading, self._seen = reading, None
         self._shared = reading, None
 
-    def write(self, ctx: ml.Context, buffers: LayerBuffers, key: ml.Tensor, value: ml.Tensor) -> None:
-        """Store K and V of the batch in its cells.
+    def write(self, ctx: ml.Context, buffers: LayerBuffers, new: Sequence[ml.Tensor]) -> None:
+        """Store what is ``new``, of the batch, in its cells; in the order of ``LayerBuffers.stored``.
 
         Where it is not known yet what else goes to the device, cells that lie scattered are written run by
         run: they go there with the rest, for further layers.
@@ -176,13 +180,12 @@ class ForwardPass:
         host = self.uploads
         known = self.expected is not None or self.fixed is not None or isinstance(self.cells, int)
         if known or not host.pending(ctx):
-            buffers.write(ctx, self.targets(ctx), key, value)
+            buffers.write(ctx, self.targets(ctx), new)
             return
         cells = self._targeted()
         cuts = np.flatnonzero(np.diff(cells) != 1) + 1
         for begin, end in itertools.pairwise([0, *cuts.tolist(), self.tokens]):
-            some = (new.slice(ctx, 0, begin, end) for new in (key, value))
-            buffers.write(ctx, int(cells[begin]), *some)
+            buffers.write(ctx, int(cells[begin]), [one.slice(ctx, 0, begin, end) for one in new])
 
     def targets(self, ctx: ml.Context) -> int | ml.Tensor:
         """The first cell of the run to write, or all cells as an I32 tensor."""
@@ -205,8 +208,8 @@ class ForwardPass:
             self._targets = self.uploads.add(self.cells, ml.DType.I32)
         return self.cells
 
-    def write_exact(self, ctx: ml.Context, buffers: LayerBuffers, key: ml.Tensor, value: ml.Tensor) -> None:
-        """Store K and V of the batch in its slots of a residual window; those that have one."""
+    def write_exact(self, ctx: ml.Context, buffers: LayerBuffers, new: Sequence[ml.Tensor]) -> None:
+        """Store K and V of what is ``new`` in the batch's slots of a residual window; those that have one."""
         if self.slots is None or buffers.exact is None or self.table.exact is None:
             return
         if self._slots is None:
@@ -216,16 +219,17 @@ class ForwardPass:
             some = None if tokens.size == self.tokens else self._upload(tokens)
             self._slots = some, first if is_run else self._upload(slots)
         some, where = self._slots
-        parts = (key, value) if some is None else (new.rows(ctx, some.on(ctx)) for new in (key, value))
+        own = new[: len(buffers.exact.stored)]
+        parts = own if some is None else [one.rows(ctx, some.on(ctx)) for one in own]
         self.table.exact.note_write()
-        buffers.exact.write(ctx, where if isinstance(where, int) else where.on(ctx), *parts)
+        buffers.exact.write(ctx, where if isinstance(where, int) else where.on(ctx), parts)
 
     def write_stored(self, ctx: ml.Context, buffers: LayerBuffers, parts: tuple[ml.Tensor, ...]) -> None:
         """Store parts of the batch in its cells; in its slots of a residual window what they say."""
         cells = self.targets(ctx)
         buffers.write_stored(ctx, cells, parts)
         if self.table.exact is not None:
-            self.write_exact(ctx, buffers, *buffers.read(ctx, cells, self.tokens))
+            self.write_exact(ctx, buffers, buffers.read(ctx, cells, self.tokens))
 
     def read_shared(
         self, ctx: ml.Context, buffers: LayerBuffers, reading: ReadPlan
@@ -252,7 +256,8 @@ class ForwardPass:
         if self.reserve or (self.expected is not None and not self._asked):
             return self.expected
         packers = {} if self._plan is None or "plan" not in self._asked else self._plan.packers
-        return Reads(self._worth, "levels" in self._asked, "shared" in self._asked, packers)
+        asked = self._asked
+        return Reads(self._worth, "levels" in asked, "shared" in asked, "rows" in asked, packers)
 
     def foresee(self, reads: Reads | None) -> None:
         """Plan what ``reads`` says, so that all arrays go to a device together."""
@@ -262,6 +267,8 @@ class ForwardPass:
             self._targeted()
         if reads.shared and self._shared is None:
             self._share()
+        if reads.rows:
+            self._make_seen()
         if reads.worth is not None and reads.levels and self._levels is None:
             self._make_levels(reads.worth)
         if reads.worth is not None and reads.packers and self._plan is None:
@@ -271,7 +278,7 @@ class ForwardPass:
 
     def lift(self, indices: frozenset[int]) -> None:
         self.lifted = indices
-        self._shared = self.segmented = self._levels = self._plan = None
+        self._shared = self._seen = self.segmented = self._levels = self._plan = None
 
     def shared(self, ctx: ml.Context) -> tuple[ReadPlan, Mask]:
         """What ``get`` reads: all groups together, arranged as the config says."""
@@ -285,11 +292,62 @@ class ForwardPass:
         return reading, near(ctx, mask)
 
     def _share(self) -> tuple[ReadPlan, Mask | OnDevices | HostArray]:
-        reading = plan_read(self.table, self.groups, self.config.cache_padding)
-        reading.gather(self.uploads)
+        reading = self._plan_rows()
         found = self._shared = reading, self._mask(reading, self.config)
-        self._note_view(reading)
         return found
+
+    def rows(self, ctx: ml.Context) -> ReadPlan:
+        """The rows of ``get``, without their mask."""
+        self._asked.add("rows")
+        self.fill(ctx)
+        found = self._plan_rows()
+        if self._unfit:
+            self._blank(ctx)
+        return found
+
+    def _plan_rows(self) -> ReadPlan:
+        if self._reading is None:
+            self._reading = plan_read(self.table, self.groups, self.config.cache_padding)
+            self._reading.gather(self.uploads)
+            self._note_view(self._reading)
+        return self._reading
+
+    def seen_rows(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor | None]:
+        """I32 (tokens, 1) each: a row that the query sees, and where its rows are a range [first, stop).
+
+        The second is None where the rows of some query are no range, or shapes are fixed.
+        """
+        self.rows(ctx)
+        if self.fixed is not None and not self.read_only:
+            return self.fixed.on(ctx)[0].reshape(ctx, self.tokens, 1), None
+        first, stop = (None if one is None else one.on(ctx).reshape(ctx, self.tokens, 1)
+                       for one in self._make_seen())  # fmt: skip
+        assert first is not None
+        return first, stop
+
+    def _make_seen(self) -> tuple[HostArray, HostArray | None]:
+        if self._seen is None:
+            first, stop = rows_seen(self._plan_rows(), self.tokens, self.lower, self.lifted)
+            ranges = stop is not None and self.fixed is None
+            self._seen = self._upload(first), self._upload(stop) if stop is not None and ranges else None
+        return self._seen
+
+    def read_rows(
+        self, ctx: ml.Context, buffers: LayerBuffers, rows: ml.Tensor
+    ) -> tuple[ml.Tensor, ml.Tensor]:
+        """K and V of rows I32 (count,) of ``rows``: (count, heads, dim) each, copies."""
+        reading, count = self.rows(ctx), rows.shape[0]
+        if self._over(reading) is not None:
+            key, value = self.read_shared(ctx, buffers, reading)
+            if buffers.permuted_v:
+                value = value.permute(ctx, 2, 0, 1)
+            return key.rows(ctx, rows), value.rows(ctx, rows)
+        where = reading.cells(ctx)
+        if not isinstance(where, int):
+            cells = where.rows(ctx, rows)
+        else:
+            cells = rows.add(ctx, ctx.full((1,), where, ml.DType.I32)) if where else rows
+        return buffers.read(ctx, cells, count)
 
     def segments(self, worth: int) -> list[Segment]:
         """What the queries read; runs and shares of fewer cells than ``worth`` do not stand alone."""

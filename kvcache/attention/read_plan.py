@@ -18,7 +18,10 @@ from kvcache.attention.device_copies import HostArray, HostArrays
 from kvcache.cache import InvalidBatchError, Mask
 from kvcache.storage.cell_table import CellTable, Row
 
-__all__ = ["HIDDEN", "LowerBound", "ReadPlan", "check_sees", "plan_read", "sees_all", "unmask", "visible"]
+__all__ = [
+    "HIDDEN", "LowerBound", "ReadPlan", "check_sees", "plan_read", "rows_seen", "sees_all", "unmask",
+    "visible",
+]  # fmt: skip
 
 LowerBound = Callable[[np.ndarray], np.ndarray]
 """Lowest position that a query at each of these positions may see."""
@@ -147,6 +150,21 @@ def visible(
     if lower is None:
         return np.zeros_like(stop), stop
     return np.searchsorted(stored, lower(group.positions)), stop
+
+
+def rows_seen(
+    reading: ReadPlan, tokens: int, lower: LowerBound | None, lifted: frozenset[int]
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Of each query a row that it sees, and one past its last: None where some query's rows are no range."""
+    first, stop = np.zeros((2, tokens), dtype=np.int64)
+    are_ranges = True
+    for group, row, columns in zip(reading.groups, reading.rows, reading.columns, strict=True):
+        low, high = visible(group, row, lower, lifted)
+        if isinstance(columns, int):
+            first[group.rows], stop[group.rows] = columns + low, columns + high
+        else:
+            first[group.rows], are_ranges = columns[np.minimum(low, len(row) - 1)], False
+    return first, stop if are_ranges else None
 
 
 def check_sees(group: SequenceTokens, row: Row, lower: LowerBound | None) -> None:

@@ -14,7 +14,7 @@ The cache puts together its ``storage`` (a cell table and the buffers of each la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -29,12 +29,15 @@ from kvcache.attention.batch import (
 )
 from kvcache.attention.fixed_shapes import FixedPass, GraphTensors, check_window
 from kvcache.attention.forward_pass import ForwardPass, Reads, Uploads
+from kvcache.attention.layer_input import check_put, flattened
 from kvcache.attention.placement import place_exact
 from kvcache.attention.read_plan import LowerBound, check_sees
+from kvcache.attention.selected import attend_selected, check_select
 from kvcache.cache import (
     Batch,
     CacheDType,
     CacheFullError,
+    ExtraShiftFunction,
     InvalidBatchError,
     InvalidRangeError,
     Mask,
@@ -51,6 +54,7 @@ from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.storage.cell_storage import CellStorage, exact_slots
 from kvcache.storage.cell_table import CellTable, SavedRow
 from kvcache.storage.layer_buffers import LayerBuffers
+from kvcache.storage.layer_shape import LayerShape
 from kvcache.storage.sizes import bytes_text
 from ml import nn
 
@@ -62,15 +66,17 @@ class CausalCache(
 ):
     """Keeps every token; a query sees all of its own sequence up to itself.
 
-    ``shift`` re-encodes stored keys for new positions; without it, tokens cannot be removed from the
-    middle of a sequence.
+    ``shift`` re-encodes stored keys for new positions, and ``shift_extra`` stored extras; without them,
+    tokens cannot be removed from the middle of a sequence.
     """
 
-    def __init__(self, shift: ShiftFunction | None = None) -> None:
+    def __init__(
+        self, shift: ShiftFunction | None = None, *, shift_extra: ExtraShiftFunction | None = None
+    ) -> None:
         super().__init__()
         self.snapshots: AttentionSnapshots = AttentionSnapshots()
         """Takes and restores what sequences hold."""
-        self.editor = SequenceEditor(self.snapshots, shift)
+        self.editor = SequenceEditor(self.snapshots, shift, shift_extra)
         """Shares, removes and moves what sequences hold."""
         self._buffers: dict[int, LayerBuffers] = {}
         self._fixed: dict[int, FixedPass] = {}
@@ -356,17 +362,29 @@ class CausalCache(
         forward.lift(indices)
         forward.fill(ctx)
 
-    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
+    def put(
+        self,
+        ctx: ml.Context,
+        key: ml.Tensor,
+        value: ml.Tensor | None = None,
+        *,
+        v_dim: int | None = None,
+        extra: Mapping[str, ml.Tensor] | None = None,
+    ) -> None:
         """Store K (tokens, kv_heads, head_dim) and V (tokens, kv_heads, v_dim) of the current layer.
 
-        In the order of the batch, converted to the cache's dtype. The first one fixes the layer's
-        shapes and allocates its buffers. Raises InvalidRangeError for other shapes, OrderError in a pass
-        that only reads.
+        In the order of the batch, converted to the cache's dtype. Without ``value`` the first ``v_dim``
+        numbers of the keys are the values (None: all). ``extra`` (tokens, ...) are stored in their own
+        dtypes, also where K and V are quantized. The first ``put`` fixes the layer's shapes and allocates.
+
+        Raises InvalidRangeError for other shapes, OrderError in a pass that only reads.
         """
         forward = self._pass or self._started("put")
         buffers = self._buffers.get(self._layer)
         if (
             buffers is not None
+            and value is not None
+            and not extra
             and forward.run >= 0
             and (store := buffers.store) is not None
             and store.write(ctx, forward.run, forward.tokens, key, value)
@@ -375,42 +393,38 @@ class CausalCache(
             return
         if forward.cells is None and forward.read_only:
             raise OrderError("put: the pass under way only reads; start_forward without read_only to store")
-        check_tensors("put", key=key, value=value)
-        key_shape, value_shape = key.shape, value.shape
-        if (
-            len(key_shape) != 3
-            or len(value_shape) != 3
-            or key_shape[0] != forward.tokens
-            or key_shape[:2] != value_shape[:2]
-        ):
-            raise InvalidRangeError(
-                f"put: key {key_shape} and value {value_shape} for a batch of {forward.tokens}; "
-                "they are (tokens, kv_heads, head_dim) and (tokens, kv_heads, v_dim)"
-            )
+        shape = check_put(forward.tokens, key, value, v_dim, extra)
         fresh = buffers is None
         if buffers is None:
-            buffers = self.snapshots.storage.allocate(ctx, self._layer, key_shape, value_shape, key.dtype)
-        buffers.check(self._layer, key_shape, value_shape)
+            buffers = self.snapshots.storage.allocate(ctx, self._layer, shape, key.dtype)
+        buffers.check(self._layer, shape)
         if forward.reserve and fresh:
             buffers.touch(ctx.layer(self._layer))
         elif not forward.reserve:
-            forward.write(ctx, buffers, key, value)
-            forward.write_exact(ctx, buffers, key, value)
+            new = flattened(ctx, shape, key, value, extra)
+            forward.write(ctx, buffers, new)
+            forward.write_exact(ctx, buffers, new)
             buffers.stamp = forward.stamp
         self._buffers[self._layer] = buffers  # last: a failed write fixes no shapes
 
-    def put_stored(self, ctx: ml.Context, parts: Sequence[ml.Tensor], activations: ml.DType) -> None:
+    def put_stored(
+        self, ctx: ml.Context, parts: Sequence[ml.Tensor], activations: ml.DType, v_dim: int | None = None
+    ) -> None:
         """As ``put``, of K's parts and then V's, (tokens, kv_heads, width) each, as the formats make them.
 
-        Raises InvalidRangeError for what they do not make of ``activations``, or the layer does not store.
+        With ``v_dim`` there are no parts of V. Raises InvalidRangeError for what the formats do not make of
+        ``activations``, or the layer does not store.
         """
         forward, storage = self._started("put_stored"), self.snapshots.storage
         if forward.reserve or (forward.cells is None and forward.read_only):
             raise OrderError("put_stored: the pass under way stores nothing")
-        key, value = storage.shapes_of(parts, forward.tokens, activations)
+        told = [(part.shape, part.dtype) for part in parts]
+        if any(shape[:1] != (forward.tokens,) for shape, _ in told):
+            raise InvalidRangeError(f"put_stored: parts {told}; each is ({forward.tokens}, kv_heads, width)")
+        shape = LayerShape.of_parts(storage.dtype, activations, told, v_dim)
         found = self._buffers.get(self._layer)
-        buffers = found or storage.allocate(ctx, self._layer, key, value, activations)
-        buffers.check(self._layer, key, value)
+        buffers = found or storage.allocate(ctx, self._layer, shape, activations)
+        buffers.check(self._layer, shape)
         forward.write_stored(ctx, buffers, tuple(parts))
         buffers.stamp = forward.stamp
         self._buffers[self._layer] = buffers
@@ -438,23 +452,56 @@ class CausalCache(
                 return found[0], found[1], mask
         return (*forward.read_shared(ctx.layer(self._layer), buffers, reading), mask)
 
+    def get_extra(self, ctx: ml.Context, name: str) -> ml.Tensor:
+        """An extra of this layer, (history, ...), in the order of the rows of ``get``; OrderError as there.
+
+        A view of the cache where the cells lie close together, else a gathered copy.
+        """
+        forward = self._started("get_extra")
+        buffers = self._readable("get_extra", forward)
+        if name not in buffers.extra:
+            raise InvalidRangeError(
+                f"get_extra: {name!r:.40} of layer {self._layer}; it stores {sorted(buffers.extra) or 'none'}"
+            )
+        here = ctx.layer(self._layer)
+        if forward.reserve:
+            return buffers.read_extra(here, name, 0, self._table.cells)
+        reading = forward.rows(ctx)
+        return buffers.read_extra(here, name, reading.cells(ctx), reading.length)
+
     def attend(
-        self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
+        self,
+        ctx: ml.Context,
+        query: ml.Tensor,
+        scale: float,
+        sinks: ml.Tensor | None = None,
+        *,
+        select: ml.Tensor | None = None,
     ) -> ml.Tensor:
         """Attention of query (tokens, heads, head_dim) -> (tokens, heads, v_dim).
 
         Each sequence reads its own cells, so that n sequences cost n and not n * n. OrderError as ``get``.
+
+        ``select``, I32 (tokens, k), are rows of ``get`` and ``get_extra``, as a top-k indexer gives them
+        (DeepSeek-AI, "DeepSeek-V3.2", 2025): a query attends to those of its rows that it sees, as often as
+        each is named. Negative numbers, and rows that it does not see, are left out; a query with none left
+        gives an unspecified row.
         """
         forward = self._pass or self._started("attend")
         buffers = self._readable("attend", forward)
         check_tensors("attend", query=query)
         if query.shape[0] != forward.tokens:
             raise InvalidRangeError(f"attend: query {query.shape} for a batch of {forward.tokens} tokens")
+        if select is not None:
+            check_select(forward.tokens, select)
         if forward.reserve:
             key, value = buffers.read(ctx, 0, self._table.cells)
             return nn.attention(ctx, query, key, value, forward.reserved_mask(ctx), scale, sinks)
         here = ctx.layer(self._layer)
-        found = attending.attend(here, forward, buffers, query, scale, sinks)
+        if select is None:
+            found = attending.attend(here, forward, buffers, query, scale, sinks)
+        else:
+            found = attend_selected(here, forward, buffers, query, scale, sinks, select)
         return found if here is ctx else found.cast(ctx, found.dtype)
 
     def _readable(self, op: str, forward: ForwardPass) -> LayerBuffers:

@@ -21,6 +21,7 @@ from kvcache.attention.forward_pass import Uploads
 from kvcache.cache import (
     Batch,
     CacheDType,
+    ExtraShiftFunction,
     InvalidBatchError,
     InvalidRangeError,
     Mask,
@@ -91,6 +92,7 @@ class RecurrentCache(
         *,
         states: Mapping[int | None, Mapping[str, StateSpec]] | None = None,
         delivers: bool = False,
+        shift_extra: ExtraShiftFunction | None = None,
     ) -> None:
         super().__init__()
         check_whole("RecurrentCache", "checkpoints", checkpoints)
@@ -99,7 +101,7 @@ class RecurrentCache(
         """Whether the model gives the states inside a batch that are wanted: it may end anywhere then."""
         self._specs = StateSpecs(states or {})
         self._wants: dict[int, tuple[int, ...]] = {}
-        self.attention = CausalCache(shift)
+        self.attention = CausalCache(shift, shift_extra=shift_extra)
         """The cache of the attention layers."""
         self.snapshots: StateSnapshots = StateSnapshots(self.attention)
         """Takes and restores what sequences hold."""
@@ -391,16 +393,33 @@ class RecurrentCache(
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
         self.attention.set_causal(ctx, except_=except_)
 
-    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
-        self.attention.put(ctx, key, value)
+    def put(
+        self,
+        ctx: ml.Context,
+        key: ml.Tensor,
+        value: ml.Tensor | None = None,
+        *,
+        v_dim: int | None = None,
+        extra: Mapping[str, ml.Tensor] | None = None,
+    ) -> None:
+        self.attention.put(ctx, key, value, v_dim=v_dim, extra=extra)
 
     def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
         return self.attention.get(ctx)
 
+    def get_extra(self, ctx: ml.Context, name: str) -> ml.Tensor:
+        return self.attention.get_extra(ctx, name)
+
     def attend(
-        self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
+        self,
+        ctx: ml.Context,
+        query: ml.Tensor,
+        scale: float,
+        sinks: ml.Tensor | None = None,
+        *,
+        select: ml.Tensor | None = None,
     ) -> ml.Tensor:
-        return self.attention.attend(ctx, query, scale, sinks)
+        return self.attention.attend(ctx, query, scale, sinks, select=select)
 
     # Sequences.
 

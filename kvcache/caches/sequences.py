@@ -9,7 +9,13 @@ import functools
 from collections.abc import Callable
 from typing import Protocol
 
-from kvcache.cache import InvalidRangeError, NotSupportedError, SequenceLostError, ShiftFunction
+from kvcache.cache import (
+    ExtraShiftFunction,
+    InvalidRangeError,
+    NotSupportedError,
+    SequenceLostError,
+    ShiftFunction,
+)
 from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.storage import relocation as moving
 
@@ -23,8 +29,13 @@ class SequenceEditor:
     the pass under way.
     """
 
-    def __init__(self, snapshots: AttentionSnapshots, shift: ShiftFunction | None) -> None:
-        self.snapshots, self.shift = snapshots, shift
+    def __init__(
+        self,
+        snapshots: AttentionSnapshots,
+        shift: ShiftFunction | None,
+        shift_extra: ExtraShiftFunction | None = None,
+    ) -> None:
+        self.snapshots, self.shift, self.shift_extra = snapshots, shift, shift_extra
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
         """Check all that ``copy_prefix`` may refuse; the callable returned then does it."""
@@ -54,7 +65,9 @@ class SequenceEditor:
         self._check_window(seq, stop, end - begin, start)
         self.snapshots.detach_shared(row.cells[stop:])
         backend, buffers, table = storage.backend, storage.buffers, storage.table
-        write = moving.prepare_shift(backend, buffers, table, seq, stop, begin - end, self.shift)
+        write = moving.prepare_shift(
+            backend, buffers, table, seq, stop, begin - end, self.shift, self.shift_extra
+        )
 
         def commit() -> None:
             write()
@@ -80,6 +93,13 @@ class SequenceEditor:
             raise NotSupportedError(
                 f"remove: {len(row) - stop} tokens of sequence {seq} have to move down by {distance}, and "
                 "this cache has no shift function; pass shift= to its constructor, or remove to the end"
+            )
+        extra = [layer for layer, held in self.snapshots.storage.buffers.items() if held.extra]
+        if extra and self.shift_extra is None:
+            raise NotSupportedError(
+                f"remove: {len(row) - stop} tokens of sequence {seq} have to move down by {distance}, and "
+                f"layers {extra} store extras that this cache cannot re-encode; pass shift_extra= to its "
+                "constructor, or remove to the end"
             )
         if table.shared(seq, row.cells[stop:]):
             raise NotSupportedError(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvcache.attention.batch import SequenceTokens, check_whole
 from kvcache.attention.read_plan import LowerBound
-from kvcache.cache import CacheFullError, ShiftFunction
+from kvcache.cache import CacheFullError, ExtraShiftFunction, ShiftFunction
 from kvcache.caches.causal import CausalCache
 from kvcache.snapshots.attention import Window
 
@@ -22,8 +22,15 @@ class SlidingWindowCache(CausalCache):
     those below (last position + 1) - memory.
     """
 
-    def __init__(self, window: int, memory: int | None = None, shift: ShiftFunction | None = None) -> None:
-        super().__init__(shift)
+    def __init__(
+        self,
+        window: int,
+        memory: int | None = None,
+        shift: ShiftFunction | None = None,
+        *,
+        shift_extra: ExtraShiftFunction | None = None,
+    ) -> None:
+        super().__init__(shift, shift_extra=shift_extra)
         check_whole("SlidingWindowCache", "window", window)
         check_whole("SlidingWindowCache", "memory", window if memory is None else memory, least=window)
         self.window = window
@@ -93,8 +100,14 @@ class SlidingWindowCache(CausalCache):
 class ChunkedCache(CausalCache):
     """A query sees its own chunk of ``chunk`` positions, up to itself. Nothing is evicted."""
 
-    def __init__(self, chunk: int, shift: ShiftFunction | None = None) -> None:
-        super().__init__(shift)
+    def __init__(
+        self,
+        chunk: int,
+        shift: ShiftFunction | None = None,
+        *,
+        shift_extra: ExtraShiftFunction | None = None,
+    ) -> None:
+        super().__init__(shift, shift_extra=shift_extra)
         check_whole("ChunkedCache", "chunk", chunk, least=1)
         self.chunk = chunk
 

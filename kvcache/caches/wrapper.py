@@ -13,7 +13,7 @@ What is asked of the sequences is asked of all caches, and done in all or in non
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import ml
@@ -28,6 +28,7 @@ from kvcache.cache import (
     Mask,
     NotSupportedError,
     SupportsCells,
+    SupportsExtras,
     SupportsOffset,
     SupportsPrepare,
     SupportsSchedule,
@@ -183,16 +184,44 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         for cache in self.caches:
             cache.set_layer(layer)
 
-    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
-        self.current.put(ctx, key, value)
+    def put(
+        self,
+        ctx: ml.Context,
+        key: ml.Tensor,
+        value: ml.Tensor | None = None,
+        *,
+        v_dim: int | None = None,
+        extra: Mapping[str, ml.Tensor] | None = None,
+    ) -> None:
+        if value is not None and v_dim is None and not extra:
+            self.current.put(ctx, key, value)
+        else:
+            self._with_extras("put").put(ctx, key, value, v_dim=v_dim, extra=extra)
+
+    def get_extra(self, ctx: ml.Context, name: str) -> ml.Tensor:
+        return self._with_extras("get_extra").get_extra(ctx, name)
 
     def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
         return self.current.get(ctx)
 
     def attend(
-        self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
+        self,
+        ctx: ml.Context,
+        query: ml.Tensor,
+        scale: float,
+        sinks: ml.Tensor | None = None,
+        *,
+        select: ml.Tensor | None = None,
     ) -> ml.Tensor:
-        return self.current.attend(ctx, query, scale, sinks)
+        if select is None:
+            return self.current.attend(ctx, query, scale, sinks)
+        return self._with_extras("attend").attend(ctx, query, scale, sinks, select=select)
+
+    def _with_extras(self, op: str) -> SupportsExtras:
+        """The current cache, which stores other things than K and V; NotSupportedError where it does not."""
+        if not isinstance(self.current, SupportsExtras):
+            raise NotSupportedError(f"{op}: {type(self.current).__name__} stores keys and values only")
+        return self.current
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
         return self._prepare("copy_prefix", src_seq, dst_seq, length)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ml
@@ -85,26 +84,16 @@ class CacheFormat:
         key = self.key
         return key.dtype if isinstance(key, Plain) and key == self.value else None
 
+    def check(self, key_dim: int, value_dim: int | None, activations: ml.DType) -> None:
+        """Raise InvalidRangeError for head sizes that the formats cannot take; None: K has the values."""
+        self.key.parts(key_dim, activations)
+        if value_dim is not None:
+            self.value.parts(value_dim, activations)
+
     def nbytes(self, heads: int, key_dim: int, value_dim: int, activations: ml.DType) -> int:
         """Bytes of one token's K and V in a layer."""
         parts = (*self.key.parts(key_dim, activations), *self.value.parts(value_dim, activations))
         return heads * sum(width * dtype.itemsize for width, dtype in parts)
-
-    def dims(self, widths: Sequence[int], activations: ml.DType) -> tuple[int, int]:
-        """head_dim of K and of V whose parts are so wide, K's first; InvalidRangeError if there is none."""
-        found, rest = [], [*widths]
-        for stored in (self.key, self.value):
-            dim = stored.head_dim(rest[0] if rest else 0)
-            wanted = [width for width, _ in stored.parts(dim, activations)]
-            if rest[: len(wanted)] != wanted:
-                raise InvalidRangeError(
-                    f"{self.name}: parts of the widths {[*widths]}; {wanted} of {stored.name}"
-                )
-            found.append(dim)
-            rest = rest[len(wanted) :]
-        if rest:
-            raise InvalidRangeError(f"{self.name}: parts of the widths {[*widths]}; {rest} are too many")
-        return found[0], found[1]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CacheFormat) and self.name == other.name

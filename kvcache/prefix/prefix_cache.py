@@ -31,6 +31,7 @@ from kvcache.prefix.session import PrefixStats, Session, SessionLimitError, Sess
 from kvcache.prefix.store_lookup import StoreLookup
 from kvcache.snapshots.layer_shapes import Layers
 from kvcache.snapshots.snapshot import Snapshot
+from kvcache.storage.layer_shape import LayerShape
 from kvcache.storage.sizes import bytes_text
 from kvcache.stores import Keys, SnapshotStore, open_store
 from kvcache.stores.closing import Closing
@@ -101,7 +102,7 @@ class PrefixCache(Closing):
         self.tree = PrefixTree(cache, budget, host, store, keys, worker)
         self.alphabet = self.tree.alphabet
         self.evictor = Evictor(self.tree)
-        lookup = StoreLookup(self.tree, layers or {})
+        lookup = StoreLookup(self.tree, {i: LayerShape(*shape) for i, shape in (layers or {}).items()})
         self._open = OpenSessions(self.tree, self.evictor, lookup, interval, self.stats)
         self._closed = False
         cache.on_pressure = self.evictor.relieve

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.runner.errors import ModelError
+from kvcache.storage.layer_shape import LayerShape
 from ml.nn.rope import RopeSpec
 
 __all__ = ["ModelConfig", "common_fields", "read_token_ids", "refuse", "refuse_quantized"]
@@ -59,10 +60,10 @@ class ModelConfig:
         return self.layers * max_sequences * capacity
 
     @property
-    def cached_layers(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
-        """(heads, dim) of keys and of values, by the layers that a cache has them of."""
-        widths = (self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim)
-        return dict.fromkeys(range(self.layers), widths)
+    def cached_layers(self) -> dict[int, LayerShape]:
+        """What a cache stores of a token, by the layers that it stores anything of."""
+        widths = self.kv_heads, self.head_dim
+        return dict.fromkeys(range(self.layers), LayerShape(widths, widths))
 
     def state_bytes(self, max_sequences: int, capacity: int) -> int:
         """Bytes of what a cache holds beside keys and values: recurrent states, at most."""

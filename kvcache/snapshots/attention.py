@@ -25,6 +25,7 @@ from kvcache.snapshots.snapshot import (
 )
 from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.layer_buffers import LayerBuffers
+from kvcache.storage.layer_shape import LayerShape
 
 __all__ = ["AttentionSnapshots", "Window"]
 
@@ -277,7 +278,7 @@ class AttentionSnapshots:
             table.join_arrivals(cells)
             with self.storage.backend.new_context() as ctx:
                 buffers = {
-                    i: self._buffer(ctx, i, *shapes[i], layer.activations) for i, layer in layers.items()
+                    i: self._buffer(ctx, i, shapes[i], layer.activations) for i, layer in layers.items()
                 }
                 where = chosen if isinstance(chosen, int) else ctx.from_numpy(cells, ml.DType.I32)
                 writing = True
@@ -296,12 +297,10 @@ class AttentionSnapshots:
             raise
         self.storage.buffers.update(buffers)
 
-    def _buffer(
-        self, ctx: ml.Context, i: int, key: tuple[int, int], value: tuple[int, int], activations: ml.DType
-    ) -> LayerBuffers:
-        """Of layer ``i``, which is new where it stores nothing yet: K and V of (heads, dim)."""
+    def _buffer(self, ctx: ml.Context, i: int, shape: LayerShape, activations: ml.DType) -> LayerBuffers:
+        """Of layer ``i``, which is new where it stores nothing yet."""
         held = self.storage.buffers.get(i)
-        return held or self.storage.allocate(ctx, i, (0, *key), (0, *value), activations)
+        return held or self.storage.allocate(ctx, i, shape, activations)
 
     # Cutting and joining.
 
@@ -393,13 +392,7 @@ class AttentionSnapshots:
             raise InvalidRangeError(
                 f"restore: this cache stores layers {sorted(buffers)}, the snapshot {sorted(layers)}"
             )
-        for i, shapes in layers.items():
+        for i, shape in layers.items():
             held = buffers.get(i)
-            if held is None:
-                continue
-            for buffer, (heads, dim) in zip((held.key, held.value), shapes, strict=True):
-                if (heads, dim) != (buffer.heads, buffer.dim):
-                    raise InvalidRangeError(
-                        f"restore: layer {i} stores {buffer.heads} heads of {buffer.dim}; the snapshot has "
-                        f"{heads} of {dim}"
-                    )
+            if held is not None and held.shape != shape:
+                raise InvalidRangeError(f"restore: layer {i} stores {held.shape}; the snapshot has {shape}")

@@ -8,7 +8,9 @@ Whoever reads one that was checked needs no checks of its own. All say their kin
     wrapper     "parts": [{...}, ...]
 
 A tensor is [name of an array, axes]. "dtype" names the format of K and V, or both: "Q8_0", "F16/Q4_0"; a
-layer has K's parts in it, and then V's.
+layer has K's parts in it, then V's, then one tensor (positions, 1, numbers) for each extra. Where values are
+the first numbers of keys there are no parts of V, and attention says "latent": [[layer, v_dim], ...]; of
+extras it says "extra": [[layer, [[name, shape of one token], ...]], ...].
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy as np
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.formats import CacheFormat
+from kvcache.storage.layer_shape import LayerShape, Part
 from kvcache.storage.state_specs import is_state_name
 from kvcache.stores.errors import SnapshotCorrupt
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
@@ -116,6 +119,7 @@ class _Check:
         if self._complete and not whole and positions.size != end - begin:
             raise ValueError(f"{positions.size} positions of [{begin}, {end})")
         stored = _format(meta.get("dtype"))
+        latent, extra = _latent(meta.get("latent", [])), _extra(meta.get("extra", []))
         seen: set[int] = set()
         for entry in _typed(meta.get("layers"), list, "layers"):
             number, activations, tensors = _items(entry, 3, "a layer")
@@ -123,31 +127,23 @@ class _Check:
             computed = _dtype(activations)
             _float(computed, f"layer {number}")
             parts = [self._tensor(part) for part in _typed(tensors, list, f"the parts of layer {number}")]
-            self._stored(parts, stored, computed, positions.size, f"layer {number}")
+            more = latent.pop(number, None), extra.pop(number, [])
+            self._stored(parts, stored, computed, positions.size, f"layer {number}", *more)
+        if strange := latent.keys() | extra.keys():
+            raise ValueError(f"layers {sorted(strange)} are described, and not there")
 
     def _stored(
-        self, parts: list[tuple[tuple[int, ...], ml.DType]], stored: CacheFormat, activations: ml.DType,
-        count: int, what: str,
+        self, parts: list[Part], stored: CacheFormat, activations: ml.DType, count: int, what: str,
+        v_dim: int | None, extra: list[tuple[str, tuple[int, ...]]],
     ) -> None:  # fmt: skip
-        """The parts of K, and then those of V, (count, heads, width) each."""
+        """The parts of K, of V unless K has the values, and of extras, (count, heads, width) each."""
         for shape, dtype in parts:
             if len(shape) != 3 or shape[0] != count or not all(shape[1:]):
                 raise ValueError(f"{what}: {dtype.name} {shape} of {count} positions")
-        shapes = [shape for shape, _ in parts]
         try:
-            dims = stored.dims([shape[2] for shape in shapes], activations)
+            LayerShape.of_parts(stored, activations, parts, v_dim, extra)
         except InvalidRangeError as error:
-            raise ValueError(f"{what}: {shapes}: {error}") from error
-        halves = [
-            one.parts(dim, activations) for one, dim in zip((stored.key, stored.value), dims, strict=True)
-        ]
-        wanted = [(shapes[0][1], dtype) for _, dtype in halves[0]]
-        wanted += [(shapes[-1][1], dtype) for _, dtype in halves[1]]
-        for (shape, dtype), (heads, expected) in zip(parts, wanted, strict=True):
-            if shape[1] != heads or dtype is not expected:
-                raise ValueError(
-                    f"{what}: {dtype.name} {shape}; {expected.name} of {heads} heads in {stored.name}"
-                )
+            raise ValueError(f"{what}: {error}") from error
 
     def _recurrent(self, meta: dict[str, Any], at: str, begin: int, end: int) -> None:
         attention = _typed(meta.get("attention"), dict, "attention")
@@ -195,6 +191,35 @@ class _Check:
         if sorted(order) != list(range(len(shape))):
             raise ValueError(f"{name}: axes {order} of an array of {len(shape)}")
         return tuple(shape[order.index(i)] for i in range(len(shape))), ml.DType.from_numpy(array.dtype)
+
+
+def _latent(found: object) -> dict[int, int]:
+    """By layer how many numbers of K are its values."""
+    latent: dict[int, int] = {}
+    for entry in _typed(found, list, "latent"):
+        number, v_dim = (_count(one, "a latent layer") for one in _items(entry, 2, "a latent layer"))
+        _new(set(latent), number)
+        latent[number] = v_dim
+    return latent
+
+
+def _extra(found: object) -> dict[int, list[tuple[str, tuple[int, ...]]]]:
+    """By layer the names and shapes of its extras."""
+    extra: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+    for entry in _typed(found, list, "extra"):
+        number, specs = _items(entry, 2, "the extras of a layer")
+        _new(set(extra), _count(number, "a layer's number"))
+        named: dict[str, tuple[int, ...]] = {}
+        for spec in _typed(specs, list, f"the extras of layer {number}"):
+            name, shape = _items(spec, 2, "an extra")
+            _new(set(named), _typed(name, str, "an extra's name"))
+            named[name] = tuple(
+                _count(size, "a size") for size in _typed(shape, list, f"the shape of {name!r:.40}")
+            )
+        if list(named) != sorted(named):
+            raise ValueError(f"the extras of layer {number} are not sorted by name")
+        extra[number] = [*named.items()]
+    return extra
 
 
 def _typed(value: object, kind: type, what: str) -> Any:

@@ -1,23 +1,25 @@
-"""Which layers a cache or a serialized snapshot has, and how wide: it is good for its own model only.
-
-A layer's **widths** are (heads, dim) of its keys and of its values, as the model puts them.
-"""
+"""Which layers a cache or a serialized snapshot has, and their shapes: it is good for its own model only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 import ml
 from kvcache.formats import CacheFormat
 from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, WrapperSnapshot
+from kvcache.storage.layer_shape import LayerShape
 from kvcache.stores.errors import SnapshotCorrupt
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
-__all__ = ["Layers", "check_layers", "layers_of_cache", "layers_of_serialized"]
+__all__ = [
+    "Layers", "check_layers", "described", "layers_of_cache", "layers_of_serialized", "shapes_of",
+]  # fmt: skip
 
-Layers = Mapping[int, tuple[tuple[int, int], tuple[int, int]]]
-"""By layer the widths of keys and values: those of attention over what the model itself has written."""
+Layers = Mapping[int, LayerShape]
+"""By layer: those of attention over what the model itself has written."""
 
 
 def layers_of_cache(cache: Any) -> Layers:
@@ -40,11 +42,9 @@ def check_layers(serialized: SerializedSnapshot, expected: Layers) -> None:
         raise SnapshotCorrupt(
             f"serialized snapshot: it has the layers {sorted(found)}; the cache stores {sorted(expected)}"
         )
-    for i, widths in expected.items():
-        if found[i] != widths:
-            raise SnapshotCorrupt(
-                f"serialized snapshot: layer {i} is {found[i]} (heads, dim); the cache stores {widths}"
-            )
+    for i, shape in expected.items():
+        if found[i] != shape:
+            raise SnapshotCorrupt(f"serialized snapshot: layer {i} has {found[i]}; the cache stores {shape}")
 
 
 def _has_positions(serialized: SerializedSnapshot) -> bool:
@@ -58,32 +58,41 @@ def _of_snapshot(snapshot: object) -> Layers:
     if isinstance(snapshot, RecurrentSnapshot):
         return _of_snapshot(snapshot.attention)
     parts = snapshot.parts if isinstance(snapshot, WrapperSnapshot) else ()
-    return {i: widths for part in parts for i, widths in _of_snapshot(part).items()}
+    return {i: shape for part in parts for i, shape in _of_snapshot(part).items()}
 
 
 def _of_meta(serialized: SerializedSnapshot, meta: Mapping[str, Any]) -> Layers:
     kind = meta["kind"]
     if kind == "attention":
-        stored = CacheFormat.of(meta["dtype"])
-        return {
-            i: _widths(stored, ml.DType[activations], [_shape(serialized, *part) for part in parts])
-            for i, activations, parts in meta["layers"]
-        }
+        return shapes_of(meta, serialized.arrays)
     if kind == "recurrent":
         return _of_meta(serialized, meta["attention"])
     parts = meta["parts"] if kind == "wrapper" else ()
-    return {i: widths for part in parts for i, widths in _of_meta(serialized, part).items()}
+    return {i: shape for part in parts for i, shape in _of_meta(serialized, part).items()}
 
 
-def _shape(serialized: SerializedSnapshot, name: str, axes: Sequence[int]) -> tuple[int, ...]:
-    """An array's shape as (count, heads, ...)."""
-    shape = serialized.arrays[name].shape
-    return tuple(shape[axes.index(i)] for i in range(len(shape)))
+def shapes_of(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[int, LayerShape]:
+    """The layers of a serialized snapshot of attention, which was checked."""
+    stored, latent, extra = CacheFormat.of(meta["dtype"]), dict(meta.get("latent", ())), meta.get("extra", ())
+    named = {i: [(name, tuple(shape)) for name, shape in specs] for i, specs in extra}
+    return {
+        i: LayerShape.of_parts(
+            stored, ml.DType[activations], [_part(arrays[name], axes) for name, axes in tensors],
+            latent.get(i), named.get(i, ()),
+        )
+        for i, activations, tensors in meta["layers"]
+    }  # fmt: skip
 
 
-def _widths(
-    stored: CacheFormat, activations: ml.DType, shapes: Sequence[tuple[int, ...]]
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(heads, dim) of K and of V, whose parts have these shapes."""
-    key, value = stored.dims([shape[2] for shape in shapes], activations)
-    return (shapes[0][1], key), (shapes[-1][1], value)
+def described(shapes: Layers) -> dict[str, Any]:
+    """Latent layers and extras as ``shapes_of`` reads them, for a snapshot's meta; {}: there are none."""
+    latent = [[i, shape.value[1]] for i, shape in shapes.items() if shape.is_latent]
+    extra = [
+        [i, [[one.name, [*one.shape]] for one in shape.extra]] for i, shape in shapes.items() if shape.extra
+    ]
+    return {**({"latent": latent} if latent else {}), **({"extra": extra} if extra else {})}
+
+
+def _part(array: np.ndarray, axes: Sequence[int]) -> tuple[tuple[int, ...], ml.DType]:
+    """An array's shape as (count, heads, ...), and its dtype."""
+    return tuple(array.shape[axes.index(i)] for i in range(array.ndim)), ml.DType.from_numpy(array.dtype)

@@ -17,6 +17,7 @@ import numpy as np
 import ml
 from kvcache.formats import CacheFormat
 from kvcache.snapshots.check_serialized import check_serialized
+from kvcache.snapshots.layer_shapes import described, shapes_of
 from kvcache.snapshots.snapshot import (
     AttentionSnapshot,
     EncoderSnapshot,
@@ -130,7 +131,8 @@ class _Writer:
             ]
             for i, layer in snapshot.read().items()
         ]
-        return {"dtype": snapshot.dtype.name, "whole": snapshot.whole, "layers": layers}
+        shapes = snapshot.shapes() if layers else {}
+        return {"dtype": snapshot.dtype.name, "whole": snapshot.whole, "layers": layers, **described(shapes)}
 
     def _tensor(self, name: str, tensor: ml.Tensor) -> list[Any]:
         """[name, axes]"""
@@ -162,11 +164,11 @@ class _Reader:
         return self._attention(meta, at)
 
     def _attention(self, meta: Meta, at: str) -> AttentionSnapshot:
-        layers = {}
+        layers, shapes = {}, shapes_of(meta, self.arrays)
         for i, activations, tensors in meta["layers"]:
             place = self.ctx.layer(i)
             parts = tuple(self._tensor(place, tensor, borrow=True) for tensor in tensors)
-            layers[i] = LayerSnapshot(parts, ml.DType[activations])
+            layers[i] = LayerSnapshot(parts, ml.DType[activations], shapes[i])
         span, positions = (meta["begin"], meta["end"]), self.arrays[f"{at}positions"]
         return AttentionSnapshot(*span, positions, CacheFormat.of(meta["dtype"]), meta["whole"], layers)
 

@@ -26,6 +26,7 @@ from kvcache.cache import InvalidRangeError, SequenceLostError
 from kvcache.formats import CacheFormat
 from kvcache.storage.cell_table import CellTable, Pin
 from kvcache.storage.layer_buffers import LayerBuffers
+from kvcache.storage.layer_shape import LayerShape
 from kvcache.storage.state_slots import HeldStates, States
 
 __all__ = [
@@ -83,14 +84,15 @@ class Snapshot(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerSnapshot:
-    """K and V of one layer as they are stored.
+    """K, V and extras of one layer as they are stored.
 
-    ``tensors`` holds the parts of K in its format, and then those of V, (count, heads, width) each; what is
-    not plain is read back as ``activations``.
+    ``tensors`` holds the parts of K in its format, those of V unless ``shape`` says that K has them, and the
+    extras, (count, heads, width) each; what is not plain is read back as ``activations``.
     """
 
     tensors: tuple[ml.Tensor, ...]
     activations: ml.DType
+    shape: LayerShape
 
 
 Layers = Mapping[int, LayerSnapshot]
@@ -216,19 +218,10 @@ class AttentionSnapshot:
         """Its layers, copied where they lie in the cache; what lies there stays."""
         return self._layers if self.source is None else self.source.read()
 
-    def shapes(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
-        """(heads, dim) of the keys and of the values in each layer."""
-        if self.source is not None:
-            return {
-                i: ((held.key.heads, held.key.dim), (held.value.heads, held.value.dim))
-                for i, held in self.source.buffers.items()
-            }
-        found = {}
-        for i, layer in self._layers.items():
-            widths = [tensor.shape[2] for tensor in layer.tensors]
-            key, value = self.dtype.dims(widths, layer.activations)
-            found[i] = (layer.tensors[0].shape[1], key), (layer.tensors[-1].shape[1], value)
-        return found
+    def shapes(self) -> dict[int, LayerShape]:
+        """What each layer stores of a token."""
+        held = self._layers if self.source is None else self.source.buffers
+        return {i: layer.shape for i, layer in held.items()}
 
 
 class RecurrentSnapshot:
@@ -395,7 +388,7 @@ def read_layers(
     with backend.new_context() as ctx:
         where = int(cells[0]) if is_run else ctx.from_numpy(cells, ml.DType.I32)
         layers = {
-            i: LayerSnapshot(held.read_stored(ctx.layer(i), where, cells.size), held.activations)
+            i: LayerSnapshot(held.read_stored(ctx.layer(i), where, cells.size), held.activations, held.shape)
             for i, held in buffers.items()
         }
         ctx.compute(*tensors_of(layers))

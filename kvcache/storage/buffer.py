@@ -13,6 +13,8 @@ Whatever the layout, callers see (cells, heads, dims).
 
 from __future__ import annotations
 
+import copy
+
 import ml
 
 __all__ = ["Buffer", "Cells"]
@@ -25,6 +27,8 @@ class Buffer:
     """One preallocated tensor of ``cells`` places for (heads, dim) each."""
 
     __slots__ = ("axis", "cells", "dim", "heads", "order", "strides", "tensor")
+    part_count = 1
+    """Of tensors that ``read_stored`` gives."""
 
     def __init__(
         self, ctx: ml.Context, dtype: ml.DType, cells: int, heads: int, dim: int, order: tuple[int, int, int]
@@ -40,6 +44,12 @@ class Buffer:
         steps[order[1]] = sizes[order[2]]
         steps[order[0]] = sizes[order[1]] * sizes[order[2]]
         self.strides = tuple(steps)
+
+    def narrowed(self, dim: int) -> Buffer:
+        """The first ``dim`` numbers of each head, to be read where they lie."""
+        found = copy.copy(self)
+        found.dim = dim
+        return found
 
     def touch(self, ctx: ml.Context) -> None:
         """Write zeros everywhere."""
@@ -74,7 +84,8 @@ class Buffer:
     def gather(self, ctx: ml.Context, cells: ml.Tensor) -> ml.Tensor:
         """Scattered cells as new storage (count, heads, dim)."""
         found = self.tensor.rows(ctx, cells, axis=self.axis)
-        return found.permute(ctx, *(self.order.index(axis) for axis in range(3)))
+        found = found.permute(ctx, *(self.order.index(axis) for axis in range(3)))
+        return found if found.shape[2] == self.dim else found.slice(ctx, 2, 0, self.dim)
 
     def write(self, ctx: ml.Context, cells: Cells, source: ml.Tensor) -> ml.Tensor:
         """Store (count, heads, dim): one strided copy into a run, else a scatter."""

@@ -1,24 +1,31 @@
-"""K and V of one layer, plain or quantized, and how a pass reads and writes them."""
+"""K, V and extras of one layer, plain or quantized, and how a pass reads and writes them."""
 
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Sequence
 
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.formats import CacheFormat
 from kvcache.storage.buffer import Buffer, Cells
+from kvcache.storage.layer_shape import LayerShape
 from kvcache.storage.quantized import QuantizedBuffer
 
 __all__ = ["LayerBuffers"]
 
 
 class LayerBuffers:
-    """K and V of one layer, each in its format, allocated at the first ``put`` for all cells at once."""
+    """K and V of one layer, each in its format, and extras, allocated at the first ``put`` for all cells.
+
+    Where values are the first numbers of the keys, ``value`` reads them there. Extras lie in plain buffers of
+    one head, each in its own dtype.
+    """
 
     __slots__ = (
-        "_key_shape", "_value_shape", "activations", "bytes_per_cell", "cells", "exact", "key", "no_kernel",
-        "permuted_v", "read_dtype", "rotated", "stamp", "store", "value",
+        "activations", "bytes_per_cell", "cells", "exact", "extra", "key", "no_kernel", "permuted_v",
+        "read_dtype", "rotated", "shape", "stamp", "store", "stored", "value",
     )  # fmt: skip
 
     def __init__(
@@ -27,31 +34,40 @@ class LayerBuffers:
         stored: CacheFormat,
         config: ml.CacheConfig,
         cells: int,
-        key: tuple[int, int],
-        value: tuple[int, int],
+        shape: LayerShape,
         activations: ml.DType,
         slots: int = 0,
     ) -> None:
-        """``key`` and ``value`` are (heads, dim); where they are not plain numbers of one dtype, both are
-        read back as ``activations``, and a residual window has ``slots``.
+        """Where K and V are not plain numbers of one dtype, both are read back as ``activations``, and a
+        residual window has ``slots``.
         """
         order = (1, 0, 2) if config.layout == ml.Layout.HEAD_MAJOR else (0, 1, 2)
         self.permuted_v = config.permuted_v
         self.activations, self.cells = activations, cells
-        self._key_shape, self._value_shape = tuple(key), tuple(value)
+        self.shape = shape
         self.key: Buffer | QuantizedBuffer
         self.value: Buffer | QuantizedBuffer
-        plain = stored.plain
+        key, value, plain = shape.key, shape.value, stored.plain
         if plain is None:
-            stored.nbytes(1, key[1], value[1], activations)  # refuses both before the first is allocated
+            stored.check(
+                key[1], None if shape.is_latent else value[1], activations
+            )  # before any is allocated
             self.key = QuantizedBuffer(ctx, stored.key, cells, *key, order, activations)
-            self.value = QuantizedBuffer(ctx, stored.value, cells, *value, order, activations)
         else:
             self.key = Buffer(ctx, plain, cells, *key, order)
+        if shape.is_latent:
+            self.value = self.key.narrowed(value[1])
+        elif plain is None:
+            self.value = QuantizedBuffer(ctx, stored.value, cells, *value, order, activations)
+        else:
             self.value = Buffer(ctx, plain, cells, *value, (1, 2, 0) if self.permuted_v else order)
+        self.extra = {one.name: Buffer(ctx, one.dtype, cells, 1, one.size, (0, 1, 2)) for one in shape.extra}
+        """By name, one head of all numbers of a token."""
+        self.stored = (self.key, *(() if shape.is_latent else (self.value,)), *self.extra.values())
+        """All that is written: K, V where it is of its own, extras."""
         self.read_dtype = activations if plain is None else plain
         """Of what ``read`` gives."""
-        numbers = key[0] * key[1] + value[0] * value[1]
+        numbers = key[0] * key[1] + (0 if shape.is_latent else value[0] * value[1])
         self.bytes_per_cell = max(1, numbers * self.read_dtype.itemsize)
         """Of what ``read`` gives, K and V together."""
         self.no_kernel = False
@@ -60,7 +76,7 @@ class LayerBuffers:
         """The slots of a residual window: plain, in the dtype of the activations."""
         if slots:
             self.exact = LayerBuffers(
-                ctx, CacheFormat.of(activations), config, slots, key, value, activations
+                ctx, CacheFormat.of(activations), config, slots, shape.plain, activations
             )
         self.stamp = 0
         """``Forward.stamp`` of the pass that was last put here."""
@@ -84,6 +100,8 @@ class LayerBuffers:
 
     def _find_store(self, ctx: ml.Context) -> ml.KVStore | None:
         key, value, backend = self.key, self.value, getattr(ctx, "backend", None)
+        if self.shape.is_latent or self.extra:
+            return None
         if self.is_quantized and isinstance(backend, ml.SupportsQuantizedStore):
             return backend.quantized_store(*self.stored_parts(ctx), self.formats)
         if self.permuted_v or not isinstance(key, Buffer) or not isinstance(value, Buffer):
@@ -99,14 +117,14 @@ class LayerBuffers:
     @property
     def stored_nbytes(self) -> int:
         """Of what snapshots are made of: without the slots of a residual window."""
-        return self.key.nbytes + self.value.nbytes
+        return sum(buffer.nbytes for buffer in self.stored)
 
     def touch(self, ctx: ml.Context) -> None:
         """Write the zeros that new buffers hold, so that the system gives them their memory now.
 
         It may have promised it only, and the pages would then be found one by one while decoding.
         """
-        for buffer in (self.key, self.value):
+        for buffer in self.stored:
             if isinstance(buffer, Buffer):
                 buffer.touch(ctx)
         if self.exact is not None:
@@ -114,21 +132,19 @@ class LayerBuffers:
 
     def blank(self, ctx: ml.Context, cells: Cells, count: int) -> None:
         """Write zeros into cells."""
-        self.key.blank(ctx, cells, count)
-        self.value.blank(ctx, cells, count)
+        for buffer in self.stored:
+            buffer.blank(ctx, cells, count)
 
-    def check(self, layer: int, key: tuple[int, ...], value: tuple[int, ...]) -> None:
-        """Raise InvalidRangeError unless K and V of these shapes are what this layer stores."""
-        if key[1:] != self._key_shape or value[1:] != self._value_shape:
-            raise InvalidRangeError(
-                f"put: key {key} and value {value} in layer {layer}, which stores (tokens, kv_heads, dim) of "
-                f"{self._key_shape} and {self._value_shape}"
-            )
+    def check(self, layer: int, shape: LayerShape) -> None:
+        """Raise InvalidRangeError unless this is what the layer stores."""
+        if shape != self.shape:
+            raise InvalidRangeError(f"put: {shape} in layer {layer}, which stores {self.shape}")
 
-    def write(self, ctx: ml.Context, cells: Cells, key: ml.Tensor, value: ml.Tensor) -> None:
+    def write(self, ctx: ml.Context, cells: Cells, new: Sequence[ml.Tensor]) -> None:
+        """Store (count, heads, dim) each, in the order of ``stored``; what comes after these stays."""
         # No ctx.forward: writes are seen in program order without it.
-        self.key.write(ctx, cells, key)
-        self.value.write(ctx, cells, value)
+        for buffer, tensor in zip(self.stored, new, strict=False):
+            buffer.write(ctx, cells, tensor)
 
     def read(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ml.Tensor]:
         """K and V as (count, heads, dim)."""
@@ -136,8 +152,21 @@ class LayerBuffers:
             found = None if self.store is None else self.store.read(ctx, cells, count)
             if found is not None:
                 return found
-            return self.key.read(ctx, cells, count), self.value.read(ctx, cells, count)
-        return self.key.gather(ctx, cells), self.value.gather(ctx, cells)
+            key = self.key.read(ctx, cells, count)
+            return key, self._part(ctx, key) if self.shape.is_latent else self.value.read(ctx, cells, count)
+        key = self.key.gather(ctx, cells)
+        return key, self._part(ctx, key) if self.shape.is_latent else self.value.gather(ctx, cells)
+
+    def read_extra(self, ctx: ml.Context, name: str, cells: Cells, count: int) -> ml.Tensor:
+        """An extra as (count, *shape)."""
+        buffer = self.extra[name]
+        found = buffer.read(ctx, cells, count) if isinstance(cells, int) else buffer.gather(ctx, cells)
+        (shape,) = (one.shape for one in self.shape.extra if one.name == name)
+        return found.reshape(ctx, count, *shape)
+
+    def _part(self, ctx: ml.Context, key: ml.Tensor) -> ml.Tensor:
+        """Of keys that hold the values these."""
+        return key.slice(ctx, len(key.shape) - 1, 0, self.value.dim)
 
     @property
     def is_quantized(self) -> bool:
@@ -159,16 +188,18 @@ class LayerBuffers:
         self, ctx: ml.Context, start: int, step: int, batch: int, count: int
     ) -> tuple[ml.Tensor, ml.Tensor]:
         """K and V of runs at even distances, (batch, count, heads, dim): see :meth:`Buffer.read_batch`."""
-        return (
-            self.key.read_batch(ctx, start, step, batch, count),
-            self.value.read_batch(ctx, start, step, batch, count),
-        )
+        key = self.key.read_batch(ctx, start, step, batch, count)
+        if self.shape.is_latent:
+            return key, self._part(ctx, key)
+        return key, self.value.read_batch(ctx, start, step, batch, count)
 
     def gather_batch(
         self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int
     ) -> tuple[ml.Tensor, ml.Tensor]:
         """K and V of scattered cells, (batch, count, heads, dim)."""
         key = self.key.gather_batch(ctx, cells, batch, count)
+        if self.shape.is_latent:
+            return key, self._part(ctx, key)
         return key, self.value.gather_batch(ctx, cells, batch, count)
 
     def read_as_configured(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ml.Tensor]:
@@ -180,15 +211,15 @@ class LayerBuffers:
         return self.key.gather(ctx, cells), self.value.gather(ctx, cells).permute(ctx, 1, 2, 0)
 
     def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
-        """Copies of the parts of K, and then those of V, (count, heads, ...) each."""
-        return *self.key.read_stored(ctx, cells, count), *self.value.read_stored(ctx, cells, count)
+        """Copies of all parts in the order of ``stored``, (count, heads, ...) each."""
+        return tuple(part for one in self.stored for part in one.read_stored(ctx, cells, count))
 
     def write_stored(self, ctx: ml.Context, cells: Cells, found: tuple[ml.Tensor, ...]) -> None:
         """Write what ``read_stored`` gave, into other cells or another cache's."""
-        own = len(self.key.parts) if isinstance(self.key, QuantizedBuffer) else 1
-        self.key.write_stored(ctx, cells, found[:own])
-        self.value.write_stored(ctx, cells, found[own:])
+        rest = iter(found)
+        for one in self.stored:
+            one.write_stored(ctx, cells, tuple(itertools.islice(rest, one.part_count)))
 
     def stored_views(self, ctx: ml.Context, start: int, count: int) -> tuple[ml.Tensor, ...]:
         """Where a run of cells lies, in the parts of ``read_stored``."""
-        return *self.key.stored_views(ctx, start, count), *self.value.stored_views(ctx, start, count)
+        return tuple(part for one in self.stored for part in one.stored_views(ctx, start, count))

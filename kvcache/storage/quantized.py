@@ -20,7 +20,7 @@ __all__ = ["QuantizedBuffer"]
 class QuantizedBuffer:
     """What :class:`kvcache.storage.buffer.Buffer` is, stored in the parts of a format."""
 
-    __slots__ = ("activations", "cells", "dim", "format", "heads", "parts")
+    __slots__ = ("activations", "cells", "coded_dim", "dim", "format", "heads", "parts")
 
     def __init__(
         self,
@@ -33,17 +33,30 @@ class QuantizedBuffer:
         activations: ml.DType,
     ) -> None:
         self.cells, self.heads, self.dim = cells, heads, dim
+        self.coded_dim = dim
+        """Numbers of a head that are stored together, of which the first ``dim`` are read."""
         self.format, self.activations = stored, activations
         widths = stored.parts(dim, activations)
         self.parts = [Buffer(ctx, dtype, cells, heads, width, order) for width, dtype in widths]
 
     @property
+    def part_count(self) -> int:
+        """Of tensors that ``read_stored`` gives."""
+        return len(self.parts)
+
+    def narrowed(self, dim: int) -> QuantizedBuffer:
+        """The first ``dim`` numbers of each head, of the same parts."""
+        found = copy.copy(self)
+        found.dim = dim
+        return found
+
+    @property
     def as_stored(self) -> QuantizedBuffer:
-        """These cells read as they are turned where the format rotates; itself where it does not."""
+        """All numbers as they are turned where the format rotates; itself where it does not."""
         if not isinstance(self.format, Rotated):
             return self
         found = copy.copy(self)
-        found.format = self.format.inner
+        found.format, found.dim = self.format.inner, self.coded_dim
         return found
 
     def turn(self, ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
@@ -76,7 +89,9 @@ class QuantizedBuffer:
 
     def decode(self, ctx: ml.Context, parts: list[ml.Tensor]) -> ml.Tensor:
         """What parts (..., width) stand for, as it was put: (..., dim)."""
-        found = self.format.decode(ctx, parts, self.dim)
+        found = self.format.decode(ctx, parts, self.coded_dim)
+        if self.dim != self.coded_dim:
+            found = found.slice(ctx, len(found.shape) - 1, 0, self.dim)
         return found if found.dtype is self.activations else found.cast(ctx, self.activations)
 
     def write(self, ctx: ml.Context, cells: Cells, source: ml.Tensor) -> ml.Tensor:

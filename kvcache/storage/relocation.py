@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 import ml
-from kvcache.cache import InvalidRangeError, ShiftFunction
+from kvcache.cache import ExtraShiftFunction, InvalidRangeError, ShiftFunction
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.overlay import Overlay, uploaded
@@ -27,10 +27,11 @@ def prepare_shift(
     start: int,
     offset: int,
     shift: ShiftFunction | None,
+    shift_extra: ExtraShiftFunction | None,
 ) -> Callable[[], None]:
-    """Re-encode the keys of entries ``start`` and up of a row for positions moved by ``offset``.
+    """Re-encode keys and extras of entries ``start`` and up of a row for positions moved by ``offset``.
 
-    The shifted keys of all layers are computed here, the callable returned writes them: a shift
+    Those of all layers are computed here, the callable returned writes them: a shift
     function that raises leaves the cache as it was.
     """
     if shift is None or not buffers:
@@ -47,7 +48,12 @@ def prepare_shift(
             layer: _shifted(ctx.layer(layer), layer, held, where, offsets, shift, overlay)
             for layer, held in buffers.items()
         }
-        ctx.compute(*shifted.values())
+        extra = {
+            layer: _shifted_extra(ctx.layer(layer), layer, held, where, offsets, shift_extra)
+            for layer, held in buffers.items()
+            if held.extra
+        }
+        ctx.compute(*shifted.values(), *(one for found in extra.values() for one in found.values()))
 
     def write() -> None:
         writing = False
@@ -59,6 +65,8 @@ def prepare_shift(
                     ctx.forward(buffers[layer].key.write(places[layer], where, key))
                     if overlay is not None:
                         overlay.write_key(places[layer], buffers[layer], key)
+                    for name, found in extra.get(layer, {}).items():
+                        ctx.forward(buffers[layer].extra[name].write(places[layer], where, found))
                 ctx.compute()
         except BaseException:
             if writing:
@@ -90,6 +98,28 @@ def _shifted(
     return result
 
 
+def _shifted_extra(
+    ctx: ml.Context,
+    layer: int,
+    held: LayerBuffers,
+    where: int | ml.Tensor,
+    offsets: ml.Tensor,
+    shift: ExtraShiftFunction | None,
+) -> dict[str, ml.Tensor]:
+    """One layer's shifted extras as they are stored, (cells, 1, numbers) each."""
+    assert shift is not None, "refused before"
+    count, found = offsets.shape[0], {}
+    for name, buffer in held.extra.items():
+        old = held.read_extra(ctx, name, where, count)
+        new = shift(ctx, layer, name, old, offsets)
+        if new.shape != old.shape:
+            raise InvalidRangeError(
+                f"remove: the shift function gave {new.shape} for {name} {old.shape} of layer {layer}"
+            )
+        found[name] = new.contiguous(ctx).reshape(ctx, count, 1, buffer.dim)
+    return found
+
+
 def defragment(backend: ml.Backend, buffers: Mapping[int, LayerBuffers], table: CellTable) -> None:
     """Move the cells of every sequence together, data and metadata alike; pinned cells too."""
     table.sweep()
@@ -105,7 +135,7 @@ def defragment(backend: ml.Backend, buffers: Mapping[int, LayerBuffers], table: 
             destinations = ctx.from_numpy(target[moved], ml.DType.I32)
             for layer, held in buffers.items():
                 place = ctx.layer(layer)
-                for buffer in (held.key, held.value):
+                for buffer in held.stored:
                     found = buffer.fetch(place, sources)
                     writing = True
                     buffer.store(place, destinations, found)

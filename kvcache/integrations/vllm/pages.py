@@ -11,6 +11,7 @@ import numpy as np
 import ml
 from kvcache.snapshots.check_serialized import check_serialized
 from kvcache.snapshots.layer_shapes import check_layers
+from kvcache.storage.layer_shape import LayerShape
 from kvcache.stores import SerializedSnapshot, SnapshotCorrupt
 
 __all__ = ["PageFormat", "RawPages", "TokenPages"]
@@ -78,7 +79,7 @@ class TokenPages:
             )
         if meta["dtype"] != self.dtype.name:
             raise SnapshotCorrupt(f"load: a snapshot of {meta['dtype']}; the cache stores {self.dtype.name}")
-        check_layers(page, dict(enumerate(self.layers)))
+        check_layers(page, {i: LayerShape(*widths) for i, widths in enumerate(self.layers)})
         parts = {number: tensors for number, _, tensors in meta["layers"]}
         return [_by_token(page, *tensor) for i in range(len(self.layers)) for tensor in parts[i]]
 

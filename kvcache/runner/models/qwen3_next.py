@@ -30,6 +30,7 @@ from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types, parse
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import SparseMLP
 from kvcache.runner.weights import Loader, Shape
+from kvcache.storage.layer_shape import LayerShape
 from ml import nn
 
 __all__ = ["Qwen3Next", "Qwen3NextConfig", "make_cache", "parse", "parse_dense", "shapes"]
@@ -63,10 +64,10 @@ class Qwen3NextConfig(ModelConfig):
         return self.kinds.count(FULL_ATTENTION) * max_sequences * capacity
 
     @property
-    def cached_layers(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
+    def cached_layers(self) -> dict[int, LayerShape]:
         """Of the layers with attention; the others keep states."""
-        widths = (self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim)
-        return {i: widths for i, kind in enumerate(self.kinds) if kind == FULL_ATTENTION}
+        shape = LayerShape((self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim))
+        return {i: shape for i, kind in enumerate(self.kinds) if kind == FULL_ATTENTION}
 
     def state_bytes(self, max_sequences: int, capacity: int) -> int:
         """Of states in F32, and as many checkpoints as RecurrentCache takes by default."""

@@ -1,0 +1,111 @@
+"""What a layer stores of a token: keys, values or the part of the keys that stands for them, and extras."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import ml
+from kvcache.cache import InvalidRangeError
+from kvcache.formats import CacheFormat
+
+__all__ = ["ExtraSpec", "LayerShape", "Part", "latent_dim"]
+
+Part = tuple[tuple[int, ...], ml.DType]
+"""Shape (tokens, heads, width) and dtype of a stored part."""
+
+
+class ExtraSpec(NamedTuple):
+    """A tensor that is stored for each token beside K and V, as it is put."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of one token's."""
+    dtype: ml.DType
+
+    @property
+    def size(self) -> int:
+        """Numbers of a token."""
+        return math.prod(self.shape)
+
+
+class LayerShape(NamedTuple):
+    """What a layer stores of each token; (heads, dim) of keys and of values."""
+
+    key: tuple[int, int]
+    value: tuple[int, int]
+    is_latent: bool = False
+    """Whether the values are the first numbers of the keys, which are stored once."""
+    extra: tuple[ExtraSpec, ...] = ()
+    """By name."""
+
+    def __str__(self) -> str:
+        kind = f"and the first {self.value[1]} of each as values" if self.is_latent else f"and {self.value}"
+        extra = "".join(f", {name} {dtype.name} {shape}" for name, shape, dtype in self.extra)
+        return f"(kv_heads, dim) of {self.key} {kind}{extra}"
+
+    @property
+    def plain(self) -> LayerShape:
+        """Without extras."""
+        return self._replace(extra=())
+
+    @classmethod
+    def of_parts(
+        cls,
+        stored: CacheFormat,
+        activations: ml.DType,
+        parts: Sequence[Part],
+        v_dim: int | None = None,
+        extra: Sequence[tuple[str, tuple[int, ...]]] = (),
+    ) -> LayerShape:
+        """Of stored parts: those of K, of V unless ``v_dim`` says how much of K the values are, of extras.
+
+        Raises InvalidRangeError for parts that ``stored`` does not make of ``activations``.
+        """
+        tokens, heads = (*parts[0][0], 0, 0)[:2] if parts else (0, 0)
+        count = len(parts) - len(extra)
+        own, rest = parts[: max(0, count)], parts[max(0, count) :]
+        if count < 1 or any(len(shape) != 3 or shape[:2] != (tokens, heads) for shape, _ in own):
+            raise InvalidRangeError(
+                f"parts {[shape for shape, _ in parts]}; each is (tokens, kv_heads, width) of as many tokens"
+            )
+        formats = (stored.key, stored.value) if v_dim is None else (stored.key,)
+        dims, left = [], [*own]
+        for one in formats:
+            dim = one.head_dim(left[0][0][2] if left else 0)
+            made = one.parts(dim, activations)
+            found = [(shape[2], dtype) for shape, dtype in left[: len(made)]]
+            if found != [*made]:
+                raise InvalidRangeError(
+                    f"{one.name} of {activations.name}: parts {_told(found)}; it makes {_told(made)}"
+                )
+            dims.append(dim)
+            left = left[len(made) :]
+        if left:
+            raise InvalidRangeError(f"{stored.name}: {len(left)} parts too many, {left}")
+        specs = tuple(_extra_part(tokens, *one, *part) for one, part in zip(extra, rest, strict=True))
+        if v_dim is None:
+            return cls((heads, dims[0]), (heads, dims[1]), False, specs)
+        return cls((heads, dims[0]), (heads, latent_dim(dims[0], v_dim)), True, specs)
+
+
+def _extra_part(
+    tokens: int, name: str, shape: tuple[int, ...], part: tuple[int, ...], dtype: ml.DType
+) -> ExtraSpec:
+    spec = ExtraSpec(name, tuple(shape), dtype)
+    if part != (tokens, 1, spec.size):
+        raise InvalidRangeError(f"extra {name}: {part}; it is {(tokens, 1, spec.size)} of {shape} per token")
+    return spec
+
+
+def latent_dim(dim: int, v_dim: int | None) -> int:
+    """How many numbers of a key are its value; None: all of ``dim``. InvalidRangeError for more, or none."""
+    found = dim if v_dim is None else v_dim
+    if type(found) is not int or not 1 <= found <= dim:
+        raise InvalidRangeError(f"put: v_dim={v_dim!r:.40} of keys of {dim}; it must be 1 to {dim}")
+    return found
+
+
+def _told(parts: Sequence[tuple[int, ml.DType]]) -> str:
+    return ", ".join(f"{dtype.name} of {width}" for width, dtype in parts) or "none"
