@@ -16,6 +16,7 @@ from kvcache import Batch, CacheDType, PrefixCache
 from kvcache.runner.language_model import cache_for
 from kvcache.runner.loading import load_model
 from kvcache.snapshots.layer_shapes import check_layers, layers_of_cache, layers_of_serialized
+from kvcache.storage.layer_shape import LayerShape
 from kvcache.stores import FileStore, SerializedSnapshot, SnapshotCorrupt, get_snapshot, put_snapshot
 from ml import DType
 
@@ -23,7 +24,7 @@ from .small_models import KINDS as MODELS
 
 HEADS, DIM, WIDE = 2, 64, 32
 TOKENS = [*range(1, 21)]
-LAYERS = dict.fromkeys(range(3), ((HEADS, DIM), (HEADS, WIDE)))
+LAYERS = dict.fromkeys(range(3), LayerShape((HEADS, DIM), (HEADS, WIDE)))
 
 KINDS: dict[str, Callable[[], Any]] = {
     "causal": kvcache.CausalCache,
@@ -142,7 +143,8 @@ def test_the_layers_of_a_cache_are_those_of_its_pages(backend: ml.Backend, kind:
     assert layers_of_serialized(page) == LAYERS
     check_layers(page, LAYERS)
     check_layers(page, {})
-    for other in ({0: LAYERS[0]}, {**LAYERS, 3: LAYERS[0]}, {**LAYERS, 2: ((HEADS, DIM), (HEADS, DIM))}):
+    wide = LayerShape((HEADS, DIM), (HEADS, DIM))
+    for other in ({0: LAYERS[0]}, {**LAYERS, 3: LAYERS[0]}, {**LAYERS, 2: wide}):
         with pytest.raises(SnapshotCorrupt, match="the cache stores"):
             check_layers(page, other)
     check_layers(kvcache.serialize(backend, cache.snapshot(0, 0, 0)), LAYERS)  # of nothing

@@ -30,6 +30,7 @@ KINDS = {
     "window": Setup(window=3),
     "window with memory": Setup(window=3, memory=6),
     "chunked": Setup(chunk=4),
+    "latent with extras": Setup(latent=True, extra=True),
 }
 """One cache of each kind."""
 

@@ -82,6 +82,8 @@ def random_setup(
         config=config,
         layers=rnd.choice((1, 1, 2)),
         can_shift=rnd.random() < 0.85,
+        latent=rnd.random() < 0.2,
+        extra=rnd.random() < 0.2,
     )
     if quantized and not config.fixed_shapes and rnd.random() < 0.4:
         setup = replace(setup, dtype=_windowed(rnd, setup.dtype))
@@ -249,6 +251,8 @@ def _apply_pass(
         rig.check_seen(lifted)
     if look != "get" and computes:
         rig.check_attend(sum(positions), lifted, sinks=len(positions) % 2 == 0)
+        if rig.setup.extra:
+            rig.check_selected(sum(positions), sinks=len(positions) % 2 == 0)
 
 
 def run_trace(

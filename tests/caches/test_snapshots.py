@@ -12,6 +12,7 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.snapshots.snapshot import AttentionSnapshot
+from kvcache.storage.layer_shape import LayerShape
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
 from kvcache.testing.rigs.protocol import Plan, only_protocol
@@ -214,7 +215,10 @@ def test_snapshots_of_another_kind_of_cache_are_refused(rig: MakeRig) -> None:
         with pytest.raises(kvcache.InvalidRangeError):
             rig(other).cache.restore(0, snapshot)
     layers = snapshot.layers
-    turned = {i: replace(layer, tensors=layer.tensors[::-1]) for i, layer in layers.items()}
+    turned = {
+        i: replace(layer, tensors=layer.tensors[::-1], shape=LayerShape(layer.shape.value, layer.shape.key))
+        for i, layer in layers.items()
+    }
     for wrong in ({0: layers[0]}, turned):
         with pytest.raises(kvcache.InvalidRangeError):
             r.cache.restore(2, AttentionSnapshot(0, 6, snapshot.positions, snapshot.dtype, False, wrong))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import kvcache
 import ml
 from kvcache.formats import CacheFormat
-from kvcache.testing.models.values import Encoding, encoding
+from kvcache.testing.models.values import Encoding, encoding, shift_extras
 from ml import DType
 
 __all__ = ["Copy", "Model", "Setup"]
@@ -39,6 +39,10 @@ class Setup:
     config: ml.CacheConfig = field(default_factory=ml.CacheConfig)
     layers: int = 1
     can_shift: bool = True
+    latent: bool = False
+    """Whether a layer's values are a part of its keys."""
+    extra: bool = False
+    """Whether layers store more than K and V."""
 
     def make(self, backend: ml.Backend) -> kvcache.CausalCache:
         """A cache like that, bound to ``backend``."""
@@ -49,16 +53,17 @@ class Setup:
 
     def unbound(self) -> kvcache.CausalCache:
         shift = self.rows.shift_positions if self.can_shift else None
+        more = shift_extras if self.can_shift and self.extra else None
         if self.window is not None:
-            return kvcache.SlidingWindowCache(self.window, self.memory, shift)
+            return kvcache.SlidingWindowCache(self.window, self.memory, shift, shift_extra=more)
         if self.chunk is not None:
-            return kvcache.ChunkedCache(self.chunk, shift)
-        return kvcache.CausalCache(shift)
+            return kvcache.ChunkedCache(self.chunk, shift, shift_extra=more)
+        return kvcache.CausalCache(shift, shift_extra=more)
 
     @property
     def rows(self) -> Encoding:
         """How tokens are written so that its dtype holds them exactly."""
-        return encoding(self.dtype)
+        return encoding(self.dtype, self.latent)
 
     @property
     def computed(self) -> DType:

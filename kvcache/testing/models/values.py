@@ -13,7 +13,7 @@ exactly where it begins with the format's own numbers (``BLOCKS``); rows differ 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,8 +24,8 @@ from ml import DType
 from ml.block_formats import AFFINE
 
 __all__ = [
-    "BLOCKS", "HEADS", "KEY_DIM", "KV_HEADS", "VALUE_DIM", "Encoding", "decode", "encoding", "keys",
-    "queries", "shift_positions", "values",
+    "BLOCKS", "HEADS", "KEY_DIM", "KV_HEADS", "VALUE_DIM", "Encoding", "decode", "encoding", "extras", "keys",
+    "queries", "shift_extras", "shift_positions", "values",
 ]  # fmt: skip
 
 KV_HEADS, HEADS = 2, 4
@@ -47,6 +47,13 @@ class Encoding:
     key_head: tuple[int, ...] = ()
     """What a row begins with, in steps of the row's scale."""
     value_head: tuple[int, ...] = ()
+    is_latent: bool = False
+    """Whether a value is the first ``value_dim`` numbers of its key."""
+
+    def pair(self, ids: Ints, positions: Ints, layer: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values."""
+        keys = self.keys(ids, positions, layer)
+        return keys, keys[:, :, : self.value_dim] if self.is_latent else self.values(ids, layer)
 
     def keys(self, ids: Ints, positions: Ints, layer: int = 0) -> np.ndarray:
         """Float32 (tokens, KV_HEADS, key_dim)."""
@@ -104,7 +111,7 @@ class Encoding:
     @property
     def content(self) -> int:
         """Where the numbers begin of a value that attention may mix."""
-        return len(self.value_head) + self.digits + self.tags
+        return self._tag + self.tags if self.is_latent else len(self.value_head) + self.digits + self.tags
 
     @property
     def _tag(self) -> int:
@@ -145,10 +152,32 @@ BLOCKS: dict[str, tuple[tuple[int, ...], int]] = {
 """By the name of a format what a block begins with for a scale of 1, and how large blocks are."""
 
 
-def encoding(dtype: kvcache.CacheDType) -> Encoding:
-    """That of a cache's dtype."""
+def encoding(dtype: kvcache.CacheDType, latent: bool = False) -> Encoding:
+    """That of a cache's dtype; ``latent``: all but a key's last number is its value."""
     stored = CacheFormat.of(dtype)
     if stored.plain is not None:
-        return _FLOATS
-    (key, wide), (value, other) = (BLOCKS.get(one.name, ((), 1)) for one in (stored.key, stored.value))
-    return Encoding(max(64, wide), max(32, other), 8, 5, 3, key, value)
+        found = _FLOATS
+    else:
+        (key, wide), (value, other) = (BLOCKS.get(one.name, ((), 1)) for one in (stored.key, stored.value))
+        found = Encoding(max(64, wide), max(32, other), 8, 5, 3, key, value)
+    return replace(found, value_dim=found.key_dim - 1, is_latent=True) if latent else found
+
+
+PLACE, NOISE = "place", "noise"
+"""Names of extras."""
+
+
+def extras(ids: Ints, positions: Ints, layer: int = 0) -> dict[str, np.ndarray]:
+    """What is stored beside K and V: I32 (tokens, 3) of id, position and layer; F32 (tokens, 2, 3)."""
+    place = np.stack(np.broadcast_arrays(np.asarray(ids), np.asarray(positions), layer), axis=1)
+    return {PLACE: place.astype(np.int32), NOISE: _NOISE[np.asarray(ids) % 997, :, :3] + layer}
+
+
+def shift_extras(ctx: ml.Context, layer: int, name: str, extra: ml.Tensor, offsets: ml.Tensor) -> ml.Tensor:
+    """Rewrites the position in those that carry one."""
+    if name == NOISE:
+        return extra
+    host = extra.to_numpy().copy()
+    assert (host[:, 2] == layer).all(), "the extras of another layer"
+    host[:, 1] += offsets.to_numpy()
+    return ctx.from_numpy(host, DType.I32)

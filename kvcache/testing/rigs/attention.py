@@ -51,10 +51,12 @@ def look(
     tokens: int,
     layer: int = 0,
     rows: values.Encoding | None = None,
+    extra: bool = False,
 ) -> list[dict[int, int]]:
     """What each query of the pass sees in a layer: position -> token.
 
-    Checks shapes and dtypes, and that every row seen is, bit by bit, the token it says it is.
+    Checks shapes and dtypes, and that every row seen is, bit by bit, the token it says it is; with ``extra``
+    those of ``get_extra`` too.
     """
     cache.set_layer(layer)
     key, value, mask = cache.get(ctx)
@@ -70,8 +72,13 @@ def look(
     seen = mask_of(mask, tokens, history, config)
     some = seen.any(axis=0)
     ids, positions = rows.decode(stored_key)
-    _same(stored_key[some], rows.keys(ids[some], positions[some], layer))
-    _same(stored_value[some], rows.values(ids[some], layer))
+    for stored, expected in zip(
+        (stored_key, stored_value), rows.pair(ids[some], positions[some], layer), strict=True
+    ):
+        _same(stored[some], expected)
+    if extra:
+        for name, expected in values.extras(ids[some], positions[some], layer).items():
+            _same(cache.get_extra(ctx, name).to_numpy()[some], expected)
     pairs = [(positions[row].tolist(), ids[row].tolist()) for row in seen]
     for found, _ in pairs:
         assert len(set(found)) == len(found), f"a position is seen twice: {found}"
@@ -154,13 +161,21 @@ class Rig:
         ids = np.arange(self.next_token - len(positions), self.next_token)
         for layer in range(self.setup.layers if layers is None else layers):
             self.cache.set_layer(layer)
-            self.cache.put(self.ctx, *self.rows(ids, positions, layer))
+            self.put_rows(ids, positions, layer)
 
-    def rows(self, ids: Sequence[int] | np.ndarray, positions: Sequence[int], layer: int) -> list[ml.Tensor]:
-        """Keys and values as a model gives them."""
-        rows = self.setup.rows
-        host = rows.keys(ids, positions, layer), rows.values(ids, layer)
-        return [self.ctx.from_numpy(part, self.setup.activations) for part in host]
+    def put_rows(self, ids: Sequence[int] | np.ndarray, positions: Sequence[int], layer: int) -> None:
+        """Keys, values and extras as a model gives them."""
+        ctx, setup = self.ctx, self.setup
+        key, value = (ctx.from_numpy(x, setup.activations) for x in setup.rows.pair(ids, positions, layer))
+        if not setup.latent and not setup.extra:
+            self.cache.put(ctx, key, value)
+            return
+        host = values.extras(ids, positions, layer) if setup.extra else {}
+        extra = {name: ctx.from_numpy(array) for name, array in host.items()}
+        if setup.latent:
+            self.cache.put(ctx, key, v_dim=setup.rows.value_dim, extra=extra)
+        else:
+            self.cache.put(ctx, key, value, extra=extra)
 
     def check_seen(self, lifted: Collection[int] = (), layers: int | None = None) -> None:
         """Every query of the pass sees exactly what the model says, in all layers or the first ``layers``."""
@@ -170,7 +185,7 @@ class Rig:
             for i, (position, seq) in enumerate(zip(positions, sequences, strict=True))
         ]
         for layer in range(self.setup.layers if layers is None else layers):
-            seen = look(self.cache, self.ctx, len(positions), layer, self.setup.rows)
+            seen = look(self.cache, self.ctx, len(positions), layer, self.setup.rows, self.setup.extra)
             assert seen == expected, f"layer {layer}: saw {seen}, not {expected}"
 
     def check_attend(self, seed: int, lifted: Collection[int] = (), sinks: bool = False) -> None:
@@ -189,12 +204,38 @@ class Rig:
             for i, (position, seq) in enumerate(zip(positions, sequences, strict=True)):
                 seen = self.model.visible(seq, position, i in lifted)
                 ids = list(seen.values())
-                key, value = rows.keys(ids, list(seen), layer), rows.values(ids, layer)
-                wanted.append(reference_attention(query[i], key, value, 0.5, logits))
-            limit, content = TOLERANCE[computed], slice(rows.content, None)
-            actual = found.to_numpy().astype(np.float64)[:, :, content]
-            expected = np.stack(wanted)[:, :, content]
-            np.testing.assert_allclose(actual, expected, rtol=limit, atol=limit)
+                wanted.append(reference_attention(query[i], *rows.pair(ids, list(seen), layer), 0.5, logits))
+            self._check_close(found, wanted)
+
+    def check_selected(self, seed: int, sinks: bool = False) -> None:
+        """``attend`` over random rows of ``get`` agrees with attention over those that each query sees."""
+        ctx, count, computed = self.ctx, len(self.pass_[0]), self.setup.computed
+        query, rng = self.setup.rows.queries(seed, count), np.random.default_rng(seed)
+        logits = np.linspace(-1, 1, values.HEADS, dtype=np.float32) if sinks else None
+        for layer in range(self.setup.layers):
+            self.cache.set_layer(layer)
+            key, value, mask = self.cache.get(ctx)
+            config, history = self.cache.config, key.shape[0]
+            seen = mask_of(mask, count, history, config)
+            host = [x.to_numpy().astype(np.float32) for x in (key, value)]
+            if config.permuted_v:
+                host[1] = host[1].transpose(2, 0, 1)
+            select = rng.integers(-2, history + 2, (count, rng.integers(1, 9))).astype(np.int32)
+            select[:, 0] = [rng.choice(np.flatnonzero(own)) for own in seen]  # at least one that is seen
+            tensor = None if logits is None else ctx.from_numpy(logits, computed)
+            found = self.cache.attend(
+                ctx, ctx.from_numpy(query, computed), 0.5, tensor, select=ctx.from_numpy(select)
+            )
+            wanted = []
+            for i, chosen in enumerate(select):
+                own = [row for row in chosen.tolist() if 0 <= row < history and seen[i, row]]
+                wanted.append(reference_attention(query[i], host[0][own], host[1][own], 0.5, logits))
+            self._check_close(found, wanted)
+
+    def _check_close(self, found: ml.Tensor, wanted: Sequence[np.ndarray]) -> None:
+        limit, content = TOLERANCE[self.setup.computed], slice(self.setup.rows.content, None)
+        actual = found.to_numpy().astype(np.float64)[:, :, content]
+        np.testing.assert_allclose(actual, np.stack(wanted)[:, :, content], rtol=limit, atol=limit)
 
     def spoil(self, seq: int) -> None:
         """Leave NaN behind in every cell that is free, by tokens that are put and removed."""
@@ -208,11 +249,16 @@ class Rig:
         count = len(self.pass_[0])
         for layer in range(self.setup.layers):
             self.cache.set_layer(layer)
-            nan = [
+            key, value = (
                 self.ctx.full((count, values.KV_HEADS, dim), np.nan, DType.F32)
                 for dim in (self.setup.rows.key_dim, self.setup.rows.value_dim)
-            ]
-            self.cache.put(self.ctx, *nan)
+            )
+            some = values.extras([0] * count, self.pass_[0], layer) if self.setup.extra else {}
+            extra = {name: self.ctx.from_numpy(array) for name, array in some.items()}
+            if self.setup.latent:
+                self.cache.put(self.ctx, key, v_dim=value.shape[2], extra=extra)
+            else:
+                self.cache.put(self.ctx, key, value, extra=extra)
 
     def forward(
         self, positions: Sequence[int], sequences: Sequence[int] | int, lifted: Collection[int] = ()
@@ -255,7 +301,7 @@ class Rig:
         self.cache.start_forward(self.ctx, kvcache.Batch(positions, [0] * tokens), reserve=True)
         for layer in range(self.setup.layers):
             self.cache.set_layer(layer)
-            self.cache.put(self.ctx, *self.rows([0] * tokens, positions, layer))
+            self.put_rows([0] * tokens, positions, layer)
             assert self.cache.get(self.ctx)[0].shape[0] == self.setup.cells
         self.check_figures()
 
