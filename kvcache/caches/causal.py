@@ -397,7 +397,7 @@ class CausalCache(
         fresh = buffers is None
         if buffers is None:
             buffers = self.snapshots.storage.allocate(ctx, self._layer, shape, key.dtype)
-        buffers.check(self._layer, shape)
+        buffers.check(self._layer, shape, forward.tokens)
         if forward.reserve and fresh:
             buffers.touch(ctx.layer(self._layer))
         elif not forward.reserve:
@@ -424,7 +424,7 @@ class CausalCache(
         shape = LayerShape.of_parts(storage.dtype, activations, told, v_dim)
         found = self._buffers.get(self._layer)
         buffers = found or storage.allocate(ctx, self._layer, shape, activations)
-        buffers.check(self._layer, shape)
+        buffers.check(self._layer, shape, forward.tokens)
         forward.write_stored(ctx, buffers, tuple(parts))
         buffers.stamp = forward.stamp
         self._buffers[self._layer] = buffers

@@ -135,10 +135,10 @@ class LayerBuffers:
         for buffer in self.stored:
             buffer.blank(ctx, cells, count)
 
-    def check(self, layer: int, shape: LayerShape) -> None:
-        """Raise InvalidRangeError unless this is what the layer stores."""
+    def check(self, layer: int, shape: LayerShape, tokens: int) -> None:
+        """Raise InvalidRangeError unless this, of ``tokens``, is what the layer stores."""
         if shape != self.shape:
-            raise InvalidRangeError(f"put: {shape} in layer {layer}, which stores {self.shape}")
+            raise InvalidRangeError(f"put: {shape.told(tokens)} in layer {layer}, which stores {self.shape}")
 
     def write(self, ctx: ml.Context, cells: Cells, new: Sequence[ml.Tensor]) -> None:
         """Store (count, heads, dim) each, in the order of ``stored``; what comes after these stays."""

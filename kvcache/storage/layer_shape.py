@@ -41,9 +41,17 @@ class LayerShape(NamedTuple):
     """By name."""
 
     def __str__(self) -> str:
-        kind = f"and the first {self.value[1]} of each as values" if self.is_latent else f"and {self.value}"
-        extra = "".join(f", {name} {dtype.name} {shape}" for name, shape, dtype in self.extra)
-        return f"(kv_heads, dim) of {self.key} {kind}{extra}"
+        return self.told("tokens")
+
+    def told(self, tokens: object) -> str:
+        """What it is of ``tokens``, as people read it."""
+
+        def of(*shape: int) -> str:
+            return f"({', '.join(map(str, (tokens, *shape)))})"
+
+        value = f"its first {self.value[1]} as value" if self.is_latent else f"value {of(*self.value)}"
+        extra = "".join(f", {one.name} {one.dtype.name} {of(*one.shape)}" for one in self.extra)
+        return f"key {of(*self.key)} and {value}{extra}"
 
     @property
     def plain(self) -> LayerShape:

@@ -146,7 +146,7 @@ class ReadingTests(CacheCase):
         r.reserve(4)
         key, value, mask = r.cache.get(r.ctx)
         cells, reserved = r.cache.cells, r.cache.nbytes
-        wide = (cells, values.KV_HEADS, values.VALUE_DIM)
+        wide = (cells, values.KV_HEADS, r.setup.rows.value_dim)
         assert key.shape == (cells, values.KV_HEADS, values.KEY_DIM)
         assert value.shape == ((*wide[1:], cells) if arranged.permuted_v else wide)
         assert isinstance(mask, ml.Tensor)
@@ -154,7 +154,7 @@ class ReadingTests(CacheCase):
         assert mask.dtype is arranged.mask_dtype
         if declared.has("matmul"):
             found = r.cache.attend(r.ctx, r.ctx.from_numpy(values.queries(0, 4)), 1.0)
-            assert found.shape == (4, values.HEADS, values.VALUE_DIM)
+            assert found.shape == (4, values.HEADS, wide[2])
         for first in (0, 3, 6):
             r.forward([first, first + 1, first + 2, first], [0, 0, 0, 1])
             r.reserve(5)
