@@ -7,6 +7,7 @@ from kvcache.testing.storing import StoringTests
 from kvcache.testing.suites.answers import AnswerTests
 from kvcache.testing.suites.attending import AttendingTests
 from kvcache.testing.suites.encoder import EncoderTests
+from kvcache.testing.suites.extras import ExtrasTests
 from kvcache.testing.suites.masks import MaskTests
 from kvcache.testing.suites.moving import MovingTests
 from kvcache.testing.suites.properties import PropertyTests
@@ -25,6 +26,7 @@ class CacheTests(
     MovingTests,
     ReadingTests,
     AttendingTests,
+    ExtrasTests,
     FaultTests,
     PropertyTests,
     QuantizedTests,
