@@ -11,7 +11,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.testing.harness import CacheCase, MakeRig, computes, every_arrangement, every_kind
+from kvcache.testing.harness import KINDS, CacheCase, MakeRig, computes, every_arrangement, every_kind
 from kvcache.testing.models import values
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.attention import Rig
@@ -81,11 +81,12 @@ class MovingTests(CacheCase):
             assert r.cache.get(r.ctx)[2] is None  # in order, and no other sequence among them
 
     @every_arrangement
+    @pytest.mark.parametrize("name", ["causal", "latent with extras"])
     def test_what_follows_moves_down_with_its_keys_re_encoded(
-        self, rig: MakeRig, arranged: ml.CacheConfig
+        self, rig: MakeRig, arranged: ml.CacheConfig, name: str
     ) -> None:
         for begin, end in ((0, 1), (1, 2), (2, 5), (4, 5)):
-            r = rig(config=arranged, layers=2)
+            r = rig(KINDS[name], config=arranged, layers=2)
             r.forward([0, 1, 2, 3, 4, 5, 0, 1], [0, 0, 0, 0, 0, 0, 1, 1])
             assert r.remove(0, begin, end)
             assert r.cache.positions(0).tolist() == list(range(6 - (end - begin)))
