@@ -41,6 +41,11 @@ def attention(
     dtype = mx.float32 if query.storage.work.widens else query.read().dtype
     stream = query.storage.work.stream
     q, k, v = (mx.astype(_by_head(x), dtype, stream=stream) for x in (query, key, value))
+    if query.storage.work.widens:  # it would copy rows that lie apart for each query head again
+        k, v = (
+            x if like.strides[0] == like.shape[2] else mx.contiguous(x, stream=stream)
+            for x, like in ((k, key), (v, value))
+        )
     result = mx.fast.scaled_dot_product_attention(
         q,
         k,
