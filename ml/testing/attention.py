@@ -201,7 +201,8 @@ class AttentionTests(BackendCase):
             assert given.shape == (tokens, heads, 12)
             return attend(given, stored, np.ascontiguousarray(stored[..., :8]), mask, 0.3)
 
-        found = latent_attention(ctx, *_tensors(ctx, nope, rope, up_key, up_value), absorbed)
+        query_nope, query_rope, *up = _tensors(ctx, nope, rope, up_key, up_value)
+        found = latent_attention(ctx, query_nope, query_rope, up[0], up[1], absorbed)
         assert_attention(found, reference(query, key, value, mask, 0.3), dtype, slack=TOLERANCE[dtype])
 
     # Over part of a history.
