@@ -15,10 +15,11 @@ from kvcache.runner.engine import Engine
 from kvcache.runner.generate import Generator
 from kvcache.runner.loading import load_model
 from kvcache.runner.memory import cache_bytes
+from kvcache.runner.models import indexer
 from kvcache.runner.options import EngineOptions
 from kvcache.runner.requests import GenerationOptions
 from kvcache.snapshots.layer_shapes import layers_of_cache
-from kvcache.storage.layer_shape import LayerShape
+from kvcache.storage.layer_shape import ExtraSpec, LayerShape
 from kvcache.stores.file import FileStore
 from ml import DType
 
@@ -30,8 +31,8 @@ pytest.importorskip("transformers")
 BACKENDS = [
     info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch", "mlx")
 ]
-NAMES = ("deepseek-v2", "deepseek-v3")
-STORED, RANK, LAYERS = 32, 24, 3
+NAMES = ("deepseek-v2", "deepseek-v3", "deepseek-v3.2")
+STORED, RANK, LAYERS, INDEX = 32, 24, 3, 14
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -58,16 +59,27 @@ def model(backend: ml.Backend, folder: Any) -> Any:
     return load_model(folder, backend)
 
 
-def test_a_token_is_one_latent_and_its_rotated_numbers(model: Any) -> None:
+def test_a_token_is_one_latent_its_rotated_numbers_and_an_index_key(model: Any, name: str) -> None:
     cache = new_cache(model)
     feed(model, cache, prompt(LENGTH))
-    shape = LayerShape((1, STORED), (1, RANK), is_latent=True)
+    extra = (ExtraSpec("index", (INDEX,), DType.F32),) if name == "deepseek-v3.2" else ()
+    shape = LayerShape((1, STORED), (1, RANK), True, extra)
     assert layers_of_cache(cache) == model.config.cached_layers == dict.fromkeys(range(LAYERS), shape)
-    assert cache.nbytes == cache.cells * LAYERS * STORED * 4
+    assert cache.nbytes == cache.cells * LAYERS * 4 * (STORED + (INDEX if extra else 0))
     with model.backend.new_context() as ctx:
         cache.start_forward(ctx, kvcache.Batch([LENGTH - 1], [0]), read_only=True)
         key, value, _ = cache.get(ctx)
         assert (key.shape[1:], value.shape[1:]) == ((1, STORED), (1, RANK))
+
+
+def test_an_indexer_chooses_the_same_in_blocks_of_any_size(
+    model: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if model.config.index is None:
+        pytest.skip("no indexer")
+    monkeypatch.setattr(indexer, "BLOCK", 4 * 12 * LENGTH * 3)
+    tokens = prompt(LENGTH)
+    close(feed(model, new_cache(model), tokens), expected_logits(name, tokens))
 
 
 def test_snapshots_go_on_in_any_cache_from_any_position(model: Any, name: str) -> None:
@@ -122,9 +134,9 @@ def test_codes_of_latents_give_almost_the_same_and_take_what_was_said(
         assert bound.nbytes == generator.cache_bytes
 
 
-def test_bytes_of_a_cache_count_latents_once(model: Any) -> None:
-    config = model.config
-    assert cache_bytes(config, DType.F16, 3, 100) == 3 * 100 * LAYERS * STORED * 2
-    assert cache_bytes(config, DType.Q8_0, 3, 100) == 3 * 100 * LAYERS * 34
+def test_bytes_of_a_cache_count_latents_once(model: Any, name: str) -> None:
+    config, index = model.config, 4 * INDEX * (name == "deepseek-v3.2")
+    assert cache_bytes(config, DType.F16, 3, 100) == 3 * 100 * LAYERS * (STORED * 2 + index)
+    assert cache_bytes(config, DType.Q8_0, 3, 100) == 3 * 100 * LAYERS * (34 + index)
     with pytest.raises(kvcache.InvalidRangeError):
         cache_bytes(config, "AFFINE4_64", 1, 1)

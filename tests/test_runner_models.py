@@ -70,6 +70,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
         "rope_interleave": False, "routed_scaling_factor": 1.0,
     }),
+    "deepseek-v3.2": ("DeepseekV32", "DeepseekV32", {
+        **LATENT, "n_group": 4, "topk_group": 2, "index_n_heads": 12, "index_head_dim": 14,
+        "index_topk": WINDOW, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "pad_token_id": None,  # its embedding would be zeros, and all that it is scored alike
+    }),
     "gemma3": ("Gemma3", "Gemma3Text", {
         "sliding_window": WINDOW, "query_pre_attn_scalar": 20, "final_logit_softcapping": 9.0,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -331,7 +337,7 @@ def _remembering(model: Any) -> Any:
     family = family_of(model.config)
     if isinstance(model.make_cache(), kvcache.RecurrentCache):
         return family.make_cache(model.config, model.dtype, checkpoint_interval=8)
-    if isinstance(model.make_cache(), kvcache.CausalCache):
+    if model.config.architecture.startswith(("Llama", "Deepseek")):
         return model.make_cache()
     return family.make_cache(model.config, model.dtype, memory=32)
 
@@ -408,6 +414,10 @@ class TestRefusals:
             ("deepseek-v3", {"topk_group": 1}, "at least the experts that are chosen"),
             ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
             ("deepseek-v3", {"kv_lora_rank": 0}, "kv_lora_rank=0; it is a whole number >= 1"),
+            ("deepseek-v3.2", {"layer_types": ["full_attention"] * 3}, "layer type 'full_attention'"),
+            ("deepseek-v3.2", {"q_lora_rank": None}, "it needs a q_lora_rank"),
+            ("deepseek-v3.2", {"index_head_dim": 6}, "heads at least as wide as what is rotated"),
+            ("deepseek-v3.2", {"mlp_layer_types": ["dense"]}, "one for each layer"),
             ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised by 'fp8'"),
             ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported"),
             ("gemma3", {"layer_types": ["full_attention"]}, "1 layer_types for 3 layers"),

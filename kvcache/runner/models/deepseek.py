@@ -1,9 +1,10 @@
-"""DeepSeek-V2 and DeepSeek-V3, written once on ml.nn: latent attention, and experts chosen within groups.
+"""DeepSeek-V2, V3 and V3.2, written once on ml.nn: latent attention, and experts chosen within groups.
 
 DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), and "DeepSeek-V3 Technical Report", 2024 (arXiv
-2412.19437); transformers' modeling_deepseek_v2.py and modeling_deepseek_v3.py::
+2412.19437), "DeepSeek-V3.2", 2025; transformers' modeling_deepseek_v2.py, _v3.py and _v32.py::
 
     hidden += latent_attention(norm(hidden))     one KV head of rank + rope_dim numbers is stored
+                                                 V3.2: to the tokens that an indexer chooses
     hidden += mlp(norm(hidden))                  dense in the first layers, then experts and shared ones
 
 Heads that predict further tokens (num_nextn_predict_layers) are not read.
@@ -16,22 +17,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ml
-from kvcache.cache import ShiftFunction
+from kvcache.cache import Batch, Cache, ShiftFunction
 from kvcache.caches.causal import CausalCache
 from kvcache.runner.config import ModelConfig, common_fields, refuse
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models.decoder import CausalModel, Layer, model_shapes
+from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
+from kvcache.runner.models.indexer import (
+    INDEX_ROPE,
+    IndexSizes,
+    index_shapes,
+    index_shift,
+    load_indexer,
+)
 from kvcache.runner.models.latent import LatentSizes, latent_shapes, load_latent_attention
-from kvcache.runner.models.layer_types import parse_rope
+from kvcache.runner.models.layer_types import layer_types, parse_rope
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import GroupLimited, SparseMLP, expert_shapes, load_each_expert
 from kvcache.runner.weights import Linear, Loader, Shape
 from kvcache.storage.layer_shape import LayerShape
 from ml import nn
 
-__all__ = ["DeepSeek", "DeepSeekConfig", "make_cache", "parse_v2", "parse_v3", "shapes"]
+__all__ = ["DeepSeek", "DeepSeekConfig", "make_cache", "parse_v2", "parse_v3", "parse_v32", "shapes"]
 
+_INDEXED = "indexed_attention"
 _SIZES = "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "moe_intermediate_size"
 
 
@@ -51,12 +60,19 @@ class DeepSeekConfig(ModelConfig):
     shared_size: int
     routing: GroupLimited
     corrected: bool
+    index: IndexSizes | None = None
 
     @property
     def cached_layers(self) -> dict[int, LayerShape]:
-        """Latents, which are the values too, with their rotated numbers."""
-        shape = LayerShape((1, self.latent.stored), (1, self.latent.rank), is_latent=True)
+        """Latents, which are the values too, with their rotated numbers, and the keys of an indexer."""
+        extra = () if self.index is None else (self.index.stored,)
+        shape = LayerShape((1, self.latent.stored), (1, self.latent.rank), True, extra)
         return dict.fromkeys(range(self.layers), shape)
+
+    @property
+    def index_rope(self) -> nn.RopeSpec:
+        """The rotation of an indexer's queries and keys: by halves."""
+        return replace(self.rope, interleaved=False)
 
     @property
     def scale(self) -> float:
@@ -89,6 +105,28 @@ def parse_v3(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DeepSeekC
     routing = _routing(raw, True, normalize=bool(raw.get("norm_topk_prob", True)))
     interleaved = bool(raw.get("rope_interleave", True))
     return _parse(raw, generation, "DeepseekV3ForCausalLM", interleaved, routing=routing, corrected=True)
+
+
+def parse_v32(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DeepSeekConfig:
+    """DeepseekV32ForCausalLM."""
+    refuse(raw, {"topk_method": ["noaux_tc"], "scoring_func": ["sigmoid"], "mlp_bias": [False]})
+    layer_types(raw, (_INDEXED,), lambda _: _INDEXED)
+    routing = _routing(raw, True, normalize=bool(raw.get("norm_topk_prob", True)))
+    index = IndexSizes(raw["index_n_heads"], raw["index_head_dim"], raw["index_topk"])
+    config = _parse(raw, generation, "DeepseekV32ForCausalLM", routing=routing, corrected=True, index=index)
+    rank, rope_dim = config.latent.query_rank, config.latent.rope_dim
+    if rank is None or min(index.heads, index.top_k) < 1 or index.dim < rope_dim:
+        raise ModelError(
+            f"an indexer of {index.heads} heads of {index.dim} numbers that chooses {index.top_k} tokens, "
+            f"q_lora_rank={rank}, qk_rope_head_dim={rope_dim}; it needs a q_lora_rank, and heads at least as "
+            "wide as what is rotated"
+        )
+    kinds = raw.get("mlp_layer_types")
+    if kinds is None:
+        return config
+    if len(kinds) != config.layers or not {*kinds} <= {"dense", "sparse"}:
+        raise ModelError(f"mlp_layer_types={kinds!r:.60}; they are 'dense' or 'sparse', one for each layer")
+    return replace(config, sparse=tuple(kind == "sparse" for kind in kinds))
 
 
 def _parse(
@@ -145,6 +183,8 @@ def shapes(config: DeepSeekConfig) -> dict[str, Shape]:
 def _layer_shapes(config: DeepSeekConfig, i: int) -> dict[str, Shape]:
     hidden = config.hidden_size
     found = norm_shapes(hidden) | latent_shapes("self_attn", hidden, config.latent)
+    if config.index is not None and config.latent.query_rank is not None:
+        found |= index_shapes("self_attn.indexer", hidden, config.latent.query_rank, config.index)
     if not config.sparse[i]:
         return found | mlp_shapes("mlp", hidden, config.intermediate_size)
     found["mlp.gate.weight"] = (config.experts, hidden)
@@ -157,7 +197,8 @@ def _layer_shapes(config: DeepSeekConfig, i: int) -> dict[str, Shape]:
 
 def make_cache(config: DeepSeekConfig, dtype: ml.DType | None = None) -> CausalCache:
     """Of any ``dtype`` alike."""
-    return CausalCache(nn.rope_shift(config.rope, config.latent.rank))
+    shift_extra = None if config.index is None else index_shift(config.index_rope)
+    return CausalCache(nn.rope_shift(config.rope, config.latent.rank), shift_extra=shift_extra)
 
 
 class DeepSeek(CausalModel[DeepSeekConfig]):
@@ -174,13 +215,21 @@ class DeepSeek(CausalModel[DeepSeekConfig]):
     def shift(self) -> ShiftFunction:
         return nn.rope_shift(self.config.rope, self.config.latent.rank)
 
+    def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+        step = super().begin_pass(ctx, batch, cache)
+        if self.config.index is not None:
+            step.rotations[INDEX_ROPE] = nn.Rotation(ctx, batch.positions, self.config.index_rope)
+        return step
+
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         config, prefix = self.config, f"model.layers.{i}"
         build = self._sparse if config.sparse[i] else load_mlp
+        attention, index = f"{prefix}.self_attn", config.index
+        indexer = None if index is None else load_indexer(load, ctx, f"{attention}.indexer", index)
         return PreNormLayer(
             eps=config.rms_norm_eps,
             norms=load_norms(load, ctx, prefix),
-            mixer=load_latent_attention(load, ctx, f"{prefix}.self_attn", config.latent, config.scale),
+            mixer=load_latent_attention(load, ctx, attention, config.latent, config.scale, indexer),
             mlp=build(load, ctx, f"{prefix}.mlp"),
         )
 

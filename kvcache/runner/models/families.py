@@ -97,6 +97,7 @@ FAMILIES: dict[str, Family] = {
     },
     "DeepseekV2ForCausalLM": Family(deepseek.parse_v2, deepseek.DeepSeek, "deepseek_v2"),
     "DeepseekV3ForCausalLM": Family(deepseek.parse_v3, deepseek.DeepSeek, "deepseek_v3"),
+    "DeepseekV32ForCausalLM": Family(deepseek.parse_v32, deepseek.DeepSeek, "deepseek_v32"),
     "Gemma3ForCausalLM": Family(gemma3.parse, gemma3.Gemma3, "gemma3_text", divisible=True),
     "GptOssForCausalLM": Family(gpt_oss.parse, gpt_oss.GptOss, "gpt_oss"),
     "Llama4ForCausalLM": Family(llama4.parse, llama4.Llama4, "llama4_text"),

@@ -9,6 +9,7 @@ import numpy as np
 import ml
 from kvcache.runner.models.attention import merge_heads
 from kvcache.runner.models.decoder import ROPE, Step
+from kvcache.runner.models.indexer import Indexer
 from kvcache.runner.weights import Linear, Loader, Shape
 from ml import nn
 
@@ -49,7 +50,8 @@ class LatentAttention:
 
     ``down``: hidden_size -> what queries are made of, then latent and rotated numbers, in one product.
     ``query_norm`` and ``query_up`` make queries of ``query_rank`` numbers, where there are any. ``up_key``
-    and ``up_value`` are those of :func:`ml.nn.latent_attention`.
+    and ``up_value`` are those of :func:`ml.nn.latent_attention`. An ``indexer``, which needs
+    ``query_rank``, chooses what each query attends to.
     """
 
     down: Linear
@@ -61,23 +63,28 @@ class LatentAttention:
     output: Linear
     sizes: LatentSizes
     scale: float
+    indexer: Indexer | None = None
 
     def __call__(self, ctx: ml.Context, x: ml.Tensor, step: Step) -> ml.Tensor:
         """x (tokens, hidden_size) -> the same."""
         tokens, sizes, rotation = x.shape[0], self.sizes, step.rotations[ROPE]
         joined = self.down(ctx, x)
         end = joined.shape[1]
-        query = joined.slice(ctx, 1, 0, end - sizes.stored)
+        query = compressed = joined.slice(ctx, 1, 0, end - sizes.stored)
         if self.query_up is not None:
-            query = self.query_up(ctx, query.rms_norm(ctx, self.query_norm, EPS))
+            compressed = query.rms_norm(ctx, self.query_norm, EPS)
+            query = self.query_up(ctx, compressed)
         query = query.reshape(ctx, tokens, sizes.heads, sizes.query_dim)
         latent = joined.slice(ctx, 1, end - sizes.stored, end - sizes.rope_dim)
         latent = latent.rms_norm(ctx, self.latent_norm, EPS).reshape(ctx, tokens, 1, sizes.rank)
         turned = joined.slice(ctx, 1, end - sizes.rope_dim, end).reshape(ctx, tokens, 1, sizes.rope_dim)
-        step.cache.put(ctx, latent.concat(ctx, rotation.apply(ctx, turned), 2), v_dim=sizes.rank)
+        key = latent.concat(ctx, rotation.apply(ctx, turned), 2)
+        extra = None if self.indexer is None else self.indexer.keys(ctx, x, step)
+        step.cache.put(ctx, key, v_dim=sizes.rank, extra=extra)
+        select = None if self.indexer is None else self.indexer.select(ctx, x, compressed, step)
 
         def attend(absorbed: ml.Tensor) -> ml.Tensor:
-            found: ml.Tensor = step.cache.attend(ctx, absorbed, self.scale)
+            found: ml.Tensor = step.cache.attend(ctx, absorbed, self.scale, select=select)
             return found
 
         nope = query.slice(ctx, 2, 0, sizes.nope_dim)
@@ -87,7 +94,12 @@ class LatentAttention:
 
 
 def load_latent_attention(
-    load: Loader, ctx: ml.Context, prefix: str, sizes: LatentSizes, scale: float
+    load: Loader,
+    ctx: ml.Context,
+    prefix: str,
+    sizes: LatentSizes,
+    scale: float,
+    indexer: Indexer | None = None,
 ) -> LatentAttention:
     """Of the tensors below ``prefix``."""
     by_rank = sizes.query_rank is not None
@@ -104,6 +116,7 @@ def load_latent_attention(
         output=load.linear(ctx, f"{prefix}.o_proj"),
         sizes=sizes,
         scale=scale,
+        indexer=indexer,
     )
 
 
