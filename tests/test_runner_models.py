@@ -138,7 +138,7 @@ def peer(name: str) -> Any:
             parameter.add_(torch.randn_like(parameter) * 0.3)
     for path, buffer in model.named_buffers():
         if path.endswith("correction_bias"):
-            buffer.add_(torch.randn_like(buffer) * 0.3)
+            buffer.add_(torch.randn_like(buffer) * 0.3 - 0.7)  # scores below 0, as those left out are not
     return model
 
 
