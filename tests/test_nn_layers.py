@@ -100,6 +100,39 @@ def test_swiglu(ctx: ml.Context) -> None:
     close(nn.swiglu(ctx, gate, up), wide(gate) / (1 + np.exp(-wide(gate))) * wide(up))
 
 
+@pytest.mark.parametrize(
+    ("changed", "shape"),
+    [
+        (0, (2, 12)),
+        (0, (3, 2, 4)),
+        (1, (2, 3, 2)),
+        (2, (2, 5, 6)),
+        (2, (3, 4, 6)),
+        (3, (2, 5, 5)),
+        (3, (3, 6, 5)),
+    ],
+)
+def test_latent_attention_refuses_shapes_before_it_attends(
+    ctx: ml.Context, changed: int, shape: tuple[int, ...]
+) -> None:
+    shapes = [(2, 2, 4), (2, 2, 2), (2, 4, 6), (2, 6, 5)]
+    asked: list[ml.Tensor] = []
+
+    def attend(query: ml.Tensor) -> ml.Tensor:
+        asked.append(query)
+        return query
+
+    whole = [random(ctx, *one) for one in shapes]
+    given = [random(ctx, *shape) if i == changed else x for i, x in enumerate(whole)]
+    with pytest.raises(ml.ShapeError, match=r"latent_attention: query_nope .*\(heads, rank, v_dim\)"):
+        nn.latent_attention(ctx, *given, attend)
+    with pytest.raises(ml.DTypeError, match="up_key F16"):
+        nn.latent_attention(ctx, whole[0], whole[1], whole[2].cast(ctx, DType.F16), whole[3], attend)
+    assert not asked
+    with pytest.raises(ml.ShapeError, match=r"attend gave \(2, 2, 8\); it has to be \(2, 2, 6\)"):
+        nn.latent_attention(ctx, *whole, attend)
+
+
 def test_importing_ml_nn_imports_no_framework() -> None:
     import subprocess
 

@@ -133,6 +133,14 @@ class TestShift:
         got = nn.rope_shift(spec)(ctx, 0, stored, ctx.from_numpy(offsets, DType.I32))
         close(got, reference(x.to_numpy(), moved, spec), 8)
 
+    @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+    def test_dimensions_before_its_first_stay(self, ctx: ml.Context, spec: RopeSpec) -> None:
+        x, before = random(ctx), ctx.full((6, 3, 5), 2.0, DType.F32)
+        offsets = ctx.from_numpy([0, -1, 5, -9, 0, -50], DType.I32)
+        got = nn.rope_shift(spec, begin=5)(ctx, 0, before.concat(ctx, x, 2), offsets).to_numpy()
+        np.testing.assert_array_equal(got[..., :5], 2.0)
+        np.testing.assert_array_equal(got[..., 5:], nn.rope_shift(spec)(ctx, 0, x, offsets).to_numpy())
+
     def test_offset_zero_changes_no_bit(self, ctx: ml.Context) -> None:
         for dtype in TOLERANCE:
             x = random(ctx, dtype=dtype)

@@ -47,9 +47,35 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
           "linear_value_head_dim": 12,
           "layer_types": ["linear_attention", "full_attention", "linear_attention"]}  # fmt: skip
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 8,
+          "qk_nope_head_dim": 12, "head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8,
+          "num_experts_per_tok": 3, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+          "initializer_range": 0.2}  # fmt: skip
 LOCAL = {"rope_type": "default", "rope_theta": 100.0}
 FULL = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deepseek-v2": ("DeepseekV2", "DeepseekV2", {
+        **LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 3.0, "attention_bias": True,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+    }),
+    "deepseek-v2 greedy, no query rank": ("DeepseekV2", "DeepseekV2", {
+        **LATENT, "q_lora_rank": None, "first_k_dense_replace": 0, "tie_word_embeddings": True,
+    }),
+    "deepseek-v3": ("DeepseekV3", "DeepseekV3", {
+        **LATENT, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    }),
+    "deepseek-v3 halves, one group": ("DeepseekV3", "DeepseekV3", {
+        **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+        "rope_interleave": False, "routed_scaling_factor": 1.0,
+    }),
+    "deepseek-v3.2": ("DeepseekV32", "DeepseekV32", {
+        **LATENT, "n_group": 4, "topk_group": 2, "index_n_heads": 12, "index_head_dim": 14,
+        "index_topk": WINDOW, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "pad_token_id": None,  # its embedding would be zeros, and all that it is scored alike
+    }),
     "gemma3": ("Gemma3", "Gemma3Text", {
         "sliding_window": WINDOW, "query_pre_attn_scalar": 20, "final_logit_softcapping": 9.0,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -93,13 +119,13 @@ LLAMAS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 CASES = [(name, each) for name in BACKENDS for each in (*MODELS, *LLAMAS) if each in MODELS or name != "mlx"]
 every_family = pytest.mark.parametrize(("backend", "name"), CASES, indirect=["backend"])
-WINDOWED = [name for name in MODELS if not name.startswith("qwen")]
+SHIFTED = [name for name in MODELS if not name.startswith("qwen")]
 NARROW = [(DType.F16, 0.03), (DType.BF16, 0.2)]
 
 
 @functools.cache
 def peer(name: str) -> Any:
-    """The model of transformers with every parameter random, biases, norms and sinks too."""
+    """The model of transformers with every parameter random, biases, norms, sinks and corrections too."""
     import torch
     import transformers
 
@@ -110,6 +136,9 @@ def peer(name: str) -> Any:
     for path, parameter in model.named_parameters():
         if parameter.ndim == 1 or path.endswith("_bias"):
             parameter.add_(torch.randn_like(parameter) * 0.3)
+    for path, buffer in model.named_buffers():
+        if path.endswith("correction_bias"):
+            buffer.add_(torch.randn_like(buffer) * 0.3 - 0.7)  # scores below 0, as those left out are not
     return model
 
 
@@ -308,12 +337,12 @@ def _remembering(model: Any) -> Any:
     family = family_of(model.config)
     if isinstance(model.make_cache(), kvcache.RecurrentCache):
         return family.make_cache(model.config, model.dtype, checkpoint_interval=8)
-    if model.config.architecture.startswith("Llama"):
+    if model.config.architecture.startswith(("Llama", "Deepseek")):
         return model.make_cache()
     return family.make_cache(model.config, model.dtype, memory=32)
 
 
-@pytest.mark.parametrize("name", [*WINDOWED, "llama", "llama yarn"])
+@pytest.mark.parametrize("name", [*SHIFTED, "llama", "llama yarn"])
 @pytest.mark.parametrize("layer", [1, 2])
 def test_removal_from_the_middle_shifts_keys(
     backend: ml.Backend, folders: Any, name: str, layer: int
@@ -379,6 +408,17 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "changes", "says"),
         [
+            ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported"),
+            ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not supported"),
+            ("deepseek-v2", {"n_group": 3}, "3 of 8 experts within 2 of 3 groups; groups are of one size"),
+            ("deepseek-v3", {"topk_group": 1}, "at least the experts that are chosen"),
+            ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+            ("deepseek-v3", {"kv_lora_rank": 0}, "kv_lora_rank=0; it is a whole number >= 1"),
+            ("deepseek-v3.2", {"layer_types": ["full_attention"] * 3}, "layer type 'full_attention'"),
+            ("deepseek-v3.2", {"q_lora_rank": None}, "it needs a q_lora_rank"),
+            ("deepseek-v3.2", {"index_head_dim": 6}, "heads at least as wide as what is rotated"),
+            ("deepseek-v3.2", {"mlp_layer_types": ["dense"]}, "one for each layer"),
+            ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised by 'fp8'"),
             ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported"),
             ("gemma3", {"layer_types": ["full_attention"]}, "1 layer_types for 3 layers"),
             ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),

@@ -90,9 +90,10 @@ class CacheFormat:
         if value_dim is not None:
             self.value.parts(value_dim, activations)
 
-    def nbytes(self, heads: int, key_dim: int, value_dim: int, activations: ml.DType) -> int:
-        """Bytes of one token's K and V in a layer."""
-        parts = (*self.key.parts(key_dim, activations), *self.value.parts(value_dim, activations))
+    def nbytes(self, heads: int, key_dim: int, value_dim: int | None, activations: ml.DType) -> int:
+        """Bytes of one token's K and V in a layer; ``value_dim`` None: K has the values."""
+        values = () if value_dim is None else self.value.parts(value_dim, activations)
+        parts = (*self.key.parts(key_dim, activations), *values)
         return heads * sum(width * dtype.itemsize for width, dtype in parts)
 
     def __eq__(self, other: object) -> bool:

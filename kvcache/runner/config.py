@@ -55,9 +55,9 @@ class ModelConfig:
             if not 0 <= token < self.vocab_size:
                 raise ModelError(f"model config: token id {token} is outside the {self.vocab_size} tokens")
 
-    def cached_tokens(self, max_sequences: int, capacity: int, max_batch: int) -> int:
-        """Tokens whose keys and values are stored, of all layers together, when the cache is full."""
-        return self.layers * max_sequences * capacity
+    def cached_tokens(self, layer: int, max_sequences: int, capacity: int, max_batch: int) -> int:
+        """How many tokens of layer ``layer``, one of ``cached_layers``, a full cache stores."""
+        return max_sequences * capacity
 
     @property
     def cached_layers(self) -> dict[int, LayerShape]:
@@ -66,7 +66,7 @@ class ModelConfig:
         return dict.fromkeys(range(self.layers), LayerShape(widths, widths))
 
     def state_bytes(self, max_sequences: int, capacity: int) -> int:
-        """Bytes of what a cache holds beside keys and values: recurrent states, at most."""
+        """Bytes of what a cache holds beside its cells: recurrent states, at most."""
         return 0
 
 

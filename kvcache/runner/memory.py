@@ -20,20 +20,21 @@ def cache_bytes(
     max_batch: int = 512,
     activations: ml.DType = ml.DType.F32,
 ) -> int:
-    """Bytes of keys and values in all layers, for ``max_sequences`` of ``capacity`` tokens each.
+    """Bytes of what a cache stores in all layers, for ``max_sequences`` of ``capacity`` tokens each.
 
     Layers with a window store the window alone, and room for ``max_batch`` tokens. ``activations`` is
     what the model computes in: some formats have scales of that dtype, and a residual window is of it. Raises
-    InvalidRangeError for a format that does not take the model's ``head_dim``.
+    InvalidRangeError for a format that does not take the size of the model's keys.
     """
-    stored, tokens = CacheFormat.of(dtype), config.cached_tokens(max_sequences, capacity, max_batch)
-    token = stored.nbytes(config.kv_heads, config.head_dim, config.head_dim, activations)
-    exact = 0
-    if stored.is_windowed:
-        slots = max_sequences * (stored.residual_length + stored.sink_tokens) + max_batch
-        exact = min(tokens, config.cached_tokens(1, slots, slots))
-    plain = 2 * config.kv_heads * config.head_dim * activations.itemsize
-    return config.state_bytes(max_sequences, capacity) + tokens * token + exact * plain
+    stored, plain = CacheFormat.of(dtype), CacheFormat.of(activations)
+    slots = max_sequences * (stored.residual_length + stored.sink_tokens) + max_batch
+    total = config.state_bytes(max_sequences, capacity)
+    for layer, shape in config.cached_layers.items():
+        tokens = config.cached_tokens(layer, max_sequences, capacity, max_batch)
+        total += tokens * shape.nbytes(stored, activations)
+        if stored.is_windowed:
+            total += min(tokens, slots) * shape.plain.nbytes(plain, activations)
+    return total
 
 
 def available_bytes(backend: ml.Backend) -> int | None:

@@ -58,6 +58,15 @@ class LayerShape(NamedTuple):
         """Without extras."""
         return self._replace(extra=())
 
+    def nbytes(self, stored: CacheFormat, activations: ml.DType) -> int:
+        """Bytes of one token, put as ``activations`` and stored as ``stored``.
+
+        Raises InvalidRangeError for a format that does not take keys or values of this size.
+        """
+        heads, dim = self.key
+        extra = sum(one.size * one.dtype.itemsize for one in self.extra)
+        return extra + stored.nbytes(heads, dim, None if self.is_latent else self.value[1], activations)
+
     @classmethod
     def of_parts(
         cls,

@@ -10,6 +10,7 @@
 
 from ml.nn.attention import attention, generic_attention, offers
 from ml.nn.grouped import Groups, generic_grouped_matmul, grouped_matmul
+from ml.nn.latent import latent_attention
 from ml.nn.linear import embedding, linear, swiglu
 from ml.nn.norms import layer_norm, rms_norm
 from ml.nn.partial import (
@@ -49,6 +50,7 @@ __all__ = [
     "has_attention_calls",
     "has_quantized_attention",
     "has_ragged_attention",
+    "latent_attention",
     "layer_norm",
     "linear",
     "merge_attention",

@@ -62,16 +62,21 @@ def apply_rope(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, spec: RopeSpec
     return turned.concat(ctx, x.slice(ctx, 2, dim, x.shape[2]), 2) if partial else turned
 
 
-def rope_shift(spec: RopeSpec) -> Callable[[Context, int, Tensor, Tensor], Tensor]:
-    """The cache's shift function for keys rotated by ``spec``.
+def rope_shift(spec: RopeSpec, begin: int = 0) -> Callable[[Context, int, Tensor, Tensor], Tensor]:
+    """The cache's shift function for keys rotated by ``spec``, in their dimensions from ``begin`` on.
 
+    Dimensions before ``begin`` do not depend on the position: latents, with their rotated numbers behind.
     Rotations add up, so a stored key moves from position p to p + offset by one more turn. That
     turn leaves lengths alone: the key carries its attention factor already.
     """
 
     def shift(ctx: Context, layer: int, key: Tensor, offsets: Tensor) -> Tensor:
         """key (cells, kv_heads, head_dim), offsets I32 (cells,) -> key at its new positions."""
-        return apply_rope(ctx, key, *_tables(ctx, offsets, spec, 1.0), spec)
+        tables = _tables(ctx, offsets, spec, 1.0)
+        if not begin:
+            return apply_rope(ctx, key, *tables, spec)
+        fixed, turned = key.slice(ctx, 2, 0, begin), key.slice(ctx, 2, begin, key.shape[2])
+        return fixed.concat(ctx, apply_rope(ctx, turned, *tables, spec), 2)
 
     return shift
 

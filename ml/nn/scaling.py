@@ -89,10 +89,11 @@ class YarnScaling:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
-        return self._magnitude(1.0)
+            return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
+        return self.magnitude(1.0)
 
-    def _magnitude(self, mscale: float) -> float:
+    def magnitude(self, mscale: float) -> float:
+        """By how much vectors grow with the context: ``0.1 mscale ln(factor) + 1``."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def scale(self, frequencies: np.ndarray, base: float) -> np.ndarray:

@@ -20,11 +20,11 @@ from ml.capabilities import (
     SupportsRaggedAttention,
 )
 from ml.dtypes import DType
-from ml.nn import generic_attention, generic_partial_attention, merge_attention
+from ml.nn import generic_attention, generic_partial_attention, latent_attention, merge_attention
 from ml.nn.partial import Part
 from ml.protocols import Backend, Context, Tensor
 from ml.ragged import RaggedPlan
-from ml.testing.harness import BackendCase, each
+from ml.testing.harness import BackendCase, each, needs
 from ml.testing.ragged import ragged_reference, random_plan
 from ml.testing.samples import FLOATS, exact, normal
 
@@ -176,6 +176,34 @@ class AttentionTests(BackendCase):
         ctx.zeros(result.shape, result.dtype).copy(ctx, result)
         for tensor, before in zip(tensors, (q, k, v, causal_matrix(3, 6)), strict=True):
             np.testing.assert_array_equal(tensor.to_numpy(), before)
+
+    # Over latents.
+
+    @needs("matmul")
+    @each(dtype=FLOATS, heads=(1, 3), sizes=[(1, 1), (1, 9), (5, 9), (5, 5)])
+    def test_attention_over_latents_is_attention_over_the_keys_and_values_made_of_them(
+        self, ctx: Context, attend: Attend, dtype: DType, heads: int, sizes: tuple[int, int]
+    ) -> None:
+        tokens, history = sizes
+        nope, rope, up_key, up_value, stored = (
+            normal(shape, dtype, 60 + i, spread=0.5)
+            for i, shape in enumerate(
+                [(tokens, heads, 6), (tokens, heads, 4), (heads, 6, 8), (heads, 8, 5), (history, 1, 12)]
+            )
+        )
+        mask, (latent, rotated) = causal_matrix(tokens, history), np.split(exact(stored)[:, 0], [8], 1)
+        common = np.broadcast_to(rotated[:, None], (history, heads, 4))
+        key = np.concatenate([np.einsum("hnr,tr->thn", exact(up_key), latent), common], 2)
+        value = np.einsum("tr,hrv->thv", latent, exact(up_value))
+        query = np.concatenate([exact(nope), exact(rope)], 2)
+
+        def absorbed(given: Tensor) -> Tensor:
+            assert given.shape == (tokens, heads, 12)
+            return attend(given, stored, np.ascontiguousarray(stored[..., :8]), mask, 0.3)
+
+        query_nope, query_rope, *up = _tensors(ctx, nope, rope, up_key, up_value)
+        found = latent_attention(ctx, query_nope, query_rope, up[0], up[1], absorbed)
+        assert_attention(found, reference(query, key, value, mask, 0.3), dtype, slack=TOLERANCE[dtype])
 
     # Over part of a history.
 

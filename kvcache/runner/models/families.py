@@ -18,7 +18,7 @@ import ml
 from kvcache.cache import Cache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models import gemma3, gpt_oss, llama, llama4, qwen3_next, whisper
+from kvcache.runner.models import deepseek, gemma3, gpt_oss, llama, llama4, qwen3_next, whisper
 from kvcache.runner.parallel import Share, check_ranks, share_of
 from kvcache.runner.weights import Shapes
 
@@ -95,6 +95,9 @@ FAMILIES: dict[str, Family] = {
         name: Family(partial(llama.parse, architecture=name), llama.Llama, model_type, divisible=True)
         for name, model_type in llama.MODEL_TYPES.items()
     },
+    "DeepseekV2ForCausalLM": Family(deepseek.parse_v2, deepseek.DeepSeek, "deepseek_v2"),
+    "DeepseekV3ForCausalLM": Family(deepseek.parse_v3, deepseek.DeepSeek, "deepseek_v3"),
+    "DeepseekV32ForCausalLM": Family(deepseek.parse_v32, deepseek.DeepSeek, "deepseek_v32"),
     "Gemma3ForCausalLM": Family(gemma3.parse, gemma3.Gemma3, "gemma3_text", divisible=True),
     "GptOssForCausalLM": Family(gpt_oss.parse, gpt_oss.GptOss, "gpt_oss"),
     "Llama4ForCausalLM": Family(llama4.parse, llama4.Llama4, "llama4_text"),

@@ -45,12 +45,11 @@ class SlidingConfig(ModelConfig):
         """What layer i is to :func:`sliding_cache`."""
         return SLIDING if self.kinds[i] == SLIDING_ATTENTION else FULL
 
-    def cached_tokens(self, max_sequences: int, capacity: int, max_batch: int) -> int:
+    def cached_tokens(self, layer: int, max_sequences: int, capacity: int, max_batch: int) -> int:
         kept = self.window - (max_sequences == 1)
-        full = max_sequences * capacity
-        sliding = full if kept >= capacity else max_sequences * kept + max_batch
-        count = self.kinds.count(SLIDING_ATTENTION)
-        return count * sliding + (len(self.kinds) - count) * full
+        if self.cache_kind(layer) == FULL or kept >= capacity:
+            return max_sequences * capacity
+        return max_sequences * kept + max_batch
 
 
 def layer_types(

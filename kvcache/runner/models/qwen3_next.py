@@ -25,10 +25,10 @@ from kvcache.runner.errors import ModelError
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, qk_norm
 from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.delta_net import DeltaNet, DeltaSizes, begin_delta, delta_shapes, load_delta_net
-from kvcache.runner.models.feedforward import Experts, load_mlp, mlp_shapes
+from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types, parse_rope
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
-from kvcache.runner.models.routing import SparseMLP
+from kvcache.runner.models.routing import SparseMLP, expert_shapes, load_each_expert
 from kvcache.runner.weights import Loader, Shape
 from kvcache.storage.layer_shape import LayerShape
 from ml import nn
@@ -59,9 +59,6 @@ class Qwen3NextConfig(ModelConfig):
     expert_size: int
     shared_size: int
     normalize: bool
-
-    def cached_tokens(self, max_sequences: int, capacity: int, max_batch: int) -> int:
-        return self.kinds.count(FULL_ATTENTION) * max_sequences * capacity
 
     @property
     def cached_layers(self) -> dict[int, LayerShape]:
@@ -157,8 +154,7 @@ def _layer_shapes(config: Qwen3NextConfig, i: int) -> dict[str, Shape]:
         "mlp.gate.weight": (config.experts, hidden),
         "mlp.shared_expert_gate.weight": (1, hidden),
     }
-    for expert in range(config.experts):
-        found |= mlp_shapes(f"mlp.experts.{expert}", hidden, config.expert_size)
+    found |= expert_shapes("mlp.experts", config.experts, hidden, config.expert_size)
     return found | mlp_shapes("mlp.shared_expert", hidden, config.shared_size)
 
 
@@ -221,12 +217,9 @@ class Qwen3Next(CausalModel[Qwen3NextConfig]):
         return load_attention(load, ctx, prefix, config, qkv=qkv, qk_norm=norm, gated=True)
 
     def _sparse(self, load: Loader, ctx: ml.Context, prefix: str) -> SparseMLP:
-        experts = [f"{prefix}.experts.{i}" for i in range(self.config.experts)]
-        wide = (load.rows(f"{name}.gate_proj", f"{name}.up_proj") for name in experts)
-        narrow = (load.rows(f"{name}.down_proj") for name in experts)
         return SparseMLP(
             load.linear(ctx, f"{prefix}.gate"),
-            Experts(load.grouped(ctx, len(experts), wide), load.grouped(ctx, len(experts), narrow)),
+            load_each_expert(load, ctx, f"{prefix}.experts", self.config.experts),
             self.config.experts_per_token,
             "normalized" if self.config.normalize else "softmax",
             load_mlp(load, ctx, f"{prefix}.shared_expert"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -9,10 +10,10 @@ from typing import Literal
 import numpy as np
 
 import ml
-from kvcache.runner.models.feedforward import Activation, Experts, GatedMLP, swiglu
-from kvcache.runner.weights import Linear, Loader
+from kvcache.runner.models.feedforward import Activation, Experts, GatedMLP, mlp_shapes, swiglu
+from kvcache.runner.weights import Linear, Loader, Shape
 
-__all__ = ["Routing", "SparseMLP", "load_experts"]
+__all__ = ["GroupLimited", "Routing", "SparseMLP", "expert_shapes", "load_each_expert", "load_experts"]
 
 Routing = Literal["softmax", "normalized", "softmax of top", "sigmoid of top"]
 """What the weights of the chosen experts are: their share of the softmax over all experts (Qwen),
@@ -21,8 +22,64 @@ sigmoid of each, which multiplies the expert's input (Llama 4)."""
 
 
 @dataclass(frozen=True, slots=True)
+class GroupLimited:
+    """DeepSeek's routing: experts are chosen within the ``kept`` best of ``groups`` groups of them.
+
+    An expert's score is its share of the softmax, and a group is as good as its best expert (DeepSeek-AI,
+    "DeepSeek-V2", 2024). With ``correction``, F32 (experts,), it is a sigmoid, experts are chosen by both
+    together, and a group is as good as its two best (DeepSeek-AI, "DeepSeek-V3", 2024). Weights
+    are the scores alone, divided by their sum with ``normalize``, times ``scale``.
+    """
+
+    groups: int
+    kept: int
+    scale: float
+    normalize: bool
+    correction: ml.Tensor | None = None
+
+    def __call__(self, ctx: ml.Context, logits: ml.Tensor, count: int) -> tuple[ml.Tensor, ml.Tensor]:
+        """logits F32 (tokens, experts) -> weights and experts I32, both (tokens, count)."""
+        if self.correction is None:
+            scores = logits.softmax(ctx)
+            weights, chosen = self._in_groups(ctx, scores, 0.0).top_k(ctx, count)
+        else:
+            scores = logits.sigmoid(ctx)
+            corrected = scores.add(ctx, self.correction)
+            _, chosen = self._in_groups(ctx, corrected, -math.inf).top_k(ctx, count)
+            weights = _picked(ctx, scores, chosen)
+        if self.normalize:
+            weights = weights.div(ctx, weights.sum(ctx, 1, keepdims=True))
+        return weights.scale(ctx, self.scale), chosen
+
+    def _in_groups(self, ctx: ml.Context, scores: ml.Tensor, left_out: float) -> ml.Tensor:
+        """The scores, those of other groups replaced by ``left_out``."""
+        if self.kept == self.groups:
+            return scores
+        tokens, experts = scores.shape
+        size, best = experts // self.groups, 1 if self.correction is None else 2
+        members = scores.reshape(ctx, tokens, self.groups, size)
+        worth = members.top_k(ctx, min(best, size))[0].sum(ctx, 2)
+        kept = worth.top_k(ctx, self.kept)[1].reshape(ctx, tokens, self.kept, 1)
+        hits = kept.compare(ctx, "==", ctx.arange(0, self.groups, 1, ml.DType.I32))
+        shown = hits.cast(ctx, ml.DType.F32).sum(ctx, 1).compare(ctx, ">", ctx.zeros((1,), ml.DType.F32))
+        other = ctx.full((1,), left_out, ml.DType.F32)
+        found = shown.reshape(ctx, tokens, self.groups, 1).where(ctx, members, other)
+        return found.reshape(ctx, tokens, experts)
+
+
+def _picked(ctx: ml.Context, scores: ml.Tensor, chosen: ml.Tensor) -> ml.Tensor:
+    """scores (tokens, experts) of chosen I32 (tokens, count)."""
+    (tokens, experts), count = scores.shape, chosen.shape[1]
+    lines = ctx.arange(0, tokens * experts, experts, ml.DType.I32).reshape(ctx, tokens, 1)
+    at = chosen.add(ctx, lines).reshape(ctx, tokens * count)
+    return scores.reshape(ctx, tokens * experts).rows(ctx, at).reshape(ctx, tokens, count)
+
+
+@dataclass(frozen=True, slots=True)
 class SparseMLP:
     """``experts_per_token`` of the experts for each token, and a ``shared`` one for all.
+
+    The router computes in the dtype of its weight.
 
     ``shared_gate`` maps a token to the logit that its share of the shared expert is the sigmoid of.
     """
@@ -30,7 +87,7 @@ class SparseMLP:
     router: Linear
     experts: Experts
     experts_per_token: int
-    routing: Routing
+    routing: Routing | GroupLimited
     shared: GatedMLP | None = None
     shared_gate: Linear | None = None
 
@@ -49,9 +106,13 @@ class SparseMLP:
 
     def _route(self, ctx: ml.Context, x: ml.Tensor) -> tuple[ml.Tensor, ml.Tensor]:
         """Weights in x's dtype and experts I32, both (tokens, experts_per_token)."""
-        logits = self.router(ctx, x)
+        wanted = self.router.weight.dtype
+        logits = self.router(ctx, x if x.dtype is wanted else x.cast(ctx, wanted))
         if logits.dtype is not ml.DType.F32:
             logits = logits.cast(ctx, ml.DType.F32)
+        if isinstance(self.routing, GroupLimited):
+            weights, chosen = self.routing(ctx, logits, self.experts_per_token)
+            return weights.cast(ctx, x.dtype), chosen
         over_all = self.routing in ("softmax", "normalized")
         scores = logits.softmax(ctx) if over_all else logits
         weights, chosen = scores.top_k(ctx, self.experts_per_token)
@@ -85,6 +146,22 @@ def load_experts(
         load.grouped(ctx, len(narrow), narrow, narrow_bias),
         activation,
     )
+
+
+def load_each_expert(load: Loader, ctx: ml.Context, prefix: str, count: int) -> Experts:
+    """Of ``{prefix}.{i}``, gated MLPs that are stored one by one."""
+    names = [f"{prefix}.{i}" for i in range(count)]
+    wide = (load.rows(f"{name}.gate_proj", f"{name}.up_proj") for name in names)
+    narrow = (load.rows(f"{name}.down_proj") for name in names)
+    return Experts(load.grouped(ctx, count, wide), load.grouped(ctx, count, narrow))
+
+
+def expert_shapes(prefix: str, count: int, hidden: int, inner: int) -> dict[str, Shape]:
+    """The tensors that ``load_each_expert`` reads."""
+    found: dict[str, Shape] = {}
+    for i in range(count):
+        found |= mlp_shapes(f"{prefix}.{i}", hidden, inner)
+    return found
 
 
 def _biases(load: Loader, name: str) -> np.ndarray | None:

@@ -1,0 +1,74 @@
+"""Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, arXiv 2405.04434).
+
+A token's keys and values of all heads are made of one vector of ``rank`` numbers, its latent, which alone is
+stored, beside ``rope_dim`` rotated numbers that all heads have in common::
+
+    key of head h      [ up_key[h] @ latent, rotated ]
+    value of head h      latent @ up_value[h]
+
+A score is linear in the key and an answer in the values, so both products can be moved to the tokens of the
+pass and taken out of the history, which is attended to as it is stored (the absorbed form)::
+
+    query . key = (query_nope @ up_key[h]) . latent + query_rope . rotated
+    answer      = (sum of weight * latent) @ up_value[h]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ml.errors import DTypeError, ShapeError
+from ml.protocols import Context, Tensor
+
+__all__ = ["latent_attention"]
+
+
+def latent_attention(
+    ctx: Context,
+    query_nope: Tensor,
+    query_rope: Tensor,
+    up_key: Tensor,
+    up_value: Tensor,
+    attend: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The answers (tokens, heads, v_dim) of latent attention in the absorbed form.
+
+    query_nope (tokens, heads, nope_dim), query_rope (tokens, heads, rope_dim), rotated already;
+    up_key (heads, nope_dim, rank), up_value (heads, rank, v_dim). ``attend`` is given the queries
+    (tokens, heads, rank + rope_dim) and gives (tokens, heads, rank): attention over one KV head, whose keys
+    are a token's latent and its rotated numbers, and whose values are the latent. Scores are scaled there, by
+    ``(nope_dim + rope_dim) ** -0.5`` in the paper, whatever ``rank`` is.
+
+    A pair of query and key costs ``2 * rank + rope_dim`` products, and no key or value of a head is made.
+
+    Raises ShapeError or DTypeError for operands that do not go together, before ``attend`` is called, and
+    ShapeError for what it gives.
+    """
+    _check(query_nope, query_rope, up_key, up_value)
+    (tokens, heads, _), rank = query_nope.shape, up_key.shape[2]
+    by_head = query_nope.permute(ctx, 1, 0, 2).matmul(ctx, up_key).permute(ctx, 1, 0, 2)
+    found = attend(by_head.concat(ctx, query_rope, 2))
+    if found.shape != (tokens, heads, rank):
+        raise ShapeError(f"latent_attention: attend gave {found.shape}; it has to be {(tokens, heads, rank)}")
+    return found.permute(ctx, 1, 0, 2).matmul(ctx, up_value).permute(ctx, 1, 0, 2)
+
+
+def _check(query_nope: Tensor, query_rope: Tensor, up_key: Tensor, up_value: Tensor) -> None:
+    given = {"query_nope": query_nope, "query_rope": query_rope, "up_key": up_key, "up_value": up_value}
+    shapes = [x.shape for x in given.values()]
+    nope, rope, key, value = shapes
+    if (
+        any(len(shape) != 3 for shape in shapes)
+        or nope[:2] != rope[:2]
+        or key[:2] != nope[1:]
+        or value[:2] != (key[0], key[2])
+    ):
+        told = ", ".join(f"{name} {x.shape}" for name, x in given.items())
+        raise ShapeError(
+            f"latent_attention: {told}; they are (tokens, heads, nope_dim), (tokens, heads, rope_dim), "
+            "(heads, nope_dim, rank) and (heads, rank, v_dim)"
+        )
+    dtypes = {x.dtype for x in given.values()}
+    if len(dtypes) > 1 or not query_nope.dtype.is_float:
+        told = ", ".join(f"{name} {x.dtype.name}" for name, x in given.items())
+        raise DTypeError(f"latent_attention: {told}; they are of one of F32, F16 and BF16")
