@@ -39,6 +39,7 @@ _SIZES: dict[int, str] = {
     1: "n_group topk_group num_expert_group n_groups mamba_n_groups n_shared_experts num_shared_experts "
     "moe_num_shared_experts first_k_dense_replace",
     24: "kv_lora_rank q_lora_rank",
+    8: "mamba_chunk_size",
     WINDOW: "sliding_window attention_window_size window_size sliding_window_size keep_window_size "
     "attention_chunk_size",
     128: "max_position_embeddings n_positions n_ctx max_seq_len max_source_positions max_target_positions "
@@ -53,7 +54,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _INDEXED = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
             "indexer_compress_ratio": 2}  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1, 4], "mamba_d_head": 24, "mamba_chunk_size": 8},
+    "bamba": {"attn_layer_indices": [1, 4], "mamba_d_head": 24},
     "bailing_hybrid": {"layer_group_size": 2},
     "blt": {
         "encoder_hash_byte_group_vocab": 61, "encoder_hash_byte_group_size": [3], "vocab_size": 260,
@@ -79,6 +80,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": [36] * LAYERS, "laurel_rank": 6,
                      "activation_sparsity_pattern": [0.0] * LAYERS},
     "gemma4_text": {"num_kv_shared_layers": 2},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_d_head": 8, "mamba_d_state": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2], [["global"], 1]]},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_d_head": 24},
