@@ -67,6 +67,7 @@ class TestDoubleCaches(
 ):
     """The part of the cache suite that asks most of tensors; the rest asks it of caches."""
 
+    checkered = True
     traces = 16
     state_traces = encoder_traces = quantized_traces = 4
     long_run = 1000

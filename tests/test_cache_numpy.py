@@ -36,6 +36,7 @@ class TestStorageOnly(CacheTests):
     """A backend that declares compute absent runs all of the suite that needs none."""
 
     features = ml.Features(absent=frozenset({"compute"}))
+    checkered = True
     traces = 40
     state_traces = 8
     encoder_traces = 8
