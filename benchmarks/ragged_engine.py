@@ -70,9 +70,9 @@ def peers(backend: ml.Backend, quick: bool, count: int = 32, new: int = 64) -> I
         ).eval()
         theirs.to(backend.devices[0].name)
         model = load_model(path, backend, ml.DType.F32)
-    wanted = prompts(model.config.vocab_size, count, 300, 20)
+    wanted = prompts(model.config.vocab_size, count, 60 if quick else 300, 20)
     settings = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
-    paged = ContinuousBatchingConfig(num_blocks=1024, max_batch_tokens=1024)
+    paged = ContinuousBatchingConfig(num_blocks=64 if quick else 1024, max_batch_tokens=1024)
     rates: dict[str, list[float]] = {"ours": [], "transformers, paged": []}
     same = 0
     with Engine(model, None, EngineOptions(max_sequences=count, capacity=400)) as running:

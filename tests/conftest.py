@@ -24,10 +24,35 @@ import ml
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # Jobs in the background are started so, and hand it on to the processes that the tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    # nohup's doing: a handler that does nothing is not handed on.
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 if not Path("/dev/nvidiactl").exists():
     # No GPU: Triton's kernels run in its interpreter, which it has to know when it is first imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # What mlx-lm's models compile is C++ then, which takes seconds each the first time on a machine.
+    os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where a class says ``checkered``, each kind of cache meets every second arrangement, in turn."""
+    sides: tuple[list[pytest.Item], list[pytest.Item]] = [], []
+    for item in items:
+        sides[_off_the_board(item)].append(item)
+    items[:], left_out = sides
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _off_the_board(item: Any) -> bool:
+    if not getattr(getattr(item, "cls", None), "checkered", False) or not hasattr(item, "callspec"):
+        return False
+    from kvcache.testing.harness import ARRANGEMENTS, KINDS
+
+    given, of = item.callspec.params, {"arranged": ARRANGEMENTS, "kind": KINDS}
+    if not of.keys() <= given.keys():
+        return False
+    return sum(list(choices.values()).index(given[name]) for name, choices in of.items()) % 2 == 1
 
 
 def pytest_collection_finish() -> None:

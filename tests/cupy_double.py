@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +32,13 @@ def load_backend() -> ModuleType:
             vars(backends.cupy).pop(name, None)
             if f"backends.cupy.{name}" in before:
                 setattr(backends.cupy, name, before[f"backends.cupy.{name}"])
+
+
+def fails(error: str) -> Callable[[], Any]:
+    def call() -> Any:
+        raise RuntimeError(error)
+
+    return call
 
 
 module: Any = load_backend()

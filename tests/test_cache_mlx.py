@@ -9,9 +9,11 @@ pytest.importorskip("mlx")
 
 class TestMlx(CacheTests):
     backend_name = "mlx"
-    traces = 100
-    state_traces = 16
-    encoder_traces = 16
-    quantized_traces = 8
-    fault_stride = 3
-    long_run = 2000
+    checkered = True
+    traces = 60
+    state_traces = 8
+    encoder_traces = 8
+    quantized_traces = 4
+    fault_stride = 7
+    residual_calls = 12
+    long_run = 1000

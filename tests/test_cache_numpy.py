@@ -17,7 +17,7 @@ from ml.capabilities import COMPUTE_OPERATIONS
 
 class TestNumpy(CacheTests):
     backend_name = "numpy"
-    traces = 1000
+    traces = 400
     state_traces = 100
     quantized_traces = 60
     encoder_traces = 100
@@ -36,11 +36,12 @@ class TestStorageOnly(CacheTests):
     """A backend that declares compute absent runs all of the suite that needs none."""
 
     features = ml.Features(absent=frozenset({"compute"}))
-    traces = 80
-    state_traces = 16
-    encoder_traces = 16
-    fault_stride = 3
-    long_run = 2000
+    checkered = True
+    traces = 40
+    state_traces = 8
+    encoder_traces = 8
+    fault_stride = 9
+    long_run = 500
 
     @pytest.fixture
     def backend(self) -> Iterator[ml.Backend]:

@@ -9,7 +9,8 @@ import copy
 import functools
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,22 +95,23 @@ def with_array(page: SerializedSnapshot, name: str, array: np.ndarray | None) ->
     return SerializedSnapshot(page.meta, others if array is None else {**others, name: array})
 
 
-def forgeries(page: SerializedSnapshot) -> Iterator[SerializedSnapshot]:
+def forgeries(page: SerializedSnapshot) -> Iterator[Callable[[], SerializedSnapshot]]:
+    """Each is made when it is called: there are thousands, of which some are drawn."""
     for where in places(dict(page.meta)):
-        yield changed(page, where)
-        yield from (changed(page, where, value) for value in STRANGE)
+        yield partial(changed, page, where)
+        yield from (partial(changed, page, where, value) for value in STRANGE)
     for name, array in page.arrays.items():
         yield from (
-            with_array(page, name, other)
+            partial(with_array, page, name, other)
             for other in (
                 None, array[:-1].copy(), array.reshape(-1), array[None], array[..., :0].copy(),
                 np.array(1.0, np.float32), np.zeros(array.shape, np.int8), np.zeros(array.shape, np.float16),
                 -np.ones(array.shape, array.dtype), array[::-1].copy(),
             )
         )  # fmt: skip
-        yield with_array(page, "another", array)
+        yield partial(with_array, page, "another", array)
         where = next(where for where in places(dict(page.meta)) if where[-1] == "layers" or len(where) == 2)
-        yield with_array(changed(page, where, []), name, None)
+        yield partial(with_array, changed(page, where, []), name, None)
 
 
 @every_cache
@@ -117,10 +119,10 @@ def test_no_page_of_a_store_keeps_a_conversation_from_beginning(
     backend: ml.Backend, cache: str, dtype: str
 ) -> None:
     pages, rnd = stored(backend, cache, dtype), random.Random(1)
-    forged = [(key, other) for key, page in pages.items() for other in forgeries(page)]
-    for number, (key, other) in enumerate(rnd.sample(forged, 40)):
+    forged = [(key, forge) for key, page in pages.items() for forge in forgeries(page)]
+    for number, (key, forge) in enumerate(rnd.sample(forged, 40)):
         store = MemoryStore()
-        for name, page in {**pages, key: other}.items():
+        for name, page in {**pages, key: forge()}.items():
             put_snapshot(store, name, page)
         r = rig(backend, cache, dtype, store if number % 2 else PlainStore(store))
         if number % 4 > 1:
@@ -181,8 +183,8 @@ def test_what_is_checked_is_a_snapshot_that_the_cache_takes_or_refuses(
 ) -> None:
     page = [*stored(backend, cache, dtype).values()][-1]
     judge(backend, cache, dtype, page)
-    for other in random.Random(2).sample([*forgeries(page)], 100):
-        judge(backend, cache, dtype, other)
+    for forge in random.Random(2).sample([*forgeries(page)], 100):
+        judge(backend, cache, dtype, forge())
 
 
 def judge(backend: ml.Backend, cache: str, dtype: str, page: SerializedSnapshot) -> None:

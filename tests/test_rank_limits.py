@@ -48,11 +48,13 @@ def run(program: str, folder: Path, size: int = 2, timeout: float = 5.0, job: st
 def left(folder: Path) -> list[int]:
     """The ranks that are still there; one that was killed has a moment to go on a busy machine."""
     ends = time.monotonic() + 5
-    while (
-        found := [int(path.name) for path in folder.glob("[0-9]") if _runs(path)]
-    ) and time.monotonic() < ends:
+    while (found := there(folder)) and time.monotonic() < ends:
         time.sleep(0.02)
     return found
+
+
+def there(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.glob("[0-9]") if _runs(path))
 
 
 def _runs(path: Path) -> bool:
@@ -146,7 +148,7 @@ def test_ranks_end_when_their_starter_is_killed(tmp_path: Path) -> None:
             if sum(bool(path.read_text()) for path in tmp_path.glob("[0-9]")) == 2:
                 break
             time.sleep(0.02)
-        assert sorted(left(tmp_path)) == [0, 1]
+        assert there(tmp_path) == [0, 1]
         starter.send_signal(signal.SIGKILL)
     while left(tmp_path) and time.monotonic() < until:
         time.sleep(0.02)

@@ -199,6 +199,13 @@ def models(backend: ml.Backend, folders: Any) -> Any:
     return load
 
 
+@pytest.fixture(scope="module")
+def on_numpy(folders: Any) -> Iterator[Any]:
+    """The same for what asks nothing of a backend."""
+    with ml.open_backend("numpy") as backend:
+        yield functools.cache(lambda name: load_model(folders(name), backend))
+
+
 def new_cache(model: Any, sequences: int = 1, dtype: DType = DType.F32, cache: Any = None) -> Any:
     cache = cache or model.make_cache()
     cache.init(model.backend, dtype, sequences, 64, 48)
@@ -264,8 +271,8 @@ class TestHybrids:
             got = run(model, cache, entries, tokens)
             close(got, np.stack([expected[seq][at] for seq, at in entries]))
 
-    def test_a_prefix_shared_by_two_sequences(self, models: Any, name: str) -> None:
-        model, one = models(name), prompt(LENGTH, seed=3)
+    def test_a_prefix_shared_by_two_sequences(self, on_numpy: Any, name: str) -> None:
+        model, one = on_numpy(name), prompt(LENGTH, seed=3)
         two = one[:21] + prompt(LENGTH, seed=4)[21:]
         cache = new_cache(model, sequences=2)
         run(model, cache, [(0, at) for at in range(21)], [one])
@@ -275,8 +282,8 @@ class TestHybrids:
         expected = expected_logits(name, one), expected_logits(name, two)
         close(got, np.stack([expected[seq][at] for seq, at in entries]))
 
-    def test_only_wanted_rows(self, models: Any, name: str) -> None:
-        model, tokens = models(name), prompt(LENGTH)
+    def test_only_wanted_rows(self, on_numpy: Any, name: str) -> None:
+        model, tokens = on_numpy(name), prompt(LENGTH)
         entries = [(0, at) for at in range(LENGTH)]
         expected = expected_logits(name, tokens)
         for outputs in ([39, 3], list(range(LENGTH))):
@@ -285,9 +292,9 @@ class TestHybrids:
         assert run(model, cache, entries[:30], [tokens], outputs=[]).shape == (0, 97)
         close(feed(model, cache, tokens, 30), expected[30:])
 
-    def test_a_pass_taken_back(self, models: Any, name: str) -> None:
+    def test_a_pass_taken_back(self, on_numpy: Any, name: str) -> None:
         """As after a failure: the batch's tokens go, and are computed again."""
-        model, tokens = models(name), prompt(LENGTH)
+        model, tokens = on_numpy(name), prompt(LENGTH)
         cache = new_cache(model, cache=_remembering(model))
         feed(model, cache, tokens, 0, 24)
         feed(model, cache, prompt(LENGTH, seed=9), 24, 33)
@@ -296,9 +303,9 @@ class TestHybrids:
         assert 16 <= start <= 24
         close(feed(model, cache, tokens, start), expected_logits(name, tokens)[start:])
 
-    def test_reserve(self, models: Any, name: str) -> None:
+    def test_reserve(self, on_numpy: Any, name: str) -> None:
         """A pass that only shows its shapes leaves nothing behind."""
-        model, tokens = models(name), prompt(LENGTH)
+        model, tokens = on_numpy(name), prompt(LENGTH)
         cache = new_cache(model)
         batch = kvcache.Batch(range(16), [0] * 16, inputs=tokens[:16])
         with model.backend.new_context() as ctx:
@@ -317,9 +324,9 @@ class TestHybrids:
             assert list(answer.tokens) == expected_tokens(name, tokens, 12)
 
     @pytest.mark.parametrize("sequences", [1, 2])
-    def test_cache_bytes_are_what_the_cache_allocates(self, models: Any, name: str, sequences: int) -> None:
+    def test_cache_bytes_are_what_the_cache_allocates(self, on_numpy: Any, name: str, sequences: int) -> None:
         options = EngineOptions(max_sequences=sequences, capacity=64, prefill_chunk=16)
-        with Generator(models(name), None, options=options) as generator:
+        with Generator(on_numpy(name), None, options=options) as generator:
             generator.complete([prompt(20)], GenerationOptions(max_new_tokens=2))
             cache: Any = generator.cache
             assert generator.cache_bytes == cache.nbytes

@@ -154,7 +154,7 @@ def speculate(
     ("backend", "kind", "width"),
     [
         *(("numpy", kind, width) for kind, width in [*itertools.product(KINDS, [1]), ("partly", 3)]),
-        *(("torch", "partly", width) for width in (1, 3)),
+        ("torch", "partly", 3),
     ],
     indirect=["backend"],
 )

@@ -32,8 +32,8 @@ __all__ = ["pool", "server"]
 
 pytestmark = posix
 PROGRAM = Path(__file__).with_name("stores_crash.py")
-KILLS = 60
-PERSISTENT_KILLS = 12
+KILLS = 30
+PERSISTENT_KILLS = 6
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_killed_before_and_after_every_call_to_the_system_only_whole_entries_rem
     assert int(passes(in_folder(folder), "killed_at_each_call").split()[0]) > 60
 
 
-@pytest.mark.parametrize(("kills", "budget"), [(36, None), (24, 40_000)])
+@pytest.mark.parametrize(("kills", "budget"), [(18, None), (12, 40_000)])
 def test_killed_at_any_moment_what_was_acknowledged_is_there(
     folder: Path, kills: int, budget: int | None
 ) -> None:
@@ -83,7 +83,7 @@ def test_killed_at_any_moment_what_was_acknowledged_is_there(
 def test_killed_beside_another_process_whatever_becomes_of_the_index(
     folder: Path, budget: int | None
 ) -> None:
-    assert int(passes(in_folder(folder, budget), "killed_beside_another", 12).split()[0]) == 24
+    assert int(passes(in_folder(folder, budget), "killed_beside_another", 8).split()[0]) == 16
 
 
 def test_killed_at_any_moment_what_a_server_acknowledged_is_whole(server: ValkeyServer) -> None:
@@ -91,7 +91,7 @@ def test_killed_at_any_moment_what_a_server_acknowledged_is_whole(server: Valkey
 
 
 def test_killed_at_any_moment_what_a_pool_acknowledged_is_whole(pool: MooncakePool) -> None:
-    assert int(passes(in_pool(pool), "killed_while_writing", 5).split()[0]) == 5
+    assert int(passes(in_pool(pool), "killed_while_writing", 3).split()[0]) == 3
 
 
 @pytest.mark.parametrize("scenario", ["orphans_are_taken_over", "late_writers_are_told", "a_fork_is_noticed"])
@@ -117,13 +117,13 @@ def test_two_writers_and_two_readers_share_a_folder_with_eviction(folder: Path) 
 
 
 @pytest.mark.parametrize("mode", ["keep", "delete", "evict"])
-def test_eight_writers_and_eight_readers_of_a_server_nothing_is_torn_and_nothing_is_lost(mode: str) -> None:
+def test_writers_and_readers_of_a_server_nothing_is_torn_and_nothing_is_lost(mode: str) -> None:
     if ValkeyServer.program() is None:
         pytest.skip("neither valkey-server nor redis-server is installed")
     with ValkeyServer(
         *(["--maxmemory", "30mb", "--maxmemory-policy", "allkeys-lru"] if mode == "evict" else ())
     ) as own:
-        assert passes(own.url, "sharing", 8, 8, mode) == "16 processes\n"
+        assert passes(own.url, "sharing", 6, 2, mode) == "8 processes\n"
 
 
 def test_of_many_processes_that_put_one_key_into_a_pool_one_writes(pool: MooncakePool) -> None:

@@ -194,13 +194,16 @@ def opened(scene: str, devices: Sequence[str]) -> tuple[Loop, Any]:
 
 
 LARGE = ["decode", "mixed", "window-prefill", "chunk", "two-kinds", "padded"]
+OF_BOTH = [*LARGE, "shared", "restored", "Q8_0", "together", "two-kinds-first"]
+"""Scenes of which the host has layers, too, and whose history is read without attending."""
 
 
 @pytest.mark.parametrize(
     ("scene", "devices", "get", "large"),
     [
-        *itertools.product(SCENES, ["two", "host"], [False], [False]),
-        *itertools.product(SCENES, ["two"], [True], [False]),
+        *itertools.product(SCENES, ["two"], [False], [False]),
+        *itertools.product(OF_BOTH, ["host"], [False], [False]),
+        *itertools.product(OF_BOTH, ["two"], [True], [False]),
         *itertools.product(LARGE, ["two"], [False, True], [True]),
     ],
 )

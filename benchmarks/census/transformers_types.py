@@ -25,7 +25,8 @@ _SIZES: dict[int, str] = {
     "decoder_num_attention_heads cross_num_attention_heads",
     3: "num_key_value_heads kv_n_heads encoder_num_key_value_heads decoder_num_key_value_heads",
     8: "head_dim d_kv global_head_dim v_head_dim dim_head qk_nope_head_dim qk_rope_head_dim mamba_d_state "
-    "state_size linear_key_head_dim linear_value_head_dim linear_head_dim rotary_dim attention_head_dim",
+    "state_size linear_key_head_dim linear_value_head_dim linear_head_dim rotary_dim attention_head_dim "
+    "mamba_chunk_size",
     16: "qk_head_dim",
     36: "intermediate_size ffn_dim ffn_hidden_size d_ff dff dim_ff encoder_ffn_dim decoder_ffn_dim "
     "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size intermediate_size_mlp "
@@ -53,7 +54,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _INDEXED = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
             "indexer_compress_ratio": 2}  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1, 4], "mamba_d_head": 24, "mamba_chunk_size": 8},
+    "bamba": {"attn_layer_indices": [1, 4], "mamba_d_head": 24},
     "bailing_hybrid": {"layer_group_size": 2},
     "blt": {
         "encoder_hash_byte_group_vocab": 61, "encoder_hash_byte_group_size": [3], "vocab_size": 260,
@@ -79,6 +80,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": [36] * LAYERS, "laurel_rank": 6,
                      "activation_sparsity_pattern": [0.0] * LAYERS},
     "gemma4_text": {"num_kv_shared_layers": 2},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_d_head": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2], [["global"], 1]]},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_d_head": 24},

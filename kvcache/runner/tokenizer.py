@@ -97,10 +97,6 @@ class Tokenizer:
         """The text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
 
-    def token_id(self, token: str) -> int | None:
-        found = self._backend.token_to_id(token)
-        return None if found is None else int(found)
-
     def stream(self, context: Sequence[int] = ()) -> StreamDecoder:
         """A decoder of the tokens that follow ``context`` (the prompt: it decides on a leading space)."""
         return StreamDecoder(self, context)
