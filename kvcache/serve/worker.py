@@ -22,7 +22,7 @@ from kvcache.runner.requests import Finished, GenerationOptions
 
 __all__ = ["Inbox", "Overloaded", "Ticket", "Worker"]
 
-log = logging.getLogger("server")
+log = logging.getLogger("kvcache.serve")
 
 PART = 64 << 20
 """Bytes that are handed to the stores between two passes, about."""
@@ -85,7 +85,7 @@ class _Keeper:
 
     def __init__(self, engine: Engine, interval: float) -> None:
         self._prefix = engine.prefix
-        self._stored = "writing" in engine.prefix.nbytes
+        self._stored = has_stores(engine)
         self._interval = self._pause = interval
         self._due = time.monotonic() + interval
         self._failed = 0
@@ -101,8 +101,8 @@ class _Keeper:
         failed = self._prefix.failed["store"]
         try:
             more = self._prefix.write_through(PART)
-        except Exception:
-            log.exception("what is kept was not given to the stores")
+        except Exception as error:
+            log.exception("what is kept was not given to the stores: %s", error)
             more = False
         if more:
             self._due = time.monotonic() + BETWEEN_PARTS
@@ -110,6 +110,10 @@ class _Keeper:
         self._pause = self._interval if failed == self._failed else min(2 * self._pause, 16 * self._interval)
         self._failed = failed
         self._due = time.monotonic() + self._pause
+
+
+def has_stores(engine: Engine) -> bool:
+    return "writing" in engine.prefix.nbytes
 
 
 class Worker:
@@ -152,6 +156,11 @@ class Worker:
         assert self._engine is not None
         return self._engine
 
+    @property
+    def stores(self) -> bool:
+        """Whether what is kept goes to stores."""
+        return has_stores(self.engine)
+
     def post(self, call: Callable[[Engine], object]) -> Future[object]:
         """Have a call made between two steps; once the engine has stopped, it raises that."""
         made = _Call(call)
@@ -172,7 +181,7 @@ class Worker:
         ticket = Ticket(self, inbox, choice)
 
         def call(engine: Engine) -> None:
-            if len(engine.waiting) >= self._waiting:
+            if len(engine.waiting) + len(engine.running) >= self._waiting + engine.options.max_sequences:
                 raise Overloaded(f"{self._waiting} requests are waiting; try again later")
             ticket.request = engine.submit(tokens, settings, salt=salt)
             self._tickets[ticket.request.id] = ticket
@@ -202,7 +211,7 @@ class Worker:
                 self._serve(engine)
         except BaseException as error:
             if self._ready.done():
-                log.exception("the engine's thread has ended")
+                log.exception("the engine's thread has ended: %s: %s", type(error).__name__, error)
             else:
                 self._ready.set_exception(error)
         finally:
@@ -225,7 +234,9 @@ class Worker:
             try:
                 events = engine.step()
             except Exception as error:
-                log.exception("a pass failed; its requests are given up")
+                log.exception(
+                    "a pass failed, and its requests are given up: %s: %s", type(error).__name__, error
+                )
                 events = self._give_up(engine, error)
             for event in events:
                 self._dispatch(event)

@@ -1,16 +1,15 @@
-"""examples/server: OpenAI's own client over loopback, against the bundled model."""
+"""kvcache.serve: OpenAI's own client over loopback, against the bundled model."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
 import functools
-import importlib
+import html
 import json
+import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,27 +32,12 @@ from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.serve import ServeOptions, Worker, make_app, template_of
+from kvcache.serve.errors import ApiError
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NAME, PROMPT = "tiny", "And God said unto Noah,"
 LIMIT = 120
 USER = [{"role": "user", "content": PROMPT}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Any]:
-    """What the example's modules offer, by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        names = {"worker": "Worker", "app": "make_app", "template": "template_of", "errors": "ApiError"}
-        yield argparse.Namespace(
-            **{
-                value: getattr(importlib.import_module(f"server.{name}"), value)
-                for name, value in names.items()
-            }
-        )
-        for name in [name for name in sys.modules if name.split(".")[0] == "server"]:
-            del sys.modules[name]
 
 
 @contextlib.contextmanager
@@ -87,11 +71,11 @@ class Serving:
 
 
 @pytest.fixture(scope="module")
-def running(server: Any) -> Iterator[Serving]:
+def running() -> Iterator[Serving]:
     options = EngineOptions(max_sequences=4, capacity=LIMIT, prefill_chunk=64)
     listening = socket.create_server(("127.0.0.1", 0))
-    with server.Worker(lambda: opened(options), waiting=6) as worker, listening:
-        app = server.make_app(worker, NAME, server.template_of(bundled_model()))
+    with Worker(lambda: opened(options), waiting=6) as worker, listening:
+        app = make_app(worker, NAME, template_of(bundled_model()))
         http = uvicorn.Server(uvicorn.Config(app, ws="none", log_level="error", lifespan="off"))
         thread = threading.Thread(target=http.run, kwargs={"sockets": [listening]})
         thread.start()
@@ -273,7 +257,7 @@ def test_without_a_limit_a_chat_ends_where_its_room_does(serving: Serving) -> No
     assert found.choices[0].finish_reason in ("length", "stop")
 
 
-def test_a_chat_template_of_the_model_is_used(server: Any, tmp_path: Path) -> None:
+def test_a_chat_template_of_the_model_is_used(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     text = (
         "{{ bos_token }}{% for m in messages %}"
@@ -282,11 +266,18 @@ def test_a_chat_template_of_the_model_is_used(server: Any, tmp_path: Path) -> No
     )
     config = {"bos_token": {"content": "<s>"}, "chat_template": text}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    render = server.template_of(tmp_path)
+    render = template_of(tmp_path)
     rendered = render([{"role": "user", "content": "Hi"}])
     assert (rendered.text, rendered.bos) == ("<s><user>Hi\n", False)
-    with pytest.raises(server.ApiError, match="no tools"):
+    with pytest.raises(ApiError, match="no tools"):
         render([{"role": "tool", "content": "x"}])
+
+
+def test_what_the_guide_shows_can_be_asked(serving: Serving, capsys: Any) -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "server.md").read_text(encoding="utf-8")
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        exec(block.replace("http://127.0.0.1:8000", serving.url), {})
+    assert capsys.readouterr().out.strip()
 
 
 # Models, and what is refused.
@@ -441,9 +432,9 @@ def test_a_prompt_far_too_long_keeps_nobody_waiting(
     assert not any(in_loop for _, in_loop in looked_at)
 
 
-def test_who_asks_before_may_be_kept_secret(server: Any, serving: Serving) -> None:
+def test_who_asks_before_may_be_kept_secret(serving: Serving) -> None:
     """``usage`` and /health without what was found in the cache."""
-    app = server.make_app(serving.worker, NAME, server.template_of(bundled_model()), show_cached=False)
+    app = make_app(serving.worker, NAME, template_of(bundled_model()), ServeOptions(show_cached=False))
     asked = {"prompt": PROMPT, "max_tokens": 2}
     for extra in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
         text = asked_in_process(app, "/v1/completions", {**asked, **extra}).text
@@ -451,6 +442,24 @@ def test_who_asks_before_may_be_kept_secret(server: Any, serving: Serving) -> No
         assert "cached" not in text
     health = asked_in_process(app, "/health", None).json()
     assert health.keys() == {"status", "running", "waiting", "sequences", "limit"}
+
+
+def test_the_index_says_what_it_is_and_where_to_ask(serving: Serving) -> None:
+    reply = httpx.get(f"{serving.url}/")
+    assert reply.headers["content-type"] == "text/html; charset=utf-8"
+    assert f"{LIMIT} tokens at most" in reply.text
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health"):
+        assert f"<code>{path}</code>" in reply.text
+    line = html.unescape(reply.text.split("<pre>")[1].split("</pre>")[0])
+    assert f"{serving.url}/v1/completions" in line
+    assert "data: [DONE]" in serving.post(json.loads(line.split("-d '")[1].rstrip("'"))).text
+
+
+def test_a_name_cannot_write_the_index(running: Serving) -> None:
+    app = make_app(running.worker, "<script>'", template_of(bundled_model()))
+    page = asked_in_process(app, "/", None).text
+    assert "<script>" not in page
+    assert page.split("-d '")[1].split("</pre>")[0].count("'") == 1
 
 
 def test_other_paths_methods_and_sizes(serving: Serving) -> None:
@@ -532,11 +541,11 @@ def test_a_pass_that_fails_is_a_500_and_the_server_goes_on(serving: Serving, gre
     assert serving.complete(**asked).choices[0].text == greedy(PROMPT, 5)
 
 
-def test_an_error_of_our_own_is_a_500_in_openais_words_too(server: Any, running: Serving) -> None:
+def test_an_error_of_our_own_is_a_500_in_openais_words_too(running: Serving) -> None:
     def broken(messages: Any) -> Any:
         raise RuntimeError("the template failed")
 
-    app = server.make_app(running.worker, NAME, broken)
+    app = make_app(running.worker, NAME, broken)
     reply = asked_in_process(app, "/v1/chat/completions", {"messages": USER})
     assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
     assert "the template failed" in reply.text
@@ -554,8 +563,8 @@ def test_a_call_that_nobody_waits_for_any_more_is_not_made(serving: Serving) -> 
     assert made == ["wanted"]
 
 
-def test_a_worker_that_has_stopped_refuses_at_once(server: Any) -> None:
-    with server.Worker(lambda: opened(EngineOptions(max_sequences=1, capacity=512))) as worker:
+def test_a_worker_that_has_stopped_refuses_at_once() -> None:
+    with Worker(lambda: opened(EngineOptions(max_sequences=1, capacity=512))) as worker:
         inbox: Any = asyncio.Queue()
 
         async def ask() -> Any:
@@ -570,9 +579,9 @@ def test_a_worker_that_has_stopped_refuses_at_once(server: Any) -> None:
         worker.post(lambda engine: None).result(timeout=60)
 
 
-def test_a_model_that_cannot_be_opened_is_told_to_whoever_starts_it(server: Any) -> None:
+def test_a_model_that_cannot_be_opened_is_told_to_whoever_starts_it() -> None:
     def broken() -> Any:
         raise ml.DeviceError("no such device")
 
-    with pytest.raises(ml.DeviceError, match="no such device"), server.Worker(broken):
+    with pytest.raises(ml.DeviceError, match="no such device"), Worker(broken):
         pass

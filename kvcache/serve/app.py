@@ -7,12 +7,13 @@ import functools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -20,11 +21,12 @@ from kvcache.cache import CacheFullError
 from kvcache.runner.engine import Engine, EngineEvent, Failed
 from kvcache.runner.errors import RequestError, TextTooLongError
 from kvcache.runner.requests import Finished, GenerationOptions, Token
-
-from .answers import DONE, Form, sse
-from .asked import Asked, Fields, Prompt, Template, Text, parse_chat, parse_completion
-from .errors import ApiError
-from .worker import Inbox, Overloaded, Ticket, Worker
+from kvcache.serve.answers import DONE, Form, sse
+from kvcache.serve.asked import Asked, Fields, Prompt, Template, Text, parse_chat, parse_completion
+from kvcache.serve.errors import ApiError
+from kvcache.serve.index import index_page
+from kvcache.serve.options import ServeOptions
+from kvcache.serve.worker import Inbox, Overloaded, Ticket, Worker
 
 __all__ = ["make_app"]
 
@@ -34,14 +36,19 @@ GONE = 499
 """What nobody reads: the client has left."""
 
 
-def make_app(worker: Worker, name: str, template: Template, show_cached: bool = True) -> Starlette:
-    """The model that ``worker`` runs, served under ``name``; ``template`` makes prompts of messages.
+PATHS = {
+    "/v1/chat/completions": "chat completions, whole or streamed",
+    "/v1/completions": "completions of texts or token ids, whole or streamed",
+    "/v1/models": "the model that is served",
+    "/health": "what is running and waiting",
+}
 
-    ``show_cached``: answers and /health say how many tokens were in the cache already, from which a client
-    learns what others have asked.
-    """
-    service = _Service(worker, name, template, show_cached)
+
+def make_app(worker: Worker, name: str, template: Template, options: ServeOptions | None = None) -> Starlette:
+    """The model that ``worker`` runs, served under ``name``; ``template`` makes prompts of messages."""
+    service = _Service(worker, name, template, options or ServeOptions())
     routes = [
+        Route("/", service.index),
         Route("/v1/completions", service.completions, methods=["POST"]),
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         Route("/v1/models", service.models),
@@ -53,9 +60,20 @@ def make_app(worker: Worker, name: str, template: Template, show_cached: bool = 
 
 
 class _Service:
-    def __init__(self, worker: Worker, name: str, template: Template, show_cached: bool) -> None:
-        self._worker, self._name, self._template, self._show_cached = worker, name, template, show_cached
-        self._record = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "kvcache"}
+    def __init__(self, worker: Worker, name: str, template: Template, options: ServeOptions) -> None:
+        self._worker, self._name, self._template, self._options = worker, name, template, options
+        self._record = {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "kvcache",
+            "max_model_len": worker.engine.limit,
+        }
+
+    async def index(self, request: Request) -> Response:
+        limit = self._worker.engine.limit
+        page = index_page(self._name, version("ml-kvcache"), limit, str(request.base_url), PATHS)
+        return HTMLResponse(page)
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, lambda fields: parse_completion(fields, self._name), chat=False)
@@ -75,14 +93,14 @@ class _Service:
         return JSONResponse(self._record)
 
     async def health(self, _: Request) -> Response:
-        health = functools.partial(_health, show_cached=self._show_cached)
+        health = functools.partial(_health, show_cached=self._options.show_cached)
         return JSONResponse(await asyncio.wrap_future(self._worker.post(health)))
 
     async def _answer(self, request: Request, parse: Parse, chat: bool) -> Response:
         # In a thread: parsing, rendering and tokenizing eight megabytes would keep all others waiting.
         asked, calls = await asyncio.to_thread(self._prepared, await _body(request), parse)
         inbox: Inbox = asyncio.Queue()
-        form = Form(self._name, chat, asked.choices, self._show_cached)
+        form = Form(self._name, chat, asked.choices, self._options.show_cached)
         tickets = await self._submit(calls, inbox, asked.salt)
         if asked.stream:
             return _EventStream(tickets, _stream(form, asked, inbox, len(tickets)))

@@ -9,8 +9,7 @@ from typing import Any
 
 from kvcache.runner.errors import RequestError
 from kvcache.runner.requests import GenerationOptions
-
-from .errors import ApiError
+from kvcache.serve.errors import ApiError
 
 __all__ = ["Asked", "Fields", "Prompt", "Template", "Text", "parse_chat", "parse_completion"]
 

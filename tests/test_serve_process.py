@@ -1,10 +1,11 @@
-"""examples/server as a process: what it keeps of its store, whatever signal ends it."""
+"""``kvcache serve`` as a process: what it keeps of its store, whatever signal ends it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ pytest.importorskip("uvicorn")
 
 import openai
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+SERVE = (sys.executable, "-m", "kvcache", "serve")
 PROMPT = "And God said unto Noah,"
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no signals to send to one process")
 
@@ -27,16 +28,12 @@ posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no signals to se
 @contextlib.contextmanager
 def command(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
     """The server as a process, and a client."""
-    line = [sys.executable, EXAMPLES / "server", "--port", 0, "--name", "it", "--capacity", 64, *arguments]
+    line = [*SERVE, "--port", 0, "--name", "it", "--capacity", 64, *arguments]
     words = [*map(str, line)]
     with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stderr is not None
-            url = (
-                next(text for text in process.stderr if "running on" in text)
-                .split("running on ")[1]
-                .split()[0]
-            )
+            url = next(text for text in process.stderr if " on http" in text).split()[-1]
             with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
                 yield process, client
         finally:
@@ -64,7 +61,7 @@ def test_a_server_that_is_told_to_end_keeps_its_store(name: str, tmp_path: Path)
         errors = process.stderr.read()
         assert process.wait(timeout=60) == 0, errors
         assert "Traceback" not in errors
-        assert "server: writing what is kept to the stores" in errors
+        assert "kvcache: writing what is kept to the stores" in errors
     with command("--store", store) as (_, client):
         assert answered(client, f"{said} and")[1] > 9
 
@@ -94,9 +91,26 @@ def test_a_server_without_a_store_has_nothing_to_keep() -> None:
         assert process.wait(timeout=60) == 0
 
 
-def test_a_model_that_is_not_there_is_one_line() -> None:
-    line = [sys.executable, "-m", "examples.server", "--model", "/no/such/folder"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=EXAMPLES.parent)
-    assert done.returncode == 1
-    assert done.stderr.startswith("server: /no/such/folder: ")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "/no/such/folder"], "kvcache: /no/such/folder: "),
+        (["--host", "no.such.host.invalid"], "kvcache: serve: no.such.host.invalid:8000: no such address"),
+        (["--port", "taken"], "cannot be had (Address already in use); choose another port (0: a free one)"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(arguments: list[str], said: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = [str(taken.getsockname()[1]) if word == "taken" else word for word in arguments]
+        done = subprocess.run([*SERVE, *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing", ["uvicorn", "starlette"])
+def test_without_its_packages_it_says_what_to_install(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from kvcache.command.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "serve"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"kvcache: serve needs {missing}: pip install 'ml-kvcache[server]'\n"
