@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import functools
 import html
 import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,67 +18,30 @@ import pytest
 
 pytest.importorskip("openai")
 pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
 
 import httpx
 import openai
-import uvicorn
 
 import ml
-from kvcache.runner.engine import Engine, EngineOptions, Failed
-from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.engine import EngineOptions, Failed
+from kvcache.runner.loading import bundled_model
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.serve import ServeOptions, Worker, make_app, template_of
 from kvcache.serve.errors import ApiError
 
-NAME, PROMPT = "tiny", "And God said unto Noah,"
+from .serve_rig import NAME, PROMPT, Serving, asked_in_process, gated, opened, served
+
 LIMIT = 120
 USER = [{"role": "user", "content": PROMPT}]
-
-
-@contextlib.contextmanager
-def opened(options: EngineOptions) -> Iterator[Engine]:
-    """The bundled model at work, in the thread that enters."""
-    with ml.open_backend("numpy") as backend, contextlib.ExitStack() as stack:
-        model, tokenizer = load_model(bundled_model(), backend), Tokenizer.load(bundled_model())
-        yield stack.enter_context(Engine(model, tokenizer, options))
-
-
-class Serving:
-    """The server at work: its worker, and a client of OpenAI's."""
-
-    def __init__(self, worker: Any, url: str, thread: threading.Thread) -> None:
-        self.worker, self.url, self.thread = worker, url, thread
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
-        self.models = client.models
-        self.complete: Any = functools.partial(client.completions.create, model=NAME, temperature=0)
-        self.chat: Any = functools.partial(client.chat.completions.create, model=NAME, temperature=0)
-
-    def ask(self, call: Callable[[Engine], Any]) -> Any:
-        return self.worker.post(call).result(timeout=60)
-
-    def post(self, body: Any, path: str = "completions") -> httpx.Response:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(f"{self.url}/v1/{path}", content=content, timeout=60)
-
-    def health(self) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=60).json()
-        return found
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Serving]:
     options = EngineOptions(max_sequences=4, capacity=LIMIT, prefill_chunk=64)
-    listening = socket.create_server(("127.0.0.1", 0))
-    with Worker(lambda: opened(options), waiting=6) as worker, listening:
-        app = make_app(worker, NAME, template_of(bundled_model()))
-        http = uvicorn.Server(uvicorn.Config(app, ws="none", log_level="error", lifespan="off"))
-        thread = threading.Thread(target=http.run, kwargs={"sockets": [listening]})
-        thread.start()
-        yield Serving(worker, f"http://127.0.0.1:{listening.getsockname()[1]}", thread)
-        http.should_exit = True
-        thread.join(timeout=60)
+    with served(options, ServeOptions(max_waiting=6)) as serving:
+        yield serving
 
 
 @pytest.fixture
@@ -97,61 +57,6 @@ def greedy() -> Iterator[Callable[[str, int], str]]:
     """What the model says, greedy and alone."""
     with opened(EngineOptions()) as engine:
         yield lambda prompt, count: engine.complete([prompt], GenerationOptions(count))[0].text
-
-
-class Gate:
-    """Steps of the engine happen when they are let; until then the worker takes calls and waits."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._step = engine.step
-        self._more = threading.Event()
-        self._open = False
-        self.left = 0
-
-    def step(self) -> list[Any]:
-        if not self._open and self.left == 0:
-            self._more.wait(0.005)
-            return []
-        self.left = max(0, self.left - 1)
-        return self._step()
-
-    def let(self, count: int) -> None:
-        """So many steps, and wait until they have been made."""
-        self.left = count
-        self.until(lambda: self.left == 0)
-
-    def open(self) -> None:
-        self._open = True
-        self._more.set()
-
-    @staticmethod
-    def until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, "nothing happened for a minute"
-            time.sleep(0.002)
-
-
-@contextlib.contextmanager
-def gated(serving: Serving) -> Iterator[Gate]:
-    gate = serving.ask(Gate)
-    serving.ask(lambda engine: setattr(engine, "step", gate.step))
-    try:
-        yield gate
-    finally:
-        gate.open()
-        serving.ask(lambda engine: delattr(engine, "step"))
-
-
-def asked_in_process(app: Any, path: str, body: Any) -> httpx.Response:
-    """The reply of an app that no socket leads to."""
-
-    async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            return await client.request("GET" if body is None else "POST", path, json=body)
-
-    return asyncio.run(ask())
 
 
 # Completions and chats.

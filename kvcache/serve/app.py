@@ -10,6 +10,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,6 +26,7 @@ from kvcache.serve.answers import DONE, Form, sse
 from kvcache.serve.asked import Asked, Fields, Prompt, Template, Text, parse_chat, parse_completion
 from kvcache.serve.errors import ApiError
 from kvcache.serve.index import index_page
+from kvcache.serve.metrics import Metrics
 from kvcache.serve.options import ServeOptions
 from kvcache.serve.worker import Inbox, Overloaded, Ticket, Worker
 
@@ -41,6 +43,7 @@ PATHS = {
     "/v1/completions": "completions of texts or token ids, whole or streamed",
     "/v1/models": "the model that is served",
     "/health": "what is running and waiting",
+    "/metrics": "counters and times, for Prometheus",
 }
 
 
@@ -54,6 +57,7 @@ def make_app(worker: Worker, name: str, template: Template, options: ServeOption
         Route("/v1/models", service.models),
         Route("/v1/models/{name:path}", service.model),
         Route("/health", service.health),
+        Route("/metrics", service.metrics),
     ]
     handlers: Any = {ApiError: _refused, HTTPException: _refused, Exception: _failed}
     return Starlette(routes=routes, exception_handlers=handlers)
@@ -62,6 +66,7 @@ def make_app(worker: Worker, name: str, template: Template, options: ServeOption
 class _Service:
     def __init__(self, worker: Worker, name: str, template: Template, options: ServeOptions) -> None:
         self._worker, self._name, self._template, self._options = worker, name, template, options
+        self._metrics = Metrics(worker, name, options.show_cached)
         self._record = {
             "id": name,
             "object": "model",
@@ -95,6 +100,9 @@ class _Service:
     async def health(self, _: Request) -> Response:
         health = functools.partial(_health, show_cached=self._options.show_cached)
         return JSONResponse(await asyncio.wrap_future(self._worker.post(health)))
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(await asyncio.to_thread(self._metrics.exposed), media_type=CONTENT_TYPE_LATEST)
 
     async def _answer(self, request: Request, parse: Parse, chat: bool) -> Response:
         # In a thread: parsing, rendering and tokenizing eight megabytes would keep all others waiting.

@@ -46,7 +46,7 @@ def serve(
     with (
         _bound(options.host, options.port) as listening,
         _ended_by_signals(),
-        Worker(make, options.max_waiting, options.write_interval) as worker,
+        Worker(make, options) as worker,
     ):
         app = make_app(worker, name, template, options)
         config = uvicorn.Config(

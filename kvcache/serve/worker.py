@@ -19,6 +19,7 @@ from typing import Self
 
 from kvcache.runner.engine import Engine, EngineEvent, Failed, Request
 from kvcache.runner.requests import Finished, GenerationOptions
+from kvcache.serve.options import ServeOptions
 
 __all__ = ["Inbox", "Overloaded", "Ticket", "Worker"]
 
@@ -43,6 +44,10 @@ class Ticket:
 
     def __init__(self, worker: Worker, inbox: Inbox, choice: int) -> None:
         self._worker, self._inbox, self._choice = worker, inbox, choice
+        self.asked = self.last = time.monotonic()
+        """When it was put in, and when its last token came."""
+        self.first: float | None = None
+        """When its first token came."""
         self._loop = asyncio.get_running_loop()
         self.request: Request | None = None
 
@@ -117,17 +122,16 @@ def has_stores(engine: Engine) -> bool:
 
 
 class Worker:
-    """Runs the engine that ``make`` opens, in a thread; ``waiting`` requests may queue. A context manager.
+    """Runs the engine that ``make`` opens, in a thread, within the limits of ``options``. A context manager.
 
-    Every ``interval`` seconds what is kept goes to the engine's stores, if it has any; the rest at the end.
+    Now and then what is kept goes to the engine's stores, if it has any; the rest at the end.
     """
 
     def __init__(
-        self, make: Callable[[], AbstractContextManager[Engine]], waiting: int = 64, interval: float = 60.0
+        self, make: Callable[[], AbstractContextManager[Engine]], options: ServeOptions | None = None
     ) -> None:
         self._make = make
-        self._waiting = waiting
-        self._interval = interval
+        self._options = options or ServeOptions()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -138,6 +142,10 @@ class Worker:
         """Set while no request is running or waiting."""
         self.cancelled = 0
         """Requests that were given up by whoever asked."""
+        self.refused = 0
+        """Requests that found too many waiting."""
+        self.observe: Callable[[Ticket, EngineEvent], None] | None = None
+        """Hears, in the worker's thread, what happens to each request; it raises nothing."""
 
     def __enter__(self) -> Self:
         """Returns when the model is loaded; raises what that raises."""
@@ -181,8 +189,10 @@ class Worker:
         ticket = Ticket(self, inbox, choice)
 
         def call(engine: Engine) -> None:
-            if len(engine.waiting) + len(engine.running) >= self._waiting + engine.options.max_sequences:
-                raise Overloaded(f"{self._waiting} requests are waiting; try again later")
+            most = self._options.max_waiting
+            if len(engine.waiting) + len(engine.running) >= most + engine.options.max_sequences:
+                self.refused += 1
+                raise Overloaded(f"{most} requests are waiting; try again later")
             ticket.request = engine.submit(tokens, settings, salt=salt)
             self._tickets[ticket.request.id] = ticket
 
@@ -228,7 +238,7 @@ class Worker:
                     call.refuse(RuntimeError("the engine has stopped"))
 
     def _serve(self, engine: Engine) -> None:
-        keeper = _Keeper(engine, self._interval)
+        keeper = _Keeper(engine, self._options.write_interval)
         while self._take_calls(engine, keeper.wait):
             keeper.keep()
             try:
@@ -272,4 +282,6 @@ class Worker:
         over = isinstance(event, (Finished, Failed))
         found = self._tickets.pop(event.request, None) if over else self._tickets.get(event.request)
         if found is not None:
+            if self.observe is not None:
+                self.observe(found, event)
             found.deliver(event)
