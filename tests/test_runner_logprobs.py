@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,3 +165,49 @@ def test_drafted_tokens_have_those_of_plain_decoding(model: Llama) -> None:
 def test_a_negative_number_of_them_is_refused() -> None:
     with pytest.raises(RequestError, match="logprobs=-1; it must be at least 0"):
         GenerationOptions(logprobs=-1)
+
+
+# The bytes of tokens.
+
+
+def tokenizer_of(decoder: Any, vocabulary: Sequence[str]) -> Tokenizer:
+    from tokenizers import AddedToken, models
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="?"))
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    backend.decoder = decoder
+    return Tokenizer(backend, [])
+
+
+def test_bytes_of_a_token_are_those_its_decoder_writes() -> None:
+    decoders = pytest.importorskip("tokenizers").decoders
+    replace, fallback = decoders.Replace("▁", " "), decoders.ByteFallback()
+    cases: list[tuple[Any, dict[str, bytes]]] = [
+        (
+            decoders.ByteLevel(),
+            {"ĠNoah": b" Noah", "Ã": b"\xc3", "Ċ": b"\n", "日": "日".encode()},
+        ),
+        (decoders.Metaspace(), {"▁Noah": b" Noah", "<0xE2>": b"<0xE2>"}),
+        (
+            decoders.Sequence([replace, fallback, decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+            {"▁Noah": b" Noah", "<0xE2>": b"\xe2", "é": "é".encode()},
+        ),
+        (decoders.WordPiece(), {"##ah": b"##ah"}),
+        (None, {"Noah": b"Noah"}),
+    ]
+    for decoder, expected in cases:
+        tokenizer = tokenizer_of(decoder, [*expected, "?"])
+        found = {token: tokenizer.token_bytes[i] for i, token in enumerate(expected)}
+        assert found == expected
+        special = tokenizer.token_id("<s>")
+        assert special is not None
+        assert tokenizer.token_bytes[special] == b"<s>"
+        assert tokenizer.token_bytes[9999] == b""
+
+
+def test_bytes_of_a_texts_tokens_are_the_text() -> None:
+    tokenizer = Tokenizer.load(bundled_model())
+    text = "And God said unto Noah, \N{GREEK SMALL LETTER ALPHA} \N{GRINNING FACE}\n\tdone"
+    found = b"".join(tokenizer.token_bytes[token] for token in tokenizer.encode(text, bos=False))
+    assert found.decode().removeprefix(" ") == text

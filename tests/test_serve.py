@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import html
 import json
+import math
 import re
 import socket
 import threading
@@ -156,6 +157,45 @@ def test_a_chat_is_streamed(serving: Serving, greedy: Any) -> None:
     assert rest[-1].choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_tells_log_probabilities_of_its_tokens(serving: Serving, stream: bool) -> None:
+    """Each token, its place in the text, and the likeliest; nothing for a request that does not ask."""
+    asked = {"prompt": PROMPT, "max_tokens": 8, "n": 2}
+    found = serving.complete(**asked, logprobs=3, stream=stream)
+    choices = [one for part in (found if stream else [found]) for one in part.choices]
+    for choice in range(2):
+        mine = [one for one in choices if one.index == choice]
+        parts = [one.logprobs for one in mine if one.logprobs]
+        tokens = [token for part in parts for token in part.tokens]
+        values = [value for part in parts for value in part.token_logprobs]
+        tops = [top for part in parts for top in part.top_logprobs]
+        assert "".join(tokens) == "".join(one.text for one in mine)
+        offsets = [offset for part in parts for offset in part.text_offset]
+        assert offsets == [len("".join(tokens[:i])) for i in range(8)]
+        assert [len(top) for top in tops] == [3] * 8  # greedy: the token is the likeliest
+        assert values == [max(top.values()) for top in tops]
+        assert values == [top[token] for top, token in zip(tops, tokens, strict=True)]
+        assert all(sum(map(math.exp, top.values())) <= 1 for top in tops)
+    assert serving.complete(**asked).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_tells_log_probabilities_with_bytes(serving: Serving, greedy: Any, stream: bool) -> None:
+    found = serving.chat(messages=USER, max_tokens=8, logprobs=True, top_logprobs=2, stream=stream)
+    choices = [one for part in (found if stream else [found]) for one in part.choices]
+    content = [token for one in choices if one.logprobs for token in one.logprobs.content]
+    assert bytes(byte for token in content for byte in token.bytes).decode() == greedy(PROMPT, 8)
+    assert [len(token.top_logprobs) for token in content] == [2] * 8
+    for token in content:
+        first = token.top_logprobs[0]
+        assert (first.token, first.logprob, first.bytes) == (token.token, token.logprob, token.bytes)
+
+
+def test_a_chat_without_likeliest_tokens_tells_of_its_own(serving: Serving) -> None:
+    (choice,) = serving.chat(messages=USER, max_tokens=3, logprobs=True).choices
+    assert [token.top_logprobs for token in choice.logprobs.content] == [[], [], []]
+
+
 def test_without_a_limit_a_chat_ends_where_its_room_does(serving: Serving) -> None:
     found = serving.chat(messages=[{"role": "user", "content": "And " * 30}])
     assert found.usage.total_tokens <= LIMIT
@@ -220,6 +260,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("stop", "", "none empty"), ("stop", False, "is a string"), ("stream", "yes", "true or false"),
     ("ignore_eos", 1, "true or false"), ("stream_options", 5, "include_usage"),
     ("stream_options", {"continuous_usage_stats": True}, "include_usage"),
+    ("logprobs", 21, ">= 0 and <= 20"), ("logprobs", True, "an integer"),
 ]  # fmt: skip
 BAD: list[tuple[Any, str | None, str]] = [
     *(({"prompt": "x", field: value}, field, message) for field, value, message in FIELDS),
@@ -235,12 +276,12 @@ BAD: list[tuple[Any, str | None, str]] = [
 ]
 NOT_SERVED: dict[str, dict[str, Any]] = {
     "completions": {
-        "logprobs": 0, "presence_penalty": 0.5, "repetition_penalty": 1.1, "min_tokens": 3,
+        "top_logprobs": 1, "presence_penalty": 0.5, "repetition_penalty": 1.1, "min_tokens": 3,
         "guided_json": {"type": "object"}, "guided_regex": "a+", "structured_outputs": {"choice": ["a"]},
         "best_of": 2, "echo": True, "suffix": "x", "messages": [], "max_completion_tokens": 5, "n_predict": 3,
     },
     "chat/completions": {
-        "logprobs": True, "top_logprobs": 2, "tool_choice": "required", "tools": [{"type": "function"}],
+        "tool_choice": "required", "tools": [{"type": "function"}],
         "modalities": ["text", "audio"], "audio": {"voice": "alloy"}, "prediction": {"type": "content"},
         "response_format": {"type": "json_object"}, "prompt": "x", "reasoning_effort": "high", "store": True,
     },
@@ -273,6 +314,8 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     [
         *(("completions", *row) for row in BAD),
         *(("chat/completions", {"messages": value}, param, "") for value, param in BAD_MESSAGES),
+        ("chat/completions", {"messages": USER, "logprobs": 1}, "logprobs", "true or false"),
+        ("chat/completions", {"messages": USER, "top_logprobs": 2}, "top_logprobs", "needs 'logprobs'"),
     ],
 )
 def test_bad_input_is_a_400_that_names_the_field(

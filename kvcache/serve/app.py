@@ -108,7 +108,10 @@ class _Service:
         # In a thread: parsing, rendering and tokenizing eight megabytes would keep all others waiting.
         asked, calls = await asyncio.to_thread(self._prepared, await _body(request), parse)
         inbox: Inbox = asyncio.Queue()
-        form = Form(self._name, chat, asked.choices, self._options.show_cached)
+        tokenizer = self._worker.engine.tokenizer
+        assert tokenizer is not None
+        texts = None if asked.settings.logprobs is None else tokenizer.token_bytes
+        form = Form(self._name, chat, asked.choices, self._options.show_cached, texts)
         tickets = await self._submit(calls, inbox, asked.salt)
         if asked.stream:
             return _EventStream(tickets, _stream(form, asked, inbox, len(tickets)))
@@ -180,9 +183,14 @@ async def _stream(form: Form, asked: Asked, inbox: Inbox, count: int) -> AsyncIt
         if (first := form.first(choice)) is not None:
             yield first
     answers: dict[int, Finished] = {}
+    likely = [form.logprobs() for _ in range(count)]
     async for choice, event in _events(inbox, count):
-        if isinstance(event, Token) and event.text:
-            yield form.text(choice, event.text)
+        if isinstance(event, Token):
+            part = likely[choice]
+            if part is not None and event.token is not None and event.logprobs is not None:
+                yield form.text(choice, event.text, part.record([event.token], [event.logprobs]))
+            elif event.text:
+                yield form.text(choice, event.text)
         elif isinstance(event, Finished):
             answers[choice] = event
             yield form.last(choice, event)
