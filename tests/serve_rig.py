@@ -28,8 +28,9 @@ from kvcache.runner.engine import Engine, EngineOptions, Tier
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.serve import ServeOptions, Worker, make_app, template_of
+from kvcache.serve.running import Server
 
-__all__ = ["NAME", "PROMPT", "Gate", "Serving", "asked_in_process", "gated", "opened", "served"]
+__all__ = ["NAME", "PROMPT", "Gate", "Serving", "asked_in_process", "gated", "opened", "served", "until"]
 
 NAME, PROMPT = "tiny", "And God said unto Noah,"
 
@@ -42,11 +43,18 @@ def opened(options: EngineOptions, tiers: Sequence[Tier] = ()) -> Iterator[Engin
         yield stack.enter_context(Engine(model, tokenizer, options, tiers))
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened for a minute"
+        time.sleep(0.002)
+
+
 class Serving:
     """The server at work: its worker, and a client of OpenAI's."""
 
-    def __init__(self, worker: Any, url: str, thread: threading.Thread) -> None:
-        self.worker, self.url, self.thread = worker, url, thread
+    def __init__(self, worker: Worker, url: str, thread: threading.Thread, http: Server) -> None:
+        self.worker, self.url, self.thread, self.http = worker, url, thread, http
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
         self.models = client.models
         self.complete: Any = functools.partial(client.completions.create, model=NAME, temperature=0)
@@ -71,13 +79,15 @@ def served(
     """The bundled model over loopback."""
     options = options or ServeOptions()
     listening = socket.create_server(("127.0.0.1", 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # who does not read is noticed soon
     with Worker(lambda: opened(engine, tiers), options) as worker, listening:
         app = make_app(worker, NAME, template_of(bundled_model()), options)
-        http = uvicorn.Server(uvicorn.Config(app, ws="none", log_level="error", lifespan="off"))
+        config = uvicorn.Config(app, ws="none", log_level="critical", lifespan="off")
+        http = Server(config, worker, options.shutdown_timeout, lambda: None)
         thread = threading.Thread(target=http.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
-            yield Serving(worker, f"http://127.0.0.1:{listening.getsockname()[1]}", thread)
+            yield Serving(worker, f"http://127.0.0.1:{listening.getsockname()[1]}", thread, http)
         finally:
             http.should_exit = True
             thread.join(timeout=60)
@@ -102,18 +112,11 @@ class Gate:
     def let(self, count: int) -> None:
         """So many steps, and wait until they have been made."""
         self.left = count
-        self.until(lambda: self.left == 0)
+        until(lambda: self.left == 0)
 
     def open(self) -> None:
         self._open = True
         self._more.set()
-
-    @staticmethod
-    def until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, "nothing happened for a minute"
-            time.sleep(0.002)
 
 
 @contextlib.contextmanager

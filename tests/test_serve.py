@@ -32,7 +32,7 @@ from kvcache.runner.tokenizer import Tokenizer
 from kvcache.serve import ServeOptions, Worker, make_app, template_of
 from kvcache.serve.errors import ApiError
 
-from .serve_rig import NAME, PROMPT, Serving, asked_in_process, gated, opened, served
+from .serve_rig import NAME, PROMPT, Serving, asked_in_process, gated, opened, served, until
 
 LIMIT = 120
 USER = [{"role": "user", "content": PROMPT}]
@@ -428,7 +428,7 @@ def test_a_client_that_leaves_a_stream_ends_its_request(serving: Serving) -> Non
         gate.let(5)
         assert next(iter(stream)).choices[0].text
         stream.close()
-        gate.until(lambda: serving.worker.cancelled > before)
+        until(lambda: serving.worker.cancelled > before)
     assert serving.worker.cancelled == before + 1
     assert serving.worker.idle.wait(timeout=60)
     assert serving.health()["statistics"]["generated_tokens"] - computed < 100
@@ -443,7 +443,7 @@ def test_a_client_that_leaves_while_it_waits_ends_its_request(serving: Serving) 
         with socket.create_connection((address[0], int(address[1]))) as connection:
             connection.sendall(head + body)
             gate.let(3)
-        gate.until(lambda: serving.worker.cancelled > before)
+        until(lambda: serving.worker.cancelled > before)
     assert serving.worker.cancelled == before + 1
 
 
@@ -462,13 +462,14 @@ def test_more_than_may_wait_get_429(serving: Serving) -> None:
             ]
 
         answers = asked(4)
-        gate.until(lambda: holds(0, 4))
+        until(lambda: holds(0, 4))
         gate.let(6)
         assert holds(4, 0)
         answers += asked(6)
-        gate.until(lambda: holds(4, 6))
-        with pytest.raises(openai.RateLimitError, match="6 requests are waiting"):
+        until(lambda: holds(4, 6))
+        with pytest.raises(openai.RateLimitError, match="6 requests are waiting") as caught:
             serving.complete(prompt="one more", max_tokens=30)
+        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
         gate.open()
         assert all(each.result().choices for each in answers)
 

@@ -20,7 +20,7 @@ from kvcache.runner.tokenizer import Tokenizer
 from kvcache.serve import ServeOptions, Worker, make_app, template_of
 from kvcache.stores import MemoryStore, StoreUnavailable
 
-from .serve_rig import NAME, PROMPT, Serving, asked_in_process, gated, opened, served
+from .serve_rig import NAME, PROMPT, Serving, asked_in_process, gated, opened, served, until
 
 OPTIONS = EngineOptions(max_sequences=2, capacity=64)
 TOKENS = len(Tokenizer.load(bundled_model()).encode(PROMPT))
@@ -143,12 +143,12 @@ def test_what_runs_waits_is_refused_fails_and_leaves_is_counted() -> None:
             streams = [leave(serving) for _ in range(2)]
             gate.let(3)
             streams.append(leave(serving))
-            gate.until(lambda: samples(app)["num_requests_waiting",] == 1)
+            until(lambda: samples(app)["num_requests_waiting",] == 1)
             assert samples(app)["num_requests_running",] == 2
             assert serving.post({"prompt": PROMPT}).status_code == 429
             for stream in streams:
                 stream.close()
-            gate.until(lambda: samples(app)["requests_dropped_total", "cancelled"] == 3)
+            until(lambda: samples(app)["requests_dropped_total", "cancelled"] == 3)
         serving.ask(lambda engine: setattr(engine.model, "forward", broken))
         assert serving.post({"prompt": PROMPT}).status_code == 500
         found = samples(app)

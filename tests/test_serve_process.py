@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,64 @@ def test_a_server_that_is_killed_loses_what_it_did_since_it_last_wrote(tmp_path:
         process.kill()
     with command("--store", store.as_uri()) as (_, client):
         assert answered(client, f"{said} and")[1] > 9
+
+
+@posix
+def test_requests_that_are_running_finish_and_new_ones_are_not_taken() -> None:
+    with command("--capacity", 256) as (process, client):
+        stream = client.completions.create(
+            model="it",
+            prompt=PROMPT,
+            max_tokens=200,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        first = next(stream)
+        process.send_signal(signal.SIGTERM)
+        until_refused(client)
+        chunks = [first, *stream]
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert process.wait(timeout=60) == 0
+
+
+@posix
+def test_requests_that_take_too_long_at_the_end_are_told_so(tmp_path: Path) -> None:
+    """And what was computed of them is kept."""
+    pytest.importorskip("xxhash")
+    store = tmp_path / "kept"
+    with command("--capacity", 512, "--shutdown-timeout", 0, "--store", store) as (process, client):
+        stream = client.completions.create(
+            model="it",
+            prompt=PROMPT,
+            max_tokens=500,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="the server is ending"):
+            list(stream)
+        assert process.wait(timeout=60) == 0
+    assert any((store / "pages").glob("*.json"))
+
+
+def streamed(client: openai.OpenAI, count: int) -> Any:
+    """An answer of so many tokens."""
+    asked = {"model": "it", "prompt": PROMPT, "max_tokens": count, "temperature": 0}
+    return client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+
+
+def until_refused(client: openai.OpenAI) -> None:
+    """New connections, that is."""
+    for _ in range(600):
+        try:
+            socket.create_connection((client.base_url.host, client.base_url.port)).close()
+        except ConnectionRefusedError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("connections are still taken")
 
 
 @posix

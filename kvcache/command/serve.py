@@ -20,6 +20,7 @@ from kvcache.offload.tiers import HostTier
 from kvcache.runner.engine import Engine, EngineOptions, Tier
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.storage.sizes import parse_bytes
 
 __all__ = ["serve"]
 
@@ -76,6 +77,15 @@ class Limits:
     max_waiting: Annotated[
         int, typer.Option(help="Requests that may wait for a sequence; further ones get 429.", min=0)
     ] = 64
+    max_body: Annotated[str, typer.Option(help="The largest body of a request; larger ones get 413.")] = (
+        "8MiB"
+    )
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds until a request is given up.", callback=_above_zero)
+    ] = 600.0
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that requests have to finish when the server ends.", min=0)
+    ] = 20.0
     write_interval: Annotated[
         float,
         typer.Option(
@@ -116,6 +126,9 @@ def serve(
             address.host,
             address.port,
             limits.max_waiting,
+            parse_bytes("--max-body", limits.max_body),
+            limits.request_timeout,
+            limits.shutdown_timeout,
             limits.write_interval,
             not limits.hide_cached_tokens,
         )

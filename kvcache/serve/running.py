@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import logging
+import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -19,12 +22,12 @@ from kvcache.serve.asked import Template
 from kvcache.serve.options import ServeOptions
 from kvcache.serve.worker import Worker
 
-__all__ = ["serve"]
+__all__ = ["Server", "serve"]
 
 log = logging.getLogger("kvcache.serve")
 
-GRACE = 5.0
-"""Seconds that running requests have when the server is told to end."""
+LAST_WORDS = 2.0
+"""Seconds for clients to read that their requests were given up."""
 
 
 def serve(
@@ -51,27 +54,52 @@ def serve(
         app = make_app(worker, name, template, options)
         config = uvicorn.Config(
             app, ws="none", lifespan="off", log_config=None, access_log=False,
-            timeout_graceful_shutdown=int(GRACE),
+            timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + LAST_WORDS),
         )  # fmt: skip
         try:
             with contextlib.suppress(KeyboardInterrupt):  # it has ended in order
-                _Server(config, lambda: told(f"serving {name} on {_url(listening)}")).run([listening])
+                told_ready = functools.partial(told, f"serving {name} on {_url(listening)}")
+                Server(config, worker, options.shutdown_timeout, told_ready).run([listening])
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one ends nothing half-written
             if worker.stores:
                 told("writing what is kept to the stores; Ctrl-C leaves it undone")
 
 
-class _Server(uvicorn.Server):
-    """Tells when it listens."""
+class Server(uvicorn.Server):
+    """Tells when it listens. Requests that are not over ``within`` seconds of its end are given up.
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    A connection that is closed has a second or two for what it is still to send: asyncio would wait for a
+    client that does not read for ever.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, worker: Worker, within: float, ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._worker, self._within, self._ready = worker, within, ready
+        self._closing: set[asyncio.Transport] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # a second
+            transports = (connection.transport for connection in self.server_state.connections)
+            closing = {each for each in transports if each.is_closing()}
+            for each in closing & self._closing:
+                each.abort()
+            self._closing = closing
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens no more; connections that have no request are closed, the others when theirs are over."""
+        giving_up = asyncio.get_running_loop().call_later(self._within, self._worker.end_requests)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            giving_up.cancel()
 
 
 @contextlib.contextmanager

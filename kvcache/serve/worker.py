@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -21,7 +23,7 @@ from kvcache.runner.engine import Engine, EngineEvent, Failed, Request
 from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.serve.options import ServeOptions
 
-__all__ = ["Inbox", "Overloaded", "Ticket", "Worker"]
+__all__ = ["Inbox", "Overloaded", "Stopped", "Ticket", "Worker"]
 
 log = logging.getLogger("kvcache.serve")
 
@@ -32,7 +34,15 @@ BETWEEN_PARTS = 0.05
 
 
 class Overloaded(Exception):  # noqa: N818
-    """As many requests are waiting as may wait."""
+    """As many requests are waiting as may wait; there may be room in ``seconds``."""
+
+    def __init__(self, message: str, seconds: int) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+class Stopped(RuntimeError):  # noqa: N818
+    """The engine has stopped, or is about to."""
 
 
 Inbox = asyncio.Queue[tuple[int, EngineEvent]]
@@ -134,6 +144,9 @@ class Worker:
         self._options = options or ServeOptions()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
+        self._ends: deque[float] = deque(maxlen=16)
+        """When the last requests ended."""
+        self._ending = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._ready: Future[Engine] = Future()
         self._engine: Engine | None = None
@@ -189,10 +202,12 @@ class Worker:
         ticket = Ticket(self, inbox, choice)
 
         def call(engine: Engine) -> None:
+            if self._ending:
+                raise Stopped("the server is about to end")
             most = self._options.max_waiting
             if len(engine.waiting) + len(engine.running) >= most + engine.options.max_sequences:
                 self.refused += 1
-                raise Overloaded(f"{most} requests are waiting; try again later")
+                raise Overloaded(f"{most} requests are waiting; try again later", self._pause())
             ticket.request = engine.submit(tokens, settings, salt=salt)
             self._tickets[ticket.request.id] = ticket
 
@@ -203,6 +218,18 @@ class Worker:
             ticket.cancel()  # the call is made all the same, and then taken back
             raise
         return ticket
+
+    def end_requests(self) -> None:
+        """Give up what is running and waiting, and take nothing more."""
+
+        def call(engine: Engine) -> None:
+            self._ending = True
+            for event in self._fail(
+                engine, (*engine.running, *engine.waiting), Stopped("the server is ending")
+            ):
+                self._dispatch(event)
+
+        self.post(call)
 
     def forget(self, ticket: Ticket) -> None:
         """End a request; in the worker's thread."""
@@ -228,14 +255,14 @@ class Worker:
             self._stopped.set()
             self._refuse_calls()
             for number in list(self._tickets):
-                self._dispatch(Failed(number, RuntimeError("the engine has stopped")))
+                self._dispatch(Failed(number, Stopped("the engine has stopped")))
 
     def _refuse_calls(self) -> None:
         """Let nobody wait for what will not be done."""
         with contextlib.suppress(queue.Empty):
             while True:
                 if (call := self._calls.get_nowait()) is not None:
-                    call.refuse(RuntimeError("the engine has stopped"))
+                    call.refuse(Stopped("the engine has stopped"))
 
     def _serve(self, engine: Engine) -> None:
         keeper = _Keeper(engine, self._options.write_interval)
@@ -272,15 +299,25 @@ class Worker:
 
     def _give_up(self, engine: Engine, error: Exception) -> list[EngineEvent]:
         """What was running is over: a model that fails once would fail them again and again."""
-        failed: list[EngineEvent] = []
-        for request in engine.running or engine.waiting:
+        return self._fail(engine, engine.running or engine.waiting, error)
+
+    @staticmethod
+    def _fail(engine: Engine, requests: Sequence[Request], error: Exception) -> list[EngineEvent]:
+        for request in requests:
             engine.cancel(request)
-            failed.append(Failed(request.id, error))
-        return failed
+        return [Failed(request.id, error) for request in requests]
+
+    def _pause(self) -> int:
+        """Seconds until a place is free, by how far apart the last requests ended: 1 to 60."""
+        if len(self._ends) < 2:
+            return 1
+        return min(60, math.ceil((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)) or 1)
 
     def _dispatch(self, event: EngineEvent) -> None:
         over = isinstance(event, (Finished, Failed))
         found = self._tickets.pop(event.request, None) if over else self._tickets.get(event.request)
+        if over:
+            self._ends.append(time.monotonic())
         if found is not None:
             if self.observe is not None:
                 self.observe(found, event)
