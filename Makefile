@@ -32,7 +32,7 @@ test-vllm: .venv-vllm/.installed
 # stores of others, processes and ranks, and what pages show.
 LEFT_OUT = architecture backend_* cache_* census chat* cli* conformance* discovery docs_* engine_ranks example* \
   fixed_shapes gpu_benchmark integration_* kvcache_package ml_package named_backend other_projects peers_* planted_bugs plugins \
-  pressure quantized_gguf ragged_kernel rank_* ring_* runner_* same_answers saved_conversations scale \
+  pressure quantized_gguf ragged_kernel rank_* ring_* runner_* same_answers saved_conversations scale serve* \
   speculative stores_crash stores_guide stores_index stores_mooncake stores_plugins stores_suite stores_valkey* tensor_parallel* \
   threads_* torch_ragged train_tiny tutorial two_hosts versions views_disk
 check: lint types

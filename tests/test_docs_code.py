@@ -14,6 +14,7 @@ ELSEWHERE = {
     "remote-stores.md",
     "embedding-transformers.md",
     "embedding-mlx-lm.md",
+    "server.md",
 }
 """Pages with a test of their own."""
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -25,8 +25,6 @@ CASES = [
     ("torch", "", "examples/own_loop/torch_attention.py", "torch is not installed", "ml-kvcache[torch]"),
     ("mlx", "", "examples/own_loop/mlx_attention.py", "mlx is not installed", "ml-kvcache[mlx]"),
     ("cupy", "", "examples/own_loop/cupy_attention.py", "cupy is not installed", "ml-kvcache[cupy"),
-    ("uvicorn", "", "examples/server", "server: uvicorn is not installed", "ml-kvcache[server]"),
-    ("starlette", "-m", "examples.server", "server: ", "ml-kvcache[server]"),
     ("torch", "", "examples/train_tiny", "train_tiny: torch is not installed", "torch>=2.9"),
     ("torch", "-m", "examples.train_tiny", "train_tiny: torch is not installed", "torch>=2.9"),
     ("matplotlib", "-m", "examples.pictures", "occupancy.svg needs matplotlib", "ml-kvcache[plots]"),

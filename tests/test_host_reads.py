@@ -123,6 +123,28 @@ def test_a_step_reads_once_however_many_sequences_there_are(
                 assert not drafted or engine.speculation.accepted > 0
 
 
+def test_log_probabilities_come_in_the_same_read_and_only_for_those_that_ask(
+    backend: ml.Backend, reads: list[tuple[int, ...]], folders: dict[str, Path]
+) -> None:
+    """Two of eight ask, one for three of the likeliest and one for none."""
+    model, asking = load_model(folders["llama"], backend), {2: 3, 5: 0}
+    with Engine(model, None, EngineOptions(max_sequences=8, capacity=32)) as engine:
+        requests = [
+            engine.submit(prompt, replace(MIXED[i % len(MIXED)], logprobs=asking.get(i)), stream=i)
+            for i, prompt in enumerate(PROMPTS[:8])
+        ]
+        while engine.busy:
+            reads.clear()
+            engine.step()
+            assert len(reads) == 1, reads
+            if isinstance(backend, Elsewhere) and reads[0][0]:
+                # Ids and largest logits of all, then of each that asks its own, three values, three ids.
+                assert reads[0] == (8 * 2 + 2 * (1 + 2 * 3),)
+    for i, request in enumerate(requests):
+        found = request.run.logprobs
+        assert [len(each.top) for each in found] == ([asking[i]] * 6 if i in asking else [])
+
+
 @pytest.mark.parametrize("name", ["gpt-oss", "llama4"])
 def test_many_tokens_of_a_prompt_ask_nothing_of_the_experts_that_they_chose(
     reads: list[tuple[int, ...]], backend: ml.Backend, folders: dict[str, Path], name: str

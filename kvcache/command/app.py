@@ -38,6 +38,7 @@ from kvcache.command.prompts import gathered
 from kvcache.command.reporting import reported
 from kvcache.command.saved import load, save
 from kvcache.command.screen import screen_for
+from kvcache.command.serve import serve
 from kvcache.command.usage import CommandGroup
 from kvcache.runner.errors import RequestError
 from kvcache.runner.loading import load_config
@@ -197,5 +198,5 @@ def _on_ranks(
     run(Job(*what, *rest), load_config(place.path))
 
 
-for _command in (chat, conformance, inspect, load, save):
+for _command in (chat, conformance, inspect, load, save, serve):
     app.command()(_command)

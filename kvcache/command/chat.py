@@ -30,7 +30,7 @@ from kvcache.command.completing import stores
 from kvcache.command.grouped import ungrouped
 from kvcache.command.inspection import show, write_page
 from kvcache.command.json_output import print_json
-from kvcache.command.options import Debug, Dtypes, MaxTokens, Place, Sampling
+from kvcache.command.options import Debug, Dtypes, MaxTokens, Place, Sampling, named_store
 from kvcache.command.progress import Bars, bars_until_done, draws
 from kvcache.command.reporting import one_line, reported
 from kvcache.command.saved import saved_line
@@ -89,7 +89,7 @@ def chat(
         config = load_config(path)
         tokenizer = Tokenizer.load(path)
         options = EngineOptions(max_sequences=SEQUENCES, capacity=capacity, cache_dtype=dtypes.cache)
-        tiers: list[Tier] = [HostTier(), *([_named(store)] if store else [])]
+        tiers: list[Tier] = [HostTier(), *([named_store(store)] if store else [])]
         with place.open(config) as opened:
             with bars_until_done(as_json) as bars:
                 loaded = load_model(path, opened, dtypes.weights, bars.loading)
@@ -372,21 +372,9 @@ def stop_flag() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def _named(store: str) -> str | Path:
-    """As ``open_store`` takes it, which a bare folder is not."""
-    if "://" in store or store.startswith("file:"):
-        return store
-    path = Path(store).expanduser().absolute()
-    if path.exists() and not path.is_dir():
-        raise RequestError(
-            f"--store {store}: this is a file; a store is a folder (/load reads a conversation)"
-        )
-    return path
-
-
 def _kept(store: str, engine: Engine) -> KeptConversations | None:
     """What a store keeps of conversations themselves: a folder does. It exists by now."""
-    place = _named(store)
+    place = named_store(store)
     if isinstance(place, str):
         if not place.startswith("file:"):
             _say_aside(

@@ -27,7 +27,9 @@ def json_line(value: Any) -> str:
 
 def output_record(prompt: str, answer: Finished) -> dict[str, Any]:
     """What a prompt was continued by."""
-    return {"prompt": prompt, **asdict(answer), "computed": answer.computed}
+    record = {"prompt": prompt, **asdict(answer), "computed": answer.computed}
+    del record["logprobs"]
+    return record
 
 
 def statistics_record(totals: Statistics, cache_bytes: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from kvcache.formats import format_names, open_format
 from kvcache.runner.checkpoints.source import existing_model_path
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.device_map import open_on_devices, parse_devices
+from kvcache.runner.errors import RequestError
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.requests import GenerationOptions
 
@@ -46,6 +47,7 @@ __all__ = [
     "TopK",
     "TopP",
     "device_options",
+    "named_store",
 ]
 
 
@@ -146,6 +148,16 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the trace of an error
 def device_options(device: str | None) -> dict[str, str]:
     """For ``ml.open_backend``."""
     return {} if device is None else {"device": device}
+
+
+def named_store(store: str) -> str | Path:
+    """What --store says as ``open_store`` takes it, which a bare folder is not."""
+    if "://" in store or store.startswith("file:"):
+        return store
+    path = Path(store).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise RequestError(f"--store {store}: this is a file; a store is a folder")
+    return path
 
 
 @dataclass(frozen=True, slots=True)

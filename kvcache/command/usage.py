@@ -16,7 +16,7 @@ from kvcache.command.reporting import one_line
 
 __all__ = ["CommandGroup"]
 
-ORDER = ("generate", "chat", "save", "load", "inspect", "backends", "conformance", "bench")
+ORDER = ("generate", "chat", "serve", "save", "load", "inspect", "backends", "conformance", "bench")
 """Of the list that ``kvcache --help`` shows; others follow."""
 USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[2]
 """What is raised for any wrong usage, click's ClickException: typer exports its subclasses alone."""

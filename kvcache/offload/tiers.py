@@ -79,6 +79,8 @@ class StoreTier:
         """Serialized snapshots written since the start."""
         self.failed = 0
         """Parcels of which a serialized snapshot was written nowhere."""
+        self.errors = dict.fromkeys(("read", "write", "corrupt", "full"), 0)
+        """Calls that failed, by kind; those that a store in an outage was spared are none."""
         self.outages = Outages()
         self._finished: deque[StoreWrite] = deque()
         self._lender = Lender() if backend is None else Lender(partial(pinned_memory, backend))
@@ -145,6 +147,7 @@ class StoreTier:
                 kept = True
                 self.outages.worked(store, WRITING)
             except StoreFull as error:
+                self._count("full")
                 self.outages.full(store, serialized.nbytes, error)
             except Exception as error:
                 self._failed(store, WRITING, error, "the snapshot will be computed again")
@@ -234,6 +237,7 @@ class StoreTier:
                     loan.serialized = unpack(found)
                     return loan
             except SnapshotCorrupt as error:
+                self._count("corrupt")
                 _warn("load back", error, "it is dropped and computed again")
                 _drop(store, key)
             except Exception as error:
@@ -245,7 +249,12 @@ class StoreTier:
         """The stores, without those that were out of reach a moment ago."""
         return (store for store in self.stores if self.outages.asks(store, way))
 
+    def _count(self, kind: str) -> None:
+        with self._changed:
+            self.errors[kind] += 1
+
     def _failed(self, store: SnapshotStore, way: str, error: Exception, follows: str) -> None:
+        self._count("read" if way == READING else "write")
         if isinstance(error, StoreUnavailable):
             self.outages.failed(store, way, error)
         else:

@@ -276,6 +276,11 @@ class PrefixCache(Closing):
             "store": 0 if self.tree.store is None else self.tree.store.failed,
         }
 
+    @property
+    def store_errors(self) -> dict[str, int]:
+        """Calls of stores that failed, by kind: "read", "write", "corrupt", "full"; {} without stores."""
+        return {} if self.tree.store is None else dict(self.tree.store.errors)
+
     def _check(self, op: str) -> None:
         if self._closed:
             raise ClosedError(f"{op}: the PrefixCache is closed")

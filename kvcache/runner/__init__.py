@@ -33,7 +33,7 @@ from kvcache.runner.requests import (
     Statistics,
     Token,
 )
-from kvcache.runner.sampling import Sampler
+from kvcache.runner.sampling import Logprobs, Sampler
 from kvcache.runner.saved import ConversationError, SavedConversation
 from kvcache.runner.tokenizer import StreamDecoder, Tokenizer
 
@@ -55,6 +55,7 @@ __all__ = [
     "KeptConversations",
     "LanguageModel",
     "Llama",
+    "Logprobs",
     "ModelConfig",
     "ModelError",
     "Prefilled",

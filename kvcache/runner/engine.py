@@ -51,6 +51,7 @@ from kvcache.runner.scheduler import (
     batch_of,
     chunks,
     draws_of,
+    logprobs_of,
     plan_sharing,
     worth_waiting,
 )
@@ -309,7 +310,8 @@ class Engine(Closing):
         try:
             with self.model.backend.new_context() as ctx:
                 here = ctx.input()
-                choice = Choice(here, draws_of(parts), self.model.config.vocab_size)
+                vocabulary = self.model.config.vocab_size
+                choice = Choice(here, draws_of(parts), vocabulary, logprobs_of(parts))
                 self._start_forward(ctx, batch)
                 chosen = choice(here, self.model.forward(ctx, batch, self.cache))
         except BaseException as error:

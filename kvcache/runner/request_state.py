@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvcache.runner.requests import Finished, FinishReason, GenerationOptions, Started, Token
-from kvcache.runner.sampling import Sampler
+from kvcache.runner.sampling import Logprobs, Sampler
 from kvcache.runner.tokenizer import StreamDecoder
 
 __all__ = ["RequestState", "StopStrings", "has_token"]
@@ -54,6 +55,8 @@ class RequestState:
         self.decoder: StreamDecoder | None = None
         self.stops = StopStrings(settings.stop)
         self.text = ""
+        self.logprobs: list[Logprobs] = []
+        """Of the generated tokens, where they are wanted."""
         self.ended = False
 
     @property
@@ -68,7 +71,7 @@ class RequestState:
         self.stored = self.reused = reused
         return Started(self.request, self.prompt_tokens, reused)
 
-    def accept(self, token: int, eos: Sequence[int]) -> Token | None:
+    def accept(self, token: int, eos: Sequence[int], logprobs: Logprobs | None = None) -> Token | None:
         """Take in a sampled token; None for one that ends the sequence, which is no part of it."""
         if token in eos and not self.settings.ignore_eos:
             self.ended = True
@@ -76,11 +79,15 @@ class RequestState:
         self.tokens.append(token)
         text = self.stops.push(self.decoder.push(token)) if self.decoder else ""
         self.text += text
-        return Token(self.request, token, text)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        return Token(self.request, token, text, logprobs)
 
-    def advance(self, token: int, eos: Sequence[int], limit: int) -> list[Token | Finished]:
+    def advance(
+        self, token: int, eos: Sequence[int], limit: int, logprobs: Logprobs | None = None
+    ) -> list[Token | Finished]:
         """Take in a sampled token: what it makes known, with the whole answer where it is the last one."""
-        event = self.accept(token, eos)
+        event = self.accept(token, eos, logprobs)
         reason = self.finish_reason(limit)
         if reason is None:
             return [] if event is None else [event]
@@ -91,8 +98,8 @@ class RequestState:
         tail, answer = self.finish(reason)
         if last is None and not tail:
             return [answer]
-        text = (last.text if last else "") + tail
-        return [Token(self.request, last.token if last else None, text), answer]
+        last = last or Token(self.request, None, "")
+        return [replace(last, text=last.text + tail), answer]
 
     def finish_reason(self, limit: int) -> FinishReason | None:
         """Why no further token is wanted; None while one is. ``limit``: tokens that a sequence holds."""
@@ -108,7 +115,8 @@ class RequestState:
         tail += self.stops.flush()
         self.text += tail
         generated = tuple(self.tokens[self.prompt_tokens :])
-        return tail, Finished(self.request, reason, self.text, generated, self.prompt_tokens, self.reused)
+        counts = self.prompt_tokens, self.reused
+        return tail, Finished(self.request, reason, self.text, generated, *counts, tuple(self.logprobs))
 
 
 def has_token(event: Token | Finished) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvcache.runner.errors import RequestError
-from kvcache.runner.sampling import Sampler
+from kvcache.runner.sampling import Logprobs, Sampler
 
 __all__ = [
     "Event",
@@ -29,7 +29,8 @@ class GenerationOptions:
     """How to generate: at most ``max_new_tokens`` per request, sampled as ``Sampler`` says.
 
     ``stop`` strings end a text and are not part of it. The model's end-of-sequence tokens do so too
-    unless ``ignore_eos``.
+    unless ``ignore_eos``. With ``logprobs`` each token comes with its log probability and those of so many
+    of the likeliest (0: its own alone).
     """
 
     max_new_tokens: int = 128
@@ -40,6 +41,7 @@ class GenerationOptions:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     min_p: float = 0.0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -50,6 +52,9 @@ class GenerationOptions:
             raise RequestError(
                 f"GenerationOptions: stop={self.stop!r}; it is a sequence of strings that are not empty"
             )
+
+        if self.logprobs is not None and self.logprobs < 0:
+            raise RequestError(f"GenerationOptions: logprobs={self.logprobs}; it must be at least 0, or None")
 
     def sampler(self, stream: int = 0) -> Sampler:
         """Draws as these options say; RequestError for those outside their range."""
@@ -84,13 +89,15 @@ class Token:
     request: int
     token: int | None
     text: str
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The whole answer to one request; ``text`` without the prompt and the stop string.
 
-    ``tokens`` are all that were generated, those of a stop string too, an end-of-sequence token not.
+    ``tokens`` are all that were generated, those of a stop string too, an end-of-sequence token not;
+    ``logprobs`` are theirs, where they were asked for.
     """
 
     request: int
@@ -99,6 +106,7 @@ class Finished:
     tokens: tuple[int, ...]
     prompt_tokens: int
     reused: int
+    logprobs: tuple[Logprobs, ...] = ()
 
     @property
     def computed(self) -> int:

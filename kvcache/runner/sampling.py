@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +13,7 @@ import ml
 from kvcache.runner.errors import RequestError, RunnerError
 from ml import nn
 
-__all__ = ["Choice", "Chosen", "Sampler"]
+__all__ = ["Choice", "Chosen", "Logprobs", "Sampler"]
 
 _BLOCK = 64
 """Draws that are made ahead at a time."""
@@ -74,11 +75,31 @@ class Sampler:
         return self._draws[place]
 
 
-class Chosen:
-    """The tokens that a pass has drawn, one for each row of its logits: (rows, 2), id and largest logit."""
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """log softmax of the logits as the model gave them: before temperature and what cuts the draw.
 
-    def __init__(self, rows: np.ndarray) -> None:
+    Of the token that was drawn, and of the likeliest, (id, log probability) each, descending, the lower id
+    first among equals. A token that cannot come has -inf.
+    """
+
+    token: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Chosen:
+    """The tokens that a pass has drawn, one for each row of its logits: (rows, 2), id and largest logit.
+
+    ``logprobs`` are those of the rows that want them.
+    """
+
+    def __init__(self, rows: np.ndarray, logprobs: Mapping[int, Logprobs] | None = None) -> None:
         self._rows: list[list[float]] = rows.tolist()
+        self._logprobs = logprobs or {}
+
+    def logprobs(self, row: int) -> Logprobs | None:
+        """None where they were not asked for."""
+        return self._logprobs.get(row)
 
     def token(self, row: int) -> int:
         """Raises RunnerError where the logits hold NaN or infinity, or nothing that may be drawn."""
@@ -93,34 +114,72 @@ class Chosen:
 class Choice:
     """How the tokens of one pass are drawn: row by row, by whose draw of which index.
 
+    ``logprobs`` says of how many of the likeliest tokens each row wants them (0: of the drawn one alone;
+    None: none, as for all rows where it is empty).
+
     Make it before the pass is queued: what the device needs for it is uploaded here.
     """
 
-    def __init__(self, ctx: ml.Context, draws: Sequence[tuple[Sampler, int]], vocabulary: int) -> None:
+    def __init__(
+        self,
+        ctx: ml.Context,
+        draws: Sequence[tuple[Sampler, int]],
+        vocabulary: int,
+        logprobs: Sequence[int | None] = (),
+    ) -> None:
         self._count = len(draws)
         rows = [
             (s.temperature, s.top_k, s.top_p, s.uniform(i) if s.temperature else 1.0, s.min_p)
             for s, i in draws
         ]
         self._draws = nn.Draws(*np.array(rows, np.float64).reshape(-1, 5).T)
+        self._wanted = {row: min(n, vocabulary) for row, n in enumerate(logprobs) if n is not None}
+        self._most = max(self._wanted.values(), default=0)
+        self._asking: ml.Tensor | None = None
         self._there: nn.BatchSampler | None = None
         if draws and ctx.backend.devices[0].kind != "cpu":
             if vocabulary > _LARGEST_VOCABULARY:
                 raise RunnerError(f"sampling: {vocabulary} tokens; there are at most {_LARGEST_VOCABULARY}")
             self._there = nn.BatchSampler(ctx, self._draws, vocabulary)
+            if self._wanted:
+                self._asking = ctx.from_numpy(np.array(list(self._wanted), np.int32))
 
     def __call__(self, ctx: ml.Context, logits: ml.Tensor) -> Chosen:
         """Draw from logits F32 (rows, vocabulary) where they are: one transfer, of two numbers per row.
 
-        Those that lie in the host's memory anyway are sampled there.
+        Log probabilities come in the same one. Logits that lie in the host's memory anyway are sampled there.
         """
         if self._there is not None:
-            tokens = self._there(ctx, logits).cast(ctx, ml.DType.F32).reshape(ctx, self._count, 1)
-            return Chosen(tokens.concat(ctx, logits.max(ctx, 1, keepdims=True), 1).to_numpy())
+            return self._on_device(ctx, logits, self._there)
         host = logits.to_numpy()  # of no rows too: what is pending is computed, and fails here if it does
         if not self._count:
             return Chosen(host)
         chosen = best = host.argmax(1)  # the first NaN, if there is one
         if self._draws.temperature.any():
             chosen = nn.sample_on_host(host, self._draws)
-        return Chosen(np.array([chosen, host[np.arange(self._count), best]]).T)
+        asking = list(self._wanted)
+        found = nn.logprobs_on_host(host[asking], chosen[asking], self._most) if asking else None
+        return Chosen(np.array([chosen, host[np.arange(self._count), best]]).T, self._read(found))
+
+    def _on_device(self, ctx: ml.Context, logits: ml.Tensor, sampler: nn.BatchSampler) -> Chosen:
+        tokens = sampler(ctx, logits)
+        ids = tokens.cast(ctx, ml.DType.F32).reshape(ctx, self._count, 1)
+        drawn = ids.concat(ctx, logits.max(ctx, 1, keepdims=True), 1)
+        if self._asking is None:
+            return Chosen(drawn.to_numpy())
+        found = nn.logprobs(ctx, logits.rows(ctx, self._asking), tokens.rows(ctx, self._asking), self._most)
+        whole = drawn.reshape(ctx, 2 * self._count).concat(ctx, found.reshape(ctx, math.prod(found.shape)), 0)
+        host = whole.to_numpy()
+        logprobs = host[2 * self._count :].reshape(found.shape)
+        return Chosen(host[: 2 * self._count].reshape(self._count, 2), self._read(logprobs))
+
+    def _read(self, found: np.ndarray | None) -> dict[int, Logprobs]:
+        """By row, what ``nn.logprobs`` has found of those that ask."""
+        if found is None:
+            return {}
+        values, ids = np.split(found, [self._most + 1], 1)
+        rows = zip(self._wanted.items(), values.tolist(), ids.astype(np.int64).tolist(), strict=True)
+        return {
+            row: Logprobs(value[0], tuple(zip(likely[:count], value[1 : count + 1], strict=True)))
+            for (row, count), value, likely in rows
+        }

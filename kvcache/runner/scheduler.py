@@ -18,7 +18,8 @@ from kvcache.runner.request_state import RequestState
 from kvcache.runner.sampling import Sampler
 
 __all__ = [
-    "Branch", "Failed", "Part", "Request", "batch_of", "chunks", "draws_of", "plan_sharing", "worth_waiting",
+    "Branch", "Failed", "Part", "Request", "batch_of", "chunks", "draws_of", "logprobs_of", "plan_sharing",
+    "worth_waiting",
 ]  # fmt: skip
 
 MIN_SHARED = 16
@@ -131,13 +132,22 @@ def batch_of(parts: Sequence[Part]) -> Batch:
 
 def draws_of(parts: Sequence[Part]) -> list[tuple[Sampler, int]]:
     """For each output of ``batch_of(parts)``: by whose draw of which index its token is chosen."""
-    draws: list[tuple[Sampler, int]] = []
+    return [(run.sampler, run.generated + i) for run, i in _outputs(parts)]
+
+
+def logprobs_of(parts: Sequence[Part]) -> list[int | None]:
+    """For each output of ``batch_of(parts)``: of how many likely tokens log probabilities are wanted."""
+    return [run.settings.logprobs for run, _ in _outputs(parts)]
+
+
+def _outputs(parts: Sequence[Part]) -> Iterator[tuple[RequestState, int]]:
+    """Whose output it is, and behind how many drafted tokens."""
     for part in parts:
         run = part.request.run
         if run.stored + part.count == len(run.tokens):
             for branch in part.tried:
-                draws += [(run.sampler, run.generated + i) for i in range(len(branch.draft) + 1)]
-    return draws
+                for i in range(len(branch.draft) + 1):
+                    yield run, i
 
 
 def chunks(requests: Iterable[Request], budget: int, prefix: PrefixCache) -> Iterator[Part]:

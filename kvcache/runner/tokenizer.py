@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from kvcache.runner.checkpoints.source import located
 from kvcache.runner.errors import ModelError, RequestError, TextTooLongError
+from kvcache.runner.token_bytes import TokenBytes
 
 __all__ = ["StreamDecoder", "Tokenizer"]
 
@@ -96,6 +98,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """By id, the bytes that a token stands for by itself."""
+        return TokenBytes(self._backend)
 
     def stream(self, context: Sequence[int] = ()) -> StreamDecoder:
         """A decoder of the tokens that follow ``context`` (the prompt: it decides on a leading space)."""

@@ -173,7 +173,7 @@ def accept(
         lead, row = tried[0]
         token = chosen.token(row + i)
         run.stored = known + i
-        told += run.advance(token, eos, limit)
+        told += run.advance(token, eos, limit, chosen.logprobs(row + i))
         tried = [pair for pair in tried if pair[0].draft[i : i + 1] == [token]]
         if not tried or isinstance(told[-1], Finished):
             break

@@ -12,6 +12,7 @@ from ml.nn.attention import attention, generic_attention, offers
 from ml.nn.grouped import Groups, generic_grouped_matmul, grouped_matmul
 from ml.nn.latent import latent_attention
 from ml.nn.linear import embedding, linear, swiglu
+from ml.nn.logprobs import logprobs, logprobs_on_host
 from ml.nn.norms import layer_norm, rms_norm
 from ml.nn.partial import (
     Part,
@@ -53,6 +54,8 @@ __all__ = [
     "latent_attention",
     "layer_norm",
     "linear",
+    "logprobs",
+    "logprobs_on_host",
     "merge_attention",
     "merge_parts",
     "offers",

@@ -1,18 +1,15 @@
-"""examples/server: OpenAI's own client over loopback, against the bundled model."""
+"""kvcache.serve: OpenAI's own client over loopback, against the bundled model."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
 import dataclasses
-import functools
-import importlib
+import html
 import json
+import math
+import re
 import socket
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,82 +19,30 @@ import pytest
 
 pytest.importorskip("openai")
 pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
 
 import httpx
 import openai
-import uvicorn
 
 import ml
-from kvcache.runner.engine import Engine, EngineOptions, Failed
-from kvcache.runner.loading import bundled_model, load_model
+from kvcache.runner.engine import EngineOptions, Failed
+from kvcache.runner.loading import bundled_model
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.serve import ServeOptions, Worker, make_app, template_of
+from kvcache.serve.errors import ApiError
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-NAME, PROMPT = "tiny", "And God said unto Noah,"
+from .serve_rig import NAME, PROMPT, Serving, asked_in_process, gated, opened, served, until
+
 LIMIT = 120
 USER = [{"role": "user", "content": PROMPT}]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Any]:
-    """What the example's modules offer, by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        names = {"worker": "Worker", "app": "make_app", "template": "template_of", "errors": "ApiError"}
-        yield argparse.Namespace(
-            **{
-                value: getattr(importlib.import_module(f"server.{name}"), value)
-                for name, value in names.items()
-            }
-        )
-        for name in [name for name in sys.modules if name.split(".")[0] == "server"]:
-            del sys.modules[name]
-
-
-@contextlib.contextmanager
-def opened(options: EngineOptions) -> Iterator[Engine]:
-    """The bundled model at work, in the thread that enters."""
-    with ml.open_backend("numpy") as backend, contextlib.ExitStack() as stack:
-        model, tokenizer = load_model(bundled_model(), backend), Tokenizer.load(bundled_model())
-        yield stack.enter_context(Engine(model, tokenizer, options))
-
-
-class Serving:
-    """The server at work: its worker, and a client of OpenAI's."""
-
-    def __init__(self, worker: Any, url: str, thread: threading.Thread) -> None:
-        self.worker, self.url, self.thread = worker, url, thread
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
-        self.models = client.models
-        self.complete: Any = functools.partial(client.completions.create, model=NAME, temperature=0)
-        self.chat: Any = functools.partial(client.chat.completions.create, model=NAME, temperature=0)
-
-    def ask(self, call: Callable[[Engine], Any]) -> Any:
-        return self.worker.post(call).result(timeout=60)
-
-    def post(self, body: Any, path: str = "completions") -> httpx.Response:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(f"{self.url}/v1/{path}", content=content, timeout=60)
-
-    def health(self) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=60).json()
-        return found
-
-
-@pytest.fixture(scope="module")
-def running(server: Any) -> Iterator[Serving]:
+def running() -> Iterator[Serving]:
     options = EngineOptions(max_sequences=4, capacity=LIMIT, prefill_chunk=64)
-    listening = socket.create_server(("127.0.0.1", 0))
-    with server.Worker(lambda: opened(options), waiting=6) as worker, listening:
-        app = server.make_app(worker, NAME, server.template_of(bundled_model()))
-        http = uvicorn.Server(uvicorn.Config(app, ws="none", log_level="error", lifespan="off"))
-        thread = threading.Thread(target=http.run, kwargs={"sockets": [listening]})
-        thread.start()
-        yield Serving(worker, f"http://127.0.0.1:{listening.getsockname()[1]}", thread)
-        http.should_exit = True
-        thread.join(timeout=60)
+    with served(options, ServeOptions(max_waiting=6)) as serving:
+        yield serving
 
 
 @pytest.fixture
@@ -113,61 +58,6 @@ def greedy() -> Iterator[Callable[[str, int], str]]:
     """What the model says, greedy and alone."""
     with opened(EngineOptions()) as engine:
         yield lambda prompt, count: engine.complete([prompt], GenerationOptions(count))[0].text
-
-
-class Gate:
-    """Steps of the engine happen when they are let; until then the worker takes calls and waits."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._step = engine.step
-        self._more = threading.Event()
-        self._open = False
-        self.left = 0
-
-    def step(self) -> list[Any]:
-        if not self._open and self.left == 0:
-            self._more.wait(0.005)
-            return []
-        self.left = max(0, self.left - 1)
-        return self._step()
-
-    def let(self, count: int) -> None:
-        """So many steps, and wait until they have been made."""
-        self.left = count
-        self.until(lambda: self.left == 0)
-
-    def open(self) -> None:
-        self._open = True
-        self._more.set()
-
-    @staticmethod
-    def until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, "nothing happened for a minute"
-            time.sleep(0.002)
-
-
-@contextlib.contextmanager
-def gated(serving: Serving) -> Iterator[Gate]:
-    gate = serving.ask(Gate)
-    serving.ask(lambda engine: setattr(engine, "step", gate.step))
-    try:
-        yield gate
-    finally:
-        gate.open()
-        serving.ask(lambda engine: delattr(engine, "step"))
-
-
-def asked_in_process(app: Any, path: str, body: Any) -> httpx.Response:
-    """The reply of an app that no socket leads to."""
-
-    async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            return await client.request("GET" if body is None else "POST", path, json=body)
-
-    return asyncio.run(ask())
 
 
 # Completions and chats.
@@ -267,13 +157,52 @@ def test_a_chat_is_streamed(serving: Serving, greedy: Any) -> None:
     assert rest[-1].choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_tells_log_probabilities_of_its_tokens(serving: Serving, stream: bool) -> None:
+    """Each token, its place in the text, and the likeliest; nothing for a request that does not ask."""
+    asked = {"prompt": PROMPT, "max_tokens": 8, "n": 2}
+    found = serving.complete(**asked, logprobs=3, stream=stream)
+    choices = [one for part in (found if stream else [found]) for one in part.choices]
+    for choice in range(2):
+        mine = [one for one in choices if one.index == choice]
+        parts = [one.logprobs for one in mine if one.logprobs]
+        tokens = [token for part in parts for token in part.tokens]
+        values = [value for part in parts for value in part.token_logprobs]
+        tops = [top for part in parts for top in part.top_logprobs]
+        assert "".join(tokens) == "".join(one.text for one in mine)
+        offsets = [offset for part in parts for offset in part.text_offset]
+        assert offsets == [len("".join(tokens[:i])) for i in range(8)]
+        assert [len(top) for top in tops] == [3] * 8  # greedy: the token is the likeliest
+        assert values == [max(top.values()) for top in tops]
+        assert values == [top[token] for top, token in zip(tops, tokens, strict=True)]
+        assert all(sum(map(math.exp, top.values())) <= 1 for top in tops)
+    assert serving.complete(**asked).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_tells_log_probabilities_with_bytes(serving: Serving, greedy: Any, stream: bool) -> None:
+    found = serving.chat(messages=USER, max_tokens=8, logprobs=True, top_logprobs=2, stream=stream)
+    choices = [one for part in (found if stream else [found]) for one in part.choices]
+    content = [token for one in choices if one.logprobs for token in one.logprobs.content]
+    assert bytes(byte for token in content for byte in token.bytes).decode() == greedy(PROMPT, 8)
+    assert [len(token.top_logprobs) for token in content] == [2] * 8
+    for token in content:
+        first = token.top_logprobs[0]
+        assert (first.token, first.logprob, first.bytes) == (token.token, token.logprob, token.bytes)
+
+
+def test_a_chat_without_likeliest_tokens_tells_of_its_own(serving: Serving) -> None:
+    (choice,) = serving.chat(messages=USER, max_tokens=3, logprobs=True).choices
+    assert [token.top_logprobs for token in choice.logprobs.content] == [[], [], []]
+
+
 def test_without_a_limit_a_chat_ends_where_its_room_does(serving: Serving) -> None:
     found = serving.chat(messages=[{"role": "user", "content": "And " * 30}])
     assert found.usage.total_tokens <= LIMIT
     assert found.choices[0].finish_reason in ("length", "stop")
 
 
-def test_a_chat_template_of_the_model_is_used(server: Any, tmp_path: Path) -> None:
+def test_a_chat_template_of_the_model_is_used(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     text = (
         "{{ bos_token }}{% for m in messages %}"
@@ -282,11 +211,18 @@ def test_a_chat_template_of_the_model_is_used(server: Any, tmp_path: Path) -> No
     )
     config = {"bos_token": {"content": "<s>"}, "chat_template": text}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    render = server.template_of(tmp_path)
+    render = template_of(tmp_path)
     rendered = render([{"role": "user", "content": "Hi"}])
     assert (rendered.text, rendered.bos) == ("<s><user>Hi\n", False)
-    with pytest.raises(server.ApiError, match="no tools"):
+    with pytest.raises(ApiError, match="no tools"):
         render([{"role": "tool", "content": "x"}])
+
+
+def test_what_the_guide_shows_can_be_asked(serving: Serving, capsys: Any) -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "server.md").read_text(encoding="utf-8")
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        exec(block.replace("http://127.0.0.1:8000", serving.url), {})
+    assert capsys.readouterr().out.strip()
 
 
 # Models, and what is refused.
@@ -324,6 +260,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("stop", "", "none empty"), ("stop", False, "is a string"), ("stream", "yes", "true or false"),
     ("ignore_eos", 1, "true or false"), ("stream_options", 5, "include_usage"),
     ("stream_options", {"continuous_usage_stats": True}, "include_usage"),
+    ("logprobs", 21, ">= 0 and <= 20"), ("logprobs", True, "an integer"),
 ]  # fmt: skip
 BAD: list[tuple[Any, str | None, str]] = [
     *(({"prompt": "x", field: value}, field, message) for field, value, message in FIELDS),
@@ -339,12 +276,12 @@ BAD: list[tuple[Any, str | None, str]] = [
 ]
 NOT_SERVED: dict[str, dict[str, Any]] = {
     "completions": {
-        "logprobs": 0, "presence_penalty": 0.5, "repetition_penalty": 1.1, "min_tokens": 3,
+        "top_logprobs": 1, "presence_penalty": 0.5, "repetition_penalty": 1.1, "min_tokens": 3,
         "guided_json": {"type": "object"}, "guided_regex": "a+", "structured_outputs": {"choice": ["a"]},
         "best_of": 2, "echo": True, "suffix": "x", "messages": [], "max_completion_tokens": 5, "n_predict": 3,
     },
     "chat/completions": {
-        "logprobs": True, "top_logprobs": 2, "tool_choice": "required", "tools": [{"type": "function"}],
+        "tool_choice": "required", "tools": [{"type": "function"}],
         "modalities": ["text", "audio"], "audio": {"voice": "alloy"}, "prediction": {"type": "content"},
         "response_format": {"type": "json_object"}, "prompt": "x", "reasoning_effort": "high", "store": True,
     },
@@ -377,6 +314,8 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     [
         *(("completions", *row) for row in BAD),
         *(("chat/completions", {"messages": value}, param, "") for value, param in BAD_MESSAGES),
+        ("chat/completions", {"messages": USER, "logprobs": 1}, "logprobs", "true or false"),
+        ("chat/completions", {"messages": USER, "top_logprobs": 2}, "top_logprobs", "needs 'logprobs'"),
     ],
 )
 def test_bad_input_is_a_400_that_names_the_field(
@@ -441,9 +380,9 @@ def test_a_prompt_far_too_long_keeps_nobody_waiting(
     assert not any(in_loop for _, in_loop in looked_at)
 
 
-def test_who_asks_before_may_be_kept_secret(server: Any, serving: Serving) -> None:
+def test_who_asks_before_may_be_kept_secret(serving: Serving) -> None:
     """``usage`` and /health without what was found in the cache."""
-    app = server.make_app(serving.worker, NAME, server.template_of(bundled_model()), show_cached=False)
+    app = make_app(serving.worker, NAME, template_of(bundled_model()), ServeOptions(show_cached=False))
     asked = {"prompt": PROMPT, "max_tokens": 2}
     for extra in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
         text = asked_in_process(app, "/v1/completions", {**asked, **extra}).text
@@ -451,6 +390,24 @@ def test_who_asks_before_may_be_kept_secret(server: Any, serving: Serving) -> No
         assert "cached" not in text
     health = asked_in_process(app, "/health", None).json()
     assert health.keys() == {"status", "running", "waiting", "sequences", "limit"}
+
+
+def test_the_index_says_what_it_is_and_where_to_ask(serving: Serving) -> None:
+    reply = httpx.get(f"{serving.url}/")
+    assert reply.headers["content-type"] == "text/html; charset=utf-8"
+    assert f"{LIMIT} tokens at most" in reply.text
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health"):
+        assert f"<code>{path}</code>" in reply.text
+    line = html.unescape(reply.text.split("<pre>")[1].split("</pre>")[0])
+    assert f"{serving.url}/v1/completions" in line
+    assert "data: [DONE]" in serving.post(json.loads(line.split("-d '")[1].rstrip("'"))).text
+
+
+def test_a_name_cannot_write_the_index(running: Serving) -> None:
+    app = make_app(running.worker, "<script>'", template_of(bundled_model()))
+    page = asked_in_process(app, "/", None).text
+    assert "<script>" not in page
+    assert page.split("-d '")[1].split("</pre>")[0].count("'") == 1
 
 
 def test_other_paths_methods_and_sizes(serving: Serving) -> None:
@@ -471,7 +428,7 @@ def test_a_client_that_leaves_a_stream_ends_its_request(serving: Serving) -> Non
         gate.let(5)
         assert next(iter(stream)).choices[0].text
         stream.close()
-        gate.until(lambda: serving.worker.cancelled > before)
+        until(lambda: serving.worker.cancelled > before)
     assert serving.worker.cancelled == before + 1
     assert serving.worker.idle.wait(timeout=60)
     assert serving.health()["statistics"]["generated_tokens"] - computed < 100
@@ -486,7 +443,7 @@ def test_a_client_that_leaves_while_it_waits_ends_its_request(serving: Serving) 
         with socket.create_connection((address[0], int(address[1]))) as connection:
             connection.sendall(head + body)
             gate.let(3)
-        gate.until(lambda: serving.worker.cancelled > before)
+        until(lambda: serving.worker.cancelled > before)
     assert serving.worker.cancelled == before + 1
 
 
@@ -505,13 +462,14 @@ def test_more_than_may_wait_get_429(serving: Serving) -> None:
             ]
 
         answers = asked(4)
-        gate.until(lambda: holds(0, 4))
+        until(lambda: holds(0, 4))
         gate.let(6)
         assert holds(4, 0)
         answers += asked(6)
-        gate.until(lambda: holds(4, 6))
-        with pytest.raises(openai.RateLimitError, match="6 requests are waiting"):
+        until(lambda: holds(4, 6))
+        with pytest.raises(openai.RateLimitError, match="6 requests are waiting") as caught:
             serving.complete(prompt="one more", max_tokens=30)
+        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
         gate.open()
         assert all(each.result().choices for each in answers)
 
@@ -532,11 +490,11 @@ def test_a_pass_that_fails_is_a_500_and_the_server_goes_on(serving: Serving, gre
     assert serving.complete(**asked).choices[0].text == greedy(PROMPT, 5)
 
 
-def test_an_error_of_our_own_is_a_500_in_openais_words_too(server: Any, running: Serving) -> None:
+def test_an_error_of_our_own_is_a_500_in_openais_words_too(running: Serving) -> None:
     def broken(messages: Any) -> Any:
         raise RuntimeError("the template failed")
 
-    app = server.make_app(running.worker, NAME, broken)
+    app = make_app(running.worker, NAME, broken)
     reply = asked_in_process(app, "/v1/chat/completions", {"messages": USER})
     assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
     assert "the template failed" in reply.text
@@ -554,8 +512,8 @@ def test_a_call_that_nobody_waits_for_any_more_is_not_made(serving: Serving) -> 
     assert made == ["wanted"]
 
 
-def test_a_worker_that_has_stopped_refuses_at_once(server: Any) -> None:
-    with server.Worker(lambda: opened(EngineOptions(max_sequences=1, capacity=512))) as worker:
+def test_a_worker_that_has_stopped_refuses_at_once() -> None:
+    with Worker(lambda: opened(EngineOptions(max_sequences=1, capacity=512))) as worker:
         inbox: Any = asyncio.Queue()
 
         async def ask() -> Any:
@@ -570,9 +528,9 @@ def test_a_worker_that_has_stopped_refuses_at_once(server: Any) -> None:
         worker.post(lambda engine: None).result(timeout=60)
 
 
-def test_a_model_that_cannot_be_opened_is_told_to_whoever_starts_it(server: Any) -> None:
+def test_a_model_that_cannot_be_opened_is_told_to_whoever_starts_it() -> None:
     def broken() -> Any:
         raise ml.DeviceError("no such device")
 
-    with pytest.raises(ml.DeviceError, match="no such device"), server.Worker(broken):
+    with pytest.raises(ml.DeviceError, match="no such device"), Worker(broken):
         pass

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -19,10 +21,11 @@ from typing import Self
 
 from kvcache.runner.engine import Engine, EngineEvent, Failed, Request
 from kvcache.runner.requests import Finished, GenerationOptions
+from kvcache.serve.options import ServeOptions
 
-__all__ = ["Inbox", "Overloaded", "Ticket", "Worker"]
+__all__ = ["Inbox", "Overloaded", "Stopped", "Ticket", "Worker"]
 
-log = logging.getLogger("server")
+log = logging.getLogger("kvcache.serve")
 
 PART = 64 << 20
 """Bytes that are handed to the stores between two passes, about."""
@@ -31,7 +34,15 @@ BETWEEN_PARTS = 0.05
 
 
 class Overloaded(Exception):  # noqa: N818
-    """As many requests are waiting as may wait."""
+    """As many requests are waiting as may wait; there may be room in ``seconds``."""
+
+    def __init__(self, message: str, seconds: int) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+class Stopped(RuntimeError):  # noqa: N818
+    """The engine has stopped, or is about to."""
 
 
 Inbox = asyncio.Queue[tuple[int, EngineEvent]]
@@ -43,6 +54,10 @@ class Ticket:
 
     def __init__(self, worker: Worker, inbox: Inbox, choice: int) -> None:
         self._worker, self._inbox, self._choice = worker, inbox, choice
+        self.asked = self.last = time.monotonic()
+        """When it was put in, and when its last token came."""
+        self.first: float | None = None
+        """When its first token came."""
         self._loop = asyncio.get_running_loop()
         self.request: Request | None = None
 
@@ -85,7 +100,7 @@ class _Keeper:
 
     def __init__(self, engine: Engine, interval: float) -> None:
         self._prefix = engine.prefix
-        self._stored = "writing" in engine.prefix.nbytes
+        self._stored = has_stores(engine)
         self._interval = self._pause = interval
         self._due = time.monotonic() + interval
         self._failed = 0
@@ -101,8 +116,8 @@ class _Keeper:
         failed = self._prefix.failed["store"]
         try:
             more = self._prefix.write_through(PART)
-        except Exception:
-            log.exception("what is kept was not given to the stores")
+        except Exception as error:
+            log.exception("what is kept was not given to the stores: %s", error)
             more = False
         if more:
             self._due = time.monotonic() + BETWEEN_PARTS
@@ -112,20 +127,26 @@ class _Keeper:
         self._due = time.monotonic() + self._pause
 
 
-class Worker:
-    """Runs the engine that ``make`` opens, in a thread; ``waiting`` requests may queue. A context manager.
+def has_stores(engine: Engine) -> bool:
+    return "writing" in engine.prefix.nbytes
 
-    Every ``interval`` seconds what is kept goes to the engine's stores, if it has any; the rest at the end.
+
+class Worker:
+    """Runs the engine that ``make`` opens, in a thread, within the limits of ``options``. A context manager.
+
+    Now and then what is kept goes to the engine's stores, if it has any; the rest at the end.
     """
 
     def __init__(
-        self, make: Callable[[], AbstractContextManager[Engine]], waiting: int = 64, interval: float = 60.0
+        self, make: Callable[[], AbstractContextManager[Engine]], options: ServeOptions | None = None
     ) -> None:
         self._make = make
-        self._waiting = waiting
-        self._interval = interval
+        self._options = options or ServeOptions()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
+        self._ends: deque[float] = deque(maxlen=16)
+        """When the last requests ended."""
+        self._ending = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._ready: Future[Engine] = Future()
         self._engine: Engine | None = None
@@ -134,6 +155,10 @@ class Worker:
         """Set while no request is running or waiting."""
         self.cancelled = 0
         """Requests that were given up by whoever asked."""
+        self.refused = 0
+        """Requests that found too many waiting."""
+        self.observe: Callable[[Ticket, EngineEvent], None] | None = None
+        """Hears, in the worker's thread, what happens to each request; it raises nothing."""
 
     def __enter__(self) -> Self:
         """Returns when the model is loaded; raises what that raises."""
@@ -151,6 +176,11 @@ class Worker:
         """For what never changes: its limit, the tokenizer. All else is asked through ``post``."""
         assert self._engine is not None
         return self._engine
+
+    @property
+    def stores(self) -> bool:
+        """Whether what is kept goes to stores."""
+        return has_stores(self.engine)
 
     def post(self, call: Callable[[Engine], object]) -> Future[object]:
         """Have a call made between two steps; once the engine has stopped, it raises that."""
@@ -172,8 +202,12 @@ class Worker:
         ticket = Ticket(self, inbox, choice)
 
         def call(engine: Engine) -> None:
-            if len(engine.waiting) >= self._waiting:
-                raise Overloaded(f"{self._waiting} requests are waiting; try again later")
+            if self._ending:
+                raise Stopped("the server is about to end")
+            most = self._options.max_waiting
+            if len(engine.waiting) + len(engine.running) >= most + engine.options.max_sequences:
+                self.refused += 1
+                raise Overloaded(f"{most} requests are waiting; try again later", self._pause())
             ticket.request = engine.submit(tokens, settings, salt=salt)
             self._tickets[ticket.request.id] = ticket
 
@@ -184,6 +218,18 @@ class Worker:
             ticket.cancel()  # the call is made all the same, and then taken back
             raise
         return ticket
+
+    def end_requests(self) -> None:
+        """Give up what is running and waiting, and take nothing more."""
+
+        def call(engine: Engine) -> None:
+            self._ending = True
+            for event in self._fail(
+                engine, (*engine.running, *engine.waiting), Stopped("the server is ending")
+            ):
+                self._dispatch(event)
+
+        self.post(call)
 
     def forget(self, ticket: Ticket) -> None:
         """End a request; in the worker's thread."""
@@ -202,30 +248,32 @@ class Worker:
                 self._serve(engine)
         except BaseException as error:
             if self._ready.done():
-                log.exception("the engine's thread has ended")
+                log.exception("the engine's thread has ended: %s: %s", type(error).__name__, error)
             else:
                 self._ready.set_exception(error)
         finally:
             self._stopped.set()
             self._refuse_calls()
             for number in list(self._tickets):
-                self._dispatch(Failed(number, RuntimeError("the engine has stopped")))
+                self._dispatch(Failed(number, Stopped("the engine has stopped")))
 
     def _refuse_calls(self) -> None:
         """Let nobody wait for what will not be done."""
         with contextlib.suppress(queue.Empty):
             while True:
                 if (call := self._calls.get_nowait()) is not None:
-                    call.refuse(RuntimeError("the engine has stopped"))
+                    call.refuse(Stopped("the engine has stopped"))
 
     def _serve(self, engine: Engine) -> None:
-        keeper = _Keeper(engine, self._interval)
+        keeper = _Keeper(engine, self._options.write_interval)
         while self._take_calls(engine, keeper.wait):
             keeper.keep()
             try:
                 events = engine.step()
             except Exception as error:
-                log.exception("a pass failed; its requests are given up")
+                log.exception(
+                    "a pass failed, and its requests are given up: %s: %s", type(error).__name__, error
+                )
                 events = self._give_up(engine, error)
             for event in events:
                 self._dispatch(event)
@@ -251,14 +299,26 @@ class Worker:
 
     def _give_up(self, engine: Engine, error: Exception) -> list[EngineEvent]:
         """What was running is over: a model that fails once would fail them again and again."""
-        failed: list[EngineEvent] = []
-        for request in engine.running or engine.waiting:
+        return self._fail(engine, engine.running or engine.waiting, error)
+
+    @staticmethod
+    def _fail(engine: Engine, requests: Sequence[Request], error: Exception) -> list[EngineEvent]:
+        for request in requests:
             engine.cancel(request)
-            failed.append(Failed(request.id, error))
-        return failed
+        return [Failed(request.id, error) for request in requests]
+
+    def _pause(self) -> int:
+        """Seconds until a place is free, by how far apart the last requests ended: 1 to 60."""
+        if len(self._ends) < 2:
+            return 1
+        return min(60, math.ceil((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)) or 1)
 
     def _dispatch(self, event: EngineEvent) -> None:
         over = isinstance(event, (Finished, Failed))
         found = self._tickets.pop(event.request, None) if over else self._tickets.get(event.request)
+        if over:
+            self._ends.append(time.monotonic())
         if found is not None:
+            if self.observe is not None:
+                self.observe(found, event)
             found.deliver(event)

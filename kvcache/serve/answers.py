@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcache.runner.requests import Finished
+from kvcache.runner.token_bytes import TokenBytes
+from kvcache.serve.logprobs import LogprobsForm
 
 __all__ = ["DONE", "Form", "sse"]
 
@@ -25,6 +27,8 @@ class Form:
     choices: int = 1
     """Answers to each prompt."""
     show_cached: bool = True
+    token_bytes: TokenBytes | None = None
+    """Of the tokenizer, where log probabilities are wanted."""
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -35,15 +39,21 @@ class Form:
             said: dict[str, Any] = {"text": answer.text}
             if self.chat:
                 said = {"message": {"role": "assistant", "content": answer.text}}
-            choices.append({"index": i, **said, "logprobs": None, "finish_reason": reason})
+            form = self.logprobs()
+            likely = form and form.record(answer.tokens, answer.logprobs)
+            choices.append({"index": i, **said, "logprobs": likely, "finish_reason": reason})
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage(answers)}
+
+    def logprobs(self) -> LogprobsForm | None:
+        """For one answer; None where they are not wanted."""
+        return None if self.token_bytes is None else LogprobsForm(self.token_bytes, self.chat)
 
     def first(self, choice: int) -> bytes | None:
         """A chat begins with who speaks."""
         return self._chunk(choice, {"role": "assistant", "content": ""}, None) if self.chat else None
 
-    def text(self, choice: int, text: str) -> bytes:
-        return self._chunk(choice, {"content": text}, None)
+    def text(self, choice: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+        return self._chunk(choice, {"content": text}, None, logprobs)
 
     def last(self, choice: int, answer: Finished) -> bytes:
         return self._chunk(choice, {}, _REASONS[answer.reason])
@@ -61,9 +71,15 @@ class Form:
         }  # fmt: skip
         return {**counts, "prompt_tokens_details": {"cached_tokens": cached}} if self.show_cached else counts
 
-    def _chunk(self, choice: int, delta: dict[str, str], reason: str | None) -> bytes:
+    def _chunk(
+        self,
+        choice: int,
+        delta: dict[str, str],
+        reason: str | None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
         said: dict[str, Any] = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-        one = {"index": choice, **said, "logprobs": None, "finish_reason": reason}
+        one = {"index": choice, **said, "logprobs": logprobs, "finish_reason": reason}
         return sse({**self._head("chat.completion.chunk"), "choices": [one]})
 
     def _head(self, kind: str) -> dict[str, Any]:

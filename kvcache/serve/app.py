@@ -5,57 +5,78 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from kvcache.cache import CacheFullError
-from kvcache.runner.engine import Engine, EngineEvent, Failed
+from kvcache.runner.engine import Engine
 from kvcache.runner.errors import RequestError, TextTooLongError
-from kvcache.runner.requests import Finished, GenerationOptions, Token
-
-from .answers import DONE, Form, sse
-from .asked import Asked, Fields, Prompt, Template, Text, parse_chat, parse_completion
-from .errors import ApiError
-from .worker import Inbox, Overloaded, Ticket, Worker
+from kvcache.runner.requests import GenerationOptions
+from kvcache.serve.answers import Form
+from kvcache.serve.asked import Asked, Fields, Prompt, Template, Text, parse_chat, parse_completion
+from kvcache.serve.errors import ApiError
+from kvcache.serve.index import index_page
+from kvcache.serve.metrics import Metrics
+from kvcache.serve.options import ServeOptions
+from kvcache.serve.streams import EventStream, api_error, cancel, collect, stream, too_late, while_there
+from kvcache.serve.worker import Inbox, Overloaded, Stopped, Ticket, Worker
 
 __all__ = ["make_app"]
 
-MAX_BODY = 8 << 20
 Parse = Callable[[Fields], Asked]
 GONE = 499
 """What nobody reads: the client has left."""
 
 
-def make_app(worker: Worker, name: str, template: Template, show_cached: bool = True) -> Starlette:
-    """The model that ``worker`` runs, served under ``name``; ``template`` makes prompts of messages.
+PATHS = {
+    "/v1/chat/completions": "chat completions, whole or streamed",
+    "/v1/completions": "completions of texts or token ids, whole or streamed",
+    "/v1/models": "the model that is served",
+    "/health": "what is running and waiting",
+    "/metrics": "counters and times, for Prometheus",
+}
 
-    ``show_cached``: answers and /health say how many tokens were in the cache already, from which a client
-    learns what others have asked.
-    """
-    service = _Service(worker, name, template, show_cached)
+
+def make_app(worker: Worker, name: str, template: Template, options: ServeOptions | None = None) -> Starlette:
+    """The model that ``worker`` runs, served under ``name``; ``template`` makes prompts of messages."""
+    service = _Service(worker, name, template, options or ServeOptions())
     routes = [
+        Route("/", service.index),
         Route("/v1/completions", service.completions, methods=["POST"]),
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         Route("/v1/models", service.models),
         Route("/v1/models/{name:path}", service.model),
         Route("/health", service.health),
+        Route("/metrics", service.metrics),
     ]
-    handlers: Any = {ApiError: _refused, HTTPException: _refused, Exception: _failed}
+    handlers: Any = {ApiError: _refused, HTTPException: _refused, Stopped: _failed, Exception: _failed}
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
 class _Service:
-    def __init__(self, worker: Worker, name: str, template: Template, show_cached: bool) -> None:
-        self._worker, self._name, self._template, self._show_cached = worker, name, template, show_cached
-        self._record = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "kvcache"}
+    def __init__(self, worker: Worker, name: str, template: Template, options: ServeOptions) -> None:
+        self._worker, self._name, self._template, self._options = worker, name, template, options
+        self._metrics = Metrics(worker, name, options.show_cached)
+        self._record = {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "kvcache",
+            "max_model_len": worker.engine.limit,
+        }
+
+    async def index(self, request: Request) -> Response:
+        limit = self._worker.engine.limit
+        page = index_page(self._name, version("ml-kvcache"), limit, str(request.base_url), PATHS)
+        return HTMLResponse(page)
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, lambda fields: parse_completion(fields, self._name), chat=False)
@@ -75,21 +96,44 @@ class _Service:
         return JSONResponse(self._record)
 
     async def health(self, _: Request) -> Response:
-        health = functools.partial(_health, show_cached=self._show_cached)
+        health = functools.partial(_health, show_cached=self._options.show_cached)
         return JSONResponse(await asyncio.wrap_future(self._worker.post(health)))
 
+    async def metrics(self, _: Request) -> Response:
+        return Response(await asyncio.to_thread(self._metrics.exposed), media_type=CONTENT_TYPE_LATEST)
+
     async def _answer(self, request: Request, parse: Parse, chat: bool) -> Response:
+        within = self._options.request_timeout
+        deadline = asyncio.get_running_loop().time() + within
+        try:
+            async with asyncio.timeout_at(deadline):
+                body = await _body(request, self._options.max_body)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {within:g} seconds", code="timeout") from None
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._answered(request, body, parse, chat, deadline)
+        except TimeoutError:
+            raise too_late(within) from None
+
+    async def _answered(
+        self, request: Request, body: bytes, parse: Parse, chat: bool, deadline: float
+    ) -> Response:
         # In a thread: parsing, rendering and tokenizing eight megabytes would keep all others waiting.
-        asked, calls = await asyncio.to_thread(self._prepared, await _body(request), parse)
+        asked, calls = await asyncio.to_thread(self._prepared, body, parse)
         inbox: Inbox = asyncio.Queue()
-        form = Form(self._name, chat, asked.choices, self._show_cached)
+        tokenizer = self._worker.engine.tokenizer
+        assert tokenizer is not None
+        texts = None if asked.settings.logprobs is None else tokenizer.token_bytes
+        form = Form(self._name, chat, asked.choices, self._options.show_cached, texts)
         tickets = await self._submit(calls, inbox, asked.salt)
         if asked.stream:
-            return _EventStream(tickets, _stream(form, asked, inbox, len(tickets)))
+            events = stream(form, asked, inbox, len(tickets), deadline, self._options.request_timeout)
+            return EventStream(tickets, events, deadline)
         try:
-            answers = await _while_there(request, _collect(inbox, len(tickets)))
+            answers = await while_there(request, collect(inbox, len(tickets)))
         finally:
-            _cancel(tickets)
+            cancel(tickets)
         return Response(status_code=GONE) if answers is None else JSONResponse(form.whole(answers))
 
     def _prepared(self, body: bytes, parse: Parse) -> tuple[Asked, list[tuple[list[int], GenerationOptions]]]:
@@ -126,86 +170,14 @@ class _Service:
             for tokens, settings in calls:
                 tickets.append(await self._worker.submit(tokens, settings, inbox, len(tickets), salt))
         except BaseException as error:
-            _cancel(tickets)
+            cancel(tickets)
             if isinstance(error, RequestError):
                 raise ApiError(400, str(error)) from None
             if isinstance(error, Overloaded):
-                raise ApiError(429, str(error), code="overloaded") from None
+                after = {"retry-after": str(error.seconds)}
+                raise ApiError(429, str(error), code="overloaded", headers=after) from None
             raise
         return tickets
-
-
-class _EventStream(StreamingResponse):
-    """Server-sent events; however it ends, and if nobody has read the first, its requests are over."""
-
-    def __init__(self, tickets: Sequence[Ticket], events: AsyncIterator[bytes]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._tickets = tickets
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            _cancel(self._tickets)
-
-
-async def _stream(form: Form, asked: Asked, inbox: Inbox, count: int) -> AsyncIterator[bytes]:
-    for choice in range(count):
-        if (first := form.first(choice)) is not None:
-            yield first
-    answers: dict[int, Finished] = {}
-    async for choice, event in _events(inbox, count):
-        if isinstance(event, Token) and event.text:
-            yield form.text(choice, event.text)
-        elif isinstance(event, Finished):
-            answers[choice] = event
-            yield form.last(choice, event)
-        elif isinstance(event, Failed):
-            yield sse(_failure(event).body())
-            return
-    if asked.include_usage:
-        yield form.total([answers[i] for i in range(count)])
-    yield DONE
-
-
-async def _collect(inbox: Inbox, count: int) -> list[Finished]:
-    answers: dict[int, Finished] = {}
-    async for choice, event in _events(inbox, count):
-        if isinstance(event, Failed):
-            raise _failure(event)
-        if isinstance(event, Finished):
-            answers[choice] = event
-    return [answers[i] for i in range(count)]
-
-
-async def _events(inbox: Inbox, count: int) -> AsyncIterator[tuple[int, EngineEvent]]:
-    """Until each of ``count`` answers is over."""
-    while count:
-        choice, event = await inbox.get()
-        count -= isinstance(event, (Finished, Failed))
-        yield choice, event
-
-
-async def _while_there(request: Request, work: Any) -> Any:
-    """The result of a coroutine; None where the client leaves before."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _cancel(tickets: Sequence[Ticket]) -> None:
-    for ticket in tickets:
-        ticket.cancel()
 
 
 def _too_long(limit: int, prompt: int, count: int, wanted: int | None, least: str = "") -> ApiError:
@@ -219,17 +191,12 @@ def _too_long(limit: int, prompt: int, count: int, wanted: int | None, least: st
     )
 
 
-def _failure(event: Failed) -> ApiError:
-    full = isinstance(event.error, CacheFullError)
-    return ApiError(503 if full else 500, f"{type(event.error).__name__}: {event.error}")
-
-
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, most: int) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MAX_BODY:
-            raise ApiError(413, f"the body has more than {MAX_BODY} bytes")
+        if len(body) > most:
+            raise ApiError(413, f"the body has more than {most} bytes")
     return bytes(body)
 
 
@@ -237,11 +204,11 @@ async def _refused(_: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail))
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), status_code=error.status)
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
-async def _failed(_: Request, error: Exception) -> Response:
-    return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}").body(), status_code=500)
+async def _failed(request: Request, error: Exception) -> Response:
+    return await _refused(request, api_error(error))
 
 
 def _health(engine: Engine, show_cached: bool) -> dict[str, Any]:

@@ -9,16 +9,17 @@ from typing import Any
 
 from kvcache.runner.errors import RequestError
 from kvcache.runner.requests import GenerationOptions
-
-from .errors import ApiError
+from kvcache.serve.errors import ApiError
 
 __all__ = ["Asked", "Fields", "Prompt", "Template", "Text", "parse_chat", "parse_completion"]
 
 MAX_CHOICES = 32
+MAX_LOGPROBS = 20
+"""Likely tokens that are told of, as in OpenAI's chat completions and in vLLM."""
 _BOTH = {"model", "max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos",
          "stream", "stream_options", "cache_salt"}  # fmt: skip
-_COMPLETION = _BOTH | {"prompt"}
-_CHAT = _BOTH | {"messages", "max_completion_tokens"}
+_COMPLETION = _BOTH | {"prompt", "logprobs"}
+_CHAT = _BOTH | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}
 _NO_MATTER = {
     "user",
     "metadata",
@@ -35,7 +36,6 @@ _IDLE: Mapping[str, Sequence[Any]] = {
     "function_call": ("auto", "none"),
     "functions": ([],),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
@@ -172,7 +172,8 @@ def parse_completion(fields: Fields, served: str) -> Asked:
     """The body of ``POST /v1/completions``."""
     fields.refuse(_COMPLETION)
     prompts = _prompts(fields.raw("prompt"))
-    return _asked(fields, served, prompts, fields.integer("max_tokens", 16, 1))
+    likely = None if fields.raw("logprobs") is False else fields.integer("logprobs", None, 0, MAX_LOGPROBS)
+    return _asked(fields, served, prompts, fields.integer("max_tokens", 16, 1), likely)
 
 
 def parse_chat(fields: Fields, served: str, template: Template) -> Asked:
@@ -183,10 +184,17 @@ def parse_chat(fields: Fields, served: str, template: Template) -> Asked:
         raise ApiError(400, "'messages' is a list of at least one message", "messages")
     prompt = template([_message(message, i) for i, message in enumerate(messages)])
     limit = fields.integer("max_completion_tokens", fields.integer("max_tokens", None, 1), 1)
-    return _asked(fields, served, [prompt], limit)
+    likely = fields.integer("top_logprobs", None, 0, MAX_LOGPROBS)
+    if not fields.flag("logprobs"):
+        if likely:
+            raise ApiError(400, "'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
+        return _asked(fields, served, [prompt], limit)
+    return _asked(fields, served, [prompt], limit, likely or 0)
 
 
-def _asked(fields: Fields, served: str, prompts: list[Prompt], max_tokens: int | None) -> Asked:
+def _asked(
+    fields: Fields, served: str, prompts: list[Prompt], max_tokens: int | None, logprobs: int | None = None
+) -> Asked:
     fields.model(served)
     choices = fields.integer("n", 1, 1, MAX_CHOICES)
     if len(prompts) * choices > MAX_CHOICES:
@@ -201,6 +209,7 @@ def _asked(fields: Fields, served: str, prompts: list[Prompt], max_tokens: int |
             seed=None if seed is None else fields.integer("seed", 0, -(2**63)) % 2**32,
             stop=fields.stops(),
             ignore_eos=fields.flag("ignore_eos"),
+            logprobs=logprobs,
         )
     except RequestError as error:
         raise ApiError(400, str(error)) from None

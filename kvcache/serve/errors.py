@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["ApiError"]
 
 
 class ApiError(Exception):
-    """``status`` and what the body says; ``param`` is the field that is wrong."""
+    """``status``, ``headers`` and what the body says; ``param`` is the field that is wrong."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         kinds = {429: "rate_limit_error", 404: "invalid_request_error"}

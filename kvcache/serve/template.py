@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .asked import Template, Text
-from .errors import ApiError
+from kvcache.serve.asked import Template, Text
+from kvcache.serve.errors import ApiError
 
 __all__ = ["template_of"]
 

@@ -1,1 +1,0 @@
-"""An OpenAI-compatible server on kvcache's engine: run `python examples/server`."""

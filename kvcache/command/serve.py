@@ -1,0 +1,158 @@
+"""``kvcache serve``: OpenAI's API on a model."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import ml
+from kvcache.command.completing import stores
+from kvcache.command.grouped import ungrouped
+from kvcache.command.options import Debug, Dtypes, Place, named_store
+from kvcache.command.reporting import reported
+from kvcache.offload.tiers import HostTier
+from kvcache.runner.engine import Engine, EngineOptions, Tier
+from kvcache.runner.loading import load_config, load_model
+from kvcache.runner.tokenizer import Tokenizer
+from kvcache.storage.sizes import parse_bytes
+
+__all__ = ["serve"]
+
+
+def _above_zero(value: float) -> float:
+    if not value > 0:
+        raise typer.BadParameter("Input should be above 0")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the server listens, and what clients call the model."""
+
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0: all there are.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)] = 8000
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model.", show_default="its folder's name")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the cache has room for."""
+
+    max_sequences: Annotated[int, typer.Option(help="Requests that run at the same time.", min=1)] = 8
+    capacity: Annotated[
+        int | None, typer.Option(help="Tokens per sequence.", min=2, show_default="the model's, to 4096")
+    ] = None
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens one request may hold, its share and more.", min=2, show_default="--capacity"
+        ),
+    ] = None
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.", min=1)] = 512
+    host_memory: Annotated[str, typer.Option(help="For prefixes that the cache has no room for.")] = "1GiB"
+    store: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A folder or a store's URL that keeps prefixes; repeatable.", autocompletion=stores
+        ),
+    ] = None
+
+    def engine_options(self, dtypes: Dtypes) -> EngineOptions:
+        sizes = self.max_sequences, self.capacity, self.prefill_chunk, dtypes.cache
+        return EngineOptions(*sizes, context=self.context)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server takes on, and tells."""
+
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that may wait for a sequence; further ones get 429.", min=0)
+    ] = 64
+    max_body: Annotated[str, typer.Option(help="The largest body of a request; larger ones get 413.")] = (
+        "8MiB"
+    )
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds until a request is given up.", callback=_above_zero)
+    ] = 600.0
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that requests have to finish when the server ends.", min=0)
+    ] = 20.0
+    write_interval: Annotated[
+        float,
+        typer.Option(
+            help="Seconds between two times that stores are given what is new.", callback=_above_zero
+        ),
+    ] = 60.0
+    hide_cached_tokens: Annotated[
+        bool, typer.Option("--hide-cached-tokens", help="Tell no client how much of its prompt was there.")
+    ] = False
+
+
+@ungrouped
+def serve(
+    place: Place,
+    dtypes: Dtypes,
+    address: Address,
+    room: Room,
+    limits: Limits,
+    debug: Debug = False,
+) -> None:
+    """Serve a model with OpenAI's API; requests are batched, and prompts that begin alike share their cache.
+
+    Ctrl-C, SIGTERM and SIGHUP end it: running requests may finish, and stores are written.
+
+    Example: kvcache serve --backend torch --port 8000 --store kept
+    """
+    with reported(debug):
+        try:
+            import kvcache.serve as server
+        except ModuleNotFoundError as error:
+            name = str(error.name).partition(".")[0]
+            if name in ("kvcache", "ml"):
+                raise
+            raise ml.NotSupportedError(f"serve needs {name}: pip install 'ml-kvcache[server]'") from error
+        path = place.path
+        load_config(path)  # what is wrong with it is told before anything is opened
+        options = server.ServeOptions(
+            address.host,
+            address.port,
+            limits.max_waiting,
+            parse_bytes("--max-body", limits.max_body),
+            limits.request_timeout,
+            limits.shutdown_timeout,
+            limits.write_interval,
+            not limits.hide_cached_tokens,
+        )
+        server.serve(
+            functools.partial(_opened, place, dtypes, room),
+            address.name or _name(place.model, path),
+            server.template_of(path),
+            options,
+            lambda line: typer.echo(f"kvcache: {line}", err=True),
+        )
+
+
+def _name(given: Path | None, path: Path) -> str:
+    """OWNER/NAME of the Hub as it was given, else the name of the folder or file."""
+    on_hub = given is not None and not given.expanduser().exists()
+    return str(given) if on_hub else path.resolve().name
+
+
+@contextlib.contextmanager
+def _opened(place: Place, dtypes: Dtypes, room: Room) -> Iterator[Engine]:
+    """Backend, model and engine, in the thread that uses them."""
+    path = place.path
+    tiers: list[Tier] = [HostTier(room.host_memory), *map(named_store, room.store or ())]
+    with place.open(load_config(path)) as backend:
+        model = load_model(path, backend, dtypes.weights)
+        with Engine(model, Tokenizer.load(path), room.engine_options(dtypes), tiers) as engine:
+            yield engine

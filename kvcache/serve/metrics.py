@@ -1,0 +1,187 @@
+"""What a server counts and times, for Prometheus; named kvcache:..., as vLLM has it where it has the same.
+
+What the engine counts anyway is read when it is asked for, between two of its passes; only times are taken
+as they come. The registry is the server's own: nothing is global.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvcache.prefix.prefix_cache import PrefixStats
+from kvcache.runner.engine import Engine, EngineEvent, Failed
+from kvcache.runner.requests import Finished, Started, Statistics, Token
+from kvcache.serve.worker import Ticket, Worker
+
+__all__ = ["Metrics"]
+
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+          40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+          80.0)  # fmt: skip
+_REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+            480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+"""Bounds of the buckets in seconds: vLLM's."""
+Family = CounterMetricFamily | GaugeMetricFamily
+
+
+class Metrics:
+    """Times the requests of ``worker``, whose ``observe`` it becomes, and reads what its engine counts.
+
+    Without ``show_cached``, whatever tells how much was reused is left out.
+    """
+
+    def __init__(self, worker: Worker, name: str, show_cached: bool = True) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(worker, name, show_cached))
+
+        def histogram(what: str, told: str, buckets: tuple[float, ...]) -> Histogram:
+            metric = Histogram(
+                f"kvcache:{what}", told, ["model_name"], registry=self._registry, buckets=buckets
+            )
+            return metric.labels(name)
+
+        self._first = histogram("time_to_first_token_seconds", "From the queue to the first token.", _FIRST)
+        self._token = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", _TOKEN)
+        self._mean = histogram(
+            "request_time_per_output_token_seconds", "Mean of an answer behind its first token.", _TOKEN
+        )
+        self._queue = histogram("request_queue_time_seconds", "From the queue to a sequence.", _REQUEST)
+        self._whole = histogram("e2e_request_latency_seconds", "From the queue to the last token.", _REQUEST)
+        self._ended = Counter(
+            "kvcache:request_success", "Requests that ended: stop, length, capacity (no room), error.",
+            ["model_name", "finished_reason"], registry=self._registry,
+        )  # fmt: skip
+        self._name = name
+        worker.observe = self.observe
+
+    def exposed(self) -> bytes:
+        """In Prometheus's text form. Waits for the engine's next pause: not for the loop that serves."""
+        return generate_latest(self._registry)
+
+    def observe(self, ticket: Ticket, event: EngineEvent) -> None:
+        """Called in the worker's thread, with what happens to each request."""
+        now = time.monotonic()
+        if isinstance(event, Started):
+            self._queue.observe(now - ticket.asked)
+        elif isinstance(event, Token) and event.token is not None:
+            self._count_token(ticket, now)
+        elif isinstance(event, Finished):
+            self._ended.labels(self._name, event.reason).inc()
+            self._whole.observe(now - ticket.asked)
+            if ticket.first is not None and len(event.tokens) > 1:
+                self._mean.observe((ticket.last - ticket.first) / (len(event.tokens) - 1))
+        elif isinstance(event, Failed):
+            self._ended.labels(self._name, "error").inc()
+
+    def _count_token(self, ticket: Ticket, now: float) -> None:
+        if ticket.first is None:
+            ticket.first = now
+            self._first.observe(now - ticket.asked)
+        else:
+            self._token.observe(now - ticket.last)
+        ticket.last = now
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What an engine has counted, at one moment."""
+
+    statistics: Statistics
+    reused: PrefixStats
+    running: int
+    waiting: int
+    preemptions: int
+    nbytes: Mapping[str, int]
+    failed: Mapping[str, int]
+    store_errors: Mapping[str, int]
+
+    @classmethod
+    def of(cls, engine: Engine) -> _Reading:
+        prefix = engine.prefix
+        return cls(
+            replace(engine.statistics), replace(prefix.stats), len(engine.running), len(engine.waiting),
+            engine.preemptions, prefix.nbytes, prefix.failed, prefix.store_errors,
+        )  # fmt: skip
+
+    def always(self) -> Iterator[Family]:
+        statistics = self.statistics
+        yield _gauge("num_requests_running", "Requests that hold a sequence.", self.running)
+        yield _gauge("num_requests_waiting", "Requests that wait for a sequence.", self.waiting)
+        yield _counter("num_preemptions", "Times a request made room for others.", self.preemptions)
+        yield _counter("prompt_tokens", "Tokens of all prompts.", statistics.prompt_tokens)
+        yield _counter("generation_tokens", "Tokens that were generated.", statistics.generated_tokens)
+
+    def of_reuse(self, stores: bool) -> Iterator[Family]:
+        """What a client could learn from what others have asked."""
+        reused = self.reused
+        local = reused.live + reused.device + reused.host
+        sources = {
+            "local_compute": self.statistics.computed_tokens,
+            "local_cache_hit": local,
+            "external_kv_transfer": reused.store,
+        }
+        tiers = {tier: getattr(reused, tier) for tier in ("live", "device", "host", "store")}
+        yield _counter(
+            "prompt_tokens_by_source",
+            "Tokens that were computed, in memory, or in stores.",
+            sources,
+            "source",
+        )
+        yield _counter("prompt_tokens_cached", "Tokens of prompts that were not computed.", reused.reused)
+        yield _counter(
+            "prompt_tokens_reused", "Those by the tier that had them; live: another request's.", tiers, "tier"
+        )
+        yield _counter("prefix_cache_queries", "Tokens that were looked up.", reused.tokens)
+        yield _counter("prefix_cache_hits", "Tokens that were in the cache or in host memory.", local)
+        if stores:
+            asked = reused.tokens - local
+            yield _counter(
+                "external_prefix_cache_queries", "Tokens that memory lacked, asked of stores.", asked
+            )
+            yield _counter("external_prefix_cache_hits", "Tokens that stores had.", reused.store)
+        yield _gauge("kept_bytes", "Snapshots per tier; leaving, writing: on their way.", self.nbytes, "tier")
+        yield _counter("offload_failures", "Snapshots lost on their way to a tier.", self.failed, "tier")
+        yield _counter("store_errors", "Calls of stores that failed, by kind.", self.store_errors, "kind")
+
+
+class _EngineCollector(Collector):
+    def __init__(self, worker: Worker, name: str, show_cached: bool) -> None:
+        self._worker, self._name, self._show_cached = worker, name, show_cached
+
+    def describe(self) -> Iterable[Family]:
+        """Nothing: what there is depends on the engine, and registering does not ask it."""
+        return ()
+
+    def collect(self) -> Iterator[Family]:
+        reading = self._worker.post(_Reading.of).result()
+        assert isinstance(reading, _Reading)
+        families = [*reading.always(), *(reading.of_reuse(self._worker.stores) if self._show_cached else ())]
+        counts = {"refused": self._worker.refused, "cancelled": self._worker.cancelled}
+        families.append(
+            _counter("requests_dropped", "Refused (429), or given up by the client.", counts, "why")
+        )
+        for family in families:
+            for sample in family.samples:
+                sample.labels["model_name"] = self._name
+            yield family
+
+
+def _counter(name: str, told: str, value: float | Mapping[str, int], label: str = "") -> Family:
+    return _filled(CounterMetricFamily(f"kvcache:{name}", told, labels=[label] if label else []), value)
+
+
+def _gauge(name: str, told: str, value: float | Mapping[str, int], label: str = "") -> Family:
+    return _filled(GaugeMetricFamily(f"kvcache:{name}", told, labels=[label] if label else []), value)
+
+
+def _filled(family: Family, value: float | Mapping[str, int]) -> Family:
+    for label, each in value.items() if isinstance(value, Mapping) else [(None, value)]:
+        family.add_metric([] if label is None else [label], each)
+    return family

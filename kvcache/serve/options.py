@@ -1,0 +1,30 @@
+"""Where a server listens, and what it takes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ServeOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """``host`` and ``port`` (0: a free one) to listen on, and limits; times in seconds.
+
+    ``max_waiting`` requests may wait for a sequence, further ones get 429. A body of more than ``max_body``
+    bytes gets 413. A request that is not answered, and read, within ``request_timeout`` is given up. When
+    the server is told to end, requests that are running or waiting have ``shutdown_timeout`` to finish.
+    Stores are given what is new every ``write_interval``.
+
+    ``show_cached``: answers, /health and /metrics say how many tokens were in the cache already, from which a
+    client learns what others have asked.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_waiting: int = 64
+    max_body: int = 8 << 20
+    request_timeout: float = 600.0
+    shutdown_timeout: float = 20.0
+    write_interval: float = 60.0
+    show_cached: bool = True

@@ -1,0 +1,159 @@
+"""A server from its first connection to its last: it listens, ends in order, and keeps its stores."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import uvicorn
+
+from kvcache.runner.engine import Engine
+from kvcache.runner.errors import RequestError
+from kvcache.serve.app import make_app
+from kvcache.serve.asked import Template
+from kvcache.serve.options import ServeOptions
+from kvcache.serve.worker import Worker
+
+__all__ = ["Server", "serve"]
+
+log = logging.getLogger("kvcache.serve")
+
+LAST_WORDS = 2.0
+"""Seconds for clients to read that their requests were given up."""
+
+
+def serve(
+    make: Callable[[], AbstractContextManager[Engine]],
+    name: str,
+    template: Template,
+    options: ServeOptions | None = None,
+    told: Callable[[str], None] = log.info,
+) -> None:
+    """Serve the engine that ``make`` opens, under ``name``, until SIGINT, SIGTERM or SIGHUP comes.
+
+    To be called from the main thread, which gets the signals. The address is taken before the engine is
+    opened, and answers after that. At the end requests that are running may finish, and then what is kept
+    goes to the engine's stores. ``told`` hears in a line each that it serves, and that it writes.
+
+    Raises RequestError for an address that cannot be had, and what ``make`` raises.
+    """
+    options = options or ServeOptions()
+    with (
+        _bound(options.host, options.port) as listening,
+        _ended_by_signals(),
+        Worker(make, options) as worker,
+    ):
+        app = make_app(worker, name, template, options)
+        config = uvicorn.Config(
+            app, ws="none", lifespan="off", log_config=None, access_log=False,
+            timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + LAST_WORDS),
+        )  # fmt: skip
+        try:
+            with contextlib.suppress(KeyboardInterrupt):  # it has ended in order
+                told_ready = functools.partial(told, f"serving {name} on {_url(listening)}")
+                Server(config, worker, options.shutdown_timeout, told_ready).run([listening])
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one ends nothing half-written
+            if worker.stores:
+                told("writing what is kept to the stores; Ctrl-C leaves it undone")
+
+
+class Server(uvicorn.Server):
+    """Tells when it listens. Requests that are not over ``within`` seconds of its end are given up.
+
+    A connection that is closed has a second or two for what it is still to send: asyncio would wait for a
+    client that does not read for ever.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, worker: Worker, within: float, ready: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._worker, self._within, self._ready = worker, within, ready
+        self._closing: set[asyncio.Transport] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # a second
+            transports = (connection.transport for connection in self.server_state.connections)
+            closing = {each for each in transports if each.is_closing()}
+            for each in closing & self._closing:
+                each.abort()
+            self._closing = closing
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens no more; connections that have no request are closed, the others when theirs are over."""
+        giving_up = asyncio.get_running_loop().call_later(self._within, self._worker.end_requests)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            giving_up.cancel()
+
+
+@contextlib.contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that has the address and does not listen yet: who connects is refused until it does."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise RequestError(f"serve: {host}:{port}: no such address ({error})") from error
+    with listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(address)
+        except OSError as error:
+            raise RequestError(
+                f"serve: {host}:{port} cannot be had ({error.strerror}); choose another port (0: a free one)"
+            ) from error
+        yield listening
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Ended(BaseException):
+    """A signal that ends the server, where uvicorn has not taken it."""
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that what is kept goes to the stores.
+
+    uvicorn takes SIGTERM itself while it serves, and raises it anew when it has stopped.
+    """
+
+    def end(number: int, frame: object) -> None:
+        raise _Ended
+
+    def hang_up(number: int, frame: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    wanted = {"SIGTERM": end, "SIGHUP": hang_up}
+    before: dict[int, Any] = {}
+    for name, handler in wanted.items():
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            before[number] = signal.signal(number, handler)
+    try:
+        with contextlib.suppress(_Ended):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,54 @@
+"""Log probabilities of tokens under logits: on the device, or from an array on the host.
+
+The two say the same, the host in float64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ml.dtypes import DType
+from ml.errors import ShapeError
+from ml.protocols import Context, Tensor
+from ml.selection import largest
+
+__all__ = ["logprobs", "logprobs_on_host"]
+
+
+def logprobs(ctx: Context, logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """log softmax of logits F32 (rows, vocabulary): F32 (rows, 1 + 2 * most), nothing is read back.
+
+    Of each row: that of its token in I32 (rows,); those of its ``most`` likeliest tokens, descending, the
+    lower id first among equals; and their ids, exact up to 2**24. Raises ShapeError where shapes do not fit.
+    """
+    rows, vocabulary = _checked(logits.shape, tokens.shape, most)
+    peak = logits.max(ctx, 1, keepdims=True)
+    total = logits.sub(ctx, peak).exp(ctx).sum(ctx, 1, keepdims=True).log(ctx)
+    places = tokens.add(ctx, ctx.arange(0, rows * vocabulary, vocabulary, DType.I32))
+    values = logits.reshape(ctx, rows * vocabulary, 1).rows(ctx, places)
+    if not most:
+        return values.sub(ctx, peak).sub(ctx, total)
+    top, ids = logits.top_k(ctx, most)
+    found = values.concat(ctx, top, 1).sub(ctx, peak).sub(ctx, total)
+    return found.concat(ctx, ids.cast(ctx, DType.F32), 1)
+
+
+def logprobs_on_host(logits: np.ndarray, tokens: np.ndarray, most: int) -> np.ndarray:
+    """What ``logprobs`` says, of logits (rows, vocabulary) of any float dtype: float64."""
+    rows, _ = _checked(logits.shape, tokens.shape, most)
+    with np.errstate(all="ignore"):
+        x = logits.astype(np.float64)
+        x -= x.max(1, keepdims=True)
+        total = np.log(np.exp(x).sum(1, keepdims=True))
+    ids = largest(logits, most) if most else np.empty((rows, 0), np.intp)
+    values = np.take_along_axis(x, np.concatenate((tokens[:, None], ids), 1), 1)
+    return np.concatenate((values - total, ids), 1)
+
+
+def _checked(logits: tuple[int, ...], tokens: tuple[int, ...], most: int) -> tuple[int, int]:
+    if len(logits) != 2 or tokens != logits[:1] or not 0 <= most <= logits[1]:
+        raise ShapeError(
+            f"logprobs: logits {logits}, tokens {tokens}, the {most} likeliest; logits must be "
+            "(rows, vocabulary), tokens (rows,), and the likeliest in [0, vocabulary]"
+        )
+    return logits[0], logits[1]

@@ -1,0 +1,140 @@
+"""What a server does not take on: bodies, queues, time; and clients that read slowly or leave."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+import httpx
+
+from kvcache.runner.engine import EngineOptions
+from kvcache.runner.loading import bundled_model
+from kvcache.serve import ServeOptions, Worker, make_app, template_of
+from kvcache.serve.worker import Stopped
+
+from .serve_rig import NAME, PROMPT, Serving, asked_in_process, gated, opened, served, until
+
+OPTIONS = EngineOptions(max_sequences=2, capacity=128)
+ENDLESS = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def hurried() -> Iterator[Serving]:
+    """A request has two tenths of a second."""
+    with served(OPTIONS, ServeOptions(request_timeout=0.2, max_body=1000)) as serving:
+        yield serving
+        assert serving.worker.idle.wait(timeout=60)
+        assert serving.ask(lambda engine: (len(engine.prefix.sessions), engine.busy)) == (0, False)
+
+
+def connected(serving: Serving, body: bytes, claimed: int | None = None) -> socket.socket:
+    """A client that has asked, with a small buffer, and reads nothing by itself."""
+    host, port = serving.url.removeprefix("http://").split(":")
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(60)
+    client.connect((host, int(port)))
+    length = len(body) if claimed is None else claimed
+    client.sendall(
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode() + body
+    )
+    return client
+
+
+def test_a_body_that_is_too_large_is_refused(hurried: Serving) -> None:
+    reply = hurried.post({"prompt": "x" * 1000})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (413, "the body has more than 1000 bytes")
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(hurried: Serving) -> None:
+    with connected(hurried, b"{", claimed=100) as client:
+        head = client.recv(1 << 16)
+    assert head.startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_request_that_takes_too_long_is_given_up_and_not_tried_again(hurried: Serving) -> None:
+    with gated(hurried):
+        before = hurried.worker.cancelled
+        reply = hurried.post(ENDLESS)
+        until(lambda: hurried.worker.cancelled == before + 1)
+    assert (reply.status_code, reply.headers["x-should-retry"]) == (504, "false")
+    error = reply.json()["error"]
+    assert (error["code"], error["message"]) == ("timeout", "the request was not answered within 0.2 seconds")
+
+
+def test_a_stream_that_takes_too_long_ends_with_the_error(hurried: Serving) -> None:
+    with gated(hurried):
+        before = hurried.worker.cancelled
+        reply = hurried.post({**ENDLESS, "stream": True})
+        until(lambda: hurried.worker.cancelled == before + 1)
+    assert reply.status_code == 200
+    assert json.loads(reply.text.removeprefix("data: "))["error"]["code"] == "timeout"
+
+
+def test_who_does_not_read_is_cut_off_when_the_time_is_over(hurried: Serving) -> None:
+    """Megabytes for a client that takes none of them: more than all buffers hold."""
+    asked = {**ENDLESS, "stream": True, "n": 32, "max_tokens": 110, "logprobs": 20}
+    with connected(hurried, json.dumps(asked).encode()):
+        until(lambda: bool(hurried.worker._tickets))
+        until(lambda: not hurried.http.server_state.connections)
+    assert hurried.worker.idle.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[Serving]:
+    with served(OPTIONS) as serving:
+        yield serving
+
+
+def test_who_does_not_read_holds_up_nobody(patient: Serving) -> None:
+    """Its answer is computed to the end, its sequence is free, and others are answered; then it reads all."""
+    asked = {**ENDLESS, "stream": True, "logprobs": 20}
+    with connected(patient, json.dumps(asked).encode()) as client:
+        for _ in range(3):
+            assert patient.post({**ENDLESS, "max_tokens": 5}).status_code == 200
+        assert patient.worker.idle.wait(timeout=60)
+        assert patient.ask(lambda engine: len(engine.prefix.sessions)) == 0
+        found = b""
+        while b"data: [DONE]" not in found:
+            found += client.recv(1 << 16)
+    assert found.count(b'"text_completion"') == 101  # a token each, and why it ends
+
+
+def test_requests_wait_as_long_as_the_last_ones_took_to_end() -> None:
+    with Worker(lambda: opened(OPTIONS)) as worker:
+        ends: Any = worker._ends
+        found = []
+        for times in ([], [5.0], [5.0, 5.0], [5.0, 9.0, 12.0], [0.0, 1000.0]):
+            ends.clear()
+            ends.extend(times)
+            found.append(worker._pause())
+    assert found == [1, 1, 1, math.ceil(3.5), 60]
+
+
+def test_a_server_whose_engine_has_stopped_says_503() -> None:
+    with Worker(lambda: opened(OPTIONS)) as worker:
+        app = make_app(worker, NAME, template_of(bundled_model()))
+    for path, body in (("/health", None), ("/v1/completions", ENDLESS)):
+        reply = asked_in_process(app, path, body)
+        assert reply.status_code == 503
+        assert reply.json()["error"]["message"] == "Stopped: the engine has stopped"
+
+
+def test_a_server_that_ends_gives_up_what_is_left_and_takes_nothing() -> None:
+    with served(OPTIONS) as serving, gated(serving) as gate:
+        streams = [serving.complete(prompt=f"{i} {PROMPT}", max_tokens=40, stream=True) for i in range(3)]
+        gate.let(3)
+        serving.worker.end_requests()
+        for stream in streams:
+            with pytest.raises(Exception, match="Stopped: the server is ending"):
+                list(stream)
+        assert serving.ask(lambda engine: (len(engine.prefix.sessions), engine.busy)) == (0, False)
+        reply = httpx.post(f"{serving.url}/v1/completions", json=ENDLESS)
+        assert (reply.status_code, Stopped.__name__ in reply.text) == (503, True)
