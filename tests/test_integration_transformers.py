@@ -241,9 +241,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "embedding-transformers.md
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_the_page_runs_as_written(
-    dynamo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_runs_as_written(dynamo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/embedding-transformers.md: its blocks, in order, in one session."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

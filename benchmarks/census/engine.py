@@ -132,10 +132,10 @@ def render(library: Library, results: Mapping[str, Any]) -> None:
     groups = sorted(rows.items(), key=lambda row: -len(row[1]))
     lines = ["| group | " + " | ".join(library.MODES) + " |", "|---" * (len(library.MODES) + 1) + "|"]
     lines += [f"| {number} | {' | '.join(cells)} |" for number, (cells, _) in enumerate(groups, 1)]
-    lines += ["", "| group | types |", "|---|---|"]
-    for number, (_, names) in enumerate(groups, 1):
-        counted = f"{len(names)} types: " if len(names) > 1 else ""
-        lines.append(f"| {number} | {counted}{', '.join(names)} |")
+    lines += ["", "| group | types | which |", "|---|---|---|"]
+    lines += [
+        f"| {number} | {len(names)} | {', '.join(names)} |" for number, (_, names) in enumerate(groups, 1)
+    ]
     lines += ["", *(f"{number}. {note}" for note, number in notes.items())]
     unbuilt = [f"{name} ({found['']})" for name, found in results.items() if "" in found]
     lines += ["", f"Not built: {'; '.join(unbuilt)}."]
