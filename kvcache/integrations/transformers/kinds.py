@@ -9,7 +9,7 @@ from typing import Any
 from transformers import cache_utils
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from kvcache import NotSupportedError
+from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.model_caches import CHUNKED, FULL, SLIDING, Kind
 
 __all__ = [
@@ -125,6 +125,10 @@ class Plan:
 
 def layer_plan(config: Any) -> Plan:
     """The plan of a model's decoder. NotSupportedError for layers that none of our caches serves."""
+    if not hasattr(config, "get_text_config"):
+        raise InvalidRangeError(
+            f"HFCache: config is a {type(config).__name__}; it must be the config of a model: model.config"
+        )
     decoder = config.get_text_config(decoder=True)
     traits = frozenset(trait for trait, types in _TRAITS.items() if decoder.model_type in types.split())
     found = Plan((), model_type=decoder.model_type, traits=traits)

@@ -132,6 +132,9 @@ class HFPrefixCache(Closing):
         whole: Any = family.all
         self.prefix = PrefixCache(whole, **options)
 
+    def __repr__(self) -> str:
+        return f"<HFPrefixCache of a {type(self.model).__name__}; {self.prefix!r}>"
+
     def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> HFSession:
         """Start a conversation with a prompt, from the longest prefix of it that is there.
 
