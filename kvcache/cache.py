@@ -79,7 +79,7 @@ class CacheFullError(KVCacheError, RuntimeError):
         free: int,
         held: Mapping[int, int],
         op: str = "start_forward",
-        remedy: str = "remove a sequence or part of one, or init with a larger capacity",
+        remedy: str = "remove a sequence or part of one, or use a larger capacity",
     ) -> None:
         self.asked = asked
         self.free = free

@@ -37,7 +37,7 @@ class TestKeysAndValues:
         one, other = (pool.make_prompt_cache()[0] for _ in range(2))
         one.update_and_fetch(marked(1, 2), marked(1, 2))
         other.update_and_fetch(marked(3), marked(3))
-        with pytest.raises(kvcache.OrderError, match="several lengths"):
+        with pytest.raises(kvcache.OrderError, match="different lengths"):
             one.merge([one, other]).keys_and_values()
 
     def test_in_a_pass_that_was_interrupted_are_refused_where_its_mask_names_another_order(self) -> None:

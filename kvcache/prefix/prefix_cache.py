@@ -75,12 +75,12 @@ class PrefixCache(Closing):
     ) -> None:
         if not hasattr(cache, "settings"):
             raise InvalidRangeError(
-                f"PrefixCache: {cache!r:.60} is no cache; it must be one that init has bound"
+                f"PrefixCache: {cache!r:.60} is not a cache; it must be an initialized cache"
             )
         least = {"interval": (interval, 1), "backlog": (backlog, 0), "in_flight": (in_flight, 0)}
         for name, (value, lowest) in {**least, "budget": (budget or 0, 0)}.items():
             if value < lowest:
-                raise InvalidRangeError(f"PrefixCache: {name}={value}; it is >= {lowest}")
+                raise InvalidRangeError(f"PrefixCache: {name}={value}; it must be at least {lowest}")
         if not identity and not all(isinstance(tier, HostTier) for tier in tiers):
             raise InvalidRangeError(
                 "PrefixCache: a store keeps snapshots for others and for later; identity= has to say which "
@@ -130,7 +130,7 @@ class PrefixCache(Closing):
         self._open.forget_items()
         ids = self.alphabet.encode(tokens, tenant)
         if not ids.size:
-            raise InvalidRangeError("begin: no tokens; a prompt has at least one")
+            raise InvalidRangeError("begin: the prompt is empty; it must contain at least one token")
         if not self._open.free:
             raise SessionLimitError(
                 f"begin: {len(self._open.sessions)} sessions are open, one per sequence; close one first"
@@ -286,12 +286,15 @@ def _sorted_tiers(
     """The host tier, the stores in order, and those of them that were opened here."""
     hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
     if len(hosts) > 1 or (hosts and tiers[0] is not hosts[0]):
-        raise InvalidRangeError("PrefixCache: tiers are one HostTier at most, and then stores")
+        raise InvalidRangeError("PrefixCache: tiers must be at most one HostTier, followed by stores")
     stores: list[SnapshotStore] = []
     opened: list[SnapshotStore] = []
     for tier in tiers[len(hosts) :]:
         if not isinstance(tier, (str, PathLike, SnapshotStore)):
-            raise InvalidRangeError(f"PrefixCache: {tier!r} is no tier; a HostTier, a store, or its URL")
+            raise InvalidRangeError(
+                f"PrefixCache: {tier!r} is not a tier; it must be a HostTier, a store, or the path or "
+                "URL of a store"
+            )
     try:
         for tier in tiers[len(hosts) :]:
             if isinstance(tier, SnapshotStore):

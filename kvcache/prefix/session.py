@@ -130,7 +130,7 @@ class Session:
         end there; without it, positions in the middle are resumed from an earlier one.
         """
         if size < 1:
-            raise InvalidRangeError(f"chunks: size={size}; it is >= 1")
+            raise InvalidRangeError(f"chunks: size={size}; it must be at least 1")
         at = self.cached
         while at < self._prompt:
             self._check("chunks")

@@ -48,7 +48,7 @@ class GenerationOptions:
             )
         if isinstance(self.stop, str) or not all(self.stop):
             raise RequestError(
-                f"GenerationOptions: stop={self.stop!r}; it is a sequence of strings that are not empty"
+                f"GenerationOptions: stop={self.stop!r}; it must be a sequence of non-empty strings"
             )
 
     def sampler(self, stream: int = 0) -> Sampler:

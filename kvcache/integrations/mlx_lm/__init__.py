@@ -91,12 +91,14 @@ def rewind(prompt_cache: Sequence[Any], position: int) -> int:
     """
     rows: BatchRows = prompt_cache[0].rows
     if len(rows.held) != 1:
-        raise InvalidRangeError(f"rewind: a batch of {len(rows.held)} rows; extract one")
+        raise InvalidRangeError(
+            f"rewind: the prompt cache is a batch of {len(rows.held)} rows; extract one row first"
+        )
     rows.settle()
     entries = entries_in(prompt_cache)
     length = min(entry.size_seen for entry in entries)
     if not 0 <= position <= rows.lengths[0]:
-        raise InvalidRangeError(f"rewind: to {position} of {rows.lengths[0]} tokens")
+        raise InvalidRangeError(f"rewind: position {position}; the prompt cache has {rows.lengths[0]} tokens")
     target = rows.reachable(min(position, length))
     for entry in entries:
         entry.catch_up()

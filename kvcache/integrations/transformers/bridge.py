@@ -113,7 +113,7 @@ def dtype_of(dtype: torch.dtype) -> ml.DType:
         return _DTYPES[dtype]
     except KeyError:
         names = ", ".join(str(known) for known in _DTYPES)
-        raise ml.NotSupportedError(f"HFCache: activations of {dtype}; a cache stores {names}") from None
+        raise ml.NotSupportedError(f"HFCache: activations of {dtype}; a cache can store {names}") from None
 
 
 def stored_dtype(dtype: HFDType | None) -> CacheFormat | None:
