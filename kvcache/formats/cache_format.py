@@ -120,7 +120,8 @@ def _one(dtype: object) -> StorageFormat:
         try:
             return open_format(dtype)
         except ml.DTypeError as error:
-            raise ml.DTypeError(f"init: dtype={dtype!r:.60}: {error}") from None
+            told = str(error).removeprefix("open_format: ")
+            raise ml.DTypeError(f"init: dtype={dtype!r:.60}: {told}") from None
     if isinstance(dtype, ml.DType):
         if dtype.is_float or dtype.is_quantized:
             return open_format(dtype.name)

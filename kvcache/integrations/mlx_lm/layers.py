@@ -115,7 +115,7 @@ def _check_kind(i: int, entry: Any) -> None:
         return
     detail = f" with keep={entry.keep}" if kind is mlx_caches.RotatingKVCache else ""
     raise NotSupportedError(
-        f"make_prompt_cache: layer {i} of the model wants mlx-lm's {kind.__name__}{detail}; there are "
+        f"make_prompt_cache: layer {i} of the model wants mlx-lm's {kind.__name__}{detail}; supported are "
         "KVCache, RotatingKVCache with keep=0, ArraysCache, and CacheList of these; use mlx-lm's own cache"
     )
 
