@@ -60,10 +60,10 @@ __all__ = ["CausalCache", "drop_middle"]
 class CausalCache(
     BoundCache[ForwardPass], PreparedCalls[AttentionSnapshot], ManagedSnapshots[AttentionSnapshot]
 ):
-    """Keeps every token; a query sees all of its own sequence up to itself.
+    """Keeps every token; a query attends to all tokens of its own sequence up to its own position.
 
-    ``shift`` re-encodes stored keys for new positions; without it, tokens cannot be removed from the
-    middle of a sequence.
+    ``shift`` re-encodes stored keys for new positions. Without it, tokens cannot be removed from the middle
+    of a sequence.
     """
 
     def __init__(self, shift: ShiftFunction | None = None) -> None:
