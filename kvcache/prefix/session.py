@@ -78,15 +78,15 @@ class SessionOwner(Protocol):
 
 
 class Session:
-    """One conversation in the cache: ``seq`` is its sequence, and ``cached`` of its tokens need no evaluation.
+    """One conversation in the cache: ``seq`` is its sequence, ``cached`` the number of tokens it starts with.
 
     Evaluate ``remaining`` (the tokens of the prompt from position ``cached`` on), then every token that
     ``extend`` adds, in order. ``close`` keeps what was evaluated for later sessions.
 
     To remove tokens from the end, call ``rewind``. ``remaining`` then has the tokens to evaluate again, and
     ``extend`` continues from there. If tokens are removed from the cache directly
-    (``cache.remove(session.seq, n)``), nothing from ``n`` on is kept or shared, unless ``extend`` has not been
-    called for them yet (rejected drafts). If ``cache.copy_prefix`` replaces the sequence, every call except
+    (``cache.remove(session.seq, n)``), nothing from ``n`` on is kept or shared, unless ``extend`` has not
+    been called for them yet (rejected drafts). If ``cache.copy_prefix`` replaces the sequence, every call except
     ``rewind`` and ``close`` raises SessionReplacedError, and nothing of the session is kept.
     """
 
