@@ -86,8 +86,8 @@ class Session:
     To remove tokens from the end, call ``rewind``. ``remaining`` then has the tokens to evaluate again, and
     ``extend`` continues from there. If tokens are removed from the cache directly
     (``cache.remove(session.seq, n)``), nothing from ``n`` on is kept or shared, unless ``extend`` has not
-    been called for them yet (rejected drafts). If ``cache.copy_prefix`` replaces the sequence, every call except
-    ``rewind`` and ``close`` raises SessionReplacedError, and nothing of the session is kept.
+    been called for them yet (rejected drafts). If ``cache.copy_prefix`` replaces the sequence, every call
+    except ``rewind`` and ``close`` raises SessionReplacedError, and nothing of the session is kept.
     """
 
     def __init__(
