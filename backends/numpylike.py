@@ -230,6 +230,7 @@ def element_strides(array: Any, itemsize: int) -> Shape:
     axes = list(zip(array.shape, array.strides, strict=True))
     if any(size > 1 and (stride < 0 or stride % itemsize) for size, stride in axes):
         raise ShapeError(
-            f"from_native: strides of {array.strides} bytes; they are >= 0 and multiples of {itemsize}"
+            f"from_native: strides of {array.strides} bytes; they must be at least 0 and multiples of "
+            f"{itemsize}"
         )
     return tuple(stride // itemsize if size > 1 else 1 for size, stride in axes)

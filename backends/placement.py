@@ -31,9 +31,9 @@ def asked_devices(device: Any, devices: Sequence[Any] | None) -> list[Any] | Non
     if devices is None:
         return None if device is None else [device]
     if device is not None:
-        raise DeviceError("open_backend: both device= and devices= are given; one of them says it all")
+        raise DeviceError("open_backend: device= and devices= are both given; give one of them")
     if isinstance(devices, str):
-        raise DeviceError(f"open_backend: devices={devices!r}; it is a list of names")
+        raise DeviceError(f"open_backend: devices={devices!r}; it must be a list of names")
     return list(devices)
 
 
@@ -42,7 +42,7 @@ def check_once(names: Sequence[Any]) -> None:
     if not names:
         raise DeviceError("open_backend: devices=[]; name at least one")
     if len(set(names)) < len(names):
-        raise DeviceError(f"open_backend: devices={[*names]}; each is named once")
+        raise DeviceError(f"open_backend: devices={[*names]}; each must be named once")
 
 
 def only_device(
@@ -68,7 +68,7 @@ def only_device(
 def check_layers(layers: int | Sequence[int] | None) -> None:
     """Raise ShapeError for a model without layers."""
     if layers is not None and (len(layers) if isinstance(layers, Sequence) else operator.index(layers)) < 1:
-        raise ShapeError(f"open_backend: layers={layers}; a model has at least one")
+        raise ShapeError(f"open_backend: layers={layers}; a model must have at least one")
 
 
 class PlacedBackend(BaseBackend):
@@ -86,7 +86,7 @@ class PlacedBackend(BaseBackend):
     ) -> None:
         check_layers(layers)
         if layers is None and len(devices) > 1:
-            raise ShapeError(f"open_backend: {len(devices)} devices to split layers over; say layers=N")
+            raise ShapeError(f"open_backend: {len(devices)} devices to split layers over; pass layers=N")
         super().__init__(name, devices, dtype)
         self._device_of: list[int] | None = None
         """By layer; None: there is one device, and any number of layers."""

@@ -78,7 +78,7 @@ def check_shapes(query: Sequence[int], key: Sequence[int], value: Sequence[int])
         or query[1] % key[1]
     ):
         raise ShapeError(
-            f"quantized_attention: query, key, value {shapes}; each is (tokens, heads, size), "
+            f"quantized_attention: query, key, value {shapes}; each must be (tokens, heads, size), "
             "with one size of queries and keys, and heads a multiple of KV heads"
         )
 
@@ -181,7 +181,7 @@ def attend_codes(
     if tokens != plan.tokens:
         raise ShapeError(f"quantized_attention: {tokens} queries; the plan is for {plan.tokens}")
     if sinks is not None and sinks.shape != (heads,):
-        raise ShapeError(f"quantized_attention: sinks {sinks.shape}; they are floats ({heads},)")
+        raise ShapeError(f"quantized_attention: sinks {sinks.shape}; they must be floats ({heads},)")
     work = Work.of(plan, kv_heads)
     if work.reach > cells:
         raise BoundsError(f"quantized_attention: the plan names row {work.reach - 1} of {cells}")

@@ -89,7 +89,7 @@ class CacheFullError(KVCacheError, RuntimeError):
         free: int,
         held: Mapping[int, int],
         op: str = "start_forward",
-        remedy: str = "remove a sequence or part of one, or init with a larger capacity",
+        remedy: str = "remove a sequence or part of one, or use a larger capacity",
     ) -> None:
         self.asked = asked
         self.free = free
@@ -128,11 +128,11 @@ class ClosedError(KVCacheError, ml.ClosedError):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tokens of one forward pass, in any order, of one sequence or several.
+    """The tokens of one forward pass, in any order, of one or more sequences.
 
-    ``positions[i]`` and ``sequences[i]`` say where token i belongs. ``inputs`` are the model's (token
-    ids), ``outputs`` the indices whose logits are wanted (None: all), ``multimodal`` pairs of (index,
-    item) for inputs that are no tokens; caches do not look at these three.
+    ``positions[i]`` and ``sequences[i]`` are the position and the sequence of token i. ``inputs`` are the
+    model's inputs (token ids), ``outputs`` the indices whose logits are wanted (None: all), and
+    ``multimodal`` pairs of (index, item) for inputs that are not tokens; caches ignore these three.
     """
 
     positions: Sequence[int]

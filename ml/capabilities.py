@@ -113,14 +113,14 @@ class CacheConfig:
         check(self, ShapeError, permuted_v=TRUTH, elide_mask=TRUTH, fixed_shapes=TRUTH)
         for name in ("cache_padding", "mask_batch_padding", "call_bytes"):
             if getattr(self, name) < 1:
-                raise ShapeError(f"CacheConfig: {name}={getattr(self, name)}; it is >= 1")
+                raise ShapeError(f"CacheConfig: {name}={getattr(self, name)}; it must be at least 1")
         if self.mask_dtype not in (DType.F32, DType.F16, DType.BF16):
-            raise DTypeError(f"CacheConfig: mask_dtype={self.mask_dtype!r}; a mask is F32, F16 or BF16")
+            raise DTypeError(f"CacheConfig: mask_dtype={self.mask_dtype!r}; it must be F32, F16 or BF16")
         try:
             object.__setattr__(self, "layout", Layout(self.layout))
         except ValueError:
             names = " or ".join(Layout)
-            raise ShapeError(f"CacheConfig: layout={self.layout!r}; it is {names}") from None
+            raise ShapeError(f"CacheConfig: layout={self.layout!r}; it must be {names}") from None
 
 
 @runtime_checkable

@@ -62,7 +62,8 @@ def free_ports(count: int) -> list[int]:
         if all(map(_free, found)):
             return found
     raise GroupError(
-        f"free_ports: {count} free ports in a row in [{_PORTS.start}, {_PORTS.stop}); none found"
+        f"free_ports: {count} consecutive free ports are needed in [{_PORTS.start}, {_PORTS.stop}); "
+        "none were found"
     )
 
 

@@ -73,7 +73,7 @@ class DType(enum.Enum):
             return _FROM_NUMPY[found]
         except KeyError:
             names = ", ".join(str(known) for known in _FROM_NUMPY)
-            raise DTypeError(f"no DType for NumPy's {found}; there is one for {names}") from None
+            raise DTypeError(f"NumPy's {found} has no DType; these have one: {names}") from None
 
 
 _NUMPY: dict[DType, np.dtype] = {

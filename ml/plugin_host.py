@@ -170,7 +170,8 @@ class PluginHost(Generic[R]):
             raise hook.unavailable(f"{what} failed to open: {summary(error)}") from error
         if lacks:
             wrong = (
-                f"its open() returned {shown(made)}, which is no {hook.opens}: it lacks {', '.join(lacks)}"
+                f"its open() returned {shown(made)}, which does not implement {hook.opens}: it lacks "
+                f"{', '.join(lacks)}"
             )
             raise hook.unavailable(f"{what} failed to open: {wrong}")
         return made
@@ -192,7 +193,7 @@ class PluginHost(Generic[R]):
         if name in broken:
             return f"the plugin of {name!r} is broken: {broken[name]}"
         others = f"; broken plugins: {broken}" if broken else ""
-        return f"no {self._hook.provides} {name!r}; there are: {self._listed()}{others}"
+        return f"no {self._hook.provides} {name!r}; known: {self._listed()}{others}"
 
     def _listed(self) -> str:
         """What there is, as messages list it."""

@@ -42,8 +42,8 @@ class Probe:
         if self._raised is not None:
             raise self._raised
         if self._answer is None:
-            late = f"its probe has not ended within {self._limit:g} s"
-            return Availability(False, f"{late}; {LIMIT_VARIABLE}=SECONDS lets it take longer")
+            late = f"its probe did not finish within {self._limit:g} s"
+            return Availability(False, f"{late}; {LIMIT_VARIABLE}=SECONDS allows more time")
         return self._answer
 
     @property
@@ -68,7 +68,7 @@ class Probe:
             if isinstance(found, Availability):
                 self._answer = found
             else:
-                reason = f"its probe gave {shown(found)}; it returns an ml.Availability"
+                reason = f"its probe gave {shown(found)}; it must return an ml.Availability"
                 self._answer = Availability(False, reason)
 
 
@@ -80,5 +80,5 @@ def _limit() -> float:
     except ValueError:
         asked = 0.0
     if not 0 < asked < threading.TIMEOUT_MAX:
-        raise ShapeError(f"{LIMIT_VARIABLE}={text!r}; it is a number of seconds > 0")
+        raise ShapeError(f"{LIMIT_VARIABLE}={text!r}; it must be a number of seconds above 0")
     return asked

@@ -69,7 +69,8 @@ class RaggedPlan:
         counts = np.bincount(queries, minlength=tokens)
         if counts.size != tokens or not counts.all():
             raise ShapeError(
-                f"RaggedPlan: readers of {tokens} queries; each query needs one, and no other has any"
+                f"RaggedPlan: readers of {tokens} queries; each query must have at least one, and there "
+                "must be no others"
             )
         self.part_starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         self.parts = np.argsort(queries, kind="stable").astype(np.int32)

@@ -43,7 +43,7 @@ def check(record: object, error: type[MLError] = PluginError, **rules: Rule) -> 
         try:
             object.__setattr__(record, name, read(value))  # records are frozen
         except TypeError:
-            raise error(f"{type(record).__name__}: {name}={shown(value)}; it is {wanted}") from None
+            raise error(f"{type(record).__name__}: {name}={shown(value)}; it must be {wanted}") from None
 
 
 def shown(value: object) -> str:
@@ -115,10 +115,10 @@ def _called(value: object) -> object:
     return value
 
 
-NAME = Rule("a text that is not empty", _name)
-TEXT = Rule("a text", _text)
+NAME = Rule("a non-empty string", _name)
+TEXT = Rule("a string", _text)
 OPTIONAL_TEXT = _or_none(TEXT)
-TEXTS = members("a tuple of texts", str, tuple)
+TEXTS = members("a tuple of strings", str, tuple)
 TRUTH = instance("True or False", bool)
 INTEGER = Rule("a whole number", _whole)
 OPTIONAL_INTEGER = _or_none(INTEGER)

@@ -43,7 +43,7 @@ LARGEST_COUNT = 2**63 - 1
 
 
 def integers(op: str, *values: object) -> Shape:
-    """``values`` as plain ints; ShapeError for what is no integer, as a float is not."""
+    """``values`` as plain ints; ShapeError for what is not an integer, as a float is not."""
     try:
         return tuple(map(operator.index, values))  # type: ignore[arg-type]
     except TypeError:
@@ -53,7 +53,9 @@ def integers(op: str, *values: object) -> Shape:
 def check_count(op: str, shape: Shape) -> None:
     """ShapeError for more elements than a 64-bit integer counts: no framework says that well."""
     if math.prod(shape) > LARGEST_COUNT:
-        raise ShapeError(f"{op}: shape {shape} holds {math.prod(shape)} elements; at most {LARGEST_COUNT}")
+        raise ShapeError(
+            f"{op}: shape {shape} holds {math.prod(shape)} elements; the maximum is {LARGEST_COUNT}"
+        )
 
 
 def as_shape(op: str, shape: Sequence[int] | int) -> Shape:
@@ -61,9 +63,9 @@ def as_shape(op: str, shape: Sequence[int] | int) -> Shape:
     try:
         sizes = (operator.index(shape),) if isinstance(shape, int) else tuple(map(operator.index, shape))
     except TypeError:
-        raise ShapeError(f"{op}: a shape is a sequence of integers, not {shape!r}") from None
+        raise ShapeError(f"{op}: a shape must be a sequence of integers, not {shape!r}") from None
     if sizes and min(sizes) < 0:
-        raise ShapeError(f"{op}: shape {sizes} has a negative size; sizes are >= 0")
+        raise ShapeError(f"{op}: shape {sizes} has a negative size; sizes must be at least 0")
     return sizes
 
 
@@ -124,11 +126,11 @@ def view_geometry(
         try:
             steps = tuple(map(operator.index, strides))
         except TypeError:
-            raise ShapeError(f"view: strides are integers in elements, not {strides!r}") from None
+            raise ShapeError(f"view: strides must be integers, in elements, not {strides!r}") from None
         if len(steps) != len(sizes):
             raise ShapeError(f"view: {len(steps)} strides for {len(sizes)} axes (shape {sizes})")
         if steps and min(steps) < 0:
-            raise ShapeError(f"view: strides {steps} hold a negative one; strides are >= 0")
+            raise ShapeError(f"view: strides {steps} contain a negative one; strides must be at least 0")
     count = extent(sizes, steps)
     if start < 0 or start + count > storage_size:
         raise BoundsError(
@@ -143,11 +145,11 @@ def view_geometry(
 def slice_length(size: int, axis: int, start: int, stop: int, step: int) -> int:
     """Length of ``[start, stop)`` by ``step``, with no wrapping and no clamping."""
     if step < 1:
-        raise ShapeError(f"slice: step {step} on axis {axis}; a step is >= 1")
+        raise ShapeError(f"slice: step {step} on axis {axis}; a step must be at least 1")
     if not 0 <= start <= stop <= size:
         raise BoundsError(
             f"slice: [{start}, {stop}) on axis {axis} of size {size}; "
-            "0 <= start <= stop <= size, nothing wraps or clamps"
+            "it must satisfy 0 <= start <= stop <= size; nothing wraps or is clamped"
         )
     return (stop - start + step - 1) // step
 
@@ -157,7 +159,7 @@ def normalize_axis(op: str, axis: int, ndim: int) -> int:
     try:
         found = operator.index(axis)
     except TypeError:
-        raise ShapeError(f"{op}: axis {axis!r} is no integer") from None
+        raise ShapeError(f"{op}: axis {axis!r} is not an integer") from None
     if not -ndim <= found < ndim:
         raise ShapeError(f"{op}: axis {axis} of a tensor with {ndim} axes")
     return found % ndim if ndim else 0

@@ -59,11 +59,12 @@ def page_in(
     for array, tensor in zip(arrays, tensors, strict=True):
         if array.shape != tensor.shape:
             raise ShapeError(
-                f"page_in: an array {array.shape} for a tensor {tensor.shape}; both have one shape"
+                f"page_in: an array {array.shape} for a tensor {tensor.shape}; the shapes must be equal"
             )
         if array.dtype != tensor.dtype.numpy:
             raise DTypeError(
-                f"page_in: an array of {array.dtype} for {tensor.dtype!r}; a page is not converted"
+                f"page_in: an array of {array.dtype} for {tensor.dtype!r}; a page is not converted to "
+                "another dtype"
             )
         if overlaps_itself(tensor.shape, tensor.strides):
             raise ReadOnlyError(f"page_in: elements of {tensor.shape} {tensor.strides} share memory")

@@ -408,9 +408,9 @@ class Exporter:
 @pytest.mark.parametrize(
     ("array", "error", "match"),
     [
-        (np.zeros(2), ml.DTypeError, r"ndarray is no cupy.ndarray; use cupy.from_dlpack|from_numpy"),
-        ([1.0], ml.DTypeError, "list is no cupy.ndarray; use from_numpy"),
-        (Exporter(), ml.DTypeError, r"Exporter is no cupy.ndarray; use cupy.from_dlpack\(it\)"),
+        (np.zeros(2), ml.DTypeError, r"ndarray is not a cupy.ndarray; use cupy.from_dlpack|from_numpy"),
+        ([1.0], ml.DTypeError, "list is not a cupy.ndarray; use from_numpy"),
+        (Exporter(), ml.DTypeError, r"Exporter is not a cupy.ndarray; use cupy.from_dlpack\(it\)"),
         (on(1), ml.DeviceError, "an array on cuda:1; the backend was opened on cuda:0"),
         (on(0, np.float64), ml.DTypeError, "float64"),
         (on(0)[::-1], ml.ShapeError, "strides"),
@@ -431,7 +431,7 @@ def test_two_wrappers_of_one_memory_overlap(ctx: Any) -> None:
 
 def test_dlpack_hands_out_the_device_and_names_what_is_not_offered(ctx: Any) -> None:
     assert ctx.zeros((2,), DType.F32).__dlpack_device__() == (2, 0)
-    with pytest.raises(ml.NotSupportedError, match=r"dlpack: not offered for DType\.BF16"):
+    with pytest.raises(ml.NotSupportedError, match=r"dlpack: not supported for DType\.BF16"):
         ctx.zeros((2,), DType.BF16).__dlpack__()
 
 

@@ -92,7 +92,7 @@ def test_the_real_cupy_is_imported_and_probed_where_it_is_installed() -> None:
 
 @pytest.mark.parametrize("device", ["cuda:7", "cpu", "", -1, 2, True, 1.0])
 def test_an_absent_device_is_refused_with_those_that_exist(device: Any) -> None:
-    with pytest.raises(ml.DeviceError, match=r"cupy has no device .*there are: cuda:0, cuda:1"):
+    with pytest.raises(ml.DeviceError, match=r"cupy has no device .*available: cuda:0, cuda:1"):
         module.CupyBackend(device=device)
 
 
@@ -122,7 +122,7 @@ def test_devices_are_named_once_and_said_in_one_way() -> None:
 
 
 def test_a_stream_is_cupys_and_of_that_device() -> None:
-    with pytest.raises(ml.DeviceError, match=r"stream='x'; it is a cupy.cuda.Stream"):
+    with pytest.raises(ml.DeviceError, match=r"stream='x'; it must be a cupy.cuda.Stream"):
         module.CupyBackend(stream="x")
     with double.Device(1):
         stream = double.Stream()

@@ -157,8 +157,10 @@ def test_results_are_kept_and_not_computed_again(
     assert command.main(asked) == 0
     assert [*json.loads(results.read_text(encoding="utf-8"))] == names
     text = page.read_text(encoding="utf-8")
-    assert text.startswith("before\n<!-- census -->\n| types | crop | static |\n|---|---|---|\n")
-    assert "| 2: gpt2, llama | = | = |\n| 1: gpt_neo | = | r1 |\n\n1. NotSupportedError: HFStatic" in text
+    assert text.startswith(
+        "before\n<!-- census -->\n| group | crop | static |\n|---|---|---|\n| 1 | = | = |\n| 2 | = | r1 |\n\n"
+    )
+    assert "| 1 | 2 | gpt2, llama |\n| 2 | 1 | gpt_neo |\n\n1. NotSupportedError: HFStatic" in text
     assert "Not built: gemma3n (needs timm" in text
     assert text.endswith("<!-- /census -->\nafter\n")
     capsys.readouterr()
@@ -177,8 +179,10 @@ def in_this_process(library: Any, name: str) -> dict[str, Any]:
 def test_the_page_has_every_type_and_nothing_wrong(library: Any) -> None:
     text = (engine.DOCS / library.PAGE).read_text(encoding="utf-8")
     table, _, unbuilt = text.split(engine.MARKS[0])[1].split(engine.MARKS[1])[0].partition("Not built: ")
-    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
-    names = [name for row in rows for name in row.split("|")[1].split(": ", 1)[1].strip().split(", ")]
+    results, _, groups = table.partition("| group | types | which |\n|---|---|---|\n")
+    rows = [row.strip("| ").split(" | ") for row in groups.splitlines() if row.startswith("|")]
+    names = [name for _, _, which in rows for name in which.split(", ")]
+    assert [int(count) for _, count, _ in rows] == [len(which.split(", ")) for _, _, which in rows]
     names += re.findall(r"(?:^|\); )([^(;]+) \(", unbuilt)
     assert sorted(names) == sorted(library.types())
-    assert not any(engine.SHORT["wrong"] in row for row in rows)
+    assert engine.SHORT["wrong"] not in results

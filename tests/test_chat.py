@@ -133,7 +133,7 @@ def test_a_turn_that_is_refused_or_fails_was_none(
 ) -> None:
     say(talk, "abc")
     before = list(talk.current.tokens)
-    with pytest.raises(TextTooLongError, match="301 tokens or more, and 256 are the most; shorten it"):
+    with pytest.raises(TextTooLongError, match="301 tokens or more, and the maximum is 256; shorten it"):
         talk.say("x" * 300)
     with pytest.raises(
         ConversationFullError,
@@ -209,7 +209,7 @@ def test_conversations_share_and_stats_tell_it() -> None:
         "And God said unto Noah,", "/fork two", "and he went", "/switch main", "/stats", "/quit", "never said"
     )
     lines = shown.splitlines()
-    assert lines[1].startswith("two: goes on from main, ")
+    assert lines[1].startswith("two: continues from main, ")
     rows = {line[2:].rsplit("  ", 1)[0].strip(): line for line in lines}
     assert rows["main"].startswith("* main ")
     assert rows["two"].startswith("  two ")
@@ -227,18 +227,18 @@ def test_the_answers_are_those_of_generate() -> None:
 
 
 NOAH = "And God said unto Noah,"
-FULL = "main is full; /undo takes its last turn back, /switch NAME begins another"
+FULL = "main is full; /undo removes its last turn, /switch NAME starts another"
 NO_ROOM = "main has 25 tokens and the text 3: more than the 24 that fit"
 TRANSCRIPTS: dict[str, tuple[list[str], list[str]]] = {
     "undo, show, save and load": (
         [NOAH, "/save {}/c.kv", "/undo", "/undo", "/load {}/c.kv", "/show", "/load {}/c.kv"],
-        [".+", "saved 17 tokens to .+", "main: 17 tokens taken back", "undo: main has no turn to take back",
+        [".+", "saved 17 tokens to .+", "main: 17 tokens removed", "undo: main has no turn to remove",
          "c: 17 tokens", f"{NOAH}.+", "there is a conversation c already; /switch c goes to it"],
     ),
     "what is wrong is one line and the chat goes on": (
         ["/nonsense", "/fork", "/fork a b", "/save /no/such/folder/x", "word " * 600, "", "And God"],
-        ["there is no /nonsense; /help lists what there is", *["usage: /fork NAME"] * 2,
-         ".*nothing to keep.*", ".*and 512 are the most; shorten it", ".+"],
+        ["there is no /nonsense; /help lists the commands", *["usage: /fork NAME"] * 2,
+         ".*nothing to save.*", ".*and the maximum is 512; shorten it", ".+"],
     ),
     "a conversation that is full says how there is room again": (
         [NOAH, "and he", "and he went", "/switch two", "And"],
@@ -251,12 +251,12 @@ TRANSCRIPTS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a misspelt command is answered with the one that is meant": (
         ["/swich two", "/"],
-        [r"there is no /swich; did you mean /switch\? /help lists what there is",
-         "there is no /; /help lists what there is"],
+        [r"there is no /swich; did you mean /switch\? /help lists the commands",
+         "there is no /; /help lists the commands"],
     ),
     "quotes keep the blanks in a file's name": (
         ["And God said", '/save "{}/in the beginning.kv"', "/load '{}/in the beginning.kv' two", '/load "'],
-        [".+", "saved 12 .+beginning.kv .+", "two: 12 tokens", '/load ": a quotation mark is not closed'],
+        [".+", "saved 12 .+beginning.kv .+", "two: 12 tokens", '/load ": the quotation mark is not closed'],
     ),
 }  # fmt: skip
 
@@ -287,9 +287,10 @@ def test_a_line_that_is_no_text_is_refused_and_the_chat_goes_on(encoding: str) -
     )
     assert (ended.returncode, ended.stderr) == (0, b"")
     shown = ended.stdout.decode().splitlines()
-    assert shown[0] == "the text is no Unicode: after 'And God ' it has the byte 0xFF, no UTF-8"
+    said = "the text is not valid Unicode: after 'And God ' it has the byte 0xFF, which is not UTF-8"
+    assert shown[0] == said
     assert shown[1].startswith("the name ")
-    assert shown[2] == "two: goes on from main, 0 tokens shared"
+    assert shown[2] == "two: continues from main, 0 tokens shared"
     assert len(shown) == 4
 
 
@@ -366,7 +367,7 @@ def test_ctrl_c_in_a_command_leaves_the_conversations_as_they_were(
         capsys.readouterr()
         small.run()
     shown = capsys.readouterr().out
-    assert shown.count("interrupted; the conversations are as they were") == 2
+    assert shown.count("interrupted; the conversations are unchanged") == 2
     assert shown.splitlines()[-1].startswith("* main")
     assert [each.name for each in small.conversations] == ["main"]
     assert path.read_bytes() == before
@@ -420,4 +421,4 @@ def test_a_real_ctrl_c_in_a_pipe(stories: Path) -> None:
     out, errors = process.communicate("/undo\n/quit\n", timeout=60)
     assert (process.returncode, errors) == (0, "")
     assert "[stopped after " in out
-    assert "tokens taken back" in out
+    assert "tokens removed" in out

@@ -81,7 +81,7 @@ def test_undo_show_stats_help_and_quit() -> None:
 
 def test_what_is_refused_is_a_record_too_and_the_chat_goes_on() -> None:
     unknown, usage, none, answer = chat("/nonsense", "/fork", "/undo", NOAH)
-    assert unknown["error"] == "there is no /nonsense; /help lists what there is"
+    assert unknown["error"] == "there is no /nonsense; /help lists the commands"
     assert usage["error"] == "usage: /fork NAME"
     assert "no turn" in none["error"]
     assert answer["reason"] == "length"
@@ -114,17 +114,17 @@ def test_an_output_that_lacks_letters_gets_them_escaped(tmp_path: Path) -> None:
 
 def test_tables_of_a_chat_go_on_below_in_their_column_where_a_terminal_is_narrow() -> None:
     rows = [
-        ("/live", "draw them below answers while they come; again: stop it"),
+        ("/live", "draw them below each answer as it arrives; again: stop"),
         ("/quit", "leave"),
         ("", ""),
     ]
     assert (
         aligned(rows)
-        == "/live  draw them below answers while they come; again: stop it\n/quit  leave\n       "
+        == "/live  draw them below each answer as it arrives; again: stop\n/quit  leave\n       "
     )
     assert aligned(rows, 40).splitlines() == [
-        "/live  draw them below answers while",
-        "       they come; again: stop it",
+        "/live  draw them below each answer as it",
+        "       arrives; again: stop",
         "/quit  leave",
         "       ",
     ]

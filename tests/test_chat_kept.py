@@ -145,11 +145,11 @@ def test_undo_fork_load_and_delete_are_kept_too(store: Path, tmp_path: Path) -> 
         ("  four  ", 21), ("* main  ", 21), ("  three ", 21), ("  two   ", 21)]]  # fmt: skip
     assert listed.splitlines()[4:] == [
         "three: 21 tokens deleted",
-        "main: 21 tokens taken back",
-        "main is the current conversation; go to another one before it is deleted",
+        "main: 21 tokens removed",
+        "main is the current conversation; switch to another one before deleting it",
         "two: 21 tokens",
-        "two: 21 tokens taken back",
-        "undo: two has no turn to take back",
+        "two: 21 tokens removed",
+        "undo: two has no turn to remove",
     ]
     assert chat(store, "/list") == "  four  21 tokens\n* main  0 tokens\n"
 
@@ -180,7 +180,7 @@ def test_what_ends_the_process_costs_the_running_answer_at_most(
     shown = chat(store, "/list", "/undo", "/show", "and he went", "/stats").splitlines()
     assert shown[:3] == [
         f"* main  {24 + kept} tokens",
-        f"main: {3 + kept} tokens taken back",
+        f"main: {3 + kept} tokens removed",
         f"{NOAH}{said[:-1]}",
     ]
     assert shown[3] == answered
@@ -220,7 +220,7 @@ def test_a_full_device_is_told_and_the_exit_code_says_so(store: Path) -> None:
         return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (count, count))
 
     chat(store, "/list")
-    told = "kvcache: not kept, or not all of it: main (File too large)"
+    told = "kvcache: not kept completely: main (File too large)"
     ended = ran(words(store), f"{NOAH}\n", preexec_fn=limited(100))
     assert ended.stdout == chat(None, NOAH)
     assert ended.returncode == 1
@@ -250,13 +250,11 @@ def test_a_real_device_that_takes_nothing(mounted: str, store: Path) -> None:
             (store / "filler").unlink()
         else:
             subprocess.run(["mount", "-o", "remount,ro", store], check=True)
-            told = f"kvcache: {store} may only be read: what is said now is not kept"
+            told = f"kvcache: {store} is read-only: this chat is not kept"
             shown = chat(store, "/show", "and he went", "/stats", told=told)
             assert shown.startswith(NOAH + said.rstrip("\n"))
             assert reused(shown) > 10
-        assert (
-            chat(store, "/show", told="may only be read" if mounted == "read only" else "") == f"{NOAH}{said}"
-        )
+        assert chat(store, "/show", told="is read-only" if mounted == "read only" else "") == f"{NOAH}{said}"
     finally:
         subprocess.run(["umount", store], check=True)
 
@@ -297,7 +295,7 @@ def test_conversations_with_another_model_are_left_alone_and_told(store: Path, s
     other = chat(
         store,
         "/list",
-        told=f"{store} has conversations with another model too: 1",
+        told=f"{store} also has conversations with another model: 1",
         options=["--model", stories],
     )
     assert other == "* main  0 tokens\n"

@@ -191,13 +191,13 @@ BAD: dict[str, tuple[Callable[[Make], list[object]], str]] = {
         lambda make: ["--model", make(), "--prompt", "x" * 300],
         "301 tokens, more than the model's 256 positions",
     ),
-    "backend": (lambda make: ["--model", make(), "--backend", "abacus"], "no backend 'abacus'; there are: "),
+    "backend": (lambda make: ["--model", make(), "--backend", "abacus"], "no backend 'abacus'; known: "),
     "device": (lambda make: ["--model", make(), "--device", "tpu"], "no device 'tpu'"),
     "capacity": (
         lambda make: ["--model", make(), "--capacity", 10**12],
         "a cache of 1 x 1000000000000 tokens in F32 needs",
     ),
-    "stop": (lambda make: ["--model", make(), "--stop", ""], "an empty string"),
+    "stop": (lambda make: ["--model", make(), "--stop", ""], "the empty string"),
 }
 
 
@@ -252,7 +252,7 @@ def test_every_command_says_an_error_in_one_line_and_shows_the_trace_with_debug(
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (RuntimeError("odd\nthing"), "kvcache: RuntimeError: odd thing; --debug shows where\n"),
+        (RuntimeError("odd\nthing"), "kvcache: RuntimeError: odd thing; --debug shows the traceback\n"),
         (MemoryError(), "kvcache: out of memory; use a smaller --capacity or a narrower --dtype\n"),
         (ml.DeviceError("no kernel"), "kvcache: no kernel\n"),
     ],
@@ -432,5 +432,5 @@ def test_backends_tell_memory_that_is_known_in_part() -> None:
     row = Surveyed(info, memory=tuple(ml.DeviceMemory("rod:0", 0, *size) for size in sizes))
     shown = [line.split("rod:0: ")[1] for line in plain([row]) if "memory" in line]
     assert shown == [
-        "1.0 GiB free of 2.0 GiB", "1.0 GiB free", "2.0 GiB, how much is free is unknown", "unknown"
+        "1.0 GiB free of 2.0 GiB", "1.0 GiB free", "2.0 GiB, free memory unknown", "unknown"
     ]  # fmt: skip

@@ -77,7 +77,7 @@ def test_a_failure_is_named_with_its_reason_and_a_closer_look(ran: None) -> None
         "ml.testing.casts        0        0        0        1",
         "abacus 1.0              1        1        1        1",
         "FAILED ml.testing.casts: test_casts[F32-F16]: AssertionError: assert 1 == 2",
-        "To look closer: pytest --pyargs ml.testing kvcache.testing --ml-backend=abacus -k test_casts",
+        "To run one again: pytest --pyargs ml.testing kvcache.testing --ml-backend=abacus -k test_casts",
     ]
 
 
@@ -213,10 +213,10 @@ def test_where_no_bar_can_be_drawn_lines_say_how_far_it_is(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--backend", "abacus"], 1, "no backend 'abacus'; there are: "),
+        (["--backend", "abacus"], 1, "no backend 'abacus'; known: "),
         (["--backend", "numpy", "--device", "tpu"], 1, "no device 'tpu'"),
         ([], 2, "missing --backend"),
-        (["--backend", "numpy", "--option", "dtype=F99"], 2, "--option dtype=F99: one of F32"),
+        (["--backend", "numpy", "--option", "dtype=F99"], 2, "--option dtype=F99: dtype must be one of F32"),
         (["--backend", "numpy", "--suite", "ml", "-k", "no_such_test"], 2, "'no_such_test' selects no test"),
         (
             ["--backend", "numpy", "--suite", "ml", "-k", "(("],

@@ -82,9 +82,9 @@ def test_a_terminal_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--prompt-file", "/no/such/file"], "", "prompt: /no/such/file: cannot be read (No such file"),
         (["--prompt-file", "/"], "", "cannot be read (Is a directory"),
-        (["--prompt-file", "BINARY"], "", "binary is no text in UTF-8"),
-        (["--prompt-lines", "EMPTY"], "", "empty holds no text"),
-        (["--prompt", "-"], "", "standard input holds no text"),
+        (["--prompt-file", "BINARY"], "", "binary is not UTF-8 text"),
+        (["--prompt-lines", "EMPTY"], "", "empty is empty"),
+        (["--prompt", "-"], "", "standard input is empty"),
         (["--prompt", "-", "--prompt-lines", "-"], "x", "'-' is given more than once"),
     ],
 )
@@ -105,5 +105,5 @@ def test_a_text_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text_or_stdin("--") == "--"
     assert gathered(["", "a\n"], [], []) == ["", "a\n"]
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    with pytest.raises(RequestError, match="holds no text"):
+    with pytest.raises(RequestError, match="is empty"):
         text_or_stdin("-")

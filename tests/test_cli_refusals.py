@@ -29,18 +29,18 @@ def run(*arguments: object, text: str = "") -> Any:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*SAVE, "."], "kvcache: .: this is a folder; name a file in it"),
+        ([*SAVE, "."], "kvcache: .: is a folder; give a file"),
         ([*SAVE, "no/such.kv"], "kvcache: no/such.kv: there is no folder no to write it to"),
         (
             ["inspect", "valkey://localhost"],
             "valkey://localhost: only a store in a folder can",
         ),
-        (["inspect", "{file}"], "{file}: damaged, or no saved conversation"),
-        (["load", "{file}"], "{file}: damaged, or no saved conversation"),
-        (["generate", "--prompt", "x", "--stop", ""], "every text has an empty string in it; name another"),
+        (["inspect", "{file}"], "{file}: damaged, or not a saved conversation"),
+        (["load", "{file}"], "{file}: damaged, or not a saved conversation"),
+        (["generate", "--prompt", "x", "--stop", ""], "the empty string is in every text"),
         (["load", "."], ".: cannot be read (Is a directory)"),
-        (["chat", "--store", "{file}"], "--store {file}: this is a file; a store is a folder"),
-        (["generate", "--model", "{file}", "--prompt", "x"], "{file}: a model is a folder"),
+        (["chat", "--store", "{file}"], "--store {file}: is a file; --store must be a folder"),
+        (["generate", "--model", "{file}", "--prompt", "x"], "{file}: a model must be a folder"),
         (["generate", "--prompt-file", "{file}x"], "{file}x: cannot be read"),
     ],
 )
@@ -63,11 +63,11 @@ def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     result = run(*SAVE, pipe)
     assert result.exit_code == 1
-    assert result.stderr == f"kvcache: {pipe}: this is a device or a pipe, which a file would replace\n"
+    assert result.stderr == f"kvcache: {pipe}: is a device or a pipe; give a regular file\n"
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     chat = run("chat", "--max-tokens", 2, text=f"And God said\n/save {pipe}\n/save {tmp_path}\n").stdout
-    assert "this is a device or a pipe" in chat
-    assert "this is a folder" in chat
+    assert "is a device or a pipe" in chat
+    assert "is a folder" in chat
     assert list(tmp_path.iterdir()) == [pipe]
 
 
@@ -90,7 +90,7 @@ def test_an_output_on_a_full_device_is_one_line(line: str) -> None:
     assert (ended.returncode, ended.stderr) == (1, expected)
 
 
-CUT = "the model takes up to 256"
+CUT = "the model supports up to 256"
 
 
 @pytest.mark.parametrize(

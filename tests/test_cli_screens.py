@@ -292,7 +292,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
                 (f"{PROMPT}\r\n", ""),
                 (" the ", CTRL_C),
                 ("\r\nmain> ", "/undo\n"),
-                ("tokens taken back\r\nmain> ", "/quit\n"),
+                ("tokens removed\r\nmain> ", "/quit\n"),
             ],
         )
         if "[stopped after " in shown:

@@ -250,7 +250,7 @@ def test_the_shipped_suite_runs_by_package_name(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ([], r"which backend\? Add --ml-backend=NAME"),
-        (["--ml-backend=nope"], "no backend 'nope'; there are: .*numpy"),
+        (["--ml-backend=nope"], "no backend 'nope'; known: .*numpy"),
         (["--ml-backend-option=device=cpu"], "needs --ml-backend"),
         (["--ml-backend=numpy", "--ml-backend-option=device"], "give KEY=VALUE"),
         (["--ml-backend=numpy", "--ml-backend-option=dtype=F99"], "one of .*BF16"),

@@ -298,8 +298,8 @@ def test_devices_that_are_not_there_named_twice_or_too_many_are_refused_by_name(
     config = load_config(bundled_model())
     for names, message in (
         (["cpu:0", "cuda:99"], r"no device 'cuda:99'"),
-        (["cpu:1", "cpu:1"], r"\['cpu:1', 'cpu:1'\]; each is named once"),
-        ([f"cpu:{i}" for i in range(5)], r"5 devices for 4 layers: .*; each takes at least one layer"),
+        (["cpu:1", "cpu:1"], r"\['cpu:1', 'cpu:1'\]; each must be named once"),
+        ([f"cpu:{i}" for i in range(5)], r"5 devices for 4 layers: .*; each must have at least one layer"),
         ([], r"devices=\[\]"),
     ):
         with pytest.raises(ml.DeviceError, match=message):
@@ -322,7 +322,7 @@ def test_layers_are_placed_by_an_index_for_each_or_split_evenly() -> None:
             ctx.layer(3)
     with pytest.raises(ml.BoundsError, match="device 2 of 2; a layer is placed by an index in devices="):
         ml.open_backend("torch", devices=TWO, layers=[0, 2])
-    with pytest.raises(ml.ShapeError, match=r"layers=\[\]; a model has at least one"):
+    with pytest.raises(ml.ShapeError, match=r"layers=\[\]; a model must have at least one"):
         ml.open_backend("torch", devices=TWO, layers=[])
 
 
@@ -409,11 +409,11 @@ def test_save_and_load_take_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--backend", "torch", "--devices", "cpu:0,cpu:0"], "each is named once"),
+        (["--backend", "torch", "--devices", "cpu:0,cpu:0"], "each must be named once"),
         (["--backend", "torch", "--devices", "cpu:0,tpu:1"], "no device 'tpu:1'"),
         (["--backend", "torch", "--devices", "a,b,c,d,e"], "5 devices for 4 layers"),
         (["--backend", "torch", "--devices", "cpu:0,"], "a name is empty"),
-        (["--backend", "torch", "--device", "cpu", "--devices", "cpu:0"], "one of them says it all"),
+        (["--backend", "torch", "--device", "cpu", "--devices", "cpu:0"], "give one of them, not both"),
         (["--backend", "numpy", "--devices", "cpu,cpu:1"], "numpy keeps all layers on one device"),
     ],
 )

@@ -225,7 +225,7 @@ def test_a_request_that_no_rank_has_room_for_fails_on_all(
 
     first, second = on_ranks(divided, work)
     assert first[1] == str(full())
-    assert second == (CacheFullError, "begin: rank 0 of 2 has no room for this; no rank goes on with it")
+    assert second == (CacheFullError, "begin: rank 0 of 2 has no room for this; all ranks stop")
 
 
 def test_a_rank_that_cannot_keep_what_it_computed_goes_on_with_the_others(
@@ -242,7 +242,7 @@ def test_a_rank_that_cannot_keep_what_it_computed_goes_on_with_the_others(
     found = on_ranks(model, work)
     assert found[0] == found[1]
     assert found[0][0] == alone(model, prompts)
-    assert "what it computed is not kept" in caplog.text
+    assert "what it computed could not be kept" in caplog.text
 
 
 def test_deciding_together_costs_an_answer_no_exchange(divided: Path) -> None:

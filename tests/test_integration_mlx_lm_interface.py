@@ -37,7 +37,7 @@ class TestKeysAndValues:
         one, other = (pool.make_prompt_cache()[0] for _ in range(2))
         one.update_and_fetch(marked(1, 2), marked(1, 2))
         other.update_and_fetch(marked(3), marked(3))
-        with pytest.raises(kvcache.OrderError, match="several lengths"):
+        with pytest.raises(kvcache.OrderError, match="different lengths"):
             one.merge([one, other]).keys_and_values()
 
     def test_in_a_pass_that_was_interrupted_are_refused_where_its_mask_names_another_order(self) -> None:
@@ -138,3 +138,19 @@ def test_a_loop_over_an_entry_of_states_ends_after_the_last() -> None:
     assert [*entry] == [None, None]
     with pytest.raises(IndexError, match="state 2 of layer 0, which has 2"):
         entry[2]
+
+
+def test_an_entry_and_a_pool_show_what_they_hold() -> None:
+    model = models.make_llama()
+    pool = CachePool(model, capacity=32)
+    cache = pool.make_prompt_cache()
+    list(generate_step(mx.array([3, 4, 5]), model, max_tokens=2, prompt_cache=cache))
+    assert repr(cache[1]) == "<KVCache of ml-kvcache, layer 1, tokens of each row: 5>"
+    assert repr(pool).startswith("<CachePool, free sequences: 0; <CausalCache")
+
+
+def test_what_is_not_a_model_and_a_limit_of_mlx_lms_own_are_refused_by_name() -> None:
+    with pytest.raises(kvcache.InvalidRangeError, match="CachePool: model is a str; it must be a model"):
+        make_prompt_cache("model")
+    with pytest.raises(kvcache.NotSupportedError, match=r"max_kv_size=32; .* Use capacity="):
+        make_prompt_cache(models.make_llama(), max_kv_size=32)

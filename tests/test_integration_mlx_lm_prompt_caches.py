@@ -127,7 +127,7 @@ def test_rewind_goes_as_far_back_as_states_were_kept(model: Any) -> None:
     assert models.greedy(model, prompt[at:], 6, prompt_cache) == expected
     assert rewind(prompt_cache, 0) == 0
     assert models.greedy(model, prompt, 6, prompt_cache) == expected
-    with pytest.raises(kvcache.InvalidRangeError, match="rewind: to 1000"):
+    with pytest.raises(kvcache.InvalidRangeError, match="rewind: position 1000"):
         rewind(prompt_cache, 1000)
 
 
@@ -263,7 +263,7 @@ def test_entries_that_hold_different_numbers_of_tokens_are_refused() -> None:
     with pytest.raises(kvcache.InvalidRangeError, match=r"of \[0\] tokens and states that are set"):
         adopt([theirs[0], empty[1]], pool)
     theirs[0][1] = None
-    with pytest.raises(kvcache.NotSupportedError, match="filled in part"):
+    with pytest.raises(kvcache.NotSupportedError, match="partly filled"):
         adopt(theirs, pool)
 
 

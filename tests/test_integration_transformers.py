@@ -237,12 +237,28 @@ class TestWindowsOfSingleLayers:
                 assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+def test_a_cache_shows_what_it_holds() -> None:
+    made = hf.model("llama")
+    cache = HFCache(made.config, capacity=32)
+    assert repr(cache) == f"<HFCache, layers: {len(cache.layers)}; nothing stored yet>"
+    made.generate(torch.arange(3, 9).reshape(1, -1), past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert repr(cache).startswith(
+        f"<HFCache, layers: {len(cache.layers)}, rows: 1, tokens of each: 8; in <Caus"
+    )
+
+
+def test_a_model_in_place_of_its_config_is_named() -> None:
+    with pytest.raises(InvalidRangeError, match=r"HFCache: config is a LlamaForCausalLM; .*: model\.config"):
+        HFCache(hf.model("llama"))
+
+
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "embedding-transformers.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_the_page_runs_as_written(dynamo: Any) -> None:
+def test_the_page_runs_as_written(dynamo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/embedding-transformers.md: its blocks, in order, in one session."""
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     session: dict[str, Any] = {}
     blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))

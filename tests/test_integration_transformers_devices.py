@@ -254,5 +254,5 @@ def test_versions_of_transformers_with_other_layouts_are_refused(version: str) -
 
 
 def test_a_config_that_names_no_layers_is_refused() -> None:
-    with pytest.raises(NotSupportedError, match="names no layers"):
+    with pytest.raises(NotSupportedError, match="lists no layers"):
         HFCache(transformers.LlamaConfig(num_hidden_layers=0))

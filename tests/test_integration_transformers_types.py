@@ -105,7 +105,7 @@ class TestAfterAnException:
         hf.feed(made, cache, ids[:, :10])
         interrupt(made, cache, ids[:, 10 : 10 + tokens])
         for go_on in (lambda: hf.feed(made, cache, ids[:, 10:11]), lambda: cache.crop(0)):
-            with pytest.raises(OrderError, match=rf"Call crop\(-{tokens}\) to take it back"):
+            with pytest.raises(OrderError, match=rf"Call crop\(-{tokens}\) to undo it"):
                 go_on()
         cache.crop(-tokens)
         hf.close(hf.feed(made, cache, ids[:, 10:]), hf.feed(made, None, ids)[:, 10:])
@@ -307,8 +307,8 @@ class TestRefusals:
         [
             ("deepseek_v4", "'heavily_compressed_attention'"),
             ("axk2", "'indexed_attention'"),
-            ("zaya", "and not its inputs"),
-            ("blt", "does not say which layers"),
+            ("zaya", "instead of its inputs"),
+            ("blt", "does not say what each layer"),
             ("rwkv", "takes no cache of keys and values"),
             ("openai-gpt", "takes no cache of keys and values"),
         ],

@@ -200,7 +200,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "error", "says"),
         [
-            ({"q": (3, 4)}, ml.ShapeError, "each is"),
+            ({"q": (3, 4)}, ml.ShapeError, "each must be"),
             ({"q": (3, 4, 6)}, ml.ShapeError, "key has to be"),
             ({"k": (6, 2, 8)}, ml.ShapeError, "value"),
             ({"v": (5, 1, 8)}, ml.ShapeError, "value"),
@@ -225,7 +225,7 @@ class TestRefusals:
 
     def test_dtypes(self, ctx: ml.Context) -> None:
         q, k, v = tensors(ctx, 2, 3)
-        with pytest.raises(ml.DTypeError, match="key and value agree"):
+        with pytest.raises(ml.DTypeError, match="key and value must have the same dtype"):
             nn.attention(ctx, q, k.cast(ctx, DType.F16), v)
         with pytest.raises(ml.DTypeError, match="floats"):
             nn.attention(ctx, q.cast(ctx, DType.I32), k, v)

@@ -77,7 +77,7 @@ def test_of_those_that_come_when_the_time_is_over_one_asks(clock: Clock) -> None
 
 def test_reading_and_writing_and_other_stores_fail_apart(clock: Clock) -> None:
     outages, one, other = Outages(clock), object(), object()
-    outages.failed(one, WRITING, StoreUnavailable("may only be read"))
+    outages.failed(one, WRITING, StoreUnavailable("is read-only"))
     assert not outages.asks(one, WRITING)
     assert outages.asks(one, READING)
     assert outages.asks(other, WRITING)
@@ -104,9 +104,9 @@ def test_a_store_that_may_only_be_read_is_not_called_out_of_reach(
 ) -> None:
     outages, store = Outages(clock), object()
     for _ in range(3):
-        outages.failed(store, WRITING, StoreReadOnly("put: /x may only be read"))
+        outages.failed(store, WRITING, StoreReadOnly("put: /x is read-only"))
         clock.now += LONGEST
-    expected = "a store may only be read: put: /x may only be read; what is computed now is not kept there"
+    expected = "a store is read-only: put: /x is read-only; new content is not kept there"
     assert lines(caplog) == [expected]
     assert outages.asks(store, READING)
 

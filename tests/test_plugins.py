@@ -201,7 +201,8 @@ def test_a_broken_plugin_takes_no_name_from_a_sound_one_nor_from_another_broken_
 @pytest.mark.parametrize("made", [None, "a backend", Opened, Unspeakable()])
 def test_an_open_that_gives_no_backend_is_named_and_the_next_is_tried(install: Any, made: Any) -> None:
     found = Registry([install("a", spec("a", 1)), install("b", spec("b", 2, open=lambda: made))])
-    refused = r"'b' failed to open: its open\(\) returned .*, which is no ml.Backend: it lacks new_context"
+    refused = r"'b' failed to open: its open\(\) returned .*, which does not implement ml.Backend: it "
+    "lacks new_context"
     with pytest.raises(ml.BackendUnavailableError, match=refused):
         found.open("b", {})
     with pytest.warns(RuntimeWarning, match=f"{refused}.*; trying the next"):
@@ -253,7 +254,7 @@ SOUND: dict[type, dict[str, Any]] = {
 @pytest.mark.parametrize(("record", "wrong"), WRONG, ids=lambda one: getattr(one, "__name__", str(one)))
 def test_a_field_of_another_type_is_refused_by_its_name(record: Any, wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
-    with pytest.raises(ml.PluginError, match=re.escape(f"{record.__name__}: {name}={value!r}; it is ")):
+    with pytest.raises(ml.PluginError, match=re.escape(f"{record.__name__}: {name}={value!r}; it must be ")):
         record(**{**SOUND[record], **wrong})
 
 
@@ -350,8 +351,8 @@ def test_a_probe_that_takes_too_long_is_named_and_waited_for_once(
         return Availability(True)
 
     found = Registry([install("a", spec("a", 1)), install("slow", spec("slow", 2, probe=probe))])
-    late = r"its probe has not ended within 0.05 s; ML_PROBE_TIMEOUT=SECONDS lets it take longer$"
-    with pytest.warns(RuntimeWarning, match="'slow'.*has not ended within 0.05 s.*trying the next"):
+    late = r"its probe did not finish within 0.05 s; ML_PROBE_TIMEOUT=SECONDS allows more time$"
+    with pytest.warns(RuntimeWarning, match="'slow'.*did not finish within 0.05 s.*trying the next"):
         assert found.open(None, {}).name == "a"
     rows = {info.name: info for info in found.infos()}
     assert re.search(late, rows["slow"].reason)
@@ -366,7 +367,9 @@ def test_a_probe_that_takes_too_long_is_named_and_waited_for_once(
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
 def test_a_limit_that_is_none_is_refused(install: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(ml.probing.LIMIT_VARIABLE, text)
-    with pytest.raises(ml.ShapeError, match=f"ML_PROBE_TIMEOUT='{text}'; it is a number of seconds > 0"):
+    with pytest.raises(
+        ml.ShapeError, match=f"ML_PROBE_TIMEOUT='{text}'; it must be a number of seconds above 0"
+    ):
         Registry([install("a", spec("a"))]).infos()
 
 

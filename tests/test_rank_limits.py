@@ -76,7 +76,7 @@ def test_whatever_ends_a_rank_there_is_time_left_to_end_all(timeout: float) -> N
 def test_a_timeout_that_is_no_number_of_seconds_is_refused_before_anything_starts(
     timeout: float, tmp_path: Path
 ) -> None:
-    with pytest.raises(RunnerError, match="a number of seconds > 0"):
+    with pytest.raises(RunnerError, match="a number of seconds above 0"):
         run("leave(0)", tmp_path, timeout=timeout)
     assert not list(tmp_path.iterdir())
 
@@ -157,7 +157,7 @@ def test_ranks_end_when_their_starter_is_killed(tmp_path: Path) -> None:
 
 def test_a_launcher_that_cannot_start_is_told(tmp_path: Path) -> None:
     launcher = [sys.executable, "-c", "import sys; sys.exit('no such option')"]
-    with pytest.raises(RanksError, match=r"^rank 0 of 2 did not begin: no such option$"):
+    with pytest.raises(RanksError, match=r"^rank 0 of 2 did not start: no such option$"):
         run_ranks(launcher, ["true"], 2, b"", 5.0)
     with pytest.raises(RanksError, match="no-launcher"):
         run_ranks([str(tmp_path / "no-launcher")], ["true"], 2, b"", 5.0)

@@ -66,7 +66,7 @@ def test_ranks_say_who_is_missing_next_to_them(missing: int) -> None:
     for rank, words in told.items():
         assert words is not None
         assert words.startswith(f"late: distributed: rank {rank} of 3 could not join the ring within 0.3 s (")
-        assert f"rank {missing} ({ring[missing][0]}) did not come" in words
+        assert f"rank {missing} ({ring[missing][0]}) did not connect" in words
 
 
 def test_a_call_from_something_else_is_ignored() -> None:
@@ -108,7 +108,7 @@ def test_an_address_that_cannot_be_used_is_told() -> None:
         taken.listen()
         with pytest.raises(ml.GroupError, match=r"its address 127\.0\.0\.1:\d+ cannot be used"):
             rendezvous(ring, 0, 1.0)
-    with pytest.raises(ml.GroupError, match=r"'localhost' in MLX_HOSTFILE is no address host:port"):
+    with pytest.raises(ml.GroupError, match=r"'localhost' in MLX_HOSTFILE is not an address host:port"):
         rendezvous([["localhost"], ring[1]], 0, 1.0)
 
 

@@ -128,16 +128,16 @@ def test_what_the_families_say(changes: dict[str, Any], expected: dict[str, Any]
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel; supported are Llama"),
         ({"architectures": None, "model_type": "mamba"}, "unsupported architecture model_type 'mamba'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq' are not read"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq' are not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),
-        ({"num_key_value_heads": 3}, "8 heads are no multiple of 3"),
-        ({"head_dim": 7}, "dim=7; it is even"),
+        ({"num_key_value_heads": 3}, "8 heads are not a multiple of 3"),
+        ({"head_dim": 7}, "dim=7; it must be even"),
         ({"vocab_size": 0}, "vocab_size=0"),
-        ({"hidden_size": "64"}, "cannot be understood"),
-        ({"num_attention_heads": 0}, "cannot be understood"),
+        ({"hidden_size": "64"}, "cannot be read"),
+        ({"num_attention_heads": 0}, "cannot be read"),
         ({"eos_token_id": 512}, "token id 512 is outside the 512 tokens"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "sliding window of 128"),
         ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 9999}, "window of 4096"),
@@ -184,7 +184,7 @@ def test_folders_and_files_that_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not valid JSON"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]", encoding="utf-8")
-    with pytest.raises(ModelError, match="it is a JSON object"):
+    with pytest.raises(ModelError, match="it must be a JSON object"):
         load_config(tmp_path)
     with pytest.raises(ModelError, match=r"or a \.gguf file"):
         load_config(tmp_path / "config.json")

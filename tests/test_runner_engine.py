@@ -455,7 +455,7 @@ def test_a_draft_that_fails_fails_its_request_alone(small: Any) -> None:
         (failed,) = [event for event in run(engine) if isinstance(event, Failed)]
         assert (failed.request, str(failed.error)) == (first.id, "no idea")
         assert second.tokens[2:] == reference(small, [1, 3])
-    with Engine(small) as engine, pytest.raises(RequestError, match="without SpeculativeOptions"):
+    with Engine(small) as engine, pytest.raises(RequestError, match="with SpeculativeOptions"):
         engine.submit([1, 2], draft=draft)
 
 

@@ -207,7 +207,7 @@ def test_prompts_are_refused_before_any_is_computed(small: Any, prompt: Any, mes
     with generator_of(small, capacity=32) as generator:
         with pytest.raises(RequestError, match=message):
             generator.generate([[1, 2], prompt])
-        with pytest.raises(RequestError, match="it is a sequence of prompts"):
+        with pytest.raises(RequestError, match="it must be a sequence of prompts"):
             generator.generate("text")
         assert generator.cache.nbytes == 0  # type: ignore[attr-defined]
 
@@ -271,7 +271,7 @@ def test_an_iterator_that_is_closed_or_dropped_frees_its_sequences(small: Any) -
         for event in running:
             if isinstance(event, Token):
                 break
-        with pytest.raises(RunnerError, match="another generate is not done"):
+        with pytest.raises(RunnerError, match="another call of generate has not finished"):
             generator.generate([[1]])
         assert generator.cache.free_cells < generator.cache.cells  # type: ignore[attr-defined]
         running.close()
@@ -381,7 +381,10 @@ def byte_tokenizer(make_model: Make) -> Tokenizer:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("ab\udcff", "after 'ab' it has the byte 0xFF, no UTF-8"), ("\ud800", r"it has U\+D800, half of")],
+    [
+        ("ab\udcff", "after 'ab' it has the byte 0xFF, which is not UTF-8"),
+        ("\ud800", r"it has U\+D800, half of"),
+    ],
 )
 def test_a_text_that_is_no_unicode_is_refused(byte_tokenizer: Tokenizer, text: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):

@@ -213,7 +213,7 @@ def test_refusals(model: Whisper) -> None:
     tokens = prompt(3)
     with pytest.raises(kvcache.OrderError, match="sequence 0 has no encoder output"):
         run(model, new_cache(model), [(0, 0)], [tokens])
-    with pytest.raises(RequestError, match=r"encoder states \(13, 47\); they are \(frames, 48\)"):
+    with pytest.raises(RequestError, match=r"encoder states \(13, 47\); they must be \(frames, 48\)"):
         run(model, new_cache(model), [(0, 0)], [tokens], [(0, states(1)[:, 1:])])
     with pytest.raises(RequestError, match="Whisper runs on a WrapperCache, not a CausalCache"):
         cache = kvcache.CausalCache()

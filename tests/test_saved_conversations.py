@@ -213,7 +213,7 @@ def test_fields_that_make_no_sense_are_refused(
 ) -> None:
     """Of a file whose digest holds: someone else wrote it."""
     write(tmp_path / "c.kv", dataclasses.replace(saved, **change))
-    with pytest.raises(ConversationError, match="make no sense"):
+    with pytest.raises(ConversationError, match="invalid fields"):
         read(tmp_path / "c.kv")
 
 
@@ -320,7 +320,7 @@ def test_a_conversation_that_came_to_its_end_needs_a_prompt(make_model: Make, tm
     assert json.loads(result.stdout)["outputs"][0]["reason"] == "stop"
     result = run("load", path, "--model", folder)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "came to its end; go on with --prompt" in result.stderr
+    assert "has ended; continue it with --prompt" in result.stderr
     result = run("load", path, "--model", folder, "--prompt", "ab", "--max-tokens", 2, "--json")
     assert json.loads(result.stdout)["outputs"][0]["reused"] == 3
 
@@ -335,9 +335,9 @@ def damaged(path: Path) -> list[object]:
 BAD: dict[str, tuple[Callable[[Path, Make], list[object]], str]] = {
     "no file": (lambda path, make: [path.with_name("none.kv")], "none.kv: cannot be read (No such file"),
     "folder": (lambda path, make: [path.parent], "cannot be read (Is a directory"),
-    "another file": (lambda path, make: [Path(__file__)], "damaged, or no saved conversation"),
-    "damaged": (lambda path, make: damaged(path), "c.kv: damaged: its digest does not hold"),
-    "another model": (lambda path, make: [path, "--model", make()], "is of another model than"),
+    "another file": (lambda path, make: [Path(__file__)], "damaged, or not a saved conversation"),
+    "damaged": (lambda path, make: damaged(path), "c.kv: damaged: its digest does not match"),
+    "another model": (lambda path, make: [path, "--model", make()], "was saved with another model than"),
     "too long": (lambda path, make: [path, "--prompt", "a " * 600], "more than the model's 512 positions"),
     "no folder": (lambda path, make: [path, "--out", "/no/such/folder/c.kv"], "there is no folder /no/such"),
 }

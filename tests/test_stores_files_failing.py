@@ -178,7 +178,7 @@ def test_a_file_that_cannot_be_looked_at_is_closed(
     assert read(store, "a") == content("a")
 
 
-# A device that may only be read, all at once.
+# A device that is read-only, all at once.
 
 
 def only_read(patch: pytest.MonkeyPatch, code: int = errno.EROFS) -> None:

@@ -206,7 +206,7 @@ def test_after_a_failure_calls_are_refused_for_ever_longer_times_and_then_one_tr
     for _ in range(8):
         outage.failed("the master does not answer")
         with pytest.raises(
-            StoreUnavailable, match=r"^get: the master does not answer; asked again in \d+\.0 s$"
+            StoreUnavailable, match=r"^get: the master does not answer; next attempt in \d+\.0 s$"
         ):
             outage.admit("get")
         began = now[0]

@@ -333,9 +333,12 @@ def refuse(url: str | None) -> Any:
     [
         (
             {"open": lambda url: None},
-            r"returned None, which is no kvcache.stores.SnapshotStore: it lacks put",
+            r"returned None, which does not implement kvcache.stores.SnapshotStore: it lacks put",
         ),
-        ({"open": lambda url: "it"}, r"its open\(\) returned 'it', which is no kvcache.stores.SnapshotStore"),
+        (
+            {"open": lambda url: "it"},
+            r"its open\(\) returned 'it', which does not implement kvcache.stores.SnapshotStore",
+        ),
         (
             {"probe": lambda: ml.Availability(False, "no server")},
             "no server; install it with: pip install mi",

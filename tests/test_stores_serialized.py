@@ -234,7 +234,7 @@ HOSTILE: dict[str, bytes] = {
 
 def test_what_is_no_page_is_corrupt() -> None:
     for what, data in HOSTILE.items():
-        with pytest.raises(SnapshotCorrupt, match="no serialized snapshot"):
+        with pytest.raises(SnapshotCorrupt, match="not a serialized snapshot"):
             raise AssertionError(f"{what} was taken for {unpack(data)}")
 
 

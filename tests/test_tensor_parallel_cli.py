@@ -176,9 +176,9 @@ def test_ranks_that_sample_draw_the_same_without_a_seed_being_given(mlx: None) -
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--tensor-parallel", "3"], "this model takes 1, 2, 4, 6"),
+        (["--tensor-parallel", "3"], "this model supports 1, 2, 4, 6"),
         (["--tensor-parallel", "2"], "backend 'numpy' has nothing to join processes with; take torch or mlx"),
-        (["--tensor-parallel", "2", "--devices", "cpu:0,cpu:1"], "one of them splits the model"),
+        (["--tensor-parallel", "2", "--devices", "cpu:0,cpu:1"], "cannot be combined"),
         (["--tensor-parallel", "2", "--backend", "abacus"], "abacus"),
     ],
 )

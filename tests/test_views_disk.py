@@ -104,8 +104,8 @@ def test_broken_entries_say_what_is_wrong_and_stay(folder: Path) -> None:
     before = listing(folder)
     picture = look_at_store(folder)
     problems = {entry.key: entry.problem for entry in picture.entries}
-    assert problems[missing.stem] == "its data are missing"
-    assert problems[short.stem].endswith(f"bytes were put, {short.stat().st_size} are there")
+    assert problems[missing.stem] == "its data is missing"
+    assert problems[short.stem].endswith(f"bytes were put, {short.stat().st_size} are stored")
     assert problems[damaged.stem] == "its digest is wrong"
     assert "other fields" in problems["foreign"]
     assert picture.writing == 1
@@ -168,9 +168,9 @@ def test_what_is_looked_into_is_told_to_a_bar(folder: Path) -> None:
 
 
 def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreUnavailable, match="is no store"):
+    with pytest.raises(StoreUnavailable, match="is not a store"):
         look_at_store(tmp_path)
-    with pytest.raises(StoreUnavailable, match="is no store"):
+    with pytest.raises(StoreUnavailable, match="is not a store"):
         look_at_store(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
 
@@ -187,7 +187,7 @@ def test_a_page_shows_layers_dtype_and_bytes(tmp_path: Path, numpy_backend: ml.B
     assert (picture.begin, picture.end, picture.tokens) == (2, 6, 3)
     assert picture.parts == (PagePart("attention", 4, 1, "F32", 4 * CELL),)
     assert picture.nbytes == (tmp_path / "page.kv").stat().st_size
-    nothing = "none: nothing tells whether the file is whole"
+    nothing = "none: whether the file is complete cannot be checked"
     assert dict(picture.facts) == {"begins": "5 6 7", "model": r"{'name': 'tiny\x1b[0m'}", "digest": nothing}
     decoded = look_at_page(tmp_path / "page.kv", lambda ids: "".join(map(chr, ids)))
     assert dict(decoded.facts)["begins"] == r"\x05\x06\x07"
@@ -303,8 +303,8 @@ def test_inspect_a_saved_conversation(make_model: Make, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["/no/such/place"], "there is no such file or folder"),
-        (["/"], "is no store"),
-        ([__file__], f"{__file__}: damaged, or no saved conversation"),
+        (["/"], "is not a store"),
+        ([__file__], f"{__file__}: damaged, or not a saved conversation"),
         (["/tmp", "--budget", "much"], "the size 'much'"),
         (["--prompt", "x", "--backend", "abacus"], "no backend 'abacus'"),
     ],

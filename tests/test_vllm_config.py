@@ -50,7 +50,7 @@ def test_options_as_they_are_given() -> None:
         ({"store": ""}, "store=''"),
         ({"store": []}, "store=[]"),
         ({"store": ["memory:", 3]}, "store="),
-        ({"store": "memory:", "storage": 1}, "'storage' is no option"),
+        ({"store": "memory:", "storage": 1}, "'storage' is not an option"),
         ({"store": "memory:", "page_tokens": -1}, "page_tokens=-1"),
         ({"store": "memory:", "page_tokens": 16.0}, "page_tokens=16.0"),
         ({"store": "memory:", "load_threads": 0}, "load_threads=0"),
@@ -229,7 +229,7 @@ def groups(*specs: Any) -> Any:
 @pytest.mark.parametrize(
     ("fields", "specs", "said"),
     [
-        ({"pipeline": 2}, [FullAttentionSpec()], "pipeline parallelism is not served"),
+        ({"pipeline": 2}, [FullAttentionSpec()], "pipeline parallelism is not supported"),
         ({"context": 2}, [FullAttentionSpec()], "context parallelism"),
         ({"scales": True}, [FullAttentionSpec()], "scales"),
         ({"speculative": space(method="eagle3")}, [FullAttentionSpec()], "'eagle3'"),
@@ -302,9 +302,9 @@ def test_ranks_whose_pages_differ_are_refused() -> None:
     options = ConnectorOptions.parse({"store": "memory:", "page_tokens": 8})
     side = SchedulerSide(options, {"model": "m"}, 4)
     try:
-        with pytest.raises(NotSupportedError, match="have to be alike"):
+        with pytest.raises(NotSupportedError, match="must be equal"):
             side.begin({0: "{}", 1: '{"a": 1}'}, True, True)
-        with pytest.raises(NotSupportedError, match="have to be alike"):
+        with pytest.raises(NotSupportedError, match="must be equal"):
             side.begin({1: "{}"}, True, True)
         assert side.begin({0: json.dumps(SETTINGS)}, True, True).match(request(), 0) == (0, False)
     finally:

@@ -238,7 +238,7 @@ def test_a_store_out_of_reach_is_told_once_and_left_alone(
         assert arrived(transfers) == {f"r{number}"}
         assert {11, 12} <= transfers.invalid_blocks()
     assert len(asked) <= 2  # two threads may find out at once
-    assert len([line for line in caplog.messages if "out of reach" in line]) == 1
+    assert len([line for line in caplog.messages if "cannot be reached" in line]) == 1
 
 
 def test_a_device_that_fails_is_a_load_that_fails(

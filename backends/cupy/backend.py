@@ -186,7 +186,7 @@ class CupyContext(PlacedContext, ArrayContext):
     def _from_native(self, array: Any) -> CupyTensor:
         if not isinstance(array, cupy.ndarray):
             other = "cupy.from_dlpack(it)" if hasattr(array, "__dlpack__") else "from_numpy"
-            raise DTypeError(f"from_native: {type(array).__name__} is no cupy.ndarray; use {other}")
+            raise DTypeError(f"from_native: {type(array).__name__} is not a cupy.ndarray; use {other}")
         dtype = DType.from_numpy(array.dtype)
         strides = element_strides(array, dtype.itemsize)
         size = extent(array.shape, strides)

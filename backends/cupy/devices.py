@@ -127,7 +127,7 @@ def _index(wanted: Any) -> int:
         wanted = f"cuda:{wanted}"
     if not isinstance(wanted, str) or wanted not in named:
         there = ", ".join(f"cuda:{i}" for i in range(count))
-        raise DeviceError(f"open_backend: cupy has no device {wanted!r} here; there are: {there}")
+        raise DeviceError(f"open_backend: cupy has no device {wanted!r} here; available: {there}")
     return named[wanted]
 
 
@@ -135,7 +135,7 @@ def _check_stream(stream: Any, indices: Sequence[int]) -> None:
     if stream is None:
         return
     if not isinstance(stream, (cupy.cuda.Stream, cupy.cuda.ExternalStream)):
-        raise DeviceError(f"open_backend: stream={stream!r}; it is a cupy.cuda.Stream")
+        raise DeviceError(f"open_backend: stream={stream!r}; it must be a cupy.cuda.Stream")
     if stream.device_id >= 0 and any(index != stream.device_id for index in indices):
         raise DeviceError(
             f"open_backend: a stream of cuda:{stream.device_id} for "

@@ -72,7 +72,7 @@ class CupyTensor(ArrayTensor):
             with self.place.work("dlpack"):  # the consumer is made to wait for the stream current here
                 return self.native.__dlpack__(**options)
         except Exception as error:
-            raise NotSupportedError(f"dlpack: not offered for {self.dtype!r} here ({error})") from error
+            raise NotSupportedError(f"dlpack: not supported for {self.dtype!r} here ({error})") from error
 
     def moved(self, place: Place) -> Self:
         """This tensor, or a copy of it on another device of the backend."""

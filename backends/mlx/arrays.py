@@ -39,7 +39,7 @@ def from_mlx_dtype(op: str, native: Any) -> DType:
         return _NAMES[native]
     except KeyError:
         known = ", ".join(str(dtype) for dtype in _NAMES)
-        raise DTypeError(f"{op}: no DType for {native}; there is one for {known}") from None
+        raise DTypeError(f"{op}: no DType for {native}; there are DTypes for {known}") from None
 
 
 def from_host(array: np.ndarray) -> mx.array:

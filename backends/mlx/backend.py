@@ -242,10 +242,10 @@ class MlxContext(BaseContext):
         """The array of the moment: MLX's ``x[...] = y`` gives the Python object another array,
         which this tensor does not see; nor does a write through the tensor change ``array``."""
         if not isinstance(array, mx.array):
-            raise DTypeError(f"from_native: {type(array).__name__} is no mlx.core.array; use from_numpy")
+            raise DTypeError(f"from_native: {type(array).__name__} is not an mlx.core.array; use from_numpy")
         dtype = from_mlx_dtype("from_native", array.dtype)
         if array.size > SIZE_LIMIT:
-            raise DeviceError(f"from_native: {array.size} elements; views of them need at most {SIZE_LIMIT}")
+            raise DeviceError(f"from_native: {array.size} elements; views support at most {SIZE_LIMIT}")
         with self.backend.work.lock, device_errors("from_native"):
             schedule(array)  # here: pending work of another stream may be bound to this thread
             storage = MlxStorage(self.backend, self.backend.work, array.__copy__(), owned=False)

@@ -71,7 +71,7 @@ class _Ring:
         while self.left is None or self.right is None:
             if time.monotonic() >= self._until:
                 lacking = self._next if self.right is None else self._before
-                raise self._error(f"rank {lacking} ({self._hosts[lacking]}) did not come", late=True)
+                raise self._error(f"rank {lacking} ({self._hosts[lacking]}) did not connect", late=True)
             self.right = self.right or self._connect()
             self.left = self.left or self._accept()
 
@@ -126,7 +126,7 @@ class _Ring:
         try:
             heard = self._read(self.left, 1, self._left_of(self._seconds))
         except TimeoutError:
-            reason = f"rank {self._before} is there and waits for another"
+            reason = f"rank {self._before} is connected and waits for another rank"
             raise self._error(reason, late=True) from None
         except OSError as error:
             raise self._error(f"rank {self._before} has gone: {error}") from error
@@ -181,5 +181,5 @@ def interrupted(until: float) -> Iterator[None]:
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not port.isdecimal():
-        raise GroupError(f"distributed: {text!r} in MLX_HOSTFILE is no address host:port")
+        raise GroupError(f"distributed: {text!r} in MLX_HOSTFILE is not an address host:port")
     return host, int(port)

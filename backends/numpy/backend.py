@@ -236,7 +236,7 @@ class NumpyContext(ArrayContext):
 
     def _from_native(self, array: Any) -> NumpyTensor:
         if not isinstance(array, np.ndarray):
-            raise DTypeError(f"from_native: {type(array).__name__} is no numpy.ndarray; use from_numpy")
+            raise DTypeError(f"from_native: {type(array).__name__} is not a numpy.ndarray; use from_numpy")
         dtype = DType.from_numpy(array.dtype)
         strides = element_strides(array, dtype.itemsize)
         size = extent(array.shape, strides)

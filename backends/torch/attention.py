@@ -65,7 +65,7 @@ def _bias(
         return causal_bias("attention", masks, q, v, 1, history)
     native = beside(ctx, mask, q.device)
     if native.dim() != 2 or native.shape[0] < tokens or native.shape[1] != history:
-        raise ShapeError(f"attention: mask {mask.shape}; it has to be (rows >= {tokens}, {history})")
+        raise ShapeError(f"attention: mask {mask.shape}; it must be (rows >= {tokens}, {history})")
     if not native.dtype.is_floating_point:
-        raise DTypeError(f"attention: mask {mask.dtype!r}; it is additive, F32, F16 or BF16")
+        raise DTypeError(f"attention: mask {mask.dtype!r}; it must be additive: F32, F16 or BF16")
     return native[:tokens].to(q.dtype).unsqueeze(0)

@@ -289,12 +289,14 @@ class TorchContext(PlacedContext):
 
     def _from_native(self, array: Any) -> TorchTensor:
         if not isinstance(array, torch.Tensor):
-            raise DTypeError(f"from_native: {type(array).__name__} is no torch.Tensor; use from_numpy")
+            raise DTypeError(f"from_native: {type(array).__name__} is not a torch.Tensor; use from_numpy")
         if array.layout is not torch.strided:
-            raise DTypeError(f"from_native: layout {array.layout}; a tensor is strided, call to_dense()")
+            raise DTypeError(
+                f"from_native: layout {array.layout}; the tensor must be strided; call to_dense()"
+            )
         if array.dtype not in FROM_TORCH:
             known = ", ".join(str(dtype) for dtype in FROM_TORCH)
-            raise DTypeError(f"from_native: no DType for {array.dtype}; there is one for {known}")
+            raise DTypeError(f"from_native: no DType for {array.dtype}; there are DTypes for {known}")
         return TorchTensor(array.detach(), FROM_TORCH[array.dtype], self._foreign_on(array.device))
 
     def _foreign_on(self, device: torch.device) -> TorchStorage:

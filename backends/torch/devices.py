@@ -58,7 +58,7 @@ def find_places(
 def _find(wanted: str | torch.device) -> Place:
     try:
         if not isinstance(wanted, (str, torch.device)):
-            raise TypeError("a device is a name or a torch.device")
+            raise TypeError("a device must be a name or a torch.device")
         device = torch.device(wanted)
         if device.type == "meta":
             raise TypeError("the meta device holds no data")
@@ -69,7 +69,7 @@ def _find(wanted: str | torch.device) -> Place:
         found = torch.empty(0, device=device).device  # with its index: "cuda" is "cuda:0"
     except Exception as error:  # torch raises AssertionError, RuntimeError and others here
         raise DeviceError(
-            f"open_backend: torch has no device {str(wanted)!r} here; there are: "
+            f"open_backend: torch has no device {str(wanted)!r} here; available: "
             f"{', '.join(existing_devices())} ({_first_line(error)})"
         ) from error
     return Place("mps" if found.type == "mps" else str(found), found)

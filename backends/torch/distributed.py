@@ -40,7 +40,9 @@ def join(backend: BaseBackend, device: torch.device, timeout: float) -> BaseGrou
     if not there and launched() is None:
         return SoloGroup(backend, seconds)
     if not dist.is_available():
-        raise NotSupportedError("distributed: this build of torch has no torch.distributed; install another")
+        raise NotSupportedError(
+            "distributed: this build of torch has no torch.distributed; install another build"
+        )
     engine = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -80,7 +82,8 @@ def _rendezvous(rank: int, size: int, until: float) -> Any:
     host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not (host and port.isdecimal()):
         raise GroupError(
-            f"distributed: MASTER_ADDR={host!r} and MASTER_PORT={port!r} do not say where rank 0 is; start "
+            f"distributed: MASTER_ADDR={host!r} and MASTER_PORT={port!r} do not give the address of "
+            "rank 0; start "
             "the ranks with torchrun, or set both"
         )
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -103,7 +106,7 @@ def _rendezvous(rank: int, size: int, until: float) -> Any:
         store.wait(here, timedelta(seconds=_left(until)))
     except RuntimeError as error:
         missing = [str(other) for other, key in enumerate(here) if not store.check([key])]
-        reason = f"rank {', '.join(missing)} of {size} did not come" if missing else str(error)
+        reason = f"rank {', '.join(missing)} of {size} did not connect" if missing else str(error)
         raise _not_joined(f"rank {rank}", until - began, reason, late=True) from error
     return store
 
@@ -192,7 +195,7 @@ class TorchGroup(BaseGroup):
                 began = time.monotonic()
             elif time.monotonic() - began > self.timeout:
                 self._abort()
-                raise self.broken(op, "no operation of NCCL has ended", late=True)
+                raise self.broken(op, "no NCCL operation has finished", late=True)
             else:
                 time.sleep(POLL)
 

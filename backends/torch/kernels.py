@@ -93,7 +93,7 @@ def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> N
     """Raise ShapeError or DTypeError unless these are heads of one attention."""
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     if not q.dim() == k.dim() == v.dim() == 3 or shapes[1][:2] != shapes[2][:2]:
-        raise ShapeError(f"{op}: query, key, value {shapes}; each is (tokens, heads, size)")
+        raise ShapeError(f"{op}: query, key, value {shapes}; each must be (tokens, heads, size)")
     if shapes[0][2] != shapes[1][2] or not shapes[1][1] or shapes[0][1] % shapes[1][1]:
         raise ShapeError(
             f"{op}: query {shapes[0]}, key {shapes[1]}; one head size, heads a multiple of KV heads"
@@ -104,7 +104,7 @@ def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> N
 
 def check_sinks(op: str, sinks: torch.Tensor, heads: int) -> None:
     if tuple(sinks.shape) != (heads,) or not sinks.dtype.is_floating_point:
-        raise ShapeError(f"{op}: sinks {sinks.dtype} {tuple(sinks.shape)}; they are floats ({heads},)")
+        raise ShapeError(f"{op}: sinks {sinks.dtype} {tuple(sinks.shape)}; they must be floats ({heads},)")
 
 
 def causal_bias(
@@ -117,7 +117,9 @@ def causal_bias(
     """
     tokens = q.shape[0]
     if tokens > history:
-        raise ShapeError(f"{op}: CAUSAL with {tokens} queries and {history} keys; some see none")
+        raise ShapeError(
+            f"{op}: CAUSAL with {tokens} queries and {history} keys; some queries would see none"
+        )
     if tokens < 2:
         return None
     if batch == 1 and _fits(q, v) and (q.is_cuda or tokens == history):

@@ -130,6 +130,6 @@ def _bias(
     native = beside(ctx, mask, q.device)
     if native.dim() != 3 or native.shape[0] not in (1, batch) or native.shape[2] != history:
         raise ShapeError(
-            f"partial_attention: mask {mask.shape}; it has to be ({batch} or 1, rows >= {tokens}, {history})"
+            f"partial_attention: mask {mask.shape}; it must be ({batch} or 1, rows >= {tokens}, {history})"
         )
     return native[:, :tokens].to(q.dtype)

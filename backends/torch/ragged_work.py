@@ -108,7 +108,7 @@ def divide(plan: RaggedPlan, tile: Tile, programs: int, copies: int) -> Work:
     at = np.cumsum(counts) - counts
     low, high = np.minimum.reduceat(begins, at), np.maximum.reduceat(ends, at)
     if (begins >= ends).any():
-        raise BoundsError("ragged_attention: a reader of the plan sees no rows; it has to see one at least")
+        raise BoundsError("ragged_attention: a reader of the plan sees no rows; it must see at least one")
     reach = _reach(plan, segment, low, high)
     owner, item_low, item_high = _chunks(low, high, tile.keys, programs, copies)
     shared = np.clip(np.maximum.reduceat(begins, at)[owner], item_low, item_high)

@@ -3,7 +3,7 @@
     python -m benchmarks.census {mlx-lm,transformers} [--type NAME ...] [--results FILE] [--render]
 
 Every type that writes text is built small with random weights, and runs in a process of its own. Types that
-the results have already are not run again. ``--render`` writes the table of docs/embedding-*.md from them.
+the results have already are not run again. ``--render`` writes the table of docs/*-models.md from them.
 """
 
 from __future__ import annotations

@@ -122,16 +122,20 @@ def all_of(library: Library, chosen: Iterable[str], results: dict[str, Any], kee
 
 
 def render(library: Library, results: Mapping[str, Any]) -> None:
-    """Write the table between the marks of the page: a row for all types of which the same became."""
+    """Write the tables between the marks of the page; types with the same results are a group."""
     notes: dict[str, int] = {}
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, found in results.items():
         if "" not in found:
             cells = tuple(_cell(name, *found[mode], notes) for mode in library.MODES)
             rows.setdefault(cells, []).append(name)
-    lines = ["| types | " + " | ".join(library.MODES) + " |", "|---" * (len(library.MODES) + 1) + "|"]
-    for cells, names in sorted(rows.items(), key=lambda row: -len(row[1])):
-        lines.append(f"| {len(names)}: {', '.join(names)} | " + " | ".join(cells) + " |")
+    groups = sorted(rows.items(), key=lambda row: -len(row[1]))
+    lines = ["| group | " + " | ".join(library.MODES) + " |", "|---" * (len(library.MODES) + 1) + "|"]
+    lines += [f"| {number} | {' | '.join(cells)} |" for number, (cells, _) in enumerate(groups, 1)]
+    lines += ["", "| group | types | which |", "|---|---|---|"]
+    lines += [
+        f"| {number} | {len(names)} | {', '.join(names)} |" for number, (_, names) in enumerate(groups, 1)
+    ]
     lines += ["", *(f"{number}. {note}" for note, number in notes.items())]
     unbuilt = [f"{name} ({found['']})" for name, found in results.items() if "" in found]
     lines += ["", f"Not built: {'; '.join(unbuilt)}."]

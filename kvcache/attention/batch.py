@@ -53,13 +53,13 @@ class SequenceTokens:
 
 def check_sequence(op: str, seq: object, max_sequences: int) -> None:
     if not isinstance(seq, (int, np.integer)) or not 0 <= seq < max_sequences:
-        raise InvalidSequenceError(f"{op}: sequence {seq!r}; sequences are 0 to {max_sequences - 1}")
+        raise InvalidSequenceError(f"{op}: sequence {seq!r}; it must be in 0 to {max_sequences - 1}")
 
 
 def check_whole(op: str, name: str, value: object, least: int = 0) -> None:
     """Refuse what is no whole number of at least ``least``."""
     if not isinstance(value, (int, np.integer)) or value < least:
-        raise InvalidRangeError(f"{op}: {name}={value!r}; it is a whole number >= {least}")
+        raise InvalidRangeError(f"{op}: {name}={value!r}; it must be a whole number of at least {least}")
 
 
 def check_tensors(op: str, **tensors: object) -> None:
@@ -76,8 +76,8 @@ def check_tensors(op: str, **tensors: object) -> None:
 def check_modes(reserve: bool, read_only: bool) -> None:
     if reserve and read_only:
         raise InvalidBatchError(
-            "start_forward: reserve=True and read_only=True; a pass shows shapes at their largest, or reads "
-            "what is stored"
+            "start_forward: reserve=True and read_only=True cannot be combined; a pass reserves the "
+            "largest shapes, or reads what is stored"
         )
 
 
@@ -94,10 +94,11 @@ def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
     count = len(batch.positions)
     if count != len(batch.sequences):
         raise InvalidBatchError(
-            f"start_forward: {count} positions and {len(batch.sequences)} sequences; a token has one of each"
+            f"start_forward: {count} positions and {len(batch.sequences)} sequences; every token must "
+            "have one of each"
         )
     if count == 0:
-        raise InvalidBatchError("start_forward: an empty batch; it holds at least one token")
+        raise InvalidBatchError("start_forward: the batch is empty; it must contain at least one token")
     positions = _integers("positions", batch.positions)
     sequences = _integers("sequences", batch.sequences)
     if count > 1:
@@ -114,7 +115,9 @@ def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
 def _integers(name: str, values: object) -> np.ndarray:
     found = np.asarray(values)
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise InvalidBatchError(f"start_forward: {name} are {found.dtype} {found.shape}; they are integers")
+        raise InvalidBatchError(
+            f"start_forward: {name} are {found.dtype} {found.shape}; they must be integers"
+        )
     return found.astype(np.int64, copy=False)
 
 
@@ -163,10 +166,12 @@ def _several(positions: np.ndarray, sequences: np.ndarray) -> list[SequenceToken
 def _check_positions(group: SequenceTokens) -> None:
     positions = group.positions
     if positions[0] < 0:
-        raise InvalidBatchError(f"start_forward: position {positions[0]} of sequence {group.seq}; it is >= 0")
+        raise InvalidBatchError(
+            f"start_forward: position {positions[0]} of sequence {group.seq}; it must be at least 0"
+        )
     if positions[-1] > _LIMIT:
         raise InvalidBatchError(
-            f"start_forward: position {positions[-1]} of sequence {group.seq}; at most {_LIMIT}"
+            f"start_forward: position {positions[-1]} of sequence {group.seq}; it must be at most {_LIMIT}"
         )
     if positions.size > 1:
         twice = np.flatnonzero(positions[1:] == positions[:-1])

@@ -54,7 +54,7 @@ class DenseBatch:
         self._storage = cache.storage
         self._table = self._storage.table
         if not sequences:
-            raise InvalidRangeError("DenseBatch: no sequences; it reads at least one")
+            raise InvalidRangeError("DenseBatch: no sequences given; it must read at least one")
         for seq in sequences:
             check_sequence("DenseBatch", seq, len(self._table.rows))
         rows = [self._table.rows[seq] for seq in sequences]
@@ -102,7 +102,7 @@ class DenseBatch:
         try:
             buffers = self._storage.buffers[layer]
         except KeyError:
-            raise OrderError(f"DenseBatch: layer {layer} stores nothing yet; put comes first") from None
+            raise OrderError(f"DenseBatch: layer {layer} stores nothing yet; call put first") from None
         if self._overlay is None:
             return self._tensor(ctx, buffers.key), self._tensor(ctx, buffers.value)
         found = buffers.read(ctx, self._indices(ctx), self.sequences * self.tokens)
@@ -142,7 +142,7 @@ def _cells(seq: int, row: Row, begin: int, end: int) -> np.ndarray:
     if row.last + 1 != end or count != end - begin or (count and int(row.positions[start]) != begin):
         raise InvalidRangeError(
             f"DenseBatch: [{begin}, {end}) of sequence {seq}, which holds {count} positions from there to "
-            f"{row.last}; sequences that are read together end together and have no gaps"
+            f"{row.last}; sequences that are read together must end at the same position and have no gaps"
         )
     return row.cells[start:]
 

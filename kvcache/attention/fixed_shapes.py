@@ -95,7 +95,7 @@ def check_window(op: str, config: ml.CacheConfig, stored: CacheFormat) -> None:
     if config.fixed_shapes and stored.is_windowed:
         raise NotSupportedError(
             f"{op}: {stored} with fixed_shapes=True; a graph of fixed shapes has no residual window: "
-            f"store {stored.name} alone, or let shapes differ"
+            f"store {stored.name} alone, or init without fixed_shapes"
         )
 
 

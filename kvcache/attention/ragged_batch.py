@@ -52,14 +52,15 @@ class RaggedBatch:
         self._storage, self._lower = cache.storage, cache.lower_bound()
         table = self._storage.table
         if not sequences:
-            raise InvalidRangeError("RaggedBatch: no sequences; it reads at least one")
+            raise InvalidRangeError("RaggedBatch: no sequences given; it must read at least one")
         for seq in sequences:
             if seq is None:
                 continue
             check_sequence("RaggedBatch", seq, len(table.rows))
             if table.rows[seq].lost:
                 raise SequenceLostError(
-                    f"RaggedBatch: the data of sequence {seq} is lost; call remove({seq}, 0) and compute it"
+                    f"RaggedBatch: the data of sequence {seq} is lost; call remove({seq}, 0) and "
+                    "compute it again"
                 )
         self._rows = [Row() if seq is None else table.rows[seq] for seq in sequences]
         self.sequences = len(self._rows)
@@ -105,7 +106,7 @@ class RaggedBatch:
         try:
             buffers = self._storage.buffers[layer]
         except KeyError:
-            raise OrderError(f"RaggedBatch: layer {layer} stores nothing yet; put comes first") from None
+            raise OrderError(f"RaggedBatch: layer {layer} stores nothing yet; call put first") from None
         if self._step:
             return buffers.read_batch(ctx, self._start, self._step, self.sequences, self.length)
         if self._cells is None:
@@ -139,7 +140,7 @@ def visible_mask(cache: CellCache, ctx: ml.Context, window: int | None = None) -
     """
     forward = cache.pass_under_way()
     if forward is None:
-        raise OrderError("visible_mask: no pass is under way; call start_forward first")
+        raise OrderError("visible_mask: there is no current pass; call start_forward first")
     reading, _ = forward.shared(ctx)
     lower = _narrowed(forward.lower, window)
     elided = reading.elided(lower, forward.lifted)

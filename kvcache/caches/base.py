@@ -47,15 +47,15 @@ class BoundCache(Generic[P]):
         """The backend; OrderError before ``init``, ClosedError after ``close``."""
         if self._backend is None:
             if self._closed:
-                raise ClosedError(f"{op}: the cache is closed; init binds it anew")
-            raise OrderError(f"{op}: the cache is bound to no backend; call init first")
+                raise ClosedError(f"{op}: the cache is closed; call init to use it again")
+            raise OrderError(f"{op}: the cache has not been initialized; call init first")
         return self._backend
 
     def _started(self, op: str) -> P:
         """The pass under way; OrderError where there is none."""
         self._bound(op)
         if self._pass is None:
-            raise OrderError(f"{op}: no pass is under way; call start_forward first")
+            raise OrderError(f"{op}: there is no current pass; call start_forward first")
         return self._pass
 
     def _check_copy(self, src_seq: int, dst_seq: int, length: int) -> None:
@@ -65,7 +65,9 @@ class BoundCache(Generic[P]):
         check_sequence("copy_prefix", dst_seq, self._max_sequences)
         check_whole("copy_prefix", "length", length)
         if src_seq == dst_seq:
-            raise InvalidRangeError(f"copy_prefix: sequence {src_seq} to itself; remove(seq, length) cuts it")
+            raise InvalidRangeError(
+                f"copy_prefix: sequence {src_seq} to itself; use remove(seq, length) to shorten a sequence"
+            )
 
     def _check_remove(self, seq: int, begin: int, end: int | None) -> ml.Backend:
         """The backend; refuses a sequence that is none, and a range that means nothing."""
@@ -74,7 +76,7 @@ class BoundCache(Generic[P]):
         check_whole("remove", "begin", begin)
         check_whole("remove", "end", begin if end is None else end)
         if end is not None and end < begin:
-            raise InvalidRangeError(f"remove: [{begin}, {end}); it needs 0 <= begin <= end")
+            raise InvalidRangeError(f"remove: [{begin}, {end}); the range must satisfy 0 <= begin <= end")
         return backend
 
     def _check_restore(self, seq: int, snapshot: object, kind: type) -> ml.Backend:
@@ -98,7 +100,7 @@ class BoundCache(Generic[P]):
         have, and sizes below 1.
         """
         if self._backend is not None:
-            raise OrderError("init: the cache is already bound to a backend; close it first")
+            raise OrderError("init: the cache is already initialized; close it first")
         if not hasattr(backend, "new_context"):
             raise InvalidRangeError(
                 f"init: backend={backend!r:.60}; it must be an open backend, as ml.open_backend gives one"

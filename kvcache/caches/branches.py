@@ -81,7 +81,9 @@ def fork(cache: Cache, seq: int, into: Sequence[int], position: int | None = Non
     InvalidRangeError for a position past the end, for ``seq`` among ``into`` or one named twice.
     """
     if seq in into or len(set(into)) < len(into):
-        raise InvalidRangeError(f"fork: sequence {seq} into {list(into)}; they are distinct, and others")
+        raise InvalidRangeError(
+            f"fork: sequence {seq} into {list(into)}; the targets must be distinct and differ from the source"
+        )
     end = _end("fork", cache, seq) if position is None else position
     check_whole("fork", "position", end)
     commits = [_prepare(cache, "copy_prefix", seq, branch, end) for branch in into]
@@ -183,7 +185,7 @@ def window_memory(window: int, tokens: int) -> int:
     memory of one of 1: a token has to be left to say where the sequence is.
     """
     if window < 0 or tokens < 0:
-        raise InvalidRangeError(f"window_memory: window={window}, tokens={tokens}; both are >= 0")
+        raise InvalidRangeError(f"window_memory: window={window}, tokens={tokens}; both must be at least 0")
     return max(window, 1) + tokens
 
 
@@ -216,7 +218,7 @@ def _end(op: str, cache: Cache, seq: int) -> int:
         return max(known)
     if op == "fork":
         return _ALL
-    raise NotSupportedError(f"{op}: {_name(cache)} does not tell its offset")
+    raise NotSupportedError(f"{op}: {_name(cache)} has no offset")
 
 
 def _reached(part: Any, seq: int, position: int, to: Mark | None, i: int) -> int:
@@ -243,7 +245,8 @@ def _check_exact(op: str, cache: Cache, seq: int, position: int, to: Mark | None
         reached = _reached(part, seq, position, to, i)
         if reached != position:
             raise NotSupportedError(
-                f"{op}: sequence {seq} cannot go on exactly at {position}, as {_name(part)} can at {reached} "
+                f"{op}: sequence {seq} cannot continue exactly at {position}, as {_name(part)} can at "
+                f"{reached} "
                 f"and not between; {_remedy(part)}"
             )
 
@@ -252,7 +255,7 @@ def _remedy(part: Any) -> str:
     if isinstance(part, SlidingWindowCache):
         return "keep more of the past with memory= (window_memory says how much)"
     if isinstance(part, SupportsMark):
-        return "take a mark (or a checkpoint) there before going on, or evaluate the tokens between again"
+        return "take a mark (or a checkpoint) there before continuing, or evaluate the tokens between again"
     return "remove the sequence and evaluate it again"
 
 

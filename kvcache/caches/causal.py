@@ -64,10 +64,10 @@ __all__ = ["CausalCache", "drop_middle"]
 class CausalCache(
     BoundCache[ForwardPass], PreparedCalls[AttentionSnapshot], ManagedSnapshots[AttentionSnapshot]
 ):
-    """Keeps every token; a query sees all of its own sequence up to itself.
+    """Keeps every token; a query attends to all tokens of its own sequence up to its own position.
 
-    ``shift`` re-encodes stored keys for new positions, and ``shift_extra`` stored extras; without them,
-    tokens cannot be removed from the middle of a sequence.
+    ``shift`` re-encodes stored keys for new positions, and ``shift_extra`` re-encodes stored extras. Without
+    them, tokens cannot be removed from the middle of a sequence.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class CausalCache(
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
         """Check all that ``set_config`` may refuse; the callable returned then does it."""
         if self._buffers or self._pass is not None or (self._backend and any(self._table.occupied())):
-            raise OrderError("set_config: tokens are stored already; configure before the first batch")
+            raise OrderError("set_config: tokens are already stored; call set_config before the first batch")
         if self._backend is not None:
             check_window("set_config", config, self._dtype)
 
@@ -211,7 +211,7 @@ class CausalCache(
             elif len(row) and row.holds_any(group.positions):
                 raise InvalidBatchError(
                     f"start_forward: sequence {group.seq} holds one of positions {group.positions[0]} to "
-                    f"{group.positions[-1]} already; remove them first"
+                    f"{group.positions[-1]} already; remove those first"
                 )
         if read_only:
             self._undo, stamp = {}, 0 if before is None else before.stamp
@@ -279,7 +279,7 @@ class CausalCache(
         forward = self._started("graph_tensors")
         if forward.read_only:
             raise OrderError(
-                "graph_tensors: the pass under way only reads, and a graph writes; get has the same key, "
+                "graph_tensors: this pass is read-only, and a graph writes; get has the same key, "
                 "value and mask"
             )
         if forward.fixed is None:
@@ -288,7 +288,7 @@ class CausalCache(
                 "a pass without reserve"
             )
         if layer not in self._buffers:
-            raise OrderError(f"graph_tensors: layer {layer} stores nothing yet; put comes first")
+            raise OrderError(f"graph_tensors: layer {layer} stores nothing yet; call put first")
         forward.fill(ctx)
         self._buffers[layer].stamp = forward.stamp
         key, value = self._buffers[layer].read_as_configured(ctx, 0, self._table.cells)
@@ -357,7 +357,7 @@ class CausalCache(
         indices = frozenset(int(index) for index in except_)
         if any(not 0 <= index < forward.tokens for index in indices):
             raise InvalidRangeError(
-                f"set_causal: except_={sorted(indices)}; indices of the batch are 0 to {forward.tokens - 1}"
+                f"set_causal: except_={sorted(indices)}; the indices must be in 0 to {forward.tokens - 1}"
             )
         forward.lift(indices)
         forward.fill(ctx)
@@ -392,7 +392,7 @@ class CausalCache(
             buffers.stamp = forward.stamp
             return
         if forward.cells is None and forward.read_only:
-            raise OrderError("put: the pass under way only reads; start_forward without read_only to store")
+            raise OrderError("put: this pass is read-only; call start_forward without read_only to store")
         shape = check_put(forward.tokens, key, value, v_dim, extra)
         fresh = buffers is None
         if buffers is None:
@@ -417,7 +417,7 @@ class CausalCache(
         """
         forward, storage = self._started("put_stored"), self.snapshots.storage
         if forward.reserve or (forward.cells is None and forward.read_only):
-            raise OrderError("put_stored: the pass under way stores nothing")
+            raise OrderError("put_stored: this pass stores nothing")
         told = [(part.shape, part.dtype) for part in parts]
         if any(shape[:1] != (forward.tokens,) for shape, _ in told):
             raise InvalidRangeError(f"put_stored: parts {told}; each is ({forward.tokens}, kv_heads, width)")
@@ -508,7 +508,7 @@ class CausalCache(
         """The layer's K and V; OrderError where it lacks the tokens of the pass."""
         buffers = self._buffers.get(self._layer)
         if buffers is None:
-            raise OrderError(f"{op}: layer {self._layer} stores nothing yet; put comes first")
+            raise OrderError(f"{op}: layer {self._layer} stores nothing yet; call put first")
         if buffers.stamp >= forward.stamp:
             return buffers
         if forward.read_only:

@@ -105,7 +105,9 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
         """Check all that ``set_config`` may refuse; the callable returned then does it."""
         if self._used:
-            raise OrderError("set_config: batches were started already; configure before the first")
+            raise OrderError(
+                "set_config: batches have been started already; call set_config before the first batch"
+            )
 
         def commit() -> None:
             self._config = config
@@ -166,7 +168,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         """
         current = self._started("put")
         if current.read_only:
-            raise OrderError("put: the pass under way only reads; start_forward without read_only to store")
+            raise OrderError("put: this pass is read-only; call start_forward without read_only to store")
         check_tensors("put", key=key, value=value)
         if len(key.shape) != 3 or len(value.shape) != 3 or key.shape[:2] != value.shape[:2]:
             raise InvalidRangeError(
@@ -194,7 +196,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
             if entry is not None and others and entry.length != size:
                 raise InvalidRangeError(
                     f"put: {size} rows for sequence {seq} in layer {self._layer}, and {entry.length} in "
-                    f"layers {sorted(others)}; one encoder output has one length"
+                    f"layers {sorted(others)}; an encoder output must have the same length in all layers"
                 )
 
     def _fresh(self, current: _Pass, seq: int) -> _Entry | None:
@@ -261,12 +263,12 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         entry = self._entries.get(seq)
         if entry is None or self._layer not in entry.layers:
             raise OrderError(
-                f"get: sequence {seq} has no encoder output in layer {self._layer}; put comes first"
+                f"get: sequence {seq} has no encoder output in layer {self._layer}; call put first"
             )
         if current.items.get(seq, entry.position) != entry.position:
             raise OrderError(
                 f"get: sequence {seq} brings an item at position {current.items[seq]}, and layer "
-                f"{self._layer} has the encoder output of {entry.position}; put comes first"
+                f"{self._layer} has the encoder output of {entry.position}; call put first"
             )
         return entry.layers[self._layer]
 
@@ -335,7 +337,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
             end = begin if entry is None else max(begin, entry.position + 1)
         check_whole("snapshot", "end", end)
         if end < begin:
-            raise InvalidRangeError(f"snapshot: [{begin}, {end}); it needs 0 <= begin <= end")
+            raise InvalidRangeError(f"snapshot: [{begin}, {end}); the range must satisfy 0 <= begin <= end")
         if entry is None or not begin <= entry.position < end:
             return EncoderSnapshot(begin, end, None, 0, {})
         return EncoderSnapshot(begin, end, entry.position, entry.length, dict(entry.layers))
@@ -408,7 +410,7 @@ def _lengths(count: int, total: int, lengths: Sequence[int] | None) -> list[int]
     """How many of ``total`` rows each of ``count`` sequences gets."""
     if lengths is None:
         if total % count:
-            raise InvalidRangeError(f"put: {total} rows for {count} sequences; say lengths=")
+            raise InvalidRangeError(f"put: {total} rows for {count} sequences; pass lengths=")
         return [total // count] * count
     sizes = [int(size) for size in lengths]
     if len(sizes) != count or sum(sizes) != total or min(sizes) < 0:

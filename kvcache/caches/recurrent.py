@@ -234,7 +234,7 @@ class RecurrentCache(
         if not in_order or not group.is_run() or group.lowest != row.offset:
             raise InvalidBatchError(
                 f"start_forward: positions {group.positions.tolist()} of sequence {group.seq}, whose "
-                f"recurrent state has seen {row.offset} tokens; they come in order and begin there"
+                f"recurrent state has seen {row.offset} tokens; they must be in order and start there"
             )
 
     def pass_under_way(self) -> object:
@@ -323,7 +323,7 @@ class RecurrentCache(
         current, layer = self._started(op), self._layer if layer is None else layer
         check_tensors(op, state=t)
         if current.read_only:
-            raise OrderError(f"{op}: the pass under way only reads; start_forward without read_only to store")
+            raise OrderError(f"{op}: this pass is read-only; call start_forward without read_only to store")
         if t.shape[:1] == (len(current.tokens),):
             self._known(op, name, layer, t)
         state = self._state(ctx, op, name, layer)
@@ -370,7 +370,7 @@ class RecurrentCache(
         current, layer = self._started(op), self._layer if layer is None else layer
         check_tensors(op, states=t)
         if current.read_only:
-            raise OrderError(f"{op}: the pass under way only reads; start_forward without read_only to store")
+            raise OrderError(f"{op}: this pass is read-only; call start_forward without read_only to store")
         for seq, count in at:
             there = current.tokens.get(seq, 0)
             if not 0 < count <= there:

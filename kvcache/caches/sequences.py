@@ -138,7 +138,9 @@ class SupportsRemove(Protocol):
 def drop_middle(cache: SupportsRemove, seq: int, keep: int, length: int) -> int:
     """Remove half of what follows the first ``keep`` of ``length`` positions; returns how many."""
     if keep < 0 or keep >= length:
-        raise InvalidRangeError(f"shift_context: keep={keep} of {length} tokens; 0 <= keep < length")
+        raise InvalidRangeError(
+            f"shift_context: keep={keep} of {length} tokens; keep must satisfy 0 <= keep < length"
+        )
     count = max(1, (length - keep) // 2)
     cache.remove(seq, keep, keep + count)
     return count
@@ -147,6 +149,6 @@ def drop_middle(cache: SupportsRemove, seq: int, keep: int, length: int) -> int:
 def lost_error(op: str, seq: int) -> SequenceLostError:
     """What a call says of a sequence that a device failure took."""
     return SequenceLostError(
-        f"{op}: the device failed while sequence {seq} was being moved, its data is lost; "
+        f"{op}: the device failed while sequence {seq} was being moved, and its data is lost; "
         f"call remove({seq}, 0) and compute it again"
     )

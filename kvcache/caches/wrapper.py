@@ -55,13 +55,13 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def __init__(self, *caches: Cache) -> None:
         if not caches:
-            raise InvalidRangeError("WrapperCache: no cache given; it wraps at least one")
+            raise InvalidRangeError("WrapperCache: no cache given; it must wrap at least one")
         self.caches = caches
         self._type = 0
         others = [cache for cache in caches if not isinstance(cache, SupportsPrepare)]
         if len(others) > 1:
             raise InvalidRangeError(
-                f"WrapperCache: {len(others)} caches cannot take back what they started "
+                f"WrapperCache: {len(others)} caches cannot undo a started pass "
                 f"({', '.join(type(cache).__name__ for cache in others)}); at most one may lack "
                 "what kvcache.cache.SupportsPrepare lists"
             )
@@ -89,7 +89,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     def set_layer_type(self, i: int) -> None:
         """Which of the wrapped caches the next layers use, by its place in the constructor."""
         if not 0 <= i < len(self.caches):
-            raise InvalidRangeError(f"set_layer_type: {i}; types are 0 to {len(self.caches) - 1}")
+            raise InvalidRangeError(f"set_layer_type: {i}; types must be in 0 to {len(self.caches) - 1}")
         self._type = i
 
     def init(
@@ -133,7 +133,9 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             for cache, preparable in zip(self._order, self._preparable, strict=True):
                 under_way = None if preparable is None else preparable.pass_under_way()
                 if read_only and "read_only" not in inspect.signature(cache.start_forward).parameters:
-                    raise NotSupportedError(f"start_forward: {type(cache).__name__} has no read_only")
+                    raise NotSupportedError(
+                        f"start_forward: {type(cache).__name__} does not support read_only"
+                    )
                 cache.start_forward(ctx, batch, reserve, **options)
                 started.append((preparable, under_way))
             if self._uploads is None:
@@ -348,8 +350,8 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         offset, wanted = self.offset(seq), sorted({int(position) for position in positions})
         if wanted and wanted[0] <= offset:
             raise InvalidRangeError(
-                f"schedule_snapshots: position {wanted[0]} of sequence {seq}, which is at {offset} already; "
-                "snapshot takes it now"
+                f"schedule_snapshots: position {wanted[0]} of sequence {seq}, which is already at {offset}; "
+                "call snapshot to take one now"
             )
         self._keepers("schedule_snapshots")
         for cache in self._scheduling.values():
@@ -407,7 +409,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         """The wrapped caches, all of which have to know snapshots."""
         if len(self._kept) < len(self.caches):
             other = next(cache for cache in self.caches if cache not in self._kept)
-            raise NotSupportedError(f"{op}: {type(other).__name__} takes no snapshots")
+            raise NotSupportedError(f"{op}: {type(other).__name__} does not support snapshots")
         return list(self._kept)
 
     @property
@@ -476,4 +478,4 @@ def _joined_at(cache: Any, parts: Sequence[Any], ends: Collection[int]) -> list[
 def _check_preparable(op: str, caches: Iterable[Cache]) -> None:
     for cache in caches:
         if not isinstance(cache, SupportsPrepare):
-            raise KVCacheError(f"{op}: {type(cache).__name__} cannot take back what it started")
+            raise KVCacheError(f"{op}: {type(cache).__name__} cannot undo a started pass")

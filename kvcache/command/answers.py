@@ -83,7 +83,7 @@ def tell_full(answers: Sequence[Finished], limit: int, most: int) -> None:
     if not full:
         return
     what = "the text was cut short" if len(answers) == 1 else f"texts that were cut short: {', '.join(full)}"
-    why = f"--capacity is {limit} tokens, and the model takes up to {most}"
+    why = f"--capacity is {limit} tokens, and the model supports up to {most}"
     typer.echo(
-        f"kvcache: {what}; {why if limit < most else f'the model takes up to {most} tokens'}", err=True
+        f"kvcache: {what}; {why if limit < most else f'the model supports up to {most} tokens'}", err=True
     )

@@ -131,13 +131,13 @@ def bench(
 @ungrouped
 def generate(
     prompt: Annotated[
-        list[str] | None, typer.Option(help="A text to continue; several are a batch. -: standard input.")
+        list[str] | None, typer.Option(help="A text to continue; repeat for a batch. -: standard input.")
     ] = None,
     prompt_file: Annotated[
-        list[Path] | None, typer.Option(help="A file that is one prompt; repeatable. -: standard input.")
+        list[Path] | None, typer.Option(help="A file with one prompt; repeatable. -: standard input.")
     ] = None,
     prompt_lines: Annotated[
-        list[Path] | None, typer.Option(help="A file with a prompt in each line. -: standard input.")
+        list[Path] | None, typer.Option(help="A file with one prompt per line. -: standard input.")
     ] = None,
     *,
     place: Place,
@@ -166,7 +166,7 @@ def generate(
         if not prompts:
             raise typer.BadParameter("missing prompt: give --prompt TEXT, --prompt-file FILE or a pipe")
         if stop and not all(stop):
-            raise RequestError("stop: every text has an empty string in it; name another with --stop")
+            raise RequestError("stop: the empty string is in every text; --stop must not be empty")
         settings = sampling.settings(max_tokens, stop)
         config = load_config(place.path)  # a wrong path is told at once: opening a backend may take seconds
         cache = EngineOptions(min(len(prompts), MAX_SEQUENCES), capacity, prefill_chunk, dtypes.cache)
@@ -193,7 +193,10 @@ def _on_ranks(
     from kvcache.command.ranks import Job, run
 
     if place.devices is not None:
-        raise ml.DeviceError(f"--devices {place.devices} and --tensor-parallel: one of them splits the model")
+        raise ml.DeviceError(
+            f"--devices {place.devices} and --tensor-parallel cannot be combined; each splits the model "
+            "in its own way"
+        )
     what = (place.path, place.backend, place.device, dtypes.weights, prompts, settings, cache)
     run(Job(*what, *rest), load_config(place.path))
 

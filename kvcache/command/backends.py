@@ -128,5 +128,5 @@ def _lines(row: Surveyed) -> Iterator[tuple[str, str]]:
 def _memory(device: ml.DeviceMemory) -> str:
     free, total = (None if size is None else bytes_text(size) for size in (device.free, device.total))
     known = {(True, True): f"{free} free of {total}", (True, False): f"{free} free",
-             (False, True): f"{total}, how much is free is unknown"}  # fmt: skip
+             (False, True): f"{total}, free memory unknown"}  # fmt: skip
     return f"{device.device}: {known.get((free is not None, total is not None), 'unknown')}"

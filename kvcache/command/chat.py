@@ -53,7 +53,7 @@ __all__ = ["Chat", "chat"]
 
 LIVE_NODES = 8
 """Nodes of the radix tree that are drawn below an answer."""
-MORE_ROOM = "/undo takes its last turn back, /switch NAME begins another"
+MORE_ROOM = "/undo removes its last turn, /switch NAME starts another"
 SEQUENCES = 2
 """One answers at a time: the other's share of the cache keeps what others have said."""
 
@@ -70,12 +70,12 @@ def chat(
     store: Annotated[
         str | None,
         typer.Option(
-            help="A folder that keeps conversations for the next time, or a store's URL.",
+            help="A folder that keeps conversations for the next chat, or a store's URL.",
             show_default="none",
             autocompletion=stores,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Answer each line by one of JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per answer.")] = False,
     debug: Debug = False,
 ) -> None:
     """Hold several conversations with a model; what they share is computed once. /help tells what to type.
@@ -126,14 +126,14 @@ class Chat:
             except KeyboardInterrupt:
                 if not reader.typed:
                     raise
-                text = "interrupted; the conversations are as they were"
+                text = "interrupted; the conversations are unchanged"
                 self._tell(Reply(f"\n{text}", {"error": text}))
 
     def _greeting(self) -> str:
-        found = f"goes on after {self._tokens} tokens, which /show prints; " if self._tokens else ""
+        found = f"continues after {self._tokens} tokens (/show prints them); " if self._tokens else ""
         names = [each.name for each in self.conversations if each is not self.conversations.current]
         others = f"; /switch goes to {', '.join(names)}" if names else ""
-        return f"{self._name}: {found}type a text to be continued, or /help{others}"
+        return f"{self._name}: {found}type a text for the model to continue, or /help{others}"
 
     def take(self, line: str) -> None:
         """Do what one line asks for. What it is refused for is raised, and nothing has changed then."""
@@ -147,7 +147,7 @@ class Chat:
         if found is None:
             close = difflib.get_close_matches(name, _COMMANDS, 1)
             meant = f"did you mean /{close[0]}? " if close else ""
-            raise RequestError(f"there is no /{name}; {meant}/help lists what there is")
+            raise RequestError(f"there is no /{name}; {meant}/help lists the commands")
         least, most = found.arguments
         if not least <= len(arguments) <= most:
             raise RequestError(f"usage: {found.usage}")
@@ -271,7 +271,7 @@ class Chat:
     def fork(self, name: str) -> Reply:
         source = self._name
         self.conversations.fork(name)
-        text = f"{name}: goes on from {source}, {self._tokens} tokens shared"
+        text = f"{name}: continues from {source}, {self._tokens} tokens shared"
         return Reply(text, {"from": source, "tokens": self._tokens})
 
     def delete(self, name: str) -> Reply:
@@ -280,9 +280,7 @@ class Chat:
 
     def undo(self) -> Reply:
         count = self.conversations.undo()
-        return Reply(
-            f"{self._name}: {count} tokens taken back", {"taken_back": count, "tokens": self._tokens}
-        )
+        return Reply(f"{self._name}: {count} tokens removed", {"taken_back": count, "tokens": self._tokens})
 
     def save(self, file: str) -> Reply:
         saved = {"file": file, "tokens": self._tokens, "bytes": self.conversations.save(file)}
@@ -311,7 +309,7 @@ class Chat:
     def help(self) -> Reply:
         commands = [{"usage": each.usage, "what": each.what} for each in _COMMANDS.values()]
         lines = aligned([(each.usage, each.what) for each in _COMMANDS.values()], _columns())
-        text = f"Any other line is a text that the model goes on with.\n{lines}"
+        text = f"The model continues any other line.\n{lines}"
         return Reply(text, {"commands": commands})
 
     def quit(self) -> Reply:
@@ -334,19 +332,21 @@ class _Command:
 
 
 _COMMANDS = {
-    "switch": _Command("/switch NAME", "go to another conversation, or begin it", Chat.switch),
-    "fork": _Command("/fork NAME", "begin a conversation with all of this one", Chat.fork),
-    "list": _Command("/list", "the conversations, and how long they are", Chat.names),
-    "delete": _Command("/delete NAME", "forget another conversation", Chat.delete),
-    "undo": _Command("/undo", "take the last turn and its answer back", Chat.undo),
+    "switch": _Command("/switch NAME", "switch to another conversation, or start it", Chat.switch),
+    "fork": _Command("/fork NAME", "start a conversation from all of this one", Chat.fork),
+    "list": _Command("/list", "list the conversations and their lengths", Chat.names),
+    "delete": _Command("/delete NAME", "delete another conversation", Chat.delete),
+    "undo": _Command("/undo", "remove the last turn and its answer", Chat.undo),
     "show": _Command("/show", "print all of this conversation", Chat.show),
     "save": _Command("/save FILE", "write it to a file, for /load or kvcache load", Chat.save),
-    "load": _Command("/load FILE [NAME]", "go to a conversation from a file", Chat.load),
+    "load": _Command("/load FILE [NAME]", "load a conversation from a file", Chat.load),
     "inspect": _Command(
-        "/inspect [FILE]", "draw radix tree and cells, or write a page of them", Chat.inspect
+        "/inspect [FILE]", "draw the radix tree and the cells, or write them to an HTML page", Chat.inspect
     ),
-    "live": _Command("/live", "draw them below answers while they come; again: stop it", Chat.live),
-    "stats": _Command("/stats", "conversations, and what was computed and reused", Chat.stats),
+    "live": _Command("/live", "draw them below each answer as it arrives; again: stop", Chat.live),
+    "stats": _Command(
+        "/stats", "show the conversations, and how many tokens were computed and reused", Chat.stats
+    ),
     "help": _Command("/help", "this list", Chat.help),
     "quit": _Command("/quit", "leave", Chat.quit),
 }
@@ -386,16 +386,16 @@ def _kept(store: str, engine: Engine) -> KeptConversations | None:
     assert engine.tokenizer is not None
     kept = KeptConversations(place, engine.identity["files"], engine.tokenizer.decode)
     if not kept.writable:
-        _say_aside(f"kvcache: {store} may only be read: what is said now is not kept")
+        _say_aside(f"kvcache: {store} is read-only: this chat is not kept")
     if kept.others:
-        _say_aside(f"kvcache: {store} has conversations with another model too: {kept.others}")
+        _say_aside(f"kvcache: {store} also has conversations with another model: {kept.others}")
     return kept
 
 
 def _check_kept(kept: KeptConversations) -> None:
     if kept.failed:
         names = ", ".join(kept.failed)
-        raise RunnerError(f"not kept, or not all of it: {names} ({next(iter(kept.failed.values()))})")
+        raise RunnerError(f"not kept completely: {names} ({next(iter(kept.failed.values()))})")
 
 
 def _columns() -> int | None:

@@ -75,7 +75,7 @@ def words_of(line: str) -> list[str]:
     try:
         return shlex.split(line)
     except ValueError:
-        raise RequestError(f"/{line}: a quotation mark is not closed") from None
+        raise RequestError(f"/{line}: the quotation mark is not closed") from None
 
 
 def files_beginning(word: str) -> list[str]:

@@ -62,18 +62,21 @@ def conformance(
     ],
     device: Device = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="KEY=VALUE, an option of ml.open_backend; repeatable.")
+        list[str] | None, typer.Option(help="KEY=VALUE, an option for ml.open_backend; repeatable.")
     ] = None,
-    suite: Annotated[Suite, typer.Option(help="Of ml, of kvcache, or both.")] = Suite.ALL,
+    suite: Annotated[Suite, typer.Option(help="The suite of ml, of kvcache, or both.")] = Suite.ALL,
     keyword: Annotated[
-        str | None, typer.Option("-k", "--keyword", help="Only these, as pytest's -k.", show_default="all")
+        str | None,
+        typer.Option("-k", "--keyword", help="Select tests, as with pytest's -k.", show_default="all"),
     ] = None,
-    brief: Annotated[bool, typer.Option("--quick", help="The part that takes about a minute.")] = False,
+    brief: Annotated[bool, typer.Option("--quick", help="Only the part that takes about a minute.")] = False,
     first: Annotated[bool, typer.Option("--exitfirst", "-x", help="Stop at the first failure.")] = False,
     resume: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", dir_okay=False, help="Keep results there; what passed in it is not run again."
+            metavar="FILE",
+            dir_okay=False,
+            help="A folder for results; tests that passed there are not run again.",
         ),
     ] = None,
     as_json: Json = False,
@@ -115,7 +118,7 @@ def _pairs(options: Sequence[str]) -> dict[str, str]:
     pairs = [text.partition("=") for text in options]
     wrong = [text for text, (key, equals, value) in zip(options, pairs, strict=True) if not (key and value)]
     if wrong:
-        raise typer.BadParameter(f"--option {wrong[0]}: it is KEY=VALUE")
+        raise typer.BadParameter(f"--option {wrong[0]}: an option must be KEY=VALUE")
     return {key: value for key, _, value in pairs}
 
 
@@ -125,7 +128,9 @@ def _opened_with(options: Mapping[str, str]) -> dict[str, Any]:
     if dtype is None:
         return {**options}
     if dtype.upper() not in ml.DType.__members__:
-        raise typer.BadParameter(f"--option dtype={dtype}: one of {', '.join(ml.DType.__members__)}")
+        raise typer.BadParameter(
+            f"--option dtype={dtype}: dtype must be one of {', '.join(ml.DType.__members__)}"
+        )
     return {**options, "dtype": ml.DType[dtype.upper()]}
 
 
@@ -159,10 +164,12 @@ def _run(backend: str, selection: Selection, resume: Path | None, quiet: bool, d
             bars.wait("collecting")
             code = run_suites(backend, path, selection, log, told)
         except KeyboardInterrupt:
-            again = f"; go on with --resume {resume}" if resume else ""
+            again = f"; continue with --resume {resume}" if resume else ""
             raise KeyboardInterrupt(f"interrupted {done}{again}") from None
         except RuntimeError as error:
-            raise RunnerError(f"conformance: pytest failed {done}: {_last(log)}; --debug shows it") from error
+            raise RunnerError(
+                f"conformance: pytest failed {done}: {_last(log)}; --debug shows the output"
+            ) from error
         finally:
             bars.stop()
             if debug:
@@ -191,7 +198,7 @@ def _last(log: Any) -> str:
     """The last line of what pytest said that is not empty."""
     log.seek(0)
     lines = [line.strip() for line in log.read().splitlines() if line.strip()]
-    return lines[-1].removeprefix("ERROR: ") if lines else "it said nothing"
+    return lines[-1].removeprefix("ERROR: ") if lines else "it printed nothing"
 
 
 # What is shown.
@@ -251,7 +258,7 @@ def _show(run: Run, selection: Selection) -> None:
         typer.echo(f"FAILED {one.area}: {one.test}{parameters}: {one.reason}")
     if failures:
         more = f"{len(failures) - MOST} more failed. " if len(failures) > MOST else ""
-        typer.echo(f"{more}To look closer: {_command(run.name, selection, failures[0].test)}")
+        typer.echo(f"{more}To run one again: {_command(run.name, selection, failures[0].test)}")
 
 
 def _table(rows: Sequence[tuple[str, Sequence[int]]]) -> Table:

@@ -53,18 +53,19 @@ def inspect(
         ),
     ] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="Instead: run these, and draw the cache; repeatable.")
+        list[str] | None, typer.Option(help="Run this prompt and draw the cache; repeatable.")
     ] = None,
     model: ModelPath = None,
     backend: BackendName = "numpy",
     device: Device = None,
-    max_tokens: Annotated[int, typer.Option(help="Generated per prompt.", min=1)] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.", min=1)] = 8,
     budget: Annotated[
-        str | None, typer.Option(help="Bytes that the store may hold, or a run's snapshots: 10GiB, say.")
+        str | None,
+        typer.Option(help="Bytes that the store, or the snapshots of the run, may use: 10GiB, for example."),
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Nodes or entries to draw, at most.", min=0)] = 100,
+    nodes: Annotated[int, typer.Option(help="Maximum number of nodes or entries to draw.", min=0)] = 100,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page that needs no other file.", show_default="no")
+        Path | None, typer.Option("--html", help="Write a self-contained HTML page.", show_default="no")
     ] = None,
     as_json: Json = False,
     as_text: Annotated[bool, typer.Option("--text", help="Print plain text, without colours.")] = False,
@@ -80,7 +81,7 @@ def inspect(
     with reported(debug):
         limit = parse_bytes(budget)
         if (target is None) == (not prompt):
-            raise typer.BadParameter("give a store or a saved conversation, or --prompt to run one")
+            raise typer.BadParameter("give a store, a saved conversation, or --prompt TEXT")
         console = None if as_json or as_text or not draws(sys.stdout) else Console(highlight=False)
         if target is not None:
             with bars_until_done(as_json or quiet) as bars:
@@ -106,7 +107,7 @@ def look_at(
         target = path_of(url)
         budget = parse_bytes(dict(parse_qsl(query)).get("budget")) if budget is None else budget
     elif "://" in target:
-        raise RunnerError(f"inspect: {target}: only a store in a folder can be looked into")
+        raise RunnerError(f"inspect: {target}: only a store in a folder can be inspected")
     path = Path(target).expanduser()
     if path.is_dir() or is_store(path):
         return look_at_store(path, budget, entries, (bars or Bars(None)).checked)

@@ -77,17 +77,17 @@ BackendName = Annotated[
         "--backend", help="See: kvcache backends.", envvar="ML_BACKEND", autocompletion=backend_names
     ),
 ]
-Device = Annotated[str | None, typer.Option(help="As the backend names it: cpu, cuda, mps ...")]
+Device = Annotated[str | None, typer.Option(help="A device name of the backend: cpu, cuda, mps ...")]
 Devices = Annotated[
-    str | None, typer.Option(help="Split the layers over several, in order: cuda:0,cuda:1 ...")
+    str | None, typer.Option(help="Split the layers over these devices, in order: cuda:0,cuda:1 ...")
 ]
 TensorParallel = Annotated[
-    int, typer.Option(help="Split the model over so many processes (torch, mlx).", min=1)
+    int, typer.Option(help="Split the model over this many processes (torch, mlx).", min=1)
 ]
 Timeout = Annotated[
     float, typer.Option(help="Seconds that processes of --tensor-parallel wait for each other.", min=0.1)
 ]
-Dtype = Annotated[Precision, typer.Option(help="Of weights and activations.", case_sensitive=False)]
+Dtype = Annotated[Precision, typer.Option(help="The dtype of weights and activations.", case_sensitive=False)]
 
 
 def _stored(value: str | None) -> str | None:
@@ -108,15 +108,18 @@ def _format_option(what: str, default: str) -> Any:
 
 
 CacheDtype = Annotated[
-    str | None, _format_option("Of keys and values: f16, q8_0, q4_0, f8_e4m3, affine4_64 ...", "--dtype")
+    str | None,
+    _format_option(
+        "The storage format of keys and values: f16, q8_0, q4_0, f8_e4m3, affine4_64 ...", "--dtype"
+    ),
 ]
 CacheTypeK = Annotated[str | None, _format_option("Of keys.", "--cache-dtype")]
 CacheTypeV = Annotated[str | None, _format_option("Of values.", "--cache-dtype")]
 ResidualLength = Annotated[
-    int, typer.Option(help="Last tokens that are read as they were, beside a quantized cache.", min=0)
+    int, typer.Option(help="Number of last tokens that stay unquantized in a quantized cache.", min=0)
 ]
-SinkTokens = Annotated[int, typer.Option(help="And first tokens.", min=0)]
-MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer, at most.", min=1)]
+SinkTokens = Annotated[int, typer.Option(help="Number of first tokens that stay unquantized.", min=0)]
+MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens per answer.", min=1)]
 
 
 def _finite(value: float) -> float:
@@ -127,22 +130,30 @@ def _finite(value: float) -> float:
 
 def _share(value: float) -> float:
     if not 0 < value <= 1:
-        raise typer.BadParameter("Input should be above 0, and at most 1 (which keeps all)")
+        raise typer.BadParameter("Input should be above 0 and at most 1 (1 keeps all tokens)")
     return value
 
 
-Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0, callback=_finite)]
-TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.", min=0)]
+Temperature = Annotated[
+    float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0, callback=_finite)
+]
+TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.", min=0)]
 TopP = Annotated[
-    float, typer.Option(help="Keep the likeliest up to this probability; 1: all.", callback=_share)
+    float,
+    typer.Option(help="Keep the most likely tokens up to this total probability; 1: all.", callback=_share),
 ]
 MinP = Annotated[
-    float, typer.Option(help="Keep tokens this share as likely as the likeliest; 0: all.", min=0, max=1)
+    float,
+    typer.Option(
+        help="Keep tokens with at least this fraction of the highest probability; 0: all.", min=0, max=1
+    ),
 ]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", min=0)]
+Seed = Annotated[int | None, typer.Option(help="Random seed: the same seed gives the same text.", min=0)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="The result alone: no bars, no summary.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the trace of an error.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print only the result: no progress bars, no summary.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def device_options(device: str | None) -> dict[str, str]:
@@ -156,7 +167,9 @@ def named_store(store: str) -> str | Path:
         return store
     path = Path(store).expanduser().absolute()
     if path.exists() and not path.is_dir():
-        raise RequestError(f"--store {store}: this is a file; a store is a folder")
+        raise RequestError(
+            f"--store {store}: is a file; --store must be a folder (use /load FILE for a saved conversation)"
+        )
     return path
 
 
@@ -179,7 +192,7 @@ class Place:
             return ml.open_backend(self.backend, **device_options(self.device))
         if self.device is not None:
             raise ml.DeviceError(
-                f"--device {self.device} and --devices {self.devices}: one of them says it all"
+                f"--device {self.device} and --devices {self.devices}: give one of them, not both"
             )
         return open_on_devices(self.backend, parse_devices(self.devices), config)
 

@@ -23,7 +23,7 @@ def gathered(given: Sequence[str], files: Sequence[Path], lines: Sequence[Path])
     """
     named = [*given, *map(str, files), *map(str, lines)]
     if named.count(STDIN) > 1:
-        raise RequestError("prompt: '-' is given more than once; standard input is read once")
+        raise RequestError("prompt: '-' is given more than once, but standard input can be read only once")
     if not named:
         if sys.stdin.isatty():
             return []
@@ -44,7 +44,7 @@ def text_or_stdin(text: str) -> str:
 def _read_some(path: Path) -> str:
     text = _read(str(path))
     if not text.strip():
-        raise RequestError(f"prompt: {_name(str(path))} holds no text")
+        raise RequestError(f"prompt: {_name(str(path))} is empty")
     return text
 
 
@@ -55,7 +55,7 @@ def _read(name: str) -> str:
         else:
             text = Path(name).expanduser().read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"prompt: {_name(name)} is no text in UTF-8 ({error.reason})") from error
+        raise RequestError(f"prompt: {_name(name)} is not UTF-8 text ({error.reason})") from error
     except OSError as error:
         raise RequestError(f"prompt: {name}: cannot be read ({error.strerror or error})") from error
     return text.rstrip("\r\n")

@@ -69,4 +69,4 @@ def _told(error: Exception) -> str:
         return text
     if isinstance(error, MemoryError):
         return f"out of memory{f' ({text})' if text else ''}; use a smaller --capacity or a narrower --dtype"
-    return f"{type(error).__name__}: {text}; --debug shows where"
+    return f"{type(error).__name__}: {text}; --debug shows the traceback"

@@ -35,12 +35,12 @@ __all__ = ["load", "save"]
 
 @ungrouped
 def save(
-    prompt: Annotated[str, typer.Option(help="What the conversation begins with. -: standard input.")],
+    prompt: Annotated[str, typer.Option(help="The beginning of the conversation. -: standard input.")],
     out: Annotated[Path, typer.Option(help="The file to write.")],
     *,
     place: Place,
     dtypes: Dtypes,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate; 0: the prompt alone.", min=0)] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate; 0: only the prompt.", min=0)] = 0,
     sampling: Sampling,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -73,16 +73,18 @@ def save(
 
 @ungrouped
 def load(
-    file: Annotated[Path, typer.Argument(help="What kvcache save wrote.", autocompletion=conversations)],
+    file: Annotated[
+        Path, typer.Argument(help="A file written by kvcache save.", autocompletion=conversations)
+    ],
     prompt: Annotated[
-        str, typer.Option(help="A text to go on with. -: standard input.", show_default="none")
+        str, typer.Option(help="A text to add before generating. -: standard input.", show_default="none")
     ] = "",
     *,
     place: Place,
     max_tokens: MaxTokens = 128,
     sampling: Sampling,
     out: Annotated[
-        Path | None, typer.Option(help="Save the conversation anew, to this file.", show_default="no")
+        Path | None, typer.Option(help="Save the continued conversation to this file.", show_default="no")
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -103,12 +105,14 @@ def load(
         check_folder(out)
         identity = identity_of(path, saved.dtype)
         if identity != saved.model:
-            raise ConversationError(f"{file} is of another model than {path}; name it with --model")
+            raise ConversationError(
+                f"{file} was saved with another model than {path}; give that model with --model"
+            )
         more = tokenizer.encode(prompt, bos=False, most=config.max_positions) if prompt else ()
         tokens = [*saved.tokens, *more]
         check_prompt(tokens, config, config.max_positions)
         if len(tokens) == saved.evaluated:
-            raise ConversationError(f"{file}: the conversation came to its end; go on with --prompt")
+            raise ConversationError(f"{file}: the conversation has ended; continue it with --prompt")
         head: dict[str, Any] = {"file": str(file), "model": str(path), "backend": place.backend}
         screen = screen_for([tokenizer.decode(saved.tokens) + prompt], as_json, head, quiet)
         with opened(place, saved.dtype, screen, head) as loaded:

@@ -102,7 +102,7 @@ def _usage_line(error: Any, command: str, args: Sequence[str]) -> str:
     if kind == "BadParameter":
         return f"{command}: {_wrong_value(error, param, args)}"
     text = _begun_small(text.replace("(Possible options: ", "(perhaps "))
-    return f"{command}: {text}{'' if text.endswith('?') else ';'} {command} --help lists what there is"
+    return f"{command}: {text}{'' if text.endswith('?') else ';'} {command} --help lists the options"
 
 
 def _wrong_value(error: Any, param: Any, args: Sequence[str]) -> str:

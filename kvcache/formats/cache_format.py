@@ -39,7 +39,9 @@ class CacheFormat:
         found = tuple(dtype.split("/")) if isinstance(dtype, str) else dtype
         pair = found if isinstance(found, (tuple, list)) else (found,)
         if len(pair) not in (1, 2):
-            raise ml.DTypeError(f"init: dtype={dtype!r:.60}; it is one for K and V, or a pair of {_NAMES}")
+            raise ml.DTypeError(
+                f"init: dtype={dtype!r:.60}; it must be one for both K and V, or a pair, of {_NAMES}"
+            )
         return cls(_one(pair[0]), _one(pair[-1]))
 
     @classmethod
@@ -47,13 +49,13 @@ class CacheFormat:
         found, sizes = cls.of(asked.dtype), (asked.residual_length, asked.sink_tokens)
         if any(type(size) is not int or size < 0 for size in sizes) or not any(sizes):
             raise InvalidRangeError(
-                f"init: dtype={asked!r:.120}; residual_length and sink_tokens are whole numbers >= 0, one of "
-                "them above 0"
+                f"init: dtype={asked!r:.120}; residual_length and sink_tokens must be whole numbers of "
+                "at least 0, and one of them above 0"
             )
         if found.plain is not None or found.is_windowed:
             raise ml.DTypeError(
-                f"init: dtype={asked!r:.120}; a residual window stands beside codes: {found} "
-                f"{'has one already' if found.is_windowed else 'is plain numbers, which need none'}"
+                f"init: dtype={asked!r:.120}; a residual window needs quantized storage: {found} "
+                f"{'already has a residual window' if found.is_windowed else 'stores plain numbers'}"
             )
         return cls(found.key, found.value, *sizes)
 
@@ -108,12 +110,13 @@ def _one(dtype: object) -> StorageFormat:
         try:
             return open_format(dtype)
         except ml.DTypeError as error:
-            raise ml.DTypeError(f"init: dtype={dtype!r:.60}: {error}") from None
+            told = str(error).removeprefix("open_format: ")
+            raise ml.DTypeError(f"init: dtype={dtype!r:.60}: {told}") from None
     if isinstance(dtype, ml.DType):
         if dtype.is_float or dtype.is_quantized:
             return open_format(dtype.name)
     elif not isinstance(dtype, type) and all(callable(getattr(dtype, name, None)) for name in METHODS):
         return keep_format(dtype)  # type: ignore[arg-type]
     raise ml.DTypeError(
-        f"init: dtype={dtype!r:.60}; a cache stores an ml.DType of {_NAMES}, or a kvcache.StorageFormat"
+        f"init: dtype={dtype!r:.60}; it must be an ml.DType of {_NAMES}, or a kvcache.StorageFormat"
     )

@@ -31,7 +31,7 @@ class _F8:
 
     def parts(self, dim: int, activations: ml.DType) -> tuple[tuple[int, ml.DType], ...]:
         if dim <= 0:
-            raise InvalidRangeError(f"put: head_dim {dim} in a cache of {self.name}; it is at least 1")
+            raise InvalidRangeError(f"put: head_dim {dim} in a cache of {self.name}; it must be at least 1")
         return (dim, ml.DType.U8), (1, ml.DType.F32)
 
     def head_dim(self, width: int) -> int:

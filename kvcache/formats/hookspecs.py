@@ -51,7 +51,7 @@ def check_name(name: str) -> None:
     """Raise PluginError for what cannot name a format: "/" is between the names of a pair."""
     if name != name.upper() or not name.isascii() or set(name) & set("/, ") or not name.isprintable():
         raise PluginError(
-            f"FormatSpec: name={name!r}; it is in capitals, of ASCII, without '/', ',' and blanks"
+            f"FormatSpec: name={name!r}; a name must be uppercase ASCII without '/', ',' and spaces"
         )
 
 

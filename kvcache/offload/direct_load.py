@@ -234,7 +234,7 @@ def _note(error: Exception) -> None:
     if isinstance(error, StoreError):
         log.info("load back: %s", error)
     else:
-        log.warning("load back: %r; the serialized snapshot is read another way", error, exc_info=error)
+        log.warning("load back: %r; the serialized snapshot is read in another way", error, exc_info=error)
 
 
 def _alike(entries: Sequence[_StoredEntry]) -> int:

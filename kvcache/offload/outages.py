@@ -75,10 +75,10 @@ class Outages:
         if said:
             return
         if isinstance(error, StoreReadOnly):
-            log.warning("a store may only be read: %s; what is computed now is not kept there", error)
+            log.warning("a store is read-only: %s; new content is not kept there", error)
             return
         log.warning(
-            "a store is out of reach: %s; what it holds is computed instead. It is asked in %.1f s, "
+            "a store cannot be reached: %s; its content is computed again. The next attempt is in %.1f s, "
             "and then again at intervals of up to %.0f s",
             error,
             FIRST,
@@ -91,7 +91,7 @@ class Outages:
             found = self._full.setdefault(id(store), _Full(self._clock(), nbytes))
             found.nbytes, found.refused = min(nbytes, found.nbytes), found.refused + 1
         if found.refused == 1:
-            log.warning("a store is full: %s; what it does not take is computed again", error)
+            log.warning("a store is full: %s; content that it does not accept is computed again", error)
 
     def took(self, store: object, nbytes: int) -> None:
         """It has taken an entry of ``nbytes``. As large as one that it had no room for: it has room again."""
@@ -119,7 +119,7 @@ class Outages:
             now = self._clock()
         if outage is not None:
             log.warning(
-                "a store is %s again after %.1f s: %r; %d calls were spared meanwhile",
+                "a store is %s again after %.1f s: %r; %d calls were skipped meanwhile",
                 way,
                 now - outage.since,
                 store,

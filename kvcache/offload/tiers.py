@@ -214,7 +214,7 @@ class StoreTier:
             except StoreError:
                 continue
             except Exception as error:
-                _warn("load back", error, "the serialized snapshot is read another way")
+                _warn("load back", error, "the serialized snapshot is read in another way")
                 continue
             if found is not None:
                 yield found

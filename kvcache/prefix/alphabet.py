@@ -29,7 +29,9 @@ class Tenant:
         if not isinstance(self.salt, str):
             raise InvalidRangeError(f"salt={self.salt!r:.60}; it must be a string")
         if self.shared < 0:
-            raise InvalidRangeError(f"shared={self.shared}; it counts leading tokens and must be at least 0")
+            raise InvalidRangeError(
+                f"shared={self.shared}; it is a number of leading tokens and must be at least 0"
+            )
 
 
 EVERYONE = Tenant()
@@ -66,16 +68,21 @@ class Alphabet:
         if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
             found = tokens.astype(np.int64, copy=True).reshape(-1)
         elif isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Sized):
-            raise InvalidRangeError(f"tokens: {tokens!r:.60}; give a sequence, of ids and of items of bytes")
+            raise InvalidRangeError(
+                f"tokens: {tokens!r:.60}; tokens must be a sequence of ids, or of bytes for items "
+                "without an id"
+            )
         elif set(map(type, tokens)) <= {int}:
             try:
                 found = np.array(tokens, dtype=np.int64)
             except OverflowError as error:
-                raise InvalidRangeError("tokens: an id of 2**63 or more; ids are below that") from error
+                raise InvalidRangeError("tokens: an id of 2**63 or more; ids must be below that") from error
         else:
             return np.array([self._number(token) for token in tokens], dtype=np.int64)
         if found.size and int(found.min()) < 0:
-            raise InvalidRangeError(f"tokens: {int(found.min())}; ids are >= 0, other items are bytes")
+            raise InvalidRangeError(
+                f"tokens: {int(found.min())}; ids must be at least 0, and other items must be bytes"
+            )
         return found
 
     def decode(self, tokens: np.ndarray) -> list[int | bytes]:
@@ -107,9 +114,13 @@ class Alphabet:
         try:
             value = operator.index(token)
         except TypeError as error:
-            raise InvalidRangeError(f"tokens: {token!r:.60}; ids are integers, other items bytes") from error
+            raise InvalidRangeError(
+                f"tokens: {token!r:.60}; ids must be integers, and other items must be bytes"
+            ) from error
         if not 0 <= value < 2**63:
-            raise InvalidRangeError(f"tokens: {value}; ids are >= 0 and below 2**63, other items are bytes")
+            raise InvalidRangeError(
+                f"tokens: {value}; ids must be at least 0 and below 2**63, and other items must be bytes"
+            )
         return value
 
     def _code(self, item: bytes | SaltedToken) -> int:

@@ -94,7 +94,7 @@ class OpenSessions:
         skipped = self._cache.skipped_snapshots(seq)
         if skipped and not self._stats.skipped:
             log.warning(
-                "a batch of sequence %d ran past %s, where snapshots were due: this model delivers recurrent "
+                "a batch of sequence %d passed %s, where snapshots were due: this model delivers recurrent "
                 "states at the end of a batch only. Prompts that part at these positions go on from earlier "
                 "ones; end batches where session.chunks() and prefix.next_snapshot() say. "
                 "prefix.stats.skipped counts all such snapshots",

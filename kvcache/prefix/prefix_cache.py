@@ -40,24 +40,25 @@ __all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError", "Sessio
 
 
 class PrefixCache(Closing):
-    """Sessions over one cache, which share their prefixes by a radix tree of snapshots.
+    """Sessions over one cache that share their prefixes through a radix tree of snapshots.
 
-    ``budget`` bounds the bytes of snapshots on the device (None: what the cache's cells have room for);
-    ``tiers`` are a HostTier and stores, from the nearest on: an open store, what ``open_store`` takes, or
-    the Path of a folder. Whatever is evicted goes to the next tier, the least recently used first.
+    ``budget`` limits the bytes of snapshots on the device (None: as much as the cells of the cache hold).
+    ``tiers`` are at most one HostTier, followed by stores, the nearest first: an open store, what
+    ``open_store`` takes, or the Path of a folder. Evicted content moves to the next tier, the least recently
+    used first.
 
-    ``identity`` says what computed K and V: model, weights, rope settings, tensor-parallel rank. A
-    store, which others may use too, needs it. ``salt`` keeps all of it apart from what other caches store;
-    ``begin`` takes one for each conversation. ``block_size`` is how many tokens a stored key covers;
-    ``interval``, how far apart snapshots of content that is whole (windows, recurrent states) are taken in a
-    prompt; ``backlog`` bounds the bytes that wait to be written to the stores; ``in_flight``, those on their
-    way from the device to host memory, which a thread copies (0: the caller does).
+    ``identity`` identifies what computed K and V: model, weights, rope settings, tensor-parallel rank. It is
+    required with a store, which others may share. ``salt`` separates this PrefixCache from others with the
+    same identity; ``begin`` takes a salt for each conversation. ``block_size`` is the number of tokens that a
+    stored key covers. ``interval`` is the number of tokens between snapshots of windows and recurrent states
+    in a prompt. ``backlog`` limits the bytes that wait to be written to the stores. ``in_flight`` limits the
+    bytes on their way from the device to host memory, which a thread copies (0: the caller copies).
 
-    ``layers`` tells what the model stores, {layer: ((heads, dim) of K, (heads, dim) of V)} over all
-    attention layers: what a store has of others is corrupt. None: those of the cache, which one
-    that has not been used yet learns from the first serialized snapshot that it is given.
+    ``layers`` gives the shapes that the model stores, {layer: ((heads, dim) of K, (heads, dim) of V)} for all
+    attention layers; stored content with other shapes is corrupt. None: the shapes of the cache, which an
+    unused cache learns from the first serialized snapshot that it restores.
 
-    The PrefixCache uses all sequences of the cache. Not thread-safe; stores are written by a thread.
+    The PrefixCache uses all sequences of the cache. It is not thread-safe; a thread writes to the stores.
     """
 
     def __init__(
@@ -76,12 +77,12 @@ class PrefixCache(Closing):
     ) -> None:
         if not hasattr(cache, "settings"):
             raise InvalidRangeError(
-                f"PrefixCache: {cache!r:.60} is no cache; it must be one that init has bound"
+                f"PrefixCache: {cache!r:.60} is not a cache; it must be an initialized cache"
             )
         least = {"interval": (interval, 1), "backlog": (backlog, 0), "in_flight": (in_flight, 0)}
         for name, (value, lowest) in {**least, "budget": (budget or 0, 0)}.items():
             if value < lowest:
-                raise InvalidRangeError(f"PrefixCache: {name}={value}; it is >= {lowest}")
+                raise InvalidRangeError(f"PrefixCache: {name}={value}; it must be at least {lowest}")
         if not identity and not all(isinstance(tier, HostTier) for tier in tiers):
             raise InvalidRangeError(
                 "PrefixCache: a store keeps snapshots for others and for later; identity= has to say which "
@@ -117,21 +118,21 @@ class PrefixCache(Closing):
     # Sessions.
 
     def begin(self, tokens: Tokens, salt: str = "", shared: int = 0) -> Session:
-        """Start a conversation with the prompt ``tokens``, from the longest prefix that is there.
+        """Start a conversation with the prompt ``tokens``, from the longest prefix that is cached.
 
-        What is computed for it is found again by conversations of the same ``salt`` alone, here and in stores
-        (vLLM's ``cache_salt``); its first ``shared`` tokens, a system prompt say, by everyone.
+        Only conversations with the same ``salt`` find what is computed for it, here and in stores (like
+        vLLM's ``cache_salt``). Its first ``shared`` tokens, such as a system prompt, are shared by everyone.
 
-        At least one token is left to evaluate. Raises SessionLimitError when all sequences are in use,
-        CacheFullError where the prefix does not fit beside the open sessions, InvalidRangeError for no
-        tokens; no session has begun then.
+        At least one token is left to evaluate. Raises SessionLimitError if all sequences are in use,
+        CacheFullError if the prefix does not fit beside the open sessions, and InvalidRangeError for an empty
+        prompt. If it raises, no session has been started.
         """
         self._check("begin")
         tenant = Tenant(salt, shared)
         self._open.forget_items()
         ids = self.alphabet.encode(tokens, tenant)
         if not ids.size:
-            raise InvalidRangeError("begin: no tokens; a prompt has at least one")
+            raise InvalidRangeError("begin: the prompt is empty; it must contain at least one token")
         if not self._open.free:
             raise SessionLimitError(
                 f"begin: {len(self._open.sessions)} sessions are open, one per sequence; close one first"
@@ -292,12 +293,15 @@ def _sorted_tiers(
     """The host tier, the stores in order, and those of them that were opened here."""
     hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
     if len(hosts) > 1 or (hosts and tiers[0] is not hosts[0]):
-        raise InvalidRangeError("PrefixCache: tiers are one HostTier at most, and then stores")
+        raise InvalidRangeError("PrefixCache: tiers must be at most one HostTier, followed by stores")
     stores: list[SnapshotStore] = []
     opened: list[SnapshotStore] = []
     for tier in tiers[len(hosts) :]:
         if not isinstance(tier, (str, PathLike, SnapshotStore)):
-            raise InvalidRangeError(f"PrefixCache: {tier!r} is no tier; a HostTier, a store, or its URL")
+            raise InvalidRangeError(
+                f"PrefixCache: {tier!r} is not a tier; it must be a HostTier, a store, or the path or "
+                "URL of a store"
+            )
     try:
         for tier in tiers[len(hosts) :]:
             if isinstance(tier, SnapshotStore):

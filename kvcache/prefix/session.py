@@ -78,17 +78,16 @@ class SessionOwner(Protocol):
 
 
 class Session:
-    """One conversation in the cache: ``seq`` is its sequence, ``cached`` of its tokens are there already.
+    """One conversation in the cache: ``seq`` is its sequence, ``cached`` the number of tokens it starts with.
 
-    Evaluate ``remaining`` (all but the first ``cached`` tokens of the prompt), then every token that
-    ``extend`` adds, in order. ``close`` leaves what was evaluated to later sessions.
+    Evaluate ``remaining`` (the tokens of the prompt from position ``cached`` on), then every token that
+    ``extend`` adds, in order. ``close`` keeps what was evaluated for later sessions.
 
-    To take tokens back, call ``rewind``: then ``remaining`` says what is to be evaluated again, and
-    ``extend`` goes on from there. Tokens whose K and V are taken out of the cache behind the session's
-    back (``cache.remove(session.seq, n)``) are no longer trusted: nothing from ``n`` on is kept or shared,
-    unless ``extend`` has not been called for them yet (drafts that were tried and refused). Where
-    ``cache.copy_prefix`` replaced the sequence, every call but ``rewind`` and ``close`` raises
-    SessionReplacedError, and nothing is kept of it.
+    To remove tokens from the end, call ``rewind``. ``remaining`` then has the tokens to evaluate again, and
+    ``extend`` continues from there. If tokens are removed from the cache directly
+    (``cache.remove(session.seq, n)``), nothing from ``n`` on is kept or shared, unless ``extend`` has not
+    been called for them yet (rejected drafts). If ``cache.copy_prefix`` replaces the sequence, every call
+    except ``rewind`` and ``close`` raises SessionReplacedError, and nothing of the session is kept.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class Session:
         end there; without it, positions in the middle are resumed from an earlier one.
         """
         if size < 1:
-            raise InvalidRangeError(f"chunks: size={size}; it is >= 1")
+            raise InvalidRangeError(f"chunks: size={size}; it must be at least 1")
         at = self.cached
         while at < self._prompt:
             self._check("chunks")

@@ -48,9 +48,11 @@ class ModelConfig:
         for name in _SIZES:
             size = getattr(self, name)
             if not isinstance(size, int) or size < 1:
-                raise ModelError(f"model config: {name}={size!r}; it is a whole number >= 1")
+                raise ModelError(f"model config: {name}={size!r}; it must be a whole number of at least 1")
         if self.heads % self.kv_heads:
-            raise ModelError(f"model config: {self.heads} heads are no multiple of {self.kv_heads} kv heads")
+            raise ModelError(
+                f"model config: {self.heads} heads are not a multiple of {self.kv_heads} kv heads"
+            )
         for token in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
             if not 0 <= token < self.vocab_size:
                 raise ModelError(f"model config: token id {token} is outside the {self.vocab_size} tokens")
@@ -132,5 +134,5 @@ def refuse_quantized(raw: Mapping[str, Any]) -> None:
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ModelError(
-            f"weights quantised by {method!r} are not read; take the unquantised model or a GGUF"
+            f"weights quantised by {method!r} are not supported; use the unquantised model or a GGUF file"
         )

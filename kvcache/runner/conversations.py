@@ -70,7 +70,9 @@ class Conversations:
         if name not in self._all:
             raise RequestError(f"there is no conversation {name}")
         if name == self.current.name:
-            raise RequestError(f"{name} is the current conversation; go to another one before it is deleted")
+            raise RequestError(
+                f"{name} is the current conversation; switch to another one before deleting it"
+            )
         gone = self._all.pop(name)
         self._keep(Conversation(gone.name))
         return len(gone.tokens)
@@ -158,6 +160,6 @@ class Conversations:
 
 def _check_name(name: str) -> None:
     if not name or name.split() != [name]:
-        raise RequestError(f"the name {name!r}; it is one word")
+        raise RequestError(f"the name {name!r}; it must be one word")
     if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in name):
-        raise RequestError(f"the name {name!r}; it is Unicode text without control characters")
+        raise RequestError(f"the name {name!r}; it must be Unicode text without control characters")

@@ -30,7 +30,7 @@ def open_on_devices(backend: str, devices: Sequence[str], config: ModelConfig) -
     if len(devices) > config.layers:
         raise ml.DeviceError(
             f"{len(devices)} devices for {config.layers} layers: {', '.join(devices)}; "
-            "each takes at least one layer, name fewer"
+            "each must have at least one layer; name fewer devices"
         )
     try:
         return ml.open_backend(backend, devices=list(devices), layers=config.layers)

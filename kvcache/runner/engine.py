@@ -189,7 +189,7 @@ class Engine(Closing):
         """
         self._check("submit")
         if draft is not None and not self._verifier.enabled:
-            raise RequestError("submit: a draft, and an engine without SpeculativeOptions to verify it")
+            raise RequestError("submit: draft= needs an engine with SpeculativeOptions")
         settings = settings or GenerationOptions()
         tokens = self.encode(prompt)
         try:
@@ -406,7 +406,7 @@ class Engine(Closing):
             if self.ranks.alone:
                 raise
             # The others have kept it, and go on with all requests.
-            log.warning("sequence %d: what it computed is not kept", session.seq, exc_info=True)
+            log.warning("sequence %d: what it computed could not be kept", session.seq, exc_info=True)
 
     def _accept(
         self,
@@ -523,7 +523,7 @@ class Engine(Closing):
             if session is not None:
                 session.close(keep)
         except Exception:  # the session is over all the same
-            log.warning("request %d: what it computed is not kept", request.id, exc_info=True)
+            log.warning("request %d: what it computed could not be kept", request.id, exc_info=True)
 
     def _count(self, parts: Sequence[Part], prefill: bool, seconds: float) -> None:
         if prefill:

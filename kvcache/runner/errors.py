@@ -23,7 +23,7 @@ class TextTooLongError(RequestError):
     """A text of more than ``most`` tokens: ``count`` were found before the rest of it was looked at."""
 
     def __init__(self, count: int, most: int) -> None:
-        super().__init__(f"the text has {count} tokens or more, and {most} are the most; shorten it")
+        super().__init__(f"the text has {count} tokens or more, and the maximum is {most}; shorten it")
         self.count, self.most = count, most
 
 

@@ -77,7 +77,7 @@ class Generator(Closing):
         Raises RequestError here; while drawing, whatever the backend raises.
         """
         if isinstance(prompts, str):
-            raise RequestError("generate: prompts is a string; it is a sequence of prompts")
+            raise RequestError("generate: prompts is a string; it must be a sequence of prompts")
         settings = settings or GenerationOptions()
         settings.sampler()  # refuses settings outside their range
         self._check_idle()
@@ -85,7 +85,9 @@ class Generator(Closing):
 
     def _check_idle(self) -> None:
         if self.engine.busy:
-            raise RunnerError("generate: another generate is not done; draw it to its end or close it")
+            raise RunnerError(
+                "generate: another call of generate has not finished; exhaust or close its iterator"
+            )
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], settings: GenerationOptions

@@ -46,7 +46,7 @@ class Conversation:
     def undo(self) -> int:
         """Take the last turn back, and its answer; returns how many tokens went."""
         if not self.turns:
-            raise RequestError(f"undo: {self.name} has no turn to take back")
+            raise RequestError(f"undo: {self.name} has no turn to remove")
         begin = self.turns.pop()
         count = len(self.tokens) - begin
         del self.tokens[begin:]
@@ -82,7 +82,7 @@ class KeptConversations:
                 seen = _file_of(path)
                 conversation = self._parsed(path.read_bytes())
             except (OSError, ValueError) as error:
-                log.warning("%s: no conversation that can be read (%s); it is left as it is", path, error)
+                log.warning("%s: not a readable conversation (%s); it is left unchanged", path, error)
                 continue
             if seen is not None and self._path(conversation.name) == path:
                 self._seen[conversation.name] = seen
@@ -188,7 +188,7 @@ class KeptConversations:
         if record.pop("sha256") != _digest(record):
             raise ValueError("damaged: its digest is wrong")
         if record["model"] != self._model:
-            raise ValueError("it is with another model")
+            raise ValueError("it belongs to another model")
         return Conversation(record["name"], record["tokens"], record["turns"])
 
 

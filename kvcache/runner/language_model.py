@@ -64,14 +64,14 @@ def encode_prompt(
 def check_prompt(tokens: Sequence[int], config: ModelConfig, capacity: int) -> list[int]:
     """The tokens as a list. Raises RequestError for a prompt that the model or the cache cannot take."""
     if not len(tokens):
-        raise RequestError("the prompt is empty and this model adds no BOS token; give it some text")
+        raise RequestError("the prompt is empty and this model adds no BOS token; give a prompt with text")
     _check_length(len(tokens), config, capacity)
     found = [int(token) for token in tokens]
     wrong = [token for token in found if not 0 <= token < config.vocab_size]
     if wrong:
         raise RequestError(
             f"the prompt has token {wrong[0]}; the model's ids are 0 to {config.vocab_size - 1}: "
-            "is the tokenizer of another model?"
+            "does the tokenizer belong to another model?"
         )
     return found
 
@@ -85,5 +85,5 @@ def _check_length(count: int, config: ModelConfig, capacity: int, least: str = "
     if count > capacity:
         raise RequestError(
             f"the prompt has {least}{count} tokens, more than the capacity of {capacity} per sequence; "
-            f"raise it (the model takes up to {config.max_positions}) or shorten the prompt"
+            f"raise it (the model supports up to {config.max_positions}) or shorten the prompt"
         )

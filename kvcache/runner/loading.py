@@ -79,8 +79,8 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(
-            f"{source.origin}: no tensor {missing[0]!r}{more}, which the config asks for; "
-            "the download is incomplete or the config is of another model"
+            f"{source.origin}: no tensor {missing[0]!r}{more}, which the config requires; "
+            "the download is incomplete or the config belongs to another model"
         )
     for name, shape in expected.items():
         if source.shape(name) != shape:
@@ -97,5 +97,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(found, dict):
-        raise ModelError(f"{path}: holds a {type(found).__name__}; it is a JSON object")
+        raise ModelError(f"{path}: holds a {type(found).__name__}; it must be a JSON object")
     return found

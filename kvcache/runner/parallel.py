@@ -164,7 +164,7 @@ def check_ranks(config: ModelConfig, size: int) -> None:
         sizes = ", ".join(map(str, sizes_of(config)))
         raise ModelError(
             f"tensor parallelism: {config.heads} heads with {config.kv_heads} KV heads cannot be split over "
-            f"{size} ranks; this model takes {sizes}"
+            f"{size} ranks; this model supports {sizes}"
         )
 
 
@@ -187,7 +187,7 @@ def of_all(ctx: ml.Context, group: ml.Group, value: int) -> list[int]:
 def full_elsewhere(op: str, rank: int, size: int) -> CacheFullError:
     """What CacheFullError of another rank is here."""
     error = CacheFullError(0, 0, {}, op)
-    error.args = (f"{op}: rank {rank} of {size} has no room for this; no rank goes on with it",)
+    error.args = (f"{op}: rank {rank} of {size} has no room for this; all ranks stop",)
     return error
 
 

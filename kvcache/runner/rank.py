@@ -47,7 +47,7 @@ def job_of_rank() -> bytes:
         _, streams, _, _ = socket.recv_fds(_starter, 1, 2)
         job = Path(address).with_name("job").read_bytes()
     except OSError as error:
-        raise RanksError(f"{ADDRESS}={address!r}: there is nobody who has started this rank") from error
+        raise RanksError(f"{ADDRESS}={address!r}: no launcher is running there") from error
     for stream, place in zip(streams, (1, 2), strict=True):
         os.dup2(stream, place)
         os.close(stream)

@@ -25,7 +25,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout) and self.timeout > 0):
-            raise RunnerError(f"ranks: timeout={self.timeout}; it must be a number of seconds > 0")
+            raise RunnerError(f"ranks: timeout={self.timeout}; it must be a number of seconds above 0")
 
     @property
     def reserve(self) -> float:

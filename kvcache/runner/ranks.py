@@ -214,7 +214,7 @@ class _Ranks:
             last = _last_line(first.said)
             return (
                 f"{first} was killed, and all others with it{f' ({last})' if last else ''}; where nobody did "
-                "that, the machine may be out of memory: take a smaller --capacity or a narrower --dtype"
+                "that, the machine may be out of memory: use a smaller --capacity or a narrower --dtype"
             )
         told = self.told(first.number)
         shared = len([rank for rank in failed if self.told(rank.number) == told]) > 1
@@ -234,7 +234,7 @@ class _Ranks:
         self._look(_POLL)
         missing = [rank for rank in self.all if rank.pid is None]
         if missing:
-            raise RanksError(f"{missing[0]} did not begin: {_last_line(self._says) or 'the launcher ended'}")
+            raise RanksError(f"{missing[0]} did not start: {_last_line(self._says) or 'the launcher ended'}")
 
     # What comes in.
 

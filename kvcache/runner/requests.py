@@ -50,7 +50,7 @@ class GenerationOptions:
             )
         if isinstance(self.stop, str) or not all(self.stop):
             raise RequestError(
-                f"GenerationOptions: stop={self.stop!r}; it is a sequence of strings that are not empty"
+                f"GenerationOptions: stop={self.stop!r}; it must be a sequence of non-empty strings"
             )
 
         if self.logprobs is not None and self.logprobs < 0:

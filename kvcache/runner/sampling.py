@@ -106,7 +106,7 @@ class Chosen:
         token, largest = self._rows[row]
         if not math.isfinite(largest):
             raise RunnerError(
-                f"sampling: the largest logit is {largest}; the forward pass overflowed: try a wider dtype"
+                f"sampling: the largest logit is {largest}; the forward pass overflowed; try a wider dtype"
             )
         return int(token)
 

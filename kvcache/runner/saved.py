@@ -60,7 +60,7 @@ class SavedConversation:
         found = _dtype(self.model)
         if found not in ml.DType.__members__:
             raise ConversationError(
-                f"the conversation is of a model in {found!r:.40}, which is no dtype here"
+                f"the conversation is of a model in {found!r:.40}, which is not a known dtype"
             )
         return ml.DType[found]
 
@@ -86,7 +86,7 @@ def capture(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
     complete = engine.ranks.least([engine.prefix.longest([*tokens, 0])]) == [len(tokens)]
     evaluated = len(tokens) if complete else len(tokens) - 1
     if evaluated < 1:
-        raise ConversationError("save: a conversation of one token; there is nothing to keep of it")
+        raise ConversationError("save: the conversation has only one token, so there is nothing to save")
     asked = [*tokens[:evaluated], 0]  # one token more: a session always leaves one to evaluate
     with engine.ranks.begin(engine.prefix, asked) as session:
         request = Request(RequestState(-1, asked[:-1], GenerationOptions(), Sampler()))
@@ -119,18 +119,18 @@ def adopt(engine: Engine, saved: SavedConversation) -> None:
         snapshot = deserialize(engine.model.backend, saved.page)
         adopted = engine.prefix.adopt(saved.tokens[: saved.evaluated], snapshot)
     except (SnapshotCorrupt, InvalidRangeError) as error:
-        raise ConversationError(f"the conversation does not go with the model's cache: {error}") from error
+        raise ConversationError(f"the conversation does not fit the model's cache: {error}") from error
     if not adopted:
-        raise ConversationError("the conversation does not go with the model's cache: it is not whole")
+        raise ConversationError("the conversation does not fit the model's cache: it is not whole")
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
     """Where ``write`` would put the file; ConversationError where it would refuse to."""
     target = Path(path).expanduser()
     if target.is_dir():
-        raise ConversationError(f"{path}: this is a folder; name a file in it")
+        raise ConversationError(f"{path}: is a folder; give a file")
     if target.exists() and not target.is_file():
-        raise ConversationError(f"{path}: this is a device or a pipe, which a file would replace")
+        raise ConversationError(f"{path}: is a device or a pipe; give a regular file")
     if not target.absolute().parent.is_dir():
         raise ConversationError(f"{path}: there is no folder {Path(path).parent} to write it to")
     return target
@@ -169,14 +169,14 @@ def read(
     except OSError as error:
         raise ConversationError(f"{source}: cannot be read ({error.strerror or error})") from error
     except SnapshotCorrupt as error:
-        raise ConversationError(f"{source}: damaged, or no saved conversation ({error})") from error
+        raise ConversationError(f"{source}: damaged, or not a saved conversation ({error})") from error
     meta = dict(page.meta)
     if meta.get("format") != FORMAT:
-        raise ConversationError(f"{source}: no saved conversation of the format {FORMAT}")
+        raise ConversationError(f"{source}: not a saved conversation of the format {FORMAT}")
     if meta.pop(SNAPSHOT_DIGEST, None) != digest_of_snapshot(page):
-        raise ConversationError(f"{source}: damaged: its digest does not hold; save the conversation anew")
+        raise ConversationError(f"{source}: damaged: its digest does not match; save the conversation again")
     if not _is_whole(meta):
-        raise ConversationError(f"{source}: a saved conversation whose fields make no sense")
+        raise ConversationError(f"{source}: a saved conversation with invalid fields")
     content = SerializedSnapshot({"snapshot": meta["snapshot"]}, page.arrays)
     return SavedConversation(tuple(meta["tokens"]), meta["evaluated"], meta["model"], meta["cache"], content)
 
@@ -241,4 +241,4 @@ def _naming(record: Mapping[str, Any]) -> Mapping[str, Any]:
             found = found[0]
         if isinstance(found, Mapping):
             return _naming(found)
-    raise ConversationError("the conversation names no dtype")
+    raise ConversationError("the conversation has no dtype")

@@ -59,7 +59,7 @@ class Tokenizer:
         try:
             loaded = backend.from_file(str(file))
         except Exception as error:  # the Rust side raises bare Exception
-            raise ModelError(f"{file}: not a tokenizer.json that tokenizers reads ({error})") from error
+            raise ModelError(f"{file}: not a tokenizer.json that tokenizers can read ({error})") from error
         loaded.no_truncation()
         loaded.no_padding()
         prefix, bos = _template_prefix(loaded), _configured_bos(loaded, folder / "tokenizer_config.json")
@@ -170,8 +170,8 @@ def _check_unicode(text: str) -> None:
         code, before = ord(text[error.start]), text[max(0, error.start - 20) : error.start]
         what = f"U+{code:04X}, half of a surrogate pair"
         if 0xDC80 <= code <= 0xDCFF:  # as Python decodes what is no UTF-8 in a terminal or an argument
-            what = f"the byte 0x{code & 0xFF:02X}, no UTF-8"
-        raise RequestError(f"the text is no Unicode: after {before!r} it has {what}") from None
+            what = f"the byte 0x{code & 0xFF:02X}, which is not UTF-8"
+        raise RequestError(f"the text is not valid Unicode: after {before!r} it has {what}") from None
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -93,7 +93,8 @@ class AttentionSnapshots:
         check_whole("snapshot", "end", end)
         if not begin <= end <= offset:
             raise InvalidRangeError(
-                f"snapshot: [{begin}, {end}) of sequence {seq}; it needs 0 <= begin <= end <= {offset}"
+                f"snapshot: [{begin}, {end}) of sequence {seq}; the range must satisfy 0 <= begin <= "
+                f"end <= {offset}"
             )
         if row.lost:
             raise SequenceLostError(
@@ -104,7 +105,8 @@ class AttentionSnapshots:
             begin, low = 0, window.lowest(end)
             if end and not window.reaches(row.positions[: row.index(end)], end):
                 raise NotSupportedError(
-                    f"snapshot: sequence {seq} holds positions from {row.first}; a window at {end} needs more"
+                    f"snapshot: sequence {seq} holds positions from {row.first}; a window that ends at "
+                    f"{end} needs earlier ones"
                 )
         start, stop = row.index(low), row.index(end)
         source = InCache(storage.backend, storage.table, storage.buffers, row.cells[start:stop].copy())
@@ -311,7 +313,8 @@ class AttentionSnapshots:
         if parent.end != child.begin or parent.dtype != child.dtype or parent.whole:
             raise InvalidRangeError(
                 f"merge: [{parent.begin}, {parent.end}) {parent.dtype.name} and "
-                f"[{child.begin}, {child.end}) {child.dtype.name} do not follow one another"
+                f"[{child.begin}, {child.end}) {child.dtype.name} cannot be merged; they must be "
+                "adjacent and have the same dtype"
             )
         if not parent.positions.size or not child.positions.size:
             return self._spanning(child if child.positions.size else parent, parent.begin, child.end)

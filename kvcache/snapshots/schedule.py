@@ -34,8 +34,8 @@ class SnapshotSchedule(Generic[S]):
         wanted = sorted({int(position) for position in positions})
         if wanted and wanted[0] <= offset:
             raise InvalidRangeError(
-                f"schedule_snapshots: position {wanted[0]} of sequence {seq}, which is at {offset} already; "
-                "snapshot takes it now"
+                f"schedule_snapshots: position {wanted[0]} of sequence {seq}, which is already at {offset}; "
+                "call snapshot to take one now"
             )
         if not wanted:
             return

@@ -373,8 +373,7 @@ def check_following(parent: Snapshot, child: Snapshot) -> None:
     """Raise InvalidRangeError unless the one ends where the other begins."""
     if parent.end != child.begin:
         raise InvalidRangeError(
-            f"merge: [{parent.begin}, {parent.end}) and [{child.begin}, {child.end}) do not follow "
-            "one another"
+            f"merge: [{parent.begin}, {parent.end}) and [{child.begin}, {child.end}) are not adjacent"
         )
 
 

@@ -33,12 +33,12 @@ class StateSpec:
         for size in sizes:
             if not isinstance(size, (int, np.integer)) or size < 1:
                 raise InvalidRangeError(
-                    f"StateSpec: shape {self.shape}: size={size!r}; it is a whole number >= 1"
+                    f"StateSpec: shape {self.shape}: size={size!r}; it must be a whole number of at least 1"
                 )
         dtype: object = self.dtype
         if dtype is not None and (not isinstance(dtype, ml.DType) or dtype.is_quantized):
             raise ml.DTypeError(
-                f"StateSpec: dtype={dtype!r:.40}; a state is stored as an ml.DType that tensors have"
+                f"StateSpec: dtype={dtype!r:.40}; it must be an ml.DType that tensors can have"
             )
 
 
@@ -62,7 +62,9 @@ class StateSpecs:
         layers: list[object] = [*self.declared]
         for layer in layers:
             if layer is not None and (not isinstance(layer, int) or layer < 0):
-                raise InvalidRangeError(f"RecurrentCache: states: layer {layer!r}; layers count from 0")
+                raise InvalidRangeError(
+                    f"RecurrentCache: states: layer {layer!r}; layers are numbered from 0"
+                )
         for states in self.declared.values():
             for name in states:
                 check_state_name("RecurrentCache", name)
@@ -121,5 +123,6 @@ def check_state_name(op: str, name: object) -> None:
     """Refuse what is no identifier."""
     if not is_state_name(name):
         raise InvalidRangeError(
-            f"{op}: state {name!r:.40}; names are Python identifiers of at most {_LONGEST_NAME} characters"
+            f"{op}: state {name!r:.40}; a name must be a Python identifier of at most {_LONGEST_NAME} "
+            "characters"
         )

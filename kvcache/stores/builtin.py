@@ -123,5 +123,5 @@ def path_of(url: str) -> str:
     parts = urlsplit(url)
     path = unquote(parts.path)
     if parts.netloc not in ("", "localhost") or not path or "\0" in path:
-        raise StoreValueError(f"open_store: {url!r} names no folder; write file:///absolute or file:relative")
+        raise StoreValueError(f"open_store: {url!r} has no folder; write file:///absolute or file:relative")
     return path

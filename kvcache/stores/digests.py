@@ -62,9 +62,9 @@ def check_digest(owner: str, name: object, secret: object) -> None:
     if secret is None:
         return
     if not isinstance(secret, str) or not secret:
-        raise StoreValueError(f"{owner}: the secret is text, and not empty")
+        raise StoreValueError(f"{owner}: the secret must be non-empty text")
     if name != BLAKE3:
-        raise StoreValueError(f"{owner}: a secret is for digest={BLAKE3!r}, not {name!r}")
+        raise StoreValueError(f"{owner}: a secret can only be used with digest={BLAKE3!r}, not {name!r}")
 
 
 def is_family(text: str) -> bool:

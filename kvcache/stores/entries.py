@@ -58,7 +58,7 @@ class Entries:
                 return None
             size = self._data_size(stem)
             if size != manifest.nbytes:
-                raise BrokenEntryError(f"{size} bytes are there, {manifest.nbytes} were put")
+                raise BrokenEntryError(f"{size} bytes are stored, {manifest.nbytes} were put")
             remembered = self._remember(stem, file, manifest.nbytes)
         return Stat(remembered[1], status.st_mtime)
 
@@ -106,7 +106,7 @@ class Entries:
         try:
             size = os.fstat(fd).st_size
             if size != manifest.nbytes:
-                raise BrokenEntryError(f"{size} bytes are there, {manifest.nbytes} were put")
+                raise BrokenEntryError(f"{size} bytes are stored, {manifest.nbytes} were put")
         except BaseException:
             os.close(fd)
             raise
@@ -155,7 +155,7 @@ class Entries:
         except FileNotFoundError as error:
             raise _broken(error) from error
         if not S_ISREG(data.st_mode):
-            raise BrokenEntryError("its data are not a regular file")
+            raise BrokenEntryError("its data is not a regular file")
         return data.st_size
 
     def _remember(self, stem: str, file: tuple[int, int], nbytes: int) -> tuple[tuple[int, int], int]:

@@ -50,7 +50,7 @@ class FileStore(Closing):
     that they do not know: they can forge no entry. Stores that digest otherwise, or with another secret, do
     not see one another's entries, and share the budget.
 
-    A folder that may only be read is served as it is: ``put`` and ``delete`` raise StoreReadOnly.
+    A folder that is read-only is served as it is: ``put`` and ``delete`` raise StoreReadOnly.
     After a fork the child may go on with the store; fork while no other thread is in a call. Needs the
     package ``xxhash`` or ``blake3``, and a POSIX system.
 
@@ -164,7 +164,7 @@ class FileStore(Closing):
     def usage(self) -> Usage:
         """What is there now, of all processes; the counts of events are those of this object.
 
-        In a folder that may only be read: the entries of this store's digest.
+        In a folder that is read-only: the entries of this store's digest.
         """
         with self._call("usage"), self._settled() as held:
             if held is None:
@@ -278,7 +278,7 @@ class FileStore(Closing):
     def _call(self, op: str) -> Iterator[None]:
         with self._in_flight.running(op), translated(op, self.path):
             if self._folder.vanished:
-                raise StoreUnavailable(f"{op}: the folder {self.path} was deleted; open the store anew")
+                raise StoreUnavailable(f"{op}: the folder {self.path} was deleted; open the store again")
             yield
 
     def _tidy(self) -> None:
@@ -306,7 +306,7 @@ class FileStore(Closing):
 
     def _check_writable(self, op: str) -> None:
         if not self._folder.writable:
-            raise StoreReadOnly(f"{op}: the folder {self.path} may only be read")
+            raise StoreReadOnly(f"{op}: the folder {self.path} is read-only")
 
     def _counted(self) -> tuple[int, int]:
         """How many entries there are, and their bytes, one by one."""

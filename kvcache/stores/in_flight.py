@@ -23,7 +23,7 @@ class InFlightCalls:
     def running(self, op: str) -> Iterator[None]:
         with self._changed:
             if self._closed:
-                raise StoreClosedError(f"{op}: this store was closed")
+                raise StoreClosedError(f"{op}: this store is closed")
             self._under_way += 1
         try:
             yield

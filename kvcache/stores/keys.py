@@ -148,7 +148,7 @@ def _items(tokens: Sequence[int | bytes | SaltedToken] | np.ndarray) -> _Items:
     try:
         return _Items(_packed([_id(item) for item in tokens]), others)
     except (TypeError, OverflowError) as error:
-        raise StoreValueError(f"Keys.chain: an item is an integer of 64 bits, or bytes: {error}") from error
+        raise StoreValueError(f"Keys.chain: an item must be a 64-bit integer or bytes: {error}") from error
 
 
 def _id(item: Any) -> Any:

@@ -169,7 +169,8 @@ class LockFile:
         names = [name for name in os.listdir(self._root) if name != LOCK]  # noqa: PTH208
         if names and not os.access(LOCK, os.F_OK, dir_fd=self._root):
             raise StoreUnavailable(
-                f"FileStore: {self._path} is no store and holds {sorted(names)[:3]}; give an empty folder"
+                f"FileStore: {self._path} is not a store and contains {sorted(names)[:3]}; give an "
+                "empty folder"
             )
 
     def _check_format(self, fd: int) -> None:
@@ -182,7 +183,7 @@ class LockFile:
             elif not found.startswith(STORE_FORMAT):
                 raise StoreUnavailable(
                     f"FileStore: {self._path}/{LOCK} begins with {found[:16]!r}, not with {STORE_FORMAT!r}: "
-                    "the folder is of another version or no store"
+                    "the folder is not a store, or has another version"
                 )
         finally:
             if self.writable:

@@ -135,7 +135,7 @@ class MemoryStore(Closing):
 
     def _open(self, op: str) -> OrderedDict[str, _Entry]:
         if self._entries is None:
-            raise StoreClosedError(f"{op}: this store was closed")
+            raise StoreClosedError(f"{op}: this store is closed")
         return self._entries
 
     def _hit(self, key: str, op: str) -> np.ndarray | None:

@@ -66,7 +66,7 @@ def _parsed(name_or_url: str) -> tuple[str, str | None, dict[str, Any]]:
         parts = urlsplit(name_or_url)
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError as error:
-        why = error if shown == name_or_url else "not well formed; a password is percent-encoded"
+        why = error if shown == name_or_url else "not well formed; a password must be percent-encoded"
         raise StoreValueError(f"open_store: {shown!r}: {why}") from None  # its cause quotes what it parsed
     if len(dict(pairs)) != len(pairs):
         raise StoreValueError(f"open_store: {shown!r} gives an option twice")

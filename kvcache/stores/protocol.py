@@ -133,7 +133,9 @@ def check_key(key: str) -> str:
     """The key, if it is one. Keys become names of files and of remote values: nothing else is let in."""
     if not is_key(key):
         shown = repr(key) if len(repr(key)) < 200 else f"{repr(key)[:200]}..."
-        raise StoreValueError(f"the key {shown}; a key is 1 to 128 of 0-9 a-z _ -, the first of 0-9 a-z")
+        raise StoreValueError(
+            f"the key {shown}; a key must be 1 to 128 characters of 0-9 a-z _ -, starting with 0-9 a-z"
+        )
     return key
 
 

@@ -75,7 +75,7 @@ class SerializedSnapshot:
     def __post_init__(self) -> None:
         for name, array in self.arrays.items():
             if name == _METADATA:
-                raise ValueError(f"SerializedSnapshot: the name {name!r} is the format's own")
+                raise ValueError(f"SerializedSnapshot: the name {name!r} is reserved by the format")
             DType.from_numpy(array.dtype)
             if not array.flags.c_contiguous:
                 raise ShapeError(
@@ -126,7 +126,7 @@ def unpack(buffer: Buffer) -> SerializedSnapshot:
         outline = _outline(bytes(data[8 : 8 + length]), len(data) - 8 - length)
         arrays = {name: _array(name, place, data[8 + length :]) for name, place in outline.places.items()}
     except (ValueError, OverflowError) as error:
-        raise SnapshotCorrupt(f"unpack: {len(data)} bytes are no serialized snapshot: {error}") from error
+        raise SnapshotCorrupt(f"unpack: {len(data)} bytes are not a serialized snapshot: {error}") from error
     return SerializedSnapshot(outline.meta, arrays)
 
 
@@ -173,7 +173,7 @@ def read_outline(reader: Reader) -> Outline:
         reader.fill([header])
         return _outline(bytes(header), reader.left)
     except (ValueError, OverflowError) as error:
-        raise SnapshotCorrupt(f"read_outline: {size} bytes are no serialized snapshot: {error}") from error
+        raise SnapshotCorrupt(f"read_outline: {size} bytes are not a serialized snapshot: {error}") from error
 
 
 def _header_length(start: Buffer, size: int) -> int:
@@ -194,7 +194,7 @@ def _outline(text: bytes, size: int) -> Outline:
         return Outline(meta, _entries(b"{" + text[front.end() :], size))
     found = strict_json.decode(text)
     if not isinstance(found, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     return Outline(_meta(found.pop(_METADATA, None)), _places(found, size))
 
 
@@ -219,7 +219,7 @@ def _meta(metadata: object) -> dict[str, Any]:
     text = metadata.get("meta")
     meta = strict_json.decode(text) if isinstance(text, str) else None
     if not isinstance(meta, dict):
-        raise ValueError("its meta is no JSON object")
+        raise ValueError("its meta is not a JSON object")
     return meta
 
 

@@ -1,4 +1,4 @@
-"""JSON without its loose ends: keys are strings, each given once, numbers are finite, text is Unicode.
+"""JSON without its loose ends: keys must be strings, each given once, numbers are finite, text is Unicode.
 
 It is nested no deeper than ``DEEPEST``, on every version of Python: the newer ones parse as deep as the
 stack reaches, and whoever looks at the value then does not.
@@ -65,7 +65,7 @@ def _check_keys(value: object) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} is {type(key).__name__}; keys are strings")
+                raise TypeError(f"the key {key!r} is {type(key).__name__}; keys must be strings")
             _check_keys(item)
     elif isinstance(value, list | tuple):
         for item in value:
@@ -73,7 +73,7 @@ def _check_keys(value: object) -> None:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def look_at_store(
     """
     path = Path(path)
     if not is_store(path):
-        raise StoreUnavailable(f"inspect: {path} is no store: its {LOCK} is missing or foreign")
+        raise StoreUnavailable(f"inspect: {path} is not a store: its {LOCK} is missing or has another format")
     try:
         sizes, manifests, writing = _scan(path / PAGES)
     except OSError as error:
@@ -95,7 +95,7 @@ def _scan(pages: Path) -> tuple[dict[str, int], dict[str, float], int]:
 def _entry(pages: Path, key: str, size: int | None, age: float) -> EntryView:
     name = printable(key)
     if size is None:
-        return EntryView(name, 0, age, problem="its data are missing")
+        return EntryView(name, 0, age, problem="its data is missing")
     try:
         checked = _check_entry(pages / (key + DATA))
         page = _open_page(pages / (key + DATA))
@@ -115,7 +115,7 @@ def _check_entry(data: Path) -> bool:
         manifest = Manifest.parse(file.read(MAX_BYTES), data.stem)
     size = data.stat().st_size
     if manifest.nbytes != size:
-        raise SnapshotCorrupt(f"{manifest.nbytes} bytes were put, {size} are there")
+        raise SnapshotCorrupt(f"{manifest.nbytes} bytes were put, {size} are stored")
     digest, block = unkeyed_digest(data.stem, size), memoryview(bytearray(_BLOCK))
     if digest is None:
         return False
@@ -179,7 +179,7 @@ def _checked_digest(path: Path, page: SerializedSnapshot) -> str:
         except ValueError as error:
             raise SnapshotCorrupt(f"inspect: {path}: damaged: {error}") from error
         return "holds, that of its manifest" if checked else "not checked without the key"
-    return "none: nothing tells whether the file is whole"
+    return "none: whether the file is complete cannot be checked"
 
 
 def page_meta(path: str | Path) -> Mapping[str, Any]:
@@ -197,7 +197,7 @@ def _open_page(path: Path) -> SerializedSnapshot:
     try:
         return unpack(np.memmap(path, np.uint8, "r"))
     except SnapshotCorrupt as error:
-        raise SnapshotCorrupt(f"inspect: {path}: damaged, or no saved conversation ({error})") from error
+        raise SnapshotCorrupt(f"inspect: {path}: damaged, or not a saved conversation ({error})") from error
 
 
 def _tokens(page: SerializedSnapshot) -> list[int | bytes] | None:

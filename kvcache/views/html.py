@@ -47,10 +47,10 @@ def fragment(blocks: Sequence[Block]) -> str:
 
 
 def _glossary(drawn: str) -> str:
-    """What the words mean that a reader sees."""
+    """Glossary that a reader sees."""
     words = glossary.used(html.unescape(re.sub(r"<[^>]*>", " ", drawn)))
     told = "".join(f"<dt>{word}</dt><dd>{html.escape(meaning)}</dd>" for word, meaning in words.items())
-    return f"<h2>What the words mean</h2>\n<dl>{told}</dl>\n" if told else ""
+    return f"<h2>Glossary</h2>\n<dl>{told}</dl>\n" if told else ""
 
 
 def _table(block: Block) -> str:

@@ -28,9 +28,9 @@ def look_at_mask(cache: Any) -> MaskPicture:
     check_bound(cache)
     forward = cache.pass_under_way()
     if not isinstance(forward, ForwardPass):
-        raise OrderError("render: no pass is under way; call start_forward first")
+        raise OrderError("render: there is no current pass; call start_forward first")
     if forward.reserve:
-        raise OrderError("render: the pass under way reserves memory and stores nothing; it has no mask yet")
+        raise OrderError("render: the current pass reserves memory and stores nothing; it has no mask yet")
     reading = plan_read(forward.table, forward.groups, forward.config.cache_padding)
     mask = reading.mask(forward.tokens, forward.lower, forward.lifted, 1)
     queries: list[tuple[int, int]] = [(0, 0)] * forward.tokens

@@ -219,12 +219,12 @@ def _part(part: Part) -> Iterator[Block]:
 
 
 def _cells_sentence(cells: CellMap) -> str:
-    """'11 of 64 cells used, 2 shared, 3 kept by snapshots alone, 2 holes (the largest 20 cells)'."""
+    """'11 of 64 cells used, 2 shared, 3 kept only by snapshots, 2 holes (the largest 20 cells)'."""
     parts = [f"{cells.used:,} of {counted(cells.cells, 'cell')} used"]
     if shared := cells.count("shared"):
         parts.append(f"{shared:,} shared")
     if kept := cells.count("kept"):
-        parts.append(f"{kept:,} kept by snapshots alone")
+        parts.append(f"{kept:,} kept only by snapshots")
     if cells.holes:
         largest = max(run.size for run in cells.holes)
         parts.append(f"{counted(len(cells.holes), 'hole')} (the largest {counted(largest, 'cell')})")

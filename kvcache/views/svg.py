@@ -145,7 +145,7 @@ def _cell_legend(cells: CellMap) -> Iterator[tuple[str, str]]:
         exact = cells.cells <= _PER_LINE * _LINES
         yield (PAPER, "several colours: shared") if exact else (SHARED, "shared")
     if cells.count("kept"):
-        yield KEPT, "kept by snapshots alone"
+        yield KEPT, "kept only by snapshots"
     if any(run.snapshots and run.sequences for run in cells.runs):
         yield INK, "underlined: in a snapshot too"
     yield EMPTY, "free"

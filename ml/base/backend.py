@@ -56,7 +56,7 @@ class BaseBackend(ABC):
 
     def __init__(self, name: str, devices: Sequence[DeviceInfo], dtype: DType = DType.F32) -> None:
         if not dtype.is_float:
-            raise DTypeError(f"open_backend: dtype={dtype!r}; the default dtype is F32, F16 or BF16")
+            raise DTypeError(f"open_backend: dtype={dtype!r}; the default dtype must be F32, F16 or BF16")
         self._name = name
         self._devices = tuple(devices)
         self._dtype = dtype
@@ -82,7 +82,7 @@ class BaseBackend(ABC):
         self.check("new_context")
         nodes = DEFAULT_GRAPH_NODES if max_graph_nodes is None else operator.index(max_graph_nodes)
         if nodes < 1:
-            raise ShapeError(f"new_context: max_graph_nodes={nodes}; it is >= 1")
+            raise ShapeError(f"new_context: max_graph_nodes={nodes}; it must be at least 1")
         return self._new_context(nodes)
 
     @abstractmethod
@@ -117,7 +117,7 @@ class BaseBackend(ABC):
             raise DTypeError(f"{op}: dtype {dtype!r} is not an ml.DType")
         _ = dtype.numpy  # refuses the block formats
         if dtype not in self.features.dtypes:
-            raise NotSupportedError(f"{op}: backend {self._name!r} has no {dtype!r}")
+            raise NotSupportedError(f"{op}: backend {self._name!r} does not support {dtype!r}")
 
     def __enter__(self) -> Self:
         self.check("enter")
@@ -129,7 +129,7 @@ class BaseBackend(ABC):
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise NotSupportedError(f"pickle: backend {self._name!r} holds devices; open one in each process")
+        raise NotSupportedError(f"pickle: backend {self._name!r} cannot be pickled; open one in each process")
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else ", ".join(device.name for device in self._devices)

@@ -35,7 +35,7 @@ def check_representable(op: str, name: str, value: float, dtype: DType, signed: 
     if signed:
         low = min(low, -high)
     if not math.isfinite(value) or value != int(value) or not low <= value <= high:
-        raise DTypeError(f"{op}: {name}={value} is no {dtype!r}, a whole number in [{low}, {high}]")
+        raise DTypeError(f"{op}: {name}={value} does not fit {dtype!r}, a whole number in [{low}, {high}]")
 
 
 def as_host(op: str, array: Any) -> np.ndarray:
@@ -43,7 +43,7 @@ def as_host(op: str, array: Any) -> np.ndarray:
     try:
         host = np.asarray(array)
     except ValueError as error:  # rows of different lengths
-        raise ShapeError(f"{op}: no array can be made of {type(array).__name__}: {error}") from error
+        raise ShapeError(f"{op}: cannot make an array from {type(array).__name__}: {error}") from error
     return host if host.dtype.isnative else host.astype(host.dtype.newbyteorder("="))
 
 
@@ -52,7 +52,9 @@ def as_raw(op: str, data: Any) -> np.ndarray:
     try:
         return np.frombuffer(data, dtype=np.uint8)
     except (TypeError, ValueError, BufferError) as error:
-        raise DTypeError(f"{op}: {type(data).__name__} is no contiguous run of bytes: {error}") from error
+        raise DTypeError(
+            f"{op}: {type(data).__name__} is not a contiguous buffer of bytes: {error}"
+        ) from error
 
 
 def cast_host(host: np.ndarray, dtype: DType) -> np.ndarray:
@@ -71,7 +73,9 @@ def check_matmul(a: Shape, b: Shape) -> None:
     if not a or not b:
         raise ShapeError(f"matmul: {a} by {b}; a scalar has no axis to multiply over")
     if a[-1] != (b[-2] if len(b) > 1 else b[0]):
-        raise ShapeError(f"matmul: {a} by {b}; the last axis of one is the next-to-last of the other")
+        raise ShapeError(
+            f"matmul: {a} by {b}; the last axis of the first must equal the next-to-last axis of the second"
+        )
     if len(a) > 2 or len(b) > 2:
         broadcast_shapes("matmul", a[:-2], b[:-2])
 
@@ -84,4 +88,4 @@ def foreign(op: str, tensor: object, backend: Backend) -> MLError:
             f"{op}: a tensor of {owner!r} given to {backend!r}; "
             "move it with ctx.from_numpy(tensor.to_numpy())"
         )
-    return DTypeError(f"{op}: {type(tensor).__name__} is no tensor of backend {backend.name!r}")
+    return DTypeError(f"{op}: {type(tensor).__name__} is not a tensor of backend {backend.name!r}")

@@ -78,7 +78,7 @@ class BaseContext(ABC):
         DTypeError for anything but an array of the framework, and for a dtype without a DType; DeviceError
         for one of a device that is not the backend's.
         """
-        raise NotSupportedError(f"from_native: backend {self.backend.name!r} has no arrays of its own")
+        raise NotSupportedError(f"from_native: backend {self.backend.name!r} has no native arrays")
 
     def _on_device(self, device: int) -> BaseContext:
         """A context like this one on another device; overridden where there are several."""
@@ -98,7 +98,7 @@ class BaseContext(ABC):
         """Raise ClosedError unless this context and its backend are open, and own ``tensor``."""
         if self.active_backend is None or self.backend.closed:
             self.backend.check(op)
-            raise ClosedError(f"{op}: this context is closed; make one with backend.new_context()")
+            raise ClosedError(f"{op}: this context is closed; make a new one with backend.new_context()")
         if tensor is not None and tensor.backend is not self.backend:
             raise foreign(op, tensor, self.backend)
 
@@ -118,10 +118,10 @@ class BaseContext(ABC):
         if dtype is DType.BOOL:
             raise DTypeError("arange: a range of BOOL; use an integer or float dtype")
         if step == 0:
-            raise ShapeError("arange: step 0; a step is not zero")
+            raise ShapeError("arange: step 0; a step must not be zero")
         for name, value in (("start", start), ("stop", stop), ("step", step)):
             if not math.isfinite(value):
-                raise ShapeError(f"arange: {name}={value}; it is finite")
+                raise ShapeError(f"arange: {name}={value}; it must be finite")
         check_representable("arange", "start", start, dtype)
         check_representable("arange", "step", step, dtype, signed=True)
         count = max(0, math.ceil((stop - start) / step))
@@ -156,7 +156,7 @@ class BaseContext(ABC):
                 f"from_bytes: {raw.size} bytes for shape {sizes} of {dtype!r}, which takes {wanted}"
             )
         if dtype is DType.BOOL and raw.size and raw.max() > 1:
-            raise DTypeError("from_bytes: a BOOL byte is 0 or 1")
+            raise DTypeError("from_bytes: a BOOL byte must be 0 or 1")
         return self._from_array(raw.view(dtype.numpy).reshape(sizes), dtype)
 
     def forward(self, *tensors: Tensor) -> Self:

@@ -24,7 +24,7 @@ SUMMED = (DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64)
 def check_timeout(timeout: float) -> float:
     """Seconds, finite and more than none; else ShapeError."""
     if not (math.isfinite(timeout) and timeout > 0):
-        raise ShapeError(f"distributed: timeout={timeout}; it is a number of seconds > 0")
+        raise ShapeError(f"distributed: timeout={timeout}; it must be a number of seconds above 0")
     return float(timeout)
 
 
@@ -125,7 +125,7 @@ class BaseGroup(ABC):
         who = f"{op}: rank {self._rank} of {self._size}"
         if late:
             return (
-                f"{who} has waited {self._timeout:g} s for the other ranks, as long as timeout= lets it: one "
+                f"{who} has waited {self._timeout:g} s for the other ranks, the limit set by timeout=: one "
                 "is stopped, stuck or too slow; start all ranks again, with a longer timeout where they only "
                 "need more time"
             )
@@ -139,14 +139,14 @@ class BaseGroup(ABC):
         self._check_open(op)
         backend = self._backend()
         if backend is None or ctx.backend is not backend:
-            raise ClosedError(f"{op}: the context is of another backend than the group")
+            raise ClosedError(f"{op}: the context and the group belong to different backends")
         ctx.check(op)
         if getattr(tensor, "backend", None) is not backend:
             raise foreign(op, tensor, backend)
 
     def _check_open(self, op: str) -> None:
         if self._closed:
-            raise ClosedError(f"{op}: the group is closed; join anew with backend.distributed()")
+            raise ClosedError(f"{op}: the group is closed; join again with backend.distributed()")
         if self._failure is not None:
             raise self._error(self._failure)
 

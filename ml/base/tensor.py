@@ -209,7 +209,7 @@ class BaseTensor(ABC):
         strides = reshape_strides(self.shape, self.strides, target)
         if strides is None:
             raise ShapeError(
-                f"reshape: shape {self.shape} with strides {self.strides} cannot be shown as {target} "
+                f"reshape: shape {self.shape} with strides {self.strides} cannot be viewed as {target} "
                 "without a copy; call contiguous(ctx) first"
             )
         return self._alias(self._first(), target, strides)
@@ -243,7 +243,7 @@ class BaseTensor(ABC):
         if len(peer.shape) != len(self.shape) or any(
             i != axis and a != b for i, (a, b) in enumerate(zip(self.shape, peer.shape, strict=True))
         ):
-            raise ShapeError(f"concat: shapes {self.shape} and {peer.shape} differ beside axis {axis}")
+            raise ShapeError(f"concat: shapes {self.shape} and {peer.shape} differ outside axis {axis}")
         return self._concat(ctx, peer, axis)
 
     def _concat(self, ctx: Any, other: Self, axis: int) -> Self:
@@ -258,7 +258,7 @@ class BaseTensor(ABC):
         ctx.check("repeat", self)
         (count,) = integers("repeat", n)
         if count < 0:
-            raise ShapeError(f"repeat: {n} times; a count is >= 0")
+            raise ShapeError(f"repeat: {n} times; the count must be at least 0")
         axis = self._axis("repeat", axis)
         check_count("repeat", (*self.shape, count))
         return self._repeat(ctx, axis, count)
@@ -277,7 +277,9 @@ class BaseTensor(ABC):
         ctx.check("copy")
         target = self.check_peer("copy", dst)
         if target.shape != self.shape:
-            raise ShapeError(f"copy: source {self.shape} to destination {target.shape}; shapes are equal")
+            raise ShapeError(
+                f"copy: source {self.shape} to destination {target.shape}; the shapes must be equal"
+            )
         target.check_writable("copy")
         target.write_from(self)
         return target
@@ -289,7 +291,7 @@ class BaseTensor(ABC):
         rows = self._indices("set_rows", indices, self.shape[axis], distinct=True)
         wanted = (*self.shape[:axis], rows.shape[0], *self.shape[axis + 1 :])
         if peer.shape != wanted:
-            raise ShapeError(f"set_rows: source {peer.shape} for {rows.shape[0]} rows; it has to be {wanted}")
+            raise ShapeError(f"set_rows: source {peer.shape} for {rows.shape[0]} rows; it must be {wanted}")
         self.check_writable("set_rows")
         self._scatter(peer, rows, axis)
         return self
@@ -426,7 +428,7 @@ class BaseTensor(ABC):
         size = self.shape[self._axis("top_k", -1)]
         (count,) = integers("top_k", k)
         if not 1 <= count <= size:
-            raise BoundsError(f"top_k: k={k} of a last axis of {size}; 1 <= k <= size")
+            raise BoundsError(f"top_k: k={k} for a last axis of {size}; k must satisfy 1 <= k <= size")
         return self._top_k(ctx, count)
 
     def rms_norm(self, ctx: Any, weight: Tensor | None, eps: float) -> Self:
@@ -443,7 +445,7 @@ class BaseTensor(ABC):
     def compare(self, ctx: Any, op: str, other: Tensor) -> Self:
         ctx.check("compare", self)
         if op not in COMPARISONS:
-            raise ShapeError(f"compare: op {op!r}; it is one of {', '.join(COMPARISONS)}")
+            raise ShapeError(f"compare: op {op!r}; it must be one of {', '.join(COMPARISONS)}")
         peer = self._operand("compare", other)
         broadcast_shapes("compare", self.shape, peer.shape)
         return self._compare(ctx, COMPARISONS[op], peer)
@@ -451,7 +453,7 @@ class BaseTensor(ABC):
     def where(self, ctx: Any, a: Tensor, b: Tensor) -> Self:
         ctx.check("where", self)
         if self.dtype is not DType.BOOL:
-            raise DTypeError(f"where: the condition is {self.dtype!r}; it has to be BOOL (see compare)")
+            raise DTypeError(f"where: the condition is {self.dtype!r}; it must be BOOL (see compare)")
         left = self.check_peer("where", a)
         right = self._operand("where", b, left.dtype)
         broadcast_shapes("where", self.shape, left.shape, right.shape)
@@ -463,7 +465,7 @@ class BaseTensor(ABC):
         try:
             return self.native.__dlpack__(**options)
         except (AttributeError, BufferError) as error:
-            raise NotSupportedError(f"dlpack: not offered for {self.dtype!r} here ({error})") from error
+            raise NotSupportedError(f"dlpack: not supported for {self.dtype!r} here ({error})") from error
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return cast("tuple[int, int]", self.native.__dlpack_device__())
@@ -513,17 +515,23 @@ class BaseTensor(ABC):
         if isinstance(indices, BaseTensor):
             rows = self.check_peer(op, indices)
             if rows.dtype is not DType.I32 or len(rows.shape) != 1:
-                raise DTypeError(f"{op}: indices are {rows.dtype!r} {rows.shape}; they are I32 of one axis")
+                raise DTypeError(
+                    f"{op}: indices are {rows.dtype!r} {rows.shape}; they must be I32 with one axis"
+                )
             return rows
         host = as_host(op, indices)
         if host.size == 0:
             host = host.reshape(-1).astype(np.intp)
         if host.ndim != 1 or host.dtype.kind not in "iu":
-            raise ShapeError(f"{op}: indices are {host.dtype} {host.shape}; they are integers of one axis")
+            raise ShapeError(
+                f"{op}: indices are {host.dtype} {host.shape}; they must be integers with one axis"
+            )
         if host.size and (host.min() < 0 or host.max() >= size):
-            raise BoundsError(f"{op}: indices {host.min()}..{host.max()} outside [0, {size}); none wraps")
+            raise BoundsError(
+                f"{op}: indices {host.min()}..{host.max()} outside [0, {size}); negative indices do not wrap"
+            )
         if distinct and np.unique(host).size != host.size:
-            raise ShapeError(f"{op}: an index is given twice; the rows written are distinct")
+            raise ShapeError(f"{op}: an index is given twice; the rows to write must be distinct")
         return host.astype(np.intp, copy=False)
 
     def check_writable(self, op: str) -> None:
@@ -535,7 +543,7 @@ class BaseTensor(ABC):
             )
 
     def _unsupported(self, op: str) -> NotSupportedError:
-        return NotSupportedError(f"{op}: backend {self.backend.name!r} does not offer it")
+        return NotSupportedError(f"{op}: backend {self.backend.name!r} does not support it")
 
 
 class StridedTensor(BaseTensor):

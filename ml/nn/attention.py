@@ -181,7 +181,7 @@ def _check(
 ) -> None:
     shapes = query.shape, key.shape, value.shape
     if any(len(shape) != 3 for shape in shapes):
-        raise ShapeError(f"attention: query, key, value {shapes}; each is (tokens, heads, size)")
+        raise ShapeError(f"attention: query, key, value {shapes}; each must be (tokens, heads, size)")
     (tokens, heads, head_dim), (history, kv_heads, key_dim), _ = shapes
     if key_dim != head_dim or shapes[2][:2] != (history, kv_heads):
         raise ShapeError(
@@ -189,17 +189,19 @@ def _check(
             f"(history, kv_heads, {head_dim}) and value (history, kv_heads, v_dim)"
         )
     if kv_heads == 0 or heads % kv_heads:
-        raise ShapeError(f"attention: {heads} heads over {kv_heads} KV heads; it has to be a multiple")
+        raise ShapeError(
+            f"attention: {heads} heads over {kv_heads} KV heads; heads must be a multiple of the KV heads"
+        )
     if history == 0:
-        raise ShapeError("attention: a history of no keys; put keys before attending")
+        raise ShapeError("attention: the history has no keys; put keys before attending")
     if not query.dtype.is_float or not key.dtype.is_float or value.dtype is not key.dtype:
         raise DTypeError(
             f"attention: query {query.dtype!r}, key {key.dtype!r}, value {value.dtype!r}; "
-            "they are floats, and key and value agree"
+            "they must be floats, and key and value must have the same dtype"
         )
     _check_mask(mask, tokens, history)
     if sinks is not None and (sinks.shape != (heads,) or not sinks.dtype.is_float):
-        raise ShapeError(f"attention: sinks {sinks.dtype!r} {sinks.shape}; they are floats ({heads},)")
+        raise ShapeError(f"attention: sinks {sinks.dtype!r} {sinks.shape}; they must be floats ({heads},)")
 
 
 def _check_mask(mask: Tensor | CausalMask | None, tokens: int, history: int) -> None:
@@ -207,10 +209,12 @@ def _check_mask(mask: Tensor | CausalMask | None, tokens: int, history: int) -> 
         return
     if mask is CAUSAL:
         if history < tokens:
-            raise ShapeError(f"attention: CAUSAL with {tokens} queries and {history} keys; some see none")
+            raise ShapeError(
+                f"attention: CAUSAL with {tokens} queries and {history} keys; some queries would see none"
+            )
         return
     shape = mask.shape
     if len(shape) != 2 or shape[0] < tokens or shape[1] != history:
-        raise ShapeError(f"attention: mask {shape}; it has to be (rows >= {tokens}, {history})")
+        raise ShapeError(f"attention: mask {shape}; it must be (rows >= {tokens}, {history})")
     if not mask.dtype.is_float:
-        raise DTypeError(f"attention: mask {mask.dtype!r}; it is additive, F32, F16 or BF16")
+        raise DTypeError(f"attention: mask {mask.dtype!r}; it must be additive: F32, F16 or BF16")

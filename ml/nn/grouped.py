@@ -71,12 +71,16 @@ def grouped_matmul(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> T
     if len(x.shape) != 2 or len(weight.shape) != 3 or x.shape[1] != weight.shape[1]:
         raise ShapeError(
             f"grouped_matmul: x {x.shape} by weight {weight.shape}; "
-            "they are (rows, in) and (matrices, in, out)"
+            "they must be (rows, in) and (matrices, in, out)"
         )
     if groups.tensor.shape != x.shape[:1]:
-        raise ShapeError(f"grouped_matmul: groups {groups.tensor.shape} for x {x.shape}; they are (rows,)")
+        raise ShapeError(
+            f"grouped_matmul: groups {groups.tensor.shape} for x {x.shape}; they must be (rows,)"
+        )
     if x.dtype is not weight.dtype:
-        raise DTypeError(f"grouped_matmul: x {x.dtype!r} by weight {weight.dtype!r}; they are of one dtype")
+        raise DTypeError(
+            f"grouped_matmul: x {x.dtype!r} by weight {weight.dtype!r}; they must have the same dtype"
+        )
     backend = ctx.backend
     if isinstance(backend, SupportsGroupedMatmul):
         found = backend.grouped_matmul(ctx, x, weight, groups.tensor)

@@ -11,9 +11,11 @@ __all__ = ["embedding", "linear", "swiglu"]
 def linear(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``: x (..., in), weight (out, in) as checkpoints store it, bias (out,)."""
     if len(weight.shape) != 2 or not x.shape or x.shape[-1] != weight.shape[1]:
-        raise ShapeError(f"linear: x {x.shape} by weight {weight.shape}; they are (..., in) and (out, in)")
+        raise ShapeError(
+            f"linear: x {x.shape} by weight {weight.shape}; they must be (..., in) and (out, in)"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ShapeError(f"linear: bias {bias.shape} for weight {weight.shape}; it has to be (out,)")
+        raise ShapeError(f"linear: bias {bias.shape} for weight {weight.shape}; it must be (out,)")
     result = x.matmul(ctx, weight.permute(ctx, 1, 0))
     return result if bias is None else result.add(ctx, bias)
 
@@ -21,7 +23,7 @@ def linear(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 def embedding(ctx: Context, weight: Tensor, ids: Indices) -> Tensor:
     """Rows of weight (vocabulary, size) at ids (tokens,): checked on the host, or an I32 tensor."""
     if len(weight.shape) != 2:
-        raise ShapeError(f"embedding: weight {weight.shape}; it has to be (vocabulary, size)")
+        raise ShapeError(f"embedding: weight {weight.shape}; it must be (vocabulary, size)")
     return weight.rows(ctx, ids)
 
 

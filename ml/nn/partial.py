@@ -190,7 +190,7 @@ def merge_attention(ctx: Context, parts: Sequence[Part], sinks: Tensor | None = 
     nothing of that part, whose attention then has to be finite. ``sinks`` (heads,) as in ``attention``.
     """
     if not parts:
-        raise ShapeError("merge_attention: no parts; it merges at least one")
+        raise ShapeError("merge_attention: no parts given; it must merge at least one")
     (first, lse), *rest = parts
     tokens, heads, _ = first.shape
     logits = lse.reshape(ctx, tokens, heads, 1)
@@ -216,7 +216,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     shapes = query.shape, key.shape, value.shape
     if any(len(shape) != 4 for shape in shapes):
         raise ShapeError(
-            f"partial_attention: query, key, value {shapes}; each is (batch, tokens, heads, size)"
+            f"partial_attention: query, key, value {shapes}; each must be (batch, tokens, heads, size)"
         )
     (batch, _, heads, head_dim), (_, history, kv_heads, _), _ = shapes
     wanted = (batch, history, kv_heads)
@@ -227,5 +227,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(
-            f"partial_attention: {heads} heads over {kv_heads} KV heads; it has to be a multiple"
+            f"partial_attention: {heads} heads over {kv_heads} KV heads; heads must be a multiple of "
+            "the KV heads"
         )

@@ -142,14 +142,14 @@ def _on_device(ctx: Context, positions: Positions) -> Tensor:
         return ctx.from_numpy(_on_host(positions), DType.I32)
     tensor = cast("Tensor", positions)
     if tensor.dtype is not DType.I32 or len(tensor.shape) != 1:
-        raise DTypeError(f"rope: positions {tensor.dtype!r} {tensor.shape}; they are I32 of one axis")
+        raise DTypeError(f"rope: positions {tensor.dtype!r} {tensor.shape}; they must be I32 with one axis")
     return tensor
 
 
 def _on_host(positions: Sequence[int] | np.ndarray) -> np.ndarray:
     host = np.asarray(positions)
     if host.ndim != 1 or (host.size and host.dtype.kind not in "iu"):
-        raise ShapeError(f"rope: positions {host.dtype} {host.shape}; they are integers of one axis")
+        raise ShapeError(f"rope: positions {host.dtype} {host.shape}; they must be integers with one axis")
     return host
 
 
@@ -185,7 +185,7 @@ def _check_vectors(op: str, x: Tensor, tokens: int, spec: RopeSpec) -> None:
     shape = x.shape
     if len(shape) != 3 or shape[0] != tokens or shape[2] < spec.dim:
         raise ShapeError(
-            f"{op}: x {shape} for {tokens} positions; it has to be ({tokens}, heads, head_dim >= {spec.dim})"
+            f"{op}: x {shape} for {tokens} positions; it must be ({tokens}, heads, head_dim >= {spec.dim})"
         )
     if not x.dtype.is_float:
         raise DTypeError(f"{op}: takes F32, F16 or BF16, not {x.dtype!r}")

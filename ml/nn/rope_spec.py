@@ -28,9 +28,12 @@ class RopeSpec:
 
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:
-            raise ShapeError(f"RopeSpec: dim={self.dim}; it is even and >= 2: dimensions turn in pairs")
+            raise ShapeError(
+                f"RopeSpec: dim={self.dim}; it must be even and at least 2, since "
+                "dimensions are rotated in pairs"
+            )
         if self.base <= 0:
-            raise ShapeError(f"RopeSpec: base={self.base}; it is > 0")
+            raise ShapeError(f"RopeSpec: base={self.base}; it must be above 0")
 
     @cached_property
     def inverse_frequencies(self) -> np.ndarray:

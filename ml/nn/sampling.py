@@ -76,7 +76,7 @@ class BatchSampler:
         """
         if logits.shape != self._shape or not self._groups:
             raise ShapeError(
-                f"sample: logits {logits.shape}; the draws are for {self._shape}, at least a row"
+                f"sample: logits {logits.shape}; the draws are for {self._shape} and need at least one row"
             )
         found = self._groups[0](ctx, logits)
         for group in self._groups[1:]:

@@ -284,7 +284,7 @@ def test_a_wrapped_cache_that_cannot_says_so(backend: ml.Backend, ctx: ml.Contex
     wrapper = kvcache.WrapperCache(kvcache.EncoderCache(), older)
     wrapper.init(backend, DType.F32, 2, 8, 8)
     wrapper.start_forward(ctx, Batch([0], [0]))
-    with pytest.raises(kvcache.NotSupportedError, match="Older has no read_only"):
+    with pytest.raises(kvcache.NotSupportedError, match="Older does not support read_only"):
         wrapper.start_forward(ctx, Batch([0], [0]), read_only=True)
 
 

@@ -83,7 +83,7 @@ def test_a_recurrent_state_inside_a_batch_is_not_there_to_be_kept_and_that_is_sa
         chat.close()
     assert r.prefix.stats.skipped == 6
     (said,) = caplog.messages
-    assert "ran past [8, 16, 20]" in said
+    assert "passed [8, 16, 20]" in said
     assert r.keep([0, *LONG[:13], 90]) == 0
     assert r.keep([0, *LONG, 90]) == 21
 

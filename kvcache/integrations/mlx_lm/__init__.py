@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.cache import InvalidRangeError
+from kvcache.cache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.mlx_lm.attention import KVCache, RotatingKVCache
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, Several, entries_in, layers_of
@@ -51,7 +51,15 @@ __all__ = [
 
 
 def make_prompt_cache(model: Any, **options: Any) -> list[Any]:
-    """A prompt cache for ``model`` in a :class:`CachePool` of its own, which takes the same ``options``."""
+    """A prompt cache for ``model`` in a :class:`CachePool` of its own, which takes the same ``options``.
+
+    Raises NotSupportedError for mlx-lm's ``max_kv_size``: no cache here keeps the first tokens forever.
+    """
+    if "max_kv_size" in options:
+        raise NotSupportedError(
+            f"make_prompt_cache: max_kv_size={options['max_kv_size']}; there is no cache here that keeps the "
+            "first tokens forever. Use capacity= to limit memory, or mlx-lm's own make_prompt_cache"
+        )
     return CachePool(model, **options).make_prompt_cache()
 
 
@@ -83,12 +91,14 @@ def rewind(prompt_cache: Sequence[Any], position: int) -> int:
     """
     rows: BatchRows = prompt_cache[0].rows
     if len(rows.held) != 1:
-        raise InvalidRangeError(f"rewind: a batch of {len(rows.held)} rows; extract one")
+        raise InvalidRangeError(
+            f"rewind: the prompt cache is a batch of {len(rows.held)} rows; extract one row first"
+        )
     rows.settle()
     entries = entries_in(prompt_cache)
     length = min(entry.size_seen for entry in entries)
     if not 0 <= position <= rows.lengths[0]:
-        raise InvalidRangeError(f"rewind: to {position} of {rows.lengths[0]} tokens")
+        raise InvalidRangeError(f"rewind: position {position}; the prompt cache has {rows.lengths[0]} tokens")
     target = rows.reachable(min(position, length))
     for entry in entries:
         entry.catch_up()

@@ -116,7 +116,8 @@ class _Attention(LayerCache):
             )
         if len(set(self.rows.lengths)) > 1:
             raise OrderError(
-                "keys_and_values: no pass is under way, and rows of several lengths; extract one"
+                "keys_and_values: there is no current pass, and the rows have different lengths; "
+                "extract one row"
             )
         return self._stored()
 

@@ -65,6 +65,10 @@ class LayerCache:
     def empty(self) -> bool:
         return not any(self.rows.lengths_for(self._seen))
 
+    def __repr__(self) -> str:
+        tokens = ", ".join(map(str, self.rows.lengths)) or "0"
+        return f"<{type(self).__name__} of ml-kvcache, layer {self.layer}, tokens of each row: {tokens}>"
+
     # Changing rows.
 
     def _do(self, name: str, *arguments: Any) -> Any:

@@ -115,7 +115,7 @@ def _check_kind(i: int, entry: Any) -> None:
         return
     detail = f" with keep={entry.keep}" if kind is mlx_caches.RotatingKVCache else ""
     raise NotSupportedError(
-        f"make_prompt_cache: layer {i} of the model wants mlx-lm's {kind.__name__}{detail}; there are "
+        f"make_prompt_cache: layer {i} of the model wants mlx-lm's {kind.__name__}{detail}; supported are "
         "KVCache, RotatingKVCache with keep=0, ArraysCache, and CacheList of these; use mlx-lm's own cache"
     )
 
@@ -174,7 +174,7 @@ def _noting_writes(calls: list[_Call], kind: Any) -> Callable[..., None]:
 def _layer(i: int, entry: Any, calls: Sequence[_Call]) -> Layer:
     if any(call.entry is entry and call.name in ("keys", "values") for call in calls):
         raise NotSupportedError(
-            f"make_prompt_cache: layer {i} of the model sets K and V of its entry by itself; use mlx-lm's "
+            f"make_prompt_cache: layer {i} of the model sets K and V of its cache entry itself; use mlx-lm's "
             "own cache"
         )
     if type(entry) is mlx_caches.ArraysCache:
@@ -202,7 +202,7 @@ def _recurrent(i: int, states: Sequence[Any], calls: Sequence[_Call]) -> Recurre
     if calls[0].name not in ("make_mask", "update_and_fetch"):
         raise NotSupportedError(
             f"make_prompt_cache: layer {i} of the model reads its states before any entry is asked for a "
-            "mask, which tells how many tokens a pass has; use mlx-lm's own cache"
+            "mask, which gives the number of tokens of a pass; use mlx-lm's own cache"
         )
     masked = any(call.name == "make_mask" and type(call.entry) is mlx_caches.ArraysCache for call in calls)
     return Recurrent(tuple(tuple(x.shape[1:]) for x in states), tuple(x.dtype for x in states), masked)

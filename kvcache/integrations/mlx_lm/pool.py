@@ -52,6 +52,10 @@ class CachePool:
     ) -> None:
         if rollback < 0:
             raise InvalidRangeError(f"CachePool: rollback={rollback}; rollback must be at least 0")
+        if isinstance(model, str) or not (isinstance(model, Sequence) or callable(model)):
+            raise InvalidRangeError(
+                f"CachePool: model is a {type(model).__name__}; it must be a model, as mlx_lm.load returns it"
+            )
         layers = list(model) if isinstance(model, Sequence) else layers_of(model)
         self.backend = ml.open_backend("mlx") if backend is None else backend
         self._owns_backend = backend is None
@@ -62,6 +66,9 @@ class CachePool:
         self.room = min((cache.cells for cache in caches.whole), default=math.inf)
         """How many tokens all prompt caches may hold together; infinity where only windows are kept."""
         self.sequences = SequencePool(self.storage, max_sequences, largest if caches.forgets else None)
+
+    def __repr__(self) -> str:
+        return f"<CachePool, free sequences: {self.free_sequences}; {self.cache!r}>"
 
     @property
     def cache(self) -> Any:

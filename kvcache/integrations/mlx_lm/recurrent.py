@@ -39,7 +39,7 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         if one is None:
             raise OrderError(
                 f"state: layer {self.layer} is asked for its state before any entry was asked for a mask, "
-                "which says how many tokens there are; models that do so need mlx-lm's own cache"
+                "which gives the number of tokens; use mlx-lm's own cache for this model"
             )
         if not one.written:  # begun for a mask, when nobody knew how many rows there are
             one = self.rows.pass_for(self._seen, one.tokens, rows)

@@ -165,10 +165,10 @@ class BatchRows:
             counts = [min(count, left) for count, left in zip(counts, self.left, strict=True)]
         if not any(counts):
             raise InvalidRangeError(
-                f"update: {tokens} columns of padding alone; a pass stores at least one token"
+                f"update: {tokens} columns of padding only; a pass must store at least one token"
             )
         if not self.pool.storage.tells_rows_apart and 0 in self.lengths and any(self.lengths):
-            raise NotSupportedError(f"update: rows that begin beside rows that go on, which {_ALL_ALIKE}")
+            raise NotSupportedError(f"update: new rows beside rows that continue, which {_ALL_ALIKE}")
         one = ForwardPass(tokens, list(self.lengths), begins, counts)
         self.pool.reclaim()
         for row, count in enumerate(counts):
@@ -187,7 +187,7 @@ class BatchRows:
         if len(self.held) != 1 or self.lengths[0]:
             raise InvalidRangeError(
                 f"update: {rows} rows for a prompt cache of {len(self.held)} rows of {self.lengths} tokens; "
-                "only an empty one takes any number of rows"
+                "only an empty prompt cache accepts another number of rows"
             )
         self._replace([self.pool.hold() for _ in range(rows)], [0] * rows)
 
@@ -241,7 +241,7 @@ class BatchRows:
                 raise NotSupportedError(
                     f"trim: {old - new} of {old} tokens, and what a token at {new} attends to is no longer "
                     f"stored: sliding layers keep rollback={storage.rollback} tokens beyond their window, "
-                    "recurrent ones the states of some positions (see rewind); compute the prompt anew"
+                    "recurrent ones the states of some positions (see rewind); compute the prompt again"
                 )
         for row, (old, new) in enumerate(zip(self.lengths, lengths, strict=True)):
             if new < old:
@@ -315,7 +315,8 @@ class BatchRows:
         """The sequences of these rows, which must be of ``pool``."""
         if self.pool is not pool:
             raise NotSupportedError(
-                "merge: prompt caches of different pools; those that meet in a batch are made by one: "
+                "merge: the prompt caches come from different pools; those in one batch must come from "
+                "the same pool: "
                 "one CachePool(model, max_sequences=...) and its make_prompt_cache(), or install()"
             )
         return self.held

@@ -102,7 +102,9 @@ def _contents(i: int, entry: Any, layer: Layer, storage: Storage) -> _Content:
     arrays = tuple(entry.cache) if recurrent else () if entry.keys is None else _in_order(i, entry, storage)
     filled = [x for x in arrays if x is not None]
     if any(x.shape[0] != 1 for x in filled) or len(filled) not in (0, len(arrays)):
-        raise NotSupportedError(f"adopt: entry {i} is of several rows, or filled in part; one row is adopted")
+        raise NotSupportedError(
+            f"adopt: entry {i} has several rows, or is partly filled; adopt one row at a time"
+        )
     return _Content(tuple(filled), None if recurrent else entry.offset if filled else 0)
 
 
@@ -123,7 +125,7 @@ def _in_order(i: int, entry: Any, storage: Storage) -> tuple[Any, ...]:
     size = keys.shape[2]
     if keep and offset > size:
         raise NotSupportedError(
-            f"adopt: entry {i} keeps its first {keep} tokens for good; there is no such cache"
+            f"adopt: entry {i} keeps its first {keep} tokens forever, which no cache here does"
         )
     order = mx.array(np.arange(min(at, size)) if at >= offset else np.roll(np.arange(size), -at))
     return keys[..., order, :], values[..., order, :]
@@ -137,7 +139,8 @@ def _length(contents: Sequence[_Content], layers: Sequence[Layer], tokens: int |
     if len(told) > 1 or filled - {length > 0}:
         states = f" and states that are {'' if True in filled else 'not '}set" if filled else ""
         raise InvalidRangeError(
-            f"adopt: entries of {sorted(told)} tokens{states}; those of a prompt cache hold as many"
+            f"adopt: entries of {sorted(told)} tokens{states}; all entries of a prompt cache must hold "
+            "the same number"
         )
     if tokens is not None and tokens != length:
         raise InvalidRangeError(f"adopt: tokens={tokens} of a prompt cache that holds {length}")

@@ -129,7 +129,7 @@ class Storage:
     def attention_of(self, layer: int) -> CausalCache:
         cache = self.attention[layer]
         if cache is None:
-            raise NotSupportedError(f"update_and_fetch: layer {layer} is a recurrent one; it has no K and V")
+            raise NotSupportedError(f"update_and_fetch: layer {layer} is recurrent; it has no K and V")
         return cache
 
     def stored(self, layer: int, sequences: Sequence[int | None]) -> tuple[Any, Any]:

@@ -113,7 +113,7 @@ def dtype_of(dtype: torch.dtype) -> ml.DType:
         return _DTYPES[dtype]
     except KeyError:
         names = ", ".join(str(known) for known in _DTYPES)
-        raise ml.NotSupportedError(f"HFCache: activations of {dtype}; a cache stores {names}") from None
+        raise ml.NotSupportedError(f"HFCache: activations of {dtype}; a cache can store {names}") from None
 
 
 def stored_dtype(dtype: HFDType | None) -> CacheFormat | None:
@@ -128,8 +128,8 @@ def stored_dtype(dtype: HFDType | None) -> CacheFormat | None:
         return CacheFormat.of(found if isinstance(dtype, tuple) else found[0])
     except ml.DTypeError as error:
         raise ml.DTypeError(
-            f"HFCache: dtype={dtype!r:.60}; give an ml.DType, Q8_0 say, a torch.dtype, a storage format "
-            f"or its name, or a pair of these ({error})"
+            f"HFCache: dtype={dtype!r:.60}; it must be an ml.DType, a torch.dtype, a storage format or its "
+            f"name, or a pair of these ({error})"
         ) from error
 
 

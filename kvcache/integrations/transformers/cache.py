@@ -81,6 +81,12 @@ class HFCache(RowsCache):
         options = CacheOptions(backend, stored_dtype(dtype), max_sequences, capacity, lookback, shift, grow)
         self._attach(BatchRows(CachePool(plan, options)))
 
+    def __repr__(self) -> str:
+        if not self.rows.pool.bound:
+            return f"<HFCache, layers: {len(self.layers)}; nothing stored yet>"
+        rows = f"rows: {len(self.rows.sequences)}, tokens of each: {self.rows.length}"
+        return f"<HFCache, layers: {len(self.layers)}, {rows}; in {self.rows.pool.family.all!r}>"
+
     def bind(self, like: torch.Tensor) -> ModelCaches:
         """Make the caches now, for keys with the dtype and on the device of ``like``."""
         self.rows.pool.bind(1, like)

@@ -96,7 +96,7 @@ def install(
     """
     global _installed
     if _installed is not None:
-        raise OrderError("install: it is in place already; call uninstall() to change its options")
+        raise OrderError("install: it is already installed; call uninstall() first to change its options")
     options = {"backend": backend, "capacity": capacity, "dtype": dtype, "lookback": lookback}
     _installed = Installation(options)
     return _installed

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import cache_utils
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from kvcache import NotSupportedError
+from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.model_caches import CHUNKED, FULL, SLIDING, Kind
 
 __all__ = [
@@ -49,13 +49,11 @@ class Trait(enum.Enum):
     """
 
     NO_CACHE = "takes no cache of keys and values"
-    BY_ONE = "goes on rightly from a state by one token at a time only"
+    BY_ONE = "continues correctly from a state by one token at a time only"
     INSIDE = "keeps the states of its linear layers in its own modules"
-    UNEVEN = "gives other results where a prompt comes in parts"
-    OWN_MASK = "makes masks of its own, wrongly for keys of a fixed length"
-    STATE_ONLY = (
-        "gives a convolution's state and not its inputs, so that nothing tells how many tokens there are"
-    )
+    UNEVEN = "gives other results if a prompt is evaluated in parts"
+    OWN_MASK = "builds masks of its own that are wrong for keys of a fixed length"
+    STATE_ONLY = "passes on a convolution's state instead of its inputs, so the number of tokens is unknown"
     CONTIGUOUS = "calls view() on the keys, which must lie in one piece for that"
 
 
@@ -125,6 +123,10 @@ class Plan:
 
 def layer_plan(config: Any) -> Plan:
     """The plan of a model's decoder. NotSupportedError for layers that none of our caches serves."""
+    if not hasattr(config, "get_text_config"):
+        raise InvalidRangeError(
+            f"HFCache: config is a {type(config).__name__}; it must be the config of a model: model.config"
+        )
     decoder = config.get_text_config(decoder=True)
     traits = frozenset(trait for trait, types in _TRAITS.items() if decoder.model_type in types.split())
     found = Plan((), model_type=decoder.model_type, traits=traits)
@@ -134,10 +136,10 @@ def layer_plan(config: Any) -> Plan:
         types, arguments = get_layer_types_and_kwargs(decoder)
     except AttributeError as error:
         raise NotSupportedError(
-            f"HFCache: the config of {decoder.model_type} does not say which layers keep what ({error})"
+            f"HFCache: the config of {decoder.model_type} does not say what each layer stores ({error})"
         ) from error
     if not types:
-        raise NotSupportedError(f"HFCache: the config of {decoder.model_type} names no layers")
+        raise NotSupportedError(f"HFCache: the config of {decoder.model_type} lists no layers")
     layers: list[Kind] = []
     counts: list[int] = []
     # Decoding that leaves a model early says so in the count of layers alone, and the types are more.

@@ -185,7 +185,7 @@ class CachePool:
         """Restore a sequence; InvalidRangeError where the snapshot is of another kind of cache."""
         cache: Any = family.all
         if not cache.restore(seq, snapshot):
-            raise InvalidRangeError("HFCache: the snapshot is not of a cache like this one")
+            raise InvalidRangeError("HFCache: the snapshot comes from a different kind of cache")
 
     def take(self, count: int) -> list[int]:
         """``count`` empty sequences, the lowest ones; InvalidSequenceError where so many are not free."""

@@ -108,11 +108,12 @@ class HFPrefixCache(Closing):
         """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``interval``, ..."""
         if model.config.is_encoder_decoder:
             raise NotSupportedError(
-                "HFPrefixCache: what a decoder's prefix means depends on its encoder's input; decoders only"
+                "HFPrefixCache: only decoders are supported, since a prefix of an encoder-decoder "
+                "depends on the encoder's input"
             )
         if cache_argument(model) != "past_key_values":
             raise NotSupportedError(
-                f"HFPrefixCache: {type(model).__name__}.generate() begins anew whatever states it is given"
+                f"HFPrefixCache: {type(model).__name__}.generate() starts again whatever states it is given"
             )
         plan = layer_plan(model.config)
         for trait in (Trait.INSIDE, Trait.UNEVEN):
@@ -131,6 +132,9 @@ class HFPrefixCache(Closing):
         """Tokens that windows keep: a longer pass would leave them no snapshots inside."""
         whole: Any = family.all
         self.prefix = PrefixCache(whole, **options)
+
+    def __repr__(self) -> str:
+        return f"<HFPrefixCache of a {type(self.model).__name__}; {self.prefix!r}>"
 
     def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> HFSession:
         """Start a conversation with a prompt, from the longest prefix of it that is there.

@@ -27,7 +27,7 @@ def rope_shift(config: Any) -> ShiftFunction:
     decoder = config.get_text_config(decoder=True)
     if decoder.model_type not in (*_HALVES, *_PAIRS):
         raise NotSupportedError(
-            f"rope_shift: how {decoder.model_type} encodes positions is not known here; known are "
+            f"rope_shift: the position encoding of {decoder.model_type} is not supported; supported are "
             f"{', '.join((*_HALVES, *_PAIRS))}. Pass a kvcache.ShiftFunction of your own"
         )
     turns = [_layer(decoder, i) for i in range(decoder.num_hidden_layers)]

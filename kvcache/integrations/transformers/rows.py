@@ -124,8 +124,8 @@ class BatchRows:
         """``complete`` is how many tokens all layers have had."""
         kept = self._reach(complete)
         return OrderError(
-            f"HFCache: {what}; the forward pass before did not reach all layers. "
-            + (f"Call crop({kept - self.length}) to take it back" if kept else "Call reset() and begin again")
+            f"HFCache: {what}; the previous forward pass did not reach all layers. "
+            + (f"Call crop({kept - self.length}) to undo it" if kept else "Call reset() and start again")
             + (f": {self._why()}" if kept < complete else "")
         )
 
@@ -135,7 +135,7 @@ class BatchRows:
             raise self._unfinished(f"layers {[*behind]} are behind", min(behind.values()))
         pool = self.pool
         if tokens > 1 and self.length:
-            pool.plan.refuse("HFCache", Trait.BY_ONE, f"give it these {tokens} one by one")
+            pool.plan.refuse("HFCache", Trait.BY_ONE, f"pass these {tokens} tokens one at a time")
         if like is not None:
             pool.bind(batch, like)
         pool.settle_places()
@@ -146,7 +146,7 @@ class BatchRows:
         try:
             if batch != len(self.sequences):
                 raise InvalidRangeError(
-                    f"HFCache: a batch of {batch} rows, and the cache holds {len(self.sequences)}; use "
+                    f"HFCache: the batch has {batch} rows, and the cache holds {len(self.sequences)}; use "
                     "batch_repeat_interleave or batch_select_indices, or another cache"
                 )
             current = self._start_growing(tokens)
@@ -384,7 +384,7 @@ class BatchRows:
         self.pool.plan.refuse("snapshot", Trait.INSIDE, "what a cache holds is not the whole state")
         self.check_complete("snapshot")
         if not self.sequences:
-            raise OrderError("snapshot: the cache is empty; a forward pass comes first")
+            raise OrderError("snapshot: the cache is empty; run a forward pass first")
         pool = self.pool
         return HFSnapshot(
             self.length, tuple(pool.family.all.snapshot(seq) for seq in self.sequences), pool.like
@@ -432,7 +432,7 @@ class BatchRows:
             return
         complete = min((seen for seen in self.seen if seen), default=0)
         if length:
-            self.pool.plan.refuse("crop", Trait.INSIDE, "call reset() and begin again")
+            self.pool.plan.refuse("crop", Trait.INSIDE, "call reset() and start again")
         if complete < length:
             raise self._unfinished(f"crop: to {length} of {self.length} tokens", complete)
         if self._reach(length, bool(marks)) < length:
@@ -520,7 +520,9 @@ class BatchRows:
             told.append(f"recurrent states can go back to {held} and 0 only (call checkpoint() to add one)")
         if any(kind.name == SLIDING for kind in family.caches):
             option = f"HFCache(lookback={self.pool.options.lookback})"
-            told.append(f"sliding windows have forgotten what is seen from there; {option} keeps more")
+            told.append(
+                f"sliding windows no longer have the tokens that are visible from there; {option} keeps more"
+            )
         return ", and ".join(told)
 
     def remove(self, begin: int, end: int) -> None:

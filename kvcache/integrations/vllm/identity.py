@@ -57,7 +57,7 @@ def check_config(config: Any, cache: Any) -> None:
 
 def _refuse(case: bool, what: str, remedy: str) -> None:
     if case:
-        raise NotSupportedError(f"KVCacheConnector: {what} is not served; it takes {remedy}")
+        raise NotSupportedError(f"KVCacheConnector: {what} is not supported; it needs {remedy}")
 
 
 def _specs(spec: Any) -> Iterator[Any]:
@@ -83,7 +83,7 @@ def identity_of_config(config: Any, options: ConnectorOptions) -> dict[str, Any]
 def _dtype(model: Any) -> ml.DType:
     name = str(model.dtype).removeprefix("torch.")
     if name not in _DTYPES:
-        raise ModelError(f"KVCacheConnector: a model of {name}; it is one of {', '.join(_DTYPES)}")
+        raise ModelError(f"KVCacheConnector: a model of {name}; it must be one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 

@@ -46,7 +46,8 @@ class ConnectorOptions:
         known = [field.name for field in fields(cls)]
         if strange := given.keys() - set(known):
             raise InvalidRangeError(
-                f"kv_connector_extra_config: {min(strange)!r} is no option; there are {', '.join(known)}"
+                f"kv_connector_extra_config: {min(strange)!r} is not an option; known options: "
+                f"{', '.join(known)}"
             )
         found = {**given, "store": _urls(given.get("store"))}
         if "host_memory" in found:
@@ -58,12 +59,12 @@ class ConnectorOptions:
         _check("save_generated", found.get("save_generated", True), bool, False)
         if found.get("pages", "auto") not in PAGES:
             raise InvalidRangeError(
-                f"kv_connector_extra_config: pages={found['pages']!r}; it is one of {', '.join(PAGES)}"
+                f"kv_connector_extra_config: pages={found['pages']!r}; it must be one of {', '.join(PAGES)}"
             )
         identity = found.get("identity")
         if identity is not None and (not isinstance(identity, Mapping) or not identity):
             raise InvalidRangeError(
-                f"kv_connector_extra_config: identity={identity!r}; it is an object that names the model"
+                f"kv_connector_extra_config: identity={identity!r}; it must be an object that names the model"
             )
         return cls(**found)
 
@@ -86,7 +87,7 @@ def _urls(given: object) -> tuple[str, ...]:
         or not all(isinstance(url, str) and url for url in urls)
     ):
         raise InvalidRangeError(
-            f"kv_connector_extra_config: store={given!r}; it is the URL of a store, such as "
+            f"kv_connector_extra_config: store={given!r}; it must be the URL of a store, such as "
             "'file:///var/cache/kv', or a list of them, the nearest first"
         )
     return tuple(urls)
@@ -95,4 +96,4 @@ def _urls(given: object) -> tuple[str, ...]:
 def _check(name: str, value: Any, kind: type | tuple[type, ...], least: float) -> None:
     whole = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if not whole or value < least:
-        raise InvalidRangeError(f"kv_connector_extra_config: {name}={value!r}; it is at least {least}")
+        raise InvalidRangeError(f"kv_connector_extra_config: {name}={value!r}; it must be at least {least}")

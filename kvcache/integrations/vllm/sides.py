@@ -43,7 +43,7 @@ class SchedulerSide:
         """``settings`` of each rank's pages, JSON texts. Raises NotSupportedError where ranks differ."""
         if len({*settings.values()}) != 1 or sorted(settings) != [*range(len(settings))]:
             raise NotSupportedError(
-                f"KVCacheConnector: the pages of the ranks are {dict(settings)}; they have to be alike"
+                f"KVCacheConnector: the pages of the ranks are {dict(settings)}; they must be equal"
             )
         pages = Pages(self._identity, json.loads(settings[0]), self.page_tokens, len(settings))
         options = self._options

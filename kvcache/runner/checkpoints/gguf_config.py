@@ -27,7 +27,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     except ModelError as error:
         raise ModelError(f"{file.path}: {error}") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelError(f"{file.path}: its metadata cannot be understood ({error})") from error
+        raise ModelError(f"{file.path}: its metadata cannot be read ({error})") from error
 
 
 class _Metadata:
@@ -88,12 +88,12 @@ def _parse(file: GGUFFile) -> ModelConfig:
 
 def _refuse_unread(data: _Metadata) -> None:
     if data.get("expert_count"):
-        raise ModelError("mixtures of experts are not supported; take a dense model")
+        raise ModelError("mixtures of experts are not supported; use a dense model")
     window = data.get("attention.sliding_window")
     if window and window < data["context_length"]:
         raise ModelError(
             f"a sliding window of {window} tokens is not supported by the runner yet; "
-            "take a model with full attention"
+            "use a model with full attention"
         )
     value = data.get("attention.value_length")
     if value is not None and value != data.get("attention.key_length", value):

@@ -35,7 +35,9 @@ class WeightSource(Mapping[str, np.ndarray]):
         """The folder or file that this was opened from."""
 
     def _missing(self, name: str) -> ModelError:
-        return ModelError(f"{self.origin}: no tensor {name!r}; the file is incomplete or of another model")
+        return ModelError(
+            f"{self.origin}: no tensor {name!r}; the file is incomplete or belongs to another model"
+        )
 
 
 def located(path: str | Path) -> Path:
@@ -53,5 +55,5 @@ def existing_model_path(path: str | Path) -> Path:
     if not found.exists():
         raise ModelError(f"{found}: no such model folder or .gguf file")
     if found.is_file() and found.suffix != ".gguf":
-        raise ModelError(f"{found}: a model is a folder in the Hugging Face format, or a .gguf file")
+        raise ModelError(f"{found}: a model must be a folder in the Hugging Face format, or a .gguf file")
     return found

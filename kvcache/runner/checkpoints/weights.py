@@ -77,7 +77,7 @@ class SafetensorsSource(WeightSource):
         file = _File(path)
         for name in file.tensors if names is None else names:
             if name not in file.tensors:
-                raise ModelError(f"{path}: no tensor {name!r}, which {INDEX} says is there")
+                raise ModelError(f"{path}: no tensor {name!r}, which {INDEX} lists")
             self._where[name] = file
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -86,7 +86,7 @@ class SafetensorsSource(WeightSource):
         if file.dtype(name) not in _DTYPES or (file.dtype(name) == "U8") is not packed:
             raise ModelError(
                 f"{self._folder}: {name} is {file.dtype(name)}; weights are read as F32, F16, BF16 and "
-                "MXFP4: take an unquantised copy of the model, or a GGUF file"
+                "MXFP4: use an unquantised copy of the model, or a GGUF file"
             )
         return file.array(name)
 
@@ -138,7 +138,7 @@ def _check_safetensors(path: Path) -> None:
     except ImportError as error:
         raise ModelError("reading safetensors needs: pip install 'ml-kvcache[cli]'") from error
     if not path.is_file():
-        raise ModelError(f"{path}: no such file, though {INDEX} names it; download it again")
+        raise ModelError(f"{path}: no such file, although {INDEX} lists it; download it again")
     try:
         with safe_open(path, framework="np"):
             pass
@@ -173,5 +173,6 @@ def _other_formats(folder: Path) -> str:
     if found[0].endswith(".gguf"):
         return f"; it holds {found[0]}: name that file as the model"
     return (
-        f"; it holds {found[0]}, which is not read: convert it with save_pretrained(safe_serialization=True)"
+        f"; it holds {found[0]}, which is not supported: convert it with "
+        "save_pretrained(safe_serialization=True)"
     )

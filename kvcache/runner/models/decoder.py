@@ -212,9 +212,11 @@ def model_shapes(config: ModelConfig, layer: Callable[[int], Mapping[str, Shape]
 def token_ids(batch: Batch) -> ml.Indices:
     """The batch's inputs. Raises RequestError unless there is one token id per position."""
     if batch.inputs is None:
-        raise RequestError("forward: the batch has no inputs; they are the token ids")
+        raise RequestError("forward: the batch has no inputs; inputs must be the token ids")
     tokens: ml.Indices = batch.inputs
     count = len(tokens) if isinstance(tokens, (Sequence, np.ndarray)) else tokens.shape[0]
     if count != len(batch):
-        raise RequestError(f"forward: {count} inputs for {len(batch)} positions; there is one token each")
+        raise RequestError(
+            f"forward: {count} inputs for {len(batch)} positions; there must be one token for each"
+        )
     return tokens

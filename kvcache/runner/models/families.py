@@ -120,7 +120,7 @@ def parse_config(
     except ModelError as error:
         raise ModelError(f"{origin}: {error}") from error
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise ModelError(f"{origin}: config.json cannot be understood ({error})") from error
+        raise ModelError(f"{origin}: config.json cannot be read ({error})") from error
 
 
 def _architecture(raw: Raw) -> str:

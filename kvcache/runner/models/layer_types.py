@@ -59,7 +59,7 @@ def layer_types(
     count = raw["num_hidden_layers"]
     kinds = tuple(raw.get("layer_types") or [default(i) for i in range(count)])
     if len(kinds) != count:
-        raise ModelError(f"{len(kinds)} layer_types for {count} layers; there is one each")
+        raise ModelError(f"{len(kinds)} layer_types for {count} layers; there must be one for each")
     for kind in kinds:
         if kind not in known:
             raise ModelError(f"layer type {kind!r} is not supported; {' and '.join(known)} are")

@@ -69,7 +69,7 @@ def _window(raw: Mapping[str, Any], architecture: str, max_positions: int) -> in
     windowed = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
     if windowed or (window is not None and window < max_positions):
         shown = f"layer type {windowed[0]!r}" if windowed else f"a sliding window of {window} tokens"
-        raise ModelError(f"{shown} is not supported by the runner yet; take a model with full attention")
+        raise ModelError(f"{shown} is not supported by the runner yet; use a model with full attention")
     return None
 
 

@@ -153,7 +153,7 @@ class Whisper(Decoder):
         for item in items:
             if item.ndim != 2 or item.shape[1] != self.config.hidden_size:
                 raise RequestError(
-                    f"forward: encoder states {item.shape}; they are (frames, {self.config.hidden_size})"
+                    f"forward: encoder states {item.shape}; they must be (frames, {self.config.hidden_size})"
                 )
         if items:
             step.plans[_LENGTHS] = [len(item) for item in items]

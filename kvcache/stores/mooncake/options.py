@@ -97,7 +97,7 @@ def _where(url: str) -> dict[str, Any]:
     if parts.scheme != "mooncake" or not parts.hostname or parts.path not in ("", "/") or parts.query:
         raise StoreValueError(f"mooncake: {url!r}; write mooncake://host:port, with the master's")
     if parts.username is not None or parts.password is not None:
-        raise StoreValueError("mooncake: a URL with a user or a password; the master knows neither")
+        raise StoreValueError("mooncake: a URL with a user or a password; the master supports neither")
     return {"host": parts.hostname, "port": _PORT if port is None else port}
 
 

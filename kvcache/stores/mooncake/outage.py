@@ -34,7 +34,7 @@ class Outage:
                 return False
             left = self._until - self._clock()
             if left > 0:
-                raise StoreUnavailable(f"{op}: {self._reason}; asked again in {left:.1f} s")
+                raise StoreUnavailable(f"{op}: {self._reason}; next attempt in {left:.1f} s")
             self._until = self._clock() + self._wait
             return True
 

@@ -97,7 +97,7 @@ class MooncakeStore(RemoteStore):
                 if sound is not False:
                     return sound is True
             self._drop(client, name)
-            raise SnapshotCorrupt(f"get_into: {key} in {self.url}: its digest does not hold; it was dropped")
+            raise SnapshotCorrupt(f"get_into: {key} in {self.url}: its digest does not match; it was dropped")
 
     def prefix(self, keys: Sequence[str]) -> int:
         names = [self._name(check_key(key)) for key in keys]
@@ -138,7 +138,7 @@ class MooncakeStore(RemoteStore):
     @contextlib.contextmanager
     def _call(self, op: str) -> Iterator[tuple[Client, Staging]]:
         if os.getpid() != self._process:
-            raise StoreUnavailable(f"{op}: this store was opened before a fork; open it anew in the child")
+            raise StoreUnavailable(f"{op}: this store was opened before a fork; open it again in the child")
         with self._in_flight.running(op):
             if self._outage.admit(op) and self._given is None and (reason := knock(self._settings)):
                 self._outage.failed(reason)

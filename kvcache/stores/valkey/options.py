@@ -76,7 +76,7 @@ class ValkeyOptions:
         if self.username is not None and self.password is None:
             raise StoreValueError("ValkeyStore: a username without a password")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise StoreValueError("ValkeyStore: tls_cert and tls_key go together")
+            raise StoreValueError("ValkeyStore: tls_cert and tls_key must be given together")
         tls = [item for item in fields(self) if item.name.startswith("tls_")]
         if not self.tls and any(getattr(self, item.name) != item.default for item in tls):
             names = ", ".join(item.name for item in tls)
@@ -90,7 +90,7 @@ def _parsed(url: str) -> dict[str, Any]:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise StoreValueError(f"ValkeyStore: {shown!r} is no URL with a port from 1 to 65535") from None
+        raise StoreValueError(f"ValkeyStore: {shown!r} is not a URL with a port from 1 to 65535") from None
     if (
         parts.scheme not in SCHEMES
         or parts.query
@@ -98,7 +98,8 @@ def _parsed(url: str) -> dict[str, Any]:
         or not url.startswith(f"{parts.scheme}://")
     ):
         raise StoreValueError(
-            f"ValkeyStore: {shown!r}; write valkey://[user:password@]host[:port][/db]; options are arguments"
+            f"ValkeyStore: {shown!r}; write valkey://[user:password@]host[:port][/db]; other options "
+            "are arguments"
         )
     found: dict[str, Any] = {"tls": SCHEMES[parts.scheme]}
     if parts.hostname:
@@ -141,7 +142,7 @@ def _seconds(owner: str, name: str, value: Any) -> float:
 def _text(owner: str, name: str, value: Any) -> str:
     """Never shown where it is wrong: it may be a secret, or the path of one."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise StoreValueError(f"{owner}: the {name} is text, and not empty")
+        raise StoreValueError(f"{owner}: the {name} must be non-empty text")
     return str(os.fspath(value))
 
 

@@ -61,7 +61,7 @@ class Deadline:
         """Seconds that the next step may take, at most ``timeout``. TimeoutError: none are left."""
         left = self._end - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the time for this call is over")
+            raise TimeoutError("the time limit of this call is over")
         return min(left, self._timeout)
 
 

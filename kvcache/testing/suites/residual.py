@@ -217,7 +217,7 @@ class ResidualTests(CacheCase):
         self, residual: MakeRig, backend: ml.Backend
     ) -> None:
         for dtype in ("F16", DType.F32, ("F32", "F32"), ResidualWindow("Q4_0", 1)):
-            with pytest.raises(ml.DTypeError, match="residual window stands beside codes"):
+            with pytest.raises(ml.DTypeError, match="residual window needs quantized storage"):
                 kvcache.CausalCache().init(backend, ResidualWindow(dtype), 1, 8, 8)  # type: ignore[arg-type]
         for sizes in ((0, 0), (-1, 4), (1.5, 0), (True, 0)):
             with pytest.raises(kvcache.InvalidRangeError, match="residual_length and sink_tokens"):
