@@ -170,7 +170,7 @@ def refusals(rank: Rank) -> None:
 def joined_anew(rank: Rank) -> None:
     for _ in range(2):
         rank.group.close()
-        with pytest.raises(ml.ClosedError, match="join anew"):
+        with pytest.raises(ml.ClosedError, match="join again"):
             rank.group.barrier()
         rank.group = join(rank.backend, rank.size, rank.job["timeout"])
         with rank.backend.new_context() as ctx:

@@ -276,5 +276,5 @@ def test_a_plan_names_every_query_and_packs_into_one_array() -> None:
     tokens, count, readers, index, *places = packed[:8].tolist()
     assert (tokens, count, readers, index) == (2, 2, 3, 2)
     assert packed[places[1] : places[1] + 2].tolist() == [9, 1]
-    with pytest.raises(ml.ShapeError, match="each query needs one"):
+    with pytest.raises(ml.ShapeError, match="each query must have at least one"):
         ragged_plan(segments[:1], 2)

@@ -67,7 +67,7 @@ def test_positions_are_whole_numbers_and_a_refusal_changes_nothing(
     if number is not None:
         calls += [lambda: cache.remove(0, 0, number), lambda: cache.snapshot(0, 0, number)]
     for call in calls:
-        with pytest.raises(InvalidRangeError, match=rf"={number!r}; it is a whole number >= 0"):
+        with pytest.raises(InvalidRangeError, match=rf"={number!r}; it must be a whole number of at least 0"):
             call()
     cache.remove(np.int64(0), np.int64(0))
 
@@ -88,7 +88,7 @@ def test_positions_are_whole_numbers_and_a_refusal_changes_nothing(
     ],
 )
 def test_a_cache_is_not_made_of_sizes_that_mean_nothing(make: Callable[[], object]) -> None:
-    with pytest.raises(InvalidRangeError, match=r"it is a whole number >=|memory"):
+    with pytest.raises(InvalidRangeError, match=r"it must be a whole number of at least|memory"):
         make()
 
 

@@ -129,7 +129,7 @@ BROKEN = {
     "hookless": "it has no ml_backend(); it defines that function, with @ml.hookimpl before it",
     "misspelt": "it has no ml_backend()",
     "unmarked": "its ml_backend() has no @hookimpl",
-    "untyped": "BackendSpec: priority='high'; it is a whole number",
+    "untyped": "BackendSpec: priority='high'; it must be a whole number",
     "twin": "provided twice, by twin and by twin_too",
     "probe": "its probe raised RuntimeError: it went up in smoke",
     "probes_badly": "its probe gave True",

@@ -139,7 +139,7 @@ def test_a_pass_that_only_reads_has_the_same_tensors_and_leaves_the_slots(backen
         assert seen == [[1], [1, 2]]
         query = ctx.full((2, HEADS, DIM), 0, ml.DType.F32)
         assert cache.attend(ctx, query, 1.0).to_numpy()[:, 0, 0].tolist() == [1, 1.5]
-        with pytest.raises(errors.OrderError, match="only reads"):
+        with pytest.raises(errors.OrderError, match="read-only"):
             cache.graph_tensors(ctx, 0)
 
 

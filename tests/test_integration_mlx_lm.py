@@ -345,14 +345,14 @@ def test_rows_that_are_not_alike_are_refused_where_a_model_does_not_tell_them_ap
     assert [tokens for tokens, _, _ in found.values()] == expected
     with pytest.raises(kvcache.NotSupportedError, match="prepare: padding, which the recurrent layers"):
         models.run_batch(model, rows[1:], caches[1:], 6)
-    with pytest.raises(kvcache.NotSupportedError, match="update: rows that begin beside rows that go on"):
+    with pytest.raises(kvcache.NotSupportedError, match="update: new rows beside rows that continue"):
         models.run_batch(model, [[3, 4], [5, 6]], [found[0][2], pool.make_prompt_cache()], 6)
 
 
 def test_a_pass_of_too_many_tokens_for_sliding_layers_names_max_batch() -> None:
     model = models.shared("gemma")
     prompt_cache = make_prompt_cache(model, capacity=512, max_batch=24)
-    with pytest.raises(kvcache.CacheFullError, match=r"at most max_batch=24 tokens at a time.* larger one"):
+    with pytest.raises(kvcache.CacheFullError, match=r"at most max_batch=24 tokens at a time"):
         models.greedy(model, models.prompt_of(200), 2, prompt_cache, step=128)
 
 

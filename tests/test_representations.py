@@ -105,7 +105,7 @@ def test_a_name_is_no_backend_and_an_array_no_tensor(cache: Any, numpy_backend: 
             cache.attend(ctx, array, 1.0)
         assert cache.attend(ctx, ctx.from_numpy(array), 1.0).shape == (1, 2, 8)
     cache.close()
-    with pytest.raises(InvalidRangeError, match="PrefixCache: 'cache' is no cache"):
+    with pytest.raises(InvalidRangeError, match="PrefixCache: 'cache' is not a cache"):
         PrefixCache("cache")  # type: ignore[arg-type]
 
 

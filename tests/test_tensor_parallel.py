@@ -122,7 +122,7 @@ def test_what_every_rank_adds_is_stored_by_rank_0_alone() -> None:
 def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused_with_those_that_do() -> None:
     config = load_config(bundled_model())
     with pytest.raises(
-        ModelError, match=r"6 heads with 2 KV heads .* over 3 ranks; this model takes 1, 2, 4, 6"
+        ModelError, match=r"6 heads with 2 KV heads .* over 3 ranks; this model supports 1, 2, 4, 6"
     ):
         family_of(config).check_ranks(config, 3)
 

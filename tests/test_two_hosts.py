@@ -181,7 +181,7 @@ def test_a_host_whose_store_has_died_computes_the_rest_and_says_the_same(
         answer = second.ask({"tokens": begun["tokens"], "text": TURNS[1], "max_tokens": COUNT})
     assert answer["tokens"] == alone[1]["tokens"]
     assert (answer["restored"], answer["computed"]) == (0, answer["prompt_tokens"])
-    assert sum("is computed instead" in record.getMessage() for record in caplog.records) == 1
+    assert sum("its content is computed again" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_host_forgets_goes_alone_and_leaves_nothing_behind_when_told() -> None:

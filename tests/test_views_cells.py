@@ -272,7 +272,7 @@ def test_the_columns_of_a_mask_are_cells(numpy_backend: ml.Backend) -> None:
 
 def test_a_mask_needs_a_pass_and_cells(numpy_backend: ml.Backend) -> None:
     cache = bound(CausalCache(), numpy_backend)
-    with pytest.raises(OrderError, match="no pass is under way"):
+    with pytest.raises(OrderError, match="there is no current pass"):
         look_at_mask(cache)
     with numpy_backend.new_context() as ctx:
         cache.start_forward(ctx, Batch([0], [0]), reserve=True)
