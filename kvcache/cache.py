@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 import numpy as np
 
@@ -34,6 +34,7 @@ __all__ = [
     "NotSupportedError",
     "OneDType",
     "OrderError",
+    "PutOptions",
     "ResidualWindow",
     "SequenceLostError",
     "ShiftFunction",
@@ -382,6 +383,13 @@ class SnapshotCache(Cache, SupportsOffset, SupportsSnapshots, SupportsSchedule, 
 
     @property
     def max_sequences(self) -> int: ...
+
+
+class PutOptions(TypedDict, total=False):
+    """What else ``put`` of :class:`SupportsExtras` takes."""
+
+    v_dim: int | None
+    extra: Mapping[str, ml.Tensor] | None
 
 
 @runtime_checkable

@@ -15,13 +15,13 @@ import ml
 from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.calls import plan_calls
 from kvcache.attention.device_copies import HostArray, HostArrays, OnDevices, near
-from kvcache.attention.fixed_shapes import FixedPass, read_everything
+from kvcache.attention.fixed_shapes import FixedPass, GraphTensors, read_everything
 from kvcache.attention.masks import KeptMask, build_mask
 from kvcache.attention.planned import PlannedLevel
 from kvcache.attention.read_plan import LowerBound, ReadPlan, plan_read, rows_seen
 from kvcache.attention.residual import split_exact
 from kvcache.attention.segments import KeptSegments, Segment, ragged_plan
-from kvcache.cache import Mask
+from kvcache.cache import InvalidRangeError, Mask, NotSupportedError, OrderError
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.overlay import Overlay
@@ -141,6 +141,23 @@ class ForwardPass:
         fixed._load()
         return fixed
 
+    def readable(self, op: str, layer: int) -> LayerBuffers:
+        """What the layer stores; OrderError where it lacks the tokens of the pass."""
+        buffers = self.layers.get(layer)
+        if buffers is None:
+            raise OrderError(f"{op}: layer {layer} stores nothing yet; call put first")
+        if buffers.stamp >= self.stamp:
+            return buffers
+        if self.read_only:
+            raise OrderError(
+                f"{op}: layer {layer} was not put in the last pass that stored tokens, and lacks them; "
+                "remove them, or evaluate them in all layers"
+            )
+        raise OrderError(
+            f"{op}: layer {layer} was not put in this pass, and lacks its tokens; put them, set_layer "
+            "to the layer whose K and V it shares, or start_forward(..., read_only=True) to read the past"
+        )
+
     def reserved_mask(self, ctx: ml.Context) -> ml.Tensor:
         """A mask over every cell, which hides none."""
         return ctx.input().zeros((self._rows(), self.table.cells), self.config.mask_dtype)
@@ -159,6 +176,26 @@ class ForwardPass:
             self._load()
         if not fixed.brought:
             fixed.bring([ctx.input(), *map(ctx.layer, self.layers)])
+
+    def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
+        """See ``CausalCache.graph_tensors``."""
+        if self.read_only:
+            raise OrderError(
+                "graph_tensors: this pass is read-only, and a graph writes; get has the same key, "
+                "value and mask"
+            )
+        if self.fixed is None:
+            raise NotSupportedError(
+                "graph_tensors: this pass has no fixed shapes; set_config with fixed_shapes=True, and start "
+                "a pass without reserve"
+            )
+        buffers = self.layers.get(layer)
+        if buffers is None:
+            raise OrderError(f"graph_tensors: layer {layer} stores nothing yet; call put first")
+        self.fill(ctx)
+        buffers.stamp = self.stamp
+        key, value = buffers.read_as_configured(ctx, 0, self.table.cells)
+        return GraphTensors(key, value, *self.fixed.on(ctx.layer(layer)))
 
     def _load(self) -> None:
         """What ``fill`` brings."""
@@ -331,6 +368,18 @@ class ForwardPass:
             ranges = stop is not None and self.fixed is None
             self._seen = self._upload(first), self._upload(stop) if stop is not None and ranges else None
         return self._seen
+
+    def read_extra(self, ctx: ml.Context, layer: int, name: str) -> ml.Tensor:
+        """See ``CausalCache.get_extra``."""
+        buffers, here = self.readable("get_extra", layer), ctx.layer(layer)
+        if name not in buffers.extra:
+            raise InvalidRangeError(
+                f"get_extra: {name!r:.40} of layer {layer}; it stores {sorted(buffers.extra) or 'none'}"
+            )
+        if self.reserve:
+            return buffers.read_extra(here, name, 0, self.table.cells)
+        reading = self.rows(ctx)
+        return buffers.read_extra(here, name, reading.cells(here), reading.length)
 
     def read_rows(
         self, ctx: ml.Context, buffers: LayerBuffers, rows: ml.Tensor

@@ -1,35 +1,90 @@
-"""What ``put`` is given for a layer: checked, and as it is stored."""
+"""What a cache is given for a layer: checked, and stored in the cells of the pass."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import ml
 from kvcache.attention.batch import check_tensors
+from kvcache.attention.forward_pass import ForwardPass
 from kvcache.cache import InvalidRangeError
+from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.layer_shape import ExtraSpec, LayerShape, latent_dim
 
-__all__ = ["check_put", "flattened"]
+__all__ = ["put_layer", "put_stored_layer"]
+
+Extras = Mapping[str, ml.Tensor]
 
 
-def check_put(
-    tokens: int,
+def put_layer(
+    ctx: ml.Context,
+    forward: ForwardPass,
+    storage: CellStorage,
+    layer: int,
     key: ml.Tensor,
     value: ml.Tensor | None,
     v_dim: int | None,
-    extra: Mapping[str, ml.Tensor] | None,
-) -> LayerShape:
-    """What a layer stores of such tensors; InvalidRangeError where they do not fit a batch of ``tokens``."""
+    extra: Extras | None,
+) -> None:
+    """What ``CausalCache.put`` does where the backend has no store of its own for it."""
+    buffers = fresh = storage.buffers.get(layer)
     check_tensors("put", key=key)
     if value is not None:
         check_tensors("put", value=value)
+    fits = False
+    if buffers is not None and value is not None and v_dim is None and not extra:
+        fits = buffers.fits(forward.tokens, key.shape, value.shape)
+    if buffers is None or not fits:
+        shape = _checked(forward.tokens, key, value, v_dim, extra)
+        buffers = buffers or storage.allocate(ctx, layer, shape, key.dtype)
+        buffers.check(layer, shape, forward.tokens)
+    if not forward.reserve:
+        new = (key,) if value is None else (key, value)
+        if extra:
+            new = *new, *_flat(ctx, buffers.shape, extra)
+        forward.write(ctx, buffers, new)
+        forward.write_exact(ctx, buffers, new)
+        buffers.stamp = forward.stamp
+    elif fresh is None:
+        buffers.touch(ctx.layer(layer))
+    storage.buffers[layer] = buffers  # last: a failed write fixes no shapes
+
+
+def put_stored_layer(
+    ctx: ml.Context,
+    forward: ForwardPass,
+    storage: CellStorage,
+    layer: int,
+    parts: Sequence[ml.Tensor],
+    activations: ml.DType,
+    v_dim: int | None,
+) -> None:
+    """What ``CausalCache.put_stored`` does."""
+    told = [(part.shape, part.dtype) for part in parts]
+    if any(shape[:1] != (forward.tokens,) for shape, _ in told):
+        raise InvalidRangeError(
+            f"put_stored: parts {[shape for shape, _ in told]}; each must be ({forward.tokens}, kv_heads, "
+            "width)"
+        )
+    shape = LayerShape.of_parts(storage.dtype, activations, told, v_dim)
+    buffers = storage.buffers.get(layer) or storage.allocate(ctx, layer, shape, activations)
+    buffers.check(layer, shape, forward.tokens)
+    forward.write_stored(ctx, buffers, tuple(parts))
+    buffers.stamp = forward.stamp
+    storage.buffers[layer] = buffers
+
+
+def _checked(
+    tokens: int, key: ml.Tensor, value: ml.Tensor | None, v_dim: int | None, extra: Extras | None
+) -> LayerShape:
+    """What a layer stores of such tensors; InvalidRangeError where they do not fit a batch of ``tokens``."""
     given = {"key": key.shape} if value is None else {"key": key.shape, "value": value.shape}
     heads = key.shape[1] if len(key.shape) > 1 else 0
     if any(len(shape) != 3 or shape[:2] != (tokens, heads) for shape in given.values()):
         told = " and ".join(f"{name} {shape}" for name, shape in given.items())
         raise InvalidRangeError(
-            f"put: {told} for a batch of {tokens}; they are (tokens, kv_heads, head_dim) and "
+            f"put: {told} for a batch of {tokens}; they must be (tokens, kv_heads, head_dim) and "
             "(tokens, kv_heads, v_dim)"
         )
     own = tuple(_extra(tokens, name, extra[name]) for name in sorted(extra, key=str)) if extra else ()
@@ -37,24 +92,16 @@ def check_put(
     if value is None:
         return LayerShape((heads, dim), (heads, latent_dim(dim, v_dim)), True, own)
     if v_dim is not None:
-        raise InvalidRangeError(f"put: v_dim={v_dim} beside values; it is for keys that hold the values")
+        raise InvalidRangeError(
+            f"put: v_dim={v_dim} beside values; it must be None, or the values must be left out"
+        )
     return LayerShape((heads, dim), (heads, value.shape[2]), False, own)
 
 
-def flattened(
-    ctx: ml.Context,
-    shape: LayerShape,
-    key: ml.Tensor,
-    value: ml.Tensor | None,
-    extra: Mapping[str, ml.Tensor] | None,
-) -> tuple[ml.Tensor, ...]:
-    """What was checked as it is stored, (tokens, heads, dim) each, in the order of ``stored``."""
-    found = (key,) if value is None else (key, value)
-    if not extra:
-        return found
-    return *found, *(
-        extra[one.name].contiguous(ctx).reshape(ctx, key.shape[0], 1, one.size) for one in shape.extra
-    )
+def _flat(ctx: ml.Context, shape: LayerShape, extra: Extras) -> list[ml.Tensor]:
+    """Extras as they are stored, (tokens, 1, numbers) each."""
+    found = [extra[one.name].contiguous(ctx) for one in shape.extra]
+    return [x.reshape(ctx, x.shape[0], 1, one.size) for x, one in zip(found, shape.extra, strict=True)]
 
 
 def _extra(tokens: int, name: object, tensor: ml.Tensor) -> ExtraSpec:

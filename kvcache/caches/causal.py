@@ -29,7 +29,7 @@ from kvcache.attention.batch import (
 )
 from kvcache.attention.fixed_shapes import FixedPass, GraphTensors, check_window
 from kvcache.attention.forward_pass import ForwardPass, Reads, Uploads
-from kvcache.attention.layer_input import check_put, flattened
+from kvcache.attention.layer_input import put_layer, put_stored_layer
 from kvcache.attention.placement import place_exact
 from kvcache.attention.read_plan import LowerBound, check_sees
 from kvcache.attention.selected import attend_selected, check_select
@@ -41,7 +41,6 @@ from kvcache.cache import (
     InvalidBatchError,
     InvalidRangeError,
     Mask,
-    NotSupportedError,
     OrderError,
     ShiftFunction,
 )
@@ -54,7 +53,6 @@ from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.storage.cell_storage import CellStorage, exact_slots
 from kvcache.storage.cell_table import CellTable, SavedRow
 from kvcache.storage.layer_buffers import LayerBuffers
-from kvcache.storage.layer_shape import LayerShape
 from kvcache.storage.sizes import bytes_text
 from ml import nn
 
@@ -276,23 +274,7 @@ class CausalCache(
         NotSupportedError without ``fixed_shapes``, OrderError before the first ``put`` of the layer (a
         reserve pass will do), outside a pass, or in one that only reads.
         """
-        forward = self._started("graph_tensors")
-        if forward.read_only:
-            raise OrderError(
-                "graph_tensors: this pass is read-only, and a graph writes; get has the same key, "
-                "value and mask"
-            )
-        if forward.fixed is None:
-            raise NotSupportedError(
-                "graph_tensors: this pass has no fixed shapes; set_config with fixed_shapes=True, and start "
-                "a pass without reserve"
-            )
-        if layer not in self._buffers:
-            raise OrderError(f"graph_tensors: layer {layer} stores nothing yet; call put first")
-        forward.fill(ctx)
-        self._buffers[layer].stamp = forward.stamp
-        key, value = self._buffers[layer].read_as_configured(ctx, 0, self._table.cells)
-        return GraphTensors(key, value, *forward.fixed.on(ctx.layer(layer)))
+        return self._started("graph_tensors").graph_tensors(ctx, layer)
 
     def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:
         """Evict what windows no longer see, so that ``tokens`` cells are free; everything or nothing."""
@@ -384,6 +366,7 @@ class CausalCache(
         if (
             buffers is not None
             and value is not None
+            and v_dim is None
             and not extra
             and forward.run >= 0
             and (store := buffers.store) is not None
@@ -393,19 +376,7 @@ class CausalCache(
             return
         if forward.cells is None and forward.read_only:
             raise OrderError("put: this pass is read-only; call start_forward without read_only to store")
-        shape = check_put(forward.tokens, key, value, v_dim, extra)
-        fresh = buffers is None
-        if buffers is None:
-            buffers = self.snapshots.storage.allocate(ctx, self._layer, shape, key.dtype)
-        buffers.check(self._layer, shape, forward.tokens)
-        if forward.reserve and fresh:
-            buffers.touch(ctx.layer(self._layer))
-        elif not forward.reserve:
-            new = flattened(ctx, shape, key, value, extra)
-            forward.write(ctx, buffers, new)
-            forward.write_exact(ctx, buffers, new)
-            buffers.stamp = forward.stamp
-        self._buffers[self._layer] = buffers  # last: a failed write fixes no shapes
+        put_layer(ctx, forward, self.snapshots.storage, self._layer, key, value, v_dim, extra)
 
     def put_stored(
         self, ctx: ml.Context, parts: Sequence[ml.Tensor], activations: ml.DType, v_dim: int | None = None
@@ -415,19 +386,10 @@ class CausalCache(
         With ``v_dim`` there are no parts of V. Raises InvalidRangeError for what the formats do not make of
         ``activations``, or the layer does not store.
         """
-        forward, storage = self._started("put_stored"), self.snapshots.storage
+        forward = self._started("put_stored")
         if forward.reserve or (forward.cells is None and forward.read_only):
             raise OrderError("put_stored: this pass stores nothing")
-        told = [(part.shape, part.dtype) for part in parts]
-        if any(shape[:1] != (forward.tokens,) for shape, _ in told):
-            raise InvalidRangeError(f"put_stored: parts {told}; each is ({forward.tokens}, kv_heads, width)")
-        shape = LayerShape.of_parts(storage.dtype, activations, told, v_dim)
-        found = self._buffers.get(self._layer)
-        buffers = found or storage.allocate(ctx, self._layer, shape, activations)
-        buffers.check(self._layer, shape, forward.tokens)
-        forward.write_stored(ctx, buffers, tuple(parts))
-        buffers.stamp = forward.stamp
-        self._buffers[self._layer] = buffers
+        put_stored_layer(ctx, forward, self.snapshots.storage, self._layer, parts, activations, v_dim)
 
     def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
         """K (history, kv_heads, head_dim), V likewise, and the mask (tokens, history) of this layer.
@@ -441,7 +403,7 @@ class CausalCache(
         forward = self._pass or self._started("get")
         buffers = self._buffers.get(self._layer)
         if buffers is None or buffers.stamp != forward.stamp:
-            buffers = self._readable("get", forward)
+            buffers = forward.readable("get", self._layer)
             if forward.reserve:
                 key, value = buffers.read_as_configured(ctx, 0, self._table.cells)
                 return key, value, forward.reserved_mask(ctx)
@@ -458,16 +420,7 @@ class CausalCache(
         A view of the cache where the cells lie close together, else a gathered copy.
         """
         forward = self._started("get_extra")
-        buffers = self._readable("get_extra", forward)
-        if name not in buffers.extra:
-            raise InvalidRangeError(
-                f"get_extra: {name!r:.40} of layer {self._layer}; it stores {sorted(buffers.extra) or 'none'}"
-            )
-        here = ctx.layer(self._layer)
-        if forward.reserve:
-            return buffers.read_extra(here, name, 0, self._table.cells)
-        reading = forward.rows(ctx)
-        return buffers.read_extra(here, name, reading.cells(ctx), reading.length)
+        return forward.read_extra(ctx, self._layer, name)
 
     def attend(
         self,
@@ -488,7 +441,7 @@ class CausalCache(
         gives an unspecified row.
         """
         forward = self._pass or self._started("attend")
-        buffers = self._readable("attend", forward)
+        buffers = forward.readable("attend", self._layer)
         check_tensors("attend", query=query)
         if query.shape[0] != forward.tokens:
             raise InvalidRangeError(f"attend: query {query.shape} for a batch of {forward.tokens} tokens")
@@ -503,23 +456,6 @@ class CausalCache(
         else:
             found = attend_selected(here, forward, buffers, query, scale, sinks, select)
         return found if here is ctx else found.cast(ctx, found.dtype)
-
-    def _readable(self, op: str, forward: ForwardPass) -> LayerBuffers:
-        """The layer's K and V; OrderError where it lacks the tokens of the pass."""
-        buffers = self._buffers.get(self._layer)
-        if buffers is None:
-            raise OrderError(f"{op}: layer {self._layer} stores nothing yet; call put first")
-        if buffers.stamp >= forward.stamp:
-            return buffers
-        if forward.read_only:
-            raise OrderError(
-                f"{op}: layer {self._layer} was not put in the last pass that stored tokens, and lacks them; "
-                "remove them, or evaluate them in all layers"
-            )
-        raise OrderError(
-            f"{op}: layer {self._layer} was not put in this pass, and lacks its tokens; put them, set_layer "
-            "to the layer whose K and V it shares, or start_forward(..., read_only=True) to read the past"
-        )
 
     # Sequences.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Unpack
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from kvcache.cache import (
     InvalidRangeError,
     Mask,
     OrderError,
+    PutOptions,
     ShiftFunction,
 )
 from kvcache.caches.base import BoundCache
@@ -394,15 +396,9 @@ class RecurrentCache(
         self.attention.set_causal(ctx, except_=except_)
 
     def put(
-        self,
-        ctx: ml.Context,
-        key: ml.Tensor,
-        value: ml.Tensor | None = None,
-        *,
-        v_dim: int | None = None,
-        extra: Mapping[str, ml.Tensor] | None = None,
+        self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor | None = None, **more: Unpack[PutOptions]
     ) -> None:
-        self.attention.put(ctx, key, value, v_dim=v_dim, extra=extra)
+        self.attention.put(ctx, key, value, **more)
 
     def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
         return self.attention.get(ctx)

@@ -13,8 +13,8 @@ What is asked of the sequences is asked of all caches, and done in all or in non
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 import ml
 from kvcache.attention.batch import check_whole
@@ -27,6 +27,7 @@ from kvcache.cache import (
     KVCacheError,
     Mask,
     NotSupportedError,
+    PutOptions,
     SupportsCells,
     SupportsExtras,
     SupportsOffset,
@@ -187,18 +188,12 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             cache.set_layer(layer)
 
     def put(
-        self,
-        ctx: ml.Context,
-        key: ml.Tensor,
-        value: ml.Tensor | None = None,
-        *,
-        v_dim: int | None = None,
-        extra: Mapping[str, ml.Tensor] | None = None,
+        self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor | None = None, **more: Unpack[PutOptions]
     ) -> None:
-        if value is not None and v_dim is None and not extra:
-            self.current.put(ctx, key, value)
+        if value is None or more:
+            self._with_extras("put").put(ctx, key, value, **more)
         else:
-            self._with_extras("put").put(ctx, key, value, v_dim=v_dim, extra=extra)
+            self.current.put(ctx, key, value)
 
     def get_extra(self, ctx: ml.Context, name: str) -> ml.Tensor:
         return self._with_extras("get_extra").get_extra(ctx, name)

@@ -135,6 +135,16 @@ class LayerBuffers:
         for buffer in self.stored:
             buffer.blank(ctx, cells, count)
 
+    def fits(self, tokens: int, key: tuple[int, ...], value: tuple[int, ...]) -> bool:
+        """Whether K and V of these shapes are all that the layer stores of ``tokens``."""
+        own = self.shape
+        return (
+            not own.is_latent
+            and not own.extra
+            and key == (tokens, *own.key)
+            and value == (tokens, *own.value)
+        )
+
     def check(self, layer: int, shape: LayerShape, tokens: int) -> None:
         """Raise InvalidRangeError unless this, of ``tokens``, is what the layer stores."""
         if shape != self.shape:
