@@ -20,7 +20,7 @@ from ml.records import (
     check,
     instance,
     members,
-)
+)  # fmt: skip
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,34 +30,13 @@ if TYPE_CHECKING:
     from ml.ragged import RaggedPlan
 
 __all__ = [
-    "CAUSAL",
-    "AttentionCall",
-    "Availability",
-    "BackendInfo",
-    "BackendSpec",
-    "CacheConfig",
-    "CausalMask",
-    "Features",
-    "Group",
-    "KVStore",
-    "Layout",
-    "PageTransfer",
-    "SupportsAttention",
-    "SupportsAttentionCalls",
-    "SupportsCacheConfig",
-    "SupportsDistributed",
-    "SupportsGroupedMatmul",
-    "SupportsHostWrite",
-    "SupportsKVStore",
-    "SupportsPageTransfer",
-    "SupportsPartialAttention",
-    "SupportsQuantizedAttention",
-    "SupportsQuantizedStore",
-    "SupportsRaggedAttention",
-    "SupportsRope",
-    "SupportsUpload",
+    "CAUSAL", "AttentionCall", "Availability", "BackendInfo", "BackendSpec", "CacheConfig", "CausalMask",
+    "Features", "Group", "KVStore", "Layout", "PageTransfer", "SupportsAttention", "SupportsAttentionCalls",
+    "SupportsCacheConfig", "SupportsDistributed", "SupportsGroupedMatmul", "SupportsHostWrite",
+    "SupportsKVStore", "SupportsPageTransfer", "SupportsPartialAttention", "SupportsQuantizedAttention",
+    "SupportsQuantizedStore", "SupportsRaggedAttention", "SupportsRope", "SupportsUpload",
     "SupportsZeroCopyRead",
-]
+]  # fmt: skip
 
 
 class CausalMask(enum.Enum):

@@ -61,6 +61,8 @@ class Loop:
         cache.set_config(ml.CacheConfig(elide_mask=True, mask_dtype=dtype, **config))
         cache.init(self.backend, stored, 4, 192, 64)
         self.sinks: np.ndarray | None = None
+        self.latent = self.chosen = 0
+        """How many numbers of a key are its value; how many rows a query chooses. 0: values, and all rows."""
 
     def made(self, count: int, heads: int) -> list[Any]:
         rows = self.random.standard_normal((LAYERS, count, heads, DIM)).astype(np.float32)
@@ -76,6 +78,9 @@ class Loop:
             None if self.sinks is None else ctx.layer(i).from_numpy(self.sinks, self.dtype)
             for i in range(LAYERS)
         ]
+        history = np.arange(self.chosen)[None] * np.ones((count, 1), np.int64)
+        chosen = [ctx.layer(i).from_numpy(history, ml.DType.I32) for i in range(LAYERS)]
+        index = self.made(count, 1) if self.chosen else []
         if log is not None:
             log.clear()
         cache.start_forward(ctx, Batch([p for _, p in places], [s for s, _ in places]))
@@ -85,8 +90,18 @@ class Loop:
                 cache.set_layer_type(layer % len(cache.caches))
             cache.set_layer(layer)
             here = ctx.layer(layer)
-            cache.put(here, key, value)
-            found.append(cache.get(here) if get else cache.attend(here, query, DIM**-0.5, sinks[layer]))
+            if self.chosen:
+                cache.put(here, key, value, extra={"index": index[layer]})
+                found.append(cache.get_extra(here, "index"))
+            elif self.latent:
+                cache.put(here, key, v_dim=self.latent)
+            else:
+                cache.put(here, key, value)
+            select = {"select": chosen[layer]} if self.chosen else {}
+            if not get:
+                found.append(cache.attend(here, query, DIM**-0.5, sinks[layer], **select))
+            elif not self.chosen:
+                found.append(cache.get(here))
         return found
 
 
@@ -180,6 +195,11 @@ SCENES: dict[str, Any] = {
     "two-kinds-fixed": (together, two_kinds, {"fixed_shapes": True}),
     "beside-states": (mixed, lambda: WrapperCache(RecurrentCache((1,), (1,)), CausalCache()), {}),
     "padded": (mixed, CausalCache, {"cache_padding": 8, "mask_batch_padding": 8}),
+    "latent": (mixed, CausalCache, {"latent": 16}),
+    "latent-Q8_0": (decode, CausalCache, {"latent": 16, "stored": ml.DType.Q8_0}),
+    "chosen": (mixed, CausalCache, {"chosen": 64}),
+    "chosen-scattered": (together, CausalCache, {"chosen": 70, "sinks": True}),
+    "chosen-fixed": (decode, CausalCache, {"chosen": 768, "fixed_shapes": True}),
 }
 LAYOUTS = {"two": ["cuda:0", "cuda:1"], "host": ["cpu", "cuda:0"]}
 
@@ -187,14 +207,15 @@ LAYOUTS = {"two": ["cuda:0", "cuda:1"], "host": ["cpu", "cuda:0"]}
 def opened(scene: str, devices: Sequence[str]) -> tuple[Loop, Any]:
     places, make, options = SCENES[scene]
     options = {"dtype": BF16, "stored": BF16, **options}
-    sinks = options.pop("sinks", False)
+    sinks, latent, chosen = (options.pop(name, 0) for name in ("sinks", "latent", "chosen"))
     loop = Loop(devices, make(), **options)
+    loop.latent, loop.chosen = latent, chosen
     loop.sinks = np.linspace(-1, 1, HEADS).astype(np.float32) if sinks else None
     return loop, places(loop)
 
 
 LARGE = ["decode", "mixed", "window-prefill", "chunk", "two-kinds", "padded"]
-OF_BOTH = [*LARGE, "shared", "restored", "Q8_0", "together", "two-kinds-first"]
+OF_BOTH = [*LARGE, "shared", "restored", "Q8_0", "together", "two-kinds-first", "latent", "chosen"]
 """Scenes of which the host has layers, too, and whose history is read without attending."""
 
 

@@ -338,6 +338,7 @@ class ForwardPass:
         self._asked.add("rows")
         self.fill(ctx)
         found = self._plan_rows()
+        self._make_seen()  # goes to devices with the rows themselves
         if self._unfit:
             self._blank(ctx)
         return found

@@ -295,7 +295,7 @@ class RecurrentCache(
 
     def _state(self, ctx: ml.Context, op: str, name: str, layer: int | None) -> ml.Tensor:
         current, layer = self._started(op), self._layer if layer is None else layer
-        spec = self._known(op, name, layer)
+        spec = self._specs.known(op, name, layer)
         assert spec.dtype is not None
         shape, dtype = spec.shape, spec.dtype
         buffers, count = self._states.buffers, len(current.tokens)
@@ -307,27 +307,13 @@ class RecurrentCache(
         buffers.copy_out(range(current.start, current.start + count))
         return buffer.slice(ctx, 0, current.start, current.start + count)
 
-    def _known(self, op: str, name: str, layer: int, t: ml.Tensor | None = None) -> StateSpec:
-        """What is known of a state, if need be from ``t`` (sequences, *shape)."""
-        if layer < 0:
-            raise InvalidRangeError(f"{op}: layer {layer}; layers count from 0")
-        if t is not None:
-            self._specs.learn(op, name, layer, t)
-        spec = self._specs.get(name, layer)
-        if spec is None:
-            raise OrderError(
-                f"{op}: the shape of state {name!r:.40} of layer {layer} is not known; declare it in states= "
-                "or call update_state first"
-            )
-        return spec
-
     def _update(self, ctx: ml.Context, op: str, name: str, t: ml.Tensor, layer: int | None) -> None:
         current, layer = self._started(op), self._layer if layer is None else layer
         check_tensors(op, state=t)
         if current.read_only:
             raise OrderError(f"{op}: this pass is read-only; call start_forward without read_only to store")
         if t.shape[:1] == (len(current.tokens),):
-            self._known(op, name, layer, t)
+            self._specs.known(op, name, layer, t)
         state = self._state(ctx, op, name, layer)
         if t.shape != state.shape:
             raise InvalidRangeError(f"{op}: {t.shape}; the states of this pass are {state.shape}")
@@ -373,13 +359,8 @@ class RecurrentCache(
         check_tensors(op, states=t)
         if current.read_only:
             raise OrderError(f"{op}: this pass is read-only; call start_forward without read_only to store")
-        for seq, count in at:
-            there = current.tokens.get(seq, 0)
-            if not 0 < count <= there:
-                raise InvalidRangeError(
-                    f"{op}: after {count} tokens of sequence {seq}, which has {there} in this pass"
-                )
-        spec = self._known(op, name, layer, t)
+        current.check_inside(op, at)
+        spec = self._specs.known(op, name, layer, t)
         if t.shape != (len(at), *spec.shape):
             raise InvalidRangeError(f"{op}: {t.shape}; {len(at)} states {name} of {spec.shape} each")
         if spec.dtype is not None and t.dtype is not spec.dtype:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import ml
-from kvcache.cache import SequenceLostError
+from kvcache.cache import InvalidRangeError, SequenceLostError
 
 __all__ = [
     "Arrangement",
@@ -367,6 +367,15 @@ class StatePass:
     @property
     def sequences(self) -> tuple[int, ...]:
         return tuple(self.tokens)
+
+    def check_inside(self, op: str, at: Sequence[tuple[int, int]]) -> None:
+        """Raise InvalidRangeError for (sequence, tokens) that lie outside this pass."""
+        for seq, count in at:
+            there = self.tokens.get(seq, 0)
+            if not 0 < count <= there:
+                raise InvalidRangeError(
+                    f"{op}: after {count} tokens of sequence {seq}, which has {there} in this pass"
+                )
 
 
 def lost_in(rows: Sequence[StateRow], plan: Arrangement) -> None:

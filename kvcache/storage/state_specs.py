@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.cache import InvalidRangeError
+from kvcache.cache import InvalidRangeError, OrderError
 
 __all__ = ["StateSpec", "StateSpecs", "check_state_name", "is_state_name"]
 
@@ -94,11 +94,20 @@ class StateSpecs:
                 found = self._found[name, layer] = StateSpec(spec.shape, self._dtype(spec))
         return found
 
-    def learn(self, op: str, name: str, layer: int, state: ml.Tensor) -> None:
-        """Know a state by (sequences, *shape) of it; one that is known stays."""
-        if self.get(name, layer) is None:
+    def known(self, op: str, name: str, layer: int, state: ml.Tensor | None = None) -> StateSpec:
+        """What is known of a state, if need be from ``state`` (sequences, *shape); OrderError for nothing."""
+        if layer < 0:
+            raise InvalidRangeError(f"{op}: layer {layer}; layers count from 0")
+        found = self.get(name, layer)
+        if found is None and state is not None:
             check_state_name(op, name)
-            self._found[name, layer] = StateSpec(state.shape[1:], state.dtype)
+            found = self._found[name, layer] = StateSpec(state.shape[1:], state.dtype)
+        if found is None:
+            raise OrderError(
+                f"{op}: the shape of state {name!r:.40} of layer {layer} is not known; declare it in states= "
+                "or call update_state first"
+            )
+        return found
 
     def settings(self) -> dict[str, object]:
         """What is declared, JSON-able; "states" has [layer or None, name, shape, dtype] each."""
