@@ -84,7 +84,7 @@ def test_a_second_process_computes_only_the_rest(
     llama: Path, store: str, alone: dict[str, list[list[int]]]
 ) -> None:
     for together in ([0, 0, 128, 0], [256, 192, 192, 0]):
-        found = run(llama, store, LONG)
+        found = run(llama, store)
         assert [tokens for tokens, _ in found] == alone["LONG"]
         assert [cached for _, cached in found] == together
 
@@ -316,12 +316,12 @@ def test_windows_beside_full_attention_are_served_and_windows_alone_refused(
             assert found[0].cached == cached
             one.written()
     windows = write_model(tmp_path / "windows", "mistral", sliding_window=64)
-    said = "a KV cache of SlidingWindowSpec is not served"
+    said = "a KV cache of SlidingWindowSpec is not supported"
     with pytest.raises(NotSupportedError, match=said), engine(windows, store):
         raise AssertionError("it was served")
 
 
 def test_options_that_are_none_are_said_at_the_start(llama: Path) -> None:
     wrong = transfer("memory:", storage="file:///x")
-    with pytest.raises(InvalidRangeError, match="'storage' is no option"), engine(llama, wrong):
+    with pytest.raises(InvalidRangeError, match="'storage' is not an option"), engine(llama, wrong):
         raise AssertionError("it was served")
