@@ -71,22 +71,20 @@ def _seen(ctx: ml.Context, forward: ForwardPass, select: ml.Tensor) -> tuple[ml.
     So nothing that another sequence holds is read, whatever it is.
     """
     first, stop = forward.seen_rows(ctx)
-    none = ctx.full((1,), -1, ml.DType.I32)
+    zero, hidden = ctx.zeros((1,), ml.DType.F32), ctx.full((1,), HIDDEN, ml.DType.F32)
+    low, mask = first, None
     if stop is None:
         reading, mask = forward.shared(ctx)
-        inside = select.compare(ctx, "<", ctx.full((1,), reading.length, ml.DType.I32))
-        rows = inside.where(ctx, select, none)
-        seen = rows.compare(ctx, ">=", ctx.zeros((1,), ml.DType.I32))
-        if mask is not None:
-            assert not isinstance(mask, ml.CausalMask), "that of a run"
-            seen = _shown(ctx, mask, seen.where(ctx, rows, first)).compare(ctx, "==", seen.where(
-                ctx, ctx.zeros((1,), ml.DType.F32), ctx.full((1,), 1, ml.DType.F32)
-            ))  # fmt: skip
-    else:
-        rows = select.compare(ctx, "<", stop).where(ctx, select, none)
-        seen = rows.compare(ctx, ">=", first)
-    hidden = ctx.full((1,), HIDDEN, ml.DType.F32)
-    return seen.where(ctx, rows, first), seen.where(ctx, ctx.zeros((1,), ml.DType.F32), hidden)
+        low, stop = (ctx.full((1,), bound, ml.DType.I32) for bound in (0, reading.length))
+    none = ctx.full((1,), -1, ml.DType.I32)
+    rows = select.compare(ctx, "<", stop).where(ctx, select, none)
+    seen = rows.compare(ctx, ">=", low)
+    rows = seen.where(ctx, rows, first)
+    if mask is not None:
+        assert not isinstance(mask, ml.CausalMask), "that of a run"
+        seen = seen.where(ctx, _shown(ctx, mask, rows), hidden).compare(ctx, "==", zero)
+        rows = seen.where(ctx, rows, first)
+    return rows, seen.where(ctx, zero, hidden)
 
 
 def _shown(ctx: ml.Context, mask: ml.Tensor, rows: ml.Tensor) -> ml.Tensor:
