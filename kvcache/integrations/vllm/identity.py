@@ -8,6 +8,7 @@ from typing import Any
 
 import ml
 from kvcache.cache import NotSupportedError
+from kvcache.integrations.model_folder import model_folder
 from kvcache.integrations.vllm.options import ConnectorOptions
 from kvcache.runner.errors import ModelError
 from kvcache.runner.fingerprint import identity_of
@@ -88,25 +89,13 @@ def _dtype(model: Any) -> ml.DType:
 
 
 def _folder(model: Any, dummy: bool) -> Path:
-    path = Path(model.model)
-    if not path.is_dir() and not dummy:
-        path = _downloaded(model.model, model.revision) or path
-    if dummy or not path.is_dir():
+    path = None if dummy else model_folder(model.model, model.revision)
+    if path is None:
         raise ModelError(
             f"KVCacheConnector: no files tell which weights {model.model!r} has; name them in "
             'kv_connector_extra_config: "identity": {"model": ..., "weights": ...}'
         )
     return path
-
-
-def _downloaded(name: str, revision: str | None) -> Path | None:
-    """Where the hub's client keeps a model that vLLM has loaded."""
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception:
-        return None
 
 
 def _quantization(model: Any) -> dict[str, Any]:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvcache.cache import InvalidRangeError
+from kvcache.integrations.open_stores import check_number, check_urls
 from kvcache.storage.sizes import parse_bytes
 
 __all__ = ["LEAST_PAGE", "PAGES", "ConnectorOptions"]
 
+WHERE = "kv_connector_extra_config"
 PAGES = ("auto", "raw")
 LEAST_PAGE = 128
 """Tokens of a page where none are asked for, rounded up to whole blocks."""
@@ -49,14 +51,14 @@ class ConnectorOptions:
                 f"kv_connector_extra_config: {min(strange)!r} is not an option; known options: "
                 f"{', '.join(known)}"
             )
-        found = {**given, "store": _urls(given.get("store"))}
+        found = {**given, "store": check_urls(WHERE, given.get("store"))}
         if "host_memory" in found:
             found["host_memory"] = parse_bytes("kv_connector_extra_config: host_memory", found["host_memory"])
         for name, least in {"page_tokens": 0, "load_threads": 1, "lookup_threads": 1}.items():
-            _check(name, found.get(name, least), int, least)
+            check_number(f"{WHERE}: {name}", found.get(name, least), int, least)
         for name in ("lookup_wait", "lookup_timeout", "save_wait"):
-            _check(name, found.get(name, 0), (int, float), 0)
-        _check("save_generated", found.get("save_generated", True), bool, False)
+            check_number(f"{WHERE}: {name}", found.get(name, 0), (int, float), 0)
+        check_number(f"{WHERE}: save_generated", found.get("save_generated", True), bool, False)
         if found.get("pages", "auto") not in PAGES:
             raise InvalidRangeError(
                 f"kv_connector_extra_config: pages={found['pages']!r}; it must be one of {', '.join(PAGES)}"
@@ -77,23 +79,3 @@ class ConnectorOptions:
                 "and a page is whole blocks"
             )
         return tokens
-
-
-def _urls(given: object) -> tuple[str, ...]:
-    urls = [given] if isinstance(given, str) else given
-    if (
-        not isinstance(urls, list | tuple)
-        or not urls
-        or not all(isinstance(url, str) and url for url in urls)
-    ):
-        raise InvalidRangeError(
-            f"kv_connector_extra_config: store={given!r}; it must be the URL of a store, such as "
-            "'file:///var/cache/kv', or a list of them, the nearest first"
-        )
-    return tuple(urls)
-
-
-def _check(name: str, value: Any, kind: type | tuple[type, ...], least: float) -> None:
-    whole = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    if not whole or value < least:
-        raise InvalidRangeError(f"kv_connector_extra_config: {name}={value!r}; it must be at least {least}")

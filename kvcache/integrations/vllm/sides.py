@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvcache.cache import NotSupportedError
+from kvcache.integrations.open_stores import StoresInUse, at_exit
 from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.lookups import Lookups, stored_pages
 from kvcache.integrations.vllm.naming import Pages
-from kvcache.integrations.vllm.opened import StoresInUse, at_exit
 from kvcache.integrations.vllm.options import ConnectorOptions
 from kvcache.integrations.vllm.pages import PageFormat
 from kvcache.integrations.vllm.planner import Planner

@@ -1,4 +1,4 @@
-"""Stores that are open in this process: a scheduler and its worker share them where they share a process."""
+"""Stores named by URLs in another runtime's options, open in this process: its parts share them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from kvcache.cache import InvalidRangeError
 from kvcache.offload.tiers import StoreTier
 from kvcache.stores import SnapshotStore, open_store
 
-__all__ = ["StoresInUse", "at_exit"]
+__all__ = ["StoresInUse", "at_exit", "check_number", "check_urls"]
 
 
 @dataclass(slots=True)
@@ -73,3 +75,25 @@ def at_exit(close: Callable[[], None]) -> None:
             found()
 
     atexit.register(call)
+
+
+def check_urls(where: str, given: object) -> tuple[str, ...]:
+    """The URLs of the option ``store``; InvalidRangeError, naming ``where`` it stands, for anything else."""
+    urls = [given] if isinstance(given, str) else given
+    if (
+        not isinstance(urls, list | tuple)
+        or not urls
+        or not all(isinstance(url, str) and url for url in urls)
+    ):
+        raise InvalidRangeError(
+            f"{where}: store={given!r}; it must be the URL of a store, such as "
+            "'file:///var/cache/kv', or a list of them, the nearest first"
+        )
+    return tuple(urls)
+
+
+def check_number(name: str, value: Any, kind: type | tuple[type, ...], least: float) -> None:
+    """Raise InvalidRangeError if an option is of another type, or less than ``least``."""
+    right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if not right or value < least:
+        raise InvalidRangeError(f"{name}={value!r}; it must be at least {least}")

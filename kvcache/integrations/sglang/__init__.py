@@ -1,0 +1,26 @@
+"""Our stores behind SGLang: a storage backend of its hierarchical cache, named in launch flags.
+
+::
+
+    python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache \\
+        --hicache-mem-layout page_first --hicache-storage-backend dynamic \\
+        --hicache-storage-backend-extra-config '{
+            "backend_name": "kvcache", "module_path": "kvcache.integrations.sglang",
+            "class_name": "HiCacheStore", "interface_v1": 1, "store": "file:///var/cache/kv?budget=100GiB"}'
+
+``storage`` is what SGLang loads, and imports it; ``host_pages`` imports PyTorch. Pages are named, written,
+read and found without either: ``page_store``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["HiCacheStore"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "HiCacheStore":
+        return importlib.import_module("kvcache.integrations.sglang.storage").HiCacheStore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

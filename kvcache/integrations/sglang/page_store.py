@@ -1,0 +1,129 @@
+"""Pages of SGLang's host pools as entries of stores: named, found, written and read."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvcache.offload.tiers import StoreTier
+from kvcache.stores import SerializedSnapshot, SnapshotCorrupt, StoreError
+from kvcache.stores.protocol import Reader
+from kvcache.stores.serialized_snapshot import read_outline
+
+__all__ = ["PageKind", "PageStore"]
+
+log = logging.getLogger("kvcache")
+
+META = "sglang_page"
+
+
+@dataclass(frozen=True)
+class PageKind:
+    """The pages of a pool: ``settings`` (JSON-able) tell all they depend on, ``sizes`` bytes by part.
+
+    The settings are part of a page's name, so that a page of another layout is a miss.
+    """
+
+    settings: Mapping[str, Any]
+    sizes: tuple[int, ...]
+    prefix: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        told = json.dumps(self.settings, sort_keys=True)
+        object.__setattr__(self, "prefix", hashlib.sha256(told.encode()).hexdigest())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return {META: dict(self.settings)}
+
+
+class PageStore:
+    """The pages of one rank in a tier of stores. May be called from any thread.
+
+    A page is one entry: parts of bytes, in the order in which the pool lays them out.
+    """
+
+    def __init__(self, tier: StoreTier) -> None:
+        self._tier = tier
+        self._renamed = ""
+
+    def rename(self) -> None:
+        """Name pages anew, so that nothing that was stored is found: the weights have changed, say."""
+        self._renamed = secrets.token_hex(16)
+
+    def key(self, kind: PageKind, page: str) -> str:
+        """An entry's key; ``page`` is SGLang's hash of the namespace and all tokens up to the page's end."""
+        return hashlib.sha256(f"{kind.prefix}{self._renamed}/{page}".encode()).hexdigest()
+
+    def leading(self, kind: PageKind, pages: Sequence[str]) -> int:
+        """How many leading pages are stored. They become the most recently used."""
+        return self._tier.prefix([self.key(kind, page) for page in pages])
+
+    def stored(self, kind: PageKind, pages: Sequence[str]) -> list[bool]:
+        """Which of these pages are stored."""
+        return self._tier.stored([self.key(kind, page) for page in pages])
+
+    def write(self, kind: PageKind, page: str, parts: Sequence[np.ndarray]) -> bool:
+        """Store a page, uint8 (bytes,) by part, unless it is there; False: no store took it."""
+        arrays = {str(i): part for i, part in enumerate(parts)}
+        return self._tier.write(self.key(kind, page), SerializedSnapshot(kind.meta, arrays))
+
+    def read(self, kind: PageKind, page: str, parts: Sequence[np.ndarray]) -> bool:
+        """Fill a page's parts, uint8 (bytes,) each. False: no store has it whole; they hold anything then."""
+        key = self.key(kind, page)
+        if any(_filled(reader, kind, parts) for reader in self._tier.readers(key)):
+            return True
+        with self._tier.serialized(key) as found:
+            if found is None:
+                return False
+            try:
+                arrays = _parts_of(found, kind)
+            except SnapshotCorrupt as error:
+                log.warning("%s; it is dropped and computed again", error)
+                self._tier.drop(key)
+                return False
+            for part, array in zip(parts, arrays, strict=True):
+                part[:] = array
+            return True
+
+
+def _filled(reader: Reader, kind: PageKind, parts: Sequence[np.ndarray]) -> bool:
+    """Whether the parts hold the page now, verified; if not, the copying way finds out what is wrong."""
+    with contextlib.closing(reader):
+        try:
+            outline = read_outline(reader)
+            if outline.meta != kind.meta or reader.left != kind.nbytes:
+                return False
+            ordered = sorted(outline.places.items(), key=lambda item: item[1].begin)
+            if [name for name, _ in ordered] != [str(i) for i in range(len(parts))]:
+                return False
+            if [place.end - place.begin for _, place in ordered] != [*kind.sizes]:
+                return False
+            reader.fill([part.data for part in parts])
+            return True
+        except StoreError:
+            return False
+
+
+def _parts_of(page: SerializedSnapshot, kind: PageKind) -> Iterator[np.ndarray]:
+    found = [page.arrays.get(str(i)) for i in range(len(kind.sizes))]
+    right = [
+        array
+        for array, size in zip(found, kind.sizes, strict=True)
+        if array is not None and array.dtype == np.uint8 and array.shape == (size,)
+    ]
+    if page.meta != kind.meta or len(page.arrays) != len(right) or len(right) != len(kind.sizes):
+        raise SnapshotCorrupt(f"load: not a page of {json.dumps(dict(kind.settings), sort_keys=True)}")
+    return iter(right)
