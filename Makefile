@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test test-vllm test-sglang check lint types docs bench census mutation dist oldest newest clean
+.PHONY: run test test-vllm test-sglang test-lmcache check lint types docs bench census mutation dist oldest newest clean
 
 run: $(VENV)/.installed-run
 	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
@@ -39,6 +39,18 @@ test-sglang: .venv-sglang/.installed
 	$(SGLANG) -m pip install --quiet torch==2.13.0 transformers==5.23.0 triton aiohttp apache-tvm-ffi compressed-tensors dill \
 	  gguf ipython loguru msgspec orjson pillow pybase64 pyzmq requests sentencepiece starlette -e ".[sglang,testing,valkey]"
 	$(SGLANG) -m pip install --quiet --no-deps sglang==0.5.23
+	touch $@
+
+# Our connector with LMCache's own backends, on the CPU; it requires CUDA's packages, of which none is imported here.
+LMCACHE = .venv-lmcache/bin/python
+test-lmcache: .venv-lmcache/.installed
+	OMP_NUM_THREADS=1 $(LMCACHE) -m pytest -q -W default -p no:cacheprovider tests/lmcache
+
+.venv-lmcache/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-lmcache
+	$(LMCACHE) -m pip install --quiet torch==2.13.0 transformers==5.23.0 aiofile aiofiles cachetools cryptography msgspec numba \
+	  prometheus_client psutil py-cpuinfo pyyaml pyzmq sortedcontainers -e ".[lmcache,testing]"
+	$(LMCACHE) -m pip install --quiet --no-deps lmcache==0.5.6
 	touch $@
 
 # The loop of somebody who edits: lint, types, and tests on NumPy. Left out are other frameworks, whole suites, servers and
@@ -110,7 +122,7 @@ oldest newest:
 	.$@/bin/python -m pytest -q -p no:cacheprovider $(ENDS)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .oldest .newest dist build site .hypothesis .mutation .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-lmcache .oldest .newest dist build site .hypothesis .mutation .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,25 @@
+"""Our stores behind LMCache: a remote connector, named in its configuration.
+
+::
+
+    remote_storage_plugins: ["kvcache"]
+    extra_config:
+      remote_storage_plugin.kvcache.module_path: kvcache.integrations.lmcache
+      remote_storage_plugin.kvcache.class_name: KVStoreConnector
+      kvcache.store: "file:///var/cache/kv?budget=100GiB"
+
+``connector`` is what LMCache loads, and imports it; ``chunks`` does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["KVStoreConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVStoreConnector":
+        return importlib.import_module("kvcache.integrations.lmcache.connector").KVStoreConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

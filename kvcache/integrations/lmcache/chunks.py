@@ -1,0 +1,107 @@
+"""LMCache's chunks as entries of stores, and the options of the connector; imports no LMCache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import numpy as np
+
+from kvcache.cache import InvalidRangeError
+from kvcache.integrations.model_folder import model_folder
+from kvcache.integrations.open_stores import check_number, check_urls
+from kvcache.runner.errors import ModelError
+from kvcache.runner.fingerprint import files_digest
+from kvcache.stores import SerializedSnapshot, SnapshotCorrupt
+
+__all__ = ["ChunkShape", "ConnectorOptions", "chunk_key", "identity_of_model"]
+
+PREFIX = "kvcache."
+"""Of our options, among all that ``extra_config`` says."""
+META = "lmcache_chunk"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOptions:
+    """The options of ``KVStoreConnector``, checked.
+
+    ``store`` are URLs, the nearest first: read in order, all of them written. ``threads`` read and write
+    chunks. ``identity`` names the model in place of a digest of its files.
+    """
+
+    store: tuple[str, ...]
+    threads: int = 2
+    identity: Mapping[str, Any] | None = None
+
+    @classmethod
+    def parse(cls, extra_config: Mapping[str, Any]) -> Self:
+        """Raises InvalidRangeError for an unknown option of ours, and for a value that is none."""
+        given = {
+            name.removeprefix(PREFIX): value
+            for name, value in extra_config.items()
+            if name.startswith(PREFIX)
+        }
+        known = [field.name for field in fields(cls)]
+        if unknown := given.keys() - set(known):
+            raise InvalidRangeError(
+                f"extra_config: {PREFIX}{min(unknown)} is not an option; known options: "
+                f"{', '.join(PREFIX + name for name in known)}"
+            )
+        given["store"] = check_urls(f"extra_config: {PREFIX}store", given.get("store"))
+        check_number(f"extra_config: {PREFIX}threads", given.get("threads", 1), int, 1)
+        identity = given.get("identity")
+        if identity is not None and (not isinstance(identity, Mapping) or not identity):
+            raise InvalidRangeError(
+                f"extra_config: {PREFIX}identity={identity!r}; it must be an object that names the model"
+            )
+        return cls(**given)
+
+
+def identity_of_model(name: str) -> dict[str, Any]:
+    """A digest of the files of a model, by its folder or its name on the hub.
+
+    Raises ModelError where they are not here.
+    """
+    folder = model_folder(name)
+    if folder is None:
+        raise ModelError(
+            f"KVStoreConnector: no files tell which weights {name!r} has; name them in extra_config: "
+            f"{PREFIX}identity: {{model: ..., weights: ...}}"
+        )
+    return {"files": files_digest(folder)}
+
+
+def chunk_key(identity: Mapping[str, Any], key: str) -> str:
+    """An entry's key; ``key`` is LMCache's, which names the model, rank, tokens, dtype and tags."""
+    return hashlib.sha256(json.dumps([identity, key], sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ChunkShape:
+    """What the bytes of a chunk are: tensors of these shapes and dtypes, in a format of LMCache."""
+
+    form: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    def pack(self, data: np.ndarray) -> SerializedSnapshot:
+        """The entry of a chunk, uint8 (bytes,)."""
+        meta = {"form": self.form, "shapes": [[*shape] for shape in self.shapes], "dtypes": [*self.dtypes]}
+        return SerializedSnapshot({META: meta}, {"0": data})
+
+    @classmethod
+    def unpack(cls, entry: SerializedSnapshot) -> tuple[Self, np.ndarray]:
+        """What a chunk is, and its bytes, uint8 (bytes,), as a view; SnapshotCorrupt for anything else."""
+        try:
+            meta = entry.meta[META]
+            (data,) = entry.arrays.values()
+            shapes = tuple(tuple(int(size) for size in shape) for shape in meta["shapes"])
+            found = cls(str(meta["form"]), shapes, tuple(str(name) for name in meta["dtypes"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise SnapshotCorrupt(f"load: not a chunk of LMCache: {error!r}") from error
+        if data.dtype != np.uint8 or data.ndim != 1 or len(found.shapes) != len(found.dtypes):
+            raise SnapshotCorrupt(f"load: a chunk of LMCache in {data.dtype} {data.shape}; it must be bytes")
+        return found, data
