@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,25 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layer_interval": 2,
         "attention_bias": True, "tie_word_embeddings": True,
     }),
+    "glm-4.5": ("Glm4Moe", "Glm4Moe", {
+        "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "n_shared_experts": 2,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
+        "routed_scaling_factor": 1.5, "initializer_range": 0.2,
+    }),
+    "glm-4.5 air": ("Glm4Moe", "Glm4Moe", {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": False,
+        "first_k_dense_replace": 0, "rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": True, "initializer_range": 0.2,
+    }),
+    "mixtral": ("Mixtral", "Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12}),
+    "qwen3-moe": ("Qwen3Moe", "Qwen3Moe", {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1],
+        "norm_topk_prob": True, "initializer_range": 0.2,
+    }),
+    "qwen3-moe with biases": ("Qwen3Moe", "Qwen3Moe", {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 2,
+        "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN,
+    }),
     "qwen3-next": ("Qwen3Next", "Qwen3Next", {
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], **LINEAR,
@@ -119,7 +139,7 @@ LLAMAS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 CASES = [(name, each) for name in BACKENDS for each in (*MODELS, *LLAMAS) if each in MODELS or name != "mlx"]
 every_family = pytest.mark.parametrize(("backend", "name"), CASES, indirect=["backend"])
-SHIFTED = [name for name in MODELS if not name.startswith("qwen")]
+SHIFTED = [name for name in MODELS if not name.startswith(("qwen3-next", "qwen3.5"))]
 NARROW = [(DType.F16, 0.03), (DType.BF16, 0.2)]
 
 
@@ -344,7 +364,7 @@ def _remembering(model: Any) -> Any:
     family = family_of(model.config)
     if isinstance(model.make_cache(), kvcache.RecurrentCache):
         return family.make_cache(model.config, model.dtype, checkpoint_interval=8)
-    if model.config.architecture.startswith(("Llama", "Deepseek")):
+    if "memory" not in inspect.signature(family.model.cache_of).parameters:
         return model.make_cache()
     return family.make_cache(model.config, model.dtype, memory=32)
 

@@ -33,8 +33,15 @@ from kvcache.runner.models.indexer import (
 from kvcache.runner.models.latent import LatentSizes, latent_shapes, load_latent_attention
 from kvcache.runner.models.layer_types import layer_types, parse_rope
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
-from kvcache.runner.models.routing import GroupLimited, SparseMLP, expert_shapes, load_each_expert
-from kvcache.runner.weights import Linear, Loader, Shape
+from kvcache.runner.models.routing import (
+    GroupLimited,
+    SparseMLP,
+    expert_shapes,
+    group_routing,
+    load_corrected,
+    load_each_expert,
+)
+from kvcache.runner.weights import Loader, Shape
 from kvcache.storage.layer_shape import LayerShape
 from ml import nn
 
@@ -95,14 +102,14 @@ def parse_v2(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DeepSeekC
         },
     )
     grouped = raw.get("topk_method") == "group_limited_greedy"
-    routing = _routing(raw, grouped, normalize=False)
+    routing = group_routing(raw, grouped, normalize=False)
     return _parse(raw, generation, "DeepseekV2ForCausalLM", routing=routing, corrected=False)
 
 
 def parse_v3(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DeepSeekConfig:
     """DeepseekV3ForCausalLM."""
     refuse(raw, {"topk_method": ["noaux_tc"], "scoring_func": ["sigmoid"]})
-    routing = _routing(raw, True, normalize=bool(raw.get("norm_topk_prob", True)))
+    routing = group_routing(raw, True, normalize=bool(raw.get("norm_topk_prob", True)))
     interleaved = bool(raw.get("rope_interleave", True))
     return _parse(raw, generation, "DeepseekV3ForCausalLM", interleaved, routing=routing, corrected=True)
 
@@ -111,7 +118,7 @@ def parse_v32(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DeepSeek
     """DeepseekV32ForCausalLM."""
     refuse(raw, {"topk_method": ["noaux_tc"], "scoring_func": ["sigmoid"], "mlp_bias": [False]})
     layer_types(raw, (_INDEXED,), lambda _: _INDEXED)
-    routing = _routing(raw, True, normalize=bool(raw.get("norm_topk_prob", True)))
+    routing = group_routing(raw, True, normalize=bool(raw.get("norm_topk_prob", True)))
     index = IndexSizes(raw["index_n_heads"], raw["index_head_dim"], raw["index_topk"])
     config = _parse(raw, generation, "DeepseekV32ForCausalLM", routing=routing, corrected=True, index=index)
     rank, rope_dim = config.latent.query_rank, config.latent.rope_dim
@@ -162,17 +169,6 @@ def _parse(
         shared_size=raw["moe_intermediate_size"] * (raw.get("n_shared_experts") or 0),
         **fields,
     )
-
-
-def _routing(raw: Mapping[str, Any], grouped: bool, normalize: bool) -> GroupLimited:
-    groups, kept = (raw.get("n_group") or 1, raw.get("topk_group") or 1) if grouped else (1, 1)
-    experts, chosen = raw["n_routed_experts"], raw["num_experts_per_tok"]
-    if experts % groups or not 1 <= kept <= groups or chosen > kept * (experts // groups):
-        raise ModelError(
-            f"{chosen} of {experts} experts within {kept} of {groups} groups; groups are of one size, and "
-            "those that are kept must contain at least the experts that are chosen"
-        )
-    return GroupLimited(groups, kept, float(raw.get("routed_scaling_factor", 1.0)), normalize)
 
 
 def shapes(config: DeepSeekConfig) -> dict[str, Shape]:
@@ -234,14 +230,10 @@ class DeepSeek(CausalModel[DeepSeekConfig]):
         )
 
     def _sparse(self, load: Loader, ctx: ml.Context, prefix: str) -> SparseMLP:
-        """The router and its correction are held in F32, as the reference computes with them."""
-        config, routing = self.config, self.config.routing
-        router = load.put(ctx, load.take(f"{prefix}.gate.weight"), ml.DType.F32).permute(ctx, 1, 0)
-        if config.corrected:
-            correction = load.take(f"{prefix}.gate.e_score_correction_bias")
-            routing = replace(routing, correction=load.put(ctx, correction, ml.DType.F32))
+        config = self.config
+        router, routing = load_corrected(load, ctx, f"{prefix}.gate", config.routing, config.corrected)
         return SparseMLP(
-            Linear(router),
+            router,
             load_each_expert(load, ctx, f"{prefix}.experts", config.experts),
             config.experts_per_token,
             routing,

@@ -18,7 +18,7 @@ import ml
 from kvcache.cache import Cache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models import deepseek, gemma3, gpt_oss, llama, llama4, qwen3_next, whisper
+from kvcache.runner.models import deepseek, gemma3, gpt_oss, llama, llama4, moe, qwen3_next, whisper
 from kvcache.runner.parallel import Share, check_ranks, share_of
 from kvcache.runner.weights import Shapes
 
@@ -99,8 +99,11 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": Family(deepseek.parse_v3, deepseek.DeepSeek, "deepseek_v3"),
     "DeepseekV32ForCausalLM": Family(deepseek.parse_v32, deepseek.DeepSeek, "deepseek_v32"),
     "Gemma3ForCausalLM": Family(gemma3.parse, gemma3.Gemma3, "gemma3_text", divisible=True),
+    "Glm4MoeForCausalLM": Family(moe.parse_glm4, moe.MoE, "glm4_moe"),
     "GptOssForCausalLM": Family(gpt_oss.parse, gpt_oss.GptOss, "gpt_oss"),
     "Llama4ForCausalLM": Family(llama4.parse, llama4.Llama4, "llama4_text"),
+    "MixtralForCausalLM": Family(moe.parse_mixtral, moe.MoE, "mixtral"),
+    "Qwen3MoeForCausalLM": Family(moe.parse_qwen3, moe.MoE, "qwen3_moe"),
     "Qwen3NextForCausalLM": Family(qwen3_next.parse, qwen3_next.Qwen3Next, "qwen3_next"),
     "Qwen3_5ForCausalLM": Family(qwen3_next.parse_dense, qwen3_next.Qwen3Next, "qwen3_5_text"),
     "WhisperForConditionalGeneration": Family(whisper.parse, whisper.Whisper, "whisper", causal=False),

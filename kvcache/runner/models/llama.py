@@ -27,7 +27,7 @@ from kvcache.runner.rope_config import rope_from_config
 from kvcache.runner.weights import Loader, Shape, Weights
 from ml import nn
 
-__all__ = ["MODEL_TYPES", "Llama", "Weights", "make_cache", "parse", "shapes"]
+__all__ = ["MODEL_TYPES", "Llama", "Weights", "check_window", "make_cache", "parse", "shapes"]
 
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -41,6 +41,7 @@ MODEL_TYPES = {
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str) -> ModelConfig:
     """From the contents of config.json and generation_config.json."""
     refuse(raw, {"hidden_act": ["silu", "swish"]})
+    check_window(raw, _window(raw, architecture))
     fields = common_fields({"rms_norm_eps": 1e-6, **raw}, generation, architecture)
     llama, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3"))
     bias = fields["attention_bias"] and (llama or qwen3)
@@ -50,27 +51,28 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: s
         "output_bias": bias,
         "mlp_bias": llama and bool(raw.get("mlp_bias", False)),
         "qk_norm": qwen3,
-        "sliding_window": _window(raw, architecture, fields["max_positions"]),
+        "sliding_window": None,
         "layer_types": tuple(raw["layer_types"]) if raw.get("layer_types") else None,
     }
     return ModelConfig(**fields, rope=rope_from_config(raw, fields["head_dim"], fields["max_positions"]))
 
 
-def _window(raw: Mapping[str, Any], architecture: str, max_positions: int) -> int | None:
-    """None, or an error: layers of a sliding window are not run yet.
-
-    Mistral uses its window wherever there is one (and has 4096 where config.json leaves it out); Qwen
-    only with ``use_sliding_window``. A window that no position can outgrow is full attention.
-    """
-    if architecture == "MistralForCausalLM":
-        window = raw.get("sliding_window", 4096)
-    else:
-        window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+def check_window(raw: Mapping[str, Any], window: int | None) -> None:
+    """ModelError for sliding layers, which are not run here. A window that no position outgrows is none."""
     windowed = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
-    if windowed or (window is not None and window < max_positions):
+    if windowed or (window is not None and window < raw["max_position_embeddings"]):
         shown = f"layer type {windowed[0]!r}" if windowed else f"a sliding window of {window} tokens"
         raise ModelError(f"{shown} is not supported by the runner yet; use a model with full attention")
-    return None
+
+
+def _window(raw: Mapping[str, Any], architecture: str) -> int | None:
+    """Mistral uses its window wherever there is one (and has 4096 where config.json leaves it out); Qwen only
+    with ``use_sliding_window``.
+    """
+    if architecture == "MistralForCausalLM":
+        window: int | None = raw.get("sliding_window", 4096)
+        return window
+    return raw.get("sliding_window") if raw.get("use_sliding_window") else None
 
 
 def shapes(config: ModelConfig) -> dict[str, Shape]:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
 import ml
-from kvcache.runner.models.feedforward import Activation, Experts, GatedMLP, mlp_shapes, swiglu
+from kvcache.runner.errors import ModelError
+from kvcache.runner.models.feedforward import Activation, Experts, GatedMLP, swiglu
 from kvcache.runner.weights import Linear, Loader, Shape
 
-__all__ = ["GroupLimited", "Routing", "SparseMLP", "expert_shapes", "load_each_expert", "load_experts"]
+__all__ = [
+    "GroupLimited",
+    "Routing",
+    "SparseMLP",
+    "expert_shapes",
+    "group_routing",
+    "load_corrected",
+    "load_each_expert",
+    "load_experts",
+]
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 Routing = Literal["softmax", "normalized", "softmax of top", "sigmoid of top"]
 """What the weights of the chosen experts are: their share of the softmax over all experts (Qwen),
@@ -65,6 +77,18 @@ class GroupLimited:
         other = ctx.full((1,), left_out, ml.DType.F32)
         found = shown.reshape(ctx, tokens, self.groups, 1).where(ctx, members, other)
         return found.reshape(ctx, tokens, experts)
+
+
+def group_routing(raw: Mapping[str, Any], grouped: bool, normalize: bool) -> GroupLimited:
+    """What config.json says of groups, or none (not ``grouped``). Raises ModelError if they do not fit."""
+    groups, kept = (raw.get("n_group") or 1, raw.get("topk_group") or 1) if grouped else (1, 1)
+    experts, chosen = raw["n_routed_experts"], raw["num_experts_per_tok"]
+    if experts % groups or not 1 <= kept <= groups or chosen > kept * (experts // groups):
+        raise ModelError(
+            f"{chosen} of {experts} experts within {kept} of {groups} groups; groups are of one size, and "
+            "those that are kept must contain at least the experts that are chosen"
+        )
+    return GroupLimited(groups, kept, float(raw.get("routed_scaling_factor", 1.0)), normalize)
 
 
 def _picked(ctx: ml.Context, scores: ml.Tensor, chosen: ml.Tensor) -> ml.Tensor:
@@ -148,20 +172,38 @@ def load_experts(
     )
 
 
-def load_each_expert(load: Loader, ctx: ml.Context, prefix: str, count: int) -> Experts:
-    """Of ``{prefix}.{i}``, gated MLPs that are stored one by one."""
-    names = [f"{prefix}.{i}" for i in range(count)]
-    wide = (load.rows(f"{name}.gate_proj", f"{name}.up_proj") for name in names)
-    narrow = (load.rows(f"{name}.down_proj") for name in names)
+def load_each_expert(
+    load: Loader, ctx: ml.Context, prefix: str, count: int, names: Sequence[str] = PROJECTIONS
+) -> Experts:
+    """Of ``{prefix}.{i}``, gated MLPs that are stored one by one; ``names`` of gate, up and down."""
+    gate, up, down = names
+    each = [f"{prefix}.{i}" for i in range(count)]
+    wide = (load.rows(f"{name}.{gate}", f"{name}.{up}") for name in each)
+    narrow = (load.rows(f"{name}.{down}") for name in each)
     return Experts(load.grouped(ctx, count, wide), load.grouped(ctx, count, narrow))
 
 
-def expert_shapes(prefix: str, count: int, hidden: int, inner: int) -> dict[str, Shape]:
+def expert_shapes(
+    prefix: str, count: int, hidden: int, inner: int, names: Sequence[str] = PROJECTIONS
+) -> dict[str, Shape]:
     """The tensors that ``load_each_expert`` reads."""
-    found: dict[str, Shape] = {}
-    for i in range(count):
-        found |= mlp_shapes(f"{prefix}.{i}", hidden, inner)
-    return found
+    sizes = (inner, hidden), (inner, hidden), (hidden, inner)
+    return {
+        f"{prefix}.{i}.{name}.weight": size
+        for i in range(count)
+        for name, size in zip(names, sizes, strict=True)
+    }
+
+
+def load_corrected(
+    load: Loader, ctx: ml.Context, prefix: str, routing: GroupLimited, corrected: bool = True
+) -> tuple[Linear, GroupLimited]:
+    """The router ``prefix``, and its routing with the correction; both are F32, as the reference computes."""
+    router = load.put(ctx, load.take(f"{prefix}.weight"), ml.DType.F32).permute(ctx, 1, 0)
+    if corrected:
+        correction = load.take(f"{prefix}.e_score_correction_bias")
+        routing = replace(routing, correction=load.put(ctx, correction, ml.DType.F32))
+    return Linear(router), routing
 
 
 def _biases(load: Loader, name: str) -> np.ndarray | None:
