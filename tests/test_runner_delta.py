@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache.runner.models.delta import chunk_masks, chunk_size, gated_delta_rule
+from kvcache.runner.models.chunks import chunk_masks, chunk_size
+from kvcache.runner.models.delta import gated_delta_rule
 from ml import DType
 
 BACKENDS = [

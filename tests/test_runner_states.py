@@ -17,7 +17,8 @@ from kvcache import Batch
 from kvcache.caches import branches
 from kvcache.runner.engine import Engine
 from kvcache.runner.loading import load_model
-from kvcache.runner.models.delta import chunk_masks, chunk_size, gated_delta_scan
+from kvcache.runner.models.chunks import chunk_masks, chunk_size
+from kvcache.runner.models.delta import gated_delta_scan
 from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.speculative import SpeculativeGenerator

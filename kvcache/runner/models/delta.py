@@ -12,44 +12,16 @@ transformers does. Everything here is F32.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 import ml
+from kvcache.runner.models.chunks import chunk, chunks, joined, scan
 from ml import DType
 
-__all__ = ["CHUNK", "chunk_masks", "chunk_size", "gated_delta_rule", "gated_delta_scan"]
-
-CHUNK = 64
-"""Tokens per chunk at most; a power of two."""
-
-
-def chunk_size(length: int) -> int:
-    """The power of two that a run of ``length`` tokens is cut by."""
-    return min(CHUNK, 1 << max(0, length - 1).bit_length())
-
-
-def chunk_masks(ctx: ml.Context, size: int) -> ml.Tensor:
-    """F32 (2 + log2(size), size, size) of 0 and 1 for chunks of ``size``, a power of two.
-
-    First the lower triangle, then the same without its diagonal, then what ``_inverse`` joins at each
-    step; for a size of 4::
-
-        1 . . .    . . . .    . . . .    . . . .
-        1 1 . .    1 . . .    1 . . .    . . . .
-        1 1 1 .    1 1 . .    . . . .    1 1 . .
-        1 1 1 1    1 1 1 .    . . 1 .    1 1 . .
-    """
-    index = np.arange(size)
-    row, column = index[:, None], index[None, :]
-    masks = [column <= row, column < row]
-    for level in range(size.bit_length() - 1):
-        half = row >> level
-        masks.append((half % 2 == 1) & (column >> level == half - 1))
-    return ctx.from_numpy(np.stack(masks).astype(np.float32), DType.F32)
+__all__ = ["gated_delta_rule", "gated_delta_scan"]
 
 
 class _Tokens(NamedTuple):
@@ -77,26 +49,8 @@ def gated_delta_scan(
 
     These are the ones at the cuts, and that of the end. A piece of one token is computed as in decoding.
     """
-    run, tokens = _Tokens(query, key, value, decay, beta), key.shape[2]
-    if not cuts:
-        out, state = gated_delta_rule(ctx, *run, state, masks)
-        return out, [state]
-    result = ctx.empty(value.shape, DType.F32)
-    states = []
-    for start, stop in itertools.pairwise((0, *cuts, tokens)):
-        piece = _Tokens(*(x.slice(ctx, 2, start, stop) for x in run))
-        out, state = gated_delta_rule(ctx, *piece, state, _sized(ctx, masks, chunk_size(stop - start)))
-        out.copy(ctx, result.slice(ctx, 2, start, stop))
-        states.append(state)
-    return result, states
-
-
-def _sized(ctx: ml.Context, masks: ml.Tensor, size: int) -> ml.Tensor:
-    """The masks of chunks of ``size`` or less, out of those of larger ones."""
-    if masks.shape[1] <= size:
-        return masks
-    levels = masks.slice(ctx, 0, 0, 1 + size.bit_length())
-    return levels.slice(ctx, 1, 0, size).slice(ctx, 2, 0, size).contiguous(ctx)
+    run = query, key, value, decay, beta
+    return scan(ctx, gated_delta_rule, run, state, masks, cuts)
 
 
 def gated_delta_rule(
@@ -142,8 +96,8 @@ def _chunked(
     sequences, heads, tokens, _ = key.shape
     size = masks.shape[1]
     causal, strict = (masks.slice(ctx, 0, i, i + 1).reshape(ctx, size, size) for i in range(2))
-    query, key, value = (_chunks(ctx, x, size) for x in (query, key, value))
-    decay, beta = (_chunks(ctx, x.reshape(ctx, sequences, heads, tokens, 1), size) for x in (decay, beta))
+    query, key, value = (chunks(ctx, x, size) for x in (query, key, value))
+    decay, beta = (chunks(ctx, x.reshape(ctx, sequences, heads, tokens, 1), size) for x in (decay, beta))
     total = causal.matmul(ctx, decay).exp(ctx)  # exp(G) (sequences, heads, chunks, size, 1)
     apart = causal.matmul(ctx, strict.mul(ctx, decay))  # G_i - G_j, no large sums taken off one another
     fade = apart.exp(ctx).mul(ctx, causal)
@@ -158,17 +112,12 @@ def _chunked(
     stored = key.mul(ctx, left).permute(ctx, 0, 1, 2, 4, 3)
     outputs, remaining = [], total.slice(ctx, 3, size - 1, size)
     for i in range(key.shape[2]):
-        at = (_chunk(ctx, x, i) for x in (new, known, faded, seen, stored, remaining))
+        at = (chunk(ctx, x, i) for x in (new, known, faded, seen, stored, remaining))
         new_i, known_i, faded_i, seen_i, stored_i, remaining_i = at
         written = new_i.sub(ctx, known_i.matmul(ctx, state))
         outputs.append(faded_i.matmul(ctx, state).add(ctx, seen_i.matmul(ctx, written)))
         state = state.mul(ctx, remaining_i).add(ctx, stored_i.matmul(ctx, written))
-    result = outputs[0]
-    if len(outputs) > 1:
-        result = ctx.empty((sequences, heads, len(outputs) * size, outputs[0].shape[3]), DType.F32)
-        for i, part in enumerate(outputs):
-            part.copy(ctx, result.slice(ctx, 2, i * size, (i + 1) * size))
-    return result.slice(ctx, 2, 0, tokens), state
+    return joined(ctx, outputs, tokens), state
 
 
 def _inverse(ctx: ml.Context, lower: ml.Tensor, masks: ml.Tensor) -> ml.Tensor:
@@ -183,20 +132,3 @@ def _inverse(ctx: ml.Context, lower: ml.Tensor, masks: ml.Tensor) -> ml.Tensor:
         mask = masks.slice(ctx, 0, level, level + 1).reshape(ctx, size, size)
         inverse = inverse.sub(ctx, inverse.matmul(ctx, lower.mul(ctx, mask)).matmul(ctx, inverse))
     return inverse
-
-
-def _chunks(ctx: ml.Context, x: ml.Tensor, size: int) -> ml.Tensor:
-    """(sequences, heads, tokens, dim) -> (sequences, heads, chunks, size, dim), filled up with zeros."""
-    sequences, heads, tokens, dim = x.shape
-    missing = -tokens % size
-    if missing:
-        x = x.concat(ctx, ctx.zeros((sequences, heads, missing, dim), DType.F32), 2)
-    else:
-        x = x.contiguous(ctx)
-    return x.reshape(ctx, sequences, heads, (tokens + missing) // size, size, dim)
-
-
-def _chunk(ctx: ml.Context, x: ml.Tensor, i: int) -> ml.Tensor:
-    """(sequences, heads, chunks, a, b) -> (sequences, heads, a, b) of chunk ``i``."""
-    sequences, heads, _, a, b = x.shape
-    return x.slice(ctx, 2, i, i + 1).reshape(ctx, sequences, heads, a, b)

@@ -24,11 +24,12 @@ from kvcache.runner.config import ModelConfig, common_fields, refuse
 from kvcache.runner.errors import ModelError
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, qk_norm
 from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
-from kvcache.runner.models.delta_net import DeltaNet, DeltaSizes, begin_delta, delta_shapes, load_delta_net
+from kvcache.runner.models.delta_net import DeltaNet, DeltaSizes, delta_shapes, load_delta_net
 from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types, parse_rope
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import SparseMLP, expert_shapes, load_each_expert
+from kvcache.runner.models.state_runs import begin_runs
 from kvcache.runner.weights import Loader, Shape
 from kvcache.storage.layer_shape import LayerShape
 from ml import nn
@@ -183,7 +184,7 @@ class Qwen3Next(CausalModel[Qwen3NextConfig]):
     shapes = staticmethod(shapes)
 
     def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        return begin_delta(ctx, super().begin_pass(ctx, batch, cache))
+        return begin_runs(ctx, super().begin_pass(ctx, batch, cache))
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         config, prefix = self.config, f"model.layers.{i}"
