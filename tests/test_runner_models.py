@@ -106,6 +106,28 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "first_k_dense_replace": 0, "rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.25},
         "tie_word_embeddings": True, "initializer_range": 0.2,
     }),
+    "falcon-h1": ("FalconH1", "FalconH1", {
+        "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8,
+        "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9], "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.6,
+        "attention_in_multiplier": 0.8, "attention_out_multiplier": 1.4, "key_multiplier": 0.7,
+        "mlp_multipliers": [0.8, 1.7], "embedding_multiplier": 2.0, "lm_head_multiplier": 0.9,
+        "initializer_range": 0.2,
+    }),
+    "falcon-h1 normed": ("FalconH1", "FalconH1", {
+        "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 12,
+        "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False,
+        "initializer_range": 0.2, "tie_word_embeddings": True,
+    }),
+    "lfm2": ("Lfm2", "Lfm2", {
+        "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16, "initializer_range": 0.2,
+    }),
+    "lfm2 with biases": ("Lfm2", "Lfm2", {
+        "layer_types": ["full_attention", "conv", "conv"], "conv_bias": True, "conv_L_cache": 4,
+        "block_auto_adjust_ff_dim": False, "initializer_range": 0.2,
+    }),
+    "mamba2": ("Mamba2", "Mamba2", {
+        "num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "expand": 2, "initializer_range": 0.2,
+    }),
     "mixtral": ("Mixtral", "Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12}),
     "qwen3-moe": ("Qwen3Moe", "Qwen3Moe", {
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1],
@@ -139,7 +161,8 @@ LLAMAS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 CASES = [(name, each) for name in BACKENDS for each in (*MODELS, *LLAMAS) if each in MODELS or name != "mlx"]
 every_family = pytest.mark.parametrize(("backend", "name"), CASES, indirect=["backend"])
-SHIFTED = [name for name in MODELS if not name.startswith(("qwen3-next", "qwen3.5"))]
+HYBRID = "qwen3-next", "qwen3.5", "falcon", "lfm2", "mamba"
+SHIFTED = [name for name in MODELS if not name.startswith(HYBRID)]
 NARROW = [(DType.F16, 0.03), (DType.BF16, 0.2)]
 
 

@@ -80,8 +80,9 @@ def load_attention(
     """Of the tensors below ``prefix``; ``options`` are fields of Attention."""
     if "qkv" not in options:
         options["qkv"] = load.linear(ctx, *(f"{prefix}.{name}_proj" for name in "qkv"))
+    if "output" not in options:
+        options["output"] = load.summed(ctx, f"{prefix}.o_proj")
     fields = {
-        "output": load.summed(ctx, f"{prefix}.o_proj"),
         "heads": config.heads,
         "kv_heads": config.kv_heads,
         "head_dim": config.head_dim,
@@ -92,10 +93,15 @@ def load_attention(
 
 
 def qk_norm(
-    load: Loader, ctx: ml.Context, prefix: str, config: ModelConfig, offset: float = 0.0
+    load: Loader,
+    ctx: ml.Context,
+    prefix: str,
+    config: ModelConfig,
+    offset: float = 0.0,
+    suffix: str = "norm",
 ) -> ml.Tensor:
     """(heads + kv_heads, head_dim): the queries' weight for each head, then the keys'."""
-    query, key = (load.take(f"{prefix}.{name}_norm.weight").astype(np.float32) for name in "qk")
+    query, key = (load.take(f"{prefix}.{name}_{suffix}.weight").astype(np.float32) for name in "qk")
     return load.put(ctx, np.stack([query] * config.heads + [key] * config.kv_heads) + np.float32(offset))
 
 

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -24,12 +24,23 @@ from kvcache.runner.parallel import Share
 from kvcache.runner.weights import Linear, Loader, Progress, Shape, Shapes, Weights
 from ml import nn
 
-__all__ = ["ROPE", "CausalModel", "Decoder", "Layer", "Step", "model_shapes", "token_ids"]
+__all__ = ["ROPE", "CausalModel", "Decoder", "Layer", "Names", "Step", "model_shapes", "token_ids"]
 
 ROPE = "rope"
 """The rotation of models that have one for all layers."""
 
 C = TypeVar("C", bound=ModelConfig)
+
+
+class Names(NamedTuple):
+    """What tensors outside the layers are called, and the layers together."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+
+
+LLAMA_NAMES = Names()
 
 
 @dataclass(slots=True)
@@ -142,6 +153,7 @@ class CausalModel(Decoder, Generic[C]):
     Raises ModelError for a tensor missing or of the wrong shape.
     """
 
+    names = LLAMA_NAMES
     norm_offset = 0.0
     """1 where norms are stored around zero."""
 
@@ -162,9 +174,9 @@ class CausalModel(Decoder, Generic[C]):
         load = Loader(weights, self.shapes(config), dtype, progress, share.group if share else None)
         with backend.new_context() as ctx:
             here = ctx.input()
-            self._embedding = load.tensor(here, "model.embed_tokens.weight")
+            self._embedding = load.tensor(here, f"{self.names.embedding}.weight")
             self._layers = [self._layer(load, ctx.layer(i), i) for i in range(config.layers)]
-            self._norm = load.norm(here, "model.norm", self.norm_offset)
+            self._norm = load.norm(here, self.names.norm, self.norm_offset)
             self._head = Linear(self._load_head(load, here).permute(here, 1, 0))
 
     @staticmethod
@@ -198,12 +210,14 @@ class CausalModel(Decoder, Generic[C]):
         return self.share.all_logits(ctx, logits, self.config.vocab_size) if self.share else logits
 
 
-def model_shapes(config: ModelConfig, layer: Callable[[int], Mapping[str, Shape]]) -> dict[str, Shape]:
-    """Embedding, layers, norm and head; ``layer(i)`` names the tensors below ``model.layers.{i}.``."""
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+def model_shapes(
+    config: ModelConfig, layer: Callable[[int], Mapping[str, Shape]], names: Names = LLAMA_NAMES
+) -> dict[str, Shape]:
+    """Embedding, layers, norm and head; ``layer(i)`` names the tensors of layer i."""
+    shapes: dict[str, Shape] = {f"{names.embedding}.weight": (config.vocab_size, config.hidden_size)}
     for i in range(config.layers):
-        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer(i).items()})
-    shapes["model.norm.weight"] = (config.hidden_size,)
+        shapes.update({f"{names.layers}.{i}.{name}": shape for name, shape in layer(i).items()})
+    shapes[f"{names.norm}.weight"] = (config.hidden_size,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     return shapes

@@ -18,7 +18,19 @@ import ml
 from kvcache.cache import Cache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models import deepseek, gemma3, gpt_oss, llama, llama4, moe, qwen3_next, whisper
+from kvcache.runner.models import (
+    deepseek,
+    falcon_h1,
+    gemma3,
+    gpt_oss,
+    lfm2,
+    llama,
+    llama4,
+    mamba2,
+    moe,
+    qwen3_next,
+    whisper,
+)
 from kvcache.runner.parallel import Share, check_ranks, share_of
 from kvcache.runner.weights import Shapes
 
@@ -98,10 +110,13 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(deepseek.parse_v2, deepseek.DeepSeek, "deepseek_v2"),
     "DeepseekV3ForCausalLM": Family(deepseek.parse_v3, deepseek.DeepSeek, "deepseek_v3"),
     "DeepseekV32ForCausalLM": Family(deepseek.parse_v32, deepseek.DeepSeek, "deepseek_v32"),
+    "FalconH1ForCausalLM": Family(falcon_h1.parse, falcon_h1.FalconH1, "falcon_h1"),
     "Gemma3ForCausalLM": Family(gemma3.parse, gemma3.Gemma3, "gemma3_text", divisible=True),
     "Glm4MoeForCausalLM": Family(moe.parse_glm4, moe.MoE, "glm4_moe"),
     "GptOssForCausalLM": Family(gpt_oss.parse, gpt_oss.GptOss, "gpt_oss"),
+    "Lfm2ForCausalLM": Family(lfm2.parse, lfm2.LFM2, "lfm2"),
     "Llama4ForCausalLM": Family(llama4.parse, llama4.Llama4, "llama4_text"),
+    "Mamba2ForCausalLM": Family(mamba2.parse, mamba2.Mamba2, "mamba2"),
     "MixtralForCausalLM": Family(moe.parse_mixtral, moe.MoE, "mixtral"),
     "Qwen3MoeForCausalLM": Family(moe.parse_qwen3, moe.MoE, "qwen3_moe"),
     "Qwen3NextForCausalLM": Family(qwen3_next.parse, qwen3_next.Qwen3Next, "qwen3_next"),

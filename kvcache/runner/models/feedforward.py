@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import ml
 from kvcache.runner.weights import GroupedLinear, Linear, Loader, Shape
 from ml import nn
 
-__all__ = ["Activation", "Experts", "GatedMLP", "geglu", "load_mlp", "mlp_shapes", "swiglu"]
+__all__ = ["PROJECTIONS", "Activation", "Experts", "GatedMLP", "geglu", "load_mlp", "mlp_shapes", "swiglu"]
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 Activation = Callable[[ml.Context, ml.Tensor, ml.Tensor], ml.Tensor]
 """(ctx, gate, up) -> the gated product."""
@@ -37,19 +39,27 @@ class GatedMLP:
         return self.down(ctx, self.activation(ctx, gate, up))
 
 
-def load_mlp(load: Loader, ctx: ml.Context, prefix: str, activation: Activation = swiglu) -> GatedMLP:
-    """Of the tensors below ``prefix``."""
-    gate_up = load.linear(ctx, f"{prefix}.gate_proj", f"{prefix}.up_proj")
-    return GatedMLP(gate_up, load.summed(ctx, f"{prefix}.down_proj"), activation)
+def load_mlp(
+    load: Loader,
+    ctx: ml.Context,
+    prefix: str,
+    activation: Activation = swiglu,
+    names: Sequence[str] = PROJECTIONS,
+) -> GatedMLP:
+    """Of the tensors below ``prefix``; ``names`` of gate, up and down."""
+    gate, up, down = (f"{prefix}.{name}" for name in names)
+    return GatedMLP(load.linear(ctx, gate, up), load.summed(ctx, down), activation)
 
 
-def mlp_shapes(prefix: str, hidden: int, inner: int, bias: bool = False) -> dict[str, Shape]:
+def mlp_shapes(
+    prefix: str, hidden: int, inner: int, bias: bool = False, names: Sequence[str] = PROJECTIONS
+) -> dict[str, Shape]:
     """The tensors that ``load_mlp`` reads."""
     shapes: dict[str, Shape] = {}
-    for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-        shapes[f"{prefix}.{name}_proj.weight"] = (rows, columns)
+    for name, (rows, columns) in zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+        shapes[f"{prefix}.{name}.weight"] = (rows, columns)
         if bias:
-            shapes[f"{prefix}.{name}_proj.bias"] = (rows,)
+            shapes[f"{prefix}.{name}.bias"] = (rows,)
     return shapes
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import ml
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models.feedforward import Activation, Experts, GatedMLP, swiglu
+from kvcache.runner.models.feedforward import PROJECTIONS, Activation, Experts, GatedMLP, mlp_shapes, swiglu
 from kvcache.runner.weights import Linear, Loader, Shape
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "load_experts",
 ]
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 Routing = Literal["softmax", "normalized", "softmax of top", "sigmoid of top"]
 """What the weights of the chosen experts are: their share of the softmax over all experts (Qwen),
@@ -187,12 +186,10 @@ def expert_shapes(
     prefix: str, count: int, hidden: int, inner: int, names: Sequence[str] = PROJECTIONS
 ) -> dict[str, Shape]:
     """The tensors that ``load_each_expert`` reads."""
-    sizes = (inner, hidden), (inner, hidden), (hidden, inner)
-    return {
-        f"{prefix}.{i}.{name}.weight": size
-        for i in range(count)
-        for name, size in zip(names, sizes, strict=True)
-    }
+    found: dict[str, Shape] = {}
+    for i in range(count):
+        found |= mlp_shapes(f"{prefix}.{i}", hidden, inner, names=names)
+    return found
 
 
 def load_corrected(
