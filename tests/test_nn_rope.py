@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import ml
 from ml import DType, nn
-from ml.nn import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from ml.nn import FactorScaling, LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 
 BACKENDS = [
     info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch")
@@ -33,6 +34,7 @@ SPECS = {
     "partial": RopeSpec(8),
     "partial interleaved": RopeSpec(6, interleaved=True),
     "linear": RopeSpec(16, scaling=LinearScaling(4.0)),
+    "factors": RopeSpec(16, scaling=FactorScaling((1.0, 1.5, 1.25, 8.0, 0.5, 2.0, 3.0, 4.0), 1.2)),
     "llama3": RopeSpec(16, base=5e5, scaling=LLAMA3),
     "yarn": RopeSpec(16, scaling=YarnScaling(4.0, 32)),
     "partial yarn": RopeSpec(8, interleaved=True, scaling=YarnScaling(4.0, 32)),
@@ -184,6 +186,13 @@ class TestSpec:
         assert hash(SPECS["yarn"]) == hash(dataclasses.replace(SPECS["yarn"]))
         assert SPECS["yarn"].inverse_frequencies is SPECS["yarn"].inverse_frequencies
 
+    def test_one_factor_for_each_pair(self) -> None:
+        with pytest.raises(ml.ShapeError, match="3 factors for 4 pairs of dimensions"):
+            _ = RopeSpec(8, scaling=FactorScaling((1.0, 2.0, 3.0))).inverse_frequencies
+        for factor in (0.0, -1.0, float("nan")):
+            with pytest.raises(ml.ShapeError, match="all must be above 0"):
+                FactorScaling((1.0, factor))
+
     def test_frequencies_are_read_only(self) -> None:
         with pytest.raises(ValueError, match="read-only"):
             SPECS["yarn"].inverse_frequencies[0] = 1
@@ -202,6 +211,7 @@ def llama_config(parameters: dict[str, Any], head_dim: int = 64) -> Any:
     )
 
 
+FACTORS = tuple(1.0 + 0.25 * i for i in range(32))
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}
 TRANSFORMERS = {
     "default": ({"rope_type": "default", "rope_theta": 10000.0}, RopeSpec(64)),
@@ -209,6 +219,13 @@ TRANSFORMERS = {
     "linear": (
         {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0},
         RopeSpec(64, scaling=LinearScaling(2.5)),
+    ),
+    "longrope within the short context": (
+        {
+            "rope_type": "longrope", "short_factor": list(FACTORS), "long_factor": [64.0] * 32,
+            "original_max_position_embeddings": 2048, "factor": 4.0, "rope_theta": 10000.0,
+        },
+        RopeSpec(64, scaling=FactorScaling(FACTORS, math.sqrt(1 + math.log(4.0) / math.log(2048)))),
     ),
     "llama3": (
         {

@@ -27,11 +27,12 @@ from ml.nn.partial import (
 )
 from ml.nn.rope import Positions, RopeSpec, Rotation, apply_rope, rope, rope_shift, rope_tables
 from ml.nn.sampling import BatchSampler, Draws, sample_on_host
-from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from ml.nn.scaling import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 __all__ = [
     "BatchSampler",
     "Draws",
+    "FactorScaling",
     "Groups",
     "LinearScaling",
     "Llama3Scaling",

@@ -23,12 +23,12 @@ from ml.capabilities import SupportsRope
 from ml.dtypes import DType
 from ml.errors import DTypeError, ShapeError
 from ml.nn.rope_spec import RopeSpec
-from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from ml.nn.scaling import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from ml.protocols import Context, Tensor
 
 __all__ = [
-    "LinearScaling", "Llama3Scaling", "Positions", "RopeScaling", "RopeSpec", "Rotation", "YarnScaling",
-    "apply_rope", "rope", "rope_shift", "rope_tables",
+    "FactorScaling", "LinearScaling", "Llama3Scaling", "Positions", "RopeScaling", "RopeSpec",
+    "Rotation", "YarnScaling", "apply_rope", "rope", "rope_shift", "rope_tables",
 ]  # fmt: skip
 
 Positions = Sequence[int] | np.ndarray | Tensor
