@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 
 import ml
 from ml import DType, nn
-from ml.nn import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from ml.nn import FactorScaling, LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 
 BACKENDS = [
-    info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch")
+    info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch", "mlx")
 ]
 TOLERANCE = {DType.F32: 3e-6, DType.F16: 3e-3, DType.BF16: 2.5e-2}
 POSITIONS = [0, 1, 2, 9, 3, 100]
@@ -33,6 +34,7 @@ SPECS = {
     "partial": RopeSpec(8),
     "partial interleaved": RopeSpec(6, interleaved=True),
     "linear": RopeSpec(16, scaling=LinearScaling(4.0)),
+    "factors": RopeSpec(16, scaling=FactorScaling((1.0, 1.5, 1.25, 8.0, 0.5, 2.0, 3.0, 4.0), 1.2)),
     "llama3": RopeSpec(16, base=5e5, scaling=LLAMA3),
     "yarn": RopeSpec(16, scaling=YarnScaling(4.0, 32)),
     "partial yarn": RopeSpec(8, interleaved=True, scaling=YarnScaling(4.0, 32)),
@@ -122,6 +124,43 @@ class TestRotation:
             RopeSpec(8, base=0.0)
 
 
+class TestSeveralAxes:
+    SECTIONS = (0, 1, 1, 2, 2, 0, 1, 2)
+    PLACES = np.array([POSITIONS, [3, 0, 7, 1, 1, 40], [0, 5, 2, 8, 50, 6]])
+
+    @pytest.mark.parametrize("name", ["default", "interleaved", "yarn"])
+    @pytest.mark.parametrize("where", ["host", "device"])
+    def test_each_pair_turns_by_its_own_axis(self, ctx: ml.Context, name: str, where: str) -> None:
+        spec, x = SPECS[name], random(ctx)
+        places: Any = self.PLACES if where == "host" else ctx.from_numpy(self.PLACES, DType.I32)
+        got = nn.apply_rope(ctx, x, *nn.multi_axis_tables(ctx, places, self.SECTIONS, spec), spec)
+        turned = [reference(x.to_numpy(), row, spec) for row in self.PLACES]
+        axes = np.repeat(self.SECTIONS, 2) if spec.interleaved else np.tile(self.SECTIONS, 2)
+        close(got, np.stack([turned[axis][..., i] for i, axis in enumerate(axes)], 2), 4)
+
+    def test_equal_axes_are_one(self, ctx: ml.Context) -> None:
+        spec = SPECS["yarn"]
+        tables = nn.multi_axis_tables(ctx, np.array([POSITIONS] * 3), self.SECTIONS, spec)
+        for got, plain in zip(tables, nn.rope_tables(ctx, POSITIONS, spec), strict=True):
+            assert got.shape == plain.shape
+            close(got, plain.to_numpy(), 4)
+
+    def test_refusals(self, ctx: ml.Context) -> None:
+        spec = SPECS["default"]
+        for places, axes in (
+            (self.PLACES, [0] * 7),
+            (self.PLACES, [3] + [0] * 7),
+            (self.PLACES, [-1] + [0] * 7),
+            (self.PLACES[0], [0] * 8),
+        ):
+            with pytest.raises(ml.ShapeError, match="one of the kinds for each of 8 pairs"):
+                nn.multi_axis_tables(ctx, places, axes, spec)
+        with pytest.raises(ml.DTypeError, match="must be integers"):
+            nn.multi_axis_tables(ctx, self.PLACES.astype(float), [0] * 8, spec)
+        with pytest.raises(ml.DTypeError, match="must be I32"):
+            nn.multi_axis_tables(ctx, ctx.from_numpy(self.PLACES, DType.I64), [0] * 8, spec)
+
+
 class TestShift:
     @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
     def test_equals_rotation_at_the_new_position(self, ctx: ml.Context, spec: RopeSpec) -> None:
@@ -184,6 +223,13 @@ class TestSpec:
         assert hash(SPECS["yarn"]) == hash(dataclasses.replace(SPECS["yarn"]))
         assert SPECS["yarn"].inverse_frequencies is SPECS["yarn"].inverse_frequencies
 
+    def test_one_factor_for_each_pair(self) -> None:
+        with pytest.raises(ml.ShapeError, match="3 factors for 4 pairs of dimensions"):
+            _ = RopeSpec(8, scaling=FactorScaling((1.0, 2.0, 3.0))).inverse_frequencies
+        for factor in (0.0, -1.0, float("nan")):
+            with pytest.raises(ml.ShapeError, match="all must be above 0"):
+                FactorScaling((1.0, factor))
+
     def test_frequencies_are_read_only(self) -> None:
         with pytest.raises(ValueError, match="read-only"):
             SPECS["yarn"].inverse_frequencies[0] = 1
@@ -202,6 +248,7 @@ def llama_config(parameters: dict[str, Any], head_dim: int = 64) -> Any:
     )
 
 
+FACTORS = tuple(1.0 + 0.25 * i for i in range(32))
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}
 TRANSFORMERS = {
     "default": ({"rope_type": "default", "rope_theta": 10000.0}, RopeSpec(64)),
@@ -209,6 +256,13 @@ TRANSFORMERS = {
     "linear": (
         {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0},
         RopeSpec(64, scaling=LinearScaling(2.5)),
+    ),
+    "longrope within the short context": (
+        {
+            "rope_type": "longrope", "short_factor": list(FACTORS), "long_factor": [64.0] * 32,
+            "original_max_position_embeddings": 2048, "factor": 4.0, "rope_theta": 10000.0,
+        },
+        RopeSpec(64, scaling=FactorScaling(FACTORS, math.sqrt(1 + math.log(4.0) / math.log(2048)))),
     ),
     "llama3": (
         {
@@ -278,3 +332,21 @@ class TestAgainstTransformers:
         expected, _ = apply_rotary_pos_emb(heads_first, heads_first, cos, sin)
         got = nn.rope(ctx, ctx.from_numpy(x), range(5), spec).to_numpy()
         np.testing.assert_allclose(got, expected[0].permute(1, 0, 2).numpy(), rtol=0, atol=3e-6)
+
+    def test_several_axes(self, ctx: ml.Context) -> None:
+        """Qwen2-VL turns runs of pairs by time, height and width."""
+        transformers = pytest.importorskip("transformers")
+        import torch
+        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
+
+        sections = [8, 12, 12]
+        rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+        config = transformers.Qwen2VLTextConfig(hidden_size=256, num_attention_heads=4, rope_parameters=rope)
+        places = np.random.default_rng(0).integers(0, 60, (3, 5))
+        x = np.random.default_rng(1).standard_normal((5, 2, 64)).astype(np.float32)
+        cos, sin = Qwen2VLRotaryEmbedding(config)(torch.from_numpy(x), torch.from_numpy(places)[:, None])
+        half = np.concatenate([-x[..., 32:], x[..., :32]], 2)
+        expected = x * cos[0].numpy()[:, None] + half * sin[0].numpy()[:, None]
+        spec, axes = RopeSpec(64, 1e6), np.repeat([0, 1, 2], sections)
+        got = nn.apply_rope(ctx, ctx.from_numpy(x), *nn.multi_axis_tables(ctx, places, axes, spec), spec)
+        np.testing.assert_allclose(got.to_numpy(), expected, rtol=0, atol=5e-5)

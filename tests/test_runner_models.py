@@ -54,6 +54,8 @@ LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_r
           "initializer_range": 0.2}  # fmt: skip
 LOCAL = {"rope_type": "default", "rope_theta": 100.0}
 FULL = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+GEMMA3N = {"sliding_window": WINDOW, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 10,
+           "laurel_rank": 6, "altup_num_inputs": 3, "initializer_range": 0.2}  # fmt: skip
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek-v2": ("DeepseekV2", "DeepseekV2", {
         **LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
@@ -81,6 +83,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "sliding_window": WINDOW, "query_pre_attn_scalar": 20, "final_logit_softcapping": 9.0,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {"sliding_attention": LOCAL, "full_attention": FULL}, "initializer_range": 0.2,
+    }),
+    "gemma3n": ("Gemma3n", "Gemma3nText", {
+        **GEMMA3N, "num_hidden_layers": 6, "num_kv_shared_layers": 3, "intermediate_size": [80, 72, 64] * 2,
+        "activation_sparsity_pattern": [0.9, 0.0, 0.3] * 2, "layer_types": ["sliding_attention",
+        "full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"sliding_attention": LOCAL, "full_attention": FULL},
+    }),
+    "gemma3n without sharing": ("Gemma3n", "Gemma3nText", {
+        **GEMMA3N, "num_kv_shared_layers": 0, "altup_num_inputs": 2, "altup_active_idx": 1,
+        "altup_correct_scale": False, "attention_bias": True, "final_logit_softcapping": 9.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "vocab_size_per_layer_input": 60,
     }),
     "gpt-oss": ("GptOss", "GptOss", {
         "sliding_window": WINDOW, "num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": YARN,
@@ -162,7 +176,7 @@ LLAMAS: dict[str, tuple[str, str, dict[str, Any]]] = {
 CASES = [(name, each) for name in BACKENDS for each in (*MODELS, *LLAMAS) if each in MODELS or name != "mlx"]
 every_family = pytest.mark.parametrize(("backend", "name"), CASES, indirect=["backend"])
 HYBRID = "qwen3-next", "qwen3.5", "falcon", "lfm2", "mamba"
-SHIFTED = [name for name in MODELS if not name.startswith(HYBRID)]
+SHIFTED = [name for name in MODELS if not name.startswith((*HYBRID, "gemma3n"))]  # it has a test of its own
 NARROW = [(DType.F16, 0.03), (DType.BF16, 0.2)]
 
 

@@ -25,13 +25,23 @@ from ml.nn.partial import (
     partial_attention,
     partial_in_blocks,
 )
-from ml.nn.rope import Positions, RopeSpec, Rotation, apply_rope, rope, rope_shift, rope_tables
+from ml.nn.rope import (
+    Positions,
+    RopeSpec,
+    Rotation,
+    apply_rope,
+    multi_axis_tables,
+    rope,
+    rope_shift,
+    rope_tables,
+)
 from ml.nn.sampling import BatchSampler, Draws, sample_on_host
-from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from ml.nn.scaling import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 __all__ = [
     "BatchSampler",
     "Draws",
+    "FactorScaling",
     "Groups",
     "LinearScaling",
     "Llama3Scaling",
@@ -58,6 +68,7 @@ __all__ = [
     "logprobs_on_host",
     "merge_attention",
     "merge_parts",
+    "multi_axis_tables",
     "offers",
     "partial_attention",
     "partial_in_blocks",

@@ -23,12 +23,12 @@ from ml.capabilities import SupportsRope
 from ml.dtypes import DType
 from ml.errors import DTypeError, ShapeError
 from ml.nn.rope_spec import RopeSpec
-from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from ml.nn.scaling import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from ml.protocols import Context, Tensor
 
 __all__ = [
-    "LinearScaling", "Llama3Scaling", "Positions", "RopeScaling", "RopeSpec", "Rotation", "YarnScaling",
-    "apply_rope", "rope", "rope_shift", "rope_tables",
+    "FactorScaling", "LinearScaling", "Llama3Scaling", "Positions", "RopeScaling", "RopeSpec",
+    "Rotation", "YarnScaling", "apply_rope", "multi_axis_tables", "rope", "rope_shift", "rope_tables",
 ]  # fmt: skip
 
 Positions = Sequence[int] | np.ndarray | Tensor
@@ -46,6 +46,38 @@ def rope(ctx: Context, x: Tensor, positions: Positions, spec: RopeSpec) -> Tenso
 def rope_tables(ctx: Context, positions: Positions, spec: RopeSpec) -> tuple[Tensor, Tensor]:
     """cos and sin, F32 (tokens, 1, dim), times the attention factor: good for all layers of a forward."""
     return _tables(ctx, positions, spec, spec.attention_factor)
+
+
+def multi_axis_tables(
+    ctx: Context, positions: np.ndarray | Tensor, axes: Sequence[int], spec: RopeSpec
+) -> tuple[Tensor, Tensor]:
+    """Tables for :func:`apply_rope` where each pair of dimensions turns by a position of its own kind.
+
+    Multimodal rotary embedding (M-RoPE; Wang et al., "Qwen2-VL", 2024, arXiv 2409.12191): ``positions``
+    (kinds, tokens) has time, height and width of each token, integers on the host or an I32 tensor, and
+    pair i turns by kind ``axes[i]``. Qwen2-VL's ``mrope_section`` [16, 24, 24] is ``[0] * 16 + [1] * 24 +
+    [2] * 24``. Equal rows are :func:`rope_tables`. Gives cos and sin, F32 (tokens, 1, dim), times the
+    attention factor.
+
+    Raises ShapeError unless there is an axis for each pair, each a row of ``positions``; DTypeError for
+    positions that are not integers.
+    """
+    shape = tuple(positions.shape)
+    if len(shape) != 2 or len(axes) != spec.dim // 2 or not all(0 <= axis < shape[0] for axis in axes):
+        raise ShapeError(
+            f"multi_axis_tables: positions {shape} for axes {list(axes)}; positions must be (kinds, tokens), "
+            f"and axes must name one of the kinds for each of {spec.dim // 2} pairs"
+        )
+    each = np.repeat(axes, 2) if spec.interleaved else np.tile(axes, 2)
+    if isinstance(positions, np.ndarray):
+        if positions.dtype.kind not in "iu":
+            raise DTypeError(f"multi_axis_tables: positions {positions.dtype}; they must be integers")
+        positions = ctx.from_numpy(positions.astype(np.int32), DType.I32)
+    elif positions.dtype is not DType.I32:
+        raise DTypeError(f"multi_axis_tables: positions {positions.dtype!r}; they must be I32")
+    steps = positions.rows(ctx, each).permute(ctx, 1, 0).cast(ctx, DType.F32)
+    angles = steps.contiguous(ctx).reshape(ctx, shape[1], 1, spec.dim)
+    return _cos_sin(ctx, angles.mul(ctx, ctx.from_numpy(spec.signed_frequencies)), spec.attention_factor)
 
 
 def apply_rope(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, spec: RopeSpec) -> Tensor:
@@ -157,9 +189,7 @@ def _tables(ctx: Context, positions: Positions, spec: RopeSpec, factor: float) -
     """cos and sin of position * frequency, in F32 as the reference models compute them."""
     if not _is_host(positions):
         steps = _on_device(ctx, positions).cast(ctx, DType.F32).reshape(ctx, -1, 1, 1)
-        angles = steps.mul(ctx, ctx.from_numpy(spec.signed_frequencies))
-        cos, sin = angles.cos(ctx), angles.sin(ctx)
-        return (cos, sin) if factor == 1.0 else (cos.scale(ctx, factor), sin.scale(ctx, factor))
+        return _cos_sin(ctx, steps.mul(ctx, ctx.from_numpy(spec.signed_frequencies)), factor)
     angles_on_host = _on_host(positions).astype(np.float32)[:, None, None] * spec.signed_frequencies
     shape = angles_on_host.shape
     tables = np.empty((2, *shape), np.float32)  # one transfer for the two
@@ -169,6 +199,11 @@ def _tables(ctx: Context, positions: Positions, spec: RopeSpec, factor: float) -
         tables *= np.float32(factor)
     both = ctx.from_numpy(tables)
     return both.view(ctx, 0, shape), both.view(ctx, angles_on_host.size, shape)
+
+
+def _cos_sin(ctx: Context, angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    cos, sin = angles.cos(ctx), angles.sin(ctx)
+    return (cos, sin) if factor == 1.0 else (cos.scale(ctx, factor), sin.scale(ctx, factor))
 
 
 def _swapped(ctx: Context, x: Tensor, spec: RopeSpec) -> Tensor:

@@ -12,7 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["LinearScaling", "Llama3Scaling", "RopeScaling", "YarnScaling"]
+from ml.errors import ShapeError
+
+__all__ = ["FactorScaling", "LinearScaling", "Llama3Scaling", "RopeScaling", "YarnScaling"]
 
 
 class RopeScaling(Protocol):
@@ -38,6 +40,34 @@ class LinearScaling:
 
     def scale(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         return frequencies / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class FactorScaling:
+    """The frequency of pair i divided by ``factors[i]``: LongRoPE (Ding et al., 2024, arXiv 2402.13753).
+
+    ``attention_scale`` is LongRoPE's attention factor. Of two lists of factors, for short and for long
+    contexts, a cache takes one: keys that are stored do not change.
+
+    Raises ShapeError for a factor that is not above 0, and in ``scale`` unless there is one for each pair.
+    """
+
+    factors: tuple[float, ...]
+    attention_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for factor in self.factors:
+            if not factor > 0:
+                raise ShapeError(f"FactorScaling: factor {factor}; all must be above 0")
+
+    def scale(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        if len(self.factors) != len(frequencies):
+            raise ShapeError(
+                f"FactorScaling: {len(self.factors)} factors for {len(frequencies)} pairs of dimensions; "
+                "there must be one for each pair"
+            )
+        scaled: np.ndarray = frequencies / np.asarray(self.factors)
+        return scaled
 
 
 @dataclass(frozen=True, slots=True)

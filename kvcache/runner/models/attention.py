@@ -22,9 +22,9 @@ class Attention:
     ``qkv``: hidden_size -> (heads + 2 kv_heads) * head_dim, and with ``gated`` another heads * head_dim
     whose sigmoid the result is multiplied by (Qwen3-Next). ``qk_norm`` (heads + kv_heads, head_dim):
     weights of an RMS norm per head before the rotation; ``plain_norm``: one without weights after it
-    (Llama 4). ``sinks`` (heads,): a logit per head that takes part in the softmax (gpt-oss).
-    ``rotation`` names that of the step, ``temperature`` the tensor (tokens, 1, 1) of the step, if there is
-    one, that multiplies the queries (Llama 4).
+    (Llama 4); ``value_norm``: one without weights on the values (Gemma 3n). ``sinks`` (heads,): a logit
+    per head that takes part in the softmax (gpt-oss). ``rotation`` names that of the step, ``temperature``
+    the tensor (tokens, 1, 1) of the step, if there is one, that multiplies the queries (Llama 4).
     """
 
     qkv: Linear
@@ -36,6 +36,7 @@ class Attention:
     eps: float = 1e-6
     qk_norm: ml.Tensor | None = None
     plain_norm: bool = False
+    value_norm: bool = False
     gated: bool = False
     sinks: ml.Tensor | None = None
     rotation: str | None = ROPE
@@ -57,7 +58,10 @@ class Attention:
         if self.temperature is not None and self.temperature in step.tensors:
             query = query.mul(ctx, step.tensors[self.temperature])
         values = rotated + self.kv_heads
-        step.cache.put(ctx, key, joined.slice(ctx, 1, rotated, values))
+        value = joined.slice(ctx, 1, rotated, values)
+        if self.value_norm:
+            value = value.rms_norm(ctx, None, self.eps)
+        step.cache.put(ctx, key, value)
         attended: ml.Tensor = step.cache.attend(ctx, query, self.scale, self.sinks)
         if self.gated:
             gate = joined.slice(ctx, 1, values, values + heads)

@@ -178,6 +178,7 @@ class CausalModel(Decoder, Generic[C]):
             self._layers = [self._layer(load, ctx.layer(i), i) for i in range(config.layers)]
             self._norm = load.norm(here, self.names.norm, self.norm_offset)
             self._head = Linear(self._load_head(load, here).permute(here, 1, 0))
+            self._load_more(load, here)
 
     @staticmethod
     def shapes(config: Any) -> Shapes:
@@ -189,6 +190,9 @@ class CausalModel(Decoder, Generic[C]):
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         raise NotImplementedError
+
+    def _load_more(self, load: Loader, ctx: ml.Context) -> None:
+        """What a family has beside its layers."""
 
     def _load_head(self, load: Loader, ctx: ml.Context) -> ml.Tensor:
         """(vocab_size, hidden_size), or the rows of this rank; a tied one is a view of the embedding."""

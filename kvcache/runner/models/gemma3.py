@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -37,7 +37,19 @@ from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.weights import Loader, Shape
 from ml import nn
 
-__all__ = ["Gemma3", "Gemma3Config", "make_cache", "parse", "shapes"]
+__all__ = [
+    "AFTER",
+    "BEFORE",
+    "Gemma3",
+    "Gemma3Config",
+    "begin_gemma",
+    "capped",
+    "embedding_scale",
+    "gemma_fields",
+    "make_cache",
+    "parse",
+    "shapes",
+]
 
 _DEFAULTS = {
     "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
@@ -51,8 +63,8 @@ class Gemma3Config(SlidingConfig):
     """``rope`` is that of the full layers."""
 
     local_rope: nn.RopeSpec
-    query_scalar: float
     logit_softcap: float | None
+    query_scalar: float
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3Config:
@@ -64,33 +76,41 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3Config
             "use_bidirectional_attention": [False, None],
         },
     )
-    raw = {**_DEFAULTS, **raw}
-    fields = common_fields(raw, generation, "Gemma3ForCausalLM")
     pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    return Gemma3Config(
+        **gemma_fields({**_DEFAULTS, **raw}, generation, "Gemma3ForCausalLM", pattern),
+        query_scalar=float(raw.get("query_pre_attn_scalar", 256)),
+    )
+
+
+def gemma_fields(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str, pattern: int
+) -> dict[str, Any]:
+    """Those of a SlidingConfig whose every ``pattern``-th layer is full, both rotations, the cap."""
+    fields = common_fields(raw, generation, architecture)
     types = SLIDING_ATTENTION, FULL_ATTENTION
     local = {"rope_theta": raw.get("rope_local_base_freq", 10_000.0)}
     local = (raw.get("rope_parameters") or {}).get(SLIDING_ATTENTION) or local
     cap = raw.get("final_logit_softcapping")
     head_dim = fields["head_dim"]
-    return Gemma3Config(
+    return {
         **sliding_fields(raw, fields, lambda i: types[(i + 1) % pattern == 0]),
-        rope=parse_rope(raw, head_dim, 1_000_000.0, FULL_ATTENTION),
-        local_rope=parse_rope({**raw, "rope_parameters": local}, head_dim, 10_000.0),
-        query_scalar=float(raw.get("query_pre_attn_scalar", 256)),
-        logit_softcap=None if cap is None else float(cap),
-    )
+        "rope": parse_rope(raw, head_dim, 1_000_000.0, FULL_ATTENTION),
+        "local_rope": parse_rope({**raw, "rope_parameters": local}, head_dim, 10_000.0),
+        "logit_softcap": None if cap is None else float(cap),
+    }
 
 
 def shapes(config: Gemma3Config) -> dict[str, Shape]:
     """The name and shape of every tensor."""
     layer = attention_shapes(config, qk_norm=True)
-    layer |= norm_shapes(config.hidden_size, _BEFORE + _AFTER)
+    layer |= norm_shapes(config.hidden_size, BEFORE + AFTER)
     layer |= mlp_shapes("mlp", config.hidden_size, config.intermediate_size)
     return model_shapes(config, lambda _: layer)
 
 
-_BEFORE = ("input_layernorm", "pre_feedforward_layernorm")
-_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+BEFORE = ("input_layernorm", "pre_feedforward_layernorm")
+AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
 def make_cache(
@@ -98,6 +118,30 @@ def make_cache(
 ) -> WrapperCache:
     """For the two types of layers; ``memory`` as SlidingWindowCache has it, any ``dtype`` alike."""
     return sliding_cache(config.window, config.local_rope, config.rope, memory)
+
+
+class _Rotated(Protocol):
+    @property
+    def rope(self) -> nn.RopeSpec: ...
+    @property
+    def local_rope(self) -> nn.RopeSpec: ...
+
+
+def begin_gemma(ctx: ml.Context, batch: Batch, cache: Cache, config: _Rotated) -> Step:
+    """A pass with the rotations of both types of layers."""
+    ropes = {SLIDING_ATTENTION: config.local_rope, FULL_ATTENTION: config.rope}
+    rotations = {kind: nn.Rotation(ctx, batch.positions, rope) for kind, rope in ropes.items()}
+    return Step(batch, cache, rotations)
+
+
+def embedding_scale(size: int, dtype: ml.DType) -> float:
+    """sqrt(size) as a number of the weights' dtype."""
+    return float(np.asarray(math.sqrt(size), dtype.numpy))
+
+
+def capped(ctx: ml.Context, logits: ml.Tensor, cap: float | None) -> ml.Tensor:
+    """``cap * tanh(logits / cap)``; None: as they are."""
+    return logits if cap is None else logits.scale(ctx, 1 / cap).tanh(ctx).scale(ctx, cap)
 
 
 class Gemma3(CausalModel[Gemma3Config]):
@@ -109,24 +153,20 @@ class Gemma3(CausalModel[Gemma3Config]):
     shapes = staticmethod(shapes)
 
     def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
-        scale = float(np.asarray(math.sqrt(self.config.hidden_size), self.dtype.numpy))
-        return super().embed(ctx, batch).scale(ctx, scale)
+        return super().embed(ctx, batch).scale(ctx, embedding_scale(self.config.hidden_size, self.dtype))
 
     def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        ropes = {SLIDING_ATTENTION: self.config.local_rope, FULL_ATTENTION: self.config.rope}
-        rotations = {kind: nn.Rotation(ctx, batch.positions, rope) for kind, rope in ropes.items()}
-        return Step(batch, cache, rotations)
+        return begin_gemma(ctx, batch, cache, self.config)
 
     def logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
-        logits, cap = super().logits(ctx, hidden), self.config.logit_softcap
-        return logits if cap is None else logits.scale(ctx, 1 / cap).tanh(ctx).scale(ctx, cap)
+        return capped(ctx, super().logits(ctx, hidden), self.config.logit_softcap)
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         config, prefix = self.config, f"model.layers.{i}"
         attention = f"{prefix}.self_attn"
         return PreNormLayer(
             eps=config.rms_norm_eps,
-            norms=load_norms(load, ctx, prefix, 1.0, _BEFORE),
+            norms=load_norms(load, ctx, prefix, 1.0, BEFORE),
             mixer=load_attention(
                 load,
                 ctx,
@@ -138,5 +178,5 @@ class Gemma3(CausalModel[Gemma3Config]):
             ),
             mlp=load_mlp(load, ctx, f"{prefix}.mlp", geglu),
             cache_kind=config.cache_kind(i),
-            after=load_norms(load, ctx, prefix, 1.0, _AFTER),
+            after=load_norms(load, ctx, prefix, 1.0, AFTER),
         )
