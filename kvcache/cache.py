@@ -120,7 +120,7 @@ class OrderError(KVCacheError, RuntimeError):
 
 
 class SequenceLostError(KVCacheError, RuntimeError):
-    """The device failed while this sequence's data was being moved; remove it and compute it again."""
+    """Moving this sequence's data failed midway (the device, or a shift function); compute it again."""
 
 
 class ClosedError(KVCacheError, ml.ClosedError):

@@ -35,8 +35,8 @@ from .planting import (
 )  # fmt: skip
 
 
-def first_layer_only(f: Any, backend: Any, buffers: Any, *rest: Any) -> Any:
-    return f(backend, dict([*buffers.items()][:1]), *rest)
+def first_layer_only(f: Any, storage: Any, *rest: Any) -> Any:
+    return f(replace(storage, buffers=dict([*storage.buffers.items()][:1])), *rest)
 
 
 def reversed_result(f: Any, *args: Any) -> Any:
@@ -285,6 +285,9 @@ BUGS: dict[str, list[Bug]] = {
         ("caches.causal:CausalCache.put", "a_reserved_pass_spans", written_while_reserved),
         ("caches.causal:CausalCache.start_forward", "it_takes_no_cell_evicts_nothing", evicting_reader),
         ("storage.relocation:prepare_shift", "what_follows_moves_down", first_layer_only),
+        ("storage.relocation:_Piece.computed", "a_long_sequence_moves_in_pieces",
+         lambda f, self, offset, *a: f(self, offset if self._cells.size == 40 else 0, *a)),
+        ("storage.cell_table:CellTable.mark_lost", "after_a_piece_was_written", NOTHING),
         ("caches.sequences:SequenceEditor._check_shift", "random_traces_agree", NOTHING),
         ("storage.relocation:_shifted_extra", "what_follows_moves_down", lambda f, *a: {}),
         ("storage.layer_buffers:LayerBuffers.read_extra", "extras_keep_their",
@@ -300,7 +303,7 @@ BUGS: dict[str, list[Bug]] = {
          lambda f, self, ctx, buffers, rows: buffers.read(ctx, rows, rows.shape[0])),
         ("snapshots.serialize:described", "a_snapshot_on_the_host_is_the_snapshot", always({})),
         ("storage.relocation:defragment", "every_token_is",
-         lambda f, b, of, table: table.move(table.spread())),
+         lambda f, storage: storage.table.move(storage.table.spread())),
         ("storage.cell_table:CellTable.move", "every_token_is_found_again", NOTHING),
         ("storage.cell_table:CellTable.mark_lost", "a_lost_sequence_says_so", NOTHING),
         ("storage.layer_buffers:LayerBuffers.stamp", "a_layer_that_was_not_put",

@@ -89,7 +89,8 @@ class CausalCache(
     ) -> None:
         """Bind to ``backend``: ``max_sequences`` of up to ``capacity`` tokens each, stored as ``dtype`` says.
 
-        Nothing is allocated before the first ``put``. ``max_batch`` is the largest batch expected.
+        Nothing is allocated before the first ``put``. ``max_batch`` is the largest batch expected, and how
+        many tokens are re-encoded at a time where some move (32 at least).
         """
         sizes = {"max_sequences": max_sequences, "capacity": capacity, "max_batch": max_batch}
         self._dtype = self._check_init(backend, dtype, **sizes)
@@ -137,7 +138,7 @@ class CausalCache(
         cells = -(-self._cells() // padding) * padding
         exact = exact_slots(self._dtype, cells, self._max_sequences, self._max_batch)
         table = CellTable(cells, self._max_sequences, exact)
-        storage = CellStorage(backend, self._dtype, self._active, table)
+        storage = CellStorage(backend, self._dtype, self._active, table, self._max_batch)
         self._table, self._buffers = storage.table, storage.buffers  # at hand for each put and get
         self.snapshots.detach_all()
         self.snapshots.bind(storage, self._window())
@@ -471,7 +472,7 @@ class CausalCache(
         return self._ending_pass(self.editor.prepare_copy_prefix(src_seq, dst_seq, length))
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        """Check all that ``remove`` may refuse and compute shifted keys; the callable then does it."""
+        """Check all that ``remove`` may refuse; the callable returned then does it."""
         self._check_remove(seq, begin, end)
         return self._ending_pass(self.editor.prepare_remove(seq, begin, end))
 

@@ -83,8 +83,10 @@ class PreparedCalls(Generic[S]):
         """Forget positions ``[begin, end)`` of a sequence; None: to its end.
 
         Tokens from ``end`` on move down by ``end - begin``, which takes a shift function; NotSupportedError
-        without one, where such a token is shared, and where a window could not go on then. Of an encoder's
-        output goes what came with a token of the range; a recurrent cache: see its class.
+        without one, where such a token is shared, and where a window could not go on then. Their keys are
+        re-encoded ``max_batch`` at a time; where that fails once some were written, the sequence is lost
+        (SequenceLostError wherever it is used), and no other. Of an encoder's output goes what came with a
+        token of the range; a recurrent cache: see its class.
         """
         self.prepare_remove(seq, begin, end)()
 

@@ -53,7 +53,7 @@ class SequenceEditor:
         return commit
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        """Check all that ``remove`` may refuse and compute shifted keys; the callable then does it."""
+        """Check all that ``remove`` may refuse; the callable returned then does it."""
         storage, row = self.snapshots.storage, self.snapshots.storage.table.rows[seq]
         start = row.index(begin)
         stop = len(row) if end is None else row.index(end)
@@ -64,10 +64,7 @@ class SequenceEditor:
         self._check_shift(seq, stop, end - begin)
         self._check_window(seq, stop, end - begin, start)
         self.snapshots.detach_shared(row.cells[stop:])
-        backend, buffers, table = storage.backend, storage.buffers, storage.table
-        write = moving.prepare_shift(
-            backend, buffers, table, seq, stop, begin - end, self.shift, self.shift_extra
-        )
+        write = moving.prepare_shift(storage, seq, stop, begin - end, self.shift, self.shift_extra)
 
         def commit() -> None:
             write()
@@ -120,8 +117,7 @@ class SequenceEditor:
 
     def defrag(self) -> None:
         """Move cells so that every sequence lies in one run, with room to grow."""
-        storage = self.snapshots.storage
-        moving.defragment(storage.backend, storage.buffers, storage.table)
+        moving.defragment(self.snapshots.storage)
 
     def mark_lost(self, seq: int) -> None:
         """Let a sequence say that it is lost wherever it is used, until it is removed."""
@@ -149,6 +145,6 @@ def drop_middle(cache: SupportsRemove, seq: int, keep: int, length: int) -> int:
 def lost_error(op: str, seq: int) -> SequenceLostError:
     """What a call says of a sequence that a device failure took."""
     return SequenceLostError(
-        f"{op}: the device failed while sequence {seq} was being moved, and its data is lost; "
+        f"{op}: moving the data of sequence {seq} failed midway, and it is lost; "
         f"call remove({seq}, 0) and compute it again"
     )

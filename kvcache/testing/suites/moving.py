@@ -109,6 +109,44 @@ class MovingTests(CacheCase):
             moved = {token: offset for token, offset in zip(ids, offsets, strict=True) if offset}
             assert moved == {4: -2, 5: -2}, "tokens are numbered from 1"
 
+    def test_a_long_sequence_moves_in_pieces_of_max_batch(self, rig: MakeRig) -> None:
+        r = rig(layers=2, capacity=120, max_batch=40, max_sequences=2)
+        asked: list[int] = []
+
+        def shift(ctx: ml.Context, layer: int, key: ml.Tensor, offsets: ml.Tensor) -> ml.Tensor:
+            asked.append(offsets.shape[0])
+            return values.shift_positions(ctx, layer, key, offsets)
+
+        r.forward(range(100), 0)
+        r.forward(range(5), 1)
+        r.cache.editor.shift = shift
+        r.remove(0, 3, 7)
+        assert asked == [40, 40, 40, 40, 13, 13]
+        r.forward([96, 5], [0, 1])
+
+    def test_a_shift_function_that_raises_after_a_piece_was_written_loses_just_that_sequence(
+        self, rig: MakeRig
+    ) -> None:
+        r = rig(layers=2, capacity=120, max_batch=40, max_sequences=2)
+        r.forward(range(100), 0)
+        r.forward(range(5), 1)
+
+        def raises(ctx: ml.Context, layer: int, key: ml.Tensor, offsets: ml.Tensor) -> ml.Tensor:
+            if offsets.shape[0] < 40:
+                raise ZeroDivisionError("in the model")
+            return values.shift_positions(ctx, layer, key, offsets)
+
+        r.cache.editor.shift = raises
+        with pytest.raises(ZeroDivisionError):
+            r.cache.remove(0, 3, 7)
+        r.model.lost = {0}
+        r.check_figures()
+        assert not r.forward([100], 0), "it says that it is lost"
+        r.forward([5], 1)
+        r.remove(0, 0)
+        r.forward(range(3), 0)
+        r.drain()
+
     @pytest.mark.parametrize("fails_in", [0, 1])
     def test_a_shift_function_that_raises_or_gives_another_shape_leaves_all_as_it_was(
         self, rig: MakeRig, fails_in: int
