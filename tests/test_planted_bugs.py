@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcache.attention.read_plan import LowerBound
 from kvcache.cache import SupportsPrepare
 from kvcache.caches.causal import CausalCache
 from kvcache.stores import StoreUnavailable
@@ -256,7 +257,7 @@ def one_more(f: Any, *args: Any) -> Any:
 
 
 def one_later(f: Any, *args: Any) -> Any:
-    return [(seq, limit + 1) for seq, limit in f(*args)]
+    return [(seq, begin, end + 1) for seq, begin, end in f(*args)]
 
 
 def put_over(f: Any, self: Any, key: str, *rest: Any) -> Any:
@@ -287,7 +288,7 @@ BUGS: dict[str, list[Bug]] = {
         ("storage.relocation:prepare_shift", "what_follows_moves_down", first_layer_only),
         ("storage.relocation:_Piece.computed", "a_long_sequence_moves_in_pieces",
          lambda f, self, offset, *a: f(self, offset if self._cells.size == 40 else 0, *a)),
-        ("storage.cell_table:CellTable.mark_lost", "after_a_piece_was_written", NOTHING),
+        ("storage.cell_table:CellTable.mark_lost", "a_shift_function_that_raises_after", NOTHING),
         ("caches.sequences:SequenceEditor._check_shift", "random_traces_agree", NOTHING),
         ("storage.relocation:_shifted_extra", "what_follows_moves_down", lambda f, *a: {}),
         ("storage.layer_buffers:LayerBuffers.read_extra", "extras_keep_their",
@@ -312,12 +313,25 @@ BUGS: dict[str, list[Bug]] = {
         ("caches.windows:SlidingWindowCache._evictions", "a_token_leaves_when", own_evictions_only),
         ("caches.windows:SlidingWindowCache._evictions", "a_token_leaves_when", one_later),
         ("caches.windows:SlidingWindowCache.lower_bound", "a_query_sees",
-         lambda f, self: lambda p: p - self.window + 1),
+         lambda f, self: LowerBound(lambda p: p - self.window + 1)),
         ("caches.windows:SlidingWindowCache.lower_bound", "a_query_sees",
-         lambda f, self: lambda p: p - self.window - 1),
+         lambda f, self: LowerBound(lambda p: p - self.window - 1)),
         ("caches.windows:SlidingWindowCache._window", "a_sequence_resumed_where",
          lambda f, self: replace(f(self), size=max(0, self.window - 1))),
-        ("caches.windows:ChunkedCache.lower_bound", "a_query", lambda f, self: lambda p: p - self.chunk + 1),
+        ("caches.windows:ChunkedCache.lower_bound", "a_query",
+         lambda f, self: LowerBound(lambda p: p - self.chunk + 1)),
+        ("caches.windows:SlidingWindowCache.lower_bound", "a_query_sees",
+         lambda f, self: replace(f(self), keep=max(0, self.keep - 1))),
+        ("caches.windows:SlidingWindowCache._evictions", "the_first_tokens_stay",
+         lambda f, self, groups: [(seq, 0, end) for seq, _, end in f(self, groups)]),
+        ("caches.windows:SlidingWindowCache._window", "random_traces",
+         lambda f, self: replace(f(self), keep=0)),
+        ("snapshots.attention:Window.held", "the_first_tokens_stay",
+         lambda f, self, stored, end: f(replace(self, keep=0), stored, end)),
+        ("storage.cell_table:Row.save_copy", "the_first_tokens_stay", lambda f, self: self.save()),
+        ("attention.segments:_Reader.parted", "random_traces_agree", lambda f, self, pieces: pieces),
+        ("attention.forward_pass:rows_seen", "a_query_attends_to_the_chosen",
+         lambda f, reading, tokens, lower, *a: f(reading, tokens, lower and replace(lower, keep=0), *a)),
         ("storage.state_table:StateTable.read", "states_are_read_as_they_stand", states_lent_to_readers),
         ("storage.state_table:StateTable.deliver", "a_sequence_goes_back_to_any_position",
          lambda f, self, ctx, key, current, at, states: f(self, ctx, key, current, at[::-1], states)),

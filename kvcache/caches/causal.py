@@ -31,7 +31,7 @@ from kvcache.attention.fixed_shapes import FixedPass, GraphTensors, check_window
 from kvcache.attention.forward_pass import ForwardPass, Reads, Uploads
 from kvcache.attention.layer_input import put_layer, put_stored_layer
 from kvcache.attention.placement import place_exact
-from kvcache.attention.read_plan import LowerBound, check_sees
+from kvcache.attention.read_plan import LowerBound, check_sees, kept_entries
 from kvcache.attention.selected import attend_selected, check_select
 from kvcache.cache import (
     Batch,
@@ -157,8 +157,8 @@ class CausalCache(
         """The window that bounds what is stored of a sequence; None: all is."""
         return None
 
-    def _evictions(self, groups: Iterable[SequenceTokens]) -> list[tuple[int, int]]:
-        """(sequence, position): what lies below goes before the batch is placed."""
+    def _evictions(self, groups: Iterable[SequenceTokens]) -> list[tuple[int, int, int]]:
+        """(sequence, begin, end): positions ``[begin, end)``, which go before the batch is placed."""
         return []
 
     def can_resume(self, seq: int, position: int) -> bool:
@@ -281,11 +281,12 @@ class CausalCache(
         """Evict what windows no longer see, so that ``tokens`` cells are free; everything or nothing."""
         table = self._table
         evictions = self._evictions(groups)
-        saved = {seq: table.save_row(seq) for seq, _ in evictions}
-        for group in groups:
-            saved[group.seq] = table.save_row(group.seq)
-        for seq, position in evictions:
-            table.drop(seq, 0, table.rows[seq].index(position))
+        # Where not the head goes the row's own buffers may be written: a copy is safe from that.
+        saved = {seq: table.rows[seq].save_copy() for seq, begin, _ in evictions if begin}
+        for seq in (*(seq for seq, _, _ in evictions), *(group.seq for group in groups)):
+            saved.setdefault(seq, table.save_row(seq))
+        for seq, begin, end in evictions:
+            table.drop(seq, table.rows[seq].index(begin), table.rows[seq].index(end))
         try:
             if tokens > table.free:
                 self.snapshots.reclaim(tokens)
@@ -566,7 +567,10 @@ class CausalCache(
         self._bound("visible")
         check_sequence("visible", seq, self._max_sequences)
         row, lower = self._table.rows[seq], self.lower_bound()
-        return len(row) if lower is None else len(row) - row.index(int(lower(np.array([row.last + 1]))[0]))
+        if lower is None:
+            return len(row)
+        hidden = row.index(int(lower(np.array([row.last + 1]))[0])) - kept_entries(row, lower)
+        return len(row) - max(0, hidden)
 
     @property
     def nbytes(self) -> int:

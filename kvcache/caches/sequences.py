@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+
 from kvcache.cache import (
     ExtraShiftFunction,
     InvalidRangeError,
@@ -107,12 +109,12 @@ class SequenceEditor:
     def _check_window(self, seq: int, stop: int, distance: int, start: int) -> None:
         """Refuse a removal of entries ``[start, stop)`` that leaves less than a window to go on from."""
         window, row = self.snapshots.window, self.snapshots.storage.table.rows[seq]
-        first = row.first if start else int(row.positions[stop]) - distance
-        resume = row.last - distance + 1
-        if window is not None and max(0, resume - window.size) < first:
+        left = np.concatenate((row.positions[:start], row.positions[stop:] - distance))
+        resume = int(left[-1]) + 1
+        if window is not None and not window.reaches(left, resume):
             raise NotSupportedError(
-                f"remove: sequence {seq} would hold positions from {first} and could not resume at {resume} "
-                f"with a window of {window.size}; compute it anew, or keep more with memory="
+                f"remove: sequence {seq} would hold positions from {left[0]} and could not resume at "
+                f"{resume} with a window of {window.size}; compute it anew, or keep more with memory="
             )
 
     def defrag(self) -> None:

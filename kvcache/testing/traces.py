@@ -88,6 +88,8 @@ def random_setup(
     if quantized and not config.fixed_shapes and rnd.random() < 0.4:
         setup = replace(setup, dtype=_windowed(rnd, setup.dtype))
     kind = rnd.choice(KINDS[cache])
+    if kind in (1, 2):
+        setup = replace(setup, keep=rnd.choice((0, 0, 1, 2, 4)))
     if kind == 1:
         return replace(setup, window=rnd.randrange(6))
     if kind == 2:

@@ -331,7 +331,12 @@ class Rig:
             assert cache.positions(seq).tolist() == stored
             first, last = (stored[0], stored[-1]) if stored else (0, -1)
             edge = first + (self.setup.window or 0)
-            for position in {0, first, edge - 1, edge, edge + 1, last, last + 1, last + 2} - {-1}:
+            keep = self.setup.keep
+            slid = next((position for position in stored if position >= keep), keep) + edge - first
+            for position in {
+                *(0, first, edge - 1, edge, edge + 1, last, last + 1, last + 2),
+                *(keep, keep + 1, slid - 1, slid, slid + 1),
+            } - {-1}:
                 found = cache.can_resume(seq, position)
                 assert found == model.can_resume(seq, position), f"can_resume({seq}, {position}) is {found}"
 

@@ -223,6 +223,40 @@ class MovingTests(CacheCase):
         r.drain()
 
     @every_arrangement
+    def test_the_first_tokens_stay_while_the_window_slides(
+        self, rig: MakeRig, arranged: ml.CacheConfig
+    ) -> None:
+        """Through eviction, undo, sharing, snapshots and a change of the window's place."""
+        r = rig(window=2, keep=3, max_sequences=3, capacity=40, layers=2, config=arranged)
+        r.forward(range(8), 0)
+        r.forward([8, 9, 10], 0)
+        r.copy_prefix(0, 1, 40)
+        snapshot = r.cache.snapshot(1)
+        r.start_and_undo([20, 11], [0, 1])
+        r.forward([11, 11, 12], [0, 1, 0])
+        assert r.cache.positions(0).tolist()[:3] == [0, 1, 2]
+        assert r.cache.held()[0] == 3 + 3 + 2, "the first, the window with one more, and the batch"
+        r.forward([16, 12], [0, 1])  # after a gap the window is all that comes in the batch
+        r.start_and_undo([30], [0])
+        assert r.cache.visible(0) == 3 + 1
+        assert r.cache.restore(2, snapshot)
+        assert r.cache.positions(2).tolist() == [0, 1, 2, 8, 9, 10]
+
+    def test_with_several_sequences_a_kept_beginning_is_shared_and_goes_with_the_last(
+        self, rig: MakeRig
+    ) -> None:
+        r = rig(window=2, keep=2, max_sequences=2, capacity=40)
+        r.forward(range(8), 0)
+        r.copy_prefix(0, 1, 2)
+        assert r.cache.can_resume(1, 2)
+        for position in range(2, 7):
+            r.forward([position + 6, position], [0, 1])
+        r.remove(0, 0)
+        r.defrag()
+        r.forward([7, 8], 1)
+        r.drain()
+
+    @every_arrangement
     def test_a_sequence_resumed_where_it_can_be_sees_what_it_saw_before(
         self, rig: MakeRig, arranged: ml.CacheConfig
     ) -> None:
