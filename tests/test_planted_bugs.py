@@ -256,6 +256,10 @@ def one_more(f: Any, *args: Any) -> Any:
     return f(*args) + 1
 
 
+def row_of(table: Any, seq: int) -> Any:
+    return table.rows[seq].positions, table.rows[seq].cells
+
+
 def one_later(f: Any, *args: Any) -> Any:
     return [(seq, begin, end + 1) for seq, begin, end in f(*args)]
 
@@ -320,6 +324,10 @@ BUGS: dict[str, list[Bug]] = {
          lambda f, self: replace(f(self), size=max(0, self.window - 1))),
         ("caches.windows:ChunkedCache.lower_bound", "a_query",
          lambda f, self: LowerBound(lambda p: p - self.chunk + 1)),
+        ("storage.cell_table:CellTable.drop_some", "evicted_tokens_leave_gaps",
+         lambda f, self, seq, gone: self.drop(seq, int(gone.argmax()), int(gone.argmax()) + int(gone.sum()))),
+        ("storage.cell_table:CellTable.drop_some", "random_traces_agree",
+         lambda f, self, seq, gone: self.rows[seq].assign(*(x[~gone] for x in row_of(self, seq)))),
         ("caches.windows:SlidingWindowCache.lower_bound", "a_query_sees",
          lambda f, self: replace(f(self), keep=max(0, self.keep - 1))),
         ("caches.windows:SlidingWindowCache._evictions", "the_first_tokens_stay",

@@ -45,6 +45,7 @@ from kvcache.cache import (
     ShiftFunction,
 )
 from kvcache.caches.base import BoundCache
+from kvcache.caches.evicting import EvictsTokens
 from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
 from kvcache.caches.sequences import SequenceEditor, drop_middle, lost_error
 from kvcache.snapshots.attention import AttentionSnapshots, Window
@@ -60,7 +61,10 @@ __all__ = ["CausalCache", "drop_middle"]
 
 
 class CausalCache(
-    BoundCache[ForwardPass], PreparedCalls[AttentionSnapshot], ManagedSnapshots[AttentionSnapshot]
+    BoundCache[ForwardPass],
+    PreparedCalls[AttentionSnapshot],
+    ManagedSnapshots[AttentionSnapshot],
+    EvictsTokens,
 ):
     """Keeps every token; a query attends to all tokens of its own sequence up to its own position.
 

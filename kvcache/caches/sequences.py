@@ -6,11 +6,12 @@ Cells are shared and given back in the cell table; only what changes its positio
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
 
+from kvcache.attention.batch import check_whole
 from kvcache.cache import (
     ExtraShiftFunction,
     InvalidRangeError,
@@ -74,6 +75,29 @@ class SequenceEditor:
             positions[stop:] -= end - begin
             row.assign(positions, row.cells.copy())
             self._drop(seq, begin, start, stop)
+
+        return commit
+
+    def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
+        """Check all that ``evict`` may refuse; the callable returned then does it."""
+        table = self.snapshots.storage.table
+        row = table.rows[seq]
+        wanted = sorted(set(positions))
+        for position in wanted[:1] + wanted[-1:]:
+            check_whole("evict", "position", position)
+        if row.lost:
+            raise lost_error("evict", seq)
+        if wanted and wanted[-1] >= row.last:
+            raise InvalidRangeError(
+                f"evict: position {wanted[-1]} of sequence {seq}, whose last token is at {row.last}; only "
+                f"what lies before that can be evicted: call remove({seq}, begin) to take the end off"
+            )
+        gone = np.isin(row.positions, wanted)
+
+        def commit() -> None:
+            if gone.any():
+                self.snapshots.schedule.cut(seq, int(row.positions[gone][0]))
+                table.drop_some(seq, gone)
 
         return commit
 

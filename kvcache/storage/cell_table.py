@@ -384,6 +384,12 @@ class CellTable:
                 np.concatenate((row.cells[:start], row.cells[stop:])),
             )
 
+    def drop_some(self, seq: int, gone: Array) -> None:
+        """Forget those entries of a row of which ``gone`` (BOOL, one per entry) says so."""
+        row = self.rows[seq]
+        self._release(row.cells[gone])
+        row.assign(row.positions[~gone], row.cells[~gone])
+
     def exact_slots(self, cells: Array) -> Array | None:
         """The slot of each cell, -1 where it has none; None: none has. Of free cells none does."""
         if self.exact is None:

@@ -217,6 +217,13 @@ class Model:
         self.lost.discard(seq)
         self.tokens[seq] = left
 
+    def evict(self, seq: int, positions: Sequence[int]) -> None:
+        if any(p < 0 or p >= self.last(seq) for p in positions):
+            raise kvcache.InvalidRangeError(f"{positions} of {self.last(seq)}")
+        if seq in self.lost:
+            raise kvcache.SequenceLostError(f"{seq}")
+        self.tokens[seq] = {p: token for p, token in self.tokens[seq].items() if p not in positions}
+
     def _check_move(self, seq: int, moving: Collection[int], left: dict[int, int]) -> None:
         others = {token for s, row in enumerate(self.tokens) if s != seq for token in row.values()}
         if not self.setup.can_shift or others.intersection(moving) or not self._resumes(left, max(left) + 1):

@@ -291,6 +291,12 @@ class Rig:
         self.check_figures()
         return self.refusal is None
 
+    def evict(self, seq: int, positions: Sequence[int]) -> bool:
+        """Whether it was done and not refused."""
+        self.agree(lambda: self.cache.evict(seq, positions), lambda: self.model.evict(seq, positions))
+        self.check_figures()
+        return self.refusal is None
+
     def defrag(self) -> None:
         self.cache.defrag()
         self.check_figures()

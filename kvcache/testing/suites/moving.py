@@ -200,6 +200,60 @@ class MovingTests(CacheCase):
 
     # Evicted.
 
+    @every_kind
+    @every_arrangement
+    def test_evicted_tokens_leave_gaps_and_nothing_else_moves(
+        self, rig: MakeRig, kind: Setup, arranged: ml.CacheConfig
+    ) -> None:
+        r = rig(kind, max_sequences=3, layers=2, config=arranged, can_shift=False)
+        r.forward(range(4), 0)
+        r.copy_prefix(0, 1, 4)
+        assert r.evict(0, [1, 2])
+        assert r.evict(0, [1, 2]), "what is gone already is passed over"
+        assert r.cache.positions(1).tolist() == [0, 1, 2, 3], "what is shared stays the other's"
+        r.forward([4, 5, 4], [0, 0, 1])
+        r.defrag()
+        r.copy_prefix(0, 2, 5)
+        r.evict(1, [0, 3])
+        r.forward([6, 5, 5], [0, 1, 2])
+        for wrong in ([6], [7], [-1], [2, 6]):
+            assert not r.evict(0, wrong)
+        r.drain()
+
+    def test_evicting_calls_no_backend_and_gives_cells_back(self, backend: ml.Backend) -> None:
+        plan = Plan()
+        limited = only_protocol(backend, plan)
+        with limited.new_context() as ctx:
+            r = Rig(Setup(max_sequences=1, capacity=8), limited, ctx)
+            r.forward(range(8), 0)
+            plan.arm(None)
+            r.evict(0, range(2, 7))
+            assert plan.calls == []
+            assert r.cache.free_cells == 5
+            r.forward(range(8, 13), 0)
+
+    def test_a_snapshot_of_a_sequence_with_gaps_brings_them_back(self, rig: MakeRig) -> None:
+        r = rig(layers=2, max_sequences=2)
+        r.forward(range(8), 0)
+        r.evict(0, [1, 2, 5])
+        whole, rest = r.cache.snapshot(0), r.cache.snapshot(0, 4)
+        assert whole.positions.tolist() == [0, 3, 4, 6, 7]
+        whole.detach()
+        r.remove(0, 0)
+        assert r.cache.restore(1, whole)
+        assert r.cache.positions(1).tolist() == [0, 3, 4, 6, 7]
+        assert r.cache.offset(1) == 8
+        r.cache.remove(1, 4)
+        assert not r.cache.restore(1, rest), "what lies before it is not all there"
+
+    def test_scheduled_snapshots_of_evicted_tokens_are_dropped(self, rig: MakeRig) -> None:
+        r = rig()
+        r.cache.schedule_snapshots(0, [2, 4, 6])
+        r.forward(range(6), 0)
+        r.evict(0, [3])
+        assert [taken.end for taken in r.cache.snapshots_taken(0)] == [2]
+        assert r.cache.rolled_back(0) == 3
+
     @pytest.mark.parametrize(
         ("setup", "passes", "stored"),
         [
