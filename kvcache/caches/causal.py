@@ -30,6 +30,7 @@ from kvcache.attention.batch import (
 from kvcache.attention.fixed_shapes import FixedPass, GraphTensors, check_window
 from kvcache.attention.forward_pass import ForwardPass, Reads, Uploads
 from kvcache.attention.layer_input import put_layer, put_stored_layer
+from kvcache.attention.observed import Attended
 from kvcache.attention.placement import place_exact
 from kvcache.attention.read_plan import LowerBound, check_sees, kept_entries
 from kvcache.attention.selected import attend_selected, check_select
@@ -45,7 +46,7 @@ from kvcache.cache import (
     ShiftFunction,
 )
 from kvcache.caches.base import BoundCache
-from kvcache.caches.evicting import EvictsTokens
+from kvcache.caches.editing import EditsTokens
 from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
 from kvcache.caches.sequences import SequenceEditor, drop_middle, lost_error
 from kvcache.snapshots.attention import AttentionSnapshots, Window
@@ -64,7 +65,7 @@ class CausalCache(
     BoundCache[ForwardPass],
     PreparedCalls[AttentionSnapshot],
     ManagedSnapshots[AttentionSnapshot],
-    EvictsTokens,
+    EditsTokens,
 ):
     """Keeps every token; a query attends to all tokens of its own sequence up to its own position.
 
@@ -459,6 +460,9 @@ class CausalCache(
         here = ctx.layer(self._layer)
         if select is None:
             found = attending.attend(here, forward, buffers, query, scale, sinks)
+            if self.observer is not None:
+                rows = forward.observed()
+                self.observer.attended(here, Attended(rows, buffers, self._layer, query, scale, sinks))
         else:
             found = attend_selected(here, forward, buffers, query, scale, sinks, select)
         return found if here is ctx else found.cast(ctx, found.dtype)
@@ -487,16 +491,6 @@ class CausalCache(
             change()
 
         return commit
-
-    def defrag(self) -> None:
-        """Move cells so that every sequence lies in one run, with room to grow. Views go stale."""
-        self._bound("defrag")
-        self._changed()
-        self.editor.defrag()
-
-    def mark_lost(self, seq: int) -> None:
-        """Let a sequence say that it is lost wherever it is used, until it is removed."""
-        self.editor.mark_lost(seq)
 
     # Snapshots.
 

@@ -145,8 +145,10 @@ def _shifted_extra(
     return found
 
 
-def defragment(storage: CellStorage) -> None:
+def defragment(storage: CellStorage) -> np.ndarray | None:
     """Move the cells of every sequence together, data and metadata alike; pinned cells too.
+
+    Returns for every cell where its content lies now, -1 of free ones; None: nothing was to do.
 
     One buffer of one layer after the other, so that no more is held beside the cache than what moves of K, or
     of V, in one layer, and no graph grows with the number of layers.
@@ -156,7 +158,7 @@ def defragment(storage: CellStorage) -> None:
     target = table.spread()
     moved = np.flatnonzero((target >= 0) & (target != np.arange(target.size)))
     if not moved.size:
-        return
+        return None
     table.join_arrivals()
     writing = False
     try:
@@ -176,3 +178,4 @@ def defragment(storage: CellStorage) -> None:
             table.mark_lost(moved, target[moved])
         raise
     table.move(target)
+    return target
