@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import runpy
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import AttentionMass, NotSupportedError
+from kvcache.runner import bundled_model, load_model
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.attention import Rig
 from kvcache.testing.traces import random_setup
@@ -192,3 +195,19 @@ def test_a_prefix_cache_keeps_what_lies_before_the_first_evicted_token() -> None
         with prefix.begin(tokens) as session:
             assert session.cached == 5
             assert cache.positions(session.seq).tolist() == list(range(5))
+
+
+def test_the_policies_of_the_example_keep_their_budget_and_change_nothing_below_it() -> None:
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "eviction.py"))
+    recent, heavy = example["Recent"], example["HeavyHitters"]
+    positions, mass = np.array([0, 1, 3, 4, 7, 9]), np.array([5.0, 0, 3, 1, 0, 0])
+    assert recent(4).evicted(positions, None).tolist() == [0, 1]
+    assert recent(4, sinks=1).evicted(positions, None).tolist() == [1, 3]
+    assert heavy(4).evicted(positions, mass).tolist() == [1, 4]
+    assert not any(policy.evicted(positions, mass).size for policy in (recent(6), recent(9, 4), heavy(6)))
+    with ml.open_backend("numpy") as backend:
+        model = load_model(bundled_model(), backend)
+        pieces = [[1, *range(300, 340)]]
+        full = example["perplexity"](model, pieces, 8, None)
+        assert example["perplexity"](model, pieces, 8, heavy(64)) == full
+        assert example["perplexity"](model, pieces, 8, heavy(8)) != full

@@ -165,7 +165,8 @@ def visible(
     if lower is None:
         return np.zeros_like(stop), stop
     first = np.searchsorted(stored, lower(group.positions))
-    first[first <= kept_entries(row, lower)] = 0
+    if lower.keep:
+        first[first <= kept_entries(row, lower)] = 0
     return first, stop
 
 

@@ -291,7 +291,8 @@ class CausalCache(
         for seq in (*(seq for seq, _, _ in evictions), *(group.seq for group in groups)):
             saved.setdefault(seq, table.save_row(seq))
         for seq, begin, end in evictions:
-            table.drop(seq, table.rows[seq].index(begin), table.rows[seq].index(end))
+            row = table.rows[seq]
+            table.drop(seq, row.index(begin) if begin else 0, row.index(end))
         try:
             if tokens > table.free:
                 self.snapshots.reclaim(tokens)
