@@ -13,7 +13,7 @@ from benchmarks.report import Row
 from benchmarks.shapes import DIM, HEADS
 from kvcache import Batch, CausalCache
 
-__all__ = ["run"]
+__all__ = ["peak", "reset_peak", "resident", "run"]
 
 LAYERS, CAPACITY, CHUNK = 8, 16384, 512
 
@@ -32,20 +32,20 @@ def _measure(backend: ml.Backend, quick: bool) -> Iterator[Row]:
         _pass(_cache(backend, 1024), ctx, chunk, 0)
         gc.collect()
         cache = _cache(backend, CAPACITY)
-        base = _resident()
-        _reset_peak()
+        base = resident()
+        reset_peak()
         for begin in range(0, 8192, CHUNK):
             _pass(cache, ctx, chunk, begin)
         own = cache.nbytes
-        prefill = _peak() - base
+        prefill = peak() - base
         activations = 2 * chunk.nbytes
         target = (own + activations) / own
         yield _row(backend, "prefill of 8192 in chunks of 512", prefill, own, target)
         steps = 200 if quick else 2000
-        _reset_peak()
+        reset_peak()
         for i in range(steps):
             _pass(cache, ctx, token, 8192 + i)
-        yield _row(backend, f"decode, {steps} steps at 8192", _peak() - base, own, 1.02)
+        yield _row(backend, f"decode, {steps} steps at 8192", peak() - base, own, 1.02)
 
 
 def _cache(backend: ml.Backend, capacity: int) -> CausalCache:
@@ -71,14 +71,14 @@ def _row(backend: ml.Backend, measurement: str, peak: int, own: int, target: flo
     )  # fmt: skip
 
 
-def _resident() -> int:
+def resident() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return _peak()
+        return peak()
 
 
-def _reset_peak() -> None:
+def reset_peak() -> None:
     """Let the high-water mark start anew; where the system cannot, it is that of the whole process."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -86,7 +86,7 @@ def _reset_peak() -> None:
         gc.collect()
 
 
-def _peak() -> int:
+def peak() -> int:
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024

@@ -17,6 +17,7 @@ TYPE_CHECKING = False  # typing's, without the cost of importing typing
 if TYPE_CHECKING:
     from typing import Any
 
+    from kvcache.attention.observed import AttentionMass
     from kvcache.cache import (
         Batch,
         Cache,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         StorageFormat,
     )
     from kvcache.caches.causal import CausalCache
+    from kvcache.caches.editing import EvictionPolicy
     from kvcache.caches.encoder import EncoderCache
     from kvcache.caches.recurrent import RecurrentCache
     from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from kvcache.storage.state_specs import StateSpec
 
 __all__ = [
+    "AttentionMass",
     "AttentionSnapshot",
     "Batch",
     "Cache",
@@ -69,6 +72,7 @@ __all__ = [
     "ClosedError",
     "EncoderCache",
     "EncoderSnapshot",
+    "EvictionPolicy",
     "HostTier",
     "InvalidBatchError",
     "InvalidRangeError",
@@ -98,11 +102,13 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "AttentionMass": "attention.observed",
     "AttentionSnapshot": "snapshots.snapshot",
     "CausalCache": "caches.causal",
     "ChunkedCache": "caches.windows",
     "EncoderCache": "caches.encoder",
     "EncoderSnapshot": "snapshots.snapshot",
+    "EvictionPolicy": "caches.editing",
     "HostTier": "offload.tiers",
     "PrefixCache": "prefix.prefix_cache",
     "PrefixStats": "prefix.prefix_cache",

@@ -41,6 +41,7 @@ __all__ = [
     "SnapshotCache",
     "StorageFormat",
     "SupportsCells",
+    "SupportsEvict",
     "SupportsExtras",
     "SupportsMark",
     "SupportsOffset",
@@ -120,7 +121,7 @@ class OrderError(KVCacheError, RuntimeError):
 
 
 class SequenceLostError(KVCacheError, RuntimeError):
-    """The device failed while this sequence's data was being moved; remove it and compute it again."""
+    """Moving this sequence's data failed midway (the device, or a shift function); compute it again."""
 
 
 class ClosedError(KVCacheError, ml.ClosedError):
@@ -447,6 +448,17 @@ class SupportsCells(Protocol):
 
     def mark_lost(self, seq: int) -> None:
         """Let a sequence say that it is lost wherever it is used, until it is removed."""
+
+
+@runtime_checkable
+class SupportsEvict(Protocol):
+    """A cache that forgets tokens anywhere before the last one, as all caches with cells of tokens do."""
+
+    def evict(self, seq: int, positions: Iterable[int]) -> None:
+        """Forget these positions; those that stay keep theirs. InvalidRangeError, SequenceLostError."""
+
+    def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
+        """Check all that ``evict`` may refuse; the callable returned then does it."""
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ from kvcache.attention.read_plan import plan_read
 KINDS: dict[str, Callable[[], Any]] = {
     "causal": CausalCache,
     "window": lambda: SlidingWindowCache(6, memory=9),
+    "window with the first kept": lambda: SlidingWindowCache(4, memory=6, keep=3),
     "chunked": lambda: ChunkedCache(5),
 }
 every_kind = pytest.mark.parametrize("make", list(KINDS.values()), ids=list(KINDS))

@@ -9,7 +9,7 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import Batch, CausalCache, ChunkedCache, SlidingWindowCache
+from kvcache import Batch, CausalCache, ChunkedCache, NotSupportedError, SlidingWindowCache
 from kvcache.attention.ragged_batch import RaggedBatch, visible_mask
 
 HEADS, DIM = 2, 32
@@ -121,6 +121,15 @@ def test_a_query_sees_what_its_cache_says_narrowed_by_a_window(
             lowest = max(0, low(position), position - (99 if window is None else window))
             seen = marks[row, first[row, column] : stop[row, column]].tolist()
             assert seen == expected(row, *range(lowest, position + 1))
+
+
+def test_a_window_and_kept_tokens_apart_from_it_are_no_range(numpy_backend: ml.Backend) -> None:
+    filled = Filled(SlidingWindowCache(3, memory=6, keep=2), numpy_backend)
+    filled.run(0, 0, 9)
+    reading = RaggedBatch(filled.cache, [0])
+    assert [part.tolist() for part in reading.visible(np.array([[1, 5]]))] == [[[0, 0]], [[2, 6]]]
+    with pytest.raises(NotSupportedError, match="first 2 tokens"):
+        reading.visible(np.array([[5, 8]]))
 
 
 @pytest.mark.parametrize("window", [None, 1])

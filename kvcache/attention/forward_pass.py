@@ -17,6 +17,7 @@ from kvcache.attention.calls import plan_calls
 from kvcache.attention.device_copies import HostArray, HostArrays, OnDevices, near
 from kvcache.attention.fixed_shapes import FixedPass, GraphTensors, read_everything
 from kvcache.attention.masks import KeptMask, build_mask
+from kvcache.attention.observed import ObservedRows
 from kvcache.attention.planned import PlannedLevel
 from kvcache.attention.read_plan import LowerBound, ReadPlan, plan_read, rows_seen
 from kvcache.attention.residual import split_exact
@@ -121,6 +122,7 @@ class ForwardPass:
     """Free cells that are going to be read, and have to be blanked before."""
     _slots: tuple[HostArray | None, int | HostArray] | None = None
     _overlay: tuple[ReadPlan, Overlay | None] | None = None
+    _observed: ObservedRows | None = None
 
     def __post_init__(self) -> None:
         alone = self.fixed is None and self.slots is None
@@ -315,7 +317,7 @@ class ForwardPass:
 
     def lift(self, indices: frozenset[int]) -> None:
         self.lifted = indices
-        self._shared = self._seen = self.segmented = self._levels = self._plan = None
+        self._shared = self._seen = self.segmented = self._levels = self._plan = self._observed = None
 
     def shared(self, ctx: ml.Context) -> tuple[ReadPlan, Mask]:
         """What ``get`` reads: all groups together, arranged as the config says."""
@@ -398,6 +400,12 @@ class ForwardPass:
         else:
             cells = rows.add(ctx, ctx.full((1,), where, ml.DType.I32)) if where else rows
         return buffers.read(ctx, cells, count)
+
+    def observed(self) -> ObservedRows:
+        """What the queries see, for an observer."""
+        if self._observed is None:
+            self._observed = ObservedRows(self.table, self.groups, self.tokens, self.lower, self.lifted)
+        return self._observed
 
     def segments(self, worth: int) -> list[Segment]:
         """What the queries read; runs and shares of fewer cells than ``worth`` do not stand alone."""

@@ -19,7 +19,15 @@ import numpy as np
 
 import ml
 from kvcache.attention.device_copies import HostArray, HostArrays, OnDevices, device_of
-from kvcache.attention.read_plan import HIDDEN, LowerBound, ReadPlan, sees_all, unmask, visible
+from kvcache.attention.read_plan import (
+    HIDDEN,
+    LowerBound,
+    ReadPlan,
+    kept_entries,
+    sees_all,
+    unmask,
+    visible,
+)
 
 __all__ = ["HOST_LIMIT", "KEEP_LIMIT", "KeptMask", "build_mask", "seen_mask"]
 
@@ -146,7 +154,15 @@ def build_mask(
         if not isinstance(group.rows, slice) or not isinstance(column, int):
             return None
         first, stop = visible(group, row, lower, lifted)
-        parts.append(_Part(group.rows.start, first + column, stop + column))
+        begin, kept = group.rows.start, kept_entries(row, lower)
+        late = int(np.count_nonzero(first == 0)) if kept else 0
+        if late:  # these have no gap in what they see
+            parts.append(_Part(begin, first[:late] + column, stop[:late] + column))
+        if late < len(first):
+            parts.append(_Part(begin + late, first[late:] + column, stop[late:] + column))
+            if kept:
+                whole = np.full_like(first[late:], column)
+                parts.append(_Part(begin + late, whole, whole + kept))
     return OnDevices(_Filled.of(host, parts, shape, dtype).made)
 
 

@@ -24,8 +24,8 @@ import ml
 from kvcache.attention.batch import check_sequence
 from kvcache.attention.dense_batch import HasCells
 from kvcache.attention.forward_pass import ForwardPass
-from kvcache.attention.read_plan import LowerBound
-from kvcache.cache import InvalidRangeError, Mask, OrderError, SequenceLostError
+from kvcache.attention.read_plan import LowerBound, kept_entries
+from kvcache.cache import InvalidRangeError, Mask, NotSupportedError, OrderError, SequenceLostError
 from kvcache.storage.cell_table import Row
 from kvcache.storage.overlay import CurrentOverlay
 
@@ -90,6 +90,7 @@ class RaggedBatch:
         """For queries at ``positions`` (sequences, tokens) the half-open range of columns that each sees.
 
         The cache's own window or chunk holds; ``window`` narrows it to that many tokens before the query.
+        Raises NotSupportedError where ``keep`` of a window makes it two ranges.
         """
         lower = _narrowed(self._lower, window)
         stop = np.empty_like(positions)
@@ -99,6 +100,12 @@ class RaggedBatch:
             stop[i] = np.searchsorted(stored, positions[i], side="right")
             if lower is not None:
                 first[i] = np.searchsorted(stored, lower(positions[i]))
+                first[i][first[i] <= kept_entries(row, lower)] = 0
+        if lower is not None and lower.keep and first.any():
+            raise NotSupportedError(
+                f"RaggedBatch: a query sees its window and the first {lower.keep} tokens, which is no range "
+                "of columns; use attend or get, or a cache without keep"
+            )
         return first, stop
 
     def read(self, ctx: ml.Context, layer: int) -> tuple[ml.Tensor, ml.Tensor]:
@@ -154,5 +161,5 @@ def _narrowed(lower: LowerBound | None, window: int | None) -> LowerBound | None
     if window is None:
         return lower
     if lower is None:
-        return lambda positions: positions - window
-    return lambda positions: np.maximum(lower(positions), positions - window)
+        return LowerBound(lambda positions: positions - window)
+    return LowerBound(lambda positions: np.maximum(lower(positions), positions - window), lower.keep)

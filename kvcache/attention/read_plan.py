@@ -19,12 +19,21 @@ from kvcache.cache import InvalidBatchError, Mask
 from kvcache.storage.cell_table import CellTable, Row
 
 __all__ = [
-    "HIDDEN", "LowerBound", "ReadPlan", "check_sees", "plan_read", "rows_seen", "sees_all", "unmask",
-    "visible",
+    "HIDDEN", "LowerBound", "ReadPlan", "check_sees", "kept_entries", "plan_read", "rows_seen", "sees_all",
+    "unmask", "visible",
 ]  # fmt: skip
 
-LowerBound = Callable[[np.ndarray], np.ndarray]
-"""Lowest position that a query at each of these positions may see."""
+
+@dataclass(frozen=True, slots=True)
+class LowerBound:
+    """What of the past a query may see, by its position: ``lowest`` of it and up, and all below ``keep``."""
+
+    lowest: Callable[[np.ndarray], np.ndarray]
+    keep: int = 0
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        return self.lowest(positions)
+
 
 _SPARSE = 2
 """A view may span this many times the cells it is read for; beyond that, gathering is cheaper."""
@@ -87,11 +96,11 @@ class ReadPlan:
                 if sees_all(group, row, lower):
                     own[...] = 0
                 else:
-                    unmask(own, *visible(group, row, lower, lifted))
+                    unmask(own, *visible(group, row, lower, lifted), kept_entries(row, lower))
                 continue
             first, stop = visible(group, row, lower, lifted)
             block = np.full((len(group), len(row)), HIDDEN, dtype=np.float32)
-            unmask(block, first, stop)
+            unmask(block, first, stop, kept_entries(row, lower))
             where = np.arange(columns, columns + len(row)) if isinstance(columns, int) else columns
             mask[np.arange(tokens)[group.rows][:, None], where] = block
         return mask
@@ -138,7 +147,13 @@ def sees_all(group: SequenceTokens, row: Row, lower: LowerBound | None) -> bool:
 def visible(
     group: SequenceTokens, row: Row, lower: LowerBound | None, lifted: frozenset[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each query the half-open range of its row's entries that it sees."""
+    """For each query the half-open range ``[first, stop)`` of its row's entries that it sees.
+
+    A query whose ``first`` is not 0 sees the ``kept_entries`` too, which end before it::
+
+        keep 2, window 2     positions 0 1 5 6 7 8      the query at 8: [3, 6), and 0 and 1
+                             entries   0 1 2 3 4 5
+    """
     stored = row.positions
     if len(group) == 1 and group.lowest == row.last:
         stop = np.array([stored.size])
@@ -149,7 +164,15 @@ def visible(
             stop[np.isin(indices, list(lifted))] = stored.size
     if lower is None:
         return np.zeros_like(stop), stop
-    return np.searchsorted(stored, lower(group.positions)), stop
+    first = np.searchsorted(stored, lower(group.positions))
+    if lower.keep:
+        first[first <= kept_entries(row, lower)] = 0
+    return first, stop
+
+
+def kept_entries(row: Row, lower: LowerBound | None) -> int:
+    """How many of a row's first entries all later queries see, whatever the window."""
+    return 0 if lower is None or not lower.keep else row.index(lower.keep)
 
 
 def rows_seen(
@@ -160,6 +183,8 @@ def rows_seen(
     are_ranges = True
     for group, row, columns in zip(reading.groups, reading.rows, reading.columns, strict=True):
         low, high = visible(group, row, lower, lifted)
+        if kept_entries(row, lower) and low.any():
+            low, are_ranges = np.zeros_like(low), False
         if isinstance(columns, int):
             first[group.rows], stop[group.rows] = columns + low, columns + high
         else:
@@ -170,7 +195,8 @@ def rows_seen(
 def check_sees(group: SequenceTokens, row: Row, lower: LowerBound | None) -> None:
     """Raise InvalidBatchError for a query that would see nothing of what its row stores."""
     first, stop = visible(group, row, lower, frozenset())
-    found = np.flatnonzero(first >= stop)
+    blind = first >= stop
+    found = np.flatnonzero(blind & (first == 0) if kept_entries(row, lower) else blind)
     if found.size:
         holds = f"holds positions {row.first} to {row.last}" if len(row) else "is empty"
         raise InvalidBatchError(
@@ -179,8 +205,13 @@ def check_sees(group: SequenceTokens, row: Row, lower: LowerBound | None) -> Non
         )
 
 
-def unmask(block: np.ndarray, first: np.ndarray, stop: np.ndarray) -> None:
-    """Zero ``[first[i], stop[i])`` of each row; what all rows see in one stroke, the rims by value."""
+def unmask(block: np.ndarray, first: np.ndarray, stop: np.ndarray, kept: int = 0) -> None:
+    """Zero ``[first[i], stop[i])`` of each row; what all rows see in one stroke, the rims by value.
+
+    And ``[0, kept)`` of those that begin later.
+    """
+    if kept:
+        block[np.flatnonzero(first), :kept] = 0
     if len(first) == 1:
         block[0, first[0] : stop[0]] = 0
         return

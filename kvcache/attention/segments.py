@@ -16,7 +16,7 @@ import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.read_plan import LowerBound, sees_all, visible
+from kvcache.attention.read_plan import LowerBound, kept_entries, sees_all, visible
 from kvcache.storage.cell_table import CellTable, Row
 
 __all__ = ["GATHERING", "KeptSegments", "Segment", "find_segments", "ragged_plan"]
@@ -26,6 +26,8 @@ GATHERING = 1.6
 
 Piece = tuple[int, int]
 """Entries ``[begin, end)`` of a row."""
+Entries = Piece | np.ndarray
+"""A piece, or entries one by one, ascending."""
 
 
 @dataclass(slots=True)
@@ -77,10 +79,11 @@ def find_segments(
             found.append(Segment(row.span()[0], len(row), group.indices()))
             continue
         pieces = shared.get(number, [])
-        for begin, end in pieces:
+        for begin, end in reader.parted(pieces):
             key = int(row.cells[begin]), int(row.cells[end - 1])
             together.setdefault(key, []).append((reader, (begin, end)))
-        found += [_segment([(reader, entries)]) for entries in _own(row, pieces, worth)]
+        own = reader.parted(_own(row, pieces, worth))
+        found += [_segment([(reader, entries)]) for entries in own]
     found += [_segment(who) for who in together.values()]
     return [segment for segment in found if segment.length]
 
@@ -139,13 +142,27 @@ class _Reader:
         self.everything = sees_all(group, row, lower)
         """Whether the queries, which is one, see all of the row."""
         self.first, self.stop = visible(group, row, lower, lifted)
+        self.kept = kept_entries(row, lower) if self.first.any() else 0
+        """Entries before this one are seen by all that see what comes later; no piece goes over it."""
 
-    def within(self, entries: Piece | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def parted(self, pieces: Iterable[Entries]) -> Iterator[Entries]:
+        """The pieces, cut at ``kept``."""
+        for piece in pieces:
+            if isinstance(piece, tuple):
+                cut = min(max(self.kept, piece[0]), piece[1])
+                both: list[Entries] = [(piece[0], cut), (cut, piece[1])]
+                yield from (part for part in both if part[0] < part[1])
+            else:
+                cut = int(np.searchsorted(piece, self.kept))
+                yield from (part for part in (piece[:cut], piece[cut:]) if part.size)
+
+    def within(self, entries: Entries) -> tuple[np.ndarray, np.ndarray]:
         """What each query sees of these entries, counted among them."""
+        first = np.zeros_like(self.first) if entries[0] < self.kept else self.first
         if isinstance(entries, np.ndarray):
-            return np.searchsorted(entries, self.first), np.searchsorted(entries, self.stop)
+            return np.searchsorted(entries, first), np.searchsorted(entries, self.stop)
         begin, end = entries
-        return np.clip(self.first - begin, 0, end - begin), np.clip(self.stop - begin, 0, end - begin)
+        return np.clip(first - begin, 0, end - begin), np.clip(self.stop - begin, 0, end - begin)
 
 
 def _plain(group: SequenceTokens, row: Row, lower: LowerBound | None) -> bool:
@@ -208,7 +225,7 @@ def _keys(count: int) -> np.ndarray:
     return np.random.default_rng(1).integers(1, 2**63, count, np.uint64)
 
 
-def _own(row: Row, shared: Iterable[Piece], worth: int) -> Iterator[Piece | np.ndarray]:
+def _own(row: Row, shared: Iterable[Piece], worth: int) -> Iterator[Entries]:
     """The entries of a row besides ``shared``: long runs each on its own, and all others together."""
     rest, begin = [], 0
     for piece in sorted(shared):
@@ -230,7 +247,7 @@ def _own(row: Row, shared: Iterable[Piece], worth: int) -> Iterator[Piece | np.n
         yield np.concatenate([np.arange(*run) for run in short])
 
 
-def _segment(who: Sequence[tuple[_Reader, Piece | np.ndarray]]) -> Segment:
+def _segment(who: Sequence[tuple[_Reader, Entries]]) -> Segment:
     """One segment of the entries that each reader names: the same cells. Without what nobody sees."""
     reader, entries = who[0]
     run = isinstance(entries, tuple)

@@ -30,8 +30,9 @@ from kvcache.attention.batch import (
 from kvcache.attention.fixed_shapes import FixedPass, GraphTensors, check_window
 from kvcache.attention.forward_pass import ForwardPass, Reads, Uploads
 from kvcache.attention.layer_input import put_layer, put_stored_layer
+from kvcache.attention.observed import Attended
 from kvcache.attention.placement import place_exact
-from kvcache.attention.read_plan import LowerBound, check_sees
+from kvcache.attention.read_plan import LowerBound, check_sees, kept_entries
 from kvcache.attention.selected import attend_selected, check_select
 from kvcache.cache import (
     Batch,
@@ -45,6 +46,7 @@ from kvcache.cache import (
     ShiftFunction,
 )
 from kvcache.caches.base import BoundCache
+from kvcache.caches.editing import EditsTokens
 from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
 from kvcache.caches.sequences import SequenceEditor, drop_middle, lost_error
 from kvcache.snapshots.attention import AttentionSnapshots, Window
@@ -60,7 +62,10 @@ __all__ = ["CausalCache", "drop_middle"]
 
 
 class CausalCache(
-    BoundCache[ForwardPass], PreparedCalls[AttentionSnapshot], ManagedSnapshots[AttentionSnapshot]
+    BoundCache[ForwardPass],
+    PreparedCalls[AttentionSnapshot],
+    ManagedSnapshots[AttentionSnapshot],
+    EditsTokens,
 ):
     """Keeps every token; a query attends to all tokens of its own sequence up to its own position.
 
@@ -89,7 +94,8 @@ class CausalCache(
     ) -> None:
         """Bind to ``backend``: ``max_sequences`` of up to ``capacity`` tokens each, stored as ``dtype`` says.
 
-        Nothing is allocated before the first ``put``. ``max_batch`` is the largest batch expected.
+        Nothing is allocated before the first ``put``. ``max_batch`` is the largest batch expected, and how
+        many tokens are re-encoded at a time where some move (32 at least).
         """
         sizes = {"max_sequences": max_sequences, "capacity": capacity, "max_batch": max_batch}
         self._dtype = self._check_init(backend, dtype, **sizes)
@@ -137,7 +143,7 @@ class CausalCache(
         cells = -(-self._cells() // padding) * padding
         exact = exact_slots(self._dtype, cells, self._max_sequences, self._max_batch)
         table = CellTable(cells, self._max_sequences, exact)
-        storage = CellStorage(backend, self._dtype, self._active, table)
+        storage = CellStorage(backend, self._dtype, self._active, table, self._max_batch)
         self._table, self._buffers = storage.table, storage.buffers  # at hand for each put and get
         self.snapshots.detach_all()
         self.snapshots.bind(storage, self._window())
@@ -156,8 +162,8 @@ class CausalCache(
         """The window that bounds what is stored of a sequence; None: all is."""
         return None
 
-    def _evictions(self, groups: Iterable[SequenceTokens]) -> list[tuple[int, int]]:
-        """(sequence, position): what lies below goes before the batch is placed."""
+    def _evictions(self, groups: Iterable[SequenceTokens]) -> list[tuple[int, int, int]]:
+        """(sequence, begin, end): positions ``[begin, end)``, which go before the batch is placed."""
         return []
 
     def can_resume(self, seq: int, position: int) -> bool:
@@ -280,11 +286,13 @@ class CausalCache(
         """Evict what windows no longer see, so that ``tokens`` cells are free; everything or nothing."""
         table = self._table
         evictions = self._evictions(groups)
-        saved = {seq: table.save_row(seq) for seq, _ in evictions}
-        for group in groups:
-            saved[group.seq] = table.save_row(group.seq)
-        for seq, position in evictions:
-            table.drop(seq, 0, table.rows[seq].index(position))
+        # Where not the head goes the row's own buffers may be written: a copy is safe from that.
+        saved = {seq: table.rows[seq].save_copy() for seq, begin, _ in evictions if begin}
+        for seq in (*(seq for seq, _, _ in evictions), *(group.seq for group in groups)):
+            saved.setdefault(seq, table.save_row(seq))
+        for seq, begin, end in evictions:
+            row = table.rows[seq]
+            table.drop(seq, row.index(begin) if begin else 0, row.index(end))
         try:
             if tokens > table.free:
                 self.snapshots.reclaim(tokens)
@@ -453,6 +461,9 @@ class CausalCache(
         here = ctx.layer(self._layer)
         if select is None:
             found = attending.attend(here, forward, buffers, query, scale, sinks)
+            if self.observer is not None:
+                rows = forward.observed()
+                self.observer.attended(here, Attended(rows, buffers, self._layer, query, scale, sinks))
         else:
             found = attend_selected(here, forward, buffers, query, scale, sinks, select)
         return found if here is ctx else found.cast(ctx, found.dtype)
@@ -471,7 +482,7 @@ class CausalCache(
         return self._ending_pass(self.editor.prepare_copy_prefix(src_seq, dst_seq, length))
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        """Check all that ``remove`` may refuse and compute shifted keys; the callable then does it."""
+        """Check all that ``remove`` may refuse; the callable returned then does it."""
         self._check_remove(seq, begin, end)
         return self._ending_pass(self.editor.prepare_remove(seq, begin, end))
 
@@ -481,16 +492,6 @@ class CausalCache(
             change()
 
         return commit
-
-    def defrag(self) -> None:
-        """Move cells so that every sequence lies in one run, with room to grow. Views go stale."""
-        self._bound("defrag")
-        self._changed()
-        self.editor.defrag()
-
-    def mark_lost(self, seq: int) -> None:
-        """Let a sequence say that it is lost wherever it is used, until it is removed."""
-        self.editor.mark_lost(seq)
 
     # Snapshots.
 
@@ -565,7 +566,10 @@ class CausalCache(
         self._bound("visible")
         check_sequence("visible", seq, self._max_sequences)
         row, lower = self._table.rows[seq], self.lower_bound()
-        return len(row) if lower is None else len(row) - row.index(int(lower(np.array([row.last + 1]))[0]))
+        if lower is None:
+            return len(row)
+        hidden = row.index(int(lower(np.array([row.last + 1]))[0])) - kept_entries(row, lower)
+        return len(row) - max(0, hidden)
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,8 @@ _FOR_OTHER_ROOMS = frozenset(
     for name in vars(protocol)
     if not name.startswith("_")
 ) | {
-    "editor", "held", "learn_state", "lower_bound", "mark_lost", "mark_of", "on_pressure", "prepare_restore",
+    "editor", "held", "learn_state", "lower_bound", "mark_lost", "mark_of", "on_pressure", "prepare_evict",
+    "prepare_restore",
     "prepare_restore_snapshot", "reach", "rolled_back", "settings", "snapshots", "state_table", "storage",
     "upload_fixed", "upload_with", "visible",
 }  # fmt: skip
@@ -83,8 +84,10 @@ class PreparedCalls(Generic[S]):
         """Forget positions ``[begin, end)`` of a sequence; None: to its end.
 
         Tokens from ``end`` on move down by ``end - begin``, which takes a shift function; NotSupportedError
-        without one, where such a token is shared, and where a window could not go on then. Of an encoder's
-        output goes what came with a token of the range; a recurrent cache: see its class.
+        without one, where such a token is shared, and where a window could not go on then. Their keys are
+        re-encoded ``max_batch`` at a time; where that fails once some were written, the sequence is lost
+        (SequenceLostError wherever it is used), and no other. Of an encoder's output goes what came with a
+        token of the range; a recurrent cache: see its class.
         """
         self.prepare_remove(seq, begin, end)()
 

@@ -6,9 +6,12 @@ Cells are shared and given back in the cell table; only what changes its positio
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
+import numpy as np
+
+from kvcache.attention.batch import check_whole
 from kvcache.cache import (
     ExtraShiftFunction,
     InvalidRangeError,
@@ -53,7 +56,7 @@ class SequenceEditor:
         return commit
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        """Check all that ``remove`` may refuse and compute shifted keys; the callable then does it."""
+        """Check all that ``remove`` may refuse; the callable returned then does it."""
         storage, row = self.snapshots.storage, self.snapshots.storage.table.rows[seq]
         start = row.index(begin)
         stop = len(row) if end is None else row.index(end)
@@ -64,10 +67,7 @@ class SequenceEditor:
         self._check_shift(seq, stop, end - begin)
         self._check_window(seq, stop, end - begin, start)
         self.snapshots.detach_shared(row.cells[stop:])
-        backend, buffers, table = storage.backend, storage.buffers, storage.table
-        write = moving.prepare_shift(
-            backend, buffers, table, seq, stop, begin - end, self.shift, self.shift_extra
-        )
+        write = moving.prepare_shift(storage, seq, stop, begin - end, self.shift, self.shift_extra)
 
         def commit() -> None:
             write()
@@ -75,6 +75,29 @@ class SequenceEditor:
             positions[stop:] -= end - begin
             row.assign(positions, row.cells.copy())
             self._drop(seq, begin, start, stop)
+
+        return commit
+
+    def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
+        """Check all that ``evict`` may refuse; the callable returned then does it."""
+        table = self.snapshots.storage.table
+        row = table.rows[seq]
+        wanted = sorted(set(positions))
+        for position in wanted[:1] + wanted[-1:]:
+            check_whole("evict", "position", position)
+        if row.lost:
+            raise lost_error("evict", seq)
+        if wanted and wanted[-1] >= row.last:
+            raise InvalidRangeError(
+                f"evict: position {wanted[-1]} of sequence {seq}, whose last token is at {row.last}; only "
+                f"what lies before that can be evicted: call remove({seq}, begin) to take the end off"
+            )
+        gone = np.isin(row.positions, wanted)
+
+        def commit() -> None:
+            if gone.any():
+                self.snapshots.schedule.cut(seq, int(row.positions[gone][0]))
+                table.drop_some(seq, gone)
 
         return commit
 
@@ -110,18 +133,17 @@ class SequenceEditor:
     def _check_window(self, seq: int, stop: int, distance: int, start: int) -> None:
         """Refuse a removal of entries ``[start, stop)`` that leaves less than a window to go on from."""
         window, row = self.snapshots.window, self.snapshots.storage.table.rows[seq]
-        first = row.first if start else int(row.positions[stop]) - distance
-        resume = row.last - distance + 1
-        if window is not None and max(0, resume - window.size) < first:
+        left = np.concatenate((row.positions[:start], row.positions[stop:] - distance))
+        resume = int(left[-1]) + 1
+        if window is not None and not window.reaches(left, resume):
             raise NotSupportedError(
-                f"remove: sequence {seq} would hold positions from {first} and could not resume at {resume} "
-                f"with a window of {window.size}; compute it anew, or keep more with memory="
+                f"remove: sequence {seq} would hold positions from {left[0]} and could not resume at "
+                f"{resume} with a window of {window.size}; compute it anew, or keep more with memory="
             )
 
-    def defrag(self) -> None:
-        """Move cells so that every sequence lies in one run, with room to grow."""
-        storage = self.snapshots.storage
-        moving.defragment(storage.backend, storage.buffers, storage.table)
+    def defrag(self) -> np.ndarray | None:
+        """Move cells so that every sequence lies in one run, with room to grow; see ``defragment``."""
+        return moving.defragment(self.snapshots.storage)
 
     def mark_lost(self, seq: int) -> None:
         """Let a sequence say that it is lost wherever it is used, until it is removed."""
@@ -149,6 +171,6 @@ def drop_middle(cache: SupportsRemove, seq: int, keep: int, length: int) -> int:
 def lost_error(op: str, seq: int) -> SequenceLostError:
     """What a call says of a sequence that a device failure took."""
     return SequenceLostError(
-        f"{op}: the device failed while sequence {seq} was being moved, and its data is lost; "
+        f"{op}: moving the data of sequence {seq} failed midway, and it is lost; "
         f"call remove({seq}, 0) and compute it again"
     )

@@ -16,6 +16,16 @@ __all__ = ["ChunkedCache", "SlidingWindowCache"]
 class SlidingWindowCache(CausalCache):
     """A query sees itself and the ``window`` tokens before it; ``memory`` of them stay stored.
 
+    Positions below ``keep`` stay visible and stored beside them, for good: attention sinks (Xiao et al.,
+    "Efficient Streaming Language Models with Attention Sinks", 2023). Positions are not counted anew within
+    the window, and no key is re-encoded. mlx-lm's ``RotatingKVCache(max_size, keep)`` is
+    ``window=max_size - keep - 1`` with ``keep``::
+
+        keep 2, window 3     position  0 1 2 3 4 5 6 7 8
+                             x x . . . x x x x            what the query at 8 sees
+
+    What was removed below ``keep`` is not replaced by what has been evicted already.
+
     Hugging Face's ``sliding_window`` W is a window of W - 1 here. ``memory`` (at least ``window``,
     its default) is how far back a sequence can be resumed. Tokens that have left it are evicted by
     ``start_forward``: for sequences in the batch those below (lowest position) - memory, for others
@@ -29,38 +39,41 @@ class SlidingWindowCache(CausalCache):
         shift: ShiftFunction | None = None,
         *,
         shift_extra: ExtraShiftFunction | None = None,
+        keep: int = 0,
     ) -> None:
         super().__init__(shift, shift_extra=shift_extra)
         check_whole("SlidingWindowCache", "window", window)
+        check_whole("SlidingWindowCache", "keep", keep)
         check_whole("SlidingWindowCache", "memory", window if memory is None else memory, least=window)
-        self.window = window
+        self.window, self.keep = window, keep
         self.memory = window if memory is None else memory
         self._unlimited = False
         self._kept = self.memory
 
     def _cells(self) -> int:
-        """``max_sequences * memory + max_batch``, or all tokens where the memory reaches that far."""
+        """``max_sequences * (keep + memory) + max_batch``; all tokens where that is as many or more."""
         # With several sequences a stop token that the next turn does not repeat must not cost a resume.
         several = self._max_sequences > 1
         self._kept = max(self.memory, self.window + 1) if several else self.memory
-        self._unlimited = self._kept >= self._capacity
+        self._unlimited = self.keep + self._kept >= self._capacity
         if self._unlimited:
             return self._max_sequences * self._capacity
-        return self._max_sequences * self._kept + self._max_batch
+        return self._max_sequences * (self.keep + self._kept) + self._max_batch
 
     def lower_bound(self) -> LowerBound:
         window = self.window
-        return lambda positions: positions - window
+        return LowerBound(lambda positions: positions - window, self.keep)
 
-    def _evictions(self, groups: Iterable[SequenceTokens]) -> list[tuple[int, int]]:
+    def _evictions(self, groups: Iterable[SequenceTokens]) -> list[tuple[int, int, int]]:
         if self._unlimited:
             return []
         lowest = {group.seq: group.lowest for group in groups}
         found = []
         for seq, row in self._table.occupied():
             limit = lowest.get(seq, row.last + 1) - self._kept
-            if row.first < limit:
-                found.append((seq, limit))
+            begin = row.index(self.keep) if self.keep else 0
+            if begin < len(row) and row.positions[begin] < limit:
+                found.append((seq, self.keep, limit))
         return found
 
     def _full(self, tokens: int) -> CacheFullError:
@@ -85,15 +98,16 @@ class SlidingWindowCache(CausalCache):
 
     @property
     def kept(self) -> int | None:
-        """How many of a sequence's last tokens stay stored; None: all."""
+        """How many of a sequence's last tokens stay stored, beside the first ``keep``; None: all."""
         self._bound("kept")
         return None if self._unlimited else self._kept
 
     def settings(self) -> dict[str, object]:
-        return {**super().settings(), "window": self.window}
+        sinks = {"keep": self.keep} if self.keep else {}
+        return {**super().settings(), "window": self.window, **sinks}
 
     def _window(self) -> Window:
-        return Window(self.window, self._kept)
+        return Window(self.window, self._kept, self.keep)
 
 
 class ChunkedCache(CausalCache):
@@ -115,4 +129,4 @@ class ChunkedCache(CausalCache):
 
     def lower_bound(self) -> LowerBound:
         chunk = self.chunk
-        return lambda positions: positions - positions % chunk
+        return LowerBound(lambda positions: positions - positions % chunk)

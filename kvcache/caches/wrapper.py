@@ -29,6 +29,7 @@ from kvcache.cache import (
     NotSupportedError,
     PutOptions,
     SupportsCells,
+    SupportsEvict,
     SupportsExtras,
     SupportsOffset,
     SupportsPrepare,
@@ -253,6 +254,19 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
         return self._prepare("remove", seq, begin, end)
+
+    def evict(self, seq: int, positions: Iterable[int]) -> None:
+        """As CausalCache.evict, in all wrapped caches that know positions.
+
+        NotSupportedError where one cannot forget a token alone, as a recurrent state cannot.
+        """
+        wanted, changes = list(positions), []
+        for cache in self._positioned:
+            if not isinstance(cache, SupportsEvict):
+                raise NotSupportedError(f"evict: {type(cache).__name__} cannot forget single tokens")
+            changes.append(cache.prepare_evict(seq, wanted))
+        for change in changes:
+            change()
 
     def defrag(self) -> None:
         """As CausalCache.defrag, on every wrapped cache that has it."""

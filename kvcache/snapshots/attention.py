@@ -38,16 +38,24 @@ class Window:
     """How many tokens before a query it sees."""
     memory: int
     """How many tokens before the next one stay stored."""
+    keep: int = 0
+    """Positions below this stay stored for good, and every later query sees them."""
 
-    def lowest(self, end: int) -> int:
-        """The lowest position that a snapshot at ``end`` holds."""
-        return max(0, end - self.memory)
+    def held(self, stored: np.ndarray, end: int) -> np.ndarray:
+        """Which entries of ``stored`` (ascending) a snapshot at ``end`` holds."""
+        low, kept, stop = np.searchsorted(stored, (end - self.memory, self.keep, end))
+        return np.concatenate((np.arange(min(kept, stop)), np.arange(max(kept, low), stop)))
 
     def reaches(self, stored: np.ndarray, position: int) -> bool:
         """Whether a token at ``position`` would find in ``stored`` (ascending) all that it sees."""
-        if not stored.size:
+        if not stored.size or position > int(stored[-1]) + 1:
             return False
-        return max(0, position - self.size) >= int(stored[0]) and position <= int(stored[-1]) + 1
+        lowest = max(0, position - self.size)
+        if not self.keep:
+            return lowest >= int(stored[0])
+        sliding = stored[np.searchsorted(stored, self.keep) :]
+        complete = position <= self.keep or not sliding.size or max(lowest, self.keep) >= int(sliding[0])
+        return int(stored[0]) == 0 and complete
 
 
 class AttentionSnapshots:
@@ -100,17 +108,16 @@ class AttentionSnapshots:
             raise SequenceLostError(
                 f"snapshot: the data of sequence {seq} is lost; call remove({seq}, 0) and compute it again"
             )
-        low = begin
+        some: slice | np.ndarray = slice(row.index(begin), row.index(end))
         if window is not None:
-            begin, low = 0, window.lowest(end)
+            begin, some = 0, window.held(row.positions, end)
             if end and not window.reaches(row.positions[: row.index(end)], end):
                 raise NotSupportedError(
                     f"snapshot: sequence {seq} holds positions from {row.first}; a window that ends at "
                     f"{end} needs earlier ones"
                 )
-        start, stop = row.index(low), row.index(end)
-        source = InCache(storage.backend, storage.table, storage.buffers, row.cells[start:stop].copy())
-        return self._remember(begin, end, row.positions[start:stop].copy(), source)
+        source = InCache(storage.backend, storage.table, storage.buffers, row.cells[some].copy())
+        return self._remember(begin, end, row.positions[some].copy(), source)
 
     def _remember(self, begin: int, end: int, positions: np.ndarray, source: InCache) -> AttentionSnapshot:
         found = AttentionSnapshot(begin, end, positions, self.storage.dtype, self.window is not None, source)

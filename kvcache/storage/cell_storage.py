@@ -30,6 +30,8 @@ class CellStorage:
     dtype: CacheFormat
     config: ml.CacheConfig
     table: CellTable
+    max_batch: int
+    """Tokens that are handled at a time where data is re-encoded."""
     buffers: dict[int, LayerBuffers] = field(default_factory=dict)
     """By layer, from its first ``put`` on."""
 

@@ -181,6 +181,8 @@ class CellTable:
         self.cells, self.exact = cells, exact
         self.blank: Array = np.ones(cells, dtype=bool)
         self.references = np.zeros(cells, dtype=np.int32)
+        self.taken = np.zeros(cells, dtype=np.int64)
+        """A number for what each cell was last given to, by which to tell one token there from the next."""
         self.free = cells
         self.changes = 0
         """Counts all that is done to rows and pins but the growing of a row into the cell behind it."""
@@ -188,6 +190,7 @@ class CellTable:
         self._home = max(1, cells // max_sequences)
         self.pins: dict[int, Pin] = {}
         self._dropped: deque[Pin] = deque()
+        self._numbers = itertools.count(1)
         self.arrivals = Arrivals()
         """What is being copied into cells; see ``join_arrivals``."""
 
@@ -211,6 +214,7 @@ class CellTable:
     def hold(self, cells: Array) -> Pin:
         """Pin free cells, for what is about to be put there."""
         self.free -= cells.size
+        self._number(cells)
         if self.exact is not None:
             self.exact.drop(cells)
         return self.pin(cells)
@@ -330,8 +334,10 @@ class CellTable:
         row.append_run(position, cell, count)
         if count == 1:
             self.references[cell] = 1
+            self._number(cell)
         else:
             self.references[cell : cell + count] = 1
+            self._number(slice(cell, cell + count))
         self.free -= count
 
     def append(self, seq: int, position: int) -> int | None:
@@ -350,6 +356,7 @@ class CellTable:
         self.changes += 1
         self.rows[seq].insert(positions, cells)
         self.references[cells] = 1
+        self._number(cells)
         self.free -= cells.size
         if self.exact is not None:
             self.exact.drop(cells)
@@ -384,6 +391,12 @@ class CellTable:
                 np.concatenate((row.cells[:start], row.cells[stop:])),
             )
 
+    def drop_some(self, seq: int, gone: Array) -> None:
+        """Forget those entries of a row of which ``gone`` (BOOL, one per entry) says so."""
+        row = self.rows[seq]
+        self._release(row.cells[gone])
+        row.assign(row.positions[~gone], row.cells[~gone])
+
     def exact_slots(self, cells: Array) -> Array | None:
         """The slot of each cell, -1 where it has none; None: none has. Of free cells none does."""
         if self.exact is None:
@@ -395,6 +408,9 @@ class CellTable:
         """The free cells of ``[start, stop)`` that may hold what was once put there."""
         free = self.references[start:stop] == 0
         return start + np.flatnonzero(free & ~self.blank[start:stop])
+
+    def _number(self, cells: int | slice | Array) -> None:
+        self.taken[cells] = next(self._numbers)
 
     def _release(self, cells: Array) -> None:
         self.changes += 1
@@ -450,6 +466,7 @@ class CellTable:
         self.blank[used] = False
         references = np.zeros_like(self.references)
         references[target[used]] = self.references[used]
+        self.taken[target[used]] = self.taken[used]
         self.references = references
         for _, row in self.occupied():
             row.assign(row.positions.copy(), target[row.cells])

@@ -1,28 +1,33 @@
-"""Moving what is stored: re-encoding keys for new positions, and defragmentation.
+"""Moving what is stored: re-encoding keys for new positions, and defragmentation; in pieces both.
 
 A failure while data is being written leaves it half moved: the sequences whose cells were touched are
-then marked lost. Everything that can be refused or computed is done before the first write.
+then marked lost. Everything that can be refused is refused before the first write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
 import ml
 from kvcache.cache import ExtraShiftFunction, InvalidRangeError, ShiftFunction
-from kvcache.storage.cell_table import CellTable
+from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.overlay import Overlay, uploaded
 
-__all__ = ["defragment", "prepare_shift"]
+__all__ = ["LEAST", "defragment", "prepare_shift"]
+
+
+LEAST = 32
+"""Tokens whose keys are re-encoded at a time, at least: fewer would cost more calls than they save memory."""
+
+Fresh = dict[int, tuple[ml.Tensor, dict[str, ml.Tensor]]]
+"""By layer the shifted keys of some cells, and their shifted extras by name."""
 
 
 def prepare_shift(
-    backend: ml.Backend,
-    buffers: Mapping[int, LayerBuffers],
-    table: CellTable,
+    storage: CellStorage,
     seq: int,
     start: int,
     offset: int,
@@ -31,49 +36,69 @@ def prepare_shift(
 ) -> Callable[[], None]:
     """Re-encode keys and extras of entries ``start`` and up of a row for positions moved by ``offset``.
 
-    Those of all layers are computed here, the callable returned writes them: a shift
-    function that raises leaves the cache as it was.
+    ``storage.max_batch`` tokens at a time (``LEAST`` at least), so that no more is held beside the cache than
+    their keys in all layers; as Ollama's kvcache/causal.go shifts. The first piece is computed here: a shift
+    function that raises then, or gives another shape, leaves the cache as it was. The callable returned
+    writes it, and computes and writes the others; where that fails, the sequence is marked lost.
     """
-    if shift is None or not buffers:
+    if shift is None or not storage.buffers:
         return lambda: None
-    cells = table.rows[seq].cells[start:]
-    table.join_arrivals(cells)
-    is_run = bool((np.diff(cells) == 1).all())
-    slots = table.exact_slots(cells)
-    overlay = None if slots is None else Overlay(slots, uploaded)
-    with backend.new_context() as ctx:
-        where = int(cells[0]) if is_run else ctx.from_numpy(cells, ml.DType.I32)
-        offsets = ctx.full((cells.size,), offset, ml.DType.I32)
-        shifted = {
-            layer: _shifted(ctx.layer(layer), layer, held, where, offsets, shift, overlay)
-            for layer, held in buffers.items()
-        }
-        extra = {
-            layer: _shifted_extra(ctx.layer(layer), layer, held, where, offsets, shift_extra)
-            for layer, held in buffers.items()
-            if held.extra
-        }
-        ctx.compute(*shifted.values(), *(one for found in extra.values() for one in found.values()))
+    cells = storage.table.rows[seq].cells[start:].copy()
+    storage.table.join_arrivals(cells)
+    size = max(LEAST, storage.max_batch)
+    pieces = [_Piece(storage, cells[at : at + size]) for at in range(0, cells.size, size)]
+    first: list[Fresh] = [pieces[0].computed(offset, shift, shift_extra)]
 
     def write() -> None:
-        writing = False
-        try:
-            with backend.new_context() as ctx:
-                places = {layer: ctx.layer(layer) for layer in shifted}
-                writing = True
-                for layer, key in shifted.items():
-                    ctx.forward(buffers[layer].key.write(places[layer], where, key))
-                    if overlay is not None:
-                        overlay.write_key(places[layer], buffers[layer], key)
-                    for name, found in extra.get(layer, {}).items():
-                        ctx.forward(buffers[layer].extra[name].write(places[layer], where, found))
-                ctx.compute()
-        except BaseException:
-            if writing:
-                table.mark_lost(cells)
-            raise
+        for piece in pieces:
+            try:
+                piece.write(first.pop() if first else piece.computed(offset, shift, shift_extra))
+            except BaseException:
+                if piece.writing or piece is not pieces[0]:
+                    storage.table.mark_lost(cells)
+                raise
 
     return write
+
+
+class _Piece:
+    """Some cells whose keys and extras are re-encoded together."""
+
+    def __init__(self, storage: CellStorage, cells: np.ndarray) -> None:
+        self._storage, self._cells = storage, cells
+        self._is_run = bool((np.diff(cells) == 1).all())
+        slots = storage.table.exact_slots(cells)
+        self._overlay = None if slots is None else Overlay(slots, uploaded)
+        self.writing = False
+        """Whether something may have been written."""
+
+    def _where(self, ctx: ml.Context) -> int | ml.Tensor:
+        return int(self._cells[0]) if self._is_run else ctx.from_numpy(self._cells, ml.DType.I32)
+
+    def computed(self, offset: int, shift: ShiftFunction, shift_extra: ExtraShiftFunction | None) -> Fresh:
+        """What is to be written, in storage of its own."""
+        found: Fresh = {}
+        with self._storage.backend.new_context() as ctx:
+            where, offsets = self._where(ctx), ctx.full((self._cells.size,), offset, ml.DType.I32)
+            for layer, held in self._storage.buffers.items():
+                place = ctx.layer(layer)
+                key = _shifted(place, layer, held, where, offsets, shift, self._overlay)
+                found[layer] = key, _shifted_extra(place, layer, held, where, offsets, shift_extra)
+            ctx.compute(*(one for key, extra in found.values() for one in (key, *extra.values())))
+        return found
+
+    def write(self, found: Fresh) -> None:
+        buffers = self._storage.buffers
+        with self._storage.backend.new_context() as ctx:
+            where, places = self._where(ctx), {layer: ctx.layer(layer) for layer in found}
+            self.writing = True
+            for layer, (key, extra) in found.items():
+                ctx.forward(buffers[layer].key.write(places[layer], where, key))
+                if self._overlay is not None:
+                    self._overlay.write_key(places[layer], buffers[layer], key)
+                for name, one in extra.items():
+                    ctx.forward(buffers[layer].extra[name].write(places[layer], where, one))
+            ctx.compute()
 
 
 def _shifted(
@@ -107,9 +132,9 @@ def _shifted_extra(
     shift: ExtraShiftFunction | None,
 ) -> dict[str, ml.Tensor]:
     """One layer's shifted extras as they are stored, (cells, 1, numbers) each."""
-    assert shift is not None, "refused before"
     count, found = offsets.shape[0], {}
     for name, buffer in held.extra.items():
+        assert shift is not None, "refused before"
         old = held.read_extra(ctx, name, where, count)
         new = shift(ctx, layer, name, old, offsets)
         if new.shape != old.shape:
@@ -120,28 +145,37 @@ def _shifted_extra(
     return found
 
 
-def defragment(backend: ml.Backend, buffers: Mapping[int, LayerBuffers], table: CellTable) -> None:
-    """Move the cells of every sequence together, data and metadata alike; pinned cells too."""
+def defragment(storage: CellStorage) -> np.ndarray | None:
+    """Move the cells of every sequence together, data and metadata alike; pinned cells too.
+
+    Returns for every cell where its content lies now, -1 of free ones; None: nothing was to do.
+
+    One buffer of one layer after the other, so that no more is held beside the cache than what moves of K, or
+    of V, in one layer, and no graph grows with the number of layers.
+    """
+    table = storage.table
     table.sweep()
     target = table.spread()
     moved = np.flatnonzero((target >= 0) & (target != np.arange(target.size)))
     if not moved.size:
-        return
+        return None
     table.join_arrivals()
     writing = False
     try:
-        with backend.new_context() as ctx:
+        with storage.backend.new_context() as ctx:
             sources = ctx.from_numpy(moved, ml.DType.I32)
             destinations = ctx.from_numpy(target[moved], ml.DType.I32)
-            for layer, held in buffers.items():
+            for layer, held in storage.buffers.items():
                 place = ctx.layer(layer)
                 for buffer in held.stored:
                     found = buffer.fetch(place, sources)
                     writing = True
                     buffer.store(place, destinations, found)
-            ctx.compute()
+                    del found
+                    ctx.compute()
     except BaseException:
         if writing:
             table.mark_lost(moved, target[moved])
         raise
     table.move(target)
+    return target

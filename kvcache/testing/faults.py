@@ -105,6 +105,13 @@ SCENARIOS = {
     "remove at the end": _remove(0, 1, None, touched=False),
     "remove in the middle of a run": _remove(0, 0, 1, touched=True),
     "remove in the middle, scattered": _remove(2, 1, 2, touched=True),
+    "remove in the middle, in pieces": Scenario(
+        lambda r: (r.forward(range(40), 0), r.forward(range(3), 1)),
+        lambda r: r.cache.remove(0, 1, 2),
+        lambda r: r.model.remove(0, 1, 2),
+        frozenset([0]),
+        Setup(max_sequences=4, capacity=48, layers=2),
+    ),
     "defrag": Scenario(
         _scatter,
         lambda r: r.cache.defrag(),

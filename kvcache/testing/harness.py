@@ -29,6 +29,7 @@ KINDS = {
     "causal": Setup(),
     "window": Setup(window=3),
     "window with memory": Setup(window=3, memory=6),
+    "window with the first kept": Setup(window=3, keep=2),
     "chunked": Setup(chunk=4),
     "latent with extras": Setup(latent=True, extra=True),
 }

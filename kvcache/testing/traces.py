@@ -88,6 +88,8 @@ def random_setup(
     if quantized and not config.fixed_shapes and rnd.random() < 0.4:
         setup = replace(setup, dtype=_windowed(rnd, setup.dtype))
     kind = rnd.choice(KINDS[cache])
+    if kind in (1, 2):
+        setup = replace(setup, keep=rnd.choice((0, 0, 1, 2, 4)))
     if kind == 1:
         return replace(setup, window=rnd.randrange(6))
     if kind == 2:
@@ -126,9 +128,11 @@ def next_op(rnd: random.Random, model: Model, snapshots: float) -> Op:
         return "copy_prefix", *_two(rnd, model), rnd.randrange(8)
     if roll < 0.90:
         return _removal(rnd, model)
-    if roll < 0.93:
+    if roll < 0.92:
         return "defrag", 0
-    if roll < 0.95:
+    if roll < 0.94:
+        return _eviction(rnd, model)
+    if roll < 0.955:
         return "reserve", rnd.randrange(1, 4)
     if roll < 0.97:
         return "spoil", rnd.randrange(model.setup.max_sequences)
@@ -185,6 +189,13 @@ def _removal(rnd: random.Random, model: Model) -> Op:
     return "remove", seq, begin, begin + rnd.randrange(5)
 
 
+def _eviction(rnd: random.Random, model: Model) -> Op:
+    """Mostly of what lies before the last token; now and then beyond, which is refused."""
+    seq = rnd.randrange(model.setup.max_sequences)
+    before = max(0, model.last(seq)) + (rnd.random() < 0.1)
+    return "evict", seq, tuple(rnd.sample(range(before), rnd.randrange(before + 1)))
+
+
 def _with_snapshots(rnd: random.Random, model: Model) -> Op:
     """Take one, or do something with one of those taken, named by its place."""
     roll, seq, which = rnd.random(), rnd.randrange(model.setup.max_sequences), rnd.randrange(12)
@@ -222,6 +233,8 @@ def apply(rig: CopyRig, op: Op, computes: bool) -> None:
             rig.copy_prefix(src, dst, length)  # type: ignore[arg-type]
     elif name == "remove":
         rig.remove(*args)  # type: ignore[arg-type]
+    elif name == "evict":
+        rig.evict(*args)  # type: ignore[arg-type]
     elif name == "defrag":
         rig.defrag()
     elif name == "spoil":

@@ -82,7 +82,8 @@ def _reads(cache: CausalCache) -> StepReads | None:
 def _note(cache: CausalCache) -> str:
     if isinstance(cache, SlidingWindowCache):
         kept = "all kept" if cache.kept is None else f"the last {cache.kept} kept"
-        return f"window {cache.window}, {kept}"
+        sinks = f"the first {cache.keep} and " if cache.keep and cache.kept is not None else ""
+        return f"window {cache.window}, {sinks}{kept}"
     return f"chunks of {cache.chunk}" if isinstance(cache, ChunkedCache) else ""
 
 

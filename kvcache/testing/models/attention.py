@@ -43,6 +43,8 @@ class Setup:
     """Whether a layer's values are a part of its keys."""
     extra: bool = False
     """Whether layers store more than K and V."""
+    keep: int = 0
+    """Beside a window."""
 
     def make(self, backend: ml.Backend) -> kvcache.CausalCache:
         """A cache like that, bound to ``backend``."""
@@ -55,7 +57,9 @@ class Setup:
         shift = self.rows.shift_positions if self.can_shift else None
         more = shift_extras if self.can_shift and self.extra else None
         if self.window is not None:
-            return kvcache.SlidingWindowCache(self.window, self.memory, shift, shift_extra=more)
+            return kvcache.SlidingWindowCache(
+                self.window, self.memory, shift, shift_extra=more, keep=self.keep
+            )
         if self.chunk is not None:
             return kvcache.ChunkedCache(self.chunk, shift, shift_extra=more)
         return kvcache.CausalCache(shift, shift_extra=more)
@@ -73,7 +77,7 @@ class Setup:
     @property
     def kept(self) -> int | None:
         """How many past positions stay stored; None: all of them."""
-        return None if self.window is None or self.reach >= self.capacity else self.reach
+        return None if self.window is None or self.keep + self.reach >= self.capacity else self.reach
 
     @property
     def reach(self) -> int:
@@ -88,7 +92,7 @@ class Setup:
         if self.kept is None:
             cells = self.max_sequences * self.capacity
         else:
-            cells = self.max_sequences * self.kept + self.max_batch
+            cells = self.max_sequences * (self.keep + self.kept) + self.max_batch
         while cells % self.config.cache_padding:
             cells += 1
         return cells
@@ -132,7 +136,13 @@ class Model:
         window = self.setup.window
         if window is None:
             return True
-        return bool(row) and max(0, position - window) >= min(row) and position <= max(row) + 1
+        if not row or position > max(row) + 1:
+            return False
+        lowest, keep = max(0, position - window), self.setup.keep
+        if not keep:
+            return lowest >= min(row)
+        slid = min((p for p in row if p >= keep), default=keep)
+        return 0 in row and (position <= keep or max(lowest, keep) >= slid)
 
     def visible(self, seq: int, position: int, lifted: bool = False) -> dict[int, int]:
         """position -> token of what a query attends to."""
@@ -142,7 +152,11 @@ class Model:
         if self.setup.chunk is not None:
             lowest = position - position % self.setup.chunk
         row = self.tokens[seq]
-        return {p: token % _AGAIN for p, token in row.items() if p >= lowest and (p <= position or lifted)}
+        return {
+            p: token % _AGAIN
+            for p, token in row.items()
+            if (p >= lowest or p < self.setup.keep) and (p <= position or lifted)
+        }
 
     # Changes.
 
@@ -178,7 +192,7 @@ class Model:
         for seq, row in enumerate(self.tokens):
             mine = [p for p, s in zip(positions, sequences, strict=True) if s == seq]
             lowest = (min(mine) if mine else self.last(seq) + 1) - self.setup.kept
-            kept.append({p: token for p, token in row.items() if p >= lowest})
+            kept.append({p: token for p, token in row.items() if p >= lowest or p < self.setup.keep})
         return kept
 
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
@@ -203,6 +217,13 @@ class Model:
         self.lost.discard(seq)
         self.tokens[seq] = left
 
+    def evict(self, seq: int, positions: Sequence[int]) -> None:
+        if any(p < 0 or p >= self.last(seq) for p in positions):
+            raise kvcache.InvalidRangeError(f"{positions} of {self.last(seq)}")
+        if seq in self.lost:
+            raise kvcache.SequenceLostError(f"{seq}")
+        self.tokens[seq] = {p: token for p, token in self.tokens[seq].items() if p not in positions}
+
     def _check_move(self, seq: int, moving: Collection[int], left: dict[int, int]) -> None:
         others = {token for s, row in enumerate(self.tokens) if s != seq for token in row.values()}
         if not self.setup.can_shift or others.intersection(moving) or not self._resumes(left, max(left) + 1):
@@ -222,7 +243,9 @@ class Model:
         before = {p: token for p, token in row.items() if p < end}
         if end and not self._resumes(before, end):
             raise kvcache.NotSupportedError(f"{seq} at {end}")
-        return Copy(0, end, {p: t for p, t in before.items() if p >= end - self.setup.reach}, whole=True)
+        lowest = end - self.setup.reach
+        held = {p: t for p, t in before.items() if p >= lowest or p < self.setup.keep}
+        return Copy(0, end, held, whole=True)
 
     def restore(self, seq: int, copy: Copy, target: int | None, shared: bool) -> bool:
         """``shared``: it still lies in the cache, so that its very cells are taken."""

@@ -291,6 +291,12 @@ class Rig:
         self.check_figures()
         return self.refusal is None
 
+    def evict(self, seq: int, positions: Sequence[int]) -> bool:
+        """Whether it was done and not refused."""
+        self.agree(lambda: self.cache.evict(seq, positions), lambda: self.model.evict(seq, positions))
+        self.check_figures()
+        return self.refusal is None
+
     def defrag(self) -> None:
         self.cache.defrag()
         self.check_figures()
@@ -331,7 +337,12 @@ class Rig:
             assert cache.positions(seq).tolist() == stored
             first, last = (stored[0], stored[-1]) if stored else (0, -1)
             edge = first + (self.setup.window or 0)
-            for position in {0, first, edge - 1, edge, edge + 1, last, last + 1, last + 2} - {-1}:
+            keep = self.setup.keep
+            slid = next((position for position in stored if position >= keep), keep) + edge - first
+            for position in {
+                *(0, first, edge - 1, edge, edge + 1, last, last + 1, last + 2),
+                *(keep, keep + 1, slid - 1, slid, slid + 1),
+            } - {-1}:
                 found = cache.can_resume(seq, position)
                 assert found == model.can_resume(seq, position), f"can_resume({seq}, {position}) is {found}"
 

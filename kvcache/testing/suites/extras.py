@@ -28,6 +28,7 @@ CHOOSING = {
     "causal": BOTH,
     "of keys and values": replace(BOTH, latent=False),
     "window": replace(BOTH, window=3),
+    "window with the first kept": replace(BOTH, window=3, keep=2),
     "chunked": replace(BOTH, chunk=4),
     "Q8_0": replace(BOTH, dtype="Q8_0"),
     "Q4_0/F16": replace(BOTH, dtype="Q4_0/F16", latent=False),

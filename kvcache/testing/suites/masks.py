@@ -114,6 +114,28 @@ CASES: dict[str, tuple[Setup, list[Step]]] = {
               a b c d e f g h
             h . . . . . x x x"""),
     ]),
+    "a window of 1 with the first 2 kept": (Setup(window=1, keep=2, max_sequences=1), [
+        Step("0:0 0:1 0:2 0:3 0:4", """
+              a b c d e
+            a x . . . .
+            b x x . . .
+            c x x x . .
+            d x x x x .
+            e x x . x x"""),
+        Step("0:5 0:6", """
+              a b c d e f g
+            f x x . . x x .
+            g x x . . . x x"""),
+    ]),
+    "an image that sees the first tokens too": (Setup(window=1, keep=1, max_sequences=1), [
+        Step("0:0 0:1 0:2 0:3 0:4", """
+              a b c d e
+            a x . . . .
+            b x x . . .
+            c x x x . .
+            d x . x x x
+            e x . . x x""", lifted=(3,)),
+    ]),
     "a window of 0: the token itself": (Setup(window=0, max_sequences=1), [
         Step("0:0 0:1 0:2", """
               a b c
@@ -230,9 +252,10 @@ class MaskTests(CacheCase):
             (Setup(), [([2, 0, 1], [0, 0, 0])]),
             (Setup(), [([4], [0]), ([1, 2], [0, 0])]),
             (Setup(window=1, max_sequences=1), [([0, 1, 2], [0, 0, 0])]),
+            (Setup(window=1, keep=1, max_sequences=1), [([0, 1, 2, 3], [0, 0, 0, 0])]),
             (Setup(chunk=2), [([0, 1, 2], [0, 0, 0])]),
         ],
-        ids=["two sequences", "unordered", "into a gap", "window", "chunk"],
+        ids=["two sequences", "unordered", "into a gap", "window", "window with the first kept", "chunk"],
     )
     def test_a_mask_that_says_more_is_not_elided(
         self, rig: MakeRig, setup: Setup, batches: list[tuple[list[int], list[int]]]

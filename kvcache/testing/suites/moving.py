@@ -109,6 +109,44 @@ class MovingTests(CacheCase):
             moved = {token: offset for token, offset in zip(ids, offsets, strict=True) if offset}
             assert moved == {4: -2, 5: -2}, "tokens are numbered from 1"
 
+    def test_a_long_sequence_moves_in_pieces_of_max_batch(self, rig: MakeRig) -> None:
+        r = rig(layers=2, capacity=120, max_batch=40, max_sequences=2)
+        asked: list[int] = []
+
+        def shift(ctx: ml.Context, layer: int, key: ml.Tensor, offsets: ml.Tensor) -> ml.Tensor:
+            asked.append(offsets.shape[0])
+            return values.shift_positions(ctx, layer, key, offsets)
+
+        r.forward(range(100), 0)
+        r.forward(range(5), 1)
+        r.cache.editor.shift = shift
+        r.remove(0, 3, 7)
+        assert asked == [40, 40, 40, 40, 13, 13]
+        r.forward([96, 5], [0, 1])
+
+    def test_a_shift_function_that_raises_after_a_piece_was_written_loses_just_that_sequence(
+        self, rig: MakeRig
+    ) -> None:
+        r = rig(layers=2, capacity=120, max_batch=40, max_sequences=2)
+        r.forward(range(100), 0)
+        r.forward(range(5), 1)
+
+        def raises(ctx: ml.Context, layer: int, key: ml.Tensor, offsets: ml.Tensor) -> ml.Tensor:
+            if offsets.shape[0] < 40:
+                raise ZeroDivisionError("in the model")
+            return values.shift_positions(ctx, layer, key, offsets)
+
+        r.cache.editor.shift = raises
+        with pytest.raises(ZeroDivisionError):
+            r.cache.remove(0, 3, 7)
+        r.model.lost = {0}
+        r.check_figures()
+        assert not r.forward([100], 0), "it says that it is lost"
+        r.forward([5], 1)
+        r.remove(0, 0)
+        r.forward(range(3), 0)
+        r.drain()
+
     @pytest.mark.parametrize("fails_in", [0, 1])
     def test_a_shift_function_that_raises_or_gives_another_shape_leaves_all_as_it_was(
         self, rig: MakeRig, fails_in: int
@@ -162,6 +200,60 @@ class MovingTests(CacheCase):
 
     # Evicted.
 
+    @every_kind
+    @every_arrangement
+    def test_evicted_tokens_leave_gaps_and_nothing_else_moves(
+        self, rig: MakeRig, kind: Setup, arranged: ml.CacheConfig
+    ) -> None:
+        r = rig(kind, max_sequences=3, layers=2, config=arranged, can_shift=False)
+        r.forward(range(4), 0)
+        r.copy_prefix(0, 1, 4)
+        assert r.evict(0, [1, 2])
+        assert r.evict(0, [1, 2]), "what is gone already is passed over"
+        assert r.cache.positions(1).tolist() == [0, 1, 2, 3], "what is shared stays the other's"
+        r.forward([4, 5, 4], [0, 0, 1])
+        r.defrag()
+        r.copy_prefix(0, 2, 5)
+        r.evict(1, [0, 3])
+        r.forward([6, 5, 5], [0, 1, 2])
+        for wrong in ([6], [7], [-1], [2, 6]):
+            assert not r.evict(0, wrong)
+        r.drain()
+
+    def test_evicting_calls_no_backend_and_gives_cells_back(self, backend: ml.Backend) -> None:
+        plan = Plan()
+        limited = only_protocol(backend, plan)
+        with limited.new_context() as ctx:
+            r = Rig(Setup(max_sequences=1, capacity=8), limited, ctx)
+            r.forward(range(8), 0)
+            plan.arm(None)
+            r.evict(0, range(2, 7))
+            assert plan.calls == []
+            assert r.cache.free_cells == 5
+            r.forward(range(8, 13), 0)
+
+    def test_a_snapshot_of_a_sequence_with_gaps_brings_them_back(self, rig: MakeRig) -> None:
+        r = rig(layers=2, max_sequences=2)
+        r.forward(range(8), 0)
+        r.evict(0, [1, 2, 5])
+        whole, rest = r.cache.snapshot(0), r.cache.snapshot(0, 4)
+        assert whole.positions.tolist() == [0, 3, 4, 6, 7]
+        whole.detach()
+        r.remove(0, 0)
+        assert r.cache.restore(1, whole)
+        assert r.cache.positions(1).tolist() == [0, 3, 4, 6, 7]
+        assert r.cache.offset(1) == 8
+        r.cache.remove(1, 4)
+        assert not r.cache.restore(1, rest), "what lies before it is not all there"
+
+    def test_scheduled_snapshots_of_evicted_tokens_are_dropped(self, rig: MakeRig) -> None:
+        r = rig()
+        r.cache.schedule_snapshots(0, [2, 4, 6])
+        r.forward(range(6), 0)
+        r.evict(0, [3])
+        assert [taken.end for taken in r.cache.snapshots_taken(0)] == [2]
+        assert r.cache.rolled_back(0) == 3
+
     @pytest.mark.parametrize(
         ("setup", "passes", "stored"),
         [
@@ -182,6 +274,40 @@ class MovingTests(CacheCase):
         for positions in passes:
             assert r.forward([0], 1) if positions is None else r.forward(positions, 0)
         assert r.cache.positions(0).tolist() == stored
+        r.drain()
+
+    @every_arrangement
+    def test_the_first_tokens_stay_while_the_window_slides(
+        self, rig: MakeRig, arranged: ml.CacheConfig
+    ) -> None:
+        """Through eviction, undo, sharing, snapshots and a change of the window's place."""
+        r = rig(window=2, keep=3, max_sequences=3, capacity=40, layers=2, config=arranged)
+        r.forward(range(8), 0)
+        r.forward([8, 9, 10], 0)
+        r.copy_prefix(0, 1, 40)
+        snapshot = r.cache.snapshot(1)
+        r.start_and_undo([20, 11], [0, 1])
+        r.forward([11, 11, 12], [0, 1, 0])
+        assert r.cache.positions(0).tolist()[:3] == [0, 1, 2]
+        assert r.cache.held()[0] == 3 + 3 + 2, "the first, the window with one more, and the batch"
+        r.forward([16, 12], [0, 1])  # after a gap the window is all that comes in the batch
+        r.start_and_undo([30], [0])
+        assert r.cache.visible(0) == 3 + 1
+        assert r.cache.restore(2, snapshot)
+        assert r.cache.positions(2).tolist() == [0, 1, 2, 8, 9, 10]
+
+    def test_with_several_sequences_a_kept_beginning_is_shared_and_goes_with_the_last(
+        self, rig: MakeRig
+    ) -> None:
+        r = rig(window=2, keep=2, max_sequences=2, capacity=40)
+        r.forward(range(8), 0)
+        r.copy_prefix(0, 1, 2)
+        assert r.cache.can_resume(1, 2)
+        for position in range(2, 7):
+            r.forward([position + 6, position], [0, 1])
+        r.remove(0, 0)
+        r.defrag()
+        r.forward([7, 8], 1)
         r.drain()
 
     @every_arrangement
