@@ -61,6 +61,7 @@ NO_TRIM = {**dict.fromkeys(of_mlx_lm.MODES, "="), "trim": "right"}
 """mlx-lm trims neither states nor windows that have wrapped; ours goes back to what it keeps."""
 OF_MLX_LM = {
     "baichuan_m1": {"alone": "=", "batch": "refused", "save": "="},  # states beside a window
+    "deepseek_v32": dict.fromkeys(of_mlx_lm.MODES, "="),  # an indexer's keys, whose values are set to 0
     "falcon_h1": NO_TRIM,  # attention and states in one layer
     "gear": NO_TRIM,  # full, sliding and recurrent layers
     "mamba2": NO_TRIM,  # nothing but recurrent layers
@@ -69,10 +70,15 @@ OF_MLX_LM = {
     "kimi_linear": NO_TRIM,  # four states in a layer, of several shapes
     "lfm2": {"alone": "=", "batch": "="},
     "longcat_flash": {"batch": "=", "trim": "=", "save": "="},  # attention twice in a layer
+    "minimax_m3_vl": {
+        "alone": "=",
+        "trim": "=",
+        "other's files": "=",
+    },  # keys of an indexer, values of width 0
     "nemotron-nas": {"batch": "right", "trim": "=", "exception": "="},  # wants an entry that it never uses
     "plamo3": {"chunks": "right", "save": "right", "other's files": "theirs"},  # sees more than its window
     "recurrent_gemma": {"batch": "refused", "copy": "="},  # takes no notice of padding
-    **{name: {"alone": "refused"} for name in ("llama4", "deepseek_v32", "longcat_flash_ngram", "rwkv7")},
+    **{name: {"alone": "refused"} for name in ("llama4", "longcat_flash_ngram", "rwkv7")},
 }
 CASES = [
     (library, name, mode, kind)

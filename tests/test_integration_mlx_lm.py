@@ -319,6 +319,52 @@ def test_a_model_with_other_kinds_of_layers_is_refused_by_name_and_not_run(
         make_prompt_cache(Wants())
 
 
+@pytest.mark.parametrize(
+    ("name", "new"),
+    [
+        ("keys", lambda entry, x: entry.keys * 2),
+        ("values", lambda entry, x: mx.broadcast_to(x, entry.values.shape)),
+        ("values", lambda entry, x: mx.zeros_like(entry.values)),  # of values that are not the keys
+    ],
+)
+def test_a_model_that_sets_k_and_v_itself_to_something_else_is_refused(
+    name: str, new: Callable[[Any, Any], Any]
+) -> None:
+    class Sets:
+        layers = (None,)
+
+        def __call__(self, tokens: Any, cache: Any) -> None:
+            x = marked([3])
+            cache[0].update_and_fetch(x, x + 1)
+            setattr(cache[0], name, new(cache[0], x))
+
+    with pytest.raises(kvcache.NotSupportedError, match="layer 0 of the model sets K and V"):
+        make_prompt_cache(Sets())
+
+
+def test_k_and_v_are_not_set_where_the_model_was_not_seen_to_do_it() -> None:
+    entry = CachePool([Attention()], capacity=8).make_prompt_cache()[0]
+    x = marked([1])
+    entry.update_and_fetch(x, x)
+    for name in ("keys", "values"):
+        with pytest.raises(kvcache.NotSupportedError, match=f"{name}: .* of layer 0"):
+            setattr(entry, name, x)
+
+
+def test_keys_without_values_take_up_no_room_for_them_and_are_saved_with_zeros() -> None:
+    shape = {"kv_heads": 1, "key_dim": 16, "dtype": mx.float32}
+    one, two = (
+        CachePool([Attention(value_dim=16, keys_only=only, **shape)], capacity=8) for only in (True, False)
+    )
+    assert 2 * one.nbytes == two.nbytes
+    entry = one.make_prompt_cache()[0]
+    x = mx.random.normal((1, 1, 3, 16))
+    keys, _ = entry.update_and_fetch(x, x)
+    assert mx.array_equal(keys, x)
+    assert mx.array_equal(entry.state[0], x)
+    assert mx.array_equal(entry.state[1], mx.zeros_like(x))
+
+
 def test_a_model_whose_passes_nobody_tells_the_length_of_is_refused() -> None:
     """Mamba 1 asks for no mask; only a mask or K and V tell how many tokens a pass has."""
     with pytest.raises(kvcache.NotSupportedError, match=r"layer 0 .* reads its states before .* a mask"):

@@ -96,9 +96,34 @@ class _Attention(LayerCache):
         """K (rows, kv_heads, tokens, dim) in the order of positions, for looking at; None while empty."""
         return self._stored()[0]
 
+    @keys.setter
+    def keys(self, new: Any) -> None:
+        self._assign("keys", new)
+
     @property
     def values(self) -> Any:
         return self._stored()[1]
+
+    @values.setter
+    def values(self, new: Any) -> None:
+        self._assign("values", new)
+
+    def _assign(self, name: str, new: Any) -> None:
+        """What the model sets keeps the order of MLX's graph, which has none here: a put is evaluated.
+
+        Raises NotSupportedError where the model was not seen to set it (``Attention.assigned``).
+        """
+        if not self._spec.assigned:
+            raise NotSupportedError(
+                f"{name}: {new.shape} is set in the entry of layer {self.layer}; its K and V are stored by "
+                "update_and_fetch alone"
+            )
+
+    @property
+    def _spec(self) -> Attention:
+        spec = self._storage.layers[self.layer]
+        assert isinstance(spec, Attention)
+        return spec
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What ``update_and_fetch`` gave in this pass, for layers that share another's.
@@ -177,12 +202,6 @@ class RotatingKVCache(_Attention, OwnRotatingKVCache):  # type: ignore[misc]
 
     keep: ClassVar[int] = 0
     """mlx-lm's first tokens that never leave; there are none here."""
-
-    @property
-    def _spec(self) -> Attention:
-        spec = self._storage.layers[self.layer]
-        assert isinstance(spec, Attention)
-        return spec
 
     @property
     def max_size(self) -> int:

@@ -6,6 +6,7 @@ MLX is lazy, so that the pass builds a graph, is read for its shapes, and is thr
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,10 @@ class Attention:
     """That of mlx-lm's RotatingKVCache, where the model's masks look further back than it; else None."""
     used: bool = True
     """Whether the model reads and writes the entry that it wants for the layer."""
+    keys_only: bool = False
+    """Whether K is stored alone: the values are the first ``value_dim`` numbers of it, which nobody reads."""
+    assigned: bool = False
+    """Whether the model sets K and V of the entry anew, to what they are or to zeros that nobody reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,9 @@ class _Call:
 
     entry: Any
     name: str
-    window: int | None
+    window: int | None = None
+    told: str = ""
+    """Of K and V that are set: what to; of those put: whether they are one array."""
 
 
 _DONE = "done"
@@ -147,13 +154,20 @@ def _watched(entries: Sequence[Any]) -> Iterator[list[_Call]]:
         entry.__class__ = kind
 
 
+_ALIKE, _KEPT, _ZEROS, _OTHER = "alike", "kept", "zeros", "other"
+
+
 def _noting(calls: list[_Call], kind: Any, name: str) -> Callable[..., Any]:
     method = getattr(kind, name)
 
     def noted(entry: Any, *arguments: Any, **named: Any) -> Any:
-        calls.append(_Call(entry, name, named.get("window_size")))
+        alike = name == "update_and_fetch" and len(arguments) == 2 and arguments[0] is arguments[1]
+        calls.append(_Call(entry, name, named.get("window_size"), _ALIKE if alike else ""))
         result = method(entry, *arguments, **named)
-        calls.append(_Call(entry, _DONE, None))
+        if name == "update_and_fetch":
+            for part in ("keys", "values"):
+                kind.__setattr__(entry, part, _numbered(getattr(entry, part)))
+        calls.append(_Call(entry, _DONE))
         return result
 
     return noted
@@ -164,33 +178,71 @@ def _noting_writes(calls: list[_Call], kind: Any) -> Callable[..., None]:
 
     def set_attribute(entry: Any, name: str, value: Any) -> None:
         if name in ("keys", "values") and (not calls or calls[-1].name == _DONE):
-            calls.append(_Call(entry, name, None))
-            calls.append(_Call(entry, _DONE, None))
+            calls.append(_Call(entry, name, told=_told(getattr(entry, name), value)))
+            calls.append(_Call(entry, _DONE))
         kind.__setattr__(entry, name, value)
 
     return set_attribute
 
 
+def _numbered(like: Any) -> Any:
+    """Computed numbers, none of them 0, in the place of what the model would compute."""
+    found = mx.broadcast_to(mx.arange(1, like.shape[-1] + 1).astype(like.dtype), like.shape)
+    mx.eval(found)
+    return found
+
+
+_FEW = 8
+"""Operations of a graph that is computed to see what the model sets: not those of the model."""
+
+
+def _told(old: Any, new: Any) -> str:
+    """What K or V is set to, which were ``old``."""
+    if old is None or new is None or old.shape != new.shape:
+        return _OTHER
+    graph = io.StringIO()
+    mx.export_to_dot(graph, new)
+    if graph.getvalue().count("rectangle") > _FEW:
+        return _OTHER
+    return _KEPT if mx.array_equal(old, new) else _OTHER if mx.any(new) else _ZEROS
+
+
 def _layer(i: int, entry: Any, calls: Sequence[_Call]) -> Layer:
-    if any(call.entry is entry and call.name in ("keys", "values") for call in calls):
+    if type(entry) is mlx_caches.ArraysCache:
+        return _recurrent(i, entry.cache, calls)
+    if type(entry) is mlx_caches.KVCache:
+        return _attention(i, entry, calls, None)
+    alike = [call.window or 0 for call in calls if getattr(call.entry, "max_size", None) == entry.max_size]
+    window = max(entry.max_size, *alike)
+    return _attention(i, entry, calls, window, entry.max_size if window > entry.max_size else None)
+
+
+def _attention(
+    i: int, entry: Any, calls: Sequence[_Call], window: int | None, max_size: int | None = None
+) -> Attention:
+    own = {(call.name, call.told) for call in calls if call.entry is entry}
+    if entry.keys is None:
+        return Attention(window, max_size=max_size, used=False)
+    heads, key_dim, value_dim = entry.keys.shape[1], entry.keys.shape[3], entry.values.shape[3]
+    dropped = ("values", _ZEROS) in own
+    assigned = {call for call in own if call[0] in ("keys", "values")}
+    if assigned - {("keys", _KEPT), ("values", _KEPT), ("values", _ZEROS)} or (
+        dropped and value_dim and ("update_and_fetch", _ALIKE) not in own
+    ):
         raise NotSupportedError(
             f"make_prompt_cache: layer {i} of the model sets K and V of its cache entry itself; use mlx-lm's "
             "own cache"
         )
-    if type(entry) is mlx_caches.ArraysCache:
-        return _recurrent(i, entry.cache, calls)
-    if type(entry) is mlx_caches.KVCache:
-        return _attention(entry, None)
-    alike = [call.window or 0 for call in calls if getattr(call.entry, "max_size", None) == entry.max_size]
-    window = max(entry.max_size, *alike)
-    return _attention(entry, window, entry.max_size if window > entry.max_size else None)
-
-
-def _attention(entry: Any, window: int | None, max_size: int | None = None) -> Attention:
-    if entry.keys is None:
-        return Attention(window, max_size=max_size, used=False)
-    heads, key_dim = entry.keys.shape[1], entry.keys.shape[3]
-    return Attention(window, heads, key_dim, entry.values.shape[3], entry.keys.dtype, max_size)
+    return Attention(
+        window,
+        heads,
+        key_dim,
+        value_dim,
+        entry.keys.dtype,
+        max_size,
+        keys_only=dropped or not value_dim,
+        assigned=bool(assigned),
+    )
 
 
 def _recurrent(i: int, states: Sequence[Any], calls: Sequence[_Call]) -> Recurrent:

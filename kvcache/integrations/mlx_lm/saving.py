@@ -99,7 +99,10 @@ def _contents(i: int, entry: Any, layer: Layer, storage: Storage) -> _Content:
         raise InvalidRangeError(f"adopt: entry {i} is {kind.__name__}; the layer is {layer}")
     if isinstance(layer, Attention) and not layer.used:
         return _Content()
-    arrays = tuple(entry.cache) if recurrent else () if entry.keys is None else _in_order(i, entry, storage)
+    if recurrent:
+        arrays = tuple(entry.cache)
+    else:
+        arrays = () if entry.keys is None else _in_order(i, entry, layer, storage)
     filled = [x for x in arrays if x is not None]
     if any(x.shape[0] != 1 for x in filled) or len(filled) not in (0, len(arrays)):
         raise NotSupportedError(
@@ -112,11 +115,11 @@ def _max_size(layer: Layer) -> int | None:
     return None if isinstance(layer, Recurrent) else layer.max_size or layer.window
 
 
-def _in_order(i: int, entry: Any, storage: Storage) -> tuple[Any, ...]:
+def _in_order(i: int, entry: Any, layer: Any, storage: Storage) -> tuple[Any, ...]:
     if type(entry) is mlx_caches.QuantizedKVCache:
         keys, values = entry.keys_and_values()
         sizes = {"bits": entry.bits, "group_size": entry.group_size}
-        if storage.is_affine(**sizes):
+        if storage.is_affine(**sizes) and not layer.keys_only:
             return *keys, *values
         return mx.dequantize(*keys, **sizes), mx.dequantize(*values, **sizes)
     if type(entry) is mlx_caches.KVCache:

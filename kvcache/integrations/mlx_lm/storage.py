@@ -67,14 +67,13 @@ class Storage:
             if isinstance(layer, Recurrent):
                 for k in range(len(layer.shapes)):
                     self._state(i, k)
-            elif cache is not None and layer.kv_heads and layer.key_dim and layer.value_dim:
+            elif cache is not None and layer.kv_heads and layer.key_dim and layer.value_dim is not None:
                 like = _dtype(ctx, layer.dtype)
-                cache.set_layer(i)
-                cache.put(
-                    ctx,
-                    ctx.zeros((1, layer.kv_heads, layer.key_dim), like),
-                    ctx.zeros((1, layer.kv_heads, layer.value_dim), like),
+                key, value = (
+                    ctx.zeros((1, layer.kv_heads, dim), like) for dim in (layer.key_dim, layer.value_dim)
                 )
+                cache.set_layer(i)
+                cache.put(ctx, key, None if layer.keys_only else value)
 
     # K and V.
 
@@ -82,7 +81,12 @@ class Storage:
         """Store K and V, (rows, kv_heads, tokens, dim) each, of a layer."""
         cache, ctx = self.attention_of(layer), self.ctx
         cache.set_layer(layer)
-        key, value = one.stored(keys), one.stored(values)
+        key = one.stored(keys)
+        if self._spec(layer).keys_only:
+            cache.put(ctx, ctx.from_native(key))
+            one.written = True
+            return
+        value = one.stored(values)
         _schedule(key, value)  # together: from_native would schedule one after the other
         cache.put(ctx, ctx.from_native(key), ctx.from_native(value))
         one.written = True
@@ -115,10 +119,12 @@ class Storage:
         cache.set_layer(layer)
         if one.rows == 1 and one.is_full:
             key, value, _ = cache.get(ctx)
-            return _by_head(ctx, key).native, _by_head(ctx, value).native
-        found = self.reading(cache, one).read(ctx, layer)
-        keys, values = (x.permute(ctx, 0, 2, 1, 3).native for x in found)
-        return keys, values
+            keys, values = _by_head(ctx, key).native, _by_head(ctx, value).native
+        else:
+            found = self.reading(cache, one).read(ctx, layer)
+            keys, values = (x.permute(ctx, 0, 2, 1, 3).native for x in found)
+        spec = self._spec(layer)
+        return keys, keys[..., : spec.value_dim] if spec.keys_only else values
 
     def reading(self, cache: CausalCache, one: ForwardPass) -> RaggedBatch:
         found: RaggedBatch | None = one.readings.get(id(cache))
@@ -133,18 +139,27 @@ class Storage:
         return cache
 
     def stored(self, layer: int, sequences: Sequence[int | None]) -> tuple[Any, Any]:
-        """K and V of a layer outside of a pass, (rows, kv_heads, tokens, dim), in the order of positions."""
+        """K and V of a layer outside of a pass, (rows, kv_heads, tokens, dim), in the order of positions.
+
+        Values that are not stored are 0.
+        """
         found = RaggedBatch(self.attention_of(layer), sequences).read(self.ctx, layer)
         keys, values = (x.permute(self.ctx, 0, 2, 1, 3).native for x in found)
-        return keys, values
+        spec = self._spec(layer)
+        return keys, mx.zeros_like(keys[..., : spec.value_dim]) if spec.keys_only else values
 
     def token_bytes(self, layer: int) -> int:
         """Bytes of one token's K and V in a layer."""
+        spec = self._spec(layer)
+        if not (spec.kv_heads and spec.key_dim and spec.value_dim is not None):
+            return 0
+        value_dim = None if spec.keys_only else spec.value_dim
+        return self.format.nbytes(spec.kv_heads, spec.key_dim, value_dim, _dtype(self.ctx, spec.dtype))
+
+    def _spec(self, layer: int) -> Attention:
         spec = self.layers[layer]
         assert isinstance(spec, Attention)
-        if not (spec.kv_heads and spec.key_dim and spec.value_dim):
-            return 0
-        return self.format.nbytes(spec.kv_heads, spec.key_dim, spec.value_dim, _dtype(self.ctx, spec.dtype))
+        return spec
 
     def tokens_of(self, layer: int, seq: int | None) -> int:
         """How many tokens of a sequence the cache of a layer holds."""
