@@ -11,10 +11,16 @@ import ml
 from kvcache.attention.ragged_batch import visible_mask
 from kvcache.cache import NotSupportedError, OrderError
 from kvcache.integrations.mlx_lm.layer_cache import BatchState, LayerCache
-from kvcache.integrations.mlx_lm.layers import Attention, OwnKVCache, OwnRotatingKVCache, mlx_caches
+from kvcache.integrations.mlx_lm.layers import (
+    Attention,
+    OwnChunkedKVCache,
+    OwnKVCache,
+    OwnRotatingKVCache,
+    mlx_caches,
+)
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 
-__all__ = ["Bystander", "KVCache", "RotatingKVCache"]
+__all__ = ["Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache"]
 
 
 class _Attention(LayerCache):
@@ -75,8 +81,14 @@ class _Attention(LayerCache):
         return (columns >= after) & (columns < below)
 
     def is_trimmable(self) -> bool:
-        """Whether :meth:`trim` can go back."""
-        return True
+        """Whether :meth:`trim` can go back.
+
+        Where a layer keeps a window: whether ``rollback`` was asked for, or nothing has left it as yet.
+        """
+        if self._spec.window is None or (self._storage.rollback and not self.rows.kept):
+            return True
+        cache = self._storage.attention_of(self.layer)
+        return all(held.seq is None or cache.can_resume(held.seq, 0) for held in self.rows.held)
 
     # What is stored, in the order of positions.
 
@@ -89,7 +101,7 @@ class _Attention(LayerCache):
         return self._kept(found[0]), self._kept(found[1])
 
     def _kept(self, x: Any) -> Any:
-        return x
+        return x[..., -(self._spec.window or 0) :, :]
 
     @property
     def keys(self) -> Any:
@@ -223,22 +235,50 @@ class RotatingKVCache(_Attention, OwnRotatingKVCache):  # type: ignore[misc]
     def size(self) -> int:
         return min(super().size(), self.max_size)
 
-    def is_trimmable(self) -> bool:
-        """Whether ``rollback`` was asked for, or nothing has left the window as yet."""
-        if self._storage.rollback and not self.rows.kept:
-            return True
-        cache = self._storage.attention_of(self.layer)
-        return all(held.seq is None or cache.can_resume(held.seq, 0) for held in self.rows.held)
-
-    def _kept(self, x: Any) -> Any:
-        return x[..., -(self._spec.window or 0) :, :]
-
     @property
     def state(self) -> Any:
         """What mlx-lm's RotatingKVCache loads: the window in the order of positions."""
         keys, values = self._stored()
         size = 0 if keys is None else keys.shape[2]
         return keys, values, self._saved_offset(), 0, self.max_size, size
+
+
+class ChunkedKVCache(_Attention, OwnChunkedKVCache):  # type: ignore[misc]
+    """K and V of a layer whose queries see their own chunk of positions, by a mask that the model makes."""
+
+    @property
+    def chunk_size(self) -> int:
+        size = self._spec.window
+        assert size is not None
+        return size
+
+    @property
+    def start_position(self) -> int:
+        """The position of the first token that ``update_and_fetch`` of the next pass gives."""
+        lengths, rows = self.rows.lengths_for(self._seen), self.rows
+        begun = rows.lengths[0] - lengths[0]
+        return lengths[0] - self._reach(self._storage.tokens_of(self.layer, rows.held[0].seq) - begun)
+
+    def maybe_trim_front(self) -> None:
+        """Nothing: what has left the window goes when a pass begins."""
+
+    def _reach(self, stored: int) -> int:
+        """How many of the tokens that are stored before a pass are given in it."""
+        return max(0, min(self.chunk_size - 1, stored))
+
+    def _read(self, one: ForwardPass, key_dtype: Any, value_dtype: Any) -> tuple[Any, Any]:
+        keys, values = self._storage.get_by_position(self.layer, one)
+        first = keys.shape[2] - one.tokens - self._reach(keys.shape[2] - one.tokens)
+        return keys[..., first:, :].astype(key_dtype), values[..., first:, :].astype(value_dtype)
+
+    @property
+    def state(self) -> Any:
+        """What mlx-lm's ChunkedKVCache loads: the last tokens in the order of positions, and the first's."""
+        keys, values = self._stored()
+        size = 0 if keys is None else keys.shape[2]
+        offset = self._saved_offset()
+        start = offset - size if isinstance(offset, int) else offset
+        return keys, values, offset, self.chunk_size, start
 
 
 class Bystander(_Attention, OwnKVCache):  # type: ignore[misc]

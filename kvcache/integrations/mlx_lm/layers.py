@@ -23,6 +23,7 @@ mlx_caches: Any = cache
 """``mlx_lm.models.cache``, which is typed in parts only."""
 OwnKVCache: Any = cache.KVCache
 OwnRotatingKVCache: Any = cache.RotatingKVCache
+OwnChunkedKVCache: Any = cache.ChunkedKVCache
 OwnArraysCache: Any = cache.ArraysCache
 OwnCacheList: Any = cache.CacheList
 
@@ -49,6 +50,8 @@ class Attention:
     """Whether K is stored alone: the values are the first ``value_dim`` numbers of it, which nobody reads."""
     assigned: bool = False
     """Whether the model sets K and V of the entry anew, to what they are or to zeros that nobody reads."""
+    chunked: bool = False
+    """Whether a query sees its own chunk of ``window`` positions only, by a mask that the model makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,10 @@ class Recurrent:
     dtypes: tuple[Any, ...]
     masked: bool = True
     """Whether the model asks which columns of a pass are tokens, and which padding."""
+    reads_first: bool = False
+    """Whether the model reads the states before it says of how many tokens a pass is."""
+    growing: tuple[int | None, ...] = ()
+    """Of each state the axis that grows by a number for each token until it has its size; None: none does."""
 
 
 Layer = Attention | Recurrent
@@ -101,9 +108,12 @@ def layers_of(model: Any) -> list[Layer | Several]:
         _check_kind(i, entry)
     with _watched(entries_in(wanted)) as calls:
         model(mx.zeros((1, 1), mx.int32), cache=wanted)
+    first = {id(entry): _shapes(entry) for entry in entries_in(wanted)}
+    if any(1 in shape for shapes in first.values() for shape in shapes):
+        model(mx.zeros((1, _MORE), mx.int32), cache=wanted)
     found: list[Layer | Several] = []
     for i, entry in enumerate(wanted):
-        layers = [_layer(i, inner, calls) for inner in entries_in([entry])]
+        layers = [_layer(i, inner, calls, first[id(inner)]) for inner in entries_in([entry])]
         found.append(Several(tuple(layers)) if type(entry) is mlx_caches.CacheList else layers[0])
     return found
 
@@ -114,14 +124,17 @@ def _check_kind(i: int, entry: Any) -> None:
         for inner in entry.caches:
             _check_kind(i, inner)
         return
-    if kind is mlx_caches.KVCache or (kind is mlx_caches.RotatingKVCache and not entry.keep):
+    if kind in (mlx_caches.KVCache, mlx_caches.ChunkedKVCache):
+        return
+    if kind is mlx_caches.RotatingKVCache and not entry.keep:
         return
     if kind is mlx_caches.ArraysCache and entry.cache:
         return
     detail = f" with keep={entry.keep}" if kind is mlx_caches.RotatingKVCache else ""
     raise NotSupportedError(
         f"make_prompt_cache: layer {i} of the model wants mlx-lm's {kind.__name__}{detail}; supported are "
-        "KVCache, RotatingKVCache with keep=0, ArraysCache, and CacheList of these; use mlx-lm's own cache"
+        "KVCache, RotatingKVCache with keep=0, ChunkedKVCache, ArraysCache, and CacheList of these; use "
+        "mlx-lm's own cache"
     )
 
 
@@ -207,11 +220,23 @@ def _told(old: Any, new: Any) -> str:
     return _KEPT if mx.array_equal(old, new) else _OTHER if mx.any(new) else _ZEROS
 
 
-def _layer(i: int, entry: Any, calls: Sequence[_Call]) -> Layer:
+_MORE = 8
+"""Tokens of a second pass, for states that grow: few, for a model may go through them one by one."""
+
+
+def _shapes(entry: Any) -> list[tuple[int, ...]]:
+    """Those of one row's states; none of an entry without states."""
+    states = entry.cache if type(entry) is mlx_caches.ArraysCache else ()
+    return [() if state is None else tuple(state.shape[1:]) for state in states]
+
+
+def _layer(i: int, entry: Any, calls: Sequence[_Call], first: Sequence[tuple[int, ...]]) -> Layer:
     if type(entry) is mlx_caches.ArraysCache:
-        return _recurrent(i, entry.cache, calls)
+        return _recurrent(i, entry, calls, first)
     if type(entry) is mlx_caches.KVCache:
         return _attention(i, entry, calls, None)
+    if type(entry) is mlx_caches.ChunkedKVCache:
+        return _attention(i, entry, calls, entry.chunk_size)
     alike = [call.window or 0 for call in calls if getattr(call.entry, "max_size", None) == entry.max_size]
     window = max(entry.max_size, *alike)
     return _attention(i, entry, calls, window, entry.max_size if window > entry.max_size else None)
@@ -223,6 +248,7 @@ def _attention(
     own = {(call.name, call.told) for call in calls if call.entry is entry}
     if entry.keys is None:
         return Attention(window, max_size=max_size, used=False)
+    chunked = type(entry) is mlx_caches.ChunkedKVCache
     heads, key_dim, value_dim = entry.keys.shape[1], entry.keys.shape[3], entry.values.shape[3]
     dropped = ("values", _ZEROS) in own
     assigned = {call for call in own if call[0] in ("keys", "values")}
@@ -242,19 +268,38 @@ def _attention(
         max_size,
         keys_only=dropped or not value_dim,
         assigned=bool(assigned),
+        chunked=chunked,
     )
 
 
-def _recurrent(i: int, states: Sequence[Any], calls: Sequence[_Call]) -> Recurrent:
+def _recurrent(i: int, entry: Any, calls: Sequence[_Call], first: Sequence[tuple[int, ...]]) -> Recurrent:
+    states = entry.cache
     if any(state is None for state in states):
         raise NotSupportedError(
             f"make_prompt_cache: layer {i} of the model sets only some of its {len(states)} states in a "
             "pass; use mlx-lm's own cache"
         )
-    if calls[0].name not in ("make_mask", "update_and_fetch"):
-        raise NotSupportedError(
-            f"make_prompt_cache: layer {i} of the model reads its states before any entry is asked for a "
-            "mask, which gives the number of tokens of a pass; use mlx-lm's own cache"
-        )
+    shapes = _shapes(entry)
+    growing = tuple(_growing(i, *pair) for pair in zip(first, shapes, strict=True))
     masked = any(call.name == "make_mask" and type(call.entry) is mlx_caches.ArraysCache for call in calls)
-    return Recurrent(tuple(tuple(x.shape[1:]) for x in states), tuple(x.dtype for x in states), masked)
+    reads_first = calls[0].name not in ("make_mask", "update_and_fetch")
+    return Recurrent(
+        tuple(shapes),
+        tuple(x.dtype for x in states),
+        masked,
+        reads_first,
+        growing if any(axis is not None for axis in growing) else (),
+    )
+
+
+def _growing(i: int, one: tuple[int, ...], more: tuple[int, ...]) -> int | None:
+    """The axis in which a state grew, of shape ``one`` after one token."""
+    if one == more:
+        return None
+    axes = [axis for axis, (before, after) in enumerate(zip(one, more, strict=True)) if before != after]
+    if len(axes) > 1 or one[axes[0]] != 1 or more[axes[0]] > _MORE:
+        raise NotSupportedError(
+            f"make_prompt_cache: layer {i} of the model has a state of {one} after one token and of {more} "
+            f"after {_MORE + 1}; a state may grow by one along one axis up to {_MORE}; use mlx-lm's own cache"
+        )
+    return axes[0]
