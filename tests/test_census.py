@@ -65,6 +65,7 @@ OF_MLX_LM = {
     "falcon_h1": NO_TRIM,  # attention and states in one layer
     "gear": NO_TRIM,  # full, sliding and recurrent layers
     "mamba2": NO_TRIM,  # nothing but recurrent layers
+    "gemma2": {"batch": "right"},  # has no room for a mask of each row
     "gpt_oss": {"alone": "=", "batch": "="},
     "iquestloopcoder": {"batch": "=", "save": "="},  # two entries for each layer
     "kimi_linear": NO_TRIM,  # four states in a layer, of several shapes
@@ -74,6 +75,7 @@ OF_MLX_LM = {
     "longcat_flash": {"batch": "=", "trim": "=", "save": "="},  # attention twice in a layer
     "minimax_m3_vl": {
         "alone": "=",
+        "batch": "right",
         "trim": "=",
         "other's files": "=",
     },  # keys of an indexer, values of width 0

@@ -22,10 +22,48 @@ import mlx.core as mx
 from kvcache.cache import OrderError
 from kvcache.integrations.mlx_lm.attention import Bystander
 from kvcache.integrations.mlx_lm.layer_cache import CacheList
-from kvcache.integrations.mlx_lm.layers import OwnCacheList, entries_in
+from kvcache.integrations.mlx_lm.layers import OwnCacheList, entries_in, mlx_caches, wanted_by
 from kvcache.integrations.mlx_lm.rows import BatchRows
 
-__all__ = ["told_by"]
+__all__ = ["takes_one_length", "told_by"]
+
+_BY_COLUMN = {"afm7", "minimax_m3_vl"}
+"""Types of models that take a query's column for its position, whatever its entry says."""
+_UNSETTLED = {"phi3small"}
+"""Types that give other tokens where a prompt is parted otherwise: this one adds its mask to scores, as 0 and
+1. There is no right answer for a row of a batch then, and mlx-lm gives none."""
+_ROWS = 7
+"""Of a batch that is tried: no number of heads."""
+
+
+def takes_one_length(model: Any) -> bool:
+    """Whether a model takes for granted that the rows of a batch hold as many tokens as each other.
+
+    So does one that fails where they do not: Gemma 2 has no room for a mask of each row. MLX is lazy: nothing
+    is computed to find out.
+    """
+    kind = getattr(model, "model_type", None)
+    if kind in _BY_COLUMN or kind in _UNSETTLED:
+        return kind in _BY_COLUMN
+    batch = [_batch_of(entry) for entry in wanted_by(model)]
+    try:
+        model(mx.zeros((_ROWS, 2), mx.int32), cache=batch)
+    except (TypeError, ValueError):
+        return True
+    return False
+
+
+def _batch_of(entry: Any) -> Any:
+    """mlx-lm's own for a batch in which all rows but the first are padded; as it is where there is none."""
+    padding = [0, *[1] * (_ROWS - 1)]
+    if type(entry) is mlx_caches.CacheList:
+        return mlx_caches.CacheList(*map(_batch_of, entry.caches))
+    if type(entry) is mlx_caches.ArraysCache:
+        return mlx_caches.ArraysCache(len(entry.cache), padding)
+    if type(entry) is mlx_caches.RotatingKVCache:
+        return mlx_caches.BatchRotatingKVCache(entry.max_size, padding)
+    return mlx_caches.BatchKVCache(padding) if type(entry) is mlx_caches.KVCache else entry
+
 
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 

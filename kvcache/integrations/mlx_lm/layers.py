@@ -17,7 +17,7 @@ from mlx_lm.models import cache
 
 from kvcache.cache import NotSupportedError
 
-__all__ = ["Attention", "Layer", "Recurrent", "Several", "entries_in", "flat", "layers_of"]
+__all__ = ["Attention", "Layer", "Recurrent", "Several", "entries_in", "flat", "layers_of", "wanted_by"]
 
 mlx_caches: Any = cache
 """``mlx_lm.models.cache``, which is typed in parts only."""
@@ -102,8 +102,7 @@ def layers_of(model: Any) -> list[Layer | Several]:
                 f"make_prompt_cache: a pipeline over {part.pipeline_size} processes, whose model writes into "
                 "its last entry what it waits for; use mlx-lm's own cache"
             )
-    make = getattr(type(model), "make_cache", None)  # not the instance's: it may be ours already
-    wanted = make(model) if make is not None else [mlx_caches.KVCache() for _ in model.layers]
+    wanted = wanted_by(model)
     for i, entry in enumerate(wanted):
         _check_kind(i, entry)
     with _watched(entries_in(wanted)) as calls:
@@ -116,6 +115,12 @@ def layers_of(model: Any) -> list[Layer | Several]:
         layers = [_layer(i, inner, calls, first[id(inner)]) for inner in entries_in([entry])]
         found.append(Several(tuple(layers)) if type(entry) is mlx_caches.CacheList else layers[0])
     return found
+
+
+def wanted_by(model: Any) -> list[Any]:
+    """An empty prompt cache of mlx-lm's."""
+    make = getattr(type(model), "make_cache", None)  # not the instance's: it may be ours already
+    return list(make(model)) if make is not None else [mlx_caches.KVCache() for _ in model.layers]
 
 
 def _check_kind(i: int, entry: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import ml
 from kvcache.cache import CacheDType, InvalidRangeError
 from kvcache.integrations.mlx_lm.attention import Bystander, ChunkedKVCache, KVCache, RotatingKVCache
-from kvcache.integrations.mlx_lm.calls import told_by
+from kvcache.integrations.mlx_lm.calls import takes_one_length, told_by
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Layer, Recurrent, Several, layers_of
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache
@@ -60,14 +60,17 @@ class CachePool:
             raise InvalidRangeError(
                 f"CachePool: model is a {type(model).__name__}; it must be a model, as mlx_lm.load returns it"
             )
-        layers = list(model) if isinstance(model, Sequence) else layers_of(model)
+        listed = isinstance(model, Sequence)
+        layers = list(model) if listed else layers_of(model)
+        one_length = not listed and takes_one_length(model)
         self.backend = ml.open_backend("mlx") if backend is None else backend
         self._owns_backend = backend is None
-        self.storage = Storage(layers, self.backend.new_context(), rollback, checkpoints, checkpoint_interval)
+        ctx = self.backend.new_context()
+        self.storage = Storage(layers, ctx, rollback, checkpoints, checkpoint_interval, one_length)
         largest = max_sequences * min(capacity, PREFILL) if max_batch is None else max_batch
         self.storage.init(self.backend, dtype, max_sequences, capacity, largest)
         caches = self.storage.caches
-        if not isinstance(model, Sequence) and self.storage.wants_calls:
+        if self.storage.wants_calls and not listed:
             told_by(type(model))
             self.storage.calls_told = True
         self.room = min((cache.cells for cache in caches.whole), default=math.inf)

@@ -39,6 +39,7 @@ class Storage:
         rollback: int,
         checkpoints: int,
         interval: int,
+        one_length: bool = False,
     ) -> None:
         self.entries = list(entries)
         self.layers = flat(entries)
@@ -53,7 +54,7 @@ class Storage:
         self.cache: Any = self.caches.all
         self.format = CacheFormat.of(_computed(ctx, self.layers))
         """What K and V are stored in."""
-        self.one_length = any(isinstance(x, Attention) and x.chunked for x in self.layers)
+        self.one_length = one_length or any(isinstance(x, Attention) and x.chunked for x in self.layers)
         """Whether the model takes for granted that rows hold as many tokens as the others."""
         self.alike_from = math.inf if self.one_length else max(map(_alike_from, self.layers), default=0)
         """Rows without padding are alike to the model from so many tokens on; 0: it tells any rows apart."""
