@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -447,6 +448,21 @@ def test_rows_that_a_model_does_not_tell_apart_are_computed_apart(name: str) -> 
     found = models.run_batch(model, prompts, caches, 6)
     expected = [models.greedy(model, row, 6, own_prompt_cache(model)) for row in prompts]
     assert [tokens for tokens, _, _ in found.values()] == expected
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3_vl", "llama4"])
+def test_models_that_choose_or_number_columns_follow_copies_whose_cells_lie_among_others(name: str) -> None:
+    model = mlx_lm_types.build(name)
+    ours = [make_prompt_cache(model, capacity=64, max_sequences=2)]
+    theirs = [own_prompt_cache(model)]
+    for caches in (ours, theirs):
+        model(mx.array([models.prompt_of(11)]), cache=caches[0])
+        caches.append(copy.deepcopy(caches[0]))
+    for step, count in enumerate((1, 3, 1, 1, 2, 1)):
+        for i in range(2):
+            tokens = mx.array([models.prompt_of(count, seed=2 * step + i)])
+            found, expected = (model(tokens, cache=caches[i]) for caches in (ours, theirs))
+            assert models.largest([found], [expected]) < TOLERANCE
 
 
 def test_rows_that_a_model_does_not_tell_apart_are_refused_where_its_calls_tell_nothing() -> None:

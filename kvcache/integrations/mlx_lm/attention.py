@@ -50,7 +50,7 @@ class _Attention(LayerCache):
         """
         one = self.rows.pass_for(self._seen, N)
         window = None if window_size is None else window_size - 1
-        if one.rows == 1 and one.is_full:
+        if self._storage.reads_cells(one):
             return self._own_mask(N, return_array, window)
         return self._batch_mask(one, return_array, window)
 
@@ -61,7 +61,8 @@ class _Attention(LayerCache):
         if seen is None:
             return None
         if seen is not ml.CAUSAL:
-            return mx.array(np.asarray(seen))
+            found = mx.array(np.asarray(seen))
+            return found[None, None] if tokens == 1 else found  # (1, 1, 1, history), as a batch has it
         if not return_array:
             return "causal"
         history = self._storage.tokens_of(self.layer, self.rows.held[0].seq)
@@ -76,6 +77,8 @@ class _Attention(LayerCache):
                 return None
             if tokens > 1 and not return_array and (stop == np.arange(size - tokens + 1, size + 1)).all():
                 return "causal"
+        if self._storage.one_length:  # one mask for all rows, which such models may have no room for
+            first, stop = first[:1], stop[:1]
         columns = mx.arange(size)
         after, below = mx.array(first)[:, None, :, None], mx.array(stop)[:, None, :, None]
         return (columns >= after) & (columns < below)

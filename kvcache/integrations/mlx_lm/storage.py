@@ -127,13 +127,17 @@ class Storage:
         """K and V of a layer as arrays (rows, kv_heads, history, dim), for this pass."""
         cache, ctx = self.attention_of(layer), self.ctx
         cache.set_layer(layer)
-        if one.rows == 1 and one.is_full:
+        if self.reads_cells(one):
             key, value, _ = cache.get(ctx)
             keys, values = _by_head(ctx, key).native, _by_head(ctx, value).native
         else:
             keys, values = self.get_by_position(layer, one)
         spec = self._spec(layer)
         return keys, keys[..., : spec.value_dim] if spec.keys_only else values
+
+    def reads_cells(self, one: ForwardPass) -> bool:
+        """Whether K and V of a pass are read as they lie, with a mask of what the row sees of that."""
+        return one.rows == 1 and one.is_full and not self.one_length
 
     def get_by_position(self, layer: int, one: ForwardPass) -> tuple[Any, Any]:
         """As ``get``, in the order of positions, whatever lies where."""
