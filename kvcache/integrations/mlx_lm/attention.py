@@ -100,7 +100,8 @@ class _Attention(LayerCache):
         self.rows.settle()
         if not any(self.rows.lengths):
             return None, None
-        found = self._storage.stored(self.layer, [held.seq for held in self.rows.held])
+        sequences = [held.seq for held in self.rows.held]
+        found = self._storage.stored(self.layer, sequences, self.rows.live())
         return self._kept(found[0]), self._kept(found[1])
 
     def _kept(self, x: Any) -> Any:

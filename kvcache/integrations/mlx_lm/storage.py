@@ -157,13 +157,18 @@ class Storage:
             raise NotSupportedError(f"update_and_fetch: layer {layer} is recurrent; it has no K and V")
         return cache
 
-    def stored(self, layer: int, sequences: Sequence[int | None]) -> tuple[Any, Any]:
-        """K and V of a layer outside of a pass, (rows, kv_heads, tokens, dim), in the order of positions.
+    def stored(
+        self, layer: int, sequences: Sequence[int | None], one: ForwardPass | None = None
+    ) -> tuple[Any, Any]:
+        """K and V of a layer, (rows, kv_heads, tokens, dim), in the order of positions.
 
-        Values that are not stored are 0.
+        ``one``: the pass that the sequences are in, where they are in one. Values that are not stored are 0.
         """
-        found = RaggedBatch(self.attention_of(layer), sequences).read(self.ctx, layer)
-        keys, values = (x.permute(self.ctx, 0, 2, 1, 3).native for x in found)
+        if one is None:
+            found = RaggedBatch(self.attention_of(layer), sequences).read(self.ctx, layer)
+            keys, values = (x.permute(self.ctx, 0, 2, 1, 3).native for x in found)
+        else:
+            keys, values = self.get_by_position(layer, one)
         spec = self._spec(layer)
         return keys, mx.zeros_like(keys[..., : spec.value_dim]) if spec.keys_only else values
 
