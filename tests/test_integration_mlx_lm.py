@@ -479,6 +479,21 @@ def test_rows_that_a_model_does_not_tell_apart_are_refused_where_its_calls_tell_
         mixed.make_mask(1)
 
 
+def test_a_call_of_padding_only_is_refused_and_stores_nothing() -> None:
+    model = mlx_lm_types.build("recurrent_gemma")
+    prompt_cache = make_prompt_cache(model, capacity=32, max_sequences=2)
+    for entry in prompt_cache:
+        entry.prepare(left_padding=[4, 3])
+    with pytest.raises(kvcache.InvalidRangeError, match="2 columns of padding only"):
+        model(mx.array([[0, 0], [0, 0]]), cache=prompt_cache)
+    assert prompt_cache[0].empty()
+    out = model(mx.array([[0, 0, 0, 0, 5], [0, 0, 0, 6, 7]]), cache=prompt_cache)
+    assert prompt_cache[0].rows.lengths == [1, 2]
+    alone = model(mx.array([[6, 7]]), own_prompt_cache(model))
+    assert float(mx.abs(out[1, 3:] - alone[0]).max()) < TOLERANCE
+    assert not out[1, :3].any()
+
+
 def test_rows_whose_call_fails_are_empty_and_the_batch_goes_no_further() -> None:
     model = mlx_lm_types.build("recurrent_gemma")
     pool = CachePool(model, capacity=32, max_sequences=2)
