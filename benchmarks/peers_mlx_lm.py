@@ -24,6 +24,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from benchmarks.peers_tests import SHAPE, load, named, tokenizer
 from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations import mlx_lm as integration
+from kvcache.integrations.mlx_lm.layers import flat
 
 __all__ = ["ours", "prepared", "theirs"]
 
@@ -36,10 +37,10 @@ _make_own = cache.make_prompt_cache
 _ROOM = 1 << 28
 
 
-def _new_pool(layers: Any) -> integration.CachePool:
+def _new_pool(layers: Any, model: Any = None) -> integration.CachePool:
     """Room for 16 sequences of 512 tokens, or what of it is no more than 256 MiB: some models are large."""
     per_token, states = 1, 1
-    for layer in layers:
+    for layer in flat(layers):
         if isinstance(layer, integration.Attention):
             per_token += 4 * (layer.kv_heads or 0) * ((layer.key_dim or 0) + (layer.value_dim or 0))
         else:
@@ -47,7 +48,11 @@ def _new_pool(layers: Any) -> integration.CachePool:
     sequences = min(16, max(2, _ROOM // states))
     capacity = min(512, max(16, _ROOM // (per_token * sequences)))
     return integration.CachePool(
-        layers, capacity=capacity, max_sequences=sequences, rollback=0, checkpoints=1
+        layers if model is None else model,
+        capacity=capacity,
+        max_sequences=sequences,
+        rollback=0,
+        checkpoints=1,
     )
 
 
@@ -137,8 +142,9 @@ def _make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
         # Models of many GiB, which their test describes and never evaluates; storing K and V would.
         return _make_own(model, max_kv_size)  # type: ignore[no-any-return]
     known, pool = _models.get(id(model), (None, None))
-    if known is not model or list(pool.storage.layers) != list(layers):
-        pool = _new_pool(layers)
+    if known is not model or list(pool.storage.entries) != list(layers):
+        with named(_makers(), make_prompt_cache=_make_own):
+            pool = _new_pool(layers, model)
         _models.clear()
         _models[id(model)] = model, pool
     _used["make_prompt_cache"] += 1

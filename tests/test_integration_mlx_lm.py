@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 import mlx.core as mx
 import mlx_lm.models.cache
 from mlx_lm.models.cache import ArraysCache as OwnArraysCache
-from mlx_lm.models.cache import CacheList, ChunkedKVCache
+from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 from mlx_lm.models.cache import KVCache as OwnKVCache
 from mlx_lm.models.cache import RotatingKVCache as OwnRotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
@@ -298,11 +299,11 @@ def test_another_prompt_cache_in_the_middle_of_a_pass_is_refused() -> None:
 @pytest.mark.parametrize(
     ("entry", "named"),
     [
-        (lambda: CacheList(OwnKVCache(), ChunkedKVCache(8)), "ChunkedKVCache"),
+        (lambda: CacheList(OwnKVCache(), ConcatenateKVCache()), "ConcatenateKVCache"),
         (lambda: CacheList(), "CacheList"),
         (lambda: OwnRotatingKVCache(max_size=8, keep=2), "RotatingKVCache with keep=2"),
         (lambda: OwnArraysCache(0), "ArraysCache"),
-        (lambda: ChunkedKVCache(8), "ChunkedKVCache"),
+        (lambda: ConcatenateKVCache(), "ConcatenateKVCache"),
     ],
 )
 def test_a_model_with_other_kinds_of_layers_is_refused_by_name_and_not_run(
@@ -319,10 +320,116 @@ def test_a_model_with_other_kinds_of_layers_is_refused_by_name_and_not_run(
         make_prompt_cache(Wants())
 
 
-def test_a_model_whose_passes_nobody_tells_the_length_of_is_refused() -> None:
-    """Mamba 1 asks for no mask; only a mask or K and V tell how many tokens a pass has."""
-    with pytest.raises(kvcache.NotSupportedError, match=r"layer 0 .* reads its states before .* a mask"):
-        make_prompt_cache(mlx_lm_types.build("mamba"))
+@pytest.mark.parametrize(
+    ("name", "new"),
+    [
+        ("keys", lambda entry, x: entry.keys * 2),
+        ("values", lambda entry, x: mx.broadcast_to(x, entry.values.shape)),
+        ("values", lambda entry, x: mx.zeros_like(entry.values)),  # of values that are not the keys
+    ],
+)
+def test_a_model_that_sets_k_and_v_itself_to_something_else_is_refused(
+    name: str, new: Callable[[Any, Any], Any]
+) -> None:
+    class Sets:
+        layers = (None,)
+
+        def __call__(self, tokens: Any, cache: Any) -> None:
+            x = marked([3])
+            cache[0].update_and_fetch(x, x + 1)
+            setattr(cache[0], name, new(cache[0], x))
+
+    with pytest.raises(kvcache.NotSupportedError, match="layer 0 of the model sets K and V"):
+        make_prompt_cache(Sets())
+
+
+def test_k_and_v_are_not_set_where_the_model_was_not_seen_to_do_it() -> None:
+    entry = CachePool([Attention()], capacity=8).make_prompt_cache()[0]
+    x = marked([1])
+    entry.update_and_fetch(x, x)
+    for name in ("keys", "values"):
+        with pytest.raises(kvcache.NotSupportedError, match=f"{name}: .* of layer 0"):
+            setattr(entry, name, x)
+
+
+def test_keys_without_values_take_up_no_room_for_them_and_are_saved_with_zeros() -> None:
+    shape = {"kv_heads": 1, "key_dim": 16, "dtype": mx.float32}
+    one, two = (
+        CachePool([Attention(value_dim=16, keys_only=only, **shape)], capacity=8) for only in (True, False)
+    )
+    assert 2 * one.nbytes == two.nbytes
+    entry = one.make_prompt_cache()[0]
+    x = mx.random.normal((1, 1, 3, 16))
+    keys, _ = entry.update_and_fetch(x, x)
+    assert mx.array_equal(keys, x)
+    assert mx.array_equal(entry.state[0], x)
+    assert mx.array_equal(entry.state[1], mx.zeros_like(x))
+
+
+@pytest.mark.parametrize("name", ["mamba", "llama4"])
+def test_a_model_that_tells_nothing_of_a_pass_tells_it_by_its_calls_and_goes_on_with_mlx_lms_caches(
+    name: str,
+) -> None:
+    model, prompt = mlx_lm_types.build(name), models.prompt_of(9)
+    before = models.greedy(model, prompt, 12, own_prompt_cache(model))
+    prompt_cache = make_prompt_cache(model, capacity=64)
+    assert models.greedy(model, prompt, 12, prompt_cache) == before
+    assert prompt_cache[0].offset == len(prompt) + 12
+    assert models.greedy(model, prompt, 12, own_prompt_cache(model)) == before
+    assert mx.array_equal(model(mx.array([prompt]), own_prompt_cache(model)), feed_in_one(model, prompt))
+
+
+def feed_in_one(model: Any, prompt: list[int]) -> Any:
+    """The prompt cache by position, as mlx-lm's models take it."""
+    return model(mx.array([prompt]), make_prompt_cache(model, capacity=64))
+
+
+def test_a_state_that_is_set_outside_of_a_call_is_refused() -> None:
+    """Only a mask, K and V, or the call of the model tell how many tokens a pass has."""
+    entry = make_prompt_cache(mlx_lm_types.build("mamba"), capacity=8)[0]
+    assert entry[0] is None
+    with pytest.raises(kvcache.OrderError, match="layer 0 is set before any entry was asked for a mask"):
+        entry[0] = mx.zeros((1, 2, 60))
+
+
+def test_a_call_after_a_pass_that_failed_half_way_stores_nothing() -> None:
+    model = mlx_lm_types.build("mamba")
+    prompt_cache = make_prompt_cache(model, capacity=32, checkpoint_interval=4)
+    models.greedy(model, models.prompt_of(9), 1, prompt_cache, step=4)
+    layer, model.backbone.layers[2] = model.backbone.layers[2], None
+    with pytest.raises(TypeError):
+        model(mx.array([[1, 2]]), cache=prompt_cache)
+    model.backbone.layers[2] = layer
+    with pytest.raises(kvcache.OrderError, match="rewind it"):
+        model(mx.array([[1, 2]]), cache=prompt_cache)
+    at = rewind(prompt_cache, 9)
+    prompt = models.prompt_of(9)
+    fresh = make_prompt_cache(model, capacity=32)
+    expected = models.greedy(model, prompt, 5, fresh)
+    assert models.greedy(model, prompt[at:], 5, prompt_cache) == expected
+
+
+def test_a_state_that_grows_is_given_at_the_size_that_it_has() -> None:
+    model = mlx_lm_types.build("longcat_flash_ngram")
+    ours, theirs = make_prompt_cache(model, capacity=16), own_prompt_cache(model)
+    for token in (5, 6, 7, 8):
+        for prompt_cache in (ours, theirs):
+            model(mx.array([[token]]), cache=prompt_cache)
+        assert ours[0][0].dtype == theirs[0][0].dtype
+        assert ours[0][0].tolist() == theirs[0][0].tolist()
+
+
+@pytest.mark.parametrize(("one", "more"), [((1,), (9,)), ((1, 1), (3, 3))])
+def test_a_state_that_grows_otherwise_is_refused(one: tuple[int, ...], more: tuple[int, ...]) -> None:
+    class Grows:
+        def make_cache(self) -> list[Any]:
+            return [OwnArraysCache(1)]
+
+        def __call__(self, tokens: Any, cache: Any) -> None:
+            cache[0][0] = mx.zeros((1, *(one if cache[0][0] is None else more)))
+
+    with pytest.raises(kvcache.NotSupportedError, match="layer 0 of the model has a state of"):
+        make_prompt_cache(Grows())
 
 
 def test_a_model_in_a_pipeline_of_processes_is_refused() -> None:
@@ -332,21 +439,77 @@ def test_a_model_in_a_pipeline_of_processes_is_refused() -> None:
         make_prompt_cache(model)
 
 
-def test_rows_that_are_not_alike_are_refused_where_a_model_does_not_tell_them_apart() -> None:
+@pytest.mark.parametrize("name", ["recurrent_gemma", "llama4", "longcat_flash_ngram", "gemma2"])
+def test_rows_that_a_model_does_not_tell_apart_are_computed_apart(name: str) -> None:
     """mlx-lm's own caches let padding, and the zeros of a row that begins, spoil the states."""
-    model = mlx_lm_types.build("recurrent_gemma")
-    pool, rows = (
-        CachePool(model, capacity=32, max_sequences=4),
-        [models.prompt_of(n, seed=n) for n in (5, 5, 7)],
-    )
-    caches = [pool.make_prompt_cache() for _ in rows]
-    found = models.run_batch(model, rows[:2], caches[:2], 6)
-    expected = [models.greedy(model, row, 6, own_prompt_cache(model)) for row in rows[:2]]
+    model, prompts = mlx_lm_types.build(name), [models.prompt_of(n, seed=n) for n in (1, 5, 5, 7)]
+    pool = CachePool(model, capacity=32, max_sequences=4)
+    caches = [pool.make_prompt_cache() for _ in prompts]
+    found = models.run_batch(model, prompts, caches, 6)
+    expected = [models.greedy(model, row, 6, own_prompt_cache(model)) for row in prompts]
     assert [tokens for tokens, _, _ in found.values()] == expected
-    with pytest.raises(kvcache.NotSupportedError, match="prepare: padding, which the recurrent layers"):
-        models.run_batch(model, rows[1:], caches[1:], 6)
-    with pytest.raises(kvcache.NotSupportedError, match="update: new rows beside rows that continue"):
-        models.run_batch(model, [[3, 4], [5, 6]], [found[0][2], pool.make_prompt_cache()], 6)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3_vl", "llama4"])
+def test_models_that_choose_or_number_columns_follow_copies_whose_cells_lie_among_others(name: str) -> None:
+    model = mlx_lm_types.build(name)
+    ours = [make_prompt_cache(model, capacity=64, max_sequences=2)]
+    theirs = [own_prompt_cache(model)]
+    for caches in (ours, theirs):
+        model(mx.array([models.prompt_of(11)]), cache=caches[0])
+        caches.append(copy.deepcopy(caches[0]))
+    for step, count in enumerate((1, 3, 1, 1, 2, 1)):
+        for i in range(2):
+            tokens = mx.array([models.prompt_of(count, seed=2 * step + i)])
+            found, expected = (model(tokens, cache=caches[i]) for caches in (ours, theirs))
+            assert models.largest([found], [expected]) < TOLERANCE
+
+
+def test_rows_that_a_model_does_not_tell_apart_are_refused_where_its_calls_tell_nothing() -> None:
+    model = mlx_lm_types.build("recurrent_gemma")
+    pool = CachePool(layers_of(model), capacity=32, max_sequences=4)
+    rows = [models.prompt_of(n, seed=n) for n in (5, 7)]
+    caches = [pool.make_prompt_cache() for _ in rows]
+    with pytest.raises(kvcache.NotSupportedError, match="prepare: padding, which this model takes"):
+        models.run_batch(model, rows, caches, 6)
+    mixed = caches[0][2]
+    mixed.update_and_fetch(*[mx.zeros((1, 1, 3, 12))] * 2)
+    mixed.extend(caches[1][2])
+    with pytest.raises(kvcache.NotSupportedError, match="update: rows that are padded, new or of other"):
+        mixed.make_mask(1)
+
+
+def test_a_call_of_padding_only_is_refused_and_stores_nothing() -> None:
+    model = mlx_lm_types.build("recurrent_gemma")
+    prompt_cache = make_prompt_cache(model, capacity=32, max_sequences=2)
+    for entry in prompt_cache:
+        entry.prepare(left_padding=[4, 3])
+    with pytest.raises(kvcache.InvalidRangeError, match="2 columns of padding only"):
+        model(mx.array([[0, 0], [0, 0]]), cache=prompt_cache)
+    assert prompt_cache[0].empty()
+    out = model(mx.array([[0, 0, 0, 0, 5], [0, 0, 0, 6, 7]]), cache=prompt_cache)
+    assert prompt_cache[0].rows.lengths == [1, 2]
+    alone = model(mx.array([[6, 7]]), own_prompt_cache(model))
+    assert float(mx.abs(out[1, 3:] - alone[0]).max()) < TOLERANCE
+    assert not out[1, :3].any()
+
+
+def test_rows_whose_call_fails_are_empty_and_the_batch_goes_no_further() -> None:
+    model = mlx_lm_types.build("recurrent_gemma")
+    pool = CachePool(model, capacity=32, max_sequences=2)
+    rows = [pool.make_prompt_cache() for _ in range(2)]
+    model(mx.array([[1, 2, 3]]), cache=rows[0])
+    both = [type(entry).merge([entry, other]) for entry, other in zip(*rows, strict=True)]
+    del rows
+    block, model.model.layers[3] = model.model.layers[3], None
+    with pytest.raises(TypeError):
+        model(mx.array([[4], [5]]), cache=both)
+    model.model.layers[3] = block
+    with pytest.raises(kvcache.OrderError):
+        model(mx.array([[4], [5]]), cache=both)
+    assert both[0].rows.lengths == [0, 0]
+    del both
+    assert pool.free_sequences == 2
 
 
 def test_a_pass_of_too_many_tokens_for_sliding_layers_names_max_batch() -> None:

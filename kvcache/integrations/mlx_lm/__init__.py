@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcache.cache import InvalidRangeError, NotSupportedError
-from kvcache.integrations.mlx_lm.attention import KVCache, RotatingKVCache
+from kvcache.integrations.mlx_lm.attention import ChunkedKVCache, KVCache, RotatingKVCache
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, Several, entries_in, layers_of
 from kvcache.integrations.mlx_lm.pool import CachePool
@@ -34,6 +34,7 @@ __all__ = [
     "Attention",
     "CacheList",
     "CachePool",
+    "ChunkedKVCache",
     "KVCache",
     "LayerCache",
     "Recurrent",

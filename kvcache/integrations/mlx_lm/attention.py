@@ -11,10 +11,16 @@ import ml
 from kvcache.attention.ragged_batch import visible_mask
 from kvcache.cache import NotSupportedError, OrderError
 from kvcache.integrations.mlx_lm.layer_cache import BatchState, LayerCache
-from kvcache.integrations.mlx_lm.layers import Attention, OwnKVCache, OwnRotatingKVCache, mlx_caches
+from kvcache.integrations.mlx_lm.layers import (
+    Attention,
+    OwnChunkedKVCache,
+    OwnKVCache,
+    OwnRotatingKVCache,
+    mlx_caches,
+)
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 
-__all__ = ["Bystander", "KVCache", "RotatingKVCache"]
+__all__ = ["Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache"]
 
 
 class _Attention(LayerCache):
@@ -44,7 +50,7 @@ class _Attention(LayerCache):
         """
         one = self.rows.pass_for(self._seen, N)
         window = None if window_size is None else window_size - 1
-        if one.rows == 1 and one.is_full:
+        if self._storage.reads_cells(one):
             return self._own_mask(N, return_array, window)
         return self._batch_mask(one, return_array, window)
 
@@ -55,7 +61,8 @@ class _Attention(LayerCache):
         if seen is None:
             return None
         if seen is not ml.CAUSAL:
-            return mx.array(np.asarray(seen))
+            found = mx.array(np.asarray(seen))
+            return found[None, None] if tokens == 1 else found  # (1, 1, 1, history), as a batch has it
         if not return_array:
             return "causal"
         history = self._storage.tokens_of(self.layer, self.rows.held[0].seq)
@@ -70,13 +77,21 @@ class _Attention(LayerCache):
                 return None
             if tokens > 1 and not return_array and (stop == np.arange(size - tokens + 1, size + 1)).all():
                 return "causal"
+        if self._storage.one_length:  # one mask for all rows, which such models may have no room for
+            first, stop = first[:1], stop[:1]
         columns = mx.arange(size)
         after, below = mx.array(first)[:, None, :, None], mx.array(stop)[:, None, :, None]
         return (columns >= after) & (columns < below)
 
     def is_trimmable(self) -> bool:
-        """Whether :meth:`trim` can go back."""
-        return True
+        """Whether :meth:`trim` can go back.
+
+        Where a layer keeps a window: whether ``rollback`` was asked for, or nothing has left it as yet.
+        """
+        if self._spec.window is None or (self._storage.rollback and not self.rows.kept):
+            return True
+        cache = self._storage.attention_of(self.layer)
+        return all(held.seq is None or cache.can_resume(held.seq, 0) for held in self.rows.held)
 
     # What is stored, in the order of positions.
 
@@ -85,20 +100,46 @@ class _Attention(LayerCache):
         self.rows.settle()
         if not any(self.rows.lengths):
             return None, None
-        found = self._storage.stored(self.layer, [held.seq for held in self.rows.held])
+        sequences = [held.seq for held in self.rows.held]
+        found = self._storage.stored(self.layer, sequences, self.rows.live())
         return self._kept(found[0]), self._kept(found[1])
 
     def _kept(self, x: Any) -> Any:
-        return x
+        return x[..., -(self._spec.window or 0) :, :]
 
     @property
     def keys(self) -> Any:
         """K (rows, kv_heads, tokens, dim) in the order of positions, for looking at; None while empty."""
         return self._stored()[0]
 
+    @keys.setter
+    def keys(self, new: Any) -> None:
+        self._assign("keys", new)
+
     @property
     def values(self) -> Any:
         return self._stored()[1]
+
+    @values.setter
+    def values(self, new: Any) -> None:
+        self._assign("values", new)
+
+    def _assign(self, name: str, new: Any) -> None:
+        """What the model sets keeps the order of MLX's graph, which has none here: a put is evaluated.
+
+        Raises NotSupportedError where the model was not seen to set it (``Attention.assigned``).
+        """
+        if not self._spec.assigned:
+            raise NotSupportedError(
+                f"{name}: {new.shape} is set in the entry of layer {self.layer}; its K and V are stored by "
+                "update_and_fetch alone"
+            )
+
+    @property
+    def _spec(self) -> Attention:
+        spec = self._storage.layers[self.layer]
+        assert isinstance(spec, Attention)
+        return spec
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What ``update_and_fetch`` gave in this pass, for layers that share another's.
@@ -179,12 +220,6 @@ class RotatingKVCache(_Attention, OwnRotatingKVCache):  # type: ignore[misc]
     """mlx-lm's first tokens that never leave; there are none here."""
 
     @property
-    def _spec(self) -> Attention:
-        spec = self._storage.layers[self.layer]
-        assert isinstance(spec, Attention)
-        return spec
-
-    @property
     def max_size(self) -> int:
         """As mlx-lm's: the window, or less where the model's masks look further back (see ``Attention``)."""
         size = self._spec.max_size or self._spec.window
@@ -204,22 +239,50 @@ class RotatingKVCache(_Attention, OwnRotatingKVCache):  # type: ignore[misc]
     def size(self) -> int:
         return min(super().size(), self.max_size)
 
-    def is_trimmable(self) -> bool:
-        """Whether ``rollback`` was asked for, or nothing has left the window as yet."""
-        if self._storage.rollback and not self.rows.kept:
-            return True
-        cache = self._storage.attention_of(self.layer)
-        return all(held.seq is None or cache.can_resume(held.seq, 0) for held in self.rows.held)
-
-    def _kept(self, x: Any) -> Any:
-        return x[..., -(self._spec.window or 0) :, :]
-
     @property
     def state(self) -> Any:
         """What mlx-lm's RotatingKVCache loads: the window in the order of positions."""
         keys, values = self._stored()
         size = 0 if keys is None else keys.shape[2]
         return keys, values, self._saved_offset(), 0, self.max_size, size
+
+
+class ChunkedKVCache(_Attention, OwnChunkedKVCache):  # type: ignore[misc]
+    """K and V of a layer whose queries see their own chunk of positions, by a mask that the model makes."""
+
+    @property
+    def chunk_size(self) -> int:
+        size = self._spec.window
+        assert size is not None
+        return size
+
+    @property
+    def start_position(self) -> int:
+        """The position of the first token that ``update_and_fetch`` of the next pass gives."""
+        lengths, rows = self.rows.lengths_for(self._seen), self.rows
+        begun = rows.lengths[0] - lengths[0]
+        return lengths[0] - self._reach(self._storage.tokens_of(self.layer, rows.held[0].seq) - begun)
+
+    def maybe_trim_front(self) -> None:
+        """Nothing: what has left the window goes when a pass begins."""
+
+    def _reach(self, stored: int) -> int:
+        """How many of the tokens that are stored before a pass are given in it."""
+        return max(0, min(self.chunk_size - 1, stored))
+
+    def _read(self, one: ForwardPass, key_dtype: Any, value_dtype: Any) -> tuple[Any, Any]:
+        keys, values = self._storage.get_by_position(self.layer, one)
+        first = keys.shape[2] - one.tokens - self._reach(keys.shape[2] - one.tokens)
+        return keys[..., first:, :].astype(key_dtype), values[..., first:, :].astype(value_dtype)
+
+    @property
+    def state(self) -> Any:
+        """What mlx-lm's ChunkedKVCache loads: the last tokens in the order of positions, and the first's."""
+        keys, values = self._stored()
+        size = 0 if keys is None else keys.shape[2]
+        offset = self._saved_offset()
+        start = offset - size if isinstance(offset, int) else offset
+        return keys, values, offset, self.chunk_size, start
 
 
 class Bystander(_Attention, OwnKVCache):  # type: ignore[misc]

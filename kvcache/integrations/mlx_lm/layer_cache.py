@@ -43,7 +43,7 @@ class LayerCache:
     def offset(self) -> Any:
         """How many tokens are stored: a number, or an array of one for each row of a batch."""
         lengths = self.rows.lengths_for(self._seen)
-        if not self.rows.batched:
+        if not self.rows.batched or self._storage.one_length:
             return lengths[0]
         padding = self.rows.padding_for(self._seen)
         return mx.array([length - skip for length, skip in zip(lengths, padding, strict=True)])
@@ -57,6 +57,11 @@ class LayerCache:
         """The tokens of the longest row in which this layer has part, after a pass that failed half way."""
         rows = self.rows
         return max(rows.lengths if self._seen == rows.events else rows.before)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the other entries did something that this one had no part in."""
+        return self._seen != self.rows.events
 
     def catch_up(self) -> None:
         """Take what the other entries did as done here too; for whoever then makes it good."""

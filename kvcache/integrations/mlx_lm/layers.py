@@ -6,6 +6,7 @@ MLX is lazy, so that the pass builds a graph, is read for its shapes, and is thr
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from mlx_lm.models import cache
 
 from kvcache.cache import NotSupportedError
 
-__all__ = ["Attention", "Layer", "Recurrent", "Several", "entries_in", "flat", "layers_of"]
+__all__ = ["Attention", "Layer", "Recurrent", "Several", "entries_in", "flat", "layers_of", "wanted_by"]
 
 mlx_caches: Any = cache
 """``mlx_lm.models.cache``, which is typed in parts only."""
 OwnKVCache: Any = cache.KVCache
 OwnRotatingKVCache: Any = cache.RotatingKVCache
+OwnChunkedKVCache: Any = cache.ChunkedKVCache
 OwnArraysCache: Any = cache.ArraysCache
 OwnCacheList: Any = cache.CacheList
 
@@ -44,6 +46,12 @@ class Attention:
     """That of mlx-lm's RotatingKVCache, where the model's masks look further back than it; else None."""
     used: bool = True
     """Whether the model reads and writes the entry that it wants for the layer."""
+    keys_only: bool = False
+    """Whether K is stored alone: the values are the first ``value_dim`` numbers of it, which nobody reads."""
+    assigned: bool = False
+    """Whether the model sets K and V of the entry anew, to what they are or to zeros that nobody reads."""
+    chunked: bool = False
+    """Whether a query sees its own chunk of ``window`` positions only, by a mask that the model makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,10 @@ class Recurrent:
     dtypes: tuple[Any, ...]
     masked: bool = True
     """Whether the model asks which columns of a pass are tokens, and which padding."""
+    reads_first: bool = False
+    """Whether the model reads the states before it says of how many tokens a pass is."""
+    growing: tuple[int | None, ...] = ()
+    """Of each state the axis that grows by a number for each token until it has its size; None: none does."""
 
 
 Layer = Attention | Recurrent
@@ -90,17 +102,25 @@ def layers_of(model: Any) -> list[Layer | Several]:
                 f"make_prompt_cache: a pipeline over {part.pipeline_size} processes, whose model writes into "
                 "its last entry what it waits for; use mlx-lm's own cache"
             )
-    make = getattr(type(model), "make_cache", None)  # not the instance's: it may be ours already
-    wanted = make(model) if make is not None else [mlx_caches.KVCache() for _ in model.layers]
+    wanted = wanted_by(model)
     for i, entry in enumerate(wanted):
         _check_kind(i, entry)
     with _watched(entries_in(wanted)) as calls:
         model(mx.zeros((1, 1), mx.int32), cache=wanted)
+    first = {id(entry): _shapes(entry) for entry in entries_in(wanted)}
+    if any(1 in shape for shapes in first.values() for shape in shapes):
+        model(mx.zeros((1, _MORE), mx.int32), cache=wanted)
     found: list[Layer | Several] = []
     for i, entry in enumerate(wanted):
-        layers = [_layer(i, inner, calls) for inner in entries_in([entry])]
+        layers = [_layer(i, inner, calls, first[id(inner)]) for inner in entries_in([entry])]
         found.append(Several(tuple(layers)) if type(entry) is mlx_caches.CacheList else layers[0])
     return found
+
+
+def wanted_by(model: Any) -> list[Any]:
+    """An empty prompt cache of mlx-lm's."""
+    make = getattr(type(model), "make_cache", None)  # not the instance's: it may be ours already
+    return list(make(model)) if make is not None else [mlx_caches.KVCache() for _ in model.layers]
 
 
 def _check_kind(i: int, entry: Any) -> None:
@@ -109,14 +129,17 @@ def _check_kind(i: int, entry: Any) -> None:
         for inner in entry.caches:
             _check_kind(i, inner)
         return
-    if kind is mlx_caches.KVCache or (kind is mlx_caches.RotatingKVCache and not entry.keep):
+    if kind in (mlx_caches.KVCache, mlx_caches.ChunkedKVCache):
+        return
+    if kind is mlx_caches.RotatingKVCache and not entry.keep:
         return
     if kind is mlx_caches.ArraysCache and entry.cache:
         return
     detail = f" with keep={entry.keep}" if kind is mlx_caches.RotatingKVCache else ""
     raise NotSupportedError(
         f"make_prompt_cache: layer {i} of the model wants mlx-lm's {kind.__name__}{detail}; supported are "
-        "KVCache, RotatingKVCache with keep=0, ArraysCache, and CacheList of these; use mlx-lm's own cache"
+        "KVCache, RotatingKVCache with keep=0, ChunkedKVCache, ArraysCache, and CacheList of these; use "
+        "mlx-lm's own cache"
     )
 
 
@@ -126,7 +149,9 @@ class _Call:
 
     entry: Any
     name: str
-    window: int | None
+    window: int | None = None
+    told: str = ""
+    """Of K and V that are set: what to; of those put: whether they are one array."""
 
 
 _DONE = "done"
@@ -147,13 +172,20 @@ def _watched(entries: Sequence[Any]) -> Iterator[list[_Call]]:
         entry.__class__ = kind
 
 
+_ALIKE, _KEPT, _ZEROS, _OTHER = "alike", "kept", "zeros", "other"
+
+
 def _noting(calls: list[_Call], kind: Any, name: str) -> Callable[..., Any]:
     method = getattr(kind, name)
 
     def noted(entry: Any, *arguments: Any, **named: Any) -> Any:
-        calls.append(_Call(entry, name, named.get("window_size")))
+        alike = name == "update_and_fetch" and len(arguments) == 2 and arguments[0] is arguments[1]
+        calls.append(_Call(entry, name, named.get("window_size"), _ALIKE if alike else ""))
         result = method(entry, *arguments, **named)
-        calls.append(_Call(entry, _DONE, None))
+        if name == "update_and_fetch":
+            for part in ("keys", "values"):
+                kind.__setattr__(entry, part, _numbered(getattr(entry, part)))
+        calls.append(_Call(entry, _DONE))
         return result
 
     return noted
@@ -164,45 +196,115 @@ def _noting_writes(calls: list[_Call], kind: Any) -> Callable[..., None]:
 
     def set_attribute(entry: Any, name: str, value: Any) -> None:
         if name in ("keys", "values") and (not calls or calls[-1].name == _DONE):
-            calls.append(_Call(entry, name, None))
-            calls.append(_Call(entry, _DONE, None))
+            calls.append(_Call(entry, name, told=_told(getattr(entry, name), value)))
+            calls.append(_Call(entry, _DONE))
         kind.__setattr__(entry, name, value)
 
     return set_attribute
 
 
-def _layer(i: int, entry: Any, calls: Sequence[_Call]) -> Layer:
-    if any(call.entry is entry and call.name in ("keys", "values") for call in calls):
+def _numbered(like: Any) -> Any:
+    """Computed numbers, none of them 0, in the place of what the model would compute."""
+    found = mx.broadcast_to(mx.arange(1, like.shape[-1] + 1).astype(like.dtype), like.shape)
+    mx.eval(found)
+    return found
+
+
+_FEW = 8
+"""Operations of a graph that is computed to see what the model sets: not those of the model."""
+
+
+def _told(old: Any, new: Any) -> str:
+    """What K or V is set to, which were ``old``."""
+    if old is None or new is None or old.shape != new.shape:
+        return _OTHER
+    graph = io.StringIO()
+    mx.export_to_dot(graph, new)
+    if graph.getvalue().count("rectangle") > _FEW:
+        return _OTHER
+    return _KEPT if mx.array_equal(old, new) else _OTHER if mx.any(new) else _ZEROS
+
+
+_MORE = 8
+"""Tokens of a second pass, for states that grow: few, for a model may go through them one by one."""
+
+
+def _shapes(entry: Any) -> list[tuple[int, ...]]:
+    """Those of one row's states; none of an entry without states."""
+    states = entry.cache if type(entry) is mlx_caches.ArraysCache else ()
+    return [() if state is None else tuple(state.shape[1:]) for state in states]
+
+
+def _layer(i: int, entry: Any, calls: Sequence[_Call], first: Sequence[tuple[int, ...]]) -> Layer:
+    if type(entry) is mlx_caches.ArraysCache:
+        return _recurrent(i, entry, calls, first)
+    if type(entry) is mlx_caches.KVCache:
+        return _attention(i, entry, calls, None)
+    if type(entry) is mlx_caches.ChunkedKVCache:
+        return _attention(i, entry, calls, entry.chunk_size)
+    alike = [call.window or 0 for call in calls if getattr(call.entry, "max_size", None) == entry.max_size]
+    window = max(entry.max_size, *alike)
+    return _attention(i, entry, calls, window, entry.max_size if window > entry.max_size else None)
+
+
+def _attention(
+    i: int, entry: Any, calls: Sequence[_Call], window: int | None, max_size: int | None = None
+) -> Attention:
+    own = {(call.name, call.told) for call in calls if call.entry is entry}
+    if entry.keys is None:
+        return Attention(window, max_size=max_size, used=False)
+    chunked = type(entry) is mlx_caches.ChunkedKVCache
+    heads, key_dim, value_dim = entry.keys.shape[1], entry.keys.shape[3], entry.values.shape[3]
+    dropped = ("values", _ZEROS) in own
+    assigned = {call for call in own if call[0] in ("keys", "values")}
+    if assigned - {("keys", _KEPT), ("values", _KEPT), ("values", _ZEROS)} or (
+        dropped and value_dim and ("update_and_fetch", _ALIKE) not in own
+    ):
         raise NotSupportedError(
             f"make_prompt_cache: layer {i} of the model sets K and V of its cache entry itself; use mlx-lm's "
             "own cache"
         )
-    if type(entry) is mlx_caches.ArraysCache:
-        return _recurrent(i, entry.cache, calls)
-    if type(entry) is mlx_caches.KVCache:
-        return _attention(entry, None)
-    alike = [call.window or 0 for call in calls if getattr(call.entry, "max_size", None) == entry.max_size]
-    window = max(entry.max_size, *alike)
-    return _attention(entry, window, entry.max_size if window > entry.max_size else None)
+    return Attention(
+        window,
+        heads,
+        key_dim,
+        value_dim,
+        entry.keys.dtype,
+        max_size,
+        keys_only=dropped or not value_dim,
+        assigned=bool(assigned),
+        chunked=chunked,
+    )
 
 
-def _attention(entry: Any, window: int | None, max_size: int | None = None) -> Attention:
-    if entry.keys is None:
-        return Attention(window, max_size=max_size, used=False)
-    heads, key_dim = entry.keys.shape[1], entry.keys.shape[3]
-    return Attention(window, heads, key_dim, entry.values.shape[3], entry.keys.dtype, max_size)
-
-
-def _recurrent(i: int, states: Sequence[Any], calls: Sequence[_Call]) -> Recurrent:
+def _recurrent(i: int, entry: Any, calls: Sequence[_Call], first: Sequence[tuple[int, ...]]) -> Recurrent:
+    states = entry.cache
     if any(state is None for state in states):
         raise NotSupportedError(
             f"make_prompt_cache: layer {i} of the model sets only some of its {len(states)} states in a "
             "pass; use mlx-lm's own cache"
         )
-    if calls[0].name not in ("make_mask", "update_and_fetch"):
-        raise NotSupportedError(
-            f"make_prompt_cache: layer {i} of the model reads its states before any entry is asked for a "
-            "mask, which gives the number of tokens of a pass; use mlx-lm's own cache"
-        )
+    shapes = _shapes(entry)
+    growing = tuple(_growing(i, *pair) for pair in zip(first, shapes, strict=True))
     masked = any(call.name == "make_mask" and type(call.entry) is mlx_caches.ArraysCache for call in calls)
-    return Recurrent(tuple(tuple(x.shape[1:]) for x in states), tuple(x.dtype for x in states), masked)
+    reads_first = calls[0].name not in ("make_mask", "update_and_fetch")
+    return Recurrent(
+        tuple(shapes),
+        tuple(x.dtype for x in states),
+        masked,
+        reads_first,
+        growing if any(axis is not None for axis in growing) else (),
+    )
+
+
+def _growing(i: int, one: tuple[int, ...], more: tuple[int, ...]) -> int | None:
+    """The axis in which a state grew, of shape ``one`` after one token."""
+    if one == more:
+        return None
+    axes = [axis for axis, (before, after) in enumerate(zip(one, more, strict=True)) if before != after]
+    if len(axes) > 1 or one[axes[0]] != 1 or more[axes[0]] > _MORE:
+        raise NotSupportedError(
+            f"make_prompt_cache: layer {i} of the model has a state of {one} after one token and of {more} "
+            f"after {_MORE + 1}; a state may grow by one along one axis up to {_MORE}; use mlx-lm's own cache"
+        )
+    return axes[0]

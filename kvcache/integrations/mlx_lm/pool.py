@@ -9,7 +9,8 @@ from typing import Any
 
 import ml
 from kvcache.cache import CacheDType, InvalidRangeError
-from kvcache.integrations.mlx_lm.attention import Bystander, KVCache, RotatingKVCache
+from kvcache.integrations.mlx_lm.attention import Bystander, ChunkedKVCache, KVCache, RotatingKVCache
+from kvcache.integrations.mlx_lm.calls import takes_one_length, told_by
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Layer, Recurrent, Several, layers_of
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache
@@ -34,6 +35,9 @@ class CachePool:
     ``checkpoint_interval`` tokens, for :func:`rewind`. ``max_batch`` is the largest number of tokens in a
     pass, of all rows together (None: 2048 per sequence).
 
+    A model that does not tell its entries how many tokens a pass has (Mamba 1), or rows apart (Llama 4),
+    tells it by its calls from then on: the ``__call__`` of its class is put in a function that does.
+
     Raises NotSupportedError for a model with layers that there is no cache for here.
     """
 
@@ -56,13 +60,19 @@ class CachePool:
             raise InvalidRangeError(
                 f"CachePool: model is a {type(model).__name__}; it must be a model, as mlx_lm.load returns it"
             )
-        layers = list(model) if isinstance(model, Sequence) else layers_of(model)
+        listed = isinstance(model, Sequence)
+        layers = list(model) if listed else layers_of(model)
+        one_length = not listed and takes_one_length(model)
         self.backend = ml.open_backend("mlx") if backend is None else backend
         self._owns_backend = backend is None
-        self.storage = Storage(layers, self.backend.new_context(), rollback, checkpoints, checkpoint_interval)
+        ctx = self.backend.new_context()
+        self.storage = Storage(layers, ctx, rollback, checkpoints, checkpoint_interval, one_length)
         largest = max_sequences * min(capacity, PREFILL) if max_batch is None else max_batch
         self.storage.init(self.backend, dtype, max_sequences, capacity, largest)
         caches = self.storage.caches
+        if self.storage.wants_calls and not listed:
+            told_by(type(model))
+            self.storage.calls_told = True
         self.room = min((cache.cells for cache in caches.whole), default=math.inf)
         """How many tokens all prompt caches may hold together; infinity where only windows are kept."""
         self.sequences = SequencePool(self.storage, max_sequences, largest if caches.forgets else None)
@@ -108,4 +118,6 @@ def _kind(layer: Layer) -> type[LayerCache]:
         return ArraysCache
     if not layer.used:
         return Bystander
+    if layer.chunked:
+        return ChunkedKVCache
     return KVCache if layer.window is None else RotatingKVCache

@@ -38,8 +38,8 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
             self.rows.lengths_for(self._seen)  # says so
         if one is None:
             raise OrderError(
-                f"state: layer {self.layer} is asked for its state before any entry was asked for a mask, "
-                "which gives the number of tokens; use mlx-lm's own cache for this model"
+                f"state: layer {self.layer} is set before any entry was asked for a mask, which gives the "
+                "number of tokens; call the model that the pool was made for, whose calls tell it"
             )
         if not one.written:  # begun for a mask, when nobody knew how many rows there are
             one = self.rows.pass_for(self._seen, one.tokens, rows)
@@ -58,9 +58,10 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         if one is None:
             return self._kept(idx)
         known, changed = self._set
-        if not any(one.before) and not (known is one and idx in changed):
+        is_set = known is one and idx in changed
+        if not any(one.before) and not is_set:
             return None
-        return self._storage.state(self.layer, idx, one)
+        return self._storage.state(self.layer, idx, one, is_set)
 
     def __setitem__(self, idx: int, value: Any) -> None:
         one = self._join(value.shape[0])

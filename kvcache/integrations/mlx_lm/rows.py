@@ -9,7 +9,8 @@ that is asked for something else than the others were raises OrderError.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError
@@ -36,6 +37,8 @@ class BatchRows:
         self.batched = batched
         self.kept = False
         """Whether an ``LRUPromptCache`` keeps them, which trims copies by any length where it may trim."""
+        self.called = False
+        """Whether the model's call has told the pass under way (``calls``)."""
         self.events = 0
         self.last: Any = None
         """The last event: a ForwardPass, or a tuple that tells what was done."""
@@ -157,18 +160,17 @@ class BatchRows:
 
     def _begin(self, tokens: int, rows: int | None) -> ForwardPass:
         self.pool.undo_unwritten()
-        if rows is not None and rows != len(self.held):
-            self._widen(rows)
-        begins = [min(skip, tokens) for skip in self.skip]
-        counts = [tokens - begin for begin in begins]
-        if self.left is not None:
-            counts = [min(count, left) for count, left in zip(counts, self.left, strict=True)]
+        if rows is not None:
+            self.widen(rows)
+        begins, counts = self._columns(tokens)
         if not any(counts):
             raise InvalidRangeError(
                 f"update: {tokens} columns of padding only; a pass must store at least one token"
             )
-        if not self.pool.storage.tells_rows_apart and 0 in self.lengths and any(self.lengths):
-            raise NotSupportedError(f"update: new rows beside rows that continue, which {_ALL_ALIKE}")
+        if self.alike(tokens) is not None:
+            raise NotSupportedError(
+                f"update: rows that are padded, new or of other lengths, which {_ALL_ALIKE}"
+            )
         one = ForwardPass(tokens, list(self.lengths), begins, counts)
         self.pool.reclaim()
         for row, count in enumerate(counts):
@@ -176,20 +178,76 @@ class BatchRows:
                 self._own(row)
         one.sequences = [held.seq for held in self.held]
         self.pool.begin(one)
-        self.skip = [skip - begin for skip, begin in zip(self.skip, begins, strict=True)]
-        if self.left is not None:
-            self.left = [left - count for left, count in zip(self.left, counts, strict=True)]
+        self._pass_padding(begins, counts)
         self.before, self.lengths, self.last = one.before, one.after, one
         self.events += 1
         return one
 
-    def _widen(self, rows: int) -> None:
+    def _columns(self, tokens: int) -> tuple[list[int], list[int]]:
+        """Where the tokens of each row begin in so many columns, and how many they are."""
+        begins = [min(skip, tokens) for skip in self.skip]
+        counts = [tokens - begin for begin in begins]
+        if self.left is not None:
+            counts = [min(count, left) for count, left in zip(counts, self.left, strict=True)]
+        return begins, counts
+
+    def _pass_padding(self, begins: Sequence[int], counts: Sequence[int]) -> None:
+        self.skip = [skip - begin for skip, begin in zip(self.skip, begins, strict=True)]
+        if self.left is not None:
+            self.left = [left - count for left, count in zip(self.left, counts, strict=True)]
+
+    def widen(self, rows: int) -> None:
+        """Make an empty prompt cache one of so many rows. InvalidRangeError for one that is not empty."""
+        if rows == len(self.held):
+            return
         if len(self.held) != 1 or self.lengths[0]:
             raise InvalidRangeError(
                 f"update: {rows} rows for a prompt cache of {len(self.held)} rows of {self.lengths} tokens; "
                 "only an empty prompt cache accepts another number of rows"
             )
         self._replace([self.pool.hold() for _ in range(rows)], [0] * rows)
+
+    # Rows that the model does not tell apart.
+
+    def alike(self, tokens: int) -> list[tuple[list[int], int, int]] | None:
+        """Rows of the next pass that may be computed together, with their columns [begin, begin + count).
+
+        None where all may be, as they are: the model tells them apart, or they are alike.
+        """
+        limit = self.pool.storage.alike_from
+        if not limit:
+            return None
+        groups: dict[Any, list[int]] = {}
+        for row, (begin, count, length) in enumerate(zip(*self._columns(tokens), self.lengths, strict=True)):
+            groups.setdefault((begin, count, min(length, limit)), []).append(row)
+        if len(groups) == 1 and next(iter(groups))[:2] == (0, tokens):
+            return None
+        return [(chosen, begin, count) for (begin, count, _), chosen in groups.items() if count]
+
+    @contextmanager
+    def parted(self, tokens: int) -> Iterator[None]:
+        """A pass of so many columns, of which rows are lent to passes of their own in the block."""
+        before, columns = list(self.lengths), self._columns(tokens)
+        try:
+            yield
+        finally:  # entries that do not follow have no part in the next pass
+            self._pass_padding(*columns)
+            self.before, self.last = before, ("parted", tokens)
+            self.events += 1
+
+    @contextmanager
+    def lent(self, chosen: Sequence[int]) -> Iterator[BatchRows]:
+        """These rows as a prompt cache of their own, which writes in place; they are empty where it fails."""
+        held = [self.held[row] for row in chosen]
+        lengths = [self.lengths[row] for row in chosen]
+        lent = BatchRows(self.pool, held, lengths, batched=self.batched and len(held) > 1)
+        for row in chosen:
+            self._swap(row, self.pool.hold())
+            self.lengths[row] = 0
+        yield lent
+        for row, one, length in zip(chosen, lent.held, lent.lengths, strict=True):
+            self._swap(row, one)
+            self.lengths[row] = length
 
     def _own(self, row: int) -> None:
         """A sequence that is no one else's."""
@@ -278,14 +336,14 @@ class BatchRows:
 
     def prepare(self, lengths: Sequence[int] | None, skip: Sequence[int] | None) -> None:
         """Announce padding: ``lengths`` tokens per row and then padding, or ``skip`` columns of it first."""
-        if not self.pool.storage.tells_rows_apart and (
-            lengths is not None or (skip is not None and any(skip))
-        ):
+        storage = self.pool.storage
+        padded = lengths is not None or (skip is not None and any(skip))
+        if padded and storage.alike_from and not storage.calls_told:
             raise NotSupportedError(f"prepare: padding, which {_ALL_ALIKE}")
         for name, given in (("lengths", lengths), ("left_padding", skip)):
             if given is not None and len(given) != len(self.held):
                 if len(self.held) == 1 and not self.lengths[0]:
-                    self._widen(len(given))
+                    self.widen(len(given))
                 else:
                     raise InvalidRangeError(
                         f"prepare: {name} of {len(given)} rows; there are {len(self.held)}"
@@ -336,8 +394,8 @@ class BatchRows:
 
 
 _ALL_ALIKE = (
-    "the recurrent layers of this model take for rows like the others, so that they would get other results "
-    "than each row alone; feed such rows one by one"
+    "this model takes for rows like the others, so that they would get other results than each row alone; "
+    "feed such rows one by one, or call the model that the pool was made for"
 )
 _LEFT_BEHIND = (
     "update: this entry did not take part in what the other entries of its prompt cache did (a pass that "

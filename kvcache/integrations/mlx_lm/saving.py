@@ -23,7 +23,12 @@ from kvcache.integrations.mlx_lm.storage import Storage
 
 __all__ = ["adopt", "load_prompt_cache"]
 
-_WITH_KEYS = (mlx_caches.KVCache, mlx_caches.QuantizedKVCache, mlx_caches.RotatingKVCache)
+_WITH_KEYS = (
+    mlx_caches.KVCache,
+    mlx_caches.QuantizedKVCache,
+    mlx_caches.RotatingKVCache,
+    mlx_caches.ChunkedKVCache,
+)
 
 
 def load_prompt_cache(
@@ -91,15 +96,18 @@ def _contents(i: int, entry: Any, layer: Layer, storage: Storage) -> _Content:
     recurrent = kind is mlx_caches.ArraysCache
     if not recurrent and kind not in _WITH_KEYS:
         raise NotSupportedError(
-            f"adopt: entry {i} is {kind.__name__}; KVCache, QuantizedKVCache, RotatingKVCache and "
-            "ArraysCache are taken over"
+            f"adopt: entry {i} is {kind.__name__}; KVCache, QuantizedKVCache, RotatingKVCache, "
+            "ChunkedKVCache and ArraysCache are taken over"
         )
-    size = getattr(entry, "max_size", None)
+    size = getattr(entry, "max_size", getattr(entry, "chunk_size", None))
     if recurrent is not isinstance(layer, Recurrent) or size != _max_size(layer):
         raise InvalidRangeError(f"adopt: entry {i} is {kind.__name__}; the layer is {layer}")
     if isinstance(layer, Attention) and not layer.used:
         return _Content()
-    arrays = tuple(entry.cache) if recurrent else () if entry.keys is None else _in_order(i, entry, storage)
+    if recurrent:
+        arrays = tuple(entry.cache)
+    else:
+        arrays = () if entry.keys is None else _in_order(i, entry, layer, storage)
     filled = [x for x in arrays if x is not None]
     if any(x.shape[0] != 1 for x in filled) or len(filled) not in (0, len(arrays)):
         raise NotSupportedError(
@@ -112,15 +120,16 @@ def _max_size(layer: Layer) -> int | None:
     return None if isinstance(layer, Recurrent) else layer.max_size or layer.window
 
 
-def _in_order(i: int, entry: Any, storage: Storage) -> tuple[Any, ...]:
+def _in_order(i: int, entry: Any, layer: Any, storage: Storage) -> tuple[Any, ...]:
     if type(entry) is mlx_caches.QuantizedKVCache:
         keys, values = entry.keys_and_values()
         sizes = {"bits": entry.bits, "group_size": entry.group_size}
-        if storage.is_affine(**sizes):
+        if storage.is_affine(**sizes) and not layer.keys_only:
             return *keys, *values
         return mx.dequantize(*keys, **sizes), mx.dequantize(*values, **sizes)
-    if type(entry) is mlx_caches.KVCache:
-        return entry.keys[..., : entry.offset, :], entry.values[..., : entry.offset, :]
+    if type(entry) in (mlx_caches.KVCache, mlx_caches.ChunkedKVCache):
+        size = entry.offset - getattr(entry, "start_position", 0)
+        return entry.keys[..., :size, :], entry.values[..., :size, :]
     keys, values, offset, keep, _, at = entry.state
     size = keys.shape[2]
     if keep and offset > size:

@@ -108,7 +108,10 @@ def _fetch_nearest_cache(lru: LRUPromptCache, original: Callable[..., Any], mode
 
 def _is_batchable(responder: Any, original: Callable[..., bool], *arguments: Any) -> bool:
     pool = _pool_of(responder.model_provider.model)
-    return original(responder, *arguments) and (pool is None or pool.storage.tells_rows_apart)
+    storage = None if pool is None else pool.storage
+    return original(responder, *arguments) and (
+        storage is None or not storage.alike_from or storage.calls_told
+    )
 
 
 def _next_request(responder: Any, original: Callable[..., Any], *arguments: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ class Storage:
         rollback: int,
         checkpoints: int,
         interval: int,
+        one_length: bool = False,
     ) -> None:
         self.entries = list(entries)
         self.layers = flat(entries)
@@ -52,8 +54,16 @@ class Storage:
         self.cache: Any = self.caches.all
         self.format = CacheFormat.of(_computed(ctx, self.layers))
         """What K and V are stored in."""
-        self.tells_rows_apart = all(not isinstance(x, Recurrent) or x.masked for x in self.layers)
-        """Whether rows may be fed together where some are padded, or begin while others go on."""
+        self.one_length = one_length or any(isinstance(x, Attention) and x.chunked for x in self.layers)
+        """Whether the model takes for granted that rows hold as many tokens as the others."""
+        self.alike_from = math.inf if self.one_length else max(map(_alike_from, self.layers), default=0)
+        """Rows without padding are alike to the model from so many tokens on; 0: it tells any rows apart."""
+        self.wants_calls = self.alike_from > 0 or any(
+            isinstance(x, Recurrent) and x.reads_first for x in self.layers
+        )
+        """Whether the model itself tells too little of a pass."""
+        self.calls_told = False
+        """Whether the model's calls tell which rows they are of (``calls``)."""
 
     def init(
         self, backend: ml.Backend, dtype: CacheDType | None, max_sequences: int, capacity: int, max_batch: int
@@ -67,14 +77,13 @@ class Storage:
             if isinstance(layer, Recurrent):
                 for k in range(len(layer.shapes)):
                     self._state(i, k)
-            elif cache is not None and layer.kv_heads and layer.key_dim and layer.value_dim:
+            elif cache is not None and layer.kv_heads and layer.key_dim and layer.value_dim is not None:
                 like = _dtype(ctx, layer.dtype)
-                cache.set_layer(i)
-                cache.put(
-                    ctx,
-                    ctx.zeros((1, layer.kv_heads, layer.key_dim), like),
-                    ctx.zeros((1, layer.kv_heads, layer.value_dim), like),
+                key, value = (
+                    ctx.zeros((1, layer.kv_heads, dim), like) for dim in (layer.key_dim, layer.value_dim)
                 )
+                cache.set_layer(i)
+                cache.put(ctx, key, None if layer.keys_only else value)
 
     # K and V.
 
@@ -82,7 +91,12 @@ class Storage:
         """Store K and V, (rows, kv_heads, tokens, dim) each, of a layer."""
         cache, ctx = self.attention_of(layer), self.ctx
         cache.set_layer(layer)
-        key, value = one.stored(keys), one.stored(values)
+        key = one.stored(keys)
+        if self._spec(layer).keys_only:
+            cache.put(ctx, ctx.from_native(key))
+            one.written = True
+            return
+        value = one.stored(values)
         _schedule(key, value)  # together: from_native would schedule one after the other
         cache.put(ctx, ctx.from_native(key), ctx.from_native(value))
         one.written = True
@@ -113,11 +127,22 @@ class Storage:
         """K and V of a layer as arrays (rows, kv_heads, history, dim), for this pass."""
         cache, ctx = self.attention_of(layer), self.ctx
         cache.set_layer(layer)
-        if one.rows == 1 and one.is_full:
+        if self.reads_cells(one):
             key, value, _ = cache.get(ctx)
-            return _by_head(ctx, key).native, _by_head(ctx, value).native
-        found = self.reading(cache, one).read(ctx, layer)
-        keys, values = (x.permute(ctx, 0, 2, 1, 3).native for x in found)
+            keys, values = _by_head(ctx, key).native, _by_head(ctx, value).native
+        else:
+            keys, values = self.get_by_position(layer, one)
+        spec = self._spec(layer)
+        return keys, keys[..., : spec.value_dim] if spec.keys_only else values
+
+    def reads_cells(self, one: ForwardPass) -> bool:
+        """Whether K and V of a pass are read as they lie, with a mask of what the row sees of that."""
+        return one.rows == 1 and one.is_full and not self.one_length
+
+    def get_by_position(self, layer: int, one: ForwardPass) -> tuple[Any, Any]:
+        """As ``get``, in the order of positions, whatever lies where."""
+        found = self.reading(self.attention_of(layer), one).read(self.ctx, layer)
+        keys, values = (x.permute(self.ctx, 0, 2, 1, 3).native for x in found)
         return keys, values
 
     def reading(self, cache: CausalCache, one: ForwardPass) -> RaggedBatch:
@@ -132,19 +157,33 @@ class Storage:
             raise NotSupportedError(f"update_and_fetch: layer {layer} is recurrent; it has no K and V")
         return cache
 
-    def stored(self, layer: int, sequences: Sequence[int | None]) -> tuple[Any, Any]:
-        """K and V of a layer outside of a pass, (rows, kv_heads, tokens, dim), in the order of positions."""
-        found = RaggedBatch(self.attention_of(layer), sequences).read(self.ctx, layer)
-        keys, values = (x.permute(self.ctx, 0, 2, 1, 3).native for x in found)
-        return keys, values
+    def stored(
+        self, layer: int, sequences: Sequence[int | None], one: ForwardPass | None = None
+    ) -> tuple[Any, Any]:
+        """K and V of a layer, (rows, kv_heads, tokens, dim), in the order of positions.
+
+        ``one``: the pass that the sequences are in, where they are in one. Values that are not stored are 0.
+        """
+        if one is None:
+            found = RaggedBatch(self.attention_of(layer), sequences).read(self.ctx, layer)
+            keys, values = (x.permute(self.ctx, 0, 2, 1, 3).native for x in found)
+        else:
+            keys, values = self.get_by_position(layer, one)
+        spec = self._spec(layer)
+        return keys, mx.zeros_like(keys[..., : spec.value_dim]) if spec.keys_only else values
 
     def token_bytes(self, layer: int) -> int:
         """Bytes of one token's K and V in a layer."""
+        spec = self._spec(layer)
+        if not (spec.kv_heads and spec.key_dim and spec.value_dim is not None):
+            return 0
+        value_dim = None if spec.keys_only else spec.value_dim
+        return self.format.nbytes(spec.kv_heads, spec.key_dim, value_dim, _dtype(self.ctx, spec.dtype))
+
+    def _spec(self, layer: int) -> Attention:
         spec = self.layers[layer]
         assert isinstance(spec, Attention)
-        if not (spec.kv_heads and spec.key_dim and spec.value_dim):
-            return 0
-        return self.format.nbytes(spec.kv_heads, spec.key_dim, spec.value_dim, _dtype(self.ctx, spec.dtype))
+        return spec
 
     def tokens_of(self, layer: int, seq: int | None) -> int:
         """How many tokens of a sequence the cache of a layer holds."""
@@ -157,11 +196,14 @@ class Storage:
         assert self.recurrent is not None
         return self.recurrent.state(self.ctx, _name(i), layer)
 
-    def state(self, layer: int, i: int, one: ForwardPass) -> Any:
-        """State ``i`` of a layer as an array (rows, *shape); rows that add nothing to the pass read as 0."""
+    def state(self, layer: int, i: int, one: ForwardPass, is_set: bool) -> Any:
+        """State ``i`` of a layer as an array (rows, *shape); rows that add nothing to the pass read as 0.
+
+        ``is_set``: whether it is that after the pass already.
+        """
         found, spec = self._state(layer, i).native, self.layers[layer]
         assert isinstance(spec, Recurrent)
-        found = found.astype(spec.dtypes[i])
+        found = _grown(spec, i, found.astype(spec.dtypes[i]), max(one.after if is_set else one.before))
         if len(one.active) == one.rows:
             return found
         whole = mx.zeros((one.rows, *found.shape[1:]), found.dtype)
@@ -172,6 +214,7 @@ class Storage:
         assert self.recurrent is not None
         if len(one.active) != one.rows:
             value = value[mx.array(one.active)]
+        value = _padded(self.layers[layer], i, value)
         self.recurrent.update_state(self.ctx, _name(i), self.ctx.from_native(value), layer)
         one.written = True
 
@@ -185,7 +228,7 @@ class Storage:
         offset = self.recurrent.offset(seq)
         kept = self.recurrent.snapshot(seq, offset, offset).states
         found = kept.get((_name(i), layer))
-        return None if found is None else found.native.astype(spec.dtypes[i])
+        return None if found is None else _grown(spec, i, found.native.astype(spec.dtypes[i]), offset)
 
 
 def _kind(layer: Layer) -> Kind | None:
@@ -198,6 +241,30 @@ def _by_head(ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
     """(history, heads, dim) seen as (1, heads, history, dim)."""
     (history, heads, dim), (row, head, step) = x.shape, x.strides
     return x.view(ctx, 0, (1, heads, history, dim), (0, head, row, step))
+
+
+def _alike_from(layer: Layer) -> int:
+    """From how many tokens on a layer takes one row for another, which it does not tell apart; else 0."""
+    if not isinstance(layer, Recurrent):
+        return 0
+    sizes = [
+        shape[axis] for shape, axis in zip(layer.shapes, layer.growing, strict=False) if axis is not None
+    ]
+    return max(not layer.masked, *sizes, 0)
+
+
+def _padded(spec: Any, i: int, value: Any) -> Any:
+    """A state that has not its size as yet, as it is stored: with 0 before it."""
+    missing = [0, *(size - have for size, have in zip(spec.shapes[i], value.shape[1:], strict=True))]
+    return mx.pad(value, [(size, 0) for size in missing]) if any(missing) else value
+
+
+def _grown(spec: Recurrent, i: int, value: Any, tokens: int) -> Any:
+    """Of a state as it is stored, (rows, *shape), what it has grown to after so many tokens."""
+    axis = spec.growing[i] if spec.growing else None
+    if axis is None or tokens >= spec.shapes[i][axis]:
+        return value
+    return mx.split(value, [spec.shapes[i][axis] - tokens], axis=axis + 1)[1]
 
 
 def _recurrent_cache(
