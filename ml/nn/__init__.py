@@ -11,9 +11,9 @@
 from ml.nn.attention import attention, generic_attention, offers
 from ml.nn.grouped import Groups, generic_grouped_matmul, grouped_matmul
 from ml.nn.latent import latent_attention
-from ml.nn.linear import embedding, linear, swiglu
+from ml.nn.linear import embedding, linear, softplus, swiglu
 from ml.nn.logprobs import logprobs, logprobs_on_host
-from ml.nn.norms import layer_norm, rms_norm
+from ml.nn.norms import l2_norm, layer_norm, rms_norm
 from ml.nn.partial import (
     Part,
     generic_partial_attention,
@@ -37,6 +37,7 @@ from ml.nn.rope import (
 )
 from ml.nn.sampling import BatchSampler, Draws, sample_on_host
 from ml.nn.scaling import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from ml.nn.sequences import causal_conv1d, cumsum, pad
 
 __all__ = [
     "BatchSampler",
@@ -53,6 +54,8 @@ __all__ = [
     "YarnScaling",
     "apply_rope",
     "attention",
+    "causal_conv1d",
+    "cumsum",
     "embedding",
     "generic_attention",
     "generic_grouped_matmul",
@@ -61,6 +64,7 @@ __all__ = [
     "has_attention_calls",
     "has_quantized_attention",
     "has_ragged_attention",
+    "l2_norm",
     "latent_attention",
     "layer_norm",
     "linear",
@@ -70,6 +74,7 @@ __all__ = [
     "merge_parts",
     "multi_axis_tables",
     "offers",
+    "pad",
     "partial_attention",
     "partial_in_blocks",
     "rms_norm",
@@ -77,5 +82,6 @@ __all__ = [
     "rope_shift",
     "rope_tables",
     "sample_on_host",
+    "softplus",
     "swiglu",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ml.dtypes import DType
 from ml.errors import ShapeError
 from ml.protocols import Context, Indices, Tensor
 
@@ -25,6 +26,13 @@ def embedding(ctx: Context, weight: Tensor, ids: Indices) -> Tensor:
     if len(weight.shape) != 2:
         raise ShapeError(f"embedding: weight {weight.shape}; it must be (vocabulary, size)")
     return weight.rows(ctx, ids)
+
+
+def softplus(ctx: Context, x: Tensor) -> Tensor:
+    """``log(1 + exp(x))``, without overflow; F32."""
+    wide = x if x.dtype is DType.F32 else x.cast(ctx, DType.F32)
+    one = ctx.full((1,), 1.0, DType.F32)
+    return wide.relu(ctx).add(ctx, wide.abs(ctx).neg(ctx).exp(ctx).add(ctx, one).log(ctx))
 
 
 def swiglu(ctx: Context, gate: Tensor, up: Tensor) -> Tensor:

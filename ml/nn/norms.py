@@ -5,7 +5,7 @@ from __future__ import annotations
 from ml.dtypes import DType
 from ml.protocols import Context, Tensor
 
-__all__ = ["layer_norm", "rms_norm"]
+__all__ = ["l2_norm", "layer_norm", "rms_norm"]
 
 
 def rms_norm(ctx: Context, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -25,6 +25,12 @@ def layer_norm(ctx: Context, x: Tensor, weight: Tensor | None, bias: Tensor | No
     if bias is not None:
         result = result.add(ctx, _wide(ctx, bias))
     return result if x.dtype is DType.F32 else result.cast(ctx, x.dtype)
+
+
+def l2_norm(ctx: Context, x: Tensor, eps: float = 1e-6) -> Tensor:
+    """``x / sqrt(sum(x**2) + eps)`` over the last axis: a scaled RMSNorm."""
+    size = x.shape[-1]
+    return x.rms_norm(ctx, None, eps / size).scale(ctx, size**-0.5)
 
 
 def _wide(ctx: Context, x: Tensor) -> Tensor:

@@ -5,13 +5,13 @@ The two say the same. Where the device is the host, NumPy does it in a few steps
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from ml.dtypes import DType
 from ml.errors import ShapeError
+from ml.nn.sequences import cumsum
 from ml.protocols import Context, Tensor
 from ml.selection import largest
 
@@ -141,7 +141,7 @@ class _Group:
     def _whole(self, ctx: Context, logits: Tensor) -> Tensor:
         """From all tokens, in the order of their ids."""
         weights = self._weights(ctx, logits, logits.max(ctx, 1, keepdims=True))
-        return _first(ctx, weights, _cumulative(ctx, weights), self._uniform)
+        return _first(ctx, weights, cumsum(ctx, weights), self._uniform)
 
     def _cut(self, ctx: Context, logits: Tensor) -> Tensor:
         """From the likeliest tokens, in descending order."""
@@ -152,7 +152,7 @@ class _Group:
         if self._by_size:
             places = ctx.arange(0, width, 1, DType.F32).reshape(ctx, 1, width)
             weights = places.compare(ctx, "<", self._kept).where(ctx, weights, zero)
-        edges = _cumulative(ctx, weights)
+        edges = cumsum(ctx, weights)
         if self._by_share:
             reached = edges.max(ctx, 1, keepdims=True).mul(ctx, self._share)
             weights = edges.sub(ctx, weights).compare(ctx, "<", reached).where(ctx, weights, zero)
@@ -172,25 +172,6 @@ def _first(ctx: Context, weights: Tensor, edges: Tensor, uniform: Tensor) -> Ten
     edges = zero.compare(ctx, "<", weights).where(ctx, edges, none)
     target = edges.max(ctx, 1, keepdims=True).mul(ctx, uniform)
     return edges.compare(ctx, ">=", target).argmax(ctx, 1)
-
-
-def _cumulative(ctx: Context, weights: Tensor) -> Tensor:
-    """Running sums of (rows, n): in blocks, so that what is small is not lost in what is large."""
-    rows, count = weights.shape
-    size = 1 << math.ceil(math.log2(count) / 2)
-    blocks = -(-count // size)
-    if blocks * size > count:
-        weights = weights.concat(ctx, ctx.zeros((rows, blocks * size - count), DType.F32), 1)
-    places = ctx.arange(0, size, 1, DType.F32)
-    column, row = places.reshape(ctx, size, 1), places.reshape(ctx, 1, size)
-    upto = column.compare(ctx, "<=", row).cast(ctx, DType.F32)
-    inner = weights.reshape(ctx, rows * blocks, size).matmul(ctx, upto).reshape(ctx, rows, blocks, size)
-    if blocks > 1:
-        totals = inner.slice(ctx, 2, size - 1, size).reshape(ctx, rows, blocks)
-        through = totals.matmul(ctx, upto.slice(ctx, 0, 0, blocks).slice(ctx, 1, 0, blocks))
-        inner = inner.add(ctx, through.sub(ctx, totals).reshape(ctx, rows, blocks, 1))
-    edges = inner.reshape(ctx, rows, blocks * size)
-    return edges if blocks * size == count else edges.slice(ctx, 1, 0, count)
 
 
 def _greedy_on_host(logits: np.ndarray, _: Draws) -> np.ndarray:

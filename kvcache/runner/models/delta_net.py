@@ -13,9 +13,9 @@ import numpy as np
 import ml
 from kvcache.runner.models.decoder import Step
 from kvcache.runner.models.delta import gated_delta_scan
-from kvcache.runner.models.state_runs import MASKS, Runs, convolve, repeat_heads, softplus, split_heads
+from kvcache.runner.models.state_runs import MASKS, Runs, convolve, repeat_heads, split_heads
 from kvcache.runner.weights import Linear, Loader
-from ml import DType
+from ml import DType, nn
 
 __all__ = ["DeltaNet", "DeltaSizes", "delta_shapes", "load_delta_net"]
 
@@ -87,7 +87,7 @@ class DeltaNet:
         """beta and g, F32 (tokens, value_heads), of b and a side by side."""
         heads = self.sizes.value_heads
         ba = ba.cast(ctx, DType.F32)
-        time = softplus(ctx, ba.slice(ctx, 1, heads, 2 * heads).add(ctx, self.time_bias))
+        time = nn.softplus(ctx, ba.slice(ctx, 1, heads, 2 * heads).add(ctx, self.time_bias))
         return ba.slice(ctx, 1, 0, heads).sigmoid(ctx), time.mul(ctx, self.decay)
 
     def _run(
@@ -99,7 +99,7 @@ class DeltaNet:
         mixed = convolve(ctx, run, mixed, cache, self.index, self.kernel).silu(ctx)
         keys, dim = sizes.keys, sizes.key_dim
         query, key = (
-            _unit(ctx, split_heads(ctx, mixed.slice(ctx, 2, start, start + keys), sizes.key_heads))
+            nn.l2_norm(ctx, split_heads(ctx, mixed.slice(ctx, 2, start, start + keys), sizes.key_heads))
             for start in (0, keys)
         )
         query, key = (repeat_heads(ctx, x, sizes.value_heads) for x in (query.scale(ctx, dim**-0.5), key))
@@ -116,12 +116,6 @@ class DeltaNet:
             ctx.forward(states.set_rows(ctx, state, run.states))
         out = out.permute(ctx, 0, 2, 1, 3).contiguous(ctx)
         return out.reshape(ctx, -1, sizes.values).cast(ctx, inputs[0].dtype)
-
-
-def _unit(ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
-    """``x / sqrt(sum(x**2) + 1e-6)`` over the last axis: a scaled RMS norm."""
-    dim = x.shape[-1]
-    return x.rms_norm(ctx, None, 1e-6 / dim).scale(ctx, dim**-0.5)
 
 
 def delta_shapes(prefix: str, hidden: int, sizes: DeltaSizes, split: bool) -> dict[str, tuple[int, ...]]:

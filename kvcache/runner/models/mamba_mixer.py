@@ -17,9 +17,9 @@ import ml
 from kvcache.runner.models.chunks import scan
 from kvcache.runner.models.decoder import Step
 from kvcache.runner.models.ssd import state_space_rule
-from kvcache.runner.models.state_runs import MASKS, Runs, convolve, repeat_heads, softplus, split_heads
+from kvcache.runner.models.state_runs import MASKS, Runs, convolve, repeat_heads, split_heads
 from kvcache.runner.weights import Linear, Loader, Shape
-from ml import DType
+from ml import DType, nn
 
 __all__ = ["Mamba2Mixer", "MambaSizes", "load_mamba", "mamba_shapes"]
 
@@ -87,7 +87,7 @@ class Mamba2Mixer:
         start, stop = sizes.inner, sizes.inner + sizes.channels
         gate, mixed = joined.slice(ctx, 1, 0, start), joined.slice(ctx, 1, start, stop)
         time = joined.slice(ctx, 1, stop, stop + sizes.heads).cast(ctx, DType.F32)
-        time = softplus(ctx, time.add(ctx, self.time_bias))
+        time = nn.softplus(ctx, time.add(ctx, self.time_bias))
         result: ml.Tensor | None = None
         for run in step.plans["runs"]:
             part = self._run(ctx, run, mixed, time, step)

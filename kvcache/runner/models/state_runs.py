@@ -14,9 +14,9 @@ import ml
 from kvcache.caches.recurrent import RecurrentCache
 from kvcache.runner.models.chunks import chunk_masks, chunk_size
 from kvcache.runner.models.decoder import Step
-from ml import DType
+from ml import DType, nn
 
-__all__ = ["MASKS", "Runs", "begin_runs", "convolve", "repeat_heads", "softplus", "split_heads"]
+__all__ = ["MASKS", "Runs", "begin_runs", "convolve", "repeat_heads", "split_heads"]
 
 MASKS = "chunk masks"
 """Of a step's tensors: those of ``chunk_masks``."""
@@ -96,19 +96,16 @@ def convolve(
     states = cache.conv_state(ctx, layer)
     state = states if run.rows is None else states.rows(ctx, run.states)
     past, length = kernel.shape[0] - 1, x.shape[1]
-    known = state.cast(ctx, x.dtype).permute(ctx, 0, 2, 1).concat(ctx, x, 1)
-    result = known.slice(ctx, 1, past, past + length).mul(ctx, kernel.slice(ctx, 0, past, past + 1))
-    for i in range(past):
-        result = result.add(ctx, known.slice(ctx, 1, i, i + length).mul(ctx, kernel.slice(ctx, 0, i, i + 1)))
+    result, inputs = nn.causal_conv1d(ctx, x, state, kernel, bias)
     *inside, latest = (
-        known.slice(ctx, 1, end, end + past).permute(ctx, 0, 2, 1) for end in (*run.cuts, length)
+        inputs.slice(ctx, 1, end, end + past).permute(ctx, 0, 2, 1) for end in (*run.cuts, length)
     )
     run.deliver(ctx, cache, "conv", layer, [state.contiguous(ctx) for state in inside])
     if run.rows is None:
         cache.set_conv_state(ctx, layer, latest)
     else:
         ctx.forward(states.set_rows(ctx, latest.cast(ctx, states.dtype), run.states))
-    return result if bias is None else result.add(ctx, bias)
+    return result
 
 
 def split_heads(ctx: ml.Context, x: ml.Tensor, heads: int) -> ml.Tensor:
@@ -125,9 +122,3 @@ def repeat_heads(ctx: ml.Context, x: ml.Tensor, heads: int) -> ml.Tensor:
         return x
     x = x.contiguous(ctx).reshape(ctx, sequences, key_heads, 1, length, dim)
     return x.repeat(ctx, 2, heads // key_heads).reshape(ctx, sequences, heads, length, dim)
-
-
-def softplus(ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
-    """log(1 + exp(x)), without overflow."""
-    one = ctx.full((1,), 1.0, DType.F32)
-    return x.relu(ctx).add(ctx, x.abs(ctx).neg(ctx).exp(ctx).add(ctx, one).log(ctx))
