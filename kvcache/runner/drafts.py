@@ -1,12 +1,15 @@
 """Drafts: guesses at the next tokens, for the engine to verify.
 
-A draft is any callable like ``prompt_lookup``; a bad one costs time and never changes an answer.
+A draft is any callable like ``prompt_lookup``; a bad one costs time and never changes an answer. One that
+draws its tokens and says what from (``SamplingDraft``) has more of them accepted where the request samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from functools import reduce
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,9 +19,11 @@ from kvcache.caches import branches
 from kvcache.prefix.radix_tree import common_length
 from kvcache.runner.errors import RequestError
 from kvcache.runner.language_model import LanguageModel, cache_for
+from kvcache.runner.sampling import Sampler
 from kvcache.stores.closing import Closing
+from ml import nn
 
-__all__ = ["Draft", "ModelDraft", "prompt_lookup"]
+__all__ = ["Draft", "ModelDraft", "Proposal", "SamplingDraft", "prompt_lookup"]
 
 _LONGEST = 3
 """Tokens that ``prompt_lookup`` looks for."""
@@ -34,6 +39,37 @@ class Draft(Protocol):
     def __call__(
         self, seq: int, tokens: Sequence[int], count: int, width: int
     ) -> Sequence[Sequence[int]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """One continuation: ``tokens``, each drawn from its row of ``probabilities`` (tokens, vocabulary).
+
+    These are on the host, each row >= 0 and summing to 1, given the tokens before.
+    """
+
+    tokens: Sequence[int]
+    probabilities: np.ndarray
+
+
+@runtime_checkable
+class SamplingDraft(Protocol):
+    """A Draft that draws, too, as a request does: its tokens are accepted by rejection sampling.
+
+    (``ml.nn.RejectionSampler``.) Tokens that are the only ones it could say, as those of ``prompt_lookup``,
+    need none of this: to compare them with what is drawn accepts as many.
+    """
+
+    def __call__(
+        self, seq: int, tokens: Sequence[int], count: int, width: int
+    ) -> Sequence[Sequence[int]]: ...
+
+    def sample(self, seq: int, tokens: Sequence[int], count: int, sampler: Sampler, index: int) -> Proposal:
+        """Up to ``count`` tokens, drawn with ``sampler.drafting``: the first with draw ``index``.
+
+        Any distribution is right. One that ``sampler`` makes of a model's logits, as it does of those of the
+        model that is drafted for, is accepted most.
+        """
 
 
 def prompt_lookup(seq: int, tokens: Sequence[int], count: int, width: int) -> list[list[int]]:
@@ -54,8 +90,53 @@ def prompt_lookup(seq: int, tokens: Sequence[int], count: int, width: int) -> li
     return list(found.values())
 
 
+Draw = tuple[Sampler, int]
+"""Whose draws, and the index of the first."""
+
+
+class Guesser:
+    """Tokens that follow one another, from the logits of each pass; they stay on the device until ``read``.
+
+    Of the first logits (1, vocabulary) the ``width`` likeliest, then the likeliest of each row; or, ``by``
+    draws, a drawn one. Made before the passes: it uploads what it needs.
+    """
+
+    def __init__(self, ctx: ml.Context, vocabulary: int, count: int, width: int, by: Draw | None) -> None:
+        self._width = min(width, vocabulary)
+        self._found: list[ml.Tensor] = []
+        self._given: list[ml.Tensor] = []
+        self._sampler: nn.BatchSampler | None = None
+        if by is not None:
+            sampler, index = by
+            self._sampler = nn.BatchSampler(ctx, nn.Draws(*np.array([sampler.settings(1.0)]).T), vocabulary)
+            draws = [sampler.drafting(index + i) for i in range(count)]
+            self._draws = ctx.from_numpy(np.array(draws, np.float32).reshape(count, 1))
+
+    def __call__(self, ctx: ml.Context, logits: ml.Tensor) -> ml.Tensor:
+        """I32 (rows,): the inputs of the next pass."""
+        at = len(self._found)
+        if self._sampler is not None:
+            shares = self._sampler.probabilities(ctx, logits)
+            self._given.append(shares)
+            last = nn.draw(ctx, shares, self._draws.slice(ctx, 0, at, at + 1))
+        elif at:
+            last = logits.argmax(ctx, 1)
+        else:
+            last = logits.top_k(ctx, self._width)[1].reshape(ctx, self._width)
+        self._found.append(last)
+        return last
+
+    def read(self, ctx: ml.Context) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens (rows, count), and what they were drawn from (count, vocabulary), or nothing."""
+        columns = [found.reshape(ctx, found.shape[0], 1) for found in self._found]
+        tokens = reduce(lambda a, b: a.concat(ctx, b, 1), columns).to_numpy()
+        if not self._given:
+            return tokens, np.zeros((0, 0), np.float32)
+        return tokens, reduce(lambda a, b: a.concat(ctx, b, 0), self._given).to_numpy()
+
+
 class ModelDraft(Closing):
-    """A smaller model of the same vocabulary, which guesses greedily. A context manager.
+    """A smaller model of the same vocabulary, which guesses greedily or draws. A context manager.
 
     It has a cache of its own, with a sequence for each of the engine's ``sequences`` and branches for
     its guesses: these are forked where the text ends and dropped again, so that a guess leaves nothing
@@ -89,33 +170,47 @@ class ModelDraft(Closing):
 
         Raises RequestError for a sequence that it was not made for.
         """
+        drawn = self._drafted(seq, tokens, count, width, None)
+        return [] if drawn is None else [[int(token) for token in row] for row in drawn[0].tolist()]
+
+    def sample(self, seq: int, tokens: Sequence[int], count: int, sampler: Sampler, index: int) -> Proposal:
+        """One continuation, drawn as ``sampler`` draws; RequestError as for a call."""
+        drawn = self._drafted(seq, tokens, count, 1, (sampler, index))
+        if drawn is None:
+            return Proposal([], np.zeros((0, self.model.config.vocab_size), np.float32))
+        guesses, probabilities = drawn
+        return Proposal(guesses[0].tolist(), probabilities)
+
+    def _drafted(
+        self, seq: int, tokens: Sequence[int], count: int, width: int, by: Draw | None
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Guesses (width, count) and, where they are drawn, their probabilities; None: no idea."""
         if not 0 <= seq < len(self._stored):
             raise RequestError(f"ModelDraft: sequence {seq}; it was made for {len(self._stored)} of them")
         count = min(count, self.capacity + 1 - len(tokens))
         if count < 1 or not tokens:
-            return []
+            return None
         try:
-            return self._guess(seq, tokens, count, self._spares[:width])
+            return self._guess(seq, tokens, count, self._spares[:width], by)
         except BaseException:
             self._stored[seq] = []
             branches.drop(self.cache, [seq, *self._spares])
             raise
 
-    def _guess(self, seq: int, tokens: Sequence[int], count: int, spares: list[int]) -> list[list[int]]:
+    def _guess(
+        self, seq: int, tokens: Sequence[int], count: int, spares: list[int], by: Draw | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The guesses go from one pass into the next on the device, and are read when all are there."""
         with self.model.backend.new_context() as ctx:
             here = ctx.input()
-            logits = self._catch_up(ctx, seq, tokens)
-            width = min(len(spares), logits.shape[1])
-            last = logits.top_k(here, width)[1].reshape(here, width)
-            guesses = last.reshape(here, width, 1)
+            guesser = Guesser(here, self.model.config.vocab_size, count, len(spares), by)
+            last = guesser(here, self._catch_up(ctx, seq, tokens))
+            width = last.shape[0]
             if count > 1:
                 branches.fork(self.cache, seq, spares[:width])
             for at in range(len(tokens), len(tokens) + count - 1):
-                batch = Batch([at] * width, spares[:width], inputs=last)
-                last = self._forward(ctx, batch).argmax(here, 1)
-                guesses = guesses.concat(here, last.reshape(here, width, 1), 1)
-            found: list[list[int]] = guesses.to_numpy().tolist()
+                last = guesser(here, self._forward(ctx, Batch([at] * width, spares[:width], inputs=last)))
+            found = guesser.read(here)
         if count > 1:
             branches.drop(self.cache, spares[:width])
         return found

@@ -53,6 +53,7 @@ from kvcache.runner.scheduler import (
     draws_of,
     logprobs_of,
     plan_sharing,
+    proposed_in,
     worth_waiting,
 )
 from kvcache.runner.tokenizer import Tokenizer
@@ -311,7 +312,8 @@ class Engine(Closing):
             with self.model.backend.new_context() as ctx:
                 here = ctx.input()
                 vocabulary = self.model.config.vocab_size
-                choice = Choice(here, draws_of(parts), vocabulary, logprobs_of(parts))
+                wanted, proposed = logprobs_of(parts), proposed_in(parts)
+                choice = Choice(here, draws_of(parts), vocabulary, wanted, proposed)
                 self._start_forward(ctx, batch)
                 chosen = choice(here, self.model.forward(ctx, batch, self.cache))
         except BaseException as error:

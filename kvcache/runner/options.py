@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import ml
 from kvcache.cache import CacheDType
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError
 
-__all__ = ["EngineOptions", "SpeculativeOptions"]
+__all__ = ["Acceptance", "EngineOptions", "SpeculativeOptions"]
+
+Acceptance = Literal["rejection", "exact"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +75,28 @@ class SpeculativeOptions(EngineOptions):
 
     With more than one the cache has ``width`` sequences more for each of ``max_sequences``, and room for
     their drafts.
+
+    ``acceptance`` of what a ``SamplingDraft`` says where a request samples: "rejection" keeps the
+    distribution and accepts the most; "exact" gives the tokens that plain decoding draws by the same
+    seed. With more than one branch it is always exact.
     """
 
     tokens: int = 4
     width: int = 1
+    acceptance: Acceptance = "rejection"
 
     def __post_init__(self) -> None:
         EngineOptions.__post_init__(self)
         self._check_positive("tokens", "width")
+        if self.acceptance not in get_args(Acceptance):
+            raise RequestError(
+                f"SpeculativeOptions: acceptance={self.acceptance!r}; it must be 'rejection' or 'exact'"
+            )
+
+    @property
+    def rejects(self) -> bool:
+        """Whether drafts are drawn and accepted by rejection sampling, where they can be."""
+        return self.acceptance == "rejection" and self.width == 1
 
     def cache_sizes(self, config: ModelConfig) -> tuple[CacheDType, int, int]:
         dtype, sequences, capacity = EngineOptions.cache_sizes(self, config)

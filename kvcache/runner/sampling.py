@@ -13,7 +13,7 @@ import ml
 from kvcache.runner.errors import RequestError, RunnerError
 from ml import nn
 
-__all__ = ["Choice", "Chosen", "Logprobs", "Sampler"]
+__all__ = ["Choice", "Chosen", "Logprobs", "Proposed", "Sampler"]
 
 _BLOCK = 64
 """Draws that are made ahead at a time."""
@@ -57,15 +57,31 @@ class Sampler:
         self.top_k = top_k
         self.top_p, self.min_p = top_p, min_p
         self.seed = secrets.randbits(32) if seed is None else seed
-        self._entropy = np.random.SeedSequence(self.seed, spawn_key=(stream or 0,))
+        self._draws, self.drafting, self.accepting = (
+            Uniforms(self.seed, stream or 0, *use) for use in ((), (1,), (2,))
+        )
+        """Draws of their own decide what a draft says of token ``index``, and whether that is accepted."""
+
+    def uniform(self, index: int) -> float:
+        """Draw ``index`` of this seed and stream: the token is the one at which the cumulative probability
+        reaches it (``ml.nn.BatchSampler``).
+        """
+        return self._draws(index)
+
+    def settings(self, uniform: float) -> tuple[float, int, float, float, float]:
+        """One row of ``ml.nn.Draws``, column by column."""
+        return self.temperature, self.top_k, self.top_p, uniform, self.min_p
+
+
+class Uniforms:
+    """Draws in (0, 1], exact in F32, of a seed and a stream: counted, so in any order."""
+
+    def __init__(self, seed: int, *stream: int) -> None:
+        self._entropy = np.random.SeedSequence(seed, spawn_key=stream)
         self._block = -1
         self._draws: list[float] = []
 
-    def uniform(self, index: int) -> float:
-        """Draw ``index`` of this seed and stream, in (0, 1], exact in F32: counted, so in any order.
-
-        The token is the one at which the cumulative probability reaches it (``ml.nn.BatchSampler``).
-        """
+    def __call__(self, index: int) -> float:
         block, place = divmod(index, _BLOCK)
         if block != self._block:
             key = self._entropy.generate_state(2, np.uint64)
@@ -111,11 +127,21 @@ class Chosen:
         return int(token)
 
 
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """A drafted token, drawn from ``probabilities`` (vocabulary,), on the host, for ``row`` of a pass."""
+
+    row: int
+    token: int
+    probabilities: np.ndarray
+
+
 class Choice:
     """How the tokens of one pass are drawn: row by row, by whose draw of which index.
 
-    ``logprobs`` says of how many of the likeliest tokens each row wants them (0: of the drawn one alone;
-    None: none, as for all rows where it is empty).
+    Where a token is ``proposed`` the row has that one or one in its place (``ml.nn.RejectionSampler``); the
+    distribution is the same. ``logprobs`` says of how many of the likeliest tokens each row wants them (0: of
+    the drawn one alone; None: none, as for all rows where it is empty).
 
     Make it before the pass is queued: what the device needs for it is uploaded here.
     """
@@ -126,21 +152,26 @@ class Choice:
         draws: Sequence[tuple[Sampler, int]],
         vocabulary: int,
         logprobs: Sequence[int | None] = (),
+        proposed: Sequence[Proposed] = (),
     ) -> None:
         self._count = len(draws)
-        rows = [
-            (s.temperature, s.top_k, s.top_p, s.uniform(i) if s.temperature else 1.0, s.min_p)
-            for s, i in draws
-        ]
+        rows = [s.settings(s.uniform(i) if s.temperature else 1.0) for s, i in draws]
         self._draws = nn.Draws(*np.array(rows, np.float64).reshape(-1, 5).T)
+        self._tried, self._drafted = [each.row for each in proposed], _drafted(draws, proposed)
         self._wanted = {row: min(n, vocabulary) for row, n in enumerate(logprobs) if n is not None}
         self._most = max(self._wanted.values(), default=0)
         self._asking: ml.Tensor | None = None
         self._there: nn.BatchSampler | None = None
+        self._trying: tuple[nn.RejectionSampler, ml.Tensor] | None = None
         if draws and ctx.backend.devices[0].kind != "cpu":
             if vocabulary > _LARGEST_VOCABULARY:
                 raise RunnerError(f"sampling: {vocabulary} tokens; there are at most {_LARGEST_VOCABULARY}")
             self._there = nn.BatchSampler(ctx, self._draws, vocabulary)
+            if self._drafted is not None:
+                tried = nn.RejectionSampler(
+                    ctx, self._draws.of(np.array(self._tried)), self._drafted, vocabulary
+                )
+                self._trying = tried, ctx.from_numpy(np.array(self._tried, np.int32))
             if self._wanted:
                 self._asking = ctx.from_numpy(np.array(list(self._wanted), np.int32))
 
@@ -157,12 +188,18 @@ class Choice:
         chosen = best = host.argmax(1)  # the first NaN, if there is one
         if self._draws.temperature.any():
             chosen = nn.sample_on_host(host, self._draws)
+        if self._drafted is not None:
+            tried = self._draws.of(np.array(self._tried))
+            chosen[self._tried] = nn.reject_on_host(host[self._tried], tried, self._drafted)
         asking = list(self._wanted)
         found = nn.logprobs_on_host(host[asking], chosen[asking], self._most) if asking else None
         return Chosen(np.array([chosen, host[np.arange(self._count), best]]).T, self._read(found))
 
     def _on_device(self, ctx: ml.Context, logits: ml.Tensor, sampler: nn.BatchSampler) -> Chosen:
         tokens = sampler(ctx, logits)
+        if self._trying is not None:
+            tried, rows = self._trying
+            tokens.set_rows(ctx, tried(ctx, logits.rows(ctx, rows)), rows)
         ids = tokens.cast(ctx, ml.DType.F32).reshape(ctx, self._count, 1)
         drawn = ids.concat(ctx, logits.max(ctx, 1, keepdims=True), 1)
         if self._asking is None:
@@ -183,3 +220,12 @@ class Choice:
             row: Logprobs(value[0], tuple(zip(likely[:count], value[1 : count + 1], strict=True)))
             for (row, count), value, likely in rows
         }
+
+
+def _drafted(draws: Sequence[tuple[Sampler, int]], proposed: Sequence[Proposed]) -> nn.Drafted | None:
+    """What is proposed, row by row; None where nothing is."""
+    if not proposed:
+        return None
+    uniform = [sampler.accepting(i) for sampler, i in (draws[each.row] for each in proposed)]
+    tokens, given = [each.token for each in proposed], [each.probabilities for each in proposed]
+    return nn.Drafted(np.array(tokens), np.stack(given), np.array(uniform))

@@ -15,11 +15,11 @@ from kvcache.prefix.radix_tree import common_length
 from kvcache.runner.consensus import Agreement
 from kvcache.runner.drafts import Draft
 from kvcache.runner.request_state import RequestState
-from kvcache.runner.sampling import Sampler
+from kvcache.runner.sampling import Proposed, Sampler
 
 __all__ = [
     "Branch", "Failed", "Part", "Request", "batch_of", "chunks", "draws_of", "logprobs_of", "plan_sharing",
-    "worth_waiting",
+    "proposed_in", "worth_waiting",
 ]  # fmt: skip
 
 MIN_SHARED = 16
@@ -86,10 +86,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One draft of what follows, in a sequence of the cache."""
+    """One draft of what follows, in a sequence of the cache.
+
+    ``probabilities`` (draft, vocabulary): what its tokens were drawn from; None where they were not.
+    """
 
     seq: int
     draft: list[int] = field(default_factory=list)
+    probabilities: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,20 @@ def draws_of(parts: Sequence[Part]) -> list[tuple[Sampler, int]]:
 def logprobs_of(parts: Sequence[Part]) -> list[int | None]:
     """For each output of ``batch_of(parts)``: of how many likely tokens log probabilities are wanted."""
     return [run.settings.logprobs for run, _ in _outputs(parts)]
+
+
+def proposed_in(parts: Sequence[Part]) -> list[Proposed]:
+    """The drafted tokens that were drawn, each with the output of ``batch_of(parts)`` that it guesses."""
+    found: list[Proposed] = []
+    row = 0
+    for part in parts:
+        if part.request.run.stored + part.count == len(part.request.run.tokens):
+            for branch in part.tried:
+                if branch.probabilities is not None:
+                    pairs = enumerate(zip(branch.draft, branch.probabilities, strict=True), row)
+                    found += (Proposed(at, token, given) for at, (token, given) in pairs)
+                row += len(branch.draft) + 1
+    return found
 
 
 def _outputs(parts: Sequence[Part]) -> Iterator[tuple[RequestState, int]]:

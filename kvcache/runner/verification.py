@@ -11,6 +11,11 @@ would have there, and the draft is right as long as it says the same. What it go
 So the answers are those of plain decoding, whatever the draft: greedy ones, and sampled ones of the same
 seed. (As in any batched pass, logits may differ in their last bits from those of a pass over one token.)
 
+A draft that draws its tokens (``SamplingDraft``) is right more often with rejection sampling
+(``ml.nn.RejectionSampler``): a drawn token is accepted with the probability that keeps the distribution, and
+what takes its place is another. Answers are distributed as those of plain decoding then; those of a seed
+differ.
+
 Of recurrent layers the model gives the state after each drafted token, and the sequence goes back to the one
 behind the last that was accepted. Where it does not (``RecurrentCache.delivers``) the sequence returns to
 where the pass began, of which a copy was kept, and the accepted tokens are evaluated again together with the
@@ -24,10 +29,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from kvcache.caches import branches
+from kvcache.runner.drafts import Proposal, SamplingDraft
 from kvcache.runner.errors import RequestError
 from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.request_state import RequestState
@@ -36,6 +44,10 @@ from kvcache.runner.sampling import Chosen
 from kvcache.runner.scheduler import Branch, Part, Request
 
 __all__ = ["Speculation", "Verifier", "accept"]
+
+
+_ROUNDING = 1e-3
+"""How far what a token was drawn from may be from summing to 1."""
 
 
 @dataclass(slots=True)
@@ -54,7 +66,13 @@ class Speculation:
 
     @property
     def acceptance(self) -> float:
+        """The share of drafted tokens that were accepted; 0 where nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """What a pass of a text gives: the accepted tokens and one more. 0 before the first."""
+        return (self.passes + self.accepted) / self.passes if self.passes else 0.0
 
 
 class Verifier:
@@ -87,13 +105,13 @@ class Verifier:
         if not drafts or session is None:
             return Part(request, count)
         if len(drafts) == 1:
-            tried = [Branch(session.seq, drafts[0])]
+            tried = [replace(drafts[0], seq=session.seq)]
             mark = None if self._keep_states(run.stored, tried) else branches.mark(self._cache, session.seq)
             return Part(request, 1, tried, mark)
         first = self._sequences + session.seq * len(self._spares)
         self._forked = True
         branches.fork(self._cache, session.seq, range(first, first + len(drafts)))
-        tried = [Branch(first + i, draft) for i, draft in enumerate(drafts)]
+        tried = [replace(draft, seq=first + i) for i, draft in enumerate(drafts)]
         self._keep_states(run.stored, tried)
         return Part(request, 1, tried)
 
@@ -108,8 +126,8 @@ class Verifier:
         """One for each branch of a request."""
         return range(self._options.width if self._options is not None else 0)
 
-    def _drafts(self, request: Request, limit: int) -> list[list[int]]:
-        """Distinct drafts that are not empty."""
+    def _drafts(self, request: Request, limit: int) -> list[Branch]:
+        """Distinct drafts that are not empty, still without sequences of their own."""
         run, options = request.run, self._options
         assert options is not None
         assert request.session is not None
@@ -118,16 +136,26 @@ class Verifier:
         count = min(options.tokens, room)
         if count < 1:
             return []
-        proposed = request.draft(request.session.seq, run.tokens, count, options.width)[: options.width]
-        found = dict.fromkeys(tuple(int(token) for token in draft[:count]) for draft in proposed)
-        found.pop((), None)
-        wrong = [token for draft in found for token in draft if not 0 <= token < self._vocabulary]
+        seq, draft = request.session.seq, request.draft
+        if run.sampler.temperature and options.rejects and isinstance(draft, SamplingDraft):
+            drawn = draft.sample(seq, run.tokens, count, run.sampler, run.generated)
+            self._check_ids(drawn.tokens)
+            _check_drawn(drawn, self._vocabulary)
+            found = Branch(seq, [int(token) for token in drawn.tokens[:count]], drawn.probabilities[:count])
+            return [found] if found.draft else []
+        proposed = draft(seq, run.tokens, count, options.width)[: options.width]
+        distinct = dict.fromkeys(tuple(int(token) for token in tokens[:count]) for tokens in proposed)
+        distinct.pop((), None)
+        self._check_ids([token for tokens in distinct for token in tokens])
+        return [Branch(seq, list(tokens)) for tokens in distinct]
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
         if wrong:
             raise RequestError(
                 f"draft: token {wrong[0]}; the model's ids are 0 to {self._vocabulary - 1}: does the draft "
                 "have another vocabulary?"
             )
-        return [list(draft) for draft in found]
 
     def settle(self, part: Part, winner: Branch, known: int, right: int) -> int:
         """Let the request's sequence hold ``right`` tokens, or where it can go back to; how many it holds.
@@ -152,6 +180,20 @@ class Verifier:
         self.speculation.accepted += right - known
         self.speculation.repeated += right - stands
         return stands
+
+
+def _check_drawn(drawn: Proposal, vocabulary: int) -> None:
+    given, count = drawn.probabilities, len(drawn.tokens)
+    if given.shape != (count, vocabulary):
+        raise RequestError(
+            f"draft: {count} tokens with probabilities {given.shape}; there must be one for each token of "
+            f"the vocabulary: {(count, vocabulary)}"
+        )
+    sums, own = given.sum(1), given[np.arange(count), np.asarray(drawn.tokens, np.int64)]
+    if count and not (np.abs(sums - 1).max() < _ROUNDING and given.min() >= 0 and own.min() > 0):
+        raise RequestError(
+            "draft: probabilities must be at least 0, sum to 1, and be above 0 for the token that was drawn"
+        )
 
 
 def accept(

@@ -25,6 +25,7 @@ from ml.nn.partial import (
     partial_attention,
     partial_in_blocks,
 )
+from ml.nn.rejection import Drafted, RejectionSampler, draw, reject_on_host
 from ml.nn.rope import (
     Positions,
     RopeSpec,
@@ -35,12 +36,13 @@ from ml.nn.rope import (
     rope_shift,
     rope_tables,
 )
-from ml.nn.sampling import BatchSampler, Draws, sample_on_host
+from ml.nn.sampling import BatchSampler, Draws, probabilities_on_host, sample_on_host
 from ml.nn.scaling import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from ml.nn.sequences import causal_conv1d, cumsum, pad
 
 __all__ = [
     "BatchSampler",
+    "Drafted",
     "Draws",
     "FactorScaling",
     "Groups",
@@ -48,6 +50,7 @@ __all__ = [
     "Llama3Scaling",
     "Part",
     "Positions",
+    "RejectionSampler",
     "RopeScaling",
     "RopeSpec",
     "Rotation",
@@ -56,6 +59,7 @@ __all__ = [
     "attention",
     "causal_conv1d",
     "cumsum",
+    "draw",
     "embedding",
     "generic_attention",
     "generic_grouped_matmul",
@@ -77,6 +81,8 @@ __all__ = [
     "pad",
     "partial_attention",
     "partial_in_blocks",
+    "probabilities_on_host",
+    "reject_on_host",
     "rms_norm",
     "rope",
     "rope_shift",

@@ -5,6 +5,7 @@ The two say the same. Where the device is the host, NumPy does it in a few steps
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from ml.nn.sequences import cumsum
 from ml.protocols import Context, Tensor
 from ml.selection import largest
 
-__all__ = ["BatchSampler", "Draws", "sample_on_host"]
+__all__ = ["BatchSampler", "Draws", "probabilities_on_host", "sample_on_host"]
 
 _STEEPEST = 1e30
 """The largest 1 / temperature: what is next to 0 stays a number in F32."""
@@ -74,14 +75,28 @@ class BatchSampler:
 
         Raises ShapeError for another shape than it was made for, or no rows.
         """
+        self._check(logits)
+        return self._joined(ctx, [group(ctx, logits) for group in self._groups])
+
+    def probabilities(self, ctx: Context, logits: Tensor) -> Tensor:
+        """logits F32 (rows, vocabulary) -> F32 of the same shape: how likely each token is to be drawn.
+
+        Raises ShapeError as a call does.
+        """
+        self._check(logits)
+        return self._joined(ctx, [group.probabilities(ctx, logits) for group in self._groups])
+
+    def _joined(self, ctx: Context, parts: list[Tensor]) -> Tensor:
+        found = parts[0]
+        for part in parts[1:]:
+            found = found.concat(ctx, part, 0)
+        return found if self._back is None else found.rows(ctx, self._back)
+
+    def _check(self, logits: Tensor) -> None:
         if logits.shape != self._shape or not self._groups:
             raise ShapeError(
                 f"sample: logits {logits.shape}; the draws are for {self._shape} and need at least one row"
             )
-        found = self._groups[0](ctx, logits)
-        for group in self._groups[1:]:
-            found = found.concat(ctx, group(ctx, logits), 0)
-        return found if self._back is None else found.rows(ctx, self._back)
 
 
 def sample_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
@@ -93,6 +108,24 @@ def sample_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
             if len(mine) == len(logits):
                 return body(logits, draws)
             found[mine] = body(logits[mine], draws.of(mine))
+    return found
+
+
+def probabilities_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
+    """What ``BatchSampler.probabilities`` says, of logits (rows, vocabulary) of any float dtype: float64."""
+    found = np.zeros(logits.shape)
+    with np.errstate(all="ignore"):
+        for kind, mine in _kinds(draws, logits.shape[1]):
+            rows, ids, own = mine[:, None], np.arange(logits.shape[1])[None], draws.of(mine)
+            if kind == 0:
+                found[mine, logits[mine].argmax(1)] = 1
+                continue
+            if kind == 1:
+                weights = _weights_on_host(logits[mine], logits[mine].max(1, keepdims=True), own)
+            else:
+                ids, edges = _cut_edges_on_host(logits[mine], own)
+                weights = np.diff(edges, axis=1, prepend=0)
+            found[rows, ids] = weights / weights.sum(1, keepdims=True)
     return found
 
 
@@ -114,6 +147,7 @@ class _Group:
     def __init__(
         self, ctx: Context, draws: Draws, kind: int, mine: np.ndarray, alone: bool, vocabulary: int
     ) -> None:
+        self._kind = kind
         self._body = (self._greedy, self._whole, self._cut)[kind]
         self._rows = None if alone else ctx.from_numpy(mine.astype(np.int32))
         if kind == 0:
@@ -135,17 +169,42 @@ class _Group:
     def __call__(self, ctx: Context, logits: Tensor) -> Tensor:
         return self._body(ctx, logits if self._rows is None else logits.rows(ctx, self._rows))
 
+    def probabilities(self, ctx: Context, logits: Tensor) -> Tensor:
+        mine = logits if self._rows is None else logits.rows(ctx, self._rows)
+        rows, vocabulary = mine.shape
+        if self._kind == 1:
+            weights = self._weights(ctx, mine, mine.max(ctx, 1, keepdims=True))
+            return weights.div(ctx, weights.sum(ctx, 1, keepdims=True))
+        if self._kind == 0:
+            weights, ids = ctx.full((rows, 1), 1, DType.F32), mine.argmax(ctx, 1).reshape(ctx, rows, 1)
+        else:
+            weights, _, ids = self._kept_weights(ctx, mine)
+        shares = weights.div(ctx, weights.sum(ctx, 1, keepdims=True))
+        begins = ctx.arange(0, rows * vocabulary, vocabulary, DType.I32).reshape(ctx, rows, 1)
+        places, count = ids.add(ctx, begins), math.prod(ids.shape)
+        found = ctx.zeros((rows * vocabulary, 1), DType.F32)
+        found.set_rows(ctx, shares.reshape(ctx, count, 1), places.reshape(ctx, count))
+        return found.reshape(ctx, rows, vocabulary)
+
     def _greedy(self, ctx: Context, logits: Tensor) -> Tensor:
         return logits.argmax(ctx, 1)
 
     def _whole(self, ctx: Context, logits: Tensor) -> Tensor:
         """From all tokens, in the order of their ids."""
         weights = self._weights(ctx, logits, logits.max(ctx, 1, keepdims=True))
-        return _first(ctx, weights, cumsum(ctx, weights), self._uniform)
+        return first_reaching(ctx, weights, cumsum(ctx, weights), self._uniform)
 
     def _cut(self, ctx: Context, logits: Tensor) -> Tensor:
         """From the likeliest tokens, in descending order."""
         rows, width = logits.shape[0], self._width
+        weights, edges, ids = self._kept_weights(ctx, logits)
+        place = first_reaching(ctx, weights, edges, self._uniform)
+        place = place.add(ctx, ctx.arange(0, rows * width, width, DType.I32))
+        return ids.reshape(ctx, rows * width).rows(ctx, place)
+
+    def _kept_weights(self, ctx: Context, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the likeliest tokens weigh, 0 where they are cut; running sums before that; their ids."""
+        width = self._width
         values, ids = logits.top_k(ctx, width)
         zero = ctx.zeros((1, 1), DType.F32)
         weights = self._weights(ctx, values, values.slice(ctx, 1, 0, 1))
@@ -158,15 +217,13 @@ class _Group:
             weights = edges.sub(ctx, weights).compare(ctx, "<", reached).where(ctx, weights, zero)
         if self._by_peak:  # the likeliest weighs 1
             weights = weights.compare(ctx, ">=", self._least).where(ctx, weights, zero)
-        place = _first(ctx, weights, edges, self._uniform)
-        place = place.add(ctx, ctx.arange(0, rows * width, width, DType.I32))
-        return ids.reshape(ctx, rows * width).rows(ctx, place)
+        return weights, edges, ids
 
     def _weights(self, ctx: Context, values: Tensor, peak: Tensor) -> Tensor:
         return values.sub(ctx, peak).mul(ctx, self._steepness).exp(ctx)
 
 
-def _first(ctx: Context, weights: Tensor, edges: Tensor, uniform: Tensor) -> Tensor:
+def first_reaching(ctx: Context, weights: Tensor, edges: Tensor, uniform: Tensor) -> Tensor:
     """The first place with a weight whose edge reaches its share of the last one; I32 (rows,)."""
     zero, none = ctx.zeros((1, 1), DType.F32), ctx.full((1, 1), -1, DType.F32)
     edges = zero.compare(ctx, "<", weights).where(ctx, edges, none)
@@ -180,10 +237,18 @@ def _greedy_on_host(logits: np.ndarray, _: Draws) -> np.ndarray:
 
 
 def _whole_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
-    return _first_on_host(_weights_on_host(logits, logits.max(1, keepdims=True), draws).cumsum(1), draws)
+    weights = _weights_on_host(logits, logits.max(1, keepdims=True), draws)
+    return first_on_host(weights.cumsum(1), draws.uniform)
 
 
 def _cut_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
+    ids, edges = _cut_edges_on_host(logits, draws)
+    found: np.ndarray = ids[np.arange(len(logits)), first_on_host(edges, draws.uniform)]
+    return found
+
+
+def _cut_edges_on_host(logits: np.ndarray, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
+    """The likeliest tokens of each row, descending, and the running sums of what they weigh."""
     rows = np.arange(len(logits))
     kept = np.where(draws.top_k > 0, draws.top_k, logits.shape[1])
     width = min(int(kept.max()), logits.shape[1])
@@ -200,8 +265,7 @@ def _cut_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
     if draws.least.max() > 0:  # the likeliest weighs 1
         last = np.maximum((weights >= draws.least[:, None]).sum(1) - 1, 0)
         np.minimum(edges, edges[rows, last, None], out=edges)
-    found: np.ndarray = ids[rows, _first_on_host(edges, draws)]
-    return found
+    return ids, edges
 
 
 def _weights_on_host(values: np.ndarray, peak: np.ndarray, draws: Draws) -> np.ndarray:
@@ -212,6 +276,7 @@ def _weights_on_host(values: np.ndarray, peak: np.ndarray, draws: Draws) -> np.n
     return weights
 
 
-def _first_on_host(edges: np.ndarray, draws: Draws) -> np.ndarray:
-    found: np.ndarray = (edges < edges[:, -1:] * draws.uniform[:, None]).sum(1)
+def first_on_host(edges: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+    """The first place of each row whose edge reaches its share of the last one."""
+    found: np.ndarray = (edges < edges[:, -1:] * uniform[:, None]).sum(1)
     return found
