@@ -37,6 +37,7 @@ class Evictor:
         while (excess := self._tree.device.excess) and (node := self._tree.device.first()) is not None:
             self._tree.offload(self._end_of(node, _tokens(node, excess)))
         self._tree.shrink_host()
+        self._tree.tell()
 
     def evict(self, nbytes: int | None = None) -> int:
         """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many."""

@@ -23,6 +23,7 @@ from kvcache.cache import ClosedError, InvalidRangeError, SnapshotCache, Support
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Tenant
+from kvcache.prefix.events import BlockEvents, EventBatch
 from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.open_sessions import OpenSessions
 from kvcache.prefix.ownership import check_unowned, disown, own
@@ -237,6 +238,35 @@ class PrefixCache(Closing):
     def sessions(self) -> tuple[Session, ...]:
         """Those that are open."""
         return tuple(self._open.sessions.values())
+
+    def publish_events(
+        self,
+        publish: Callable[[EventBatch], None] | None,
+        *,
+        token_ids: bool = True,
+        private: bool = False,
+    ) -> None:
+        """Have ``publish`` hear which blocks of ``block_size`` tokens come to which tier, and leave it.
+
+        The first batch tells what is kept already; each call that changes anything publishes at least one.
+        None: nobody hears of it any more. ``token_ids`` tells ids beside hashes; those of a conversation with
+        a salt, and that salt, only with ``private``. The hashes are the keys of the stores.
+
+        ``publish`` gets the batch in the caller's thread, must be quick, and must leave this PrefixCache
+        alone; what it raises is logged. Raises InvalidRangeError for a cache with windows or recurrent
+        states, whose snapshots are no blocks.
+        """
+        self._check("publish_events")
+        if publish is not None and not self.tree.divisible:
+            raise InvalidRangeError(
+                f"publish_events: {type(self.cache).__name__} keeps windows or states, which go on only "
+                "where a snapshot ends and not at every block; events need a cache of full attention"
+            )
+        self.tree.events = (
+            None
+            if publish is None
+            else BlockEvents(publish, self.tree.keys, self.alphabet, token_ids, private)
+        )
 
     @property
     def on_restore(self) -> Callable[[int, int], None] | None:

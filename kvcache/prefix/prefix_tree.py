@@ -24,6 +24,7 @@ from kvcache.offload.eviction import LRUQueue, Priority
 from kvcache.offload.tiers import HostTier, StoreTier, StoreWrite
 from kvcache.offload.worker import OffloadJob, OffloadWorker
 from kvcache.prefix.alphabet import Alphabet
+from kvcache.prefix.events import DEVICE, HOST, STORAGE, BlockEvents
 from kvcache.prefix.radix_tree import Node, RadixTree
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
@@ -64,6 +65,13 @@ class TreeEntry:
         return self.serialized or (self.store_write.serialized if self.store_write is not None else None)
 
     @property
+    def media(self) -> frozenset[str]:
+        """Where it is, as events name it; what is on its way from the device is in host memory."""
+        below = self.host is not None or self.leaving is not None
+        found = ((DEVICE, self.snapshot is not None), (HOST, below), (STORAGE, self.stored))
+        return frozenset(medium for medium, there in found if there)
+
+    @property
     def tier(self) -> str:
         """ "cache" (in its cells), "device" (copied out), "leaving" it, "host", "writing", or "none"."""
         if self.snapshot is not None:
@@ -101,6 +109,33 @@ class PrefixTree:
         self.failed = 0
         """Of these, those that the device did not give to host memory."""
         self._clock = 0
+        self._events: BlockEvents | None = None
+
+    # Telling.
+
+    @property
+    def events(self) -> BlockEvents | None:
+        """What hears of every change; it is told all that is kept when it is set."""
+        return self._events
+
+    @events.setter
+    def events(self, events: BlockEvents | None) -> None:
+        self._events = events
+        if self.store is not None:
+            self.store.on_drop = None if events is None else events.dropped
+        for node in self.radix_tree:
+            self._changed(node)
+        self.tell()
+
+    def tell(self) -> None:
+        """Publish what has changed since the last time."""
+        if self._events is not None:
+            self._events.tell(self.radix_tree.root)
+
+    def _changed(self, *nodes: Node[TreeEntry]) -> None:
+        if self._events is not None:
+            for node in nodes:
+                self._events.changed(node)
 
     # Finding.
 
@@ -220,10 +255,13 @@ class PrefixTree:
         """Part an edge; content that is divisible is parted with it."""
         held = node.data
         if held is None or not self.divisible:
-            return self.radix_tree.split(node, at)
+            upper = self.radix_tree.split(node, at)
+            self._changed(upper, node)
+            return upper
         snapshots = None if held.snapshot is None else self.cache.split(held.snapshot, at)
         halves = None if held.serialized is None else cut_serialized(held.serialized, at, own=True)
         upper = self.radix_tree.split(node, at)
+        self._changed(upper, node)
         stored = held.stored and at % self.keys.block_size == 0
         upper.data = TreeEntry(held.begin, stored=stored, pins=held.pins, since=held.since)
         upper.data.used = upper.data.end_used = held.used
@@ -241,9 +279,11 @@ class PrefixTree:
         assert node.data is not None
         node.data.snapshot = snapshot
         self.device.add(node, snapshot.nbytes)
+        self._changed(node)
 
     def _off_device(self, node: Node[TreeEntry]) -> None:
         """Let go of the cells now, whoever else refers to the snapshot."""
+        self._changed(node)
         self.device.discard(node)
         if node.data is not None and node.data.snapshot is not None:
             node.data.snapshot.drop()
@@ -254,6 +294,7 @@ class PrefixTree:
         assert self.host is not None
         node.data.serialized = serialized
         self.host.add(node, serialized.nbytes)
+        self._changed(node)
 
     def touch(self, ids: np.ndarray) -> None:
         """A prefix was used: it goes later than all others."""
@@ -343,6 +384,7 @@ class PrefixTree:
             if held is None or held.leaving is not transfer:
                 continue  # forgotten meanwhile
             held.leaving = None
+            self._changed(node)
             if transfer.serialized is not None:
                 if self.host is not None and node in self.host:
                     held.serialized = transfer.serialized
@@ -374,6 +416,7 @@ class PrefixTree:
             held.leaving = None  # it goes on its way, and nobody waits for it
         self.host.discard(node)
         held.serialized = None
+        self._changed(node)
         self._prune(node)
 
     def drop(self, node: Node[TreeEntry]) -> None:
@@ -384,6 +427,7 @@ class PrefixTree:
         if node.data is not None:
             self.evicted += 1
             node.data = None
+            self._changed(node)
         self._prune(node)
 
     def _prune(self, node: Node[TreeEntry] | None) -> None:
@@ -394,12 +438,14 @@ class PrefixTree:
                     return
                 self.evicted += not node.data.stored
                 node.data = None
+                self._changed(node)
             if len(node.children) == 1 and not self.divisible:
                 self.radix_tree.join(node)
                 return
             if node.children:
                 return
             parent = node.parent
+            self._changed(node)
             self.radix_tree.remove(node)
             node = parent
 
@@ -412,6 +458,9 @@ class PrefixTree:
                 self.host.discard(node)
             node.data = None
         self.radix_tree = RadixTree()
+        if self._events is not None and self.store is None:
+            self._events.cleared()
+        self.tell()
 
     # Stores.
 
@@ -464,7 +513,10 @@ class PrefixTree:
             held: TreeEntry | None = node.data
             if held is not None and held.store_write is store_write:
                 held.stored, held.store_write = not store_write.failed, None
+                self._changed(node)
+                self.tell()  # before the node goes, which only the stores have now
                 self._prune(node)
+        self.tell()
 
     def _submit(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         """Have a node's content written: cut at multiples of the block size where it is divisible."""
