@@ -206,9 +206,8 @@ class BlockEvents:
         while waiting:
             node, upto = waiting.pop()
             found[node] = None
-            for child in node.children.values():
-                if child.begin < upto and child not in found:
-                    waiting.append((child, upto))
+            below = node.children.values()
+            waiting += [(child, upto) for child in below if child.begin < upto and child not in found]
         return found
 
     def _blocks_of(self, node: Node[Any]) -> _Known:

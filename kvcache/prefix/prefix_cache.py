@@ -28,6 +28,7 @@ from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.open_sessions import OpenSessions
 from kvcache.prefix.ownership import check_unowned, disown, own
 from kvcache.prefix.prefix_tree import PrefixTree
+from kvcache.prefix.retention import Retention
 from kvcache.prefix.session import PrefixStats, Session, SessionLimitError, SessionReplacedError, Tokens
 from kvcache.prefix.store_lookup import StoreLookup
 from kvcache.snapshots.layer_shapes import Layers
@@ -118,11 +119,16 @@ class PrefixCache(Closing):
 
     # Sessions.
 
-    def begin(self, tokens: Tokens, salt: str = "", shared: int = 0) -> Session:
+    def begin(
+        self, tokens: Tokens, salt: str = "", shared: int = 0, retention: Retention | None = None
+    ) -> Session:
         """Start a conversation with the prompt ``tokens``, from the longest prefix that is cached.
 
         Only conversations with the same ``salt`` find what is computed for it, here and in stores (like
         vLLM's ``cache_salt``). Its first ``shared`` tokens, such as a system prompt, are shared by everyone.
+
+        ``retention`` says in which order ranges of it are evicted, and for how long that holds from when the
+        session closes; what is pinned (``pin``) goes after all of that.
 
         At least one token is left to evaluate. Raises SessionLimitError if all sequences are in use,
         CacheFullError if the prefix does not fit beside the open sessions, and InvalidRangeError for an empty
@@ -139,7 +145,9 @@ class PrefixCache(Closing):
                 f"begin: {len(self._open.sessions)} sessions are open, one per sequence; close one first"
             )
         self.tree.settle()
-        return self._open.begin(ids, tenant)
+        session = self._open.begin(ids, tenant)
+        session.retention = retention
+        return session
 
     def adopt(self, tokens: Tokens, snapshot: Snapshot, salt: str = "", shared: int = 0) -> bool:
         """Keep a snapshot of all of ``tokens`` that came from elsewhere, as if a session had computed it.

@@ -26,6 +26,7 @@ from kvcache.offload.worker import OffloadJob, OffloadWorker
 from kvcache.prefix.alphabet import Alphabet
 from kvcache.prefix.events import DEVICE, HOST, STORAGE, BlockEvents
 from kvcache.prefix.radix_tree import Node, RadixTree
+from kvcache.prefix.retention import DEFAULT_PRIORITY, Grants
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot
@@ -49,6 +50,8 @@ class TreeEntry:
     """Its serialized snapshots on their way to the stores."""
     stored: bool = False
     pins: int = 0
+    rank: int = DEFAULT_PRIORITY
+    grants: Grants = ()
     used: int = 0
     """The time of its last use, on the tree's clock."""
     end_used: int = 0
@@ -109,6 +112,8 @@ class PrefixTree:
         self.failed = 0
         """Of these, those that the device did not give to host memory."""
         self._clock = 0
+        self.parted: list[Node[TreeEntry]] = []
+        """New upper halves of nodes with priorities."""
         self._events: BlockEvents | None = None
 
     # Telling.
@@ -208,10 +213,10 @@ class PrefixTree:
         """
         if self.divisible:
             if self.radix_tree.match(ids).length < ids.size:
-                self._node_at(ids)
+                self.node_at(ids)
             self._refill(seq, ids, stored)
         for piece in () if self.divisible else pieces:
-            node = self._node_at(ids[: piece.end])
+            node = self.node_at(ids[: piece.end])
             if node.parent is None or (node.data is not None and node.data.snapshot is not None):
                 continue
             if node.data is None:
@@ -232,7 +237,7 @@ class PrefixTree:
                 node.data = TreeEntry(node.begin, stored=stored)
                 self._keep_on_device(node, snapshot)
 
-    def _node_at(self, ids: np.ndarray) -> Node[TreeEntry]:
+    def node_at(self, ids: np.ndarray) -> Node[TreeEntry]:
         """The node that ends exactly with ``ids``: found, parted from an edge, or added."""
         match = self.radix_tree.match(ids)
         if match.inside and self._is_leaving(match.nodes[-1]):
@@ -265,6 +270,8 @@ class PrefixTree:
         stored = held.stored and at % self.keys.block_size == 0
         upper.data = TreeEntry(held.begin, stored=stored, pins=held.pins, since=held.since)
         upper.data.used = upper.data.end_used = held.used
+        upper.data.grants, upper.data.rank = held.grants, held.rank
+        self.parted += [upper] if held.grants else []
         held.begin, held.used = at, held.end_used
         if snapshots is not None:
             self._off_device(node)
@@ -309,7 +316,7 @@ class PrefixTree:
         for node in match.nodes:
             if node.data is not None:
                 node.data.pins = max(0, node.data.pins + change)
-                self._reorder(node)
+                self.reorder(node)
         return match.length
 
     def tick(self) -> None:
@@ -327,10 +334,11 @@ class PrefixTree:
                 node.data.used = self._clock
                 if whole:
                     node.data.end_used = self._clock
-                self._reorder(node)
+                self.reorder(node)
             node, whole = node.parent, True
 
-    def _reorder(self, node: Node[TreeEntry]) -> None:
+    def reorder(self, node: Node[TreeEntry]) -> None:
+        """Note that a node's priority has changed."""
         self.device.touch(node)
         if self.host is not None:
             self.host.touch(node)
@@ -551,7 +559,7 @@ def span_of(serialized: SerializedSnapshot) -> tuple[int, int]:
 
 def _priority(node: Node[TreeEntry]) -> Priority:
     held = node.data
-    return (False, 0, 0) if held is None else (held.pins > 0, held.used, -node.end)
+    return (0, 0, 0, 0) if held is None else (held.pins > 0, held.rank, held.used, -node.end)
 
 
 def _content(held: TreeEntry) -> Snapshot | SerializedSnapshot:
