@@ -45,7 +45,9 @@ class TokenRange:
             raise InvalidRangeError(
                 f"TokenRange: priority={self.priority!r}; it must be an integer in [0, 100]"
             )
-        if self.duration is not None and not 0 < self.duration < math.inf:
+        if self.duration is not None and not (
+            type(self.duration) in (int, float) and 0 < self.duration < math.inf
+        ):
             raise InvalidRangeError(
                 f"TokenRange: duration={self.duration!r}; it must be a number of seconds above 0, or None"
             )

@@ -180,6 +180,7 @@ def test_nothing_goes_before_what_it_leads_to(talk: Talk, cache: str, seed: int)
     [
         {"begin": -1}, {"begin": 4, "end": 4}, {"priority": 101}, {"priority": -1}, {"priority": 1.5},
         {"duration": 0}, {"duration": -1.0}, {"duration": math.inf}, {"duration": math.nan}, {"begin": "0"},
+        {"duration": "9"},
         {"priority": 34, "duration": 1.0},
     ],
 )  # fmt: skip
