@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import ml
 from kvcache import CacheFullError, ClosedError, HostTier, Session
 from kvcache.caches import branches
+from kvcache.prefix.retention import Retention, TokenRange
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Request
 from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
 from kvcache.runner.fingerprint import files_digest, model_identity
@@ -180,6 +181,18 @@ def run(engine: Engine, extra: int = 0) -> list[Any]:
         events += engine.step()
         check(engine, extra)
     return events
+
+
+def test_what_a_request_asks_to_keep_outlives_what_came_after_it(small: Any) -> None:
+    first, second = list(range(10, 40)), list(range(50, 80))
+    for retention, left in ((None, [False, True]), (Retention([TokenRange(priority=90)]), [True, False])):
+        with engine_of(small) as engine:
+            for prompt, asked in ((first, retention), (second, None)):
+                engine.submit(prompt, GREEDY, retention=asked)
+                while engine.busy:
+                    engine.step()
+            engine.prefix.evict(engine.prefix.nbytes["device"] // 2)
+            assert [engine.prefix.longest(prompt) == len(prompt) - 1 for prompt in (first, second)] == left
 
 
 def test_a_conversation_goes_on_from_its_answer(model: Any) -> None:

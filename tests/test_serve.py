@@ -92,6 +92,21 @@ def test_a_salt_keeps_what_was_computed_from_others(serving: Serving, greedy: An
         assert serving.post({"prompt": "x", "cache_salt": wrong}).json()["error"]["param"] == "cache_salt"
 
 
+def test_a_request_says_how_long_what_it_computes_is_kept(serving: Serving, greedy: Any) -> None:
+    prompt = "And the ark rested in the seventh month"
+    body = {"prompt": prompt, "max_tokens": 3, "temperature": 0}
+    for good in ([], [{"begin": 0, "end": 4, "priority": 90, "duration": 60}, {"begin": 4, "priority": 20}]):
+        reply = serving.post({**body, "cache_retention": good}).json()
+        assert reply["choices"][0]["text"] == greedy(prompt, 3)
+    for wrong in (
+        {"priority": 90}, [7], [{"prio": 90}], [{"priority": 101}], [{"duration": "9"}], [{"begin": None}],
+        [{"begin": 0}, {"begin": 4}],
+    ):  # fmt: skip
+        reply = serving.post({**body, "cache_retention": wrong})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == "cache_retention"
+
+
 def test_a_stream_brings_the_same_text_in_parts(serving: Serving, greedy: Any) -> None:
     options = {"include_usage": True}
     *chunks, total = serving.complete(prompt=PROMPT, max_tokens=12, stream=True, stream_options=options)

@@ -1,4 +1,4 @@
-"""What goes first when a tier is full: the least recently used, the deepest of equals, pinned ones last."""
+"""What goes first when a tier is full: by priority, then the least recently used, the deepest of equals."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 __all__ = ["LRUQueue"]
 
 N = TypeVar("N")
-Priority = tuple[bool, int, int]
-"""(pinned, time of last use, minus depth): the smallest goes first."""
+Priority = tuple[int, ...]
+"""(pinned, priority, time of last use, minus depth) in a tree: the smallest goes first."""
 
 
 class LRUQueue(Generic[N]):

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +82,8 @@ class StoreTier:
         self.errors = dict.fromkeys(("read", "write", "corrupt", "full"), 0)
         """Calls that failed, by kind; those that a store in an outage was spared are none."""
         self.outages = Outages()
+        self.on_drop: Callable[[str], None] | None = None
+        """Called with the key of each entry that is dropped, by the thread that found it corrupt."""
         self._finished: deque[StoreWrite] = deque()
         self._lender = Lender() if backend is None else Lender(partial(pinned_memory, backend))
         self._queue: queue.SimpleQueue[StoreWrite | None] = queue.SimpleQueue()
@@ -255,6 +257,7 @@ class StoreTier:
                 self._count("corrupt")
                 _warn("load back", error, "it is dropped and computed again")
                 _drop(store, key)
+                self._tell_drop(key)
             except Exception as error:
                 self._failed(store, READING, error, "the prefix is computed instead")
         loan.give_back()
@@ -287,6 +290,11 @@ class StoreTier:
         """Forget an entry in all stores."""
         for store in self.stores:
             _drop(store, key)
+        self._tell_drop(key)
+
+    def _tell_drop(self, key: str) -> None:
+        if self.on_drop is not None:
+            self.on_drop(key)
 
 
 _PROBES = 256

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from kvcache.cache import SequenceLostError
 from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
 from kvcache.prefix.radix_tree import Node
+from kvcache.prefix.retainer import Retainer
 
 __all__ = ["Evictor"]
 
@@ -20,6 +21,7 @@ class Evictor:
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
+        self.retainer = Retainer(tree)
         size = tree.keys.block_size
         self.grain = BLOCK if tree.host is None and tree.store is None else -(-BLOCK // size) * size
         """Edges are parted at multiples of so many tokens when their end is evicted."""
@@ -34,12 +36,15 @@ class Evictor:
 
     def enforce(self) -> None:
         """Bring every tier within its budget."""
+        self.retainer.expire()
         while (excess := self._tree.device.excess) and (node := self._tree.device.first()) is not None:
             self._tree.offload(self._end_of(node, _tokens(node, excess)))
         self._tree.shrink_host()
+        self._tree.tell()
 
     def evict(self, nbytes: int | None = None) -> int:
         """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many."""
+        self.retainer.expire()
         device, count = self._tree.device, 0
         goal = 0 if nbytes is None else max(0, device.nbytes - nbytes)
         while (device.nbytes > goal or nbytes is None) and (node := device.first()) is not None:
@@ -52,6 +57,7 @@ class Evictor:
     def relieve(self, missing: int) -> bool:
         """The cache needs cells: offload what was least recently used of all that would free some."""
         self._tree.tick()
+        self.retainer.expire()
         while (node := self._next_freeing()) is not None:
             end = self._end_of(node, missing)
             frees = _frees(end)

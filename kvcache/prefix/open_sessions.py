@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.session import PrefixStats, Session
 from kvcache.prefix.snapshot_points import pieces_of, positions_due
 from kvcache.prefix.store_lookup import StoreLookup
+from kvcache.snapshots.snapshot import Snapshot
 
 __all__ = ["OpenSessions"]
 
@@ -87,7 +89,13 @@ class OpenSessions:
         if pieces:
             session.kept = pieces[-1].end
             with self._evictor.within_budgets():
-                self._tree.insert(seq, ids[: pieces[-1].end], pieces)
+                self._insert(session, ids[: pieces[-1].end], pieces)
+
+    def _insert(self, session: Session, ids: np.ndarray, pieces: Sequence[Snapshot]) -> None:
+        """Keep what a session holds of ``ids``, for as long as it asks for."""
+        known = self._tree.radix_tree.match(ids).length
+        self._tree.insert(session.seq, ids, pieces)
+        self._evictor.retainer.retain(ids, known, session.retention)
 
     def _note_skipped(self, seq: int) -> None:
         """Count what could not be taken, and say so the first time."""
@@ -111,7 +119,7 @@ class OpenSessions:
                 if keep:
                     self._note_skipped(seq)
                     ids = session.computed()[:upto]
-                    self._tree.insert(seq, ids, pieces_of(self._tree, seq, ids, session.kept))
+                    self._insert(session, ids, pieces_of(self._tree, seq, ids, session.kept))
             except SequenceLostError:
                 pass  # there is nothing to keep
             finally:

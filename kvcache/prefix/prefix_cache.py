@@ -23,10 +23,12 @@ from kvcache.cache import ClosedError, InvalidRangeError, SnapshotCache, Support
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Tenant
+from kvcache.prefix.events import BlockEvents, EventBatch
 from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.open_sessions import OpenSessions
 from kvcache.prefix.ownership import check_unowned, disown, own
 from kvcache.prefix.prefix_tree import PrefixTree
+from kvcache.prefix.retention import Retention
 from kvcache.prefix.session import PrefixStats, Session, SessionLimitError, SessionReplacedError, Tokens
 from kvcache.prefix.store_lookup import StoreLookup
 from kvcache.snapshots.layer_shapes import Layers
@@ -117,11 +119,16 @@ class PrefixCache(Closing):
 
     # Sessions.
 
-    def begin(self, tokens: Tokens, salt: str = "", shared: int = 0) -> Session:
+    def begin(
+        self, tokens: Tokens, salt: str = "", shared: int = 0, retention: Retention | None = None
+    ) -> Session:
         """Start a conversation with the prompt ``tokens``, from the longest prefix that is cached.
 
         Only conversations with the same ``salt`` find what is computed for it, here and in stores (like
         vLLM's ``cache_salt``). Its first ``shared`` tokens, such as a system prompt, are shared by everyone.
+
+        ``retention`` says in which order ranges of it are evicted, and for how long that holds from when the
+        session closes; what is pinned (``pin``) goes after all of that.
 
         At least one token is left to evaluate. Raises SessionLimitError if all sequences are in use,
         CacheFullError if the prefix does not fit beside the open sessions, and InvalidRangeError for an empty
@@ -138,7 +145,9 @@ class PrefixCache(Closing):
                 f"begin: {len(self._open.sessions)} sessions are open, one per sequence; close one first"
             )
         self.tree.settle()
-        return self._open.begin(ids, tenant)
+        session = self._open.begin(ids, tenant)
+        session.retention = retention
+        return session
 
     def adopt(self, tokens: Tokens, snapshot: Snapshot, salt: str = "", shared: int = 0) -> bool:
         """Keep a snapshot of all of ``tokens`` that came from elsewhere, as if a session had computed it.
@@ -237,6 +246,35 @@ class PrefixCache(Closing):
     def sessions(self) -> tuple[Session, ...]:
         """Those that are open."""
         return tuple(self._open.sessions.values())
+
+    def publish_events(
+        self,
+        publish: Callable[[EventBatch], None] | None,
+        *,
+        token_ids: bool = True,
+        private: bool = False,
+    ) -> None:
+        """Have ``publish`` hear which blocks of ``block_size`` tokens come to which tier, and leave it.
+
+        The first batch tells what is kept already; each call that changes anything publishes at least one.
+        None: nobody hears of it any more. ``token_ids`` tells ids beside hashes; those of a conversation with
+        a salt, and that salt, only with ``private``. The hashes are the keys of the stores.
+
+        ``publish`` gets the batch in the caller's thread, must be quick, and must leave this PrefixCache
+        alone; what it raises is logged. Raises InvalidRangeError for a cache with windows or recurrent
+        states, whose snapshots are no blocks.
+        """
+        self._check("publish_events")
+        if publish is not None and not self.tree.divisible:
+            raise InvalidRangeError(
+                f"publish_events: {type(self.cache).__name__} keeps windows or states, which go on only "
+                "where a snapshot ends and not at every block; events need a cache of full attention"
+            )
+        self.tree.events = (
+            None
+            if publish is None
+            else BlockEvents(publish, self.tree.keys, self.alphabet, token_ids, private)
+        )
 
     @property
     def on_restore(self) -> Callable[[int, int], None] | None:

@@ -24,7 +24,9 @@ from kvcache.offload.eviction import LRUQueue, Priority
 from kvcache.offload.tiers import HostTier, StoreTier, StoreWrite
 from kvcache.offload.worker import OffloadJob, OffloadWorker
 from kvcache.prefix.alphabet import Alphabet
+from kvcache.prefix.events import DEVICE, HOST, STORAGE, BlockEvents
 from kvcache.prefix.radix_tree import Node, RadixTree
+from kvcache.prefix.retention import DEFAULT_PRIORITY, Grants
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot
@@ -48,6 +50,8 @@ class TreeEntry:
     """Its serialized snapshots on their way to the stores."""
     stored: bool = False
     pins: int = 0
+    rank: int = DEFAULT_PRIORITY
+    grants: Grants = ()
     used: int = 0
     """The time of its last use, on the tree's clock."""
     end_used: int = 0
@@ -62,6 +66,13 @@ class TreeEntry:
     def host(self) -> SerializedSnapshot | None:
         """Its serialized snapshot, also while it is being written."""
         return self.serialized or (self.store_write.serialized if self.store_write is not None else None)
+
+    @property
+    def media(self) -> frozenset[str]:
+        """Where it is, as events name it; what is on its way from the device is in host memory."""
+        below = self.host is not None or self.leaving is not None
+        found = ((DEVICE, self.snapshot is not None), (HOST, below), (STORAGE, self.stored))
+        return frozenset(medium for medium, there in found if there)
 
     @property
     def tier(self) -> str:
@@ -101,6 +112,35 @@ class PrefixTree:
         self.failed = 0
         """Of these, those that the device did not give to host memory."""
         self._clock = 0
+        self.parted: list[Node[TreeEntry]] = []
+        """New upper halves of nodes with priorities."""
+        self._events: BlockEvents | None = None
+
+    # Telling.
+
+    @property
+    def events(self) -> BlockEvents | None:
+        """What hears of every change; it is told all that is kept when it is set."""
+        return self._events
+
+    @events.setter
+    def events(self, events: BlockEvents | None) -> None:
+        self._events = events
+        if self.store is not None:
+            self.store.on_drop = None if events is None else events.dropped
+        for node in self.radix_tree:
+            self._changed(node)
+        self.tell()
+
+    def tell(self) -> None:
+        """Publish what has changed since the last time."""
+        if self._events is not None:
+            self._events.tell(self.radix_tree.root)
+
+    def _changed(self, *nodes: Node[TreeEntry]) -> None:
+        if self._events is not None:
+            for node in nodes:
+                self._events.changed(node)
 
     # Finding.
 
@@ -173,10 +213,10 @@ class PrefixTree:
         """
         if self.divisible:
             if self.radix_tree.match(ids).length < ids.size:
-                self._node_at(ids)
+                self.node_at(ids)
             self._refill(seq, ids, stored)
         for piece in () if self.divisible else pieces:
-            node = self._node_at(ids[: piece.end])
+            node = self.node_at(ids[: piece.end])
             if node.parent is None or (node.data is not None and node.data.snapshot is not None):
                 continue
             if node.data is None:
@@ -197,7 +237,7 @@ class PrefixTree:
                 node.data = TreeEntry(node.begin, stored=stored)
                 self._keep_on_device(node, snapshot)
 
-    def _node_at(self, ids: np.ndarray) -> Node[TreeEntry]:
+    def node_at(self, ids: np.ndarray) -> Node[TreeEntry]:
         """The node that ends exactly with ``ids``: found, parted from an edge, or added."""
         match = self.radix_tree.match(ids)
         if match.inside and self._is_leaving(match.nodes[-1]):
@@ -220,13 +260,18 @@ class PrefixTree:
         """Part an edge; content that is divisible is parted with it."""
         held = node.data
         if held is None or not self.divisible:
-            return self.radix_tree.split(node, at)
+            upper = self.radix_tree.split(node, at)
+            self._changed(upper, node)
+            return upper
         snapshots = None if held.snapshot is None else self.cache.split(held.snapshot, at)
         halves = None if held.serialized is None else cut_serialized(held.serialized, at, own=True)
         upper = self.radix_tree.split(node, at)
+        self._changed(upper, node)
         stored = held.stored and at % self.keys.block_size == 0
         upper.data = TreeEntry(held.begin, stored=stored, pins=held.pins, since=held.since)
         upper.data.used = upper.data.end_used = held.used
+        upper.data.grants, upper.data.rank = held.grants, held.rank
+        self.parted += [upper] if held.grants else []
         held.begin, held.used = at, held.end_used
         if snapshots is not None:
             self._off_device(node)
@@ -241,9 +286,11 @@ class PrefixTree:
         assert node.data is not None
         node.data.snapshot = snapshot
         self.device.add(node, snapshot.nbytes)
+        self._changed(node)
 
     def _off_device(self, node: Node[TreeEntry]) -> None:
         """Let go of the cells now, whoever else refers to the snapshot."""
+        self._changed(node)
         self.device.discard(node)
         if node.data is not None and node.data.snapshot is not None:
             node.data.snapshot.drop()
@@ -254,6 +301,7 @@ class PrefixTree:
         assert self.host is not None
         node.data.serialized = serialized
         self.host.add(node, serialized.nbytes)
+        self._changed(node)
 
     def touch(self, ids: np.ndarray) -> None:
         """A prefix was used: it goes later than all others."""
@@ -268,7 +316,7 @@ class PrefixTree:
         for node in match.nodes:
             if node.data is not None:
                 node.data.pins = max(0, node.data.pins + change)
-                self._reorder(node)
+                self.reorder(node)
         return match.length
 
     def tick(self) -> None:
@@ -286,10 +334,11 @@ class PrefixTree:
                 node.data.used = self._clock
                 if whole:
                     node.data.end_used = self._clock
-                self._reorder(node)
+                self.reorder(node)
             node, whole = node.parent, True
 
-    def _reorder(self, node: Node[TreeEntry]) -> None:
+    def reorder(self, node: Node[TreeEntry]) -> None:
+        """Note that a node's priority has changed."""
         self.device.touch(node)
         if self.host is not None:
             self.host.touch(node)
@@ -343,6 +392,7 @@ class PrefixTree:
             if held is None or held.leaving is not transfer:
                 continue  # forgotten meanwhile
             held.leaving = None
+            self._changed(node)
             if transfer.serialized is not None:
                 if self.host is not None and node in self.host:
                     held.serialized = transfer.serialized
@@ -374,6 +424,7 @@ class PrefixTree:
             held.leaving = None  # it goes on its way, and nobody waits for it
         self.host.discard(node)
         held.serialized = None
+        self._changed(node)
         self._prune(node)
 
     def drop(self, node: Node[TreeEntry]) -> None:
@@ -384,6 +435,7 @@ class PrefixTree:
         if node.data is not None:
             self.evicted += 1
             node.data = None
+            self._changed(node)
         self._prune(node)
 
     def _prune(self, node: Node[TreeEntry] | None) -> None:
@@ -394,12 +446,14 @@ class PrefixTree:
                     return
                 self.evicted += not node.data.stored
                 node.data = None
+                self._changed(node)
             if len(node.children) == 1 and not self.divisible:
                 self.radix_tree.join(node)
                 return
             if node.children:
                 return
             parent = node.parent
+            self._changed(node)
             self.radix_tree.remove(node)
             node = parent
 
@@ -412,6 +466,9 @@ class PrefixTree:
                 self.host.discard(node)
             node.data = None
         self.radix_tree = RadixTree()
+        if self._events is not None and self.store is None:
+            self._events.cleared()
+        self.tell()
 
     # Stores.
 
@@ -464,7 +521,10 @@ class PrefixTree:
             held: TreeEntry | None = node.data
             if held is not None and held.store_write is store_write:
                 held.stored, held.store_write = not store_write.failed, None
+                self._changed(node)
+                self.tell()  # before the node goes, which only the stores have now
                 self._prune(node)
+        self.tell()
 
     def _submit(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         """Have a node's content written: cut at multiples of the block size where it is divisible."""
@@ -499,7 +559,7 @@ def span_of(serialized: SerializedSnapshot) -> tuple[int, int]:
 
 def _priority(node: Node[TreeEntry]) -> Priority:
     held = node.data
-    return (False, 0, 0) if held is None else (held.pins > 0, held.used, -node.end)
+    return (0, 0, 0, 0) if held is None else (held.pins > 0, held.rank, held.used, -node.end)
 
 
 def _content(held: TreeEntry) -> Snapshot | SerializedSnapshot:

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError
 from kvcache.prefix.alphabet import EVERYONE, Alphabet, Tenant
+from kvcache.prefix.retention import Retention
 from kvcache.snapshots.schedule import REPLACED
 
 __all__ = ["PrefixStats", "Session", "SessionLimitError", "SessionReplacedError", "Tokens"]
@@ -106,6 +107,8 @@ class Session:
         self._certain: int | None = None
         self._replaced = False
         self.closed = False
+        self.retention: Retention | None = None
+        """How long what is kept of it stays; it counts when the session closes."""
 
     def __repr__(self) -> str:
         count = self._tokens.size + len(self._more)

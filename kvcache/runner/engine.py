@@ -33,6 +33,7 @@ from kvcache.cache import (
 from kvcache.offload.tiers import HostTier
 from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.prefix.retention import Retention
 from kvcache.runner.consensus import Agreement
 from kvcache.runner.drafts import Draft
 from kvcache.runner.errors import RequestError
@@ -177,11 +178,12 @@ class Engine(Closing):
         stream: int = 0,
         salt: str = "",
         shared: int = 0,
+        retention: Retention | None = None,
     ) -> Request:
         """Queue a request; it starts in a ``step`` that finds a sequence for it.
 
         What is computed for it is reused by requests of the same ``salt`` alone, its first ``shared`` tokens
-        by everyone's (``PrefixCache.begin``).
+        by everyone's (``PrefixCache.begin``). ``retention``: how long it stays, from when the request ends.
 
         ``draft`` proposes tokens of its answer, which come in fewer passes then and are the same: for an
         engine with SpeculativeOptions. Requests of one seed draw alike unless their ``stream`` differs.
@@ -203,6 +205,7 @@ class Engine(Closing):
         self._submitted += 1
         self.statistics.prompt_tokens += len(tokens)
         request = Request(run, draft, tenant, self.prefix.alphabet.encode(tokens, tenant))
+        request.retention = retention
         for other in self._running:
             plan_sharing(other, [request], self.prefix)
         self._waiting.append(request)
@@ -351,6 +354,7 @@ class Engine(Closing):
         self._waiting.remove(request)
         self._running.append(request)
         request.session = session
+        session.retention = request.retention
         self.statistics.reused_tokens += session.cached
         if request.started:
             request.run.stored = session.cached

@@ -12,6 +12,7 @@ from kvcache.caches.branches import Mark
 from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.radix_tree import common_length
+from kvcache.prefix.retention import Retention
 from kvcache.runner.consensus import Agreement
 from kvcache.runner.drafts import Draft
 from kvcache.runner.request_state import RequestState
@@ -55,6 +56,7 @@ class Request:
         self.repeat = 0
         """Accepted tokens of a draft that are evaluated again with the next one."""
         self.session: Session | None = None
+        self.retention: Retention | None = None
         self.started = False
         self.done = False
         """Whether it finished, failed or was cancelled."""

@@ -126,7 +126,7 @@ class _Service:
         assert tokenizer is not None
         texts = None if asked.settings.logprobs is None else tokenizer.token_bytes
         form = Form(self._name, chat, asked.choices, self._options.show_cached, texts)
-        tickets = await self._submit(calls, inbox, asked.salt)
+        tickets = await self._submit(calls, inbox, asked)
         if asked.stream:
             events = stream(form, asked, inbox, len(tickets), deadline, self._options.request_timeout)
             return EventStream(tickets, events, deadline)
@@ -163,12 +163,13 @@ class _Service:
             raise ApiError(400, str(error), "prompt") from None
 
     async def _submit(
-        self, calls: Sequence[tuple[list[int], GenerationOptions]], inbox: Inbox, salt: str
+        self, calls: Sequence[tuple[list[int], GenerationOptions]], inbox: Inbox, asked: Asked
     ) -> list[Ticket]:
         tickets: list[Ticket] = []
         try:
             for tokens, settings in calls:
-                tickets.append(await self._worker.submit(tokens, settings, inbox, len(tickets), salt))
+                call = self._worker.submit(tokens, settings, inbox, len(tickets), asked.salt, asked.retention)
+                tickets.append(await call)
         except BaseException as error:
             cancel(tickets)
             if isinstance(error, RequestError):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvcache.cache import InvalidRangeError
+from kvcache.prefix.retention import Retention, TokenRange
 from kvcache.runner.errors import RequestError
 from kvcache.runner.requests import GenerationOptions
 from kvcache.serve.errors import ApiError
@@ -17,7 +19,8 @@ MAX_CHOICES = 32
 MAX_LOGPROBS = 20
 """Likely tokens that are told of, as in OpenAI's chat completions and in vLLM."""
 _BOTH = {"model", "max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos",
-         "stream", "stream_options", "cache_salt"}  # fmt: skip
+         "stream", "stream_options", "cache_salt",
+         "cache_retention"}  # fmt: skip
 _COMPLETION = _BOTH | {"prompt", "logprobs"}
 _CHAT = _BOTH | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}
 _NO_MATTER = {
@@ -78,6 +81,8 @@ class Asked:
     include_usage: bool
     salt: str
     """Answers to requests of other salts reuse nothing of these; vLLM's ``cache_salt``."""
+    retention: Retention | None = None
+    """How long what is computed stays; ``cache_retention``."""
 
     def settings_for(self, choice: int, max_tokens: int) -> GenerationOptions:
         """Of one answer: with a seed, each has its own."""
@@ -217,7 +222,25 @@ def _asked(
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise ApiError(400, "'cache_salt' is a string that is not empty", "cache_salt")
     stream, usage = fields.flag("stream"), fields.includes_usage()
-    return Asked(prompts, choices, max_tokens, settings, stream, usage, salt or "")
+    retention = _retention(fields.raw("cache_retention"))
+    return Asked(prompts, choices, max_tokens, settings, stream, usage, salt or "", retention)
+
+
+def _retention(found: Any) -> Retention | None:
+    """Ranges of tokens, each with some of begin, end, priority and duration."""
+    if found is None:
+        return None
+    names = {"begin", "end", "priority", "duration"}
+    if not isinstance(found, list) or not all(isinstance(each, dict) and {*each} <= names for each in found):
+        raise ApiError(
+            400,
+            "'cache_retention' is an array of objects with begin, end, priority and duration",
+            "cache_retention",
+        )
+    try:
+        return Retention([TokenRange(**each) for each in found])
+    except InvalidRangeError as error:
+        raise ApiError(400, f"'cache_retention': {error}", "cache_retention") from None
 
 
 def _prompts(found: Any) -> list[Prompt]:

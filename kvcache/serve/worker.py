@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Self
 
+from kvcache.prefix.retention import Retention
 from kvcache.runner.engine import Engine, EngineEvent, Failed, Request
 from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.serve.options import ServeOptions
@@ -197,6 +198,7 @@ class Worker:
         inbox: Inbox,
         choice: int = 0,
         salt: str = "",
+        retention: Retention | None = None,
     ) -> Ticket:
         """Raises RequestError for what cannot be served, Overloaded for what has to come later."""
         ticket = Ticket(self, inbox, choice)
@@ -208,7 +210,7 @@ class Worker:
             if len(engine.waiting) + len(engine.running) >= most + engine.options.max_sequences:
                 self.refused += 1
                 raise Overloaded(f"{most} requests are waiting; try again later", self._pause())
-            ticket.request = engine.submit(tokens, settings, salt=salt)
+            ticket.request = engine.submit(tokens, settings, salt=salt, retention=retention)
             self._tickets[ticket.request.id] = ticket
 
         pending = asyncio.wrap_future(self.post(call))

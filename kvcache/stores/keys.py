@@ -63,12 +63,16 @@ class Keys:
         """The key of the empty prefix."""
         return self._root.hex()
 
-    def chain(self, tokens: Sequence[int | bytes | SaltedToken] | np.ndarray) -> Chain:
+    def chain(
+        self, tokens: Sequence[int | bytes | SaltedToken] | np.ndarray, after: str | None = None
+    ) -> Chain:
         """The keys of all prefixes of ``tokens``: ids (int64), and bytes that name multimodal items.
 
-        Raises StoreValueError for anything else.
+        ``after``: an aligned key of what comes before them (None: nothing does). Raises StoreValueError for
+        other tokens.
         """
-        return Chain(self._root, self.block_size, _items(tokens))
+        root = self._root if after is None else bytes.fromhex(after)
+        return Chain(root, self.block_size, _items(tokens))
 
 
 class Chain:

@@ -1,0 +1,91 @@
+"""Priorities of what a tree keeps: given by requests, and taken back when their time is over."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvcache.cache import SequenceLostError
+from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
+from kvcache.prefix.radix_tree import Node
+from kvcache.prefix.retention import DEFAULT, Grants, Retention, merged, rank_of
+
+__all__ = ["Retainer"]
+
+_NOTHING = Retention()
+
+
+class Retainer:
+    """Gives the nodes of a tree the priorities that requests ask for.
+
+    What leads to a node is kept at least as well as the node: without it, the node is worth nothing. Where
+    several requests share tokens, the highest priority counts that has not ended. A priority is an order and
+    no more: when nothing else is left, what has the highest goes too, so that a full cache never waits.
+    """
+
+    def __init__(self, tree: PrefixTree, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tree = tree
+        self.clock = clock
+        self._ends: list[tuple[float, int, Node[TreeEntry]]] = []
+        self._count = itertools.count()
+        self._asked = False
+
+    def retain(self, ids: np.ndarray, known: int, retention: Retention | None) -> None:
+        """Give what is kept of ``ids`` its priorities; the first ``known`` tokens were kept before.
+
+        None: the default, as for all requests until one asks for more.
+        """
+        if retention is None and not self._asked:
+            return
+        self._asked = True
+        asked, now = retention or _NOTHING, self.clock()
+        self._cut(ids, asked)
+        below: Grants = ()
+        for node in reversed(self._tree.radix_tree.match(ids).nodes):
+            below = merged(below, asked.grants(node.begin, min(node.end, int(ids.size)), now))
+            if (held := node.data) is not None:
+                if not held.grants:  # it may be newer than what it leads to
+                    for child in node.children.values():
+                        below = merged(below, _granted(child.data))
+                self._set(node, below if node.begin >= known else merged(_granted(held), below))
+
+    def expire(self) -> None:
+        """Take back the priorities whose time is over."""
+        while self._tree.parted:
+            self._watch(self._tree.parted.pop())
+        now = self.clock()
+        while self._ends and self._ends[0][0] <= now:
+            node = heapq.heappop(self._ends)[2]
+            if node.data is not None:
+                self._set(node, node.data.grants)
+
+    def _cut(self, ids: np.ndarray, asked: Retention) -> None:
+        """Part edges where a range begins or ends, if their content can be parted."""
+        for at in asked.cuts() if self._tree.divisible else ():
+            match = self._tree.radix_tree.match(ids[:at])
+            if match.length == at and match.inside:
+                with contextlib.suppress(SequenceLostError):  # a device failure took what is to be parted
+                    self._tree.node_at(ids[:at])
+
+    def _set(self, node: Node[TreeEntry], grants: Grants) -> None:
+        assert node.data is not None
+        now = self.clock()
+        node.data.grants = tuple(grant for grant in grants if now < grant[1])
+        node.data.rank = rank_of(grants, now)
+        self._tree.reorder(node)
+        self._watch(node)
+
+    def _watch(self, node: Node[TreeEntry]) -> None:
+        """Come back to a node when the priority that counts for it ends."""
+        if node.data is not None and node.data.grants and node.data.grants[0][1] < math.inf:
+            heapq.heappush(self._ends, (node.data.grants[0][1], next(self._count), node))
+
+
+def _granted(held: TreeEntry | None) -> Grants:
+    return () if held is None else held.grants or DEFAULT

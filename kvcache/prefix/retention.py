@@ -1,0 +1,106 @@
+"""How long what a request computed is to be kept: priorities of token ranges, which may end.
+
+After TensorRT-LLM's KvCacheRetentionConfig.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcache.cache import InvalidRangeError
+
+__all__ = ["DEFAULT", "DEFAULT_PRIORITY", "Grants", "Retention", "TokenRange", "merged", "rank_of"]
+
+DEFAULT_PRIORITY = 35
+Grants = tuple[tuple[int, float], ...]
+"""(priority, until when), the highest first: what requests asked for. The first that has not ended counts."""
+DEFAULT: Grants = ((DEFAULT_PRIORITY, math.inf),)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Tokens ``[begin, end)`` of a conversation go in the order of ``priority`` (0 to 100): the lowest first.
+
+    ``end`` None: to the end, the answer included. ``duration`` in seconds from when the request ends; after
+    that, the default of 35 holds. None: for good, as all must that are below the default. Raises
+    InvalidRangeError for what is out of range.
+    """
+
+    begin: int = 0
+    end: int | None = None
+    priority: int = DEFAULT_PRIORITY
+    duration: float | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.begin) is not int or self.begin < 0:
+            raise InvalidRangeError(f"TokenRange: begin={self.begin!r}; it must be an integer of at least 0")
+        if self.end is not None and (type(self.end) is not int or self.end <= self.begin):
+            raise InvalidRangeError(
+                f"TokenRange: end={self.end!r}; it must be an integer above begin={self.begin}, or None"
+            )
+        if type(self.priority) is not int or not 0 <= self.priority <= 100:
+            raise InvalidRangeError(
+                f"TokenRange: priority={self.priority!r}; it must be an integer in [0, 100]"
+            )
+        if self.duration is not None and not (
+            type(self.duration) in (int, float) and 0 < self.duration < math.inf
+        ):
+            raise InvalidRangeError(
+                f"TokenRange: duration={self.duration!r}; it must be a number of seconds above 0, or None"
+            )
+        if self.duration is not None and self.priority < DEFAULT_PRIORITY:
+            raise InvalidRangeError(
+                f"TokenRange: duration={self.duration} with priority={self.priority}; a priority below the "
+                f"default of {DEFAULT_PRIORITY} must have no duration"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The ranges of one request, at most 64, none of which overlap; other tokens have the default."""
+
+    ranges: Sequence[TokenRange] = ()
+
+    def __post_init__(self) -> None:
+        ranges = sorted(self.ranges, key=lambda each: each.begin)
+        if len(ranges) > 64:
+            raise InvalidRangeError(f"Retention: {len(ranges)} ranges; there must be at most 64")
+        for one, other in itertools.pairwise(ranges):
+            if one.end is None or one.end > other.begin:
+                raise InvalidRangeError(f"Retention: {one} and {other} overlap; ranges must be apart")
+        object.__setattr__(self, "ranges", tuple(ranges))
+
+    def cuts(self) -> list[int]:
+        """The positions where a range begins or ends."""
+        return sorted({at for each in self.ranges for at in (each.begin, each.end) if at})
+
+    def grants(self, begin: int, end: int, now: float) -> Grants:
+        """What the tokens ``[begin, end)`` are granted; of several ranges, what each of them is."""
+        found: Grants = ()
+        covered = 0
+        for each in self.ranges:
+            low, high = max(begin, each.begin), end if each.end is None else min(end, each.end)
+            if low < high:
+                covered += high - low
+                if each.duration is None:
+                    found = merged(found, ((each.priority, math.inf),))
+                else:
+                    found = merged(found, ((each.priority, now + each.duration), *DEFAULT))
+        return found if covered == end - begin else merged(found, DEFAULT)
+
+
+def merged(one: Grants, other: Grants) -> Grants:
+    """Both, highest first, without those that another one outdoes for as long."""
+    found: list[tuple[int, float]] = []
+    for priority, until in sorted({*one, *other}, reverse=True):
+        if not found or until > found[-1][1]:
+            found.append((priority, until))
+    return tuple(found)
+
+
+def rank_of(grants: Grants, now: float) -> int:
+    """The priority that counts now."""
+    return next((priority for priority, until in grants if now < until), DEFAULT_PRIORITY)

@@ -1,0 +1,304 @@
+"""A router that only follows events knows which prefixes are in which tier."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache import HostTier, InvalidRangeError
+from kvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
+from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
+from kvcache.stores import MemoryStore
+
+from .rigs.conversing import DIVISIBLE, LONG, Rig
+
+Talk = Callable[..., Rig]
+SIZE = 4
+SALTS = ("", "a", "b")
+
+
+class Router:
+    """What a router knows: by medium, hashes; by hash, the one before and its tokens."""
+
+    def __init__(self) -> None:
+        self.media: dict[str, set[bytes]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+        self.parents: dict[bytes, bytes | None] = {}
+        self.batches: list[EventBatch] = []
+
+    def __call__(self, batch: EventBatch) -> None:
+        self.batches.append(batch)
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                assert event.medium is not None
+                parent = event.parent_block_hash
+                assert len(event.token_ids) in (0, len(event.block_hashes) * event.block_size)
+                for key in event.block_hashes:
+                    assert self.parents.setdefault(key, parent) == parent
+                    self.media[event.medium].add(key)
+                    parent = key
+            elif isinstance(event, BlockRemoved):
+                assert event.medium is not None
+                if event.medium != "STORAGE":
+                    assert self.media[event.medium].issuperset(event.block_hashes)
+                self.media[event.medium].difference_update(event.block_hashes)
+            else:
+                for hashes in self.media.values():
+                    hashes.clear()
+
+
+def held(tree: PrefixTree) -> dict[str, set[bytes]]:
+    """By medium, the blocks that a walk over the whole tree finds, token by token."""
+    found: dict[str, set[bytes]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+    for node in tree.radix_tree:
+        path = node.path()
+        where = [media(part.data) for part in path for _ in part.tokens]
+        keys = tree.keys.chain(tree.alphabet.named(node.prefix())).aligned
+        for i, key in enumerate(keys):
+            for medium in frozenset.intersection(*where[i * SIZE : (i + 1) * SIZE]):
+                found[medium].add(bytes.fromhex(key))
+    return found
+
+
+def media(kept: TreeEntry | None) -> frozenset[str]:
+    if kept is None:
+        return frozenset()
+    host = kept.serialized is not None or kept.leaving is not None or kept.store_write is not None
+    found = {"GPU": kept.snapshot is not None, "CPU": host, "STORAGE": kept.stored}
+    return frozenset(name for name, there in found.items() if there)
+
+
+def known(r: Rig) -> Router:
+    router = Router()
+    r.prefix.publish_events(router)
+    return router
+
+
+@pytest.mark.parametrize("cache", DIVISIBLE)
+@pytest.mark.parametrize("tiers", ["none", "host", "store", "both"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_router_that_follows_events_knows_every_tier(talk: Talk, cache: str, tiers: str, seed: int) -> None:
+    store = MemoryStore()
+    places = {"none": [], "host": [HostTier(3000)], "store": [store], "both": [HostTier(3000), store]}
+    r, rnd = talk(cache, 6000, places[tiers]), random.Random(seed)
+    router = known(r)
+    chats: list[Any] = []
+    moved: set[str] = set()
+    for step in range(100):
+        roll = rnd.random()
+        if roll < 0.5 and len(chats) < 3:
+            tokens = rnd.choice(([1, 2, 3, 4, 5, 6], [1, 2, 3, 9])) + rnd.choices((6, 7), k=rnd.randint(1, 9))
+            chats.append(r.chat(tokens, salt=rnd.choice(SALTS), shared=rnd.choice((0, 3))))
+        elif roll < 0.85 and chats:
+            chats.pop(rnd.randrange(len(chats))).close(keep=rnd.random() < 0.9)
+        elif roll < 0.92:
+            r.prefix.evict(rnd.choice((None, 500)))
+        elif roll < 0.97:
+            r.prefix.flush()
+        elif step % 5 == 0:
+            r.prefix.clear()
+        r.prefix.flush() if rnd.random() < 0.1 else r.prefix.tree.settle()
+        truth = held(r.prefix.tree)
+        assert {name: router.media[name] for name in ("GPU", "CPU")} == {
+            name: truth[name] for name in ("GPU", "CPU")
+        }
+        assert truth["STORAGE"] <= router.media["STORAGE"]
+        assert all(store.stat([key.hex()])[0] is not None for key in router.media["STORAGE"])
+        moved |= {name for name, keys in router.media.items() if keys}
+    expected = {"none": {"GPU"}, "host": {"GPU", "CPU"}}.get(tiers, {"GPU", "STORAGE"})
+    assert moved >= expected
+    r.prefix.close()
+
+
+def test_a_prefix_is_stored_moves_and_is_removed(talk: Talk) -> None:
+    r = talk(tiers=[HostTier(1 << 20)])
+    router = known(r)
+    r.keep(LONG)
+    (stored,) = router.batches[-1].events
+    keys = [bytes.fromhex(key) for key in r.prefix.tree.keys.chain(LONG).aligned]
+    assert stored == BlockStored(keys, None, LONG, SIZE, medium="GPU")
+    r.prefix.evict()
+    moved = [event for batch in router.batches[1:] for event in batch.events]
+    assert BlockStored(keys, None, LONG, SIZE, medium="CPU") in moved
+    assert BlockRemoved(sorted(keys), "GPU") in moved
+    r.prefix.clear()
+    assert router.batches[-1].events == [AllBlocksCleared()]
+
+
+def test_what_follows_a_prefix_names_the_block_before_it(talk: Talk) -> None:
+    r = talk()
+    router = known(r)
+    r.keep(LONG[:9])
+    r.keep(LONG)
+    keys = [bytes.fromhex(key) for key in r.prefix.tree.keys.chain(LONG).aligned]
+    (stored,) = router.batches[-1].events
+    assert stored == BlockStored(keys[2:], keys[1], LONG[8:], SIZE, medium="GPU")
+
+
+def test_who_listens_later_is_told_what_is_kept_and_who_left_nothing(talk: Talk) -> None:
+    r = talk()
+    r.keep(LONG)
+    router = known(r)
+    assert router.media["GPU"] == held(r.prefix.tree)["GPU"] != set()
+    r.prefix.publish_events(None)
+    r.prefix.clear()
+    assert len(router.batches) == 1
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "private"), [(True, False), (True, True), (False, True), (False, False)]
+)
+def test_a_tenants_tokens_and_salt_are_told_only_where_asked(
+    talk: Talk, token_ids: bool, private: bool
+) -> None:
+    r = talk()
+    router = Router()
+    r.prefix.publish_events(router, token_ids=token_ids, private=private)
+    r.keep(LONG, salt="secret", shared=8)
+    shared, own = router.batches[-1].events
+    assert isinstance(shared, BlockStored)
+    assert isinstance(own, BlockStored)
+    assert (shared.token_ids, shared.extra_keys) == (LONG[:8] if token_ids else [], None)
+    assert own.parent_block_hash == shared.block_hashes[-1]
+    assert own.token_ids == (LONG[8:] if token_ids and private else [])
+    assert own.extra_keys == ([("secret",)] * 3 if private else None)
+    assert ("secret" in repr(router.batches)) == private
+
+
+def test_an_entry_that_a_store_drops_is_removed(talk: Talk) -> None:
+    store = MemoryStore()
+    first = talk(tiers=[store])
+    first.keep(LONG)
+    first.prefix.close()
+    key = first.prefix.tree.keys.chain(LONG).aligned[1]
+    store.delete(key)
+    store.put(key, [b"not a snapshot"])
+    second = talk(tiers=[store])
+    router = known(second)
+    second.keep(LONG)
+    removed = [e for batch in router.batches for e in batch.events if isinstance(e, BlockRemoved)]
+    assert BlockRemoved([bytes.fromhex(key)], "STORAGE") in removed
+    second.prefix.close()
+
+
+def test_a_subscriber_that_fails_loses_a_batch_and_nothing_else(
+    talk: Talk, caplog: pytest.LogCaptureFixture
+) -> None:
+    r = talk()
+
+    def fail(batch: EventBatch) -> None:
+        raise OSError("no")
+
+    r.prefix.publish_events(fail)
+    r.keep(LONG)
+    assert "was not published" in caplog.text
+    assert r.keep(LONG) == len(LONG) - 1
+
+
+def test_windows_and_states_have_no_blocks(talk: Talk) -> None:
+    with pytest.raises(InvalidRangeError, match="full attention"):
+        talk("sliding").prefix.publish_events(lambda batch: None)
+
+
+# As vLLM decodes them: vllm/distributed/kv_events.py of 0.32.
+
+
+@pytest.fixture
+def decode() -> Callable[[bytes], Any]:
+    msgspec = pytest.importorskip("msgspec", reason="pip install 'ml-kvcache[events]'")
+
+    def event(name: str, fields: Sequence[Any]) -> Any:
+        return msgspec.defstruct(name, fields, omit_defaults=True, gc=False, tag=True)
+
+    stored = event(
+        "BlockStored",
+        [
+            ("block_hashes", list[bytes]), ("parent_block_hash", bytes | None), ("token_ids", list[int]),
+            ("block_size", int), ("lora_id", int | None), ("medium", str | None), ("lora_name", str | None),
+            ("extra_keys", list[tuple[Any, ...] | None] | None, None), ("group_idx", int | None, None),
+            ("kv_cache_spec_kind", str | None, None), ("kv_cache_spec_sliding_window", int | None, None),
+            ("locality", str | None, None), ("ownership", str | None, None), ("session_id", str | None, None),
+        ],
+    )  # fmt: skip
+    removed = event(
+        "BlockRemoved",
+        [("block_hashes", list[bytes]), ("medium", str | None), ("group_idx", int | None, None)],
+    )
+    cleared = event("AllBlocksCleared", [])
+    fields = [
+        ("ts", float), ("events", list[stored | removed | cleared]), ("data_parallel_rank", int | None, None)
+    ]  # fmt: skip
+    batch = msgspec.defstruct("KVEventBatch", fields, array_like=True, omit_defaults=True, gc=False)
+    return msgspec.msgpack.Decoder(batch).decode
+
+
+def test_vllms_structures_decode_every_event(talk: Talk, decode: Callable[[bytes], Any]) -> None:
+    import msgspec
+
+    r = talk(tiers=[HostTier(1 << 20)])
+    router = Router()
+    r.prefix.publish_events(router, private=True)
+    r.keep(LONG, salt="a")
+    r.prefix.evict()
+    r.prefix.clear()
+    for batch in router.batches:
+        found = decode(msgspec.msgpack.encode(encode(batch)))
+        assert found.ts == batch.ts
+        assert [type(event).__name__ for event in found.events] == [type(e).__name__ for e in batch.events]
+        for event, told in zip(found.events, batch.events, strict=True):
+            for name in getattr(told, "__slots__", ()):
+                assert getattr(event, name) == getattr(told, name)
+
+
+@pytest.fixture
+def addresses(tmp_path: Path) -> tuple[str, str]:
+    pytest.importorskip("zmq", reason="pip install 'ml-kvcache[events]'")
+    pytest.importorskip("msgspec", reason="pip install 'ml-kvcache[events]'")
+    return f"inproc://{tmp_path.name}-pub", f"inproc://{tmp_path.name}-replay"
+
+
+def test_over_zmq_a_subscriber_gets_topic_number_and_batch_and_replays_what_it_missed(
+    talk: Talk, addresses: tuple[str, str], decode: Callable[[bytes], Any]
+) -> None:
+    import zmq
+
+    from kvcache.prefix.zmq_publisher import ZmqPublisher
+
+    r = talk()
+    context = zmq.Context.instance()
+    with ZmqPublisher(*addresses, topic="kv") as publisher, context.socket(zmq.SUB) as sub:
+        sub.connect(addresses[0])
+        sub.subscribe("kv")
+        sub.rcvtimeo = 20000
+        r.prefix.publish_events(publisher)
+        for prompt in (LONG, [*LONG[:8], 1, 2, 3, 4]):
+            r.keep(prompt)
+        replayed = replay(context, addresses[1], 0)
+        while len(replayed) < 2:  # the thread that sends may not have come to both
+            replayed = replay(context, addresses[1], 0)
+        assert [number for number, _ in replayed] == [0, 1]
+        assert replay(context, addresses[1], 1) == replayed[1:]
+        assert len(decode(replayed[0][1]).events[0].block_hashes) == len(LONG) // SIZE
+        topic, number, payload = sub.recv_multipart()
+        assert (topic, int.from_bytes(number, "big")) == (b"kv", 0)
+        assert payload == replayed[0][1]
+    assert publisher.lost == 0
+
+
+def replay(context: Any, address: str, start: int) -> list[tuple[int, bytes]]:
+    import zmq
+
+    found = []
+    with context.socket(zmq.DEALER) as asking:  # a REQ socket takes one answer alone
+        asking.connect(address)
+        asking.rcvtimeo = 20000
+        asking.send_multipart((b"", start.to_bytes(8, "big")))
+        while True:
+            _, number, payload = asking.recv_multipart()
+            if not payload:
+                assert int.from_bytes(number, "big", signed=True) == -1
+                return found
+            found.append((int.from_bytes(number, "big"), payload))
