@@ -548,6 +548,11 @@ BUGS: dict[str, list[Bug]] = {
         ("caches.branches:resume_point", "the_bundled_model", one_more),
         ("runner.verification:Verifier.clear", "a_pass_that_fails_leaves", NOTHING),
     ],
+    "tests/test_rejection_sampling.py": [
+        ("runner.engine:proposed_in", "as_many_are_accepted[peaked", always([])),
+        ("runner.engine:proposed_in", "as_many_are_accepted[peaked",
+         lambda f, parts: [replace(p, probabilities=np.roll(p.probabilities, 1)) for p in f(parts)]),
+    ],
     "tests/test_stores_keys.py": [
         ("stores.keys:Chain.__init__", "one_changed_token_changes_every_key", each_block_alone),
     ],

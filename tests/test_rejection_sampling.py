@@ -112,7 +112,7 @@ def test_what_cannot_come_is_replaced_and_what_is_the_same_is_kept(reject: Rejec
     logits = np.log(np.array([[0.5, 0.25, 0.25, 0.0]] * 4, np.float32) + 1e-45)
     logits[:, 3] = -np.inf
     given = np.array([[0, 0, 0, 1], [0.5, 0.25, 0.25, 0], [1, 0, 0, 0], [0.25, 0.75, 0, 0]])
-    tokens, uniform = np.array([3, 2, 0, 1]), np.array([2.0**-24, 1, 0.75, 0.5])
+    tokens, uniform = np.array([3, 2, 0, 1]), np.array([2.0**-24, 0.999, 0.75, 0.5])
     draws = nn.Draws(np.ones(4), np.zeros(4), np.ones(4), np.array([0.6, 0.5, 0.6, 0.5]))
     # 3 cannot come; all of p is accepted; of 0 a half is, and 1 takes its place; of 1 a third is, and 0 does.
     assert reject(logits, draws, nn.Drafted(tokens, given, uniform)).tolist() == [1, 2, 2, 0]
@@ -233,12 +233,12 @@ def joint(table: np.ndarray, length: int, settings: dict[str, Any]) -> np.ndarra
 def test_answers_are_distributed_as_those_without_a_draft(
     chains: tuple[Chain, Chain], settings: dict[str, Any]
 ) -> None:
-    """Of 3000 texts, all four tokens jointly; the second and third are drafted."""
-    texts, generator = answers(chains, 3000, settings, 2)
+    """Of 1200 texts, all four tokens jointly; the second and third are drafted."""
+    texts, generator = answers(chains, 1200, settings, 2)
     numbers = texts @ (SIZE ** np.arange(texts.shape[1])[::-1])
     expected = joint(chains[0].table, 4, settings)
     check_counts(np.bincount(numbers, minlength=SIZE**4), expected)
-    assert 0.2 < generator.speculation.acceptance < 0.9
+    assert 0.05 < generator.speculation.acceptance < 0.9
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
@@ -246,12 +246,12 @@ def test_as_many_are_accepted_as_the_distributions_have_in_common(
     chains: tuple[Chain, Chain], settings: dict[str, Any]
 ) -> None:
     """The second of three tokens is drafted; behind each first one, as often as 1 - TV(p, q) says."""
-    _, generator = answers(chains, 2000, settings, 1)
+    _, generator = answers(chains, 800, settings, 1)
     p, q = (np.array([shares(row, **settings) for row in chain.table]) for chain in chains)
     expected = p[0] @ np.minimum(p, q).sum(1)
     counts = generator.speculation
-    assert counts.drafted == 2000
-    assert abs(counts.acceptance - expected) < 4 * (expected * (1 - expected) / 2000) ** 0.5
+    assert counts.drafted == 800
+    assert abs(counts.acceptance - expected) < 4 * (expected * (1 - expected) / 800) ** 0.5
     assert counts.tokens_per_pass == (counts.passes + counts.accepted) / counts.passes
 
 
