@@ -62,7 +62,8 @@ class _Attention(LayerCache):
             return None
         if seen is not ml.CAUSAL:
             found = mx.array(np.asarray(seen))
-            return found[None, None] if tokens == 1 else found  # (1, 1, 1, history), as a batch has it
+            # Models with indexers choose columns of one query's, as a batch has it: (1, 1, 1, history).
+            return found[None, None] if tokens == 1 and self._spec.assigned else found
         if not return_array:
             return "causal"
         history = self._storage.tokens_of(self.layer, self.rows.held[0].seq)
