@@ -187,3 +187,26 @@ def test_what_an_encoder_gave(backend: ml.Backend) -> None:
     cache.put(ctx, ctx.from_numpy(key[:3]), ctx.from_numpy(value[:3]))
     with pytest.raises(InvalidRangeError, match=r"\[3, 5\]"):
         read_encoded(ctx, cache, 1, [0, 1])
+
+
+@pytest.mark.parametrize("sequences", [[0, 1], [1, 0]])
+@pytest.mark.parametrize("dtype", [ml.DType.F32, ml.DType.Q8_0])
+def test_latents_are_read_once_and_their_extras_in_the_same_order(
+    backend: ml.Backend, sequences: list[int], dtype: ml.DType
+) -> None:
+    cache, ctx = CausalCache(), backend.new_context()
+    cache.init(backend, dtype, 2, 16, 16)
+    cache.start_forward(ctx, Batch([*range(5)] * 2, [0] * 5 + [1] * 5))
+    key = np.random.default_rng(0).standard_normal((10, 1, 32)).astype(np.float32)
+    places = np.arange(30, dtype=np.int32).reshape(10, 3)
+    cache.put(ctx, ctx.from_numpy(key), v_dim=8, extra={"places": ctx.from_numpy(places)})
+    reading = DenseBatch(cache, sequences, 1)
+    keys, values = (x.to_numpy() for x in reading.read(ctx, 0))
+    by_row = key.reshape(2, 5, 32)[sequences, 1:]
+    assert np.abs(keys[:, 0] - by_row).max() < (0.05 if dtype is ml.DType.Q8_0 else 1e-9)
+    assert np.array_equal(values, keys[..., :8])
+    extra = reading.read_extra(ctx, 0, "places")
+    assert extra is not None
+    assert np.array_equal(extra.to_numpy(), places.reshape(2, 5, 3)[sequences, 1:])
+    assert reading.read_extra(ctx, 0, "others") is None
+    assert reading.read_extra(ctx, 1, "places") is None

@@ -20,6 +20,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 import ml
+from benchmarks.census import transformers as census
 from kvcache import CacheFullError, NotSupportedError
 from kvcache.integrations.transformers import HFCache, HFStaticCache
 from kvcache.integrations.transformers.deferred import Deferred
@@ -199,6 +200,30 @@ def test_what_was_stored_moves_to_the_devices_of_the_layers_after_the_first_pass
             for i, layer in enumerate(found):
                 assert str(layer.device) == f"cuda:{i // 2}"
                 assert torch.equal(layer[:, :, :5].cpu(), stored[i])
+
+
+def test_the_keys_of_indexers_lie_where_their_layers_do() -> None:
+    config, store = census.Case("deepseek_v32").config, MemoryStore()
+    layers = range(config.num_hidden_layers)
+
+    def step(cache: Any, place: Callable[[int], str]) -> None:
+        for i in layers:
+            latent, turned = torch.full((1, 1, 2, 24), i + 1.0), torch.ones(1, 1, 2, 8)
+            cache.update(latent.to(place(i)), turned.to(place(i)), i)
+            found = cache.update_indexer(torch.full((1, 2, 16), i + 1.0).to(place(i)), i)
+            assert str(found.device) == place(i)
+            assert bool((found[:, :2] == i + 1.0).all())
+
+    on_cpu = HFCache(config, capacity=64)
+    step(on_cpu, lambda layer: "cpu")
+    on_cpu.save(store, "a")
+    with cuda_double(2) as log:
+        loaded = HFCache(config, capacity=64)
+        assert loaded.load(store, "a", "cuda:0", {f"model.layers.{i}": i // 3 for i in layers})
+        for cache in (loaded, HFCache(config, capacity=64), HFStaticCache(config, capacity=64)):
+            log.clear()
+            step(cache, lambda layer: f"cuda:{layer // 3}")
+            assert not log.of("crossing")
 
 
 def test_fixed_shapes_refuse_what_does_not_fit_without_asking_the_device() -> None:

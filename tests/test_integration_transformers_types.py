@@ -18,6 +18,7 @@ import ml
 from benchmarks.census import transformers as census
 from kvcache import NotSupportedError, OrderError
 from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache, install
+from kvcache.stores import MemoryStore
 
 from . import hf_models as hf
 
@@ -296,7 +297,7 @@ class TestAttentionAndStatesInOneLayer:
 
 class TestRefusals:
     def test_a_model_that_keeps_its_own_cache_is_told_of_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        case = census.Case("axk2")
+        case = census.Case("deepseek_v4")
         with install(), caplog.at_level(logging.WARNING, logger="kvcache.transformers"):
             for _ in range(2):
                 case.generate(case.batch(1))
@@ -306,7 +307,6 @@ class TestRefusals:
         ("label", "told"),
         [
             ("deepseek_v4", "'heavily_compressed_attention'"),
-            ("axk2", "'indexed_attention'"),
             ("zaya", "instead of its inputs"),
             ("blt", "does not say what each layer"),
             ("rwkv", "takes no cache of keys and values"),
@@ -346,3 +346,101 @@ def test_an_image_comes_with_one_turn_and_another_with_the_next() -> None:
         with torch.no_grad():
             found, expected = (case.model(**turn, past_key_values=cache).logits for cache in (ours, own))
         hf.close(found, expected)
+
+
+class TestIndexers:
+    @staticmethod
+    def made(name: str = "glm_moe_dsa") -> Any:
+        return census.Case(name).model
+
+    @pytest.mark.parametrize("options", [{}, {"backend": "numpy"}, {"dtype": torch.float32}])
+    def test_layers_without_an_indexer_of_their_own_read_what_another_has_chosen(self, options: Any) -> None:
+        config = self.made().config
+        config.indexer_types = ["full", "shared", "full", "shared", "shared"]
+        torch.manual_seed(0)
+        made, ids = transformers.GlmMoeDsaForCausalLM(config).eval(), hf.tokens(2, 20)
+        cache, store = HFCache(config, capacity=64, **options), MemoryStore()
+        hf.feed(made, cache, ids[:, :9])
+        cache.save(store, "nine")
+        later = HFCache(config, capacity=64, **options)
+        assert later.load(store, "nine")
+        found = torch.cat((hf.feed(made, later, ids[:, 9:10]), hf.feed(made, later, ids[:, 10:])), 1)
+        hf.close(found, hf.feed(made, None, ids)[:, 9:])
+
+    def test_its_keys_are_those_of_transformers_own_cache_after_crop_fork_and_reordering(self) -> None:
+        made, ids = self.made(), hf.tokens(3, 13)
+        ours, theirs = (
+            HFCache(made.config, max_sequences=6, capacity=64),
+            transformers.DynamicCache(config=made.config),
+        )
+        for cache in (ours, theirs):
+            hf.feed(made, cache, ids)
+            cache.crop(-4)
+            cache.reorder_cache(torch.tensor([2, 0, 0]))
+        fork = ours.fork()
+        hf.feed(made, ours, ids[:, :5])
+        for cache in (fork, theirs):
+            hf.feed(made, cache, ids[:, 9:11])
+        for one, other in zip(fork.layers, theirs.layers, strict=True):
+            assert torch.equal(one.indexer_keys, other.indexer_keys)
+            assert torch.equal(one.keys, other.keys)
+
+    @pytest.mark.parametrize("backend", ["torch", "numpy"])
+    def test_positions_of_several_axes_stay_with_their_tokens(self, backend: str) -> None:
+        made, ids = self.made("qwen4_exp_text"), hf.tokens(2, 12)
+        first = made.config.layer_types.index("indexed_attention")
+        places = torch.stack([torch.arange(12) * factor for factor in (1, 1, 2, 3)])[:, None].expand(4, 2, 12)
+        ours = HFCache(made.config, max_sequences=4, capacity=64, backend=backend)
+        theirs = transformers.DynamicCache(config=made.config)
+        for begin, end in ((0, 7), (7, 8), (8, 12)):
+            found, expected = (
+                made(ids[:, begin:end], position_ids=places[..., begin:end], past_key_values=cache).logits
+                for cache in (ours, theirs)
+            )
+            hf.close(found, expected)
+        fork, copied = ours.fork(), copy.deepcopy(ours)
+        held = theirs.layers[first].indexer_position_ids
+        for cache in (ours, fork, copied):
+            assert torch.equal(cache.layers[first].indexer_position_ids, held)
+        ours.reset()
+        assert ours.layers[first].indexer_position_ids is None
+        assert torch.equal(fork.layers[first].indexer_position_ids, held)
+
+    def test_a_pass_that_ends_between_k_and_v_and_its_keys_is_told_and_undone(self) -> None:
+        made, ids = self.made(), hf.tokens(2, 20)
+        cache = HFCache(made.config, capacity=64)
+        hf.feed(made, cache, ids[:, :9])
+        cache.update(torch.ones(2, 1, 3, 24), torch.ones(2, 1, 3, 8), 0)
+        with pytest.raises(OrderError, match=r"Call crop\(-3\)"):
+            hf.feed(made, cache, ids[:, 9:10])
+        cache.crop(-3)
+        hf.close(hf.feed(made, cache, ids[:, 9:]), hf.feed(made, None, ids)[:, 9:])
+
+    @pytest.mark.parametrize("attention", ["eager", "sdpa", "kvcache"])
+    @pytest.mark.parametrize("name", ["deepseek_v32", "qwen4_exp_text"])
+    def test_every_attention_reads_what_it_has_chosen(self, name: str, attention: str) -> None:
+        made, ids = self.made(name), hf.tokens(2, 20)
+        expected, cache = hf.feed(made, None, ids), HFCache(made.config, capacity=64)
+        made.set_attn_implementation(attention)
+        parts = [hf.feed(made, cache, ids[:, part]) for part in (slice(9), slice(9, 10), slice(10, 20))]
+        hf.close(torch.cat(parts, 1), expected)
+
+    def test_nothing_is_removed_from_the_middle(self) -> None:
+        made, ids = self.made(), hf.tokens(1, 9)
+        cache = HFCache(made.config, capacity=64, shift=lambda ctx, layer, key, offsets: key)
+        hf.feed(made, cache, ids)
+        with pytest.raises(NotSupportedError, match=r"remove: \[2, 4\) of 9 tokens: the keys of indexers"):
+            cache.remove(2, 4)
+        assert cache.get_seq_length() == 9
+        cache.remove(7, 9)
+        assert cache.layers[0].indexer_keys.shape[1] == cache.get_seq_length() == 7
+
+    def test_fixed_shapes_take_their_keys_back_with_k_and_v(self) -> None:
+        made, ids = self.made("deepseek_v32"), hf.tokens(2, 20)
+        cache = HFStaticCache(made.config, capacity=32)
+        hf.feed(made, cache, ids[:, :9])
+        hf.feed(made, cache, hf.tokens(2, 4)[:, :3])
+        cache.crop(-3)
+        hf.close(hf.feed(made, cache, ids[:, 9:]), hf.feed(made, None, ids)[:, 9:])
+        cache.reset()
+        hf.close(hf.feed(made, cache, ids), hf.feed(made, None, ids))

@@ -53,7 +53,10 @@ _BOTH = ["full_attention", "sliding_attention"]
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _INDEXED = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
             "indexer_compress_ratio": 2}  # fmt: skip
+_CHOOSES = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 24}
+"""Of indexers: they choose fewer tokens than a prompt has, with so many heads that scores are not 0 alike."""
 _OWN: dict[str, dict[str, Any]] = {
+    "axk2": _CHOOSES,
     "bamba": {"attn_layer_indices": [1, 4], "mamba_d_head": 24},
     "bailing_hybrid": {"layer_group_size": 2},
     "blt": {
@@ -69,9 +72,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 3, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {
         "hidden_size": 48, "ffn_hidden_size": 36, "moe_num_experts": 4, "moe_top_k": 2}},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "deepseek_v32": _CHOOSES,
     "diffllama": {"num_key_value_heads": 2},
     "dots1": {"layer_types": _BOTH, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "dots3_note_text": {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2, "head_dim": 16,
+    "dots3_note_text": {**_CHOOSES, "head_dim": 16,
                         "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
                         "swa_num_attention_heads": 6, "swa_num_key_value_heads": 6, "swa_kv_lora_rank": 24},
     "encoder-decoder": {"encoder.is_decoder": False, "decoder.add_cross_attention": True},
@@ -81,11 +85,13 @@ _OWN: dict[str, dict[str, Any]] = {
                      "activation_sparsity_pattern": [0.0] * LAYERS},
     "gemma4_text": {"num_kv_shared_layers": 2},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_d_head": 8},
+    "glm_moe_dsa": _CHOOSES,
     "gpt_neo": {"attention_types": [[["global", "local"], 2], [["global"], 1]]},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_d_head": 24},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "hy_v4": _CHOOSES,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 3},
     "laguna": {"layer_types": _BOTH,
                "num_attention_heads_per_layer": [6] * LAYERS},

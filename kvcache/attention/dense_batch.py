@@ -104,10 +104,26 @@ class DenseBatch:
         except KeyError:
             raise OrderError(f"DenseBatch: layer {layer} stores nothing yet; call put first") from None
         if self._overlay is None:
-            return self._tensor(ctx, buffers.key), self._tensor(ctx, buffers.value)
+            key = self._tensor(ctx, buffers.key)
+            if buffers.shape.is_latent:
+                return key, key.slice(ctx, 3, 0, buffers.value.dim)
+            return key, self._tensor(ctx, buffers.value)
         found = buffers.read(ctx, self._indices(ctx), self.sequences * self.tokens)
         key, value = (self._by_sequence(ctx, x) for x in self._overlay.read(ctx, buffers, *found))
         return key, value
+
+    def read_extra(self, ctx: ml.Context, layer: int, name: str) -> ml.Tensor | None:
+        """An extra of a layer, (sequences, tokens, numbers) in its own dtype; None where it stores none.
+
+        A view or a copy as of :meth:`read`.
+        """
+        buffers = self._storage.buffers.get(layer)
+        if buffers is None or name not in buffers.extra:
+            return None
+        found = self._stored(ctx, buffers.extra[name])
+        row, _, token, number = found.strides
+        shape = self.sequences, self.tokens, found.shape[3]
+        return found.view(ctx, 0, shape, (row, token, number))
 
     def _tensor(self, ctx: ml.Context, buffer: Buffer | QuantizedBuffer) -> ml.Tensor:
         if isinstance(buffer, QuantizedBuffer):

@@ -94,6 +94,9 @@ def attention(
     made = attention_mask
     if isinstance(made, Deferred):
         made = made.resolve() if body or made.made is not None else made.pattern.boolean(query.shape[2] > 1)
+    chosen = options.get("indices")
+    if chosen is not None and made is not None:
+        made = _only(made, chosen)
     if s_aux is not None:
         options["s_aux"] = s_aux
         if body is None:
@@ -138,6 +141,15 @@ def _other_way(
     if query.requires_grad and torch.is_grad_enabled():
         return "gradients are recorded: call it under torch.no_grad() where none are needed"
     return None
+
+
+def _only(mask: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """A mask (rows, 1, tokens, keys), additive or BOOL, that shows what an indexer has chosen alone.
+
+    ``chosen`` are keys (rows, tokens, k). Models fold them into the masks of "eager" and "sdpa" themselves.
+    """
+    hidden = torch.ones_like(mask, dtype=torch.bool).scatter(-1, chosen.long()[:, None], False)
+    return mask.masked_fill(hidden, False if mask.dtype is torch.bool else torch.finfo(mask.dtype).min)
 
 
 @untraced

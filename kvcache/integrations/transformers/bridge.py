@@ -85,6 +85,8 @@ class HostBridge:
     """Any other backend, through copies in host memory."""
 
     def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor:
+        if not array.is_floating_point():
+            return ctx.from_numpy(array.cpu().numpy(), ml.DType.I32)
         wide = array.detach().cpu().to(torch.float32)
         return ctx.from_numpy(wide.numpy(), dtype_of(array.dtype))
 

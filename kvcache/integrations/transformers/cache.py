@@ -20,6 +20,7 @@ from kvcache.integrations.transformers.layers import (
     Crossing,
     CrossLayer,
     HybridLayer,
+    IndexedLayer,
     LinearLayer,
     RowsCache,
 )
@@ -106,8 +107,10 @@ class HFCache(RowsCache):
     def _layer(self, i: int, kind: Kind) -> Any:
         if kind.name == CROSS:
             return CrossLayer(self.rows, i)
-        count = self.rows.pool.plan.states[i]
-        if count:
+        plan = self.rows.pool.plan
+        if i in plan.indexed:
+            return IndexedLayer(self.rows, i, kind)
+        if count := plan.states[i]:
             layer = HybridLayer if kind.attends else LinearLayer
             return layer(self._states, i, kind, count)
         return AttentionLayer(self.rows, i, kind) if kind.attends else empty_layer()
@@ -225,7 +228,7 @@ class HFCache(RowsCache):
             return False
         pool = self.rows.pool
         pool.bind(len(found.meta["rows"]), like_of(found, torch.device(device)))
-        pool.places.know(layer_devices(device_map or {}))
+        pool.know(layer_devices(device_map or {}))
         self.restore(load(found, pool.backend, torch.device(device)))
         return True
 

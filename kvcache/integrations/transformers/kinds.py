@@ -31,6 +31,7 @@ ATTENTION = "kvcache"
 """The ``attn_implementation`` of models that attend by our caches."""
 _TYPES = {
     "full_attention": FULL,
+    "indexed_attention": FULL,
     "sliding_attention": SLIDING,
     "chunked_attention": CHUNKED,
     "linear_attention": LINEAR,
@@ -39,6 +40,7 @@ _TYPES = {
     "hybrid": FULL,
     "hybrid_sliding": SLIDING,
 }
+_INDEXED = "indexed_attention"
 _STATEFUL = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 
 
@@ -80,6 +82,8 @@ class Plan:
     layers: tuple[Kind, ...]
     states: tuple[int, ...] = ()
     """How many convolutions and recurrences each layer has states of, beside K and V or alone."""
+    indexed: frozenset[int] = frozenset()
+    """Layers whose tokens may have keys of an indexer too, beside K and V."""
     encoder: bool = False
     conv_shape: tuple[int, ...] = ()
     state_shape: tuple[int, ...] = ()
@@ -117,7 +121,10 @@ class Plan:
         return any(self.states)
 
     def part(self, layer: int) -> int:
-        """By which number rows keep account of a layer's states: where it has K and V too, one of its own."""
+        """By which number rows keep account of a layer's states, and store the keys of its indexer.
+
+        Where it has K and V too, one of its own, behind all layers: no layer has states and an indexer.
+        """
         return layer + len(self.layers) * self.layers[layer].attends
 
 
@@ -168,6 +175,7 @@ def layer_plan(config: Any) -> Plan:
     return Plan(
         tuple(layers),
         tuple(counts),
+        frozenset(i for i, layer_type in enumerate(types[:count]) if layer_type == _INDEXED),
         encoder,
         *_state_shapes(decoder),
         grouped,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,6 +174,11 @@ class CachePool:
             return found
         held = any(layer in cache.storage.buffers for cache in self.family.caches.values())
         return self.places.learn(layer, key.device, held)
+
+    def know(self, devices: Mapping[int, torch.device]) -> None:
+        """Place layers that store nothing yet, and their indexers with them."""
+        beside = {self.plan.part(i): devices[i] for i in self.plan.indexed if i in devices}
+        self.places.know({**devices, **beside})
 
     def settle_places(self) -> None:
         """Move what was restored before it was known on which device the model has each layer."""

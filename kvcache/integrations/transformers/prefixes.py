@@ -126,7 +126,7 @@ class HFPrefixCache(Closing):
         )  # fmt: skip
         family = self.cache.bind(torch.empty(0, dtype=model.dtype, device=model.device))
         pool = self.cache.rows.pool
-        pool.places.know(layer_devices(getattr(model, "hf_device_map", {})))
+        pool.know(layer_devices(getattr(model, "hf_device_map", {})))
         pool.give_away()
         self.longest_pass = min((family.kept(kind) or capacity for kind in family.caches), default=capacity)
         """Tokens that windows keep: a longer pass would leave them no snapshots inside."""

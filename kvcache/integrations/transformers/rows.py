@@ -57,7 +57,7 @@ class BatchRows:
         self.length = 0
         """Tokens of every row, those of the pass under way included."""
         self.seen = [0] * 2 * len(pool.plan.layers)
-        """How many of them each layer has had; behind these, the states beside K and V (``Plan.part``)."""
+        """How many of them each layer has had; behind these, what is beside K and V (``Plan.part``)."""
         self.settled: int | None = None
         """While passes are recorded, where a crop may go back to, however small windows are."""
         self.inputs: dict[tuple[int, str], torch.Tensor] = {}
@@ -218,7 +218,7 @@ class BatchRows:
     def _start_short(self, current: ForwardPass, kind: Kind, cache: CausalCache, kept: int) -> None:
         """Keep the last ``kept`` new tokens only: all that later ones can see. The past is read first."""
         if current.begin:
-            current.readings[kind] = self._reading(kind, current.begin)
+            current.readings[kind] = self.reading(kind, current.begin)
         for seq in self.sequences:
             cache.remove(seq, 0)
         cache.start_forward(self.pool.ctx, self._batch(current.tokens, kept))
@@ -227,7 +227,7 @@ class BatchRows:
         rows = len(self.sequences)
         return batch_of_rows(self.sequences, [self.length + tokens - kept] * rows, [kept] * rows)
 
-    def _reading(self, kind: Kind, begin: int) -> DenseBatch:
+    def reading(self, kind: Kind, begin: int) -> DenseBatch:
         """What tokens from ``begin`` on see."""
         first = max(0, begin - kind.size + 1) if kind.size else 0
         return DenseBatch(self.pool.family.caches[kind], self.sequences, first)
@@ -261,7 +261,7 @@ class BatchRows:
         self._put(cache, layer, key, value)
         self.reached(layer)
         if reading is None:
-            reading = current.readings[kind] = self._reading(kind, current.begin)
+            reading = current.readings[kind] = self.reading(kind, current.begin)
         if defer and pool.plan.attends:
             return Stored(pool, layer, kind, current, reading).pair(key, value)
         return pool.read(reading, layer, key, value)
@@ -282,7 +282,7 @@ class BatchRows:
             return None
         pool = self.pool
         like = pool.places.like(layer)
-        return pool.read(self._reading(kind, self.length), layer, like, like)
+        return pool.read(self.reading(kind, self.length), layer, like, like)
 
     # Cross attention.
 
@@ -376,8 +376,16 @@ class BatchRows:
     def _all_at(self, length: int) -> list[int]:
         """What each layer has had where all have had ``length`` tokens: of some, no layer keeps anything."""
         plan = self.pool.plan
-        beside = (kind.attends and states for kind, states in zip(plan.layers, plan.states, strict=True))
+        beside = (
+            self._indexes(i) if i in plan.indexed else kind.attends and plan.states[i]
+            for i, kind in enumerate(plan.layers)
+        )
         return [length if kept else 0 for kept in (*map(grows, plan.layers), *beside)]
+
+    def _indexes(self, layer: int) -> bool:
+        """Whether a layer has keys of an indexer: some read what the indexer of another has chosen."""
+        pool = self.pool
+        return pool.plan.part(layer) in pool.family.caches[pool.plan.layers[layer]].storage.buffers
 
     def snapshot(self) -> HFSnapshot:
         """What all rows hold now."""
@@ -534,6 +542,11 @@ class BatchRows:
         if end == self.length:
             self.cut(begin)
             return
+        if self.pool.plan.indexed:
+            raise NotSupportedError(
+                f"remove: [{begin}, {end}) of {self.length} tokens: the keys of indexers "
+                f"({self.pool.plan.model_type}) cannot be re-encoded; remove the end only, or start again"
+            )
         self.pool.remove(self.sequences, begin, end)
         self._now(self.length - (end - begin))
 

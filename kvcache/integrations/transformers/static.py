@@ -12,12 +12,18 @@ from typing import Any, Self, cast
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import EncoderDecoderCache, LinearAttentionLayer, StaticLayer
+from transformers.cache_utils import (
+    EncoderDecoderCache,
+    LinearAttentionLayer,
+    StaticIndexedLayer,
+    StaticLayer,
+)
 from transformers.utils import is_torchdynamo_compiling
 
 import ml
-from kvcache import Batch, CacheFullError, InvalidRangeError, NotSupportedError, StateSpec
+from kvcache import Batch, CacheFullError, CausalCache, InvalidRangeError, NotSupportedError, StateSpec
 from kvcache.attention.dense_batch import DenseBatch
+from kvcache.integrations.transformers.indexers import Indexer
 from kvcache.integrations.transformers.kinds import CROSS, Kind, Trait, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import CrossCache, Crossing, CrossLayer, RowsCache
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
@@ -109,6 +115,8 @@ def _layers(cache: Any) -> list[Any]:
 def _layer(rows: StaticBatchRows, i: int, kind: Kind) -> Any:
     if kind.name == CROSS:
         return StaticCrossLayer(rows, i)
+    if i in rows.pool.plan.indexed:
+        return StaticIndexerLayer(rows, i, kind)
     if count := rows.pool.plan.states[i]:
         return StaticHybridLayer(rows, i, kind, count) if kind.attends else StaticLinearLayer(rows, i, count)
     return StaticAttentionLayer(rows, i, kind) if kind.attends else empty_layer()
@@ -148,11 +156,26 @@ class StaticBatchRows(BatchRows):
 
     def views(self, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor) -> Pair:
         """The buffers of a layer (rows, heads, capacity, dim), for keys and values like these."""
-        self.claim(key.shape[0], key)
-        pool, cache = self.pool, self.pool.family.caches[kind]
-        # A pass that only reserves allocates, and stores nothing.
-        cache.start_forward(pool.ctx, Batch([0] * len(self.sequences), self.sequences), reserve=True)
+        cache = self._reserved(kind, key)
         self._put(cache, layer, _one_token(key), _one_token(value))
+        return self._whole(layer, kind)
+
+    def indexer_view(self, layer: int, kind: Kind, keys: torch.Tensor) -> torch.Tensor:
+        """The buffer (rows, capacity, dim) of a layer's indexer, for keys like these."""
+        self._reserved(kind, keys)
+        indexer = Indexer(self, layer, kind)
+        indexer.put(torch.zeros_like(keys[:, :1]))
+        return self._whole(indexer.part, kind)[0][:, 0]
+
+    def _reserved(self, kind: Kind, like: torch.Tensor) -> CausalCache:
+        """The cache of a kind, in a pass that only reserves: it allocates, and stores nothing."""
+        self.claim(like.shape[0], like)
+        cache = self.pool.family.caches[kind]
+        cache.start_forward(self.pool.ctx, Batch([0] * len(self.sequences), self.sequences), reserve=True)
+        return cache
+
+    def _whole(self, layer: int, kind: Kind) -> Pair:
+        pool, cache = self.pool, self.pool.family.caches[kind]
         reading = DenseBatch(cache, self.sequences)
         if not reading.is_view:
             raise NotSupportedError(
@@ -223,6 +246,40 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         """In place: compiled code holds the addresses."""
         if self.is_initialized:
             _reorder((self.keys, self.values), beam_idx)
+
+
+class StaticIndexerLayer(StaticAttentionLayer, StaticIndexedLayer):  # type: ignore[misc]
+    """transformers' static layer with the keys of an indexer, those too on our buffers."""
+
+    indexer_position_ids: torch.Tensor | None
+
+    def lazy_initialization_indexer(self, indexer_key_states: torch.Tensor) -> None:
+        keys = indexer_key_states
+        self.indexer_dtype, self.indexer_device = keys.dtype, keys.device
+        self.indexer_keys = _addressed(self.rows.indexer_view(self.layer, self.kind, keys))
+        self.indexer_cumulative_length = _addressed(torch.zeros((), dtype=torch.long, device=keys.device))
+        self.is_indexer_initialized = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.indexer_position_ids is not None and tokens_to_remove:
+            self.indexer_position_ids = self.indexer_position_ids[..., :tokens_to_remove]
+        if self.is_indexer_initialized:
+            self.indexer_cumulative_length.sub_(-tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self.indexer_position_ids = None
+        if self.is_indexer_initialized:
+            self.indexer_cumulative_length.zero_()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self.is_indexer_initialized:
+            _reorder((self.indexer_keys,), beam_idx)
+        if self.indexer_position_ids is not None:
+            places = self.indexer_position_ids
+            self.indexer_position_ids = places.index_select(1, beam_idx.to(places.device))
 
 
 class StaticCrossLayer(CrossLayer):
