@@ -150,9 +150,35 @@ def test_a_server_without_a_store_has_nothing_to_keep() -> None:
         assert process.wait(timeout=60) == 0
 
 
+@posix
+def test_a_router_hears_which_prefixes_are_kept() -> None:
+    decode, zmq = pytest.importorskip("msgspec").msgpack.decode, pytest.importorskip("zmq")
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        events, replay = (f"tcp://127.0.0.1:{taken.getsockname()[1]}" for taken in (one, other))
+    # ZmqPublisher binds what has a "*".
+    told = ("--kv-events", events.replace("127.0.0.1", "*"), "--kv-events-replay", replay)
+    with command("--block-size", 4, *told) as (process, client), zmq.Context() as context:
+        answered(client)
+        with context.socket(zmq.DEALER) as asking:
+            asking.connect(replay)
+            stored: list[Any] = []
+            for _ in range(300):
+                asking.send_multipart((b"", (0).to_bytes(8, "big")))
+                while (payload := asking.recv_multipart()[2]) != b"":
+                    stored += [each for each in decode(payload)[1] if each["type"] == "BlockStored"]
+                if stored:
+                    break
+                time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    assert {event["medium"] for event in stored} == {"GPU"}
+    assert {event["block_size"] for event in stored} == {4}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--kv-events", "nowhere"], "serve: --kv-events: nowhere cannot be used"),
         (["--model", "/no/such/folder"], "kvcache: /no/such/folder: "),
         (["--host", "no.such.host.invalid"], "kvcache: serve: no.such.host.invalid:8000: no such address"),
         (["--port", "taken"], "cannot be had (Address already in use); choose another port (0: a free one)"),

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import ml
+from kvcache.cache import InvalidRangeError
 from kvcache.command.completing import stores
 from kvcache.command.grouped import ungrouped
 from kvcache.command.options import Debug, Dtypes, Place, named_store
@@ -65,9 +66,48 @@ class Room:
         ),
     ] = None
 
+    block_size: Annotated[
+        int, typer.Option(help="Tokens of an entry of a store, and of a block that events tell of.", min=1)
+    ] = 512
+
     def engine_options(self, dtypes: Dtypes) -> EngineOptions:
         sizes = self.max_sequences, self.capacity, self.prefill_chunk, dtypes.cache
-        return EngineOptions(*sizes, context=self.context)
+        return EngineOptions(*sizes, context=self.context, block_size=self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """What a router is told of prefixes that are kept."""
+
+    kv_events: Annotated[
+        str | None, typer.Option(help="Publish KV events over ZeroMQ here, as vLLM does: tcp://*:5557.")
+    ] = None
+    kv_events_replay: Annotated[
+        str | None, typer.Option(help="Where events can be asked for again: tcp://*:5558.")
+    ] = None
+    kv_events_topic: Annotated[str, typer.Option(help="The topic of the events.")] = ""
+
+    @contextlib.contextmanager
+    def published(self, engine: Engine) -> Iterator[None]:
+        """Raises NotSupportedError without pyzmq, InvalidRangeError for an address that cannot be used."""
+        if self.kv_events is None:
+            yield
+            return
+        try:
+            import zmq
+
+            from kvcache.prefix.zmq_publisher import ZmqPublisher
+        except ImportError as error:
+            raise ml.NotSupportedError(f"serve: --kv-events: {error}") from error
+        try:
+            publisher = ZmqPublisher(self.kv_events, self.kv_events_replay, self.kv_events_topic)
+        except zmq.ZMQError as error:
+            where = ", ".join(filter(None, (self.kv_events, self.kv_events_replay)))
+            raise InvalidRangeError(f"serve: --kv-events: {where} cannot be used ({error})") from error
+        with publisher:
+            engine.prefix.publish_events(publisher)
+            yield
+            engine.prefix.publish_events(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +144,7 @@ def serve(
     address: Address,
     room: Room,
     limits: Limits,
+    events: Events,
     debug: Debug = False,
 ) -> None:
     """Serve a model with OpenAI's API; requests are batched, and prompts that begin alike share their cache.
@@ -133,7 +174,7 @@ def serve(
             not limits.hide_cached_tokens,
         )
         server.serve(
-            functools.partial(_opened, place, dtypes, room),
+            functools.partial(_opened, place, dtypes, room, events),
             address.name or _name(place.model, path),
             server.template_of(path),
             options,
@@ -148,11 +189,12 @@ def _name(given: Path | None, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _opened(place: Place, dtypes: Dtypes, room: Room) -> Iterator[Engine]:
+def _opened(place: Place, dtypes: Dtypes, room: Room, events: Events) -> Iterator[Engine]:
     """Backend, model and engine, in the thread that uses them."""
     path = place.path
     tiers: list[Tier] = [HostTier(room.host_memory), *map(named_store, room.store or ())]
     with place.open(load_config(path)) as backend:
         model = load_model(path, backend, dtypes.weights)
-        with Engine(model, Tokenizer.load(path), room.engine_options(dtypes), tiers) as engine:
+        options = room.engine_options(dtypes)
+        with Engine(model, Tokenizer.load(path), options, tiers) as engine, events.published(engine):
             yield engine

@@ -113,9 +113,14 @@ class Engine(Closing):
         self.cache = bound
         budget = 2 * self.cache_bytes if options.budget is None else options.budget
         try:
-            layers, interval = model.config.cached_layers, options.interval
             self.prefix = PrefixCache(
-                self.cache, budget, tiers, identity=identity, interval=interval, layers=layers
+                self.cache,
+                budget,
+                tiers,
+                identity=identity,
+                block_size=options.block_size,
+                interval=options.interval,
+                layers=model.config.cached_layers,
             )
         except BaseException:
             self.cache.close()

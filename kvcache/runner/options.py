@@ -24,7 +24,8 @@ class EngineOptions:
     ``context`` tokens are what one request may hold (None: ``capacity``). All sequences share
     ``max_sequences * capacity`` tokens, so that a larger ``context`` lets some go beyond their share while
     others need less. ``budget`` bounds the bytes of kept snapshots on the device, those in the cache's own
-    cells too (None: twice what the cache takes); ``interval`` is as PrefixCache has it.
+    cells too (None: twice what the cache takes); ``interval`` and ``block_size`` are as PrefixCache has them:
+    entries of stores, and blocks that events tell of, have ``block_size`` tokens, and keys depend on it.
     """
 
     max_sequences: int = 4
@@ -34,9 +35,10 @@ class EngineOptions:
     context: int | None = None
     budget: int | None = None
     interval: int = 512
+    block_size: int = 512
 
     def __post_init__(self) -> None:
-        self._check_positive("max_sequences", "prefill_chunk", "capacity")
+        self._check_positive("max_sequences", "prefill_chunk", "capacity", "block_size")
 
     def _check_positive(self, *names: str) -> None:
         for name in names:
