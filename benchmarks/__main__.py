@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.pages import DOCS
-from kvcache.bench.timing import Foreign
+from kvcache.testing.bench.timing import Foreign
 
 __all__ = ["main"]
 

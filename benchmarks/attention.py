@@ -14,7 +14,7 @@ from benchmarks.put_get import Framework, opened
 from benchmarks.report import Row, rows_of
 from benchmarks.shapes import DIM, DTYPES, GROUPS, HEADS
 from kvcache import Batch, CausalCache
-from kvcache.bench.timing import Contender
+from kvcache.testing.bench.timing import Contender
 
 __all__ = ["ROOM", "SCALE", "Filled", "filled", "run"]
 

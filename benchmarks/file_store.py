@@ -20,9 +20,9 @@ from pathlib import Path
 
 import xxhash
 
-from kvcache.bench.timing import machine
 from kvcache.stores import FileStore
 from kvcache.stores.manifest import DATA, MANIFEST, Manifest
+from kvcache.testing.bench.timing import machine
 
 __all__ = ["main"]
 

@@ -18,8 +18,8 @@ import torch
 import ml
 from benchmarks.models import SMALL, random_model
 from kvcache import Batch
-from kvcache.bench.timing import Contender, interleave, machine
 from kvcache.runner import cache_bytes, load_config, load_model
+from kvcache.testing.bench.timing import Contender, interleave, machine
 
 __all__ = ["main"]
 

@@ -17,7 +17,7 @@ import numpy as np
 
 import ml
 from kvcache import Batch, CausalCache, HostTier, PrefixCache, RecurrentCache
-from kvcache.bench.timing import Contender, Trial, interleave, machine
+from kvcache.testing.bench.timing import Contender, Trial, interleave, machine
 from ml import DType
 
 __all__ = ["main"]

@@ -22,10 +22,10 @@ from safetensors.numpy import save_file
 
 import ml
 from kvcache import Batch, CausalCache
-from kvcache.bench.timing import machine
 from kvcache.runner import Llama, Tokenizer, bundled_model, load_model
 from kvcache.runner.checkpoints.weights import open_weights
 from kvcache.runner.loading import load_config
+from kvcache.testing.bench.timing import machine
 
 __all__ = ["perplexity", "windows"]
 

@@ -17,9 +17,9 @@ import ml
 from benchmarks.scale_simulation import Host, ideal
 from benchmarks.scale_traffic import Request, Traffic, requests
 from kvcache import Batch, PrefixCache
-from kvcache.bench.timing import machine
 from kvcache.cache import SnapshotCache
 from kvcache.prefix.prefix_tree import TreeEntry
+from kvcache.testing.bench.timing import machine
 
 __all__ = ["found_by_blocks", "found_in_cells", "main", "seconds_of_a_prompt"]
 

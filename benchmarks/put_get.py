@@ -11,8 +11,8 @@ from typing import Any
 import ml
 from benchmarks.report import Row, rows_of
 from benchmarks.shapes import DIM, DTYPES, HEADS, LENGTHS, WINDOW
-from kvcache.bench.decoding import LAYERS, Decoding
-from kvcache.bench.timing import Contender, Trial, interleave, joined
+from kvcache.testing.bench.decoding import LAYERS, Decoding
+from kvcache.testing.bench.timing import Contender, Trial, interleave, joined
 
 __all__ = ["run", "tail"]
 
@@ -83,7 +83,7 @@ class Case:
 
 
 def opened(framework: str) -> tuple[ml.Backend, Framework]:
-    hand = importlib.import_module(f"kvcache.integrations.bench_{framework}")
+    hand = importlib.import_module(f"kvcache.testing.bench.peers_{framework}")
     if framework == "torch":
         hand.fix_threads(1)
         found = Framework(framework, hand, Decoding, LAYERS - 1, True)

@@ -17,7 +17,7 @@ import numpy as np
 
 import ml
 from kvcache import Batch, CausalCache
-from kvcache.bench.timing import Contender, interleave, machine
+from kvcache.testing.bench.timing import Contender, interleave, machine
 
 __all__ = ["main"]
 

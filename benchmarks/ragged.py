@@ -27,8 +27,8 @@ from benchmarks.ragged_engine import engine, peers, summary
 from benchmarks.ragged_hand import DIM, GROWTH, HEADS, KV, SCALE, Case, Hand, Ops
 from benchmarks.report import Row, rows_of
 from kvcache import Batch, CausalCache
-from kvcache.bench.timing import Contender, Trial, interleave, machine
 from kvcache.runner import bundled_model
+from kvcache.testing.bench.timing import Contender, Trial, interleave, machine
 
 __all__ = ["CASES", "Ours", "counts", "main"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import axes_of, legend, load, save, svg, table
-from kvcache.bench.timing import Trial, machine
+from kvcache.testing.bench.timing import Trial, machine
 
 __all__ = ["PARTS", "RECORD", "Row", "page", "plots", "record", "rows_of", "tables", "verdict", "write"]
 

@@ -18,7 +18,7 @@ from benchmarks import scale_report
 from benchmarks.pages import DOCS, load, save
 from benchmarks.scale_simulation import POLICIES, Fleet, by_budget, serve
 from benchmarks.scale_traffic import Traffic
-from kvcache.bench.timing import machine
+from kvcache.testing.bench.timing import machine
 
 __all__ = ["main", "simulate"]
 

@@ -16,9 +16,9 @@ import numpy as np
 import ml
 from benchmarks.scale_simulation import Host
 from benchmarks.transfer import MIB, page, plain_socket, timed
-from kvcache.bench.timing import Contender
 from kvcache.prefix.radix_tree import RadixTree
 from kvcache.stores import FileStore, Keys, MemoryStore, SnapshotStore
+from kvcache.testing.bench.timing import Contender
 
 __all__ = ["measure"]
 

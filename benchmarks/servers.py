@@ -30,8 +30,8 @@ from typing import Any
 
 import httpx
 
-from kvcache.bench.timing import machine
 from kvcache.runner.loading import bundled_model
+from kvcache.testing.bench.timing import machine
 
 __all__ = ["main"]
 

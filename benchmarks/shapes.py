@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ml
-from kvcache.bench.decoding import DIM, HEADS, LAYERS, ROOM
+from kvcache.testing.bench.decoding import DIM, HEADS, LAYERS, ROOM
 
 __all__ = ["DIM", "DTYPES", "GROUPS", "HEADS", "LAYERS", "LENGTHS", "ROOM", "WINDOW"]
 

@@ -32,10 +32,10 @@ from typing import Any
 import httpx
 
 import ml
-from kvcache.bench.timing import machine
 from kvcache.cache import Batch
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.testing.bench.timing import machine
 
 NEW, CAPACITY, SEQUENCES = 24, 192, 6
 TENANTS = ("", "a", "b")

@@ -11,7 +11,7 @@ import numpy as np
 import ml
 from benchmarks.report import Row
 from kvcache import Batch, CausalCache
-from kvcache.bench.timing import Round
+from kvcache.testing.bench.timing import Round
 
 __all__ = ["GO", "run"]
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.transfer import MIB, SOCKET, floors, page, plain_socket, show, show_calls
-from kvcache.bench.timing import Contender, machine
 from kvcache.stores import FileStore, Keys, MemoryStore, SnapshotStore
+from kvcache.testing.bench.timing import Contender, machine
 
 __all__ = ["main"]
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from benchmarks.pages import table
-from kvcache.bench.timing import Contender, Trial
+from kvcache.testing.bench.timing import Contender, Trial
 
 __all__ = ["FRESH", "MIB", "SOCKET", "Plain", "floors", "page", "plain_socket", "show", "show_calls", "timed"]
 

@@ -27,9 +27,9 @@ from benchmarks.two_hosts_report import Point
 from benchmarks.wire import link_speed
 from examples.two_hosts.network import Network, unavailable
 from examples.two_hosts.processes import Process, end_in_order, store_server
-from kvcache.bench.timing import Foreign, machine
 from kvcache.runner import bundled_model
 from kvcache.runner.loading import load_config
+from kvcache.testing.bench.timing import Foreign, machine
 
 __all__ = ["main"]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcache.bench.timing import machine
+from kvcache.testing.bench.timing import machine
 
 __all__ = ["main"]
 

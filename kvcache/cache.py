@@ -52,6 +52,7 @@ __all__ = [
     "SupportsSetCausal",
     "SupportsSnapshots",
     "SupportsStates",
+    "check_whole",
 ]
 
 Mask = ml.Tensor | ml.CausalMask | None
@@ -128,6 +129,12 @@ class ClosedError(KVCacheError, ml.ClosedError):
     """The cache was closed."""
 
 
+def check_whole(op: str, name: str, value: object, least: int = 0) -> None:
+    """Refuse what is no whole number of at least ``least``."""
+    if not isinstance(value, (int, np.integer)) or value < least:
+        raise InvalidRangeError(f"{op}: {name}={value!r}; it must be a whole number of at least {least}")
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The tokens of one forward pass, in any order, of one or more sequences.
@@ -153,7 +160,7 @@ class StorageFormat(Protocol):
 
     The ``dim`` numbers of a token in a KV head become **parts**, each a row of some width and dtype: codes,
     say, and their scales. Parts lie in buffers of their own, and are what snapshots hold and stores get.
-    :mod:`kvcache.formats` has those built in, and finds those of plugins.
+    :mod:`kvcache.storage.formats` has those built in, and finds those of plugins.
     """
 
     @property

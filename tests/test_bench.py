@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 import ml
-from kvcache.bench import decoding as bench
-from kvcache.bench.timing import (
+from kvcache.testing.bench import decoding as bench
+from kvcache.testing.bench.timing import (
     Contender,
     Foreign,
     Round,
@@ -146,8 +146,8 @@ def test_the_command_prints_rows_as_json(monkeypatch: pytest.MonkeyPatch, option
 
 def test_no_contender_writes_where_another_does() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
-    from kvcache.integrations import bench_torch
+    from kvcache.testing.bench import peers_torch
 
-    floors = bench_torch.floors(8, 2, heads=2, dim=4, dtype="float32", grow=False)
+    floors = peers_torch.floors(8, 2, heads=2, dim=4, dtype="float32", grow=False)
     views = [view for floor in floors.values() for pair in floor.call() for view in pair]
     assert len({view.untyped_storage().data_ptr() for view in views}) == len(views)

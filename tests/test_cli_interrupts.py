@@ -155,7 +155,7 @@ def test_load_leaves_the_file_and_writes_none(moment: str, at: At, tmp_path: Pat
     ("moment", "arguments"),
     [
         ("typer.core:TyperGroup.make_context:1", ["generate", "--prompt", PROMPT]),
-        ("kvcache.bench.decoding:interleave:1", ["bench", "--quick"]),
+        ("kvcache.testing.bench.decoding:interleave:1", ["bench", "--quick"]),
         ("ml.plugins:Registry.infos:1", ["backends", "--json"]),
         (DECODE, ["inspect", "--prompt", PROMPT, "--html", "page.html"]),
     ],

@@ -16,9 +16,9 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch, CausalCache, PrefixCache
-from kvcache.formats import CacheFormat, FormatSpec, format_names, hookimpl, open_format, plugins
-from kvcache.formats.plugins import FormatRegistry
-from kvcache.formats.rotated import PREFIX
+from kvcache.storage.formats import CacheFormat, FormatSpec, format_names, hookimpl, open_format, plugins
+from kvcache.storage.formats.plugins import FormatRegistry
+from kvcache.storage.formats.rotated import PREFIX
 from kvcache.stores import MemoryStore, SerializedSnapshot
 from kvcache.testing.rigs.protocol import only_protocol
 from ml import DType

@@ -9,10 +9,10 @@ import pytest
 
 import ml
 from kvcache import Batch, CausalCache, SlidingWindowCache
-from kvcache.formats import CacheFormat, Rotated, open_format
-from kvcache.formats.plain import Plain
 from kvcache.runner import load_model
 from kvcache.snapshots.serialize import deserialize, serialize
+from kvcache.storage.formats import CacheFormat, Rotated, open_format
+from kvcache.storage.formats.plain import Plain
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 TOKENS = 48

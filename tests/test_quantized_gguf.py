@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache.formats import CacheFormat
+from kvcache.storage.formats import CacheFormat
 from ml import DType
 
 quants = pytest.importorskip("gguf.quants")

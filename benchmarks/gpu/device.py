@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 import ml
-from kvcache.bench.timing import Contender, interleave
+from kvcache.testing.bench.timing import Contender, interleave
 
 __all__ = ["Device", "Timed"]
 

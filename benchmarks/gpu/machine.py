@@ -16,9 +16,9 @@ from benchmarks.models import RANDOM, SMALL
 from benchmarks.shapes import DIM, GROUPS, HEADS
 from benchmarks.tensor_parallel import RandomWeights
 from benchmarks.whole_model import Ours
-from kvcache.bench.timing import machine
 from kvcache.runner import Llama
 from kvcache.runner.models.families import parse_config
+from kvcache.testing.bench.timing import machine
 
 __all__ = ["STEPS", "random_llama"]
 

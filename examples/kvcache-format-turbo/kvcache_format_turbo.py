@@ -13,7 +13,7 @@ import numpy as np
 
 import ml
 from kvcache import InvalidRangeError
-from kvcache.formats import FormatSpec, hookimpl
+from kvcache.storage.formats import FormatSpec, hookimpl
 
 _HALF = np.array([0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326])
 GRID = np.concatenate([-_HALF[::-1], _HALF]).astype(np.float32)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, InvalidSequenceError
+from kvcache.cache import Batch, InvalidBatchError, InvalidSequenceError
 
-__all__ = ["SequenceTokens", "check_modes", "check_sequence", "check_tensors", "check_whole", "split_batch"]
+__all__ = ["SequenceTokens", "check_modes", "check_sequence", "check_tensors", "split_batch"]
 
 _LIMIT = 2**31 - 1
 """Positions are I32 on the device."""
@@ -54,12 +54,6 @@ class SequenceTokens:
 def check_sequence(op: str, seq: object, max_sequences: int) -> None:
     if not isinstance(seq, (int, np.integer)) or not 0 <= seq < max_sequences:
         raise InvalidSequenceError(f"{op}: sequence {seq!r}; it must be in 0 to {max_sequences - 1}")
-
-
-def check_whole(op: str, name: str, value: object, least: int = 0) -> None:
-    """Refuse what is no whole number of at least ``least``."""
-    if not isinstance(value, (int, np.integer)) or value < least:
-        raise InvalidRangeError(f"{op}: {name}={value!r}; it must be a whole number of at least {least}")
 
 
 def check_tensors(op: str, **tensors: object) -> None:

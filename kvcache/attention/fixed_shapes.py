@@ -26,8 +26,8 @@ from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.device_copies import HostArray, device_of
 from kvcache.attention.read_plan import ReadPlan
 from kvcache.cache import NotSupportedError
-from kvcache.formats import CacheFormat
 from kvcache.storage.cell_table import CellTable
+from kvcache.storage.formats import CacheFormat
 
 __all__ = ["FixedPass", "GraphTensors", "check_window", "read_everything"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 import ml
-from kvcache.attention.batch import check_sequence, check_whole
-from kvcache.cache import CacheDType, ClosedError, InvalidRangeError, OrderError
-from kvcache.formats import CacheFormat
+from kvcache.attention.batch import check_sequence
+from kvcache.cache import CacheDType, ClosedError, InvalidRangeError, OrderError, check_whole
 from kvcache.snapshots.snapshot import check_kind
+from kvcache.storage.formats import CacheFormat
 
 __all__ = ["BoundCache"]
 

@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.attention.batch import check_whole
 from kvcache.cache import (
     Cache,
     InvalidRangeError,
@@ -39,6 +38,7 @@ from kvcache.cache import (
     SupportsOffset,
     SupportsPrepare,
     SupportsStates,
+    check_whole,
 )
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.caches.wrapper import unwrapped

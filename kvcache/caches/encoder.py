@@ -13,20 +13,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 import ml
-from kvcache.attention.batch import (
-    SequenceTokens,
-    check_modes,
-    check_sequence,
-    check_tensors,
-    check_whole,
-    split_batch,
-)
+from kvcache.attention.batch import SequenceTokens, check_modes, check_sequence, check_tensors, split_batch
 from kvcache.attention.device_copies import HostArray, HostArrays, near
-from kvcache.cache import Batch, CacheDType, InvalidRangeError, Mask, OrderError
+from kvcache.cache import Batch, CacheDType, InvalidRangeError, Mask, OrderError, check_whole
 from kvcache.caches.base import BoundCache
 from kvcache.caches.managed import PreparedCalls
-from kvcache.formats import CacheFormat
 from kvcache.snapshots.snapshot import EncoderSnapshot, check_following, check_inside
+from kvcache.storage.formats import CacheFormat
 from ml import nn
 
 __all__ = ["EncoderCache"]

@@ -17,7 +17,7 @@ from typing import Unpack
 import numpy as np
 
 import ml
-from kvcache.attention.batch import SequenceTokens, check_sequence, check_tensors, check_whole, split_batch
+from kvcache.attention.batch import SequenceTokens, check_sequence, check_tensors, split_batch
 from kvcache.attention.forward_pass import Uploads
 from kvcache.cache import (
     Batch,
@@ -29,14 +29,15 @@ from kvcache.cache import (
     OrderError,
     PutOptions,
     ShiftFunction,
+    check_whole,
 )
 from kvcache.caches.base import BoundCache
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
-from kvcache.formats import CacheFormat
 from kvcache.snapshots.recurrent import StateSnapshots
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import RecurrentSnapshot
+from kvcache.storage.formats import CacheFormat
 from kvcache.storage.state_slots import Checkpoint, HeldStates, StatePass
 from kvcache.storage.state_specs import StateSpec, StateSpecs
 from kvcache.storage.state_table import StateTable, shifted, state_lost

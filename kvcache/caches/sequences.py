@@ -11,13 +11,13 @@ from typing import Protocol
 
 import numpy as np
 
-from kvcache.attention.batch import check_whole
 from kvcache.cache import (
     ExtraShiftFunction,
     InvalidRangeError,
     NotSupportedError,
     SequenceLostError,
     ShiftFunction,
+    check_whole,
 )
 from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.storage import relocation as moving

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvcache.attention.batch import SequenceTokens, check_whole
+from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.read_plan import LowerBound
-from kvcache.cache import CacheFullError, ExtraShiftFunction, ShiftFunction
+from kvcache.cache import CacheFullError, ExtraShiftFunction, ShiftFunction, check_whole
 from kvcache.caches.causal import CausalCache
 from kvcache.snapshots.attention import Window
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, Unpack, runtime_checkable
 
 import ml
-from kvcache.attention.batch import check_whole
 from kvcache.attention.forward_pass import Uploads
 from kvcache.cache import (
     Batch,
@@ -36,6 +35,7 @@ from kvcache.cache import (
     SupportsSchedule,
     SupportsSetCausal,
     SupportsSnapshots,
+    check_whole,
 )
 from kvcache.caches.managed import PreparedCalls
 from kvcache.caches.sequences import drop_middle

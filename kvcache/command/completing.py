@@ -52,7 +52,7 @@ def backend_names(incomplete: str) -> list[tuple[str, str]]:
 
 def cache_types(incomplete: str) -> list[str]:
     """Names of storage formats, in small letters."""
-    from kvcache.formats import format_names
+    from kvcache.storage.formats import format_names
 
     try:
         return [name.lower() for name in format_names() if name.startswith(incomplete.upper())]

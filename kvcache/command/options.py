@@ -14,13 +14,13 @@ import typer
 import ml
 from kvcache.cache import CacheDType, ResidualWindow
 from kvcache.command.completing import backend_names, cache_types
-from kvcache.formats import format_names, open_format
 from kvcache.runner.checkpoints.source import existing_model_path
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.device_map import open_on_devices, parse_devices
 from kvcache.runner.errors import RequestError
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.requests import GenerationOptions
+from kvcache.storage.formats import format_names, open_format
 
 __all__ = [
     "BackendName",

@@ -26,7 +26,6 @@ from kvcache.command.generation import continue_prompts
 from kvcache.command.options import device_options
 from kvcache.command.reporting import one_line, reported
 from kvcache.command.screen import Screen, screen_for
-from kvcache.formats import CacheFormat
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.models.families import family_of
 from kvcache.runner.options import EngineOptions
@@ -35,6 +34,7 @@ from kvcache.runner.rank import RanksError, exit_code, job_of_rank, leave
 from kvcache.runner.rank_limits import Limits
 from kvcache.runner.ranks import run_ranks
 from kvcache.runner.requests import Event, GenerationOptions, Statistics
+from kvcache.storage.formats import CacheFormat
 from ml.distributed import launched
 
 __all__ = ["Job", "main", "run"]

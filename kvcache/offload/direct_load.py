@@ -30,12 +30,12 @@ import numpy as np
 
 import ml
 from kvcache.cache import SupportsParts, SupportsReservation
-from kvcache.formats import CacheFormat
 from kvcache.offload.tiers import StoreTier
 from kvcache.snapshots.check_serialized import check_meta
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
 from kvcache.snapshots.serialize import deserialize
 from kvcache.snapshots.snapshot import Snapshot, WrapperSnapshot
+from kvcache.storage.formats import CacheFormat
 from kvcache.stores.errors import SnapshotCorrupt, StoreError
 from kvcache.stores.keys import Chain
 from kvcache.stores.protocol import Reader

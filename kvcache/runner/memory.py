@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ml
 from kvcache.cache import CacheDType
-from kvcache.formats import CacheFormat
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import CapacityError
+from kvcache.storage.formats import CacheFormat
 from kvcache.storage.sizes import bytes_text
 
 __all__ = ["available_bytes", "cache_bytes", "check_memory"]

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.attention.batch import check_whole
-from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, SequenceLostError
+from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, SequenceLostError, check_whole
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, LandingPlace
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import (

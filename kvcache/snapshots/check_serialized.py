@@ -22,7 +22,7 @@ import numpy as np
 
 import ml
 from kvcache.cache import InvalidRangeError
-from kvcache.formats import CacheFormat
+from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_shape import LayerShape, Part
 from kvcache.storage.state_specs import is_state_name
 from kvcache.stores.errors import SnapshotCorrupt

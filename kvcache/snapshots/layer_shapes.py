@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache.formats import CacheFormat
 from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, WrapperSnapshot
+from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.stores.errors import SnapshotCorrupt
 from kvcache.stores.serialized_snapshot import SerializedSnapshot

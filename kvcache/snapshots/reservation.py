@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ml
-from kvcache.formats import CacheFormat
 from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.storage.cell_table import CellTable
+from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_buffers import LayerBuffers
 
 __all__ = ["CellReservation", "IncomingSnapshot", "LandingPlace", "StoredTensor", "bits_of"]

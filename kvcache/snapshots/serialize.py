@@ -15,7 +15,6 @@ from typing import Any, cast
 import numpy as np
 
 import ml
-from kvcache.formats import CacheFormat
 from kvcache.snapshots.check_serialized import check_serialized
 from kvcache.snapshots.layer_shapes import described, shapes_of
 from kvcache.snapshots.snapshot import (
@@ -26,6 +25,7 @@ from kvcache.snapshots.snapshot import (
     Snapshot,
     WrapperSnapshot,
 )
+from kvcache.storage.formats import CacheFormat
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 from ml.transfer import page_out
 

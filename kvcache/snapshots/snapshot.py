@@ -23,8 +23,8 @@ import numpy as np
 
 import ml
 from kvcache.cache import InvalidRangeError, SequenceLostError
-from kvcache.formats import CacheFormat
 from kvcache.storage.cell_table import CellTable, Pin
+from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.storage.state_slots import HeldStates, States

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import ml
-from kvcache.formats import CacheFormat
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.exact_slots import ExactSlots
+from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.layer_shape import LayerShape
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import ml
 from kvcache.cache import InvalidRangeError
-from kvcache.formats import CacheFormat
 from kvcache.storage.buffer import Buffer, Cells
+from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.storage.quantized import QuantizedBuffer
 

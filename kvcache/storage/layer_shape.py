@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import ml
 from kvcache.cache import InvalidRangeError
-from kvcache.formats import CacheFormat
+from kvcache.storage.formats import CacheFormat
 
 __all__ = ["ExtraSpec", "LayerShape", "Part", "latent_dim"]
 

@@ -11,8 +11,8 @@ import copy
 
 import ml
 from kvcache.cache import StorageFormat
-from kvcache.formats import Rotated
 from kvcache.storage.buffer import Buffer, Cells
+from kvcache.storage.formats import Rotated
 
 __all__ = ["QuantizedBuffer"]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import kvcache
 import ml
-from kvcache.formats import CacheFormat
+from kvcache.storage.formats import CacheFormat
 from kvcache.testing.family import FAMILY, run_family
 from kvcache.testing.models.attention import Model, Setup
 from kvcache.testing.models.values import BLOCKS

@@ -14,11 +14,11 @@ from kvcache.attention.ragged_batch import RaggedBatch
 from kvcache.cache import Batch, CacheDType, NotSupportedError
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.recurrent import RecurrentCache
-from kvcache.formats import CacheFormat
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, flat
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.model_caches import FULL, SLIDING, Kind, ModelCaches
 from kvcache.snapshots.snapshot import read_layers
+from kvcache.storage.formats import CacheFormat
 from kvcache.storage.state_specs import StateSpec
 
 __all__ = ["Storage"]

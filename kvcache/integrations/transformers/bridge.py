@@ -8,7 +8,7 @@ import torch
 
 import ml
 from kvcache.cache import OneDType, ResidualWindow
-from kvcache.formats import CacheFormat
+from kvcache.storage.formats import CacheFormat
 
 __all__ = ["Bridge", "HFDType", "bridge_to", "dtype_of", "stored_dtype", "torch_dtype"]
 

@@ -20,13 +20,13 @@ from kvcache import (
     SlidingWindowCache,
 )
 from kvcache.attention.dense_batch import DenseBatch
-from kvcache.formats import CacheFormat
 from kvcache.integrations.model_caches import ModelCaches, Top
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
 from kvcache.integrations.transformers.kinds import Kind, Plan, Trait
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.places import Places, opened
 from kvcache.snapshots.snapshot import Snapshot
+from kvcache.storage.formats import CacheFormat
 
 __all__ = ["CacheOptions", "CachePool"]
 

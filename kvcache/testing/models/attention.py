@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import kvcache
 import ml
-from kvcache.formats import CacheFormat
+from kvcache.storage.formats import CacheFormat
 from kvcache.testing.models.values import Encoding, encoding, shift_extras
 from ml import DType
 

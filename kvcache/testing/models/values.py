@@ -19,7 +19,7 @@ import numpy as np
 
 import kvcache
 import ml
-from kvcache.formats import CacheFormat
+from kvcache.storage.formats import CacheFormat
 from ml import DType
 from ml.block_formats import AFFINE
 

@@ -16,7 +16,7 @@ import numpy as np
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.formats import CacheFormat
+from kvcache.storage.formats import CacheFormat
 from kvcache.testing.rigs.attention import mask_of, outcome, reference_attention
 from ml import DType
 

@@ -10,7 +10,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.formats import CacheFormat, open_format
+from kvcache.storage.formats import CacheFormat, open_format
 from kvcache.testing.harness import KINDS, CacheCase
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.attention import mask_of, reference_attention

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcache.cache import CacheDType
-from kvcache.formats import CacheFormat
+from kvcache.storage.formats import CacheFormat
 from ml import DType
 
 Token = int | bytes

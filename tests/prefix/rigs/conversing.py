@@ -12,9 +12,9 @@ import numpy as np
 import kvcache
 import ml
 from kvcache import Batch, CacheDType
-from kvcache.formats import CacheFormat
 from kvcache.offload.outages import Outages
 from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.storage.formats import CacheFormat
 from kvcache.testing.rigs.attention import mask_of
 from ml import DType
 

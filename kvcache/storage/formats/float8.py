@@ -16,7 +16,7 @@ import numpy as np
 
 import ml
 from kvcache.cache import InvalidRangeError
-from kvcache.formats.operations import number, quantized_by, read_by, select
+from kvcache.storage.formats.operations import number, quantized_by, read_by, select
 from ml.block_formats import F8_LARGEST, F8_LEAST_SCALE
 
 __all__ = ["F8_E4M3"]

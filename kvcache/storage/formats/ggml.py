@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import ml
-from kvcache.formats.operations import check_blocks, inverse, number, quantized_by, read_by, same_sign
+from kvcache.storage.formats.operations import check_blocks, inverse, number, quantized_by, read_by, same_sign
 
 __all__ = ["BLOCK", "Q4_0", "Q8_0", "halves_of_bytes"]
 

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 
 import ml
-from kvcache.formats.ggml import halves_of_bytes
-from kvcache.formats.operations import check_blocks, number, quantized_by, read_by, select
+from kvcache.storage.formats.ggml import halves_of_bytes
+from kvcache.storage.formats.operations import check_blocks, number, quantized_by, read_by, select
 from ml.block_formats import AFFINE, AFFINE_LEAST_STEP
 
 __all__ = ["FORMATS", "Affine"]

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Iterable
 
 from kvcache.cache import StorageFormat
-from kvcache.formats import affine, hookspecs
-from kvcache.formats.float8 import F8_E4M3
-from kvcache.formats.ggml import Q4_0, Q8_0
-from kvcache.formats.hookspecs import FormatSpec, check_name, hookimpl
-from kvcache.formats.plain import PLAIN
-from kvcache.formats.rotated import Rotated
+from kvcache.storage.formats import affine, hookspecs
+from kvcache.storage.formats.float8 import F8_E4M3
+from kvcache.storage.formats.ggml import Q4_0, Q8_0
+from kvcache.storage.formats.hookspecs import FormatSpec, check_name, hookimpl
+from kvcache.storage.formats.plain import PLAIN
+from kvcache.storage.formats.rotated import Rotated
 from ml import DTypeError, NotSupportedError, PluginError
 from ml.plugin_host import Hook, PluginHost
 
@@ -36,8 +36,8 @@ _HOOK = Hook(
     specs=hookspecs,
     name="kvcache_format",
     record=FormatSpec,
-    record_name="kvcache.formats.FormatSpec",
-    marker="@kvcache.formats.hookimpl",
+    record_name="kvcache.storage.formats.FormatSpec",
+    marker="@kvcache.storage.formats.hookimpl",
     opens="kvcache.StorageFormat",
     methods=METHODS,
     call="open_format",

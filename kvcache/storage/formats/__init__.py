@@ -5,10 +5,10 @@
 ``FormatSpec`` and ``hookimpl``; its formats may be built with ``operations``.
 """
 
-from kvcache.formats.cache_format import CacheFormat
-from kvcache.formats.hookspecs import FormatSpec, hookimpl
-from kvcache.formats.plain import Plain
-from kvcache.formats.plugins import format_names, open_format
-from kvcache.formats.rotated import Rotated
+from kvcache.storage.formats.cache_format import CacheFormat
+from kvcache.storage.formats.hookspecs import FormatSpec, hookimpl
+from kvcache.storage.formats.plain import Plain
+from kvcache.storage.formats.plugins import format_names, open_format
+from kvcache.storage.formats.rotated import Rotated
 
 __all__ = ["CacheFormat", "FormatSpec", "Plain", "Rotated", "format_names", "hookimpl", "open_format"]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import ml
 from kvcache.cache import CacheDType, InvalidRangeError, ResidualWindow, StorageFormat
-from kvcache.formats.plain import Plain
-from kvcache.formats.plugins import METHODS, keep_format, open_format
+from kvcache.storage.formats.plain import Plain
+from kvcache.storage.formats.plugins import METHODS, keep_format, open_format
 
 __all__ = ["CacheFormat"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from kvcache.bench.decoding import LAYERS, ROOM
-from kvcache.bench.timing import Contender
+from kvcache.testing.bench.decoding import LAYERS, ROOM
+from kvcache.testing.bench.timing import Contender
 
 __all__ = ["EAGER", "FLOORS", "LAYERS", "Contiguous", "Slices", "Strided", "fix_threads", "floors", "peers"]
 

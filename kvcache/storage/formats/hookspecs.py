@@ -2,7 +2,7 @@
 
 A plugin is any module (or object) named by an entry point of the group ``kvcache.formats``, with::
 
-    from kvcache.formats import FormatSpec, hookimpl
+    from kvcache.storage.formats import FormatSpec, hookimpl
 
     @hookimpl
     def kvcache_format() -> FormatSpec: ...
