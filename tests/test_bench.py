@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import ml
 from kvcache.testing.bench import decoding as bench
+from kvcache.testing.bench.batch import Case
 from kvcache.testing.bench.timing import (
     Contender,
     Foreign,
@@ -113,14 +114,23 @@ def test_what_is_measured_has_a_row_for_ours_and_for_the_floor(name: str) -> Non
         pytest.importorskip({"torch": "torch", "mlx": "mlx.core"}[name])
     options = {} if name == "numpy" else {"device": "cpu"}
     with ml.open_backend(name, **options) as backend:
-        rows = list(bench.measure(backend, DType.F32, True, (16,), prompted=32, peers=False))
+        cases = (Case("shared", 64, (20,) * 4), Case("ragged", 0, (10, 30, 50)))
+        rows = list(bench.measure(backend, DType.F32, True, (16,), 32, peers=False, cases=cases))
     ours = [row for row in rows if row.contender == "ours"]
     assert [row.measurement for row in ours] == [
         "put + get of 1 after 16",
         "put + get of 512 after 32",
         "start_forward of 1 after 1024",
         "start_forward of 1 after 32768",
+        "shared",
+        "ragged",
     ]
+    shared, ragged = (row.reads for row in ours[-2:])
+    assert shared is not None
+    assert (shared.cells, shared.shared, shared.saved, shared.gathered) == (64 + 4 * 20, 64, 64 * 3, 0)
+    assert ragged is not None
+    assert (ragged.cells, ragged.shared) == (10 + 30 + 50, 0)
+    assert all(f"reads {row.reads.cells:,} cells" in bench.shown(row) for row in ours if row.reads)
     floors = [row for row in rows if row.contender.startswith("floor")]
     assert bool(floors) == (name != "numpy")
     assert all(row.ratio is not None for row in floors)
@@ -136,7 +146,9 @@ def test_the_command_prints_rows_as_json(monkeypatch: pytest.MonkeyPatch, option
 
     monkeypatch.setattr(bench, "_LENGTHS", (8, 16, 24))
     original = bench.measure
-    monkeypatch.setattr(bench, "measure", lambda *args, **options: original(*args, prompted=8, **options))
+    monkeypatch.setattr(
+        bench, "measure", lambda *args, **options: original(*args, prompted=8, cases=(), **options)
+    )
     result = CliRunner().invoke(app, ["bench", "--quick", "--json", *options])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.output)

@@ -27,7 +27,7 @@ from kvcache.views.pictures import (
     StateView,
 )
 
-__all__ = ["check_bound", "render_cache"]
+__all__ = ["check_bound", "reads_of", "render_cache"]
 
 
 def render_cache(cache: Any) -> CachePicture:
@@ -68,10 +68,11 @@ def _map_of(cache: CausalCache) -> CellMap:
     views = (_sequence(seq, row, held_by, cache.visible(seq)) for seq, row in table.occupied())
     runs = _runs(table, labels, owners)
     name, note = type(cache).__name__, _note(cache)
-    return CellMap(name, note, table.cells, cache.nbytes, tuple(views), runs, _reads(cache))
+    return CellMap(name, note, table.cells, cache.nbytes, tuple(views), runs, reads_of(cache))
 
 
-def _reads(cache: CausalCache) -> StepReads | None:
+def reads_of(cache: CausalCache) -> StepReads | None:
+    """What a step that decodes a token of each sequence reads in a layer; None while nothing is stored."""
     storage = cache.storage
     if not storage.buffers or not any(storage.table.occupied()):
         return None

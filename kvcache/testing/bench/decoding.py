@@ -7,6 +7,7 @@ framework is installed. Without it, our own times stand alone.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import statistics
@@ -16,10 +17,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import ml
+from kvcache.attention.calls import StepReads
 from kvcache.cache import Batch, CacheDType
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.windows import SlidingWindowCache
+from kvcache.testing.bench.batch import CASES, BatchDecoding, Case
+from kvcache.testing.bench.batch import LAYERS as BATCH_LAYERS
 from kvcache.testing.bench.timing import Contender, interleave
+from kvcache.views.words import counted
 
 __all__ = ["DIM", "HEADS", "LAYERS", "ROOM", "Decoding", "Measured", "measure", "shown"]
 
@@ -44,16 +49,25 @@ class Measured:
     ratio: float | None
     rounds: int
     dropped: int
+    reads: StepReads | None = None
+    """What a step of a batch reads in each layer."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def shown(row: Measured) -> str:
-    """One line: microseconds per layer, and times the floor."""
+    """Microseconds per layer, and times the floor; of a batch, a second line says what it reads."""
     times = f"{row.median:12,.1f} us [{row.low:,.1f}, {row.high:,.1f}]"
     ratio = "" if row.ratio is None else f"  {row.ratio:,.2f} x floor"
-    return f"{row.measurement:32} {row.contender:40} {times:40}{ratio}".rstrip()
+    first = f"{row.measurement:32} {row.contender:40} {times:40}{ratio}".rstrip()
+    if (reads := row.reads) is None:
+        return first
+    calls = counted(reads.calls, "call")
+    return (
+        f"{first}\n{'':32} reads {reads.cells:,} cells in {calls}: {reads.shared:,} once for several "
+        f"sequences ({reads.saved:,} saved), {reads.gathered:,} gathered, {reads.padding:,} of padding"
+    )
 
 
 class Decoding:
@@ -152,8 +166,9 @@ def measure(
     prompted: int = 8192,
     peers: bool = True,
     stored: CacheDType | None = None,
+    cases: Sequence[Case] = CASES,
 ) -> Iterator[Measured]:
-    """Put and get after each of ``lengths``, of a chunk of 512 after ``prompted``, and start_forward.
+    """Put and get after each of ``lengths``, of a chunk of 512 after ``prompted``, start_forward, batches.
 
     ``peers``: beside the caches of other runtimes, where they are installed. What is not ours is stored as
     ``dtype``, ours as ``stored`` (None: so too).
@@ -166,6 +181,9 @@ def measure(
     yield from _steps(backend, hand, dtype, prompted, 512, quick, peers, stored)
     for history in (1024, 32768):
         yield _start_forward(backend, dtype, history)
+    with contextlib.suppress(ml.NotSupportedError):  # a backend that only stores does not attend
+        for case in cases:
+            yield from _batch(backend, case, dtype, quick, stored)
 
 
 def _by_hand(backend: ml.Backend) -> Any:
@@ -227,3 +245,20 @@ def _start_forward(backend: ml.Backend, dtype: ml.DType, history: int) -> Measur
     cuts = statistics.quantiles(times, n=10, method="inclusive")
     name = f"start_forward of 1 after {history}"
     return Measured(name, "ours", statistics.median(times), cuts[0], cuts[-1], None, len(times), 0)
+
+
+def _batch(
+    backend: ml.Backend, case: Case, dtype: ml.DType, quick: bool, stored: CacheDType | None
+) -> Iterator[Measured]:
+    """One pass for all sequences of a case, and a pass for each of them."""
+    together, apart = (BatchDecoding(backend, case, dtype, stored) for _ in range(2))
+    contenders = {"ours": together.together(), "ours, a pass for each": apart.one_by_one()}
+    trial = interleave(
+        contenders, 10 if quick else 50, warmup=2, seconds=2 if quick else 10, own_threads=False
+    )
+    reads = together.reads
+    for key, sample in trial.samples().items():
+        times = (sample.median / BATCH_LAYERS, sample.low / BATCH_LAYERS, sample.high / BATCH_LAYERS)
+        kept = len(trial.times[key])
+        told = reads if key == trial.floor else None
+        yield Measured(case.name, key, *times, sample.ratio, kept, trial.dropped, told)
