@@ -253,10 +253,9 @@ def _batch(
     """One pass for all sequences of a case, and a pass for each of them."""
     together, apart = (BatchDecoding(backend, case, dtype, stored) for _ in range(2))
     contenders = {"ours": together.together(), "ours, a pass for each": apart.one_by_one()}
-    trial = interleave(
-        contenders, 10 if quick else 50, warmup=2, seconds=2 if quick else 10, own_threads=False
-    )
+    rounds, seconds = (10, 2) if quick else (50, 10)
     reads = together.reads
+    trial = interleave(contenders, rounds, warmup=2, seconds=seconds, own_threads=False)
     for key, sample in trial.samples().items():
         times = (sample.median / BATCH_LAYERS, sample.low / BATCH_LAYERS, sample.high / BATCH_LAYERS)
         kept = len(trial.times[key])
