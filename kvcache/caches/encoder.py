@@ -52,16 +52,18 @@ class _Pass:
     shown: dict[tuple[int, int], tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
     """What was put while reserving."""
     host: HostArrays = field(default_factory=HostArrays)
-    _rows: list[slice | HostArray] | None = None
+    _rows: dict[tuple[int, ...], slice | HostArray] = field(default_factory=dict)
 
-    def rows(self) -> list[slice | HostArray]:
-        """The tokens of each group: side by side, or listed."""
-        if self._rows is None:
-            found = (group.rows for group in self.groups)
-            self._rows = [
-                rows if isinstance(rows, slice) else self.host.add(rows, ml.DType.I32) for rows in found
-            ]
-        return self._rows
+    def rows(self, members: tuple[int, ...]) -> slice | HostArray:
+        """The tokens of these groups: side by side, or listed."""
+        if members not in self._rows:
+            rows = self.groups[members[0]].rows
+            if len(members) > 1 or not isinstance(rows, slice):
+                listed = np.concatenate([self.groups[i].indices() for i in members])
+                self._rows[members] = self.host.add(listed, ml.DType.I32)
+            else:
+                self._rows[members] = rows
+        return self._rows[members]
 
 
 class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
@@ -229,25 +231,30 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
     def attend(
         self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
     ) -> ml.Tensor:
-        """Attention of query (tokens, heads, head_dim) over its own sequence's encoder output."""
+        """Attention of query (tokens, heads, head_dim) over its own sequence's encoder output.
+
+        An output that several sequences share (``copy_prefix``) is read once, by the queries of all of them.
+        """
         current = self._started("attend")
         check_tensors("attend", query=query)
-        groups = current.groups
         if query.shape[0] != current.tokens:
             raise InvalidRangeError(f"attend: query {query.shape} for a batch of {current.tokens} tokens")
-        if len(groups) == 1:
-            return nn.attention(ctx, query, *self._held(current, groups[0].seq), None, scale, sinks)
-        dim = self._held(current, groups[0].seq)[1].shape[2]
-        result = ctx.empty((*query.shape[:2], dim), query.dtype)
-        for group, rows in zip(groups, current.rows(), strict=True):
-            held = self._held(current, group.seq)
+        readers: dict[int, list[int]] = {}
+        held = [self._held(current, group.seq) for group in current.groups]
+        for i, (key, _) in enumerate(held):
+            readers.setdefault(id(key), []).append(i)
+        if len(readers) == 1:
+            return nn.attention(ctx, query, *held[0], None, scale, sinks)
+        result = ctx.empty((*query.shape[:2], held[0][1].shape[2]), query.dtype)
+        for members in readers.values():
+            rows, output = current.rows(tuple(members)), held[members[0]]
             if isinstance(rows, slice):
                 own = query.slice(ctx, 0, rows.start, rows.stop)
-                out = nn.attention(ctx, own, *held, None, scale, sinks)
+                out = nn.attention(ctx, own, *output, None, scale, sinks)
                 out.copy(ctx, result.slice(ctx, 0, rows.start, rows.stop))
             else:
                 own = query.rows(ctx, rows.on(ctx))
-                result.set_rows(ctx, nn.attention(ctx, own, *held, None, scale, sinks), rows.on(ctx))
+                result.set_rows(ctx, nn.attention(ctx, own, *output, None, scale, sinks), rows.on(ctx))
         return result
 
     def _held(self, current: _Pass, seq: int) -> tuple[ml.Tensor, ml.Tensor]:

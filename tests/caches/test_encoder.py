@@ -15,7 +15,7 @@ from kvcache.testing.models import values
 from kvcache.testing.rigs.attention import outcome
 from kvcache.testing.rigs.encoder import EncoderRig
 from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
-from ml import DType
+from ml import DType, nn
 
 
 @pytest.fixture
@@ -109,6 +109,28 @@ def test_an_output_goes_with_the_token_it_came_with(
         assert not r.cache.encoder_cached(0)
     assert r.cache.encoder_cached(1)
     assert r.cache.can_resume(0, 0)
+
+
+def test_a_shared_output_is_read_once_by_all_its_readers(
+    encoders: Callable[..., EncoderRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = encoders()
+    r.start([0, 0], [0, 2])
+    r.put(5, 3)
+    r.copy_prefix(0, 1, 1)
+    r.copy_prefix(0, 3, 1)
+    r.start([1, 1, 1, 1, 2], [3, 0, 2, 1, 0])
+    r.check()
+    queries: list[int] = []
+    attention = nn.attention
+
+    def counted(ctx: ml.Context, query: ml.Tensor, *others: Any) -> ml.Tensor:
+        queries.append(query.shape[0])
+        return attention(ctx, query, *others)
+
+    monkeypatch.setattr(nn, "attention", counted)
+    r.check_attend(0)
+    assert sorted(queries) == [1, 4]
 
 
 def test_an_output_is_restored_with_its_token_and_what_is_put_later_is_not_in_it(
