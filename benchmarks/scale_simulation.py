@@ -19,8 +19,8 @@ import kvcache
 import ml
 from benchmarks.scale_traffic import Request, Traffic, requests, system_prompts
 from kvcache import Batch, PrefixCache
-from kvcache.prefix.prefix_tree import TreeEntry
 from kvcache.prefix.radix_tree import Node
+from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.stores import MemoryStore
 
 __all__ = ["POLICIES", "Fleet", "Host", "Outcome", "by_budget", "ideal", "run", "serve"]

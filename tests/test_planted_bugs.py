@@ -149,7 +149,7 @@ def lent_twice(f: Any, self: Any, nbytes: int) -> Any:
 
 def all_looked_at(f: Any, self: Any) -> Any:
     freeing = filter(named("prefix.evictor:_frees"), self._tree.device)
-    return min(freeing, key=named("prefix.prefix_tree:_priority"), default=None)
+    return min(freeing, key=named("prefix.prefix_tree:priority_of"), default=None)
 
 
 def marked_as_checkpoint(f: Any, self: Any, seq: int, *op: str) -> Any:
@@ -405,7 +405,8 @@ BUGS: dict[str, list[Bug]] = {
         ("caches.wrapper:WrapperCache.prepare_restore_snapshot", "all_caches_are_restored_together",
          restored_in_the_first_cache),
         ("caches.encoder:EncoderCache.snapshot", "an_output_is_restored_with", outputs_not_copied),
-        ("caches.encoder:_Pass.rows", "a_shared_output_is_read_once", lambda f, self, some: f(self, some[:1])),
+        ("caches.encoder:_Pass.rows", "a_shared_output_is_read_once",
+         lambda f, self, some: f(self, some[:1])),
         ("caches.causal:CausalCache.undo_forward", "the_pass_under_way_goes_on", NOTHING),
         ("caches.causal:CausalCache.pass_under_way", "the_pass_under_way_goes_on", NOTHING),
         ("storage.state_table:StateTable._move", "states_and_views_of_them_go_on", NOTHING),
@@ -444,7 +445,7 @@ BUGS: dict[str, list[Bug]] = {
     ],
     "tests/prefix/test_finding.py": [
         ("prefix.prefix_tree:PrefixTree._send", "each_tier_gives_back_what_it[causal]", NOTHING),
-        ("prefix.prefix_tree:_chain", "a_conversation_is_not[wrapper]", lambda f, nodes, *at: f(nodes)[-1:]),
+        ("prefix.prefix_tree:chain_of", "a_conversation_is_not[wrapper]", lambda f, nodes, *at: f(nodes)[-1:]),
         ("stores.keys:Keys.__init__", "what_was_computed_otherwise",
          lambda f, self, given, size: f(self, {**given, "salt": ""}, size)),
         ("caches.causal:CausalCache.settings", "what_was_computed_otherwise",
@@ -478,7 +479,7 @@ BUGS: dict[str, list[Bug]] = {
         ("prefix.prefix_cache:check_unowned", "a_cache_takes_one_prefix_cache", NOTHING),
     ],
     "tests/prefix/test_retention.py": [
-        ("prefix.prefix_tree:_priority", "the_lowest_priority_goes_first",
+        ("prefix.prefix_tree:priority_of", "the_lowest_priority_goes_first",
          lambda f, n: (f(n)[0], 0, *f(n)[2:])),
         ("prefix.retainer:Retainer.expire", "after_its_duration", NOTHING),
         ("prefix.retainer:merged", "what_leads_to_a_range", lambda f, one, other: other),
@@ -487,8 +488,8 @@ BUGS: dict[str, list[Bug]] = {
         ("offload.buffer_pool:Lender.take", "a_snapshot_that_is_read_later[recurrent]", lent_twice),
         ("prefix.matcher:PrefixMatcher.fill", "the_least_recently_used",
          without("prefix.prefix_tree:PrefixTree", "touch")),
-        ("prefix.prefix_tree:_priority", "of_one_conversation_the", lambda f, n: (*f(n)[:3], -f(n)[3])),
-        ("prefix.prefix_tree:_priority", "what_is_pinned_goes_last", lambda f, node: (False, *f(node)[1:])),
+        ("prefix.prefix_tree:priority_of", "of_one_conversation_the", lambda f, n: (*f(n)[:3], -f(n)[3])),
+        ("prefix.prefix_tree:priority_of", "what_is_pinned_goes_last", lambda f, node: (False, *f(node)[1:])),
         ("prefix.evictor:Evictor.within_budgets", "budgets_are_kept_to_the_byte",
          lambda f, self: contextlib.nullcontext()),
         ("offload.eviction:LRUQueue.excess", "budgets_are_kept_to_the_byte",

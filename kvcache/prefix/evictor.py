@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Iterator
 
 from kvcache.cache import SequenceLostError
-from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
+from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retainer import Retainer
+from kvcache.prefix.tree_entry import TreeEntry
 
 __all__ = ["Evictor"]
 

@@ -9,81 +9,36 @@ has nothing.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import itertools
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvcache.cache import SequenceLostError, SnapshotCache
 from kvcache.offload.direct_load import restore_serialized
-from kvcache.offload.eviction import LRUQueue, Priority
+from kvcache.offload.eviction import LRUQueue
 from kvcache.offload.tiers import HostTier, StoreTier, StoreWrite
-from kvcache.offload.worker import OffloadJob, OffloadWorker
+from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Alphabet
-from kvcache.prefix.events import DEVICE, HOST, STORAGE, BlockEvents
+from kvcache.prefix.events import BlockEvents
 from kvcache.prefix.radix_tree import Node, RadixTree
-from kvcache.prefix.retention import DEFAULT_PRIORITY, Grants
+from kvcache.prefix.tree_entry import (
+    TreeEntry,
+    chain_of,
+    content_of,
+    in_cache,
+    is_present,
+    priority_of,
+    span_of,
+)
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import Chain, Keys, SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorrupt
 
-__all__ = ["PrefixTree", "TreeEntry", "span_of"]
-
-
-@dataclass(eq=False, slots=True)
-class TreeEntry:
-    """What a node of the radix tree keeps: its snapshot on the device, serialized in host memory, or both."""
-
-    begin: int
-    """Where the snapshot begins: with the node's edge, or before it where content is whole."""
-    snapshot: Snapshot | None = None
-    serialized: SerializedSnapshot | None = None
-    leaving: OffloadJob | None = None
-    """Its content on the way from the device to host memory."""
-    store_write: StoreWrite | None = None
-    """Its serialized snapshots on their way to the stores."""
-    stored: bool = False
-    pins: int = 0
-    rank: int = DEFAULT_PRIORITY
-    grants: Grants = ()
-    used: int = 0
-    """The time of its last use, on the tree's clock."""
-    end_used: int = 0
-    """That of the end of its edge: later prompts may have parted from it before."""
-    since: float = field(default_factory=time.monotonic)
-
-    @property
-    def present(self) -> bool:
-        return self.snapshot is not None or self.host is not None or self.leaving is not None
-
-    @property
-    def host(self) -> SerializedSnapshot | None:
-        """Its serialized snapshot, also while it is being written."""
-        return self.serialized or (self.store_write.serialized if self.store_write is not None else None)
-
-    @property
-    def media(self) -> frozenset[str]:
-        """Where it is, as events name it; what is on its way from the device is in host memory."""
-        below = self.host is not None or self.leaving is not None
-        found = ((DEVICE, self.snapshot is not None), (HOST, below), (STORAGE, self.stored))
-        return frozenset(medium for medium, there in found if there)
-
-    @property
-    def tier(self) -> str:
-        """ "cache" (in its cells), "device" (copied out), "leaving" it, "host", "writing", or "none"."""
-        if self.snapshot is not None:
-            return "cache" if self.snapshot.in_cache else "device"
-        if self.serialized is not None:
-            return "host"
-        if self.leaving is not None:
-            return "leaving"
-        return "none" if self.store_write is None else "writing"
+__all__ = ["PrefixTree"]
 
 
 class PrefixTree:
@@ -102,9 +57,9 @@ class PrefixTree:
         self.cache, self.store, self.keys, self.worker = cache, store, keys, worker
         self.radix_tree: RadixTree[TreeEntry] = RadixTree()
         self.alphabet = Alphabet()
-        self.device: LRUQueue[Node[TreeEntry]] = LRUQueue(budget, _priority)
+        self.device: LRUQueue[Node[TreeEntry]] = LRUQueue(budget, priority_of)
         self.host: LRUQueue[Node[TreeEntry]] | None = (
-            None if host is None else LRUQueue(host.budget, _priority)
+            None if host is None else LRUQueue(host.budget, priority_of)
         )
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
         self.evicted = 0
@@ -148,7 +103,7 @@ class PrefixTree:
         """The longest prefix of ``ids`` that is kept, and the nodes to restore it from, in order."""
         match = self.radix_tree.match(ids)
         if not self.divisible:
-            chain = _chain([node for node in match.nodes if node.end <= match.length])
+            chain = chain_of([node for node in match.nodes if node.end <= match.length])
             return (chain[-1].end if chain else 0), chain
         usable: list[Node[TreeEntry]] = []
         for node in match.nodes:
@@ -162,8 +117,8 @@ class PrefixTree:
         match = self.radix_tree.match(ids)
         nodes = [node for node in match.nodes if node.end > reached < match.length]
         if not self.divisible:
-            return match.length, _chain([node for node in nodes if node.end <= match.length], reached)
-        return match.length, tuple(itertools.takewhile(_is_present, nodes))
+            return match.length, chain_of([node for node in nodes if node.end <= match.length], reached)
+        return match.length, tuple(itertools.takewhile(is_present, nodes))
 
     def share(self, seq: int, nodes: Sequence[Node[TreeEntry]], length: int) -> int:
         """Let an empty sequence share the first nodes in one step, as far as they lie in the cache.
@@ -173,7 +128,7 @@ class PrefixTree:
         if not self.divisible:
             return 0
         held = [node.data for node in nodes if node.data is not None]
-        parts = [part.snapshot for part in itertools.takewhile(_in_cache, held)]
+        parts = [part.snapshot for part in itertools.takewhile(in_cache, held)]
         if len(parts) < 2:
             return 0
         try:
@@ -187,7 +142,7 @@ class PrefixTree:
         held = node.data
         if held is None or not held.present:
             return None
-        source = _content(held)
+        source = content_of(held)
         tier = "host" if isinstance(source, SerializedSnapshot) else "device"
         try:
             if isinstance(source, SerializedSnapshot):
@@ -546,54 +501,3 @@ class PrefixTree:
             first, serialized = cut_serialized(serialized, at)
             yield at, first
         yield end, serialized
-
-
-def span_of(serialized: SerializedSnapshot) -> tuple[int, int]:
-    """[begin, end) of a serialized snapshot; raises SnapshotCorrupt where it has none."""
-    meta = serialized.meta.get("snapshot")
-    begin, end = (meta.get("begin"), meta.get("end")) if isinstance(meta, Mapping) else (None, None)
-    if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
-        raise SnapshotCorrupt(f"serialized snapshot: a snapshot of [{begin}, {end})")
-    return begin, end
-
-
-def _priority(node: Node[TreeEntry]) -> Priority:
-    held = node.data
-    return (0, 0, 0, 0) if held is None else (held.pins > 0, held.rank, held.used, -node.end)
-
-
-def _content(held: TreeEntry) -> Snapshot | SerializedSnapshot:
-    """Where a node's content is to be had soonest."""
-    if held.snapshot is not None:
-        return held.snapshot
-    if held.leaving is not None:
-        return held.leaving.content()
-    assert held.host is not None
-    return held.host
-
-
-def _in_cache(held: TreeEntry) -> bool:
-    return held.snapshot is not None and held.snapshot.in_cache
-
-
-def _is_present(node: Node[TreeEntry]) -> bool:
-    return node.data is not None and node.data.present
-
-
-def _chain(nodes: Sequence[Node[TreeEntry]], start: int = 0) -> tuple[Node[TreeEntry], ...]:
-    """Of the nodes of a path those whose snapshots follow one another from ``start``, as far as any do."""
-    reached: list[tuple[Node[TreeEntry], int]] = []  # with the place of the one before it, -1 for none
-    for node in nodes:
-        if node.data is None or not node.data.present:
-            continue
-        before = bisect.bisect_left(reached, node.data.begin, key=lambda entry: entry[0].end)
-        if node.data.begin <= start:
-            reached.append((node, -1))
-        elif before < len(reached):
-            reached.append((node, before))
-    found: list[Node[TreeEntry]] = []
-    at = len(reached) - 1
-    while at >= 0:
-        node, at = reached[at]
-        found.append(node)
-    return tuple(found[::-1])
