@@ -11,22 +11,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from kvcache.cache import SequenceLostError, SnapshotCache
 from kvcache.offload.direct_load import restore_serialized
-from kvcache.offload.eviction import LRUQueue
+from kvcache.offload.eviction import Priority
 from kvcache.offload.tiers import HostTier, StoreTier, StoreWrite
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Alphabet
 from kvcache.prefix.events import BlockEvents
+from kvcache.prefix.eviction_policy import LRU, EvictionPolicy, Use
 from kvcache.prefix.radix_tree import Node, RadixTree
+from kvcache.prefix.retention import DEFAULT_PRIORITY
+from kvcache.prefix.tenant_budget import TenantBudget, TenantQueue
 from kvcache.prefix.tree_entry import (
     TreeEntry,
     chain_of,
     content_of,
+    higher,
     in_cache,
     is_present,
     priority_of,
@@ -52,24 +58,43 @@ class PrefixTree:
         store: StoreTier | None,
         keys: Keys,
         worker: OffloadWorker | None = None,
+        policy: EvictionPolicy | None = None,
+        limits: Callable[[str], TenantBudget] | None = None,
     ) -> None:
-        """``worker``: copies what leaves the device; None: it is copied by who offloads it."""
+        """``worker``: copies what leaves the device; None: it is copied by who offloads it.
+
+        ``policy`` orders what goes first (None: LRU), ``limits`` gives a tenant's budget (None: no limit).
+        """
         self.cache, self.store, self.keys, self.worker = cache, store, keys, worker
         self.radix_tree: RadixTree[TreeEntry] = RadixTree()
         self.alphabet = Alphabet()
-        self.device: LRUQueue[Node[TreeEntry]] = LRUQueue(budget, priority_of)
-        self.host: LRUQueue[Node[TreeEntry]] | None = (
-            None if host is None else LRUQueue(host.budget, priority_of)
+        self._policy, self._limits = policy or LRU(), limits
+        self.device = self._queue(budget, priority_of, lambda limit: limit.device)
+        self.host = (
+            None if host is None else self._queue(host.budget, _host_priority, lambda limit: limit.host)
         )
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
         self.evicted = 0
         """Snapshots that went from everywhere."""
+        self.over_budget = 0
+        """Times that a tenant had too much in a tier, and lost some of its own there."""
         self.failed = 0
-        """Of these, those that the device did not give to host memory."""
+        """Of those that went, those that the device did not give to host memory."""
         self._clock = 0
         self.parted: list[Node[TreeEntry]] = []
         """New upper halves of nodes with priorities."""
         self._events: BlockEvents | None = None
+
+    def _queue(
+        self,
+        budget: int | None,
+        priority: Callable[[Node[TreeEntry]], Priority],
+        part: Callable[[TenantBudget], int | None],
+    ) -> TenantQueue[Node[TreeEntry]]:
+        limits = self._limits
+        return TenantQueue(
+            budget, priority, _tenant, lambda tenant: None if limits is None else part(limits(tenant))
+        )
 
     # Telling.
 
@@ -166,30 +191,35 @@ class PrefixTree:
         What is divisible is taken from the sequence as far as the radix tree has nothing of it; of what is
         whole there are ``pieces``, each with its own end.
         """
+        salt, own = self.alphabet.tenant_of(ids)
         if self.divisible:
             if self.radix_tree.match(ids).length < ids.size:
+                if self._limits is not None and 0 < own < ids.size:
+                    self.node_at(ids[:own])  # what is shared does not count for a tenant
                 self.node_at(ids)
-            self._refill(seq, ids, stored)
+            self._refill(seq, ids, stored, salt, own)
         for piece in () if self.divisible else pieces:
             node = self.node_at(ids[: piece.end])
             if node.parent is None or (node.data is not None and node.data.snapshot is not None):
                 continue
             if node.data is None:
-                node.data = TreeEntry(piece.begin, stored=stored)
+                node.data = TreeEntry(piece.begin, stored=stored, tenant=salt if node.end > own else "")
             if node.data.begin == piece.begin:
                 self._keep_on_device(node, piece)
         self.touch(ids)
 
-    def _refill(self, seq: int, ids: np.ndarray, stored: bool) -> None:
+    def _refill(self, seq: int, ids: np.ndarray, stored: bool, salt: str, own: int) -> None:
         """Give the nodes on the way that lost their content what the sequence has of it."""
-        for node in self.radix_tree.match(ids).nodes:
+        nodes = self.radix_tree.match(ids).nodes
+        for node in nodes:
             if node.end <= ids.size and (node.data is None or not node.data.present):
                 try:
                     snapshot = self.cache.snapshot(seq, node.begin, node.end)
                 except SequenceLostError:
+                    self._prune(nodes[-1])
                     self._prune(node)
                     raise
-                node.data = TreeEntry(node.begin, stored=stored)
+                node.data = TreeEntry(node.begin, stored=stored, tenant=salt if node.end > own else "")
                 self._keep_on_device(node, snapshot)
 
     def node_at(self, ids: np.ndarray) -> Node[TreeEntry]:
@@ -223,11 +253,11 @@ class PrefixTree:
         upper = self.radix_tree.split(node, at)
         self._changed(upper, node)
         stored = held.stored and at % self.keys.block_size == 0
-        upper.data = TreeEntry(held.begin, stored=stored, pins=held.pins, since=held.since)
-        upper.data.used = upper.data.end_used = held.used
-        upper.data.grants, upper.data.rank = held.grants, held.rank
+        nothing: dict[str, Any] = dict.fromkeys(("snapshot", "serialized", "leaving", "store_write"))
+        upper.data = replace(held, stored=stored, **nothing)
+        upper.data.end_used, upper.data.end_uses, upper.data.end_scores = held.used, held.uses, held.scores
         self.parted += [upper] if held.grants else []
-        held.begin, held.used = at, held.end_used
+        held.begin, held.used, held.uses, held.scores = at, held.end_used, held.end_uses, held.end_scores
         if snapshots is not None:
             self._off_device(node)
             self._keep_on_device(upper, snapshots[0])
@@ -239,7 +269,7 @@ class PrefixTree:
 
     def _keep_on_device(self, node: Node[TreeEntry], snapshot: Snapshot) -> None:
         assert node.data is not None
-        node.data.snapshot = snapshot
+        node.data.snapshot, node.data.nbytes = snapshot, snapshot.nbytes
         self.device.add(node, snapshot.nbytes)
         self._changed(node)
 
@@ -254,7 +284,7 @@ class PrefixTree:
     def _keep_on_host(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         assert node.data is not None
         assert self.host is not None
-        node.data.serialized = serialized
+        node.data.serialized, node.data.nbytes = serialized, serialized.nbytes
         self.host.add(node, serialized.nbytes)
         self._changed(node)
 
@@ -278,19 +308,36 @@ class PrefixTree:
         """What is used from here on was used later than all before."""
         self._clock += 1
 
-    def use(self, last: Node[TreeEntry], whole: bool = True) -> None:
+    def use(self, last: Node[TreeEntry], whole: bool = True, counts: bool = True) -> None:
         """Note that a node, or the beginning of its edge, and those that lead to it are used now.
 
-        What leads to a node that was used now was, too.
+        What leads to a node that was used now was, too, and is worth at least as much. Without ``counts`` it
+        is only not to go soon.
         """
         node: Node[TreeEntry] | None = last
-        while node is not None and (node.data is None or node.data.used < self._clock):
-            if node.data is not None:
-                node.data.used = self._clock
+        least = (0.0, 0.0)
+        while node is not None:
+            if (held := node.data) is not None:
+                if held.used >= self._clock and held.scores[0] >= least[0] and held.scores[1] >= least[1]:
+                    return
+                held.uses += counts and held.used < self._clock
+                held.used = self._clock
+                own = (self._score(node, held, self.device), self._score(node, held, self.host))
+                held.scores = least = higher(higher(held.scores, own), least)
                 if whole:
-                    node.data.end_used = self._clock
+                    held.end_used, held.end_uses, held.end_scores = held.used, held.uses, held.scores
                 self.reorder(node)
             node, whole = node.parent, True
+
+    def _score(
+        self, node: Node[TreeEntry], held: TreeEntry, queue: TenantQueue[Node[TreeEntry]] | None
+    ) -> float:
+        if queue is None:
+            return 0.0
+        computed = self.store is None and (queue is self.host or self.host is None)
+        return self._policy.score(
+            Use(held.used, held.uses, node.begin, node.end, held.nbytes, queue.age, computed)
+        )
 
     def reorder(self, node: Node[TreeEntry]) -> None:
         """Note that a node's priority has changed."""
@@ -304,11 +351,12 @@ class PrefixTree:
         """Move a snapshot from the device to the next tier, or drop it where there is none."""
         held = node.data
         assert held is not None
-        if held.host is None and held.leaving is None and self._is_wanted(held):
+        _age(self.device, held, held.scores[0])
+        if held.host is None and held.leaving is None and self._is_wanted(node, held):
             if self.worker is not None:
                 self._send(self.worker, node, held)
             elif (serialized := self._copied_out(held)) is not None:
-                if self.host is not None and self.host.fits(serialized.nbytes):
+                if self.host is not None and self.host.fits(serialized.nbytes, node):
                     self._keep_on_host(node, serialized)
                 else:
                     self._write(node, serialized)
@@ -317,17 +365,18 @@ class PrefixTree:
         self._land()
         self.shrink_host()
 
-    def _is_wanted(self, held: TreeEntry) -> bool:
+    def _is_wanted(self, node: Node[TreeEntry], held: TreeEntry) -> bool:
         """Whether there is a place below the device for what a node holds."""
         if self.store is not None and not held.stored:
             return True
-        return self.host is not None and held.snapshot is not None and self.host.fits(held.snapshot.nbytes)
+        host, snapshot = self.host, held.snapshot
+        return host is not None and snapshot is not None and host.fits(snapshot.nbytes, node)
 
     def _send(self, worker: OffloadWorker, node: Node[TreeEntry], held: TreeEntry) -> None:
         assert held.snapshot is not None
         with contextlib.suppress(SequenceLostError):  # a device failure took what it names
             held.leaving = worker.send(held.snapshot, node)
-            if self.host is not None and self.host.fits(held.leaving.serialized_nbytes):
+            if self.host is not None and self.host.fits(held.leaving.serialized_nbytes, node):
                 # Counted at once: what goes first then depends on no thread.
                 self.host.add(node, held.leaving.serialized_nbytes)
 
@@ -358,8 +407,13 @@ class PrefixTree:
             self._prune(node)
 
     def shrink_host(self) -> None:
-        """Bring host memory within its budget."""
-        while self.host is not None and self.host.excess and (other := self.host.first()) is not None:
+        """Bring host memory within its budget, and each tenant within its own."""
+        if self.host is None:
+            return
+        while (found := self.host.over()) is not None:
+            self.over_budget += 1
+            self._leave_host(found[0])
+        while self.host.excess and (other := self.host.first()) is not None:
             self._leave_host(other)
 
     def _copied_out(self, held: TreeEntry) -> SerializedSnapshot | None:
@@ -373,6 +427,7 @@ class PrefixTree:
         held = node.data
         assert held is not None
         assert self.host is not None
+        _age(self.host, held, held.scores[1])
         if held.serialized is not None:
             self._write(node, held.serialized)
         elif self.store is None or held.stored:
@@ -501,3 +556,17 @@ class PrefixTree:
             first, serialized = cut_serialized(serialized, at)
             yield at, first
         yield end, serialized
+
+
+def _host_priority(node: Node[TreeEntry]) -> Priority:
+    return priority_of(node, tier=1)
+
+
+def _tenant(node: Node[TreeEntry]) -> str:
+    return "" if node.data is None else node.data.tenant
+
+
+def _age(queue: TenantQueue[Node[TreeEntry]], held: TreeEntry, score: float) -> None:
+    """What goes takes the tier's age to its score, unless it goes for another reason."""
+    if not held.pins and held.rank == DEFAULT_PRIORITY:
+        queue.age = max(queue.age, score)

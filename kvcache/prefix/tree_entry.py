@@ -17,7 +17,20 @@ from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorrupt
 
-__all__ = ["TreeEntry", "chain_of", "content_of", "in_cache", "is_present", "priority_of", "span_of"]
+__all__ = [
+    "TreeEntry",
+    "chain_of",
+    "content_of",
+    "higher",
+    "in_cache",
+    "is_present",
+    "priority_of",
+    "span_of",
+]
+
+
+Scores = tuple[float, float]
+"""What an entry is worth on the device and in host memory, as the eviction policy has it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,10 +49,18 @@ class TreeEntry:
     pins: int = 0
     rank: int = DEFAULT_PRIORITY
     grants: Grants = ()
+    tenant: str = ""
+    """The salt of whose it is; "": everyone's."""
+    nbytes: int = 0
+    """Of the snapshot, in the tier where it was last kept."""
     used: int = 0
     """The time of its last use, on the tree's clock."""
+    uses: int = 0
+    scores: Scores = (0.0, 0.0)
     end_used: int = 0
     """That of the end of its edge: later prompts may have parted from it before."""
+    end_uses: int = 0
+    end_scores: Scores = (0.0, 0.0)
     since: float = field(default_factory=time.monotonic)
 
     @property
@@ -79,9 +100,15 @@ def span_of(serialized: SerializedSnapshot) -> tuple[int, int]:
     return begin, end
 
 
-def priority_of(node: Node[TreeEntry]) -> Priority:
+def priority_of(node: Node[TreeEntry], tier: int = 0) -> Priority:
+    """Where a node stands in the order of a tier: 0 the device, 1 host memory."""
     held = node.data
-    return (0, 0, 0, 0) if held is None else (held.pins > 0, held.rank, held.used, -node.end)
+    return (0, 0, 0, 0) if held is None else (held.pins > 0, held.rank, held.scores[tier], -node.end)
+
+
+def higher(one: Scores, other: Scores) -> Scores:
+    """The higher score of both in each tier."""
+    return max(one[0], other[0]), max(one[1], other[1])
 
 
 def content_of(held: TreeEntry) -> Snapshot | SerializedSnapshot:
