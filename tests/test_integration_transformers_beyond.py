@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from collections.abc import Iterator
@@ -82,14 +83,11 @@ class TestStorage:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_narrow_models_are_stored_as_they_are(self, dtype: torch.dtype) -> None:
-        made = hf.model("gemma3", seed=3).to(dtype)
-        try:
-            expected = hf.MODES["left padding"]("gemma3", made, None)
-            cache = HFCache(made.config, capacity=64, lookback=2)
-            assert hf.MODES["left padding"]("gemma3", made, cache).distance(expected) == 0.0
-            assert cache.layers[0].keys.dtype is dtype
-        finally:
-            made.to(torch.float32)
+        made = copy.deepcopy(hf.model("gemma3")).to(dtype)
+        expected = hf.MODES["left padding"]("gemma3", made, None)
+        cache = HFCache(made.config, capacity=64, lookback=2)
+        assert hf.MODES["left padding"]("gemma3", made, cache).distance(expected) == 0.0
+        assert cache.layers[0].keys.dtype is dtype
 
     @pytest.mark.parametrize(
         ("dtype", "most", "bits"),

@@ -206,14 +206,11 @@ class TestDtypes:
         assert torch.equal(found[1], keys)
 
     def test_install_leaves_models_of_float64_their_own_cache(self) -> None:
-        made = hf.model("llama", seed=4).double()
-        try:
-            batch = hf.inputs("llama", 2)
-            expected = hf.generate(made, batch)
-            with install():
-                assert hf.generate(made, batch).distance(expected) == 0.0
-        finally:
-            made.float()
+        made = copy.deepcopy(hf.model("llama")).double()
+        batch = hf.inputs("llama", 2)
+        expected = hf.generate(made, batch)
+        with install():
+            assert hf.generate(made, batch).distance(expected) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -221,7 +218,8 @@ def test_steps_of_grouped_heads_come_to_the_kernel_that_a_static_cache_has(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a mask transformers leaves grouped heads to PyTorch, which is many times slower on a CPU."""
-    made, attend = hf.model("llama", "sdpa", seed=5), torch.nn.functional.scaled_dot_product_attention
+    made = copy.deepcopy(hf.model("llama", "sdpa")).to(dtype)
+    attend = torch.nn.functional.scaled_dot_product_attention
     calls: list[tuple[Any, ...]] = []
 
     def recorded(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -229,18 +227,14 @@ def test_steps_of_grouped_heads_come_to_the_kernel_that_a_static_cache_has(
         calls.append((query.shape[1:3], key.shape[1], masked, kwargs.get("enable_gqa", False)))
         return attend(query, key, *args, **kwargs)
 
-    made.to(dtype)
     found = []
-    try:
-        for cache in (HFCache(made.config, capacity=32), HFStaticCache(made.config, capacity=32)):
-            hf.feed(made, cache, hf.tokens(1, 9))
-            with monkeypatch.context() as patch:
-                patch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
-                hf.feed(made, cache, hf.tokens(1, 1))
-            found.append([*calls])
-            calls.clear()
-    finally:
-        made.float()
+    for cache in (HFCache(made.config, capacity=32), HFStaticCache(made.config, capacity=32)):
+        hf.feed(made, cache, hf.tokens(1, 9))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+            hf.feed(made, cache, hf.tokens(1, 1))
+        found.append([*calls])
+        calls.clear()
     assert found[0] == found[1]
     assert len(found[0]) == 2
     assert {call[1:] for call in found[0]} == {(2, True, False)}

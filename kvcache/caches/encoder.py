@@ -246,8 +246,9 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         if len(readers) == 1:
             return nn.attention(ctx, query, *held[0], None, scale, sinks)
         result = ctx.empty((*query.shape[:2], held[0][1].shape[2]), query.dtype)
-        for members in readers.values():
-            rows, output = current.rows(tuple(members)), held[members[0]]
+        tokens = [current.rows(tuple(members)) for members in readers.values()]
+        for rows, (first, *_) in zip(tokens, readers.values(), strict=True):
+            output = held[first]
             if isinstance(rows, slice):
                 own = query.slice(ctx, 0, rows.start, rows.stop)
                 out = nn.attention(ctx, own, *output, None, scale, sinks)
