@@ -47,6 +47,12 @@ def reversed_result(f: Any, *args: Any) -> Any:
 # The replacements that need more than a line.
 
 
+def what_leads_there_not_used(f: Any, self: Any, last: Any, whole: bool = True, counts: bool = True) -> None:
+    above, last.parent = last.parent, None
+    f(self, last, whole, counts)
+    last.parent = above
+
+
 def all_rows_see_all(f: Any, self: Any, tokens: int, *args: Any) -> np.ndarray:
     found = f(self, tokens, *args)
     if len(self.groups) > 1:
@@ -484,6 +490,20 @@ BUGS: dict[str, list[Bug]] = {
          lambda f, n: (f(n)[0], 0, *f(n)[2:])),
         ("prefix.retainer:Retainer.expire", "after_its_duration", NOTHING),
         ("prefix.retainer:merged", "what_leads_to_a_range", lambda f, one, other: other),
+    ],
+    "tests/prefix/test_eviction_policies.py": [
+        ("prefix.prefix_tree:PrefixTree.use", "whatever_the_policy_says", what_leads_there_not_used),
+        ("prefix.prefix_tree:_age", "what_was_used_often_long_ago", NOTHING),
+        ("prefix.eviction_policy:GDSF.score", "what_is_dear_to_compute",
+         lambda f, self, use: f(self, replace(use, begin=0, end=use.end - use.begin))),
+        ("prefix.prefix_tree:PrefixTree.use", "a_use_tells_where",
+         lambda f, self, last, whole=True, counts=True: f(self, last, whole, False)),
+        ("prefix.alphabet:Alphabet.tenant_of", "what_everyone_shares",
+         lambda f, self, ids: (f(self, ids)[0], 0)),
+        ("prefix.prefix_tree:_tenant", "a_tenant_over_its_budget", always("")),
+        ("prefix.tenant_budget:TenantQueue.over", "a_tenant_over_its_budget",
+         lambda f, self: (found := f(self)) and (self.first(), found[1])),
+        ("prefix.tenant_budget:TenantQueue.fits", "what_a_tenant_may_never_have", always(True)),
     ],
     "tests/prefix/test_tiers.py": [
         ("offload.buffer_pool:Lender.take", "a_snapshot_that_is_read_later[recurrent]", lent_twice),

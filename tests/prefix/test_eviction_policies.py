@@ -195,8 +195,8 @@ def tenants(talk: Talk, budget: Any, tiers: Any = (), **named: Any) -> Rig:
 
 def test_a_tenant_over_its_budget_loses_its_own_and_no_other_does(talk: Talk) -> None:
     r = tenants(talk, TenantBudget(36 * TOKEN))
-    r.keep(ONE, salt="a")
     r.keep(TWO, salt="b")
+    r.keep(ONE, salt="a")
     r.keep(TWO, salt="a")
     assert longest(r, ONE, TWO, salt="a") == [16, 20]
     assert longest(r, TWO, salt="b") == [20]
@@ -248,6 +248,13 @@ def test_what_the_device_may_not_keep_goes_to_host_memory_within_its_budget_ther
     ]  # fmt: skip
     assert r.keep([*ONE, 7], salt="b") == 20
     assert r.prefix.stats.host > 0
+
+
+def test_what_a_tenant_may_never_have_is_not_copied_to_host_memory(talk: Talk) -> None:
+    r = tenants(talk, TenantBudget(0, 8), [HostTier()])
+    r.keep(ONE, salt="a")
+    r.prefix.tree.drain()
+    assert (r.prefix.nbytes["host"], r.prefix.over_tenant_budget) == (0, 1)
 
 
 @pytest.mark.parametrize("cache", SOME)
