@@ -18,7 +18,7 @@ from benchmarks.models import SMALL, random_model
 from kvcache import Batch, HostTier, PrefixCache, serialize
 from kvcache.offload import direct_load as arriving
 from kvcache.offload.direct_load import restore_serialized
-from kvcache.prefix.prefix_tree import TreeEntry
+from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.runner.loading import load_model
 from kvcache.stores import FileStore
 from kvcache.testing.bench.timing import Contender, Trial, interleave, machine

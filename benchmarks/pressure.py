@@ -18,7 +18,7 @@ from benchmarks.scale_simulation import Host, ideal
 from benchmarks.scale_traffic import Request, Traffic, requests
 from kvcache import Batch, PrefixCache
 from kvcache.cache import SnapshotCache
-from kvcache.prefix.prefix_tree import TreeEntry
+from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.testing.bench.timing import machine
 
 __all__ = ["found_by_blocks", "found_in_cells", "main", "seconds_of_a_prompt"]

@@ -19,8 +19,9 @@ import kvcache
 import ml
 from benchmarks.scale_traffic import Request, Traffic, requests, system_prompts
 from kvcache import Batch, PrefixCache
-from kvcache.prefix.prefix_tree import TreeEntry
+from kvcache.prefix.eviction_policy import EvictionPolicy
 from kvcache.prefix.radix_tree import Node
+from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.stores import MemoryStore
 
 __all__ = ["POLICIES", "Fleet", "Host", "Outcome", "by_budget", "ideal", "run", "serve"]
@@ -79,7 +80,12 @@ class Host:
     """One PrefixCache as a server has it, within ``budget`` tokens."""
 
     def __init__(
-        self, backend: ml.Backend, budget: int | None, room: int, stores: Sequence[Any] = ()
+        self,
+        backend: ml.Backend,
+        budget: int | None,
+        room: int,
+        stores: Sequence[Any] = (),
+        policy: EvictionPolicy | None = None,
     ) -> None:
         self.cache = kvcache.CausalCache()
         self.cache.init(backend, ml.DType.F32, max_sequences=1, capacity=room, max_batch=_LONGEST)
@@ -90,6 +96,7 @@ class Host:
             tiers=stores,
             identity={"model": "synthetic"},
             block_size=16,
+            eviction_policy=policy or "lru",
         )
 
     def rank_by(self, priority: Priority) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache.offload.tiers import HostTier
+from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.runner.engine import EngineOptions
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.tokenizer import Tokenizer
@@ -96,6 +98,19 @@ def test_tokens_are_counted_by_where_they_came_from(store: Failing) -> None:
     assert {tier for name, *rest in found if name == "kept_bytes" for tier in rest} == {
         "device", "leaving", "host", "writing",
     }  # fmt: skip
+
+
+def test_a_tenant_that_may_keep_little_is_counted_and_keeps_it() -> None:
+    options = replace(OPTIONS, tenant_budget=TenantBudget(0, 0), eviction_policy="gdsf")
+    with Worker(lambda: opened(options, [HostTier()])) as worker:
+        app = app_of(worker)
+        cached = [
+            complete(app, **whose)["usage"]["prompt_tokens_details"]["cached_tokens"]
+            for whose in ({"cache_salt": "a"}, {"cache_salt": "a"}, {}, {})
+        ]
+        found = samples(app)
+    assert cached == [0, 0, 0, TOKENS - 1]
+    assert found["tenant_budget_evictions_total",] == 2
 
 
 def test_every_token_and_request_is_timed_once() -> None:

@@ -179,6 +179,8 @@ def test_a_router_hears_which_prefixes_are_kept() -> None:
     ("arguments", "said"),
     [
         (["--kv-events", "nowhere"], "serve: --kv-events: nowhere cannot be used"),
+        (["--eviction-policy", "arc"], "eviction_policy='arc'; it must be 'lru', 'gdsf'"),
+        (["--tenant-budget", "1MiB/much"], "TenantBudget: host='much'; it must be a number of bytes"),
         (["--model", "/no/such/folder"], "kvcache: /no/such/folder: "),
         (["--host", "no.such.host.invalid"], "kvcache: serve: no.such.host.invalid:8000: no such address"),
         (["--port", "taken"], "cannot be had (Address already in use); choose another port (0: a free one)"),

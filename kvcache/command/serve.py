@@ -18,6 +18,7 @@ from kvcache.command.grouped import ungrouped
 from kvcache.command.options import Debug, Dtypes, Place, named_store
 from kvcache.command.reporting import reported
 from kvcache.offload.tiers import HostTier
+from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.runner.engine import Engine, EngineOptions, Tier
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.tokenizer import Tokenizer
@@ -70,9 +71,28 @@ class Room:
         int, typer.Option(help="Tokens of an entry of a store, and of a block that events tell of.", min=1)
     ] = 512
 
+    eviction_policy: Annotated[
+        str, typer.Option(help="Which prefixes go first: lru; gdsf: those seldom used and cheap to compute.")
+    ] = "lru"
+    tenant_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="What is kept at most for one cache_salt, in the cache and in host memory: 64MiB/1GiB.",
+            show_default="no limit",
+        ),
+    ] = None
+
     def engine_options(self, dtypes: Dtypes) -> EngineOptions:
+        """Raises InvalidRangeError for sizes that are none."""
         sizes = self.max_sequences, self.capacity, self.prefill_chunk, dtypes.cache
-        return EngineOptions(*sizes, context=self.context, block_size=self.block_size)
+        device, _, host = (self.tenant_budget or "").partition("/")
+        return EngineOptions(
+            *sizes,
+            context=self.context,
+            block_size=self.block_size,
+            eviction_policy=self.eviction_policy,
+            tenant_budget=TenantBudget(device or None, host or None) if self.tenant_budget else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

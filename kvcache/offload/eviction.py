@@ -1,4 +1,4 @@
-"""What goes first when a tier is full: by priority, then the least recently used, the deepest of equals."""
+"""What goes first when a tier is full, and what each entry counts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import itertools
 from collections.abc import Callable, Generator, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["LRUQueue"]
+__all__ = ["EvictionQueue"]
 
 N = TypeVar("N")
-Priority = tuple[int, ...]
-"""(pinned, priority, time of last use, minus depth) in a tree: the smallest goes first."""
+Priority = tuple[float, ...]
+"""(pinned, priority, score, minus depth) in a tree: the smallest goes first."""
 
 
-class LRUQueue(Generic[N]):
+class EvictionQueue(Generic[N]):
     """What one tier holds, counted in bytes, against its budget (None: no limit).
 
     ``priority`` tells an entry's order. It may change at any time, with a ``touch`` after it.
@@ -23,6 +23,8 @@ class LRUQueue(Generic[N]):
     def __init__(self, budget: int | None, priority: Callable[[N], Priority]) -> None:
         self.budget = budget
         self.nbytes = 0
+        self.age = 0.0
+        """The highest score of what has gone, for policies by which entries age."""
         self._priority = priority
         self._sizes: dict[int, tuple[N, int]] = {}
         self._heap: list[tuple[Priority, int, N]] = []
@@ -55,10 +57,6 @@ class LRUQueue(Generic[N]):
             if len(self._heap) > 64 + 4 * len(self._sizes):
                 self._heap = [(self._priority(e), next(self._count), e) for e in self]
                 heapq.heapify(self._heap)
-
-    def fits(self, nbytes: int) -> bool:
-        """Whether an entry of this size has room when all others have gone."""
-        return self.budget is None or nbytes <= self.budget
 
     @property
     def excess(self) -> int:

@@ -85,6 +85,13 @@ class Alphabet:
             )
         return found
 
+    def tenant_of(self, tokens: np.ndarray) -> tuple[str, int]:
+        """The salt of a conversation, and its first token that is the tenant's own; ("", all) without one."""
+        for at in np.flatnonzero(tokens < 0).tolist():
+            if isinstance(item := self._items[int(tokens[at])], SaltedToken):
+                return item.salt, at
+        return "", int(tokens.size)
+
     def decode(self, tokens: np.ndarray) -> list[int | bytes]:
         """What ``encode`` was given."""
         return [item.token if isinstance(item, SaltedToken) else item for item in self._named(tokens)]

@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Iterator
 
 from kvcache.cache import SequenceLostError
-from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
+from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retainer import Retainer
+from kvcache.prefix.tree_entry import TreeEntry
 
 __all__ = ["Evictor"]
 
@@ -37,6 +38,9 @@ class Evictor:
     def enforce(self) -> None:
         """Bring every tier within its budget."""
         self.retainer.expire()
+        while (over := self._tree.device.over()) is not None:
+            self._tree.over_budget += 1
+            self._tree.offload(self._end_of(over[0], _tokens(*over)))
         while (excess := self._tree.device.excess) and (node := self._tree.device.first()) is not None:
             self._tree.offload(self._end_of(node, _tokens(node, excess)))
         self._tree.shrink_host()
@@ -86,7 +90,7 @@ class Evictor:
                 passed.append(node)
         for node in passed:
             if _holds_cells(node):
-                self._tree.use(node)
+                self._tree.use(node, counts=False)
             else:
                 self._tree.offload(node)
         return found

@@ -14,11 +14,12 @@ from functools import partial
 
 import numpy as np
 
-from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry, span_of
+from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
 from kvcache.prefix.session import Session
 from kvcache.prefix.snapshot_points import pieces_of
 from kvcache.prefix.store_lookup import StoreLookup
+from kvcache.prefix.tree_entry import TreeEntry, span_of
 
 __all__ = ["PrefixMatcher", "Source"]
 

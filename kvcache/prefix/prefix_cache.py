@@ -24,6 +24,7 @@ from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.events import BlockEvents, EventBatch
+from kvcache.prefix.eviction_policy import EvictionPolicy, policy_of
 from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.open_sessions import OpenSessions
 from kvcache.prefix.ownership import check_unowned, disown, own
@@ -31,6 +32,7 @@ from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.retention import Retention
 from kvcache.prefix.session import PrefixStats, Session, SessionLimitError, SessionReplacedError, Tokens
 from kvcache.prefix.store_lookup import StoreLookup
+from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.snapshots.layer_shapes import Layers
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.storage.layer_shape import LayerShape
@@ -46,8 +48,7 @@ class PrefixCache(Closing):
 
     ``budget`` limits the bytes of snapshots on the device (None: as much as the cells of the cache hold).
     ``tiers`` are at most one HostTier, followed by stores, the nearest first: an open store, what
-    ``open_store`` takes, or the Path of a folder. Evicted content moves to the next tier, the least recently
-    used first.
+    ``open_store`` takes, or the Path of a folder. Evicted content moves to the next tier.
 
     ``identity`` identifies what computed K and V: model, weights, rope settings, tensor-parallel rank. It is
     required with a store, which others may share. ``salt`` separates this PrefixCache from others with the
@@ -59,6 +60,10 @@ class PrefixCache(Closing):
     ``layers`` gives the shapes that the model stores, {layer: ((heads, dim) of K, (heads, dim) of V)} for all
     attention layers; stored content with other shapes is corrupt. None: the shapes of the cache, which an
     unused cache learns from the first serialized snapshot that it restores.
+
+    ``eviction_policy`` is "lru", "gdsf" (``kvcache.prefix.eviction_policy.GDSF``: what is dear to compute and
+    often used stays longer), or any other EvictionPolicy. ``tenant_budget`` limits what is kept for each
+    tenant (the ``salt`` of ``begin``): one TenantBudget for all, or a function of the salt.
 
     The PrefixCache uses all sequences of the cache. It is not thread-safe; a thread writes to the stores.
     """
@@ -76,6 +81,8 @@ class PrefixCache(Closing):
         backlog: int = 256 << 20,
         in_flight: int = 256 << 20,
         layers: Layers | None = None,
+        eviction_policy: str | EvictionPolicy = "lru",
+        tenant_budget: TenantBudget | Callable[[str], TenantBudget] | None = None,
     ) -> None:
         if not hasattr(cache, "settings"):
             raise InvalidRangeError(
@@ -102,7 +109,8 @@ class PrefixCache(Closing):
         self.stats = PrefixStats()
         worker = OffloadWorker(cache.backend, in_flight) if in_flight and tiers else None
         store = StoreTier(stores, backlog, cache.backend) if stores else None
-        self.tree = PrefixTree(cache, budget, host, store, keys, worker)
+        policy, limits = policy_of(eviction_policy), _limits(tenant_budget)
+        self.tree = PrefixTree(cache, budget, host, store, keys, worker, policy, limits)
         self.alphabet = self.tree.alphabet
         self.evictor = Evictor(self.tree)
         lookup = StoreLookup(self.tree, {i: LayerShape(*shape) for i, shape in (layers or {}).items()})
@@ -316,6 +324,11 @@ class PrefixCache(Closing):
         }
 
     @property
+    def over_tenant_budget(self) -> int:
+        """How often a tenant lost something of its own because it had more than ``tenant_budget``."""
+        return self.tree.over_budget
+
+    @property
     def store_errors(self) -> dict[str, int]:
         """Calls of stores that failed, by kind: "read", "write", "corrupt", "full"; {} without stores."""
         return {} if self.tree.store is None else dict(self.tree.store.errors)
@@ -323,6 +336,18 @@ class PrefixCache(Closing):
     def _check(self, op: str) -> None:
         if self._closed:
             raise ClosedError(f"{op}: the PrefixCache is closed")
+
+
+def _limits(
+    budget: TenantBudget | Callable[[str], TenantBudget] | None,
+) -> Callable[[str], TenantBudget] | None:
+    if isinstance(budget, TenantBudget):
+        return lambda salt: budget
+    if budget is not None and not callable(budget):
+        raise InvalidRangeError(
+            f"PrefixCache: tenant_budget={budget!r:.60}; it must be a TenantBudget, or a function of the salt"
+        )
+    return budget
 
 
 def _sorted_tiers(

@@ -9,81 +9,42 @@ has nothing.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import itertools
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from kvcache.cache import SequenceLostError, SnapshotCache
 from kvcache.offload.direct_load import restore_serialized
-from kvcache.offload.eviction import LRUQueue, Priority
+from kvcache.offload.eviction import Priority
 from kvcache.offload.tiers import HostTier, StoreTier, StoreWrite
-from kvcache.offload.worker import OffloadJob, OffloadWorker
+from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Alphabet
-from kvcache.prefix.events import DEVICE, HOST, STORAGE, BlockEvents
+from kvcache.prefix.events import BlockEvents
+from kvcache.prefix.eviction_policy import LRU, EvictionPolicy, Use
 from kvcache.prefix.radix_tree import Node, RadixTree
-from kvcache.prefix.retention import DEFAULT_PRIORITY, Grants
+from kvcache.prefix.retention import DEFAULT_PRIORITY
+from kvcache.prefix.tenant_budget import TenantBudget, TenantQueue
+from kvcache.prefix.tree_entry import (
+    TreeEntry,
+    chain_of,
+    content_of,
+    higher,
+    in_cache,
+    is_present,
+    priority_of,
+    span_of,
+)
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import Chain, Keys, SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorrupt
 
-__all__ = ["PrefixTree", "TreeEntry", "span_of"]
-
-
-@dataclass(eq=False, slots=True)
-class TreeEntry:
-    """What a node of the radix tree keeps: its snapshot on the device, serialized in host memory, or both."""
-
-    begin: int
-    """Where the snapshot begins: with the node's edge, or before it where content is whole."""
-    snapshot: Snapshot | None = None
-    serialized: SerializedSnapshot | None = None
-    leaving: OffloadJob | None = None
-    """Its content on the way from the device to host memory."""
-    store_write: StoreWrite | None = None
-    """Its serialized snapshots on their way to the stores."""
-    stored: bool = False
-    pins: int = 0
-    rank: int = DEFAULT_PRIORITY
-    grants: Grants = ()
-    used: int = 0
-    """The time of its last use, on the tree's clock."""
-    end_used: int = 0
-    """That of the end of its edge: later prompts may have parted from it before."""
-    since: float = field(default_factory=time.monotonic)
-
-    @property
-    def present(self) -> bool:
-        return self.snapshot is not None or self.host is not None or self.leaving is not None
-
-    @property
-    def host(self) -> SerializedSnapshot | None:
-        """Its serialized snapshot, also while it is being written."""
-        return self.serialized or (self.store_write.serialized if self.store_write is not None else None)
-
-    @property
-    def media(self) -> frozenset[str]:
-        """Where it is, as events name it; what is on its way from the device is in host memory."""
-        below = self.host is not None or self.leaving is not None
-        found = ((DEVICE, self.snapshot is not None), (HOST, below), (STORAGE, self.stored))
-        return frozenset(medium for medium, there in found if there)
-
-    @property
-    def tier(self) -> str:
-        """ "cache" (in its cells), "device" (copied out), "leaving" it, "host", "writing", or "none"."""
-        if self.snapshot is not None:
-            return "cache" if self.snapshot.in_cache else "device"
-        if self.serialized is not None:
-            return "host"
-        if self.leaving is not None:
-            return "leaving"
-        return "none" if self.store_write is None else "writing"
+__all__ = ["PrefixTree"]
 
 
 class PrefixTree:
@@ -97,24 +58,43 @@ class PrefixTree:
         store: StoreTier | None,
         keys: Keys,
         worker: OffloadWorker | None = None,
+        policy: EvictionPolicy | None = None,
+        limits: Callable[[str], TenantBudget] | None = None,
     ) -> None:
-        """``worker``: copies what leaves the device; None: it is copied by who offloads it."""
+        """``worker``: copies what leaves the device; None: it is copied by who offloads it.
+
+        ``policy`` orders what goes first (None: LRU), ``limits`` gives a tenant's budget (None: no limit).
+        """
         self.cache, self.store, self.keys, self.worker = cache, store, keys, worker
         self.radix_tree: RadixTree[TreeEntry] = RadixTree()
         self.alphabet = Alphabet()
-        self.device: LRUQueue[Node[TreeEntry]] = LRUQueue(budget, _priority)
-        self.host: LRUQueue[Node[TreeEntry]] | None = (
-            None if host is None else LRUQueue(host.budget, _priority)
+        self._policy, self._limits = policy or LRU(), limits
+        self.device = self._queue(budget, priority_of, lambda limit: limit.device)
+        self.host = (
+            None if host is None else self._queue(host.budget, _host_priority, lambda limit: limit.host)
         )
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
         self.evicted = 0
         """Snapshots that went from everywhere."""
+        self.over_budget = 0
+        """Times that a tenant had too much in a tier, and lost some of its own there."""
         self.failed = 0
-        """Of these, those that the device did not give to host memory."""
+        """Of those that went, those that the device did not give to host memory."""
         self._clock = 0
         self.parted: list[Node[TreeEntry]] = []
         """New upper halves of nodes with priorities."""
         self._events: BlockEvents | None = None
+
+    def _queue(
+        self,
+        budget: int | None,
+        priority: Callable[[Node[TreeEntry]], Priority],
+        part: Callable[[TenantBudget], int | None],
+    ) -> TenantQueue[Node[TreeEntry]]:
+        limits = self._limits
+        return TenantQueue(
+            budget, priority, _tenant, lambda tenant: None if limits is None else part(limits(tenant))
+        )
 
     # Telling.
 
@@ -148,7 +128,7 @@ class PrefixTree:
         """The longest prefix of ``ids`` that is kept, and the nodes to restore it from, in order."""
         match = self.radix_tree.match(ids)
         if not self.divisible:
-            chain = _chain([node for node in match.nodes if node.end <= match.length])
+            chain = chain_of([node for node in match.nodes if node.end <= match.length])
             return (chain[-1].end if chain else 0), chain
         usable: list[Node[TreeEntry]] = []
         for node in match.nodes:
@@ -162,8 +142,8 @@ class PrefixTree:
         match = self.radix_tree.match(ids)
         nodes = [node for node in match.nodes if node.end > reached < match.length]
         if not self.divisible:
-            return match.length, _chain([node for node in nodes if node.end <= match.length], reached)
-        return match.length, tuple(itertools.takewhile(_is_present, nodes))
+            return match.length, chain_of([node for node in nodes if node.end <= match.length], reached)
+        return match.length, tuple(itertools.takewhile(is_present, nodes))
 
     def share(self, seq: int, nodes: Sequence[Node[TreeEntry]], length: int) -> int:
         """Let an empty sequence share the first nodes in one step, as far as they lie in the cache.
@@ -173,7 +153,7 @@ class PrefixTree:
         if not self.divisible:
             return 0
         held = [node.data for node in nodes if node.data is not None]
-        parts = [part.snapshot for part in itertools.takewhile(_in_cache, held)]
+        parts = [part.snapshot for part in itertools.takewhile(in_cache, held)]
         if len(parts) < 2:
             return 0
         try:
@@ -187,7 +167,7 @@ class PrefixTree:
         held = node.data
         if held is None or not held.present:
             return None
-        source = _content(held)
+        source = content_of(held)
         tier = "host" if isinstance(source, SerializedSnapshot) else "device"
         try:
             if isinstance(source, SerializedSnapshot):
@@ -211,30 +191,35 @@ class PrefixTree:
         What is divisible is taken from the sequence as far as the radix tree has nothing of it; of what is
         whole there are ``pieces``, each with its own end.
         """
+        salt, own = self.alphabet.tenant_of(ids)
         if self.divisible:
             if self.radix_tree.match(ids).length < ids.size:
+                if self._limits is not None and 0 < own < ids.size:
+                    self.node_at(ids[:own])  # what is shared does not count for a tenant
                 self.node_at(ids)
-            self._refill(seq, ids, stored)
+            self._refill(seq, ids, stored, salt, own)
         for piece in () if self.divisible else pieces:
             node = self.node_at(ids[: piece.end])
             if node.parent is None or (node.data is not None and node.data.snapshot is not None):
                 continue
             if node.data is None:
-                node.data = TreeEntry(piece.begin, stored=stored)
+                node.data = TreeEntry(piece.begin, stored=stored, tenant=salt if node.end > own else "")
             if node.data.begin == piece.begin:
                 self._keep_on_device(node, piece)
         self.touch(ids)
 
-    def _refill(self, seq: int, ids: np.ndarray, stored: bool) -> None:
+    def _refill(self, seq: int, ids: np.ndarray, stored: bool, salt: str, own: int) -> None:
         """Give the nodes on the way that lost their content what the sequence has of it."""
-        for node in self.radix_tree.match(ids).nodes:
+        nodes = self.radix_tree.match(ids).nodes
+        for node in nodes:
             if node.end <= ids.size and (node.data is None or not node.data.present):
                 try:
                     snapshot = self.cache.snapshot(seq, node.begin, node.end)
                 except SequenceLostError:
+                    self._prune(nodes[-1])
                     self._prune(node)
                     raise
-                node.data = TreeEntry(node.begin, stored=stored)
+                node.data = TreeEntry(node.begin, stored=stored, tenant=salt if node.end > own else "")
                 self._keep_on_device(node, snapshot)
 
     def node_at(self, ids: np.ndarray) -> Node[TreeEntry]:
@@ -268,11 +253,11 @@ class PrefixTree:
         upper = self.radix_tree.split(node, at)
         self._changed(upper, node)
         stored = held.stored and at % self.keys.block_size == 0
-        upper.data = TreeEntry(held.begin, stored=stored, pins=held.pins, since=held.since)
-        upper.data.used = upper.data.end_used = held.used
-        upper.data.grants, upper.data.rank = held.grants, held.rank
+        nothing: dict[str, Any] = dict.fromkeys(("snapshot", "serialized", "leaving", "store_write"))
+        upper.data = replace(held, stored=stored, **nothing)
+        upper.data.end_used, upper.data.end_uses, upper.data.end_scores = held.used, held.uses, held.scores
         self.parted += [upper] if held.grants else []
-        held.begin, held.used = at, held.end_used
+        held.begin, held.used, held.uses, held.scores = at, held.end_used, held.end_uses, held.end_scores
         if snapshots is not None:
             self._off_device(node)
             self._keep_on_device(upper, snapshots[0])
@@ -284,7 +269,7 @@ class PrefixTree:
 
     def _keep_on_device(self, node: Node[TreeEntry], snapshot: Snapshot) -> None:
         assert node.data is not None
-        node.data.snapshot = snapshot
+        node.data.snapshot, node.data.nbytes = snapshot, snapshot.nbytes
         self.device.add(node, snapshot.nbytes)
         self._changed(node)
 
@@ -299,7 +284,7 @@ class PrefixTree:
     def _keep_on_host(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         assert node.data is not None
         assert self.host is not None
-        node.data.serialized = serialized
+        node.data.serialized, node.data.nbytes = serialized, serialized.nbytes
         self.host.add(node, serialized.nbytes)
         self._changed(node)
 
@@ -323,19 +308,36 @@ class PrefixTree:
         """What is used from here on was used later than all before."""
         self._clock += 1
 
-    def use(self, last: Node[TreeEntry], whole: bool = True) -> None:
+    def use(self, last: Node[TreeEntry], whole: bool = True, counts: bool = True) -> None:
         """Note that a node, or the beginning of its edge, and those that lead to it are used now.
 
-        What leads to a node that was used now was, too.
+        What leads to a node that was used now was, too, and is worth at least as much. Without ``counts`` it
+        is only not to go soon.
         """
         node: Node[TreeEntry] | None = last
-        while node is not None and (node.data is None or node.data.used < self._clock):
-            if node.data is not None:
-                node.data.used = self._clock
+        least = (0.0, 0.0)
+        while node is not None:
+            if (held := node.data) is not None:
+                if held.used >= self._clock and held.scores[0] >= least[0] and held.scores[1] >= least[1]:
+                    return
+                held.uses += counts and held.used < self._clock
+                held.used = self._clock
+                own = (self._score(node, held, self.device), self._score(node, held, self.host))
+                held.scores = least = higher(higher(held.scores, own), least)
                 if whole:
-                    node.data.end_used = self._clock
+                    held.end_used, held.end_uses, held.end_scores = held.used, held.uses, held.scores
                 self.reorder(node)
             node, whole = node.parent, True
+
+    def _score(
+        self, node: Node[TreeEntry], held: TreeEntry, queue: TenantQueue[Node[TreeEntry]] | None
+    ) -> float:
+        if queue is None:
+            return 0.0
+        computed = self.store is None and (queue is self.host or self.host is None)
+        return self._policy.score(
+            Use(held.used, held.uses, node.begin, node.end, held.nbytes, queue.age, computed)
+        )
 
     def reorder(self, node: Node[TreeEntry]) -> None:
         """Note that a node's priority has changed."""
@@ -349,11 +351,12 @@ class PrefixTree:
         """Move a snapshot from the device to the next tier, or drop it where there is none."""
         held = node.data
         assert held is not None
-        if held.host is None and held.leaving is None and self._is_wanted(held):
+        _age(self.device, held, held.scores[0])
+        if held.host is None and held.leaving is None and self._is_wanted(node, held):
             if self.worker is not None:
                 self._send(self.worker, node, held)
             elif (serialized := self._copied_out(held)) is not None:
-                if self.host is not None and self.host.fits(serialized.nbytes):
+                if self.host is not None and self.host.fits(serialized.nbytes, node):
                     self._keep_on_host(node, serialized)
                 else:
                     self._write(node, serialized)
@@ -362,17 +365,18 @@ class PrefixTree:
         self._land()
         self.shrink_host()
 
-    def _is_wanted(self, held: TreeEntry) -> bool:
+    def _is_wanted(self, node: Node[TreeEntry], held: TreeEntry) -> bool:
         """Whether there is a place below the device for what a node holds."""
         if self.store is not None and not held.stored:
             return True
-        return self.host is not None and held.snapshot is not None and self.host.fits(held.snapshot.nbytes)
+        host, snapshot = self.host, held.snapshot
+        return host is not None and snapshot is not None and host.fits(snapshot.nbytes, node)
 
     def _send(self, worker: OffloadWorker, node: Node[TreeEntry], held: TreeEntry) -> None:
         assert held.snapshot is not None
         with contextlib.suppress(SequenceLostError):  # a device failure took what it names
             held.leaving = worker.send(held.snapshot, node)
-            if self.host is not None and self.host.fits(held.leaving.serialized_nbytes):
+            if self.host is not None and self.host.fits(held.leaving.serialized_nbytes, node):
                 # Counted at once: what goes first then depends on no thread.
                 self.host.add(node, held.leaving.serialized_nbytes)
 
@@ -403,8 +407,13 @@ class PrefixTree:
             self._prune(node)
 
     def shrink_host(self) -> None:
-        """Bring host memory within its budget."""
-        while self.host is not None and self.host.excess and (other := self.host.first()) is not None:
+        """Bring host memory within its budget, and each tenant within its own."""
+        if self.host is None:
+            return
+        while (found := self.host.over()) is not None:
+            self.over_budget += 1
+            self._leave_host(found[0])
+        while self.host.excess and (other := self.host.first()) is not None:
             self._leave_host(other)
 
     def _copied_out(self, held: TreeEntry) -> SerializedSnapshot | None:
@@ -418,6 +427,7 @@ class PrefixTree:
         held = node.data
         assert held is not None
         assert self.host is not None
+        _age(self.host, held, held.scores[1])
         if held.serialized is not None:
             self._write(node, held.serialized)
         elif self.store is None or held.stored:
@@ -548,52 +558,15 @@ class PrefixTree:
         yield end, serialized
 
 
-def span_of(serialized: SerializedSnapshot) -> tuple[int, int]:
-    """[begin, end) of a serialized snapshot; raises SnapshotCorrupt where it has none."""
-    meta = serialized.meta.get("snapshot")
-    begin, end = (meta.get("begin"), meta.get("end")) if isinstance(meta, Mapping) else (None, None)
-    if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
-        raise SnapshotCorrupt(f"serialized snapshot: a snapshot of [{begin}, {end})")
-    return begin, end
+def _host_priority(node: Node[TreeEntry]) -> Priority:
+    return priority_of(node, tier=1)
 
 
-def _priority(node: Node[TreeEntry]) -> Priority:
-    held = node.data
-    return (0, 0, 0, 0) if held is None else (held.pins > 0, held.rank, held.used, -node.end)
+def _tenant(node: Node[TreeEntry]) -> str:
+    return "" if node.data is None else node.data.tenant
 
 
-def _content(held: TreeEntry) -> Snapshot | SerializedSnapshot:
-    """Where a node's content is to be had soonest."""
-    if held.snapshot is not None:
-        return held.snapshot
-    if held.leaving is not None:
-        return held.leaving.content()
-    assert held.host is not None
-    return held.host
-
-
-def _in_cache(held: TreeEntry) -> bool:
-    return held.snapshot is not None and held.snapshot.in_cache
-
-
-def _is_present(node: Node[TreeEntry]) -> bool:
-    return node.data is not None and node.data.present
-
-
-def _chain(nodes: Sequence[Node[TreeEntry]], start: int = 0) -> tuple[Node[TreeEntry], ...]:
-    """Of the nodes of a path those whose snapshots follow one another from ``start``, as far as any do."""
-    reached: list[tuple[Node[TreeEntry], int]] = []  # with the place of the one before it, -1 for none
-    for node in nodes:
-        if node.data is None or not node.data.present:
-            continue
-        before = bisect.bisect_left(reached, node.data.begin, key=lambda entry: entry[0].end)
-        if node.data.begin <= start:
-            reached.append((node, -1))
-        elif before < len(reached):
-            reached.append((node, before))
-    found: list[Node[TreeEntry]] = []
-    at = len(reached) - 1
-    while at >= 0:
-        node, at = reached[at]
-        found.append(node)
-    return tuple(found[::-1])
+def _age(queue: TenantQueue[Node[TreeEntry]], held: TreeEntry, score: float) -> None:
+    """What goes takes the tier's age to its score, unless it goes for another reason."""
+    if not held.pins and held.rank == DEFAULT_PRIORITY:
+        queue.age = max(queue.age, score)

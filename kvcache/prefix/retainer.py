@@ -12,9 +12,10 @@ from collections.abc import Callable
 import numpy as np
 
 from kvcache.cache import SequenceLostError
-from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
+from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retention import DEFAULT, Grants, Retention, merged, rank_of
+from kvcache.prefix.tree_entry import TreeEntry
 
 __all__ = ["Retainer"]
 

@@ -11,7 +11,8 @@ import numpy as np
 from kvcache.cache import InvalidRangeError
 from kvcache.offload.direct_load import load_back, restore_serialized
 from kvcache.offload.tiers import StoreTier
-from kvcache.prefix.prefix_tree import PrefixTree, span_of
+from kvcache.prefix.prefix_tree import PrefixTree
+from kvcache.prefix.tree_entry import span_of
 from kvcache.snapshots.check_serialized import check_serialized
 from kvcache.snapshots.layer_shapes import Layers, check_layers, layers_of_cache
 from kvcache.stores import Chain, SerializedSnapshot

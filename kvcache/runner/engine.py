@@ -121,6 +121,8 @@ class Engine(Closing):
                 block_size=options.block_size,
                 interval=options.interval,
                 layers=model.config.cached_layers,
+                eviction_policy=options.eviction_policy,
+                tenant_budget=options.tenant_budget,
             )
         except BaseException:
             self.cache.close()

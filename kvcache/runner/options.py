@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import ml
 from kvcache.cache import CacheDType
+from kvcache.prefix.eviction_policy import EvictionPolicy
+from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError
 
@@ -26,6 +29,7 @@ class EngineOptions:
     others need less. ``budget`` bounds the bytes of kept snapshots on the device, those in the cache's own
     cells too (None: twice what the cache takes); ``interval`` and ``block_size`` are as PrefixCache has them:
     entries of stores, and blocks that events tell of, have ``block_size`` tokens, and keys depend on it.
+    ``eviction_policy`` and ``tenant_budget`` are PrefixCache's, too.
     """
 
     max_sequences: int = 4
@@ -36,6 +40,8 @@ class EngineOptions:
     budget: int | None = None
     interval: int = 512
     block_size: int = 512
+    eviction_policy: str | EvictionPolicy = "lru"
+    tenant_budget: TenantBudget | Callable[[str], TenantBudget] | None = None
 
     def __post_init__(self) -> None:
         self._check_positive("max_sequences", "prefill_chunk", "capacity", "block_size")

@@ -101,6 +101,7 @@ class _Reading:
     nbytes: Mapping[str, int]
     failed: Mapping[str, int]
     store_errors: Mapping[str, int]
+    over_tenant_budget: int
 
     @classmethod
     def of(cls, engine: Engine) -> _Reading:
@@ -108,6 +109,7 @@ class _Reading:
         return cls(
             replace(engine.statistics), replace(prefix.stats), len(engine.running), len(engine.waiting),
             engine.preemptions, prefix.nbytes, prefix.failed, prefix.store_errors,
+            prefix.over_tenant_budget,
         )  # fmt: skip
 
     def always(self) -> Iterator[Family]:
@@ -147,6 +149,9 @@ class _Reading:
             )
             yield _counter("external_prefix_cache_hits", "Tokens that stores had.", reused.store)
         yield _gauge("kept_bytes", "Snapshots per tier; leaving, writing: on their way.", self.nbytes, "tier")
+        yield _counter(
+            "tenant_budget_evictions", "Times a tenant had more than it may keep.", self.over_tenant_budget
+        )
         yield _counter("offload_failures", "Snapshots lost on their way to a tier.", self.failed, "tier")
         yield _counter("store_errors", "Calls of stores that failed, by kind.", self.store_errors, "kind")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.prefix.prefix_tree import span_of
+from kvcache.prefix.tree_entry import span_of
 from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable
 from kvcache.stores.folder import LOCK, PAGES, STORE_FORMAT, WRITING
 from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, TEMPORARY, Manifest, unkeyed_digest

@@ -9,9 +9,10 @@ import time
 
 from kvcache.cache import ClosedError, InvalidRangeError
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
+from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.session import Session
+from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.views.blocks import NodeView, TierView
 from kvcache.views.caches import render_cache
 from kvcache.views.pictures import PrefixPicture, SessionView

@@ -11,7 +11,8 @@ import pytest
 
 from kvcache import HostTier, InvalidRangeError
 from kvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
-from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry
+from kvcache.prefix.prefix_tree import PrefixTree
+from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.stores import MemoryStore
 
 from .rigs.conversing import DIVISIBLE, LONG, Rig

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvcache.offload.eviction import LRUQueue
+from kvcache.offload.eviction import EvictionQueue
+from kvcache.prefix.tenant_budget import TenantQueue
 
 
 @dataclass(eq=False)
@@ -17,14 +18,15 @@ class Entry:
     used: int = 0
     depth: int = 0
     pins: int = 0
+    tenant: str = ""
 
 
 def priority(entry: Entry) -> tuple[bool, int, int]:
     return entry.pins > 0, entry.used, -entry.depth
 
 
-def ledger(budget: int | None = None) -> LRUQueue[Entry]:
-    return LRUQueue(budget, priority)
+def ledger(budget: int | None = None) -> EvictionQueue[Entry]:
+    return EvictionQueue(budget, priority)
 
 
 def test_the_least_recently_used_the_deepest_of_equals_pinned_ones_last() -> None:
@@ -75,15 +77,60 @@ def test_without_a_budget_nothing_is_too_much() -> None:
     held = ledger()
     held.add(Entry(1), 10**15)
     assert held.excess == 0
-    assert held.fits(10**18)
 
 
-def test_what_fits() -> None:
-    held = ledger(10)
-    held.add(Entry(1), 10)
-    assert (held.excess, held.fits(10), held.fits(11)) == (0, True, False)
-    held.add(Entry(2), 1)
+LIMITS = {"": None, "ada": 10, "bob": 25, "eve": None}
+
+
+def tenants(budget: int | None = None) -> TenantQueue[Entry]:
+    return TenantQueue(budget, priority, lambda entry: entry.tenant, lambda tenant: LIMITS[tenant])
+
+
+def test_what_fits_has_room_when_all_others_have_gone() -> None:
+    held = tenants(20)
+    held.add(Entry(1), 20)
+    fits = {
+        tenant: [held.fits(size, Entry(2, tenant=tenant)) for size in (10, 11, 20, 21)] for tenant in LIMITS
+    }
+    assert fits == {
+        "": [True, True, True, False],
+        "ada": [True, False, False, False],
+        "bob": [True, True, True, False],
+        "eve": [True, True, True, False],
+    }
+    assert tenants().fits(10**18, Entry(3))
+    held.add(Entry(4), 1)
     assert held.excess == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_who_has_too_much_loses_the_first_of_its_own(seed: int) -> None:
+    rnd = random.Random(seed)
+    held, sizes = tenants(), {}
+    pool = [Entry(name, tenant=rnd.choice([*LIMITS])) for name in range(40)]
+    for clock in range(400):
+        entry, roll = rnd.choice(pool), rnd.random()
+        if roll < 0.5:
+            entry.used = clock
+            sizes[entry] = rnd.randrange(1, 12)
+            held.add(entry, sizes[entry])
+        elif roll < 0.8:
+            entry.used, entry.pins = clock // 3, rnd.choice((0, 0, 0, 1))
+            held.touch(entry)
+        else:
+            held.discard(entry)
+            sizes.pop(entry, None)
+        while (found := held.over()) is not None:
+            first, excess = found
+            own = [entry for entry in sizes if entry.tenant == first.tenant]
+            assert excess == sum(sizes[entry] for entry in own) - (LIMITS[first.tenant] or 0)
+            assert priority(first) == min(map(priority, own))
+            held.discard(first)
+            del sizes[first]
+        for tenant, limit in LIMITS.items():
+            taken = sum(size for entry, size in sizes.items() if entry.tenant == tenant)
+            assert limit is None or taken <= limit
+        assert held.nbytes == sum(sizes.values())
 
 
 def test_an_entry_added_again_counts_with_its_new_size() -> None:

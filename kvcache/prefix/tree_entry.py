@@ -1,0 +1,148 @@
+"""What a node of the radix tree keeps: its snapshot in one tier or several, and when it was used."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvcache.offload.eviction import Priority
+from kvcache.offload.tiers import StoreWrite
+from kvcache.offload.worker import OffloadJob
+from kvcache.prefix.events import DEVICE, HOST, STORAGE
+from kvcache.prefix.radix_tree import Node
+from kvcache.prefix.retention import DEFAULT_PRIORITY, Grants
+from kvcache.snapshots.snapshot import Snapshot
+from kvcache.stores import SerializedSnapshot
+from kvcache.stores.errors import SnapshotCorrupt
+
+__all__ = [
+    "TreeEntry",
+    "chain_of",
+    "content_of",
+    "higher",
+    "in_cache",
+    "is_present",
+    "priority_of",
+    "span_of",
+]
+
+
+Scores = tuple[float, float]
+"""What an entry is worth on the device and in host memory, as the eviction policy has it."""
+
+
+@dataclass(eq=False, slots=True)
+class TreeEntry:
+    """What a node of the radix tree keeps: its snapshot on the device, serialized in host memory, or both."""
+
+    begin: int
+    """Where the snapshot begins: with the node's edge, or before it where content is whole."""
+    snapshot: Snapshot | None = None
+    serialized: SerializedSnapshot | None = None
+    leaving: OffloadJob | None = None
+    """Its content on the way from the device to host memory."""
+    store_write: StoreWrite | None = None
+    """Its serialized snapshots on their way to the stores."""
+    stored: bool = False
+    pins: int = 0
+    rank: int = DEFAULT_PRIORITY
+    grants: Grants = ()
+    tenant: str = ""
+    """The salt of whose it is; "": everyone's."""
+    nbytes: int = 0
+    """Of the snapshot, in the tier where it was last kept."""
+    used: int = 0
+    """The time of its last use, on the tree's clock."""
+    uses: int = 0
+    scores: Scores = (0.0, 0.0)
+    end_used: int = 0
+    """That of the end of its edge: later prompts may have parted from it before."""
+    end_uses: int = 0
+    end_scores: Scores = (0.0, 0.0)
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def present(self) -> bool:
+        return self.snapshot is not None or self.host is not None or self.leaving is not None
+
+    @property
+    def host(self) -> SerializedSnapshot | None:
+        """Its serialized snapshot, also while it is being written."""
+        return self.serialized or (self.store_write.serialized if self.store_write is not None else None)
+
+    @property
+    def media(self) -> frozenset[str]:
+        """Where it is, as events name it; what is on its way from the device is in host memory."""
+        below = self.host is not None or self.leaving is not None
+        found = ((DEVICE, self.snapshot is not None), (HOST, below), (STORAGE, self.stored))
+        return frozenset(medium for medium, there in found if there)
+
+    @property
+    def tier(self) -> str:
+        """ "cache" (in its cells), "device" (copied out), "leaving" it, "host", "writing", or "none"."""
+        if self.snapshot is not None:
+            return "cache" if self.snapshot.in_cache else "device"
+        if self.serialized is not None:
+            return "host"
+        if self.leaving is not None:
+            return "leaving"
+        return "none" if self.store_write is None else "writing"
+
+
+def span_of(serialized: SerializedSnapshot) -> tuple[int, int]:
+    """[begin, end) of a serialized snapshot; raises SnapshotCorrupt where it has none."""
+    meta = serialized.meta.get("snapshot")
+    begin, end = (meta.get("begin"), meta.get("end")) if isinstance(meta, Mapping) else (None, None)
+    if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
+        raise SnapshotCorrupt(f"serialized snapshot: a snapshot of [{begin}, {end})")
+    return begin, end
+
+
+def priority_of(node: Node[TreeEntry], tier: int = 0) -> Priority:
+    """Where a node stands in the order of a tier: 0 the device, 1 host memory."""
+    held = node.data
+    return (0, 0, 0, 0) if held is None else (held.pins > 0, held.rank, held.scores[tier], -node.end)
+
+
+def higher(one: Scores, other: Scores) -> Scores:
+    """The higher score of both in each tier."""
+    return max(one[0], other[0]), max(one[1], other[1])
+
+
+def content_of(held: TreeEntry) -> Snapshot | SerializedSnapshot:
+    """Where a node's content is to be had soonest."""
+    if held.snapshot is not None:
+        return held.snapshot
+    if held.leaving is not None:
+        return held.leaving.content()
+    assert held.host is not None
+    return held.host
+
+
+def in_cache(held: TreeEntry) -> bool:
+    return held.snapshot is not None and held.snapshot.in_cache
+
+
+def is_present(node: Node[TreeEntry]) -> bool:
+    return node.data is not None and node.data.present
+
+
+def chain_of(nodes: Sequence[Node[TreeEntry]], start: int = 0) -> tuple[Node[TreeEntry], ...]:
+    """Of the nodes of a path those whose snapshots follow one another from ``start``, as far as any do."""
+    reached: list[tuple[Node[TreeEntry], int]] = []  # with the place of the one before it, -1 for none
+    for node in nodes:
+        if node.data is None or not node.data.present:
+            continue
+        before = bisect.bisect_left(reached, node.data.begin, key=lambda entry: entry[0].end)
+        if node.data.begin <= start:
+            reached.append((node, -1))
+        elif before < len(reached):
+            reached.append((node, before))
+    found: list[Node[TreeEntry]] = []
+    at = len(reached) - 1
+    while at >= 0:
+        node, at = reached[at]
+        found.append(node)
+    return tuple(found[::-1])
