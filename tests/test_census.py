@@ -47,6 +47,7 @@ SAMPLE = {
     "lfm2_moe": {"assisted": "="},
     "lfm3": {"lookup": "=", "crop": "="},
     "mamba": {"beams": "=", "prefix": "refused"},
+    "minimax": {"batch": "=", "chunked": "right", "save": "=", "interrupt": "=", "prefix": "="},
     "mllama with image": {"fork": "=", "assisted": "right"},
     "moshi": {"chunked": "theirs", "prefix": "refused"},
     "nemotron_h": {"save": "theirs"},
@@ -57,6 +58,9 @@ SAMPLE = {
     "t5gemma": {"fork": "right"},
     "t5gemma2": {"install": "=", "static": "="},
     "zamba": {"chunked": "refused", "fork": "="},
+    "zaya": dict.fromkeys(
+        ("batch", "chunked", "beams", "copy", "save", "interrupt", "static", "prefix"), "="
+    ),
 }
 """What became of some of transformers' types in the modes that were hard for them."""
 NO_TRIM = {**dict.fromkeys(of_mlx_lm.MODES, "="), "trim": "right"}

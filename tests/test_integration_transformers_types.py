@@ -307,7 +307,6 @@ class TestRefusals:
         ("label", "told"),
         [
             ("deepseek_v4", "'heavily_compressed_attention'"),
-            ("zaya", "instead of its inputs"),
             ("blt", "does not say what each layer"),
             ("rwkv", "takes no cache of keys and values"),
             ("openai-gpt", "takes no cache of keys and values"),

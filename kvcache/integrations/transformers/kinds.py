@@ -55,17 +55,19 @@ class Trait(enum.Enum):
     INSIDE = "keeps the states of its linear layers in its own modules"
     UNEVEN = "gives other results if a prompt is evaluated in parts"
     OWN_MASK = "builds masks of its own that are wrong for keys of a fixed length"
-    STATE_ONLY = "passes on a convolution's state instead of its inputs, so the number of tokens is unknown"
+    WHOLE = "gives states instead of inputs, and the number of tokens with K and V alone"
+    OWN_CLASS = "accepts caches of a class of its own only"
     CONTIGUOUS = "calls view() on the keys, which must lie in one piece for that"
 
 
 _TRAITS = {
-    Trait.NO_CACHE: "minimax openai-gpt reformer rwkv xlnet xlstm xlm",
+    Trait.NO_CACHE: "openai-gpt reformer rwkv xlnet xlstm xlm",
     Trait.BY_ONE: "falcon_mamba jamba mamba prophetnet recurrent_gemma zamba",
     Trait.INSIDE: "recurrent_gemma",
     Trait.UNEVEN: "cpmant doge moshi",
     Trait.OWN_MASK: "cpmant gpt_neo inkling_text inkling2_text prophetnet",
-    Trait.STATE_ONLY: "zaya",
+    Trait.WHOLE: "minimax zaya",
+    Trait.OWN_CLASS: "minimax",
     Trait.CONTIGUOUS: "gpt_neox_japanese",
 }
 
@@ -138,7 +140,6 @@ def layer_plan(config: Any) -> Plan:
     traits = frozenset(trait for trait, types in _TRAITS.items() if decoder.model_type in types.split())
     found = Plan((), model_type=decoder.model_type, traits=traits)
     found.refuse("HFCache", Trait.NO_CACHE, "use it without one")
-    found.refuse("HFCache", Trait.STATE_ONLY, "use transformers' own cache")
     try:
         types, arguments = get_layer_types_and_kwargs(decoder)
     except AttributeError as error:

@@ -28,7 +28,7 @@ class HFSession:
     def __init__(self, owner: HFPrefixCache, session: Session) -> None:
         self._owner, self._session = owner, session
         self.cached = session.cached
-        self.cache = HFCache.of(owner.cache.rows.adopt(session.seq, session.cached))
+        self.cache = type(owner.cache).of(owner.cache.rows.adopt(session.seq, session.cached))
 
     def prefill(self, size: int = 512) -> None:
         """Evaluate all of the prompt but its last token, ``size`` tokens at a time at most.

@@ -11,7 +11,7 @@ therefore begins with the first layer that has had its share of the last one::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -109,16 +109,16 @@ class BatchRows:
         """The last pass, unless the rows or those of a fork have changed since it began."""
         return self._pass if self.pool.current is self._pass else None
 
-    def lengthen(self, layer: int, tokens: int, batch: int, like: torch.Tensor) -> None:
-        """The pass that ``layer`` alone has begun, as one of one token, is of ``tokens``."""
+    def lengthen(self, layers: Collection[int], tokens: int) -> None:
+        """The pass that only ``layers`` have begun, as one of one token, is of ``tokens``: they enter anew."""
         begun = self.under_way
         assert begun is not None
-        if begun.tokens != tokens and self.seen.count(self.length) == 1:
+        if begun.tokens != tokens and self.seen.count(self.length) == len(layers):
             for cache in reversed(self.pool.family.tops):
                 cache.undo_forward()
             self._pass, self.length = None, begun.begin
-        self.seen[layer] = begun.begin
-        self.enter(layer, tokens, batch, like)
+        for layer in layers:
+            self.seen[layer] = begun.begin
 
     def _unfinished(self, what: str, complete: int) -> KVCacheError:
         """``complete`` is how many tokens all layers have had."""
