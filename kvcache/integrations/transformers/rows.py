@@ -110,7 +110,7 @@ class BatchRows:
         return self._pass if self.pool.current is self._pass else None
 
     def lengthen(self, layers: Collection[int], tokens: int) -> None:
-        """The pass that only ``layers`` have begun, as one of one token, is of ``tokens``: they enter anew."""
+        """The pass that only ``layers`` have begun, one of one token, is of ``tokens``: they enter anew."""
         begun = self.under_way
         assert begun is not None
         if begun.tokens != tokens and self.seen.count(self.length) == len(layers):
