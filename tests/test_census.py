@@ -33,6 +33,7 @@ SAMPLE = {
     "blenderbot with encoder": {"crop": "=", "copy": "="},
     "cpmant": {"static": "refused"},
     "deepseek_v32": dict.fromkeys(("batch", "beams", "crop", "interrupt", "static", "prefix"), "="),
+    "deepseek_v4": {"batch": "theirs", "beams": "=", "crop": "right", "save": "=", "interrupt": "="},
     "falcon_h1": dict.fromkeys(("batch", "chunked", "beams", "copy", "save", "static", "prefix"), "="),
     "gemma3_text": {"interrupt": "=", "prefix, lookup": "="},
     "gemma3n_text": {"copy": "="},

@@ -14,6 +14,7 @@ import ml
 from kvcache import NotSupportedError, ShiftFunction
 from kvcache.integrations.model_caches import ModelCaches
 from kvcache.integrations.transformers.bridge import HFDType, stored_dtype
+from kvcache.integrations.transformers.compressors import CompressedLayer
 from kvcache.integrations.transformers.kinds import CROSS, Kind, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import (
     AttentionLayer,
@@ -111,6 +112,8 @@ class HFCache(RowsCache):
         if kind.name == CROSS:
             return CrossLayer(self.rows, i)
         plan = self.rows.pool.plan
+        if i in plan.compressed:
+            return CompressedLayer(self.rows, i, kind, plan.compressed[i])
         if i in plan.indexed:
             return IndexedLayer(self.rows, i, kind)
         if count := plan.states[i]:
