@@ -307,7 +307,7 @@ class TestRefusals:
         ("label", "told"),
         [
             ("xlstm", "takes no cache of keys and values"),
-            ("blt", "does not say what each layer"),
+            ("blt", "other tokens with any cache"),
             ("rwkv", "takes no cache of keys and values"),
             ("openai-gpt", "takes no cache of keys and values"),
         ],

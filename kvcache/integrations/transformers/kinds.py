@@ -59,6 +59,7 @@ class Trait(enum.Enum):
     """
 
     NO_CACHE = "takes no cache of keys and values"
+    ANEW = "divides a text anew at each step, and gives other tokens with any cache than without one"
     BY_ONE = "continues correctly from a state by one token at a time only"
     INSIDE = "keeps the states of its linear layers in its own modules"
     UNEVEN = "gives other results if a prompt is evaluated in parts"
@@ -71,6 +72,7 @@ class Trait(enum.Enum):
 
 _TRAITS = {
     Trait.NO_CACHE: "openai-gpt reformer rwkv xlnet xlstm xlm",
+    Trait.ANEW: "blt",
     Trait.BY_ONE: "falcon_mamba jamba mamba prophetnet recurrent_gemma zamba",
     Trait.INSIDE: "recurrent_gemma",
     Trait.UNEVEN: "cpmant doge moshi",
@@ -185,7 +187,8 @@ def layer_plan(config: Any) -> Plan:
     decoder = config.get_text_config(decoder=True)
     traits = frozenset(trait for trait, types in _TRAITS.items() if decoder.model_type in types.split())
     found = Plan((), model_type=decoder.model_type, traits=traits)
-    found.refuse("HFCache", Trait.NO_CACHE, "use it without one")
+    for trait in (Trait.NO_CACHE, Trait.ANEW):
+        found.refuse("HFCache", trait, "use it without one")
     try:
         types, arguments = get_layer_types_and_kwargs(decoder)
     except AttributeError as error:
