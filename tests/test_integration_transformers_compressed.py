@@ -189,9 +189,10 @@ def test_entries_are_those_of_a_plain_dictionary(rate: int) -> None:
                 cache.copy_prefix(seq, other, kept)
                 model[other] = model[seq][:kept]
             else:
-                snapshot = cache.snapshot(seq, 0, held)
-                assert (snapshot.begin, snapshot.end) == (0, held)
-                kept = int(rng.integers(held + 1))
+                end = int(rng.integers(held + 1))
+                snapshot = cache.snapshot(seq, 0, end)
+                assert (snapshot.begin, snapshot.end, snapshot.positions.size) == (0, end, end // rate)
+                kept = int(rng.integers(end + 1))
                 assert cache.restore(other, snapshot, kept)
                 model[other] = model[seq][:kept]
             for seq, numbers in enumerate(model):

@@ -297,7 +297,7 @@ class TestAttentionAndStatesInOneLayer:
 
 class TestRefusals:
     def test_a_model_that_keeps_its_own_cache_is_told_of_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        case = census.Case("openai-gpt")
+        case = census.Case("xlm")
         with install(), caplog.at_level(logging.WARNING, logger="kvcache.transformers"):
             for _ in range(2):
                 case.generate(case.batch(1))
