@@ -33,6 +33,7 @@ SAMPLE = {
     "blenderbot with encoder": {"crop": "=", "copy": "="},
     "cpmant": {"static": "refused"},
     "deepseek_v32": dict.fromkeys(("batch", "beams", "crop", "interrupt", "static", "prefix"), "="),
+    "deepseek_v4": {"batch": "theirs", "beams": "=", "crop": "right", "save": "=", "interrupt": "="},
     "falcon_h1": dict.fromkeys(("batch", "chunked", "beams", "copy", "save", "static", "prefix"), "="),
     "gemma3_text": {"interrupt": "=", "prefix, lookup": "="},
     "gemma3n_text": {"copy": "="},
@@ -47,6 +48,7 @@ SAMPLE = {
     "lfm2_moe": {"assisted": "="},
     "lfm3": {"lookup": "=", "crop": "="},
     "mamba": {"beams": "=", "prefix": "refused"},
+    "minimax": {"batch": "=", "chunked": "right", "save": "=", "interrupt": "=", "prefix": "="},
     "mllama with image": {"fork": "=", "assisted": "right"},
     "moshi": {"chunked": "theirs", "prefix": "refused"},
     "nemotron_h": {"save": "theirs"},
@@ -57,6 +59,9 @@ SAMPLE = {
     "t5gemma": {"fork": "right"},
     "t5gemma2": {"install": "=", "static": "="},
     "zamba": {"chunked": "refused", "fork": "="},
+    "zaya": dict.fromkeys(
+        ("batch", "chunked", "beams", "copy", "save", "interrupt", "static", "prefix"), "="
+    ),
 }
 """What became of some of transformers' types in the modes that were hard for them."""
 NO_TRIM = {**dict.fromkeys(of_mlx_lm.MODES, "="), "trim": "right"}

@@ -474,19 +474,15 @@ class TestInstalling:
 
     def test_what_it_cannot_serve_keeps_its_own_cache(self, caplog: pytest.LogCaptureFixture) -> None:
         torch.manual_seed(0)
-        config = transformers.ZayaConfig(
-            vocab_size=97, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1, head_dim=16,
-            num_attention_heads=2, num_key_value_heads=2, num_experts=2, pad_token_id=0, bos_token_id=1,
-            eos_token_id=None,
-        )  # fmt: skip
-        made = transformers.ZayaForCausalLM(config).eval()
-        with pytest.raises(NotSupportedError, match="instead of its inputs"):
+        config = transformers.OpenAIGPTConfig(vocab_size=97, n_positions=64, n_embd=32, n_layer=1, n_head=2)
+        made = transformers.OpenAIGPTLMHeadModel(config).eval()
+        with pytest.raises(NotSupportedError, match="takes no cache"):
             HFCache(config)
         expected = hf.generate(made, hf.inputs("llama", 1))
         with install(), caplog.at_level(logging.WARNING, logger="kvcache.transformers"):
             found = hf.generate(made, hf.inputs("llama", 1))
         assert found.distance(expected) == 0.0
-        assert "ZayaForCausalLM keeps transformers' own cache" in caplog.text
+        assert "OpenAIGPTLMHeadModel keeps transformers' own cache" in caplog.text
 
     def test_caches_of_the_caller_and_quantized_ones_stay(self) -> None:
         made = hf.model("llama")

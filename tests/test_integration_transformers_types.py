@@ -291,7 +291,7 @@ class TestAttentionAndStatesInOneLayer:
 
 class TestRefusals:
     def test_a_model_that_keeps_its_own_cache_is_told_of_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        case = census.Case("deepseek_v4")
+        case = census.Case("xlm")
         with install(), caplog.at_level(logging.WARNING, logger="kvcache.transformers"):
             for _ in range(2):
                 case.generate(case.batch(1))
@@ -300,9 +300,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("label", "told"),
         [
-            ("deepseek_v4", "'heavily_compressed_attention'"),
-            ("zaya", "instead of its inputs"),
-            ("blt", "does not say what each layer"),
+            ("xlstm", "takes no cache of keys and values"),
+            ("blt", "other tokens with any cache"),
             ("rwkv", "takes no cache of keys and values"),
             ("openai-gpt", "takes no cache of keys and values"),
         ],

@@ -149,7 +149,7 @@ def _cell(name: str, kind: str, told: str, notes: dict[str, int]) -> str:
     """A verdict, with the number of the note that says why it is so."""
     if kind not in ("refused", "cannot", "wrong"):
         return SHORT[kind]
-    note = re.sub(rf"\b{re.escape(name.split()[0])}\b", "a type", told)
+    note = re.sub(rf"(?<!\ban )\b{re.escape(name.split()[0])}\b", "a type", told)
     note = re.sub(r"such as \w+|\bsize of tensor .*|\b\w+For\w+|\[\d+\]", "...", note)
     note = re.sub(r"layer \d+ of [\w ]+? (is|wants|reads|sets)\b", r"a layer of a type \1", note)
     note = re.sub(r"\b\w+Decoder\b", "a decoder", note)

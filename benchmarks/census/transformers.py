@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import ml
 from benchmarks.census import transformers_types as small
@@ -84,6 +85,8 @@ class Case:
         return HFCache(self.config, **{"capacity": CAPACITY, "lookback": LOOKBACK, **options})
 
     def theirs(self) -> Any:
+        if self.config.model_type == "minimax":
+            return MiniMaxCache()
         own, cross = (
             transformers.DynamicCache(config=self.config.get_text_config(decoder=True)) for _ in range(2)
         )

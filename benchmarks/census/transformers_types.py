@@ -73,6 +73,8 @@ _OWN: dict[str, dict[str, Any]] = {
         "hidden_size": 48, "ffn_hidden_size": 36, "moe_num_experts": 4, "moe_top_k": 2}},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_v32": _CHOOSES,
+    "deepseek_v4": {"index_topk": 3, "index_head_dim": 16, "index_n_heads": 24, "compress_rates": {
+        "compressed_sparse_attention": 2, "heavily_compressed_attention": 3}},
     "diffllama": {"num_key_value_heads": 2},
     "dots1": {"layer_types": _BOTH, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {**_CHOOSES, "head_dim": 16,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from kvcache import (
     Batch,
+    Cache,
     CausalCache,
     ChunkedCache,
     EncoderCache,
@@ -17,16 +19,20 @@ from kvcache import (
     SlidingWindowCache,
     WrapperCache,
 )
+from kvcache.integrations.compressed import CompressedCache
 
-__all__ = ["CHUNKED", "FULL", "SLIDING", "Kind", "ModelCaches", "Top", "batch_of_rows"]
+__all__ = ["CHUNKED", "COMPRESSED", "FULL", "SLIDING", "Kind", "ModelCaches", "Top", "batch_of_rows"]
 
-FULL, SLIDING, CHUNKED = "full", "sliding", "chunked"
-Top = CausalCache | RecurrentCache | EncoderCache
+FULL, SLIDING, CHUNKED, COMPRESSED = "full", "sliding", "chunked", "compressed"
+Top = CausalCache | RecurrentCache | EncoderCache | CompressedCache
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a layer keeps. ``size`` is how many tokens a query sees at most, itself included; 0: all."""
+    """What a layer keeps. ``size`` is how many tokens a query sees at most, itself included; 0: all.
+
+    Of what is compressed it is how many tokens an entry stands for.
+    """
 
     name: str
     size: int = 0
@@ -60,12 +66,16 @@ class ModelCaches:
             if kind.name == FULL and recurrent is not None:
                 self.caches[kind] = recurrent.attention
                 continue
+            if kind.name == COMPRESSED:
+                tops.append(compressed := CompressedCache(kind.size))
+                self.caches[kind] = compressed.entries
+                continue
             self.caches[kind] = cache = _attention(kind, lookback, shift)
             tops.append(cache)
         if self.encoder is not None:
             tops.append(self.encoder)
         self.tops: Sequence[Top] = tops
-        self.all: Top | WrapperCache = tops[0] if len(tops) == 1 else WrapperCache(*tops)
+        self.all: Top | WrapperCache = tops[0] if len(tops) == 1 else WrapperCache(*cast("list[Cache]", tops))
 
     @property
     def cross(self) -> EncoderCache:

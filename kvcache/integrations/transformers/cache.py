@@ -8,11 +8,13 @@ from typing import Any, Self, cast
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import ml
 from kvcache import NotSupportedError, ShiftFunction
 from kvcache.integrations.model_caches import ModelCaches
 from kvcache.integrations.transformers.bridge import HFDType, stored_dtype
+from kvcache.integrations.transformers.compressors import CompressedLayer
 from kvcache.integrations.transformers.kinds import CROSS, Kind, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import (
     AttentionLayer,
@@ -48,9 +50,11 @@ class HFCache(RowsCache):
     """
 
     def __new__(cls, config: Any = None, **options: Any) -> Self:
-        """An encoder-decoder's config makes the subclass that is an ``EncoderDecoderCache`` too."""
+        """Configs of encoder-decoders and of MiniMax make subclasses of the classes that these ask for."""
         if cls is HFCache and getattr(config, "is_encoder_decoder", False):
             return cast("Self", super().__new__(HFEncoderDecoderCache))
+        if cls is HFCache and getattr(config, "model_type", None) == "minimax":
+            return cast("Self", super().__new__(HFMiniMaxCache))
         return cast("Self", super().__new__(cls))
 
     def __init__(
@@ -108,6 +112,8 @@ class HFCache(RowsCache):
         if kind.name == CROSS:
             return CrossLayer(self.rows, i)
         plan = self.rows.pool.plan
+        if i in plan.compressed:
+            return CompressedLayer(self.rows, i, kind, plan.compressed[i])
         if i in plan.indexed:
             return IndexedLayer(self.rows, i, kind)
         if count := plan.states[i]:
@@ -270,3 +276,24 @@ class HFEncoderDecoderCache(Crossing, HFCache, EncoderDecoderCache):  # type: ig
         self.is_updated = {
             i: layer.is_initialized for i, layer in enumerate(self.cross_attention_cache.layers)
         }
+
+
+class HFMiniMaxCache(HFCache, MiniMaxCache):  # type: ignore[misc]
+    """HFCache for MiniMax, which accepts its own class of cache alone: ``HFCache(config)`` makes it."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._states.settle(key_states)
+        found: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx)
+        return found
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """The sums of keys times values (rows, heads, head_dim, head_dim) so far; None before the first."""
+        return self._states.fetch(layer_idx, "recurrent")
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        self._states.bring(layer_idx, "recurrent", linear_cache)
+
+    def __len__(self) -> int:
+        return len(self.layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,13 +11,14 @@ from transformers import cache_utils
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvcache import InvalidRangeError, NotSupportedError
-from kvcache.integrations.model_caches import CHUNKED, FULL, SLIDING, Kind
+from kvcache.integrations.model_caches import CHUNKED, COMPRESSED, FULL, SLIDING, Kind
 
 __all__ = [
     "ATTENTION",
     "CONV",
     "CROSS",
     "STATES",
+    "Compression",
     "Kind",
     "Plan",
     "Trait",
@@ -39,8 +41,14 @@ _TYPES = {
     "dummy": NONE,
     "hybrid": FULL,
     "hybrid_sliding": SLIDING,
+    "compressed_sparse_attention": SLIDING,
+    "heavily_compressed_attention": SLIDING,
 }
 _INDEXED = "indexed_attention"
+_COMPRESSORS = {
+    "compressed_sparse_attention": ("compressor", "indexer"),
+    "heavily_compressed_attention": ("compressor",),
+}
 _STATEFUL = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 
 
@@ -51,21 +59,27 @@ class Trait(enum.Enum):
     """
 
     NO_CACHE = "takes no cache of keys and values"
+    ANEW = "divides a text anew at each step, and gives other tokens with any cache than without one"
     BY_ONE = "continues correctly from a state by one token at a time only"
     INSIDE = "keeps the states of its linear layers in its own modules"
     UNEVEN = "gives other results if a prompt is evaluated in parts"
     OWN_MASK = "builds masks of its own that are wrong for keys of a fixed length"
-    STATE_ONLY = "passes on a convolution's state instead of its inputs, so the number of tokens is unknown"
+    WHOLE = "gives states instead of inputs, and the number of tokens with K and V alone"
+    COMPRESSED = "stores entries that stand for several tokens each"
+    OWN_CLASS = "accepts caches of a class of its own only"
     CONTIGUOUS = "calls view() on the keys, which must lie in one piece for that"
 
 
 _TRAITS = {
-    Trait.NO_CACHE: "minimax openai-gpt reformer rwkv xlnet xlstm xlm",
+    Trait.NO_CACHE: "openai-gpt reformer rwkv xlnet xlstm xlm",
+    Trait.ANEW: "blt",
     Trait.BY_ONE: "falcon_mamba jamba mamba prophetnet recurrent_gemma zamba",
     Trait.INSIDE: "recurrent_gemma",
     Trait.UNEVEN: "cpmant doge moshi",
     Trait.OWN_MASK: "cpmant gpt_neo inkling_text inkling2_text prophetnet",
-    Trait.STATE_ONLY: "zaya",
+    Trait.WHOLE: "minimax zaya",
+    Trait.COMPRESSED: "deepseek_v4",
+    Trait.OWN_CLASS: "minimax",
     Trait.CONTIGUOUS: "gpt_neox_japanese",
 }
 
@@ -73,6 +87,19 @@ _TRAITS = {
 def grows(kind: Kind) -> bool:
     """Whether a layer has something of every token."""
     return kind.attends or kind.name in STATES
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """What a layer stores one entry for each ``rate`` tokens of, by its names."""
+
+    rate: int
+    names: tuple[str, ...]
+
+    @property
+    def reach(self) -> int:
+        """How many tokens of inputs the next entry may need: with an indexer, entries overlap by a window."""
+        return self.rate * len(self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +111,8 @@ class Plan:
     """How many convolutions and recurrences each layer has states of, beside K and V or alone."""
     indexed: frozenset[int] = frozenset()
     """Layers whose tokens may have keys of an indexer too, beside K and V."""
+    compressed: Mapping[int, Compression] = field(default_factory=dict, hash=False)
+    """By layer, what it stores entries of beside K and V."""
     encoder: bool = False
     conv_shape: tuple[int, ...] = ()
     state_shape: tuple[int, ...] = ()
@@ -108,7 +137,28 @@ class Plan:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The different kinds of attention to the tokens before, in the order of their first layer."""
-        return tuple(dict.fromkeys(kind for kind in self.layers if kind.attends))
+        entries = [Kind(COMPRESSED, compression.rate) for compression in self.compressed.values()]
+        return tuple(dict.fromkeys([*(kind for kind in self.held.values() if kind.attends), *entries]))
+
+    @property
+    def held(self) -> dict[int, Kind]:
+        """What each number stores of single tokens: the layers, and behind them the inputs of entries."""
+        inputs = {
+            self.parts(layer, i)[0]: Kind(SLIDING, compression.reach)
+            for layer, compression in self.compressed.items()
+            for i in range(len(compression.names))
+        }
+        return dict(enumerate(self.layers)) | inputs
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers rows keep account by: layers, and what they store beside K and V."""
+        return len(self.layers) * (5 if self.compressed else 2)
+
+    def parts(self, layer: int, i: int) -> tuple[int, int]:
+        """By which numbers the inputs and the entries of a layer's compressor ``i`` are stored."""
+        inputs = layer + len(self.layers) * (1 + 2 * i)
+        return inputs, inputs + len(self.layers)
 
     @property
     def crossing(self) -> range | tuple[int, ...]:
@@ -137,8 +187,8 @@ def layer_plan(config: Any) -> Plan:
     decoder = config.get_text_config(decoder=True)
     traits = frozenset(trait for trait, types in _TRAITS.items() if decoder.model_type in types.split())
     found = Plan((), model_type=decoder.model_type, traits=traits)
-    found.refuse("HFCache", Trait.NO_CACHE, "use it without one")
-    found.refuse("HFCache", Trait.STATE_ONLY, "use transformers' own cache")
+    for trait in (Trait.NO_CACHE, Trait.ANEW):
+        found.refuse("HFCache", trait, "use it without one")
     try:
         types, arguments = get_layer_types_and_kwargs(decoder)
     except AttributeError as error:
@@ -156,7 +206,8 @@ def layer_plan(config: Any) -> Plan:
                 f"HFCache: layer {i} of {decoder.model_type} is {layer_type!r}; "
                 f"supported are {', '.join(_TYPES)}: use transformers' own cache"
             )
-        layers.append(Kind(_TYPES[layer_type], options.get("sliding_window", 0)))
+        window = decoder.sliding_window if layer_type in _COMPRESSORS else 0
+        layers.append(Kind(_TYPES[layer_type], options.get("sliding_window", window)))
         counts.append(options.get("number_of_states", 1) if layer_type in _STATEFUL else 0)
     count = _decoder_layers(decoder, len(layers))
     missing = count - len(layers)
@@ -176,6 +227,11 @@ def layer_plan(config: Any) -> Plan:
         tuple(layers),
         tuple(counts),
         frozenset(i for i, layer_type in enumerate(types[:count]) if layer_type == _INDEXED),
+        {
+            i: Compression(decoder.compress_rates[layer_type], _COMPRESSORS[layer_type])
+            for i, layer_type in enumerate(types[:count])
+            if layer_type in _COMPRESSORS
+        },
         encoder,
         *_state_shapes(decoder),
         grouped,

@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from kvcache import NotSupportedError
 from kvcache.integrations.transformers.indexers import Indexer
-from kvcache.integrations.transformers.kinds import CONV, Kind
+from kvcache.integrations.transformers.kinds import CONV, Kind, Trait
 from kvcache.integrations.transformers.passes import Pair
 from kvcache.integrations.transformers.rows import BatchRows
 from kvcache.integrations.transformers.states import States, state_name
@@ -280,12 +280,19 @@ class LinearLayer(_OurLayer, LinearAttentionCacheLayerMixin):  # type: ignore[mi
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Take new inputs (rows, channels, tokens); those before them and they themselves are returned."""
+        """Take new inputs (rows, channels, tokens); those before them and they themselves are returned.
+
+        With ``Trait.WHOLE`` it is the new states that are taken, and returned.
+        """
+        if Trait.WHOLE in self.rows.pool.plan.traits:
+            return self.states.bring(self.layer, state_name("conv", state_idx), conv_states)
         return self.states.update_conv(self.layer, conv_states, conv_kernel_size, state_idx)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
+        if Trait.WHOLE in self.rows.pool.plan.traits:
+            return self.states.bring(self.layer, state_name("recurrent", state_idx), recurrent_states)
         return self.states.update_recurrent(self.layer, recurrent_states, state_idx)
 
 
@@ -295,3 +302,7 @@ class HybridLayer(LinearLayer, AttentionLayer):  # type: ignore[override]
     def __init__(self, states: States, layer: int, kind: Kind, count: int) -> None:
         AttentionLayer.__init__(self, states.rows, layer, kind)
         LinearLayer.__init__(self, states, layer, kind, count)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
+        self.states.settle(key_states)
+        return AttentionLayer.update(self, key_states, value_states)

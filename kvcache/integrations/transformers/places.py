@@ -42,7 +42,8 @@ def _split(device: torch.device, count: int, plan: Plan) -> ml.Backend:
     known = device, id(plan.config)
     if known not in _of_models:
         names = [str(device), *(f"cuda:{i}" for i in range(count) if i != device.index)]
-        layers = [0] * max(1, len(plan.layers) * (2 if plan.indexed else 1), len(plan.crossing))
+        count = plan.numbers if plan.indexed or plan.compressed else len(plan.layers)
+        layers = [0] * max(1, count, len(plan.crossing))
         _of_models[known] = plan.config, ml.open_backend("torch", devices=names, layers=layers)
     return _of_models[known][1]
 

@@ -177,7 +177,11 @@ class CachePool:
 
     def know(self, devices: Mapping[int, torch.device]) -> None:
         """Place layers that store nothing yet, and their indexers with them."""
-        beside = {self.plan.part(i): devices[i] for i in self.plan.indexed if i in devices}
+        plan = self.plan
+        beside = {plan.part(i): devices[i] for i in plan.indexed if i in devices}
+        for i, compression in plan.compressed.items():
+            parts = [part for n in range(len(compression.names)) for part in plan.parts(i, n)]
+            beside |= dict.fromkeys(parts, devices[i]) if i in devices else {}
         self.places.know({**devices, **beside})
 
     def settle_places(self) -> None:

@@ -28,7 +28,7 @@ class HFSession:
     def __init__(self, owner: HFPrefixCache, session: Session) -> None:
         self._owner, self._session = owner, session
         self.cached = session.cached
-        self.cache = HFCache.of(owner.cache.rows.adopt(session.seq, session.cached))
+        self.cache = type(owner.cache).of(owner.cache.rows.adopt(session.seq, session.cached))
 
     def prefill(self, size: int = 512) -> None:
         """Evaluate all of the prompt but its last token, ``size`` tokens at a time at most.
@@ -116,7 +116,7 @@ class HFPrefixCache(Closing):
                 f"HFPrefixCache: {type(model).__name__}.generate() starts again whatever states it is given"
             )
         plan = layer_plan(model.config)
-        for trait in (Trait.INSIDE, Trait.UNEVEN):
+        for trait in (Trait.INSIDE, Trait.UNEVEN, Trait.COMPRESSED):
             plan.refuse("HFPrefixCache", trait, "prefixes cannot be shared")
         self.by_one = Trait.BY_ONE in plan.traits
         self.model = model

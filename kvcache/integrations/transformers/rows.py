@@ -11,7 +11,7 @@ therefore begins with the first layer that has had its share of the last one::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -56,7 +56,7 @@ class BatchRows:
         self.sequences: list[int] = []
         self.length = 0
         """Tokens of every row, those of the pass under way included."""
-        self.seen = [0] * 2 * len(pool.plan.layers)
+        self.seen = [0] * pool.plan.numbers
         """How many of them each layer has had; behind these, what is beside K and V (``Plan.part``)."""
         self.settled: int | None = None
         """While passes are recorded, where a crop may go back to, however small windows are."""
@@ -109,16 +109,16 @@ class BatchRows:
         """The last pass, unless the rows or those of a fork have changed since it began."""
         return self._pass if self.pool.current is self._pass else None
 
-    def lengthen(self, layer: int, tokens: int, batch: int, like: torch.Tensor) -> None:
-        """The pass that ``layer`` alone has begun, as one of one token, is of ``tokens``."""
+    def lengthen(self, layers: Collection[int], tokens: int) -> None:
+        """The pass that only ``layers`` have begun, one of one token, is of ``tokens``: they enter anew."""
         begun = self.under_way
         assert begun is not None
-        if begun.tokens != tokens and self.seen.count(self.length) == 1:
+        if begun.tokens != tokens and self.seen.count(self.length) == len(layers):
             for cache in reversed(self.pool.family.tops):
                 cache.undo_forward()
             self._pass, self.length = None, begun.begin
-        self.seen[layer] = begun.begin
-        self.enter(layer, tokens, batch, like)
+        for layer in layers:
+            self.seen[layer] = begun.begin
 
     def _unfinished(self, what: str, complete: int) -> KVCacheError:
         """``complete`` is how many tokens all layers have had."""
@@ -211,8 +211,8 @@ class BatchRows:
         if self.pool.plan.attends:
             for cache in family.caches.values():
                 forward = cache.pass_under_way()
-                assert forward is not None
-                forward.expected = None  # a mask, which comes after put, may change what is read
+                if forward is not None:  # a pass may bring no entries
+                    forward.expected = None  # a mask, which comes after put, may change what is read
         return current
 
     def _start_short(self, current: ForwardPass, kind: Kind, cache: CausalCache, kept: int) -> None:
@@ -376,11 +376,15 @@ class BatchRows:
     def _all_at(self, length: int) -> list[int]:
         """What each layer has had where all have had ``length`` tokens: of some, no layer keeps anything."""
         plan = self.pool.plan
-        beside = (
-            self._indexes(i) if i in plan.indexed else kind.attends and plan.states[i]
+        held = [i for i, kind in enumerate(plan.layers) if grows(kind)]
+        held += [
+            plan.part(i)
             for i, kind in enumerate(plan.layers)
-        )
-        return [length if kept else 0 for kept in (*map(grows, plan.layers), *beside)]
+            if (self._indexes(i) if i in plan.indexed else kind.attends and plan.states[i])
+        ]
+        for i, compression in plan.compressed.items():
+            held += [part for n in range(len(compression.names)) for part in plan.parts(i, n)]
+        return [length if number in held else 0 for number in range(plan.numbers)]
 
     def _indexes(self, layer: int) -> bool:
         """Whether a layer has keys of an indexer: some read what the indexer of another has chosen."""
@@ -493,7 +497,7 @@ class BatchRows:
         begin = current.begin if reading is None else reading.begin
         kept = min(pool.family.kept(kind) or length, length - begin)
         cache.start_forward(pool.ctx, self._batch(length - self.length, kept))
-        for layer, other in enumerate(pool.plan.layers):
+        for layer, other in pool.plan.held.items():
             if other != kind or not (layer in current.aside or self.seen[layer]):
                 continue
             if layer in current.aside:
@@ -542,6 +546,7 @@ class BatchRows:
         if end == self.length:
             self.cut(begin)
             return
+        self.pool.plan.refuse("remove", Trait.COMPRESSED, "remove the end only, or start again")
         if self.pool.plan.indexed:
             raise NotSupportedError(
                 f"remove: [{begin}, {end}) of {self.length} tokens: the keys of indexers "

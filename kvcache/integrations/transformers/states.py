@@ -6,6 +6,7 @@ import torch
 
 import ml
 from kvcache import NotSupportedError, OrderError, RecurrentCache, StateSpec
+from kvcache.integrations.transformers.bridge import dtype_of
 from kvcache.integrations.transformers.passes import ForwardPass
 from kvcache.integrations.transformers.rows import BatchRows, untraced
 from kvcache.storage.state_slots import Checkpoint
@@ -28,6 +29,8 @@ class States:
 
     def __init__(self, rows: BatchRows) -> None:
         self.rows = rows
+        self._brought: dict[tuple[int, str], torch.Tensor] = {}
+        """Whole states of a pass, until K and V tell of how many tokens it is."""
 
     @property
     def _cache(self) -> RecurrentCache:
@@ -89,7 +92,8 @@ class States:
         started = begun.begin > 0 if begun is not None and joins else self.started(layer)
         if begun is not None and joins:
             if begun.tokens != tokens:
-                rows.lengthen(part, tokens, inputs.shape[0], inputs)
+                rows.lengthen([part], tokens)
+                rows.enter(part, tokens, inputs.shape[0], inputs)
         else:
             rows.enter(part, tokens, inputs.shape[0], inputs)
         cache, pool = self._cache, rows.pool
@@ -138,6 +142,46 @@ class States:
         cache.update_state(at, which, pool.bridge.to_backend(at, states), layer)
         current.states[layer, which] = False
         return states
+
+    @untraced
+    def bring(self, layer: int, which: str, states: torch.Tensor) -> torch.Tensor:
+        """Take what states become in the pass under way, whose number of tokens may not be known yet."""
+        self._brought[layer, which] = states
+        if self.rows.under_way is not None and self.rows.length in self._attended:
+            self._write_brought(self.rows.under_way.tokens)
+        return states
+
+    @property
+    def _attended(self) -> set[int]:
+        """How many tokens layers with K and V have had: these know the pass under way."""
+        seen = zip(self.rows.seen, self.rows.pool.plan.layers, strict=False)
+        return {count for count, kind in seen if kind.attends and count}
+
+    @untraced
+    def settle(self, key: torch.Tensor) -> None:
+        """Keys (rows, heads, tokens, dim) tell of how many tokens the states are that came before them."""
+        rows = self.rows
+        if not self._brought:
+            return
+        begun = rows.under_way
+        if begun is not None and rows.length not in self._attended:
+            rows.lengthen({self._part(i) for i, _ in begun.states}, key.shape[2])
+        self._write_brought(key.shape[2], key)
+
+    def _write_brought(self, tokens: int, like: torch.Tensor | None = None) -> None:
+        rows, pool = self.rows, self.rows.pool
+        brought, self._brought = self._brought, {}
+        for (layer, which), states in brought.items():
+            part = self._part(layer)
+            current = rows.under_way
+            inside = current is not None and rows.seen[part] == rows.length
+            if current is None or not inside or all(i != layer for i, _ in current.states):
+                current = rows.enter(part, tokens, states.shape[0], like)
+            rows.reached(part)
+            at = pool.place(layer, states)
+            self._cache.learn_state(which, StateSpec(tuple(states.shape[1:]), dtype_of(states.dtype)), layer)
+            self._cache.update_state(at, which, pool.bridge.to_backend(at, states), layer)
+            current.states[layer, which] = False
 
     def crop(self, length: int) -> None:
         """Keep the first ``length`` tokens of the rows; see ``BatchRows.cut``."""

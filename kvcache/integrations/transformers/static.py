@@ -63,7 +63,8 @@ class HFStaticCache(RowsCache):
         when the first keys come, for ``max_sequences`` rows (None: those of the first batch).
         """
         plan = layer_plan(config)
-        plan.refuse("HFStaticCache", Trait.OWN_MASK, "use HFCache")
+        for trait in (Trait.OWN_MASK, Trait.OWN_CLASS, Trait.COMPRESSED):
+            plan.refuse("HFStaticCache", trait, "use HFCache")
         # Windows keep all: a view of the whole has no holes.
         pool = CachePool(plan, CacheOptions(backend, None, max_sequences, capacity, capacity, None))
         self._attach(StaticBatchRows(pool))
