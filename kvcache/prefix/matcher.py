@@ -41,6 +41,8 @@ class PrefixMatcher:
         self._cache, self._tree, self._sessions, self._lookup = tree.cache, tree, sessions, lookup
         self.origins: Counter[str] = Counter()
         """How many tokens of the last ``fill`` came from where: "live", a tier, "store"."""
+        self.spared = 0
+        """Tokens of the last ``fill`` that stores were not asked for, since computing them is faster."""
         self.on_restore: Callable[[int, int], None] | None = None
 
     def fill(self, seq: int, ids: np.ndarray) -> int:
@@ -50,7 +52,7 @@ class PrefixMatcher:
             self.origins.clear()
             source = self.best(ids, limit)
             self._tree.touch(ids[: source.length])
-            stored = self._lookup.longest(ids, source.length, reach)
+            stored, self.spared = self._lookup.longest(ids, source.length, reach)
             while stored > source.length:
                 reached = self._from_store(seq, ids, source, stored)
                 if reached is None:
@@ -58,8 +60,9 @@ class PrefixMatcher:
                     break
                 reached = self._go_on(seq, ids[:limit], reached)
                 progress = reached > source.length
-                source = Source(reached, held=True)
-                stored = self._lookup.longest(ids, reached, reach) if progress else reached
+                source, stored = Source(reached, held=True), reached
+                if progress:
+                    stored, self.spared = self._lookup.longest(ids, reached, reach)
             else:
                 if self.from_source(seq, ids, source):
                     return source.length

@@ -20,6 +20,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from kvcache.cache import ClosedError, InvalidRangeError, SnapshotCache, SupportsOffset
+from kvcache.offload.break_even import BreakEven
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Tenant
@@ -60,6 +61,9 @@ class PrefixCache(Closing):
     attention layers; stored content with other shapes is corrupt. None: the shapes of the cache, which an
     unused cache learns from the first serialized snapshot that it restores.
 
+    ``break_even`` says when a store is not asked, as computing is faster (None: a new one, which asks as long
+    as nobody tells it by ``break_even.computed`` how long passes over prompts take).
+
     The PrefixCache uses all sequences of the cache. It is not thread-safe; a thread writes to the stores.
     """
 
@@ -76,6 +80,7 @@ class PrefixCache(Closing):
         backlog: int = 256 << 20,
         in_flight: int = 256 << 20,
         layers: Layers | None = None,
+        break_even: BreakEven | None = None,
     ) -> None:
         if not hasattr(cache, "settings"):
             raise InvalidRangeError(
@@ -101,7 +106,8 @@ class PrefixCache(Closing):
         self.cache = cache
         self.stats = PrefixStats()
         worker = OffloadWorker(cache.backend, in_flight) if in_flight and tiers else None
-        store = StoreTier(stores, backlog, cache.backend) if stores else None
+        self.break_even = break_even or BreakEven()
+        store = StoreTier(stores, backlog, cache.backend, self.break_even) if stores else None
         self.tree = PrefixTree(cache, budget, host, store, keys, worker)
         self.alphabet = self.tree.alphabet
         self.evictor = Evictor(self.tree)

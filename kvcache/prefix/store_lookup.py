@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcache.cache import InvalidRangeError
 from kvcache.offload.direct_load import load_back, restore_serialized
-from kvcache.offload.tiers import StoreTier
+from kvcache.offload.tiers import LookUp, StoreTier
 from kvcache.prefix.prefix_tree import PrefixTree, span_of
 from kvcache.snapshots.check_serialized import check_serialized
 from kvcache.snapshots.layer_shapes import Layers, check_layers, layers_of_cache
@@ -34,11 +34,14 @@ class StoreLookup:
     def __init__(self, tree: PrefixTree, layers: Layers) -> None:
         self._cache, self._tree, self._layers = tree.cache, tree, layers
 
-    def longest(self, ids: np.ndarray, length: int, limit: int) -> int:
-        """How many tokens of ``ids[:limit]`` the stores say they have; ``length`` where it is no more."""
+    def longest(self, ids: np.ndarray, length: int, limit: int) -> LookUp:
+        """How many tokens of ``ids[:limit]`` the stores say they have; ``length`` where it is no more.
+
+        What computing is faster for is not among it.
+        """
         if self._tree.store is None or length >= limit:
-            return length
-        return self._tree.store.longest(self._chain(ids[:limit]), length, limit, self._tree.divisible)
+            return LookUp(length)
+        return self._tree.store.look_up(self._chain(ids[:limit]), length, limit, self._tree.divisible)
 
     def fetch(self, seq: int, ids: np.ndarray, reached: int, told: Told | None = None) -> int:
         """Put entries behind the first ``reached`` tokens, which the sequence has; returns how far that went.
@@ -140,6 +143,7 @@ class StoreLookup:
         try:
             begin, last = check_serialized("load back", serialized, complete=True)
             if begin < last == end:
+                self._store.break_even.sized(serialized.nbytes, end - begin)
                 return serialized
             raise SnapshotCorrupt(
                 f"load back: a serialized snapshot of [{begin}, {last}) under the key of {end} tokens"

@@ -30,6 +30,7 @@ from kvcache.cache import (
     SequenceLostError,
     SnapshotCache,
 )
+from kvcache.offload.break_even import BreakEven
 from kvcache.offload.tiers import HostTier
 from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
@@ -121,6 +122,7 @@ class Engine(Closing):
                 block_size=options.block_size,
                 interval=options.interval,
                 layers=model.config.cached_layers,
+                break_even=BreakEven(always=options.fetch == "always"),
             )
         except BaseException:
             self.cache.close()
@@ -365,7 +367,7 @@ class Engine(Closing):
             request.run.stored = session.cached
         else:
             request.started = True
-            events.append(request.run.start(session.cached))
+            events.append(request.run.start(session.cached, session.spared))
         plan_sharing(request, self._waiting, self.prefix)
 
     def _plan(self, drafting: bool, events: list[EngineEvent]) -> list[Part]:
@@ -538,8 +540,10 @@ class Engine(Closing):
 
     def _count(self, parts: Sequence[Part], prefill: bool, seconds: float) -> None:
         if prefill:
-            self.statistics.computed_tokens += sum(part.count for part in parts)
+            count = sum(part.count for part in parts)
+            self.statistics.computed_tokens += count
             self.statistics.prefill_seconds += seconds
+            self.prefix.break_even.computed(count, seconds)
         else:
             self.statistics.decode_seconds += seconds
 

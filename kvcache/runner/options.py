@@ -10,9 +10,10 @@ from kvcache.cache import CacheDType
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError
 
-__all__ = ["Acceptance", "EngineOptions", "SpeculativeOptions"]
+__all__ = ["Acceptance", "EngineOptions", "Fetch", "SpeculativeOptions"]
 
 Acceptance = Literal["rejection", "exact"]
+Fetch = Literal["measured", "always"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,9 @@ class EngineOptions:
     others need less. ``budget`` bounds the bytes of kept snapshots on the device, those in the cache's own
     cells too (None: twice what the cache takes); ``interval`` and ``block_size`` are as PrefixCache has them:
     entries of stores, and blocks that events tell of, have ``block_size`` tokens, and keys depend on it.
+
+    ``fetch``: "measured" asks a store where fetching beats computing, by what both took so far
+    (``BreakEven``); "always" asks for every prefix.
     """
 
     max_sequences: int = 4
@@ -36,9 +40,12 @@ class EngineOptions:
     budget: int | None = None
     interval: int = 512
     block_size: int = 512
+    fetch: Fetch = "measured"
 
     def __post_init__(self) -> None:
         self._check_positive("max_sequences", "prefill_chunk", "capacity", "block_size")
+        if self.fetch not in get_args(Fetch):
+            raise RequestError(f"EngineOptions: fetch={self.fetch!r}; it must be 'measured' or 'always'")
 
     def _check_positive(self, *names: str) -> None:
         for name in names:

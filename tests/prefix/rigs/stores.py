@@ -61,6 +61,44 @@ class PlainStore:
         self.prefix, self.delete, self.close = store.prefix, store.delete, store.close
 
 
+class Clock:
+    """A time that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class LinkedStore(PlainStore):
+    """A store at the end of a link: looking up takes ``latency`` seconds of the clock, each byte its time."""
+
+    def __init__(self, store: SnapshotStore, clock: Clock, latency: float, bytes_per_second: float) -> None:
+        super().__init__(store)
+        self.store, self.clock = store, clock
+        self.latency, self.bytes_per_second = latency, bytes_per_second
+        self.looked = 0
+        self.read: list[str] = []
+        """The keys of all entries that were read."""
+        self.stat, self.prefix, self.get_into = self._stat, self._prefix, self._get_into
+
+    def _stat(self, keys: Sequence[str]) -> Any:
+        self.looked += 1
+        self.clock.now += self.latency
+        return self.store.stat(keys)
+
+    def _prefix(self, keys: Sequence[str]) -> int:
+        self.looked += 1
+        self.clock.now += self.latency
+        return self.store.prefix(keys)
+
+    def _get_into(self, key: str, buffer: Any) -> bool:
+        self.read.append(key)
+        self.clock.now += len(memoryview(buffer).cast("B")) / self.bytes_per_second
+        return self.store.get_into(key, buffer)
+
+
 class Way(Plan):
     """The way to host memory: it may be shut, slow or broken, and notes who takes it."""
 
