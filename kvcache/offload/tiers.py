@@ -104,7 +104,8 @@ class StoreTier:
         self.on_drop: Callable[[str], None] | None = None
         """Called with the key of each entry that is dropped, by the thread that found it corrupt."""
         self._finished: deque[StoreWrite] = deque()
-        self._lender = Lender() if backend is None else Lender(partial(pinned_memory, backend))
+        self._new_lender = Lender if backend is None else partial(Lender, partial(pinned_memory, backend))
+        self._lender = self._new_lender()
         self._queue: queue.SimpleQueue[StoreWrite | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -299,17 +300,20 @@ class StoreTier:
         """As ``read``, in place where a store shows its bytes."""
         return self._read(key, in_place=True)
 
-    def read(self, key: str) -> Loan:
-        """An entry by its key, in lent memory; none where no store has it whole. A corrupt one is dropped."""
-        return self._read(key, in_place=False)
+    def read(self, key: str, reserve: Callable[[int], bool] | None = None) -> Loan:
+        """An entry by its key, in lent memory; none where no store has it whole. A corrupt one is dropped.
 
-    def _read(self, key: str, in_place: bool) -> Loan:
-        loan = Loan(self._lender)
+        ``reserve`` hears how many bytes it takes, which are not lent again, and says whether there is room.
+        """
+        return self._read(key, in_place=False, reserve=reserve)
+
+    def _read(self, key: str, in_place: bool, reserve: Callable[[int], bool] | None = None) -> Loan:
+        loan = Loan(self._lender if reserve is None else self._new_lender())
         # One that is read although computing is faster comes last.
         for store in sorted(self._reachable(READING), key=self.break_even.pays, reverse=True):
             try:
                 shown = in_place and hasattr(store, "view")
-                found = self._view(store, key) if shown else self._copy(store, key, loan)
+                found = self._view(store, key) if shown else self._copy(store, key, loan, reserve)
                 if found is not None:
                     loan.serialized = unpack(found)
                     return loan
@@ -344,10 +348,12 @@ class StoreTier:
             read.nbytes = 0 if found is None else found.nbytes
         return found
 
-    def _copy(self, store: SnapshotStore, key: str, loan: Loan) -> np.ndarray | None:
+    def _copy(
+        self, store: SnapshotStore, key: str, loan: Loan, reserve: Callable[[int], bool] | None = None
+    ) -> np.ndarray | None:
         with self.break_even.reading(store) as read:
             (stat,) = store.stat([key])
-            if stat is None:
+            if stat is None or (reserve is not None and not reserve(stat.nbytes)):
                 return None
             memory = loan.memory(stat.nbytes)
             if not store.get_into(key, memory):

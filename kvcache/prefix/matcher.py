@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from kvcache.offload.prefetch import Prefetch
 from kvcache.prefix.prefix_tree import PrefixTree, TreeEntry, span_of
 from kvcache.prefix.radix_tree import Node, common_length
 from kvcache.prefix.session import Session
@@ -66,6 +67,10 @@ class PrefixMatcher:
             else:
                 if self.from_source(seq, ids, source):
                     return source.length
+
+    def prefetch(self, ids: np.ndarray) -> Prefetch | None:
+        """Read ahead what ``fill`` would have to ask stores for."""
+        return self._lookup.prefetch(ids, self.best(ids, int(ids.size) - 1).length)
 
     def best(self, ids: np.ndarray, limit: int) -> Source:
         """The longest prefix of ``ids[:limit]`` that a session or the tree has; stores are not asked."""

@@ -123,6 +123,7 @@ class Engine(Closing):
                 interval=options.interval,
                 layers=model.config.cached_layers,
                 break_even=BreakEven(always=options.fetch == "always"),
+                read_ahead=options.read_ahead,
             )
         except BaseException:
             self.cache.close()
@@ -215,6 +216,8 @@ class Engine(Closing):
         request.retention = retention
         for other in self._running:
             plan_sharing(other, [request], self.prefix)
+        if self.busy:  # else it starts in the next step, and reads its own
+            request.ahead = self.prefix.prefetch(tokens, salt, shared)
         self._waiting.append(request)
         return request
 
@@ -224,6 +227,7 @@ class Engine(Closing):
             return False
         if request in self._waiting:
             self._waiting.remove(request)
+            request.release()
         else:
             self._leave(request)
         request.done = True
@@ -341,9 +345,13 @@ class Engine(Closing):
             raise
 
     def _admit(self, events: list[EngineEvent]) -> None:
-        for request in list(self._waiting):
+        """In their order; while others compute, those go first that nothing is being read for."""
+        alone = self.ranks.alone  # what others read is not known here
+        for request in sorted(self._waiting, key=lambda request: alone and request.fetching):
             if self._full or len(self.prefix.sessions) == self.options.max_sequences:
                 return
+            if alone and self._running and request.fetching:
+                continue
             if worth_waiting(request, self._running, self.prefix, self.ranks):
                 continue
             try:
@@ -353,12 +361,14 @@ class Engine(Closing):
                     self._full = True
                     return
                 self._waiting.remove(request)
+                request.release()
                 self._over(request, events, [Failed(request.id, error)])
                 continue
             self._start(request, session, events)
 
     def _start(self, request: Request, session: Session, events: list[EngineEvent]) -> None:
         self._waiting.remove(request)
+        request.release()
         self._running.append(request)
         request.session = session
         session.retention = request.retention

@@ -41,11 +41,14 @@ class EngineOptions:
     interval: int = 512
     block_size: int = 512
     fetch: Fetch = "measured"
+    read_ahead: int = 256 << 20
 
     def __post_init__(self) -> None:
         self._check_positive("max_sequences", "prefill_chunk", "capacity", "block_size")
         if self.fetch not in get_args(Fetch):
             raise RequestError(f"EngineOptions: fetch={self.fetch!r}; it must be 'measured' or 'always'")
+        if self.read_ahead < 0:
+            raise RequestError(f"EngineOptions: read_ahead={self.read_ahead}; it must be at least 0")
 
     def _check_positive(self, *names: str) -> None:
         for name in names:
