@@ -46,7 +46,7 @@ class Host:
         self.store = store
         self.options = EngineOptions(max_sequences=1, capacity=capacity, fetch=fetch)
         self.identity = None if store is None else Engine(self.model, None, self.options).identity
-        self.engine = self._engine(store)
+        self.engine, self.alone = self._engine(store), False
 
     def _engine(self, store: SnapshotStore | None) -> Engine:
         tiers = [] if store is None else [store]
@@ -58,9 +58,12 @@ class Host:
         ``forget`` drops what this host itself still has of conversations; ``alone`` asks no store either;
         ``keep`` False leaves nothing behind.
         """
-        if asked.get("forget") or asked.get("alone"):
+        alone = bool(asked.get("alone"))
+        if alone or (self.alone and asked.get("forget")):
             self.engine.close(flush=False)
-            self.engine = self._engine(None if asked.get("alone") else self.store)
+            self.engine, self.alone = self._engine(None if alone else self.store), alone
+        elif asked.get("forget"):
+            self.engine.forget()  # but not how fast the store is
         tokens = [*asked.get("tokens", ()), *self._encode(asked.get("text", ""), not asked.get("tokens"))]
         before, wire = self._counts(), received()
         answer, first, whole = self._generate(tokens, int(asked.get("max_tokens", 8)))

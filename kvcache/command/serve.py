@@ -69,10 +69,22 @@ class Room:
     block_size: Annotated[
         int, typer.Option(help="Tokens of an entry of a store, and of a block that events tell of.", min=1)
     ] = 512
+    always_fetch: Annotated[
+        bool, typer.Option("--always-fetch", help="Ask stores even where computing was seen to be faster.")
+    ] = False
+    read_ahead: Annotated[
+        str, typer.Option(help="Host memory for what is read from stores for requests that wait.")
+    ] = "256MiB"
 
     def engine_options(self, dtypes: Dtypes) -> EngineOptions:
         sizes = self.max_sequences, self.capacity, self.prefill_chunk, dtypes.cache
-        return EngineOptions(*sizes, context=self.context, block_size=self.block_size)
+        return EngineOptions(
+            *sizes,
+            context=self.context,
+            block_size=self.block_size,
+            fetch="always" if self.always_fetch else "measured",
+            read_ahead=parse_bytes("--read-ahead", self.read_ahead),
+        )
 
 
 @dataclass(frozen=True, slots=True)

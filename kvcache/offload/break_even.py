@@ -30,7 +30,7 @@ Reason = Literal["always", "unmeasured", "fetching", "computing"]
 FADE = 0.8
 """What a sample weighs when the next one comes."""
 LEAST = 32
-"""Tokens; what a pass over fewer takes is hardly theirs."""
+"""Tokens; a pass over fewer takes hardly less time, and says only how fast they are computed at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +129,13 @@ class BreakEven:
         if not slack >= 0:
             raise InvalidRangeError(f"BreakEven: slack={slack}; it must be at least 0")
         self.always, self.slack, self.probe_every = always, slack, probe_every
-        self.counts: Counter[Reason] = Counter()
-        """How many look-ups in a store were decided for which reason."""
+        self.counts: Counter[str] = Counter()
+        """How many look-ups in a store were decided for which ``Reason``."""
         self._clock = clock
         self._given = link
         self._bytes_per_token = _Ratio(bytes_per_token)
         self._tokens_per_second = _Ratio(tokens_per_second)
+        self._at_least: float | None = None
         self._meters: dict[int, _Meter] = {}
         self._lock = threading.Lock()
 
@@ -142,8 +143,8 @@ class BreakEven:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """How fast prompts are computed; None: not known yet."""
-        return self._tokens_per_second.value
+        """How fast prompts are computed, or are at least; None: not known yet."""
+        return self._tokens_per_second.value or self._at_least
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -158,10 +159,14 @@ class BreakEven:
         return None if not speed else Link(speed, latency or 0.0)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A pass over ``tokens`` of prompts took so long. One over a few tells nothing of many."""
-        if tokens >= LEAST and seconds > 0:
-            with self._lock:
+        """A pass over ``tokens`` of prompts took so long."""
+        if tokens < 1 or seconds <= 0:
+            return
+        with self._lock:
+            if tokens >= LEAST:
                 self._tokens_per_second.add(tokens, seconds)
+            else:
+                self._at_least = max(self._at_least or 0.0, tokens / seconds)
 
     def sized(self, nbytes: int, tokens: int) -> None:
         """An entry of ``tokens`` has so many bytes."""
@@ -218,7 +223,7 @@ class BreakEven:
         with self._lock:
             meter = self._meter(store)
             speed, latency = meter.speed.value, meter.latency.value or 0.0
-            size, prefill = self._bytes_per_token.value, self._tokens_per_second.value
+            size, prefill = self.bytes_per_token, self.tokens_per_second
         if not speed or not size or not prefill:
             return Decision(True, "unmeasured", tokens)
         fetching, computing = latency + tokens * size / speed, tokens / prefill

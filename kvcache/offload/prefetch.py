@@ -145,7 +145,8 @@ class Prefetcher:
         """Begin nothing more, and wait for what is under way; all pages are let go of."""
         with self._changed:
             self._closed = True
-            self._queue.clear()
+            for prefetch in [*self._known.values(), *self._queue]:
+                self._leave_queue(prefetch)
             self._changed.wait_for(lambda: not self._threads)
             for page in self._pages.values():
                 if page.loan is not None:

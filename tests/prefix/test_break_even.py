@@ -104,9 +104,18 @@ def test_reads_at_the_same_time_share_the_link(clock: Clock) -> None:
     assert found.link(STORE) == Link(1000.0)
 
 
-def test_short_passes_and_the_call_that_connects_and_those_that_fail_tell_nothing(clock: Clock) -> None:
+def test_short_passes_say_how_fast_tokens_are_computed_at_least() -> None:
+    found = BreakEven()
+    for tokens, seconds, known in ((8, 1.0, 8), (1, 1.0, 8), (9, 1.0, 9), (32, 4.0, 8), (9, 0.1, 8)):
+        found.computed(tokens, seconds)
+        assert found.tokens_per_second == known
+    found.computed(0, 1.0)
+    found.computed(64, 0.0)
+    assert found.tokens_per_second == 8
+
+
+def test_the_call_that_connects_and_those_that_fail_tell_nothing(clock: Clock) -> None:
     found = BreakEven(clock=clock, link=Link(5.0, 0.25))
-    found.computed(8, 100.0)
     with found.looking(STORE):
         clock.now += 50.0
     with pytest.raises(ConnectionError), found.looking(STORE):
@@ -115,7 +124,6 @@ def test_short_passes_and_the_call_that_connects_and_those_that_fail_tell_nothin
     with pytest.raises(ConnectionError), found.reading(STORE):
         clock.now += 50.0
         raise ConnectionError
-    assert found.tokens_per_second is None
     assert found.link(STORE) == Link(5.0, 0.25)
 
 
