@@ -70,8 +70,8 @@ PLANS = {
         (16, 64, 256, 1024),
         (0.05, 0.1, 0.3, 1.0, 10.0, None),
         3,
-        (0.05, 1.0),
-        (256, 1024),
+        (0.02, 1.0),
+        (256, 512),
         RANDOM,
     ),
 }
@@ -115,13 +115,13 @@ class Machines(contextlib.ExitStack):
         folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
         self.network = self.enter_context(Network())
         self.model = bundled_model() if plan.config is None else random_model(folder / "model", plan.config)
-        self._url = self.enter_context(store_server(folder, inside=self.network.ends[0]))
+        self.url = self.enter_context(store_server(folder, inside=self.network.ends[0]))
         most = max(*plan.lengths, *plan.decided)
         self._options = ("--backend", backend, "--model", str(self.model), "--capacity", str(most + 32))
 
     def host(self, end: int, fetch: str = "always") -> Process:
         """A host in one of the namespaces."""
-        options = (*self._options, "--store", self._url, "--fetch", fetch)
+        options = (*self._options, "--store", self.url, "--fetch", fetch)
         return Process(*options, inside=self.network.ends[end])
 
 

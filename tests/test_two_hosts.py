@@ -323,6 +323,8 @@ def test_the_pages_tables_are_those_of_its_figures() -> None:
     assert {*results["models"]} == {"tiny", "llama"}
     assert report.tables(results) in (docs / "two-hosts.md").read_text(encoding="utf-8")
     for name, record in results["models"].items():
+        rows = [Decided(**row) for row in record["decisions"]["rows"]]
+        assert {(row.gigabits < 0.1, row.restored == 0) for row in rows} == {(True, True), (False, False)}
         assert f"(two-hosts/{name}.svg)" in (docs / "two-hosts.md").read_text(encoding="utf-8")
         for point in report.points_of(record):
             assert point.nbytes > point.tokens * BYTES
