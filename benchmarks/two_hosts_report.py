@@ -12,6 +12,7 @@ from benchmarks.pages import axes_of, legend, svg, table
 from kvcache.storage.sizes import bytes_text
 
 __all__ = [
+    "Decided",
     "Point",
     "break_even_bandwidth",
     "break_even_length",
@@ -25,6 +26,21 @@ __all__ = [
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 GIGABIT = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What a host did that asks the store where that beats computing, with ``tokens`` stored at the end of a
+    link of ``gigabits``: how many it restored, and seconds to the first token, beside those of a host that
+    always asks (``fetched``) and of one without a store (``computed``).
+    """
+
+    gigabits: float
+    tokens: int
+    restored: int
+    seconds: float
+    fetched: float
+    computed: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +137,33 @@ def _model(name: str, record: Mapping[str, Any]) -> Sequence[str]:
         "",
         table(("", *named), [("restoring pays from", *(_length(points, limit) for limit in limits))]),
         "",
+        *_decisions(record.get("decisions")),
     ]
+
+
+def _decisions(record: Mapping[str, Any] | None) -> Sequence[str]:
+    """What the rule chooses on a slow link and on a fast one."""
+    if record is None:
+        return []
+    told = (
+        f"A host that decides by what it has measured: milliseconds to the first token, medians of "
+        f"{record['rounds']}, {record['machine']}; others kept {record['foreign_cores'] or 0:.1f} cores busy "
+        "before:\n"
+    )
+    return [
+        told,
+        table(
+            ("link", "stored tokens", "it", "took", "always fetching", "computed anew"),
+            [_decision(Decided(**row)) for row in record["rows"]],
+        ),
+        "",
+    ]
+
+
+def _decision(row: Decided) -> list[str]:
+    times = [f"{1000 * seconds:,.1f}" for seconds in (row.seconds, row.fetched, row.computed)]
+    did = f"fetched {row.restored:,}" if row.restored else "computed all"
+    return [_bandwidth(row.gigabits), f"{row.tokens:,}", did, *times]
 
 
 def _row(point: Point, limits: Sequence[float | None]) -> list[str]:

@@ -505,6 +505,18 @@ BUGS: dict[str, list[Bug]] = {
          lambda f, self: (found := f(self)) and (self.first(), found[1])),
         ("prefix.tenant_budget:TenantQueue.fits", "what_a_tenant_may_never_have", always(True)),
     ],
+    "tests/prefix/test_break_even.py": [
+        ("offload.break_even:LEAST", "short_passes", Put(1)),
+        ("offload.break_even:BreakEven.pays", "the_next_store_is_asked", always(True)),
+        ("offload.tiers:StoreTier._start_probe", "a_store_that_became_fast", NOTHING),
+        ("offload.break_even:BreakEven.sized", "over_a_slow_link[causal", NOTHING),
+    ],
+    "tests/prefix/test_prefetch.py": [
+        ("offload.prefetch:Prefetcher.look_up", "a_session_begins_from_what[causal", NOTHING),
+        ("offload.prefetch:Prefetcher.page", "a_session_begins_from_what[wrapper", NOTHING),
+        ("offload.prefetch:Prefetcher._let_go", "a_session_begins_from_what[causal", NOTHING),
+        ("offload.prefetch:Prefetcher._reserve", "what_is_read_ahead_never_takes[causal", always(True)),
+    ],
     "tests/prefix/test_tiers.py": [
         ("offload.buffer_pool:Lender.take", "a_snapshot_that_is_read_later[recurrent]", lent_twice),
         ("prefix.matcher:PrefixMatcher.fill", "the_least_recently_used",
@@ -602,6 +614,9 @@ BUGS: dict[str, list[Bug]] = {
         ("stores.index:Index.by_use", "eviction[the first byte", reversed_result),
         ("stores.catalog:Catalog._last_used", "eviction[reading", always(0)),
         ("stores.file:FileStore._used", "eviction[of a chain", lambda f, self, keys: f(self, [*keys][::-1])),
+    ],
+    "tests/test_runner_prefetch.py": [
+        ("runner.scheduler:Request.release", "what_was_read_for_a_request_that", NOTHING),
     ],
     "tests/test_stores_faults.py": [
         ("stores.digests:Digests.start", "the_data_of_one_key_are_not[valkey-xxh3",

@@ -94,6 +94,10 @@ def test_tokens_are_counted_by_where_they_came_from(store: Failing) -> None:
     assert found["prefix_cache_hits_total",] == here
     assert found["external_prefix_cache_queries_total",] == total - here
     assert found["external_prefix_cache_hits_total",] == stored
+    assert found["external_prefix_cache_spared_total",] == 0
+    reasons = {key[1] for key in found if key[0] == "store_look_ups_total"}
+    assert "unmeasured" in reasons, "what nobody knows yet is asked"
+    assert reasons <= {"unmeasured", "fetching"}
     assert found["kept_bytes", "device"] > 0
     assert {tier for name, *rest in found if name == "kept_bytes" for tier in rest} == {
         "device", "leaving", "host", "writing",

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ pytest.importorskip("safetensors")
 
 
 from benchmarks import two_hosts_report as report
-from benchmarks.two_hosts_report import Point, break_even_bandwidth, break_even_length
+from benchmarks.two_hosts_report import Decided, Point, break_even_bandwidth, break_even_length
 from benchmarks.wire import link_speed
 from examples.two_hosts.host import Host
 from examples.two_hosts.network import Network, unavailable
@@ -268,6 +269,9 @@ POINTS = [
 ]
 
 
+DECIDED = [Decided(0.05, 40, 0, 6.0, 9.0, 6.5), Decided(1.0, 40, 39, 1.0, 1.5, 6.5)]
+
+
 def test_break_even_lengths_lie_where_the_lines_cross() -> None:
     assert break_even_length(POINTS, None) == 15.0  # the gap goes from -1 to 1 between 10 and 20
     assert break_even_length(POINTS, 8e3) == 35.0  # from -3 to 1 between 20 and 40
@@ -292,6 +296,10 @@ def test_tables_and_plots_take_the_place_between_the_marks_of_the_page(tmp_path:
         "title": "a model", "backend": "torch", "machine": "a machine", "foreign_cores": 0.25, "rounds": 3,
         "new_tokens": 9, "links": [{"gigabits": 8e3, "measured": 0.1}, {"gigabits": None, "measured": 16.0}],
         "points": rows,
+        "decisions": {
+            "machine": "another", "foreign_cores": 0.5, "rounds": 3,
+            "rows": [asdict(row) for row in DECIDED],
+        },
     }  # fmt: skip
     for _ in range(2):
         report.write(tmp_path, {"models": {"one": record}})
@@ -302,6 +310,8 @@ def test_tables_and_plots_take_the_place_between_the_marks_of_the_page(tmp_path:
     assert text.count("### A model") == 1
     assert "| 40 | 3.9 KiB | 6,000.0 | 5,000.0 (1.2x) | 1,500.0 (4x) | 7.11e-06 Gb/s |" in text
     assert "| restoring pays from | 35 tokens | 15 tokens |" in text
+    assert "| 0.05 Gb/s | 40 | computed all | 6,000.0 | 9,000.0 | 6,500.0 |" in text
+    assert "| 1 Gb/s | 40 | fetched 39 | 1,000.0 | 1,500.0 | 6,500.0 |" in text
     assert report.plot(record).count(b"<svg") == 1
     assert report.load(tmp_path) == json.loads(json.dumps({"models": {"one": record}}))
 
@@ -313,6 +323,8 @@ def test_the_pages_tables_are_those_of_its_figures() -> None:
     assert {*results["models"]} == {"tiny", "llama"}
     assert report.tables(results) in (docs / "two-hosts.md").read_text(encoding="utf-8")
     for name, record in results["models"].items():
+        rows = [Decided(**row) for row in record["decisions"]["rows"]]
+        assert {(row.gigabits < 0.1, row.restored == 0) for row in rows} == {(True, True), (False, False)}
         assert f"(two-hosts/{name}.svg)" in (docs / "two-hosts.md").read_text(encoding="utf-8")
         for point in report.points_of(record):
             assert point.nbytes > point.tokens * BYTES

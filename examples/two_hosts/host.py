@@ -18,11 +18,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, get_args
 
 import ml
 from kvcache.runner import GenerationOptions, Token, Tokenizer, bundled_model, load_model
 from kvcache.runner.engine import Engine, EngineOptions, Failed
+from kvcache.runner.options import Fetch
 from kvcache.stores import SnapshotStore, open_store
 
 __all__ = ["Host", "main", "received"]
@@ -31,13 +32,21 @@ __all__ = ["Host", "main", "received"]
 class Host:
     """A model on a backend, and conversations with it, kept in ``store`` for other hosts."""
 
-    def __init__(self, backend: ml.Backend, path: Path, store: SnapshotStore | None, capacity: int) -> None:
+    def __init__(
+        self,
+        backend: ml.Backend,
+        path: Path,
+        store: SnapshotStore | None,
+        capacity: int,
+        fetch: Fetch = "always",
+    ) -> None:
+        """``fetch``: ask the store for everything, or where that was seen to be faster than computing."""
         self.model = load_model(path, backend)
         self.tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
         self.store = store
-        self.options = EngineOptions(max_sequences=1, capacity=capacity)
+        self.options = EngineOptions(max_sequences=1, capacity=capacity, fetch=fetch)
         self.identity = None if store is None else Engine(self.model, None, self.options).identity
-        self.engine = self._engine(store)
+        self.engine, self.alone = self._engine(store), False
 
     def _engine(self, store: SnapshotStore | None) -> Engine:
         tiers = [] if store is None else [store]
@@ -49,9 +58,12 @@ class Host:
         ``forget`` drops what this host itself still has of conversations; ``alone`` asks no store either;
         ``keep`` False leaves nothing behind.
         """
-        if asked.get("forget") or asked.get("alone"):
+        alone = bool(asked.get("alone"))
+        if alone or (self.alone and asked.get("forget")):
             self.engine.close(flush=False)
-            self.engine = self._engine(None if asked.get("alone") else self.store)
+            self.engine, self.alone = self._engine(None if alone else self.store), alone
+        elif asked.get("forget"):
+            self.engine.forget()  # but not how fast the store is
         tokens = [*asked.get("tokens", ()), *self._encode(asked.get("text", ""), not asked.get("tokens"))]
         before, wire = self._counts(), received()
         answer, first, whole = self._generate(tokens, int(asked.get("max_tokens", 8)))
@@ -79,10 +91,17 @@ class Host:
         return self.tokenizer.encode(text, bos=first)
 
     def _counts(self) -> dict[str, int]:
-        """Tokens: computed in prompts, restored from the store, and taken from what this host still had."""
+        """Tokens: computed in prompts, restored from the store, and taken from what this host still had.
+
+        Of those computed, the store was not asked for ``spared``: that would have taken longer.
+        """
         found = self.engine.prefix.stats
-        computed = self.engine.statistics.computed_tokens
-        return {"computed": computed, "restored": found.store, "local": found.device + found.live}
+        return {
+            "computed": self.engine.statistics.computed_tokens,
+            "restored": found.store,
+            "local": found.device + found.live,
+            "spared": found.spared,
+        }
 
     def _generate(self, tokens: Sequence[int], count: int) -> tuple[list[int], float, float]:
         """The answer, and the seconds to its first token and to its end."""
@@ -124,6 +143,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=bundled_model())
     parser.add_argument("--store", help="a URL that all hosts share; none: each for itself")
     parser.add_argument("--capacity", type=int, default=512, help="tokens of a conversation")
+    parser.add_argument("--fetch", choices=get_args(Fetch), default="always", help="when to ask the store")
     options = parser.parse_args()
     try:
         run(options)
@@ -140,7 +160,8 @@ def run(options: argparse.Namespace) -> None:
         if options.store is not None:
             store = stack.enter_context(contextlib.closing(open_store(options.store)))
         backend = stack.enter_context(ml.open_backend(options.backend))
-        host = stack.enter_context(contextlib.closing(Host(backend, options.model, store, options.capacity)))
+        made = Host(backend, options.model, store, options.capacity, options.fetch)
+        host = stack.enter_context(contextlib.closing(made))
         print(json.dumps({"ready": options.backend}), flush=True)
         serve(host, sys.stdin, sys.stdout)
 

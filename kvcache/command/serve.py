@@ -70,6 +70,12 @@ class Room:
     block_size: Annotated[
         int, typer.Option(help="Tokens of an entry of a store, and of a block that events tell of.", min=1)
     ] = 512
+    always_fetch: Annotated[
+        bool, typer.Option("--always-fetch", help="Ask stores even where computing was seen to be faster.")
+    ] = False
+    read_ahead: Annotated[
+        str, typer.Option(help="Host memory for what is read from stores for requests that wait.")
+    ] = "256MiB"
 
     eviction_policy: Annotated[
         str, typer.Option(help="Which prefixes go first: lru; gdsf: those seldom used and cheap to compute.")
@@ -92,6 +98,8 @@ class Room:
             block_size=self.block_size,
             eviction_policy=self.eviction_policy,
             tenant_budget=TenantBudget(device or None, host or None) if self.tenant_budget else None,
+            fetch="always" if self.always_fetch else "measured",
+            read_ahead=parse_bytes("--read-ahead", self.read_ahead),
         )
 
 

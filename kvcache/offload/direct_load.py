@@ -206,11 +206,13 @@ def _back_to(
 def _entries_at(store: StoreTier, key: str, end: int, stack: contextlib.ExitStack) -> Iterator[_StoredEntry]:
     for reader in store.readers(key):
         stack.callback(reader.close)
+        nbytes = reader.left
         try:
             serialized = _StoredEntry(reader)
         except Exception as error:
             _note(error)
             continue
+        store.break_even.sized(nbytes, serialized.end - serialized.begin)
         if serialized.begin < serialized.end == end:
             yield serialized
 

@@ -10,21 +10,23 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import ml
+from kvcache.offload.break_even import BreakEven, Decision
 from kvcache.offload.buffer_pool import Lender, Loan
 from kvcache.offload.outages import READING, WRITING, Outages
 from kvcache.storage.sizes import parse_bytes
+from kvcache.stores.buffers import WritableBuffer
 from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreFull, StoreUnavailable
 from kvcache.stores.keys import Chain
 from kvcache.stores.protocol import Reader, ReadingStore, SnapshotStore
 from kvcache.stores.serialized_snapshot import SerializedSnapshot, pack, unpack
 from ml.transfer import pinned_memory
 
-__all__ = ["HostTier", "StoreTier", "StoreWrite"]
+__all__ = ["HostTier", "LookUp", "StoreTier", "StoreWrite"]
 
 log = logging.getLogger("kvcache")
 
@@ -59,6 +61,15 @@ class StoreWrite:
         return self.serialized.nbytes
 
 
+class LookUp(NamedTuple):
+    """What stores have of a prompt."""
+
+    stored: int
+    """How long a prefix."""
+    spared: int = 0
+    """How many more tokens they were not asked for, or not read of, since computing them is faster."""
+
+
 class StoreTier:
     """One or more stores: read in order, written to all of them by a thread.
 
@@ -68,10 +79,18 @@ class StoreTier:
     """
 
     def __init__(
-        self, stores: Sequence[SnapshotStore], backlog: int, backend: ml.Backend | None = None
+        self,
+        stores: Sequence[SnapshotStore],
+        backlog: int,
+        backend: ml.Backend | None = None,
+        break_even: BreakEven | None = None,
     ) -> None:
-        """``backend``: what reads the entries next, from the memory that it reads fastest."""
+        """``backend``: what reads the entries next, from the memory that it reads fastest.
+
+        ``break_even``: which store is asked for how many tokens (None: every store for any).
+        """
         self.stores = tuple(stores)
+        self.break_even = break_even or BreakEven(always=True)
         self.backlog = backlog
         self.waiting = 0
         """Bytes that are not written yet."""
@@ -85,10 +104,12 @@ class StoreTier:
         self.on_drop: Callable[[str], None] | None = None
         """Called with the key of each entry that is dropped, by the thread that found it corrupt."""
         self._finished: deque[StoreWrite] = deque()
-        self._lender = Lender() if backend is None else Lender(partial(pinned_memory, backend))
+        self._new_lender = Lender if backend is None else partial(Lender, partial(pinned_memory, backend))
+        self._lender = self._new_lender()
         self._queue: queue.SimpleQueue[StoreWrite | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._probe: threading.Thread | None = None
 
     # Writing.
 
@@ -122,6 +143,12 @@ class StoreTier:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
+        self.finish_probe()
+
+    def finish_probe(self) -> None:
+        """Wait until no store is probed."""
+        if self._probe is not None:
+            self._probe.join()
 
     def _work(self) -> None:
         while (store_write := self._queue.get()) is not None:
@@ -157,20 +184,53 @@ class StoreTier:
 
     # Reading.
 
-    def longest(self, chain: Chain, floor: int, limit: int, divisible: bool) -> int:
+    def look_up(self, chain: Chain, floor: int, limit: int, divisible: bool) -> LookUp:
         """The longest prefix in (floor, limit] whose end is stored, or ``floor``.
 
         Content that is ``divisible`` is stored up to every multiple of the chain's block size, so that a
         run of these is looked for first; what is whole ends anywhere.
         """
-        best = floor
+        best = there = floor
         for store in self._reachable(READING):
-            try:
-                best = max(best, _longest(store, chain, best, limit, divisible))
-                self.outages.worked(store, READING)
-            except Exception as error:
-                self._failed(store, READING, error, "the prefix is computed instead")
-        return best
+            decision, found = self.break_even.decide(store, limit - best), limit
+            if decision.fetch:
+                try:
+                    with self.break_even.looking(store):
+                        found = _longest(store, chain, best, limit, divisible)
+                    self.outages.worked(store, READING)
+                except Exception as error:
+                    self._failed(store, READING, error, "the prefix is computed instead")
+                    continue
+                if found > best:
+                    decision = self.break_even.decide(store, found - best)
+            if decision.fetch:
+                best = max(best, found)
+            else:
+                there = max(there, found)
+                _tell_decision(store, decision)
+            if self.break_even.note(store, decision):
+                self._start_probe(store, chain, floor, limit, divisible)
+        return LookUp(best, max(0, there - best))
+
+    def _start_probe(self, store: SnapshotStore, *where: Any) -> None:
+        """Have a thread read one entry of what is not fetched, which measures how fast that is by now."""
+        if self._probe is None or not self._probe.is_alive():
+            self._probe = threading.Thread(
+                target=self._measure, args=(store, *where), name="kvcache-probe", daemon=True
+            )
+            self._probe.start()
+
+    def _measure(self, store: SnapshotStore, chain: Chain, floor: int, limit: int, divisible: bool) -> None:
+        try:
+            with self.break_even.looking(store):
+                found = _longest(store, chain, floor, limit, divisible)
+            if found > floor:
+                end = min(floor - floor % chain.block_size + chain.block_size, found) if divisible else found
+                loan = Loan(self._lender)
+                self._copy(store, chain.at(end), loan)
+                loan.give_back()
+        except Exception as error:  # who asks the store in earnest deals with it
+            log.info("probe: %s", error)
 
     def prefix(self, keys: Sequence[str]) -> int:
         """How many leading keys are stored: as far as the first store has them, then the next one."""
@@ -225,7 +285,7 @@ class StoreTier:
 
     def readers(self, key: str) -> Iterator[Reader]:
         """An entry's bytes, of each store that has them and hands them out so; ``read`` says what fails."""
-        for store in self.stores:
+        for store in sorted(self.stores, key=self.break_even.pays, reverse=True):
             try:
                 found = store.reader(key) if isinstance(store, ReadingStore) else None
             except StoreError:
@@ -234,22 +294,26 @@ class StoreTier:
                 _warn("load back", error, "the serialized snapshot is read in another way")
                 continue
             if found is not None:
-                yield found
+                yield _TimedReader(found, store, self.break_even)
 
     def serialized(self, key: str) -> Loan:
         """As ``read``, in place where a store shows its bytes."""
         return self._read(key, in_place=True)
 
-    def read(self, key: str) -> Loan:
-        """An entry by its key, in lent memory; none where no store has it whole. A corrupt one is dropped."""
-        return self._read(key, in_place=False)
+    def read(self, key: str, reserve: Callable[[int], bool] | None = None) -> Loan:
+        """An entry by its key, in lent memory; none where no store has it whole. A corrupt one is dropped.
 
-    def _read(self, key: str, in_place: bool) -> Loan:
-        loan = Loan(self._lender)
-        for store in self._reachable(READING):
+        ``reserve`` hears how many bytes it takes, which are not lent again, and says whether there is room.
+        """
+        return self._read(key, in_place=False, reserve=reserve)
+
+    def _read(self, key: str, in_place: bool, reserve: Callable[[int], bool] | None = None) -> Loan:
+        loan = Loan(self._lender if reserve is None else self._new_lender())
+        # One that is read although computing is faster comes last.
+        for store in sorted(self._reachable(READING), key=self.break_even.pays, reverse=True):
             try:
                 shown = in_place and hasattr(store, "view")
-                found = _view(store, key) if shown else self._copy(store, key, loan)
+                found = self._view(store, key) if shown else self._copy(store, key, loan, reserve)
                 if found is not None:
                     loan.serialized = unpack(found)
                     return loan
@@ -278,13 +342,24 @@ class StoreTier:
         else:
             _warn("load back" if way == READING else "offload", error, follows)
 
-    @staticmethod
-    def _copy(store: SnapshotStore, key: str, loan: Loan) -> np.ndarray | None:
-        (stat,) = store.stat([key])
-        if stat is None:
-            return None
-        memory = loan.memory(stat.nbytes)
-        return memory if store.get_into(key, memory) else None
+    def _view(self, store: Any, key: str) -> memoryview | None:
+        with self.break_even.reading(store) as read:
+            found: memoryview | None = store.view(key)
+            read.nbytes = 0 if found is None else found.nbytes
+        return found
+
+    def _copy(
+        self, store: SnapshotStore, key: str, loan: Loan, reserve: Callable[[int], bool] | None = None
+    ) -> np.ndarray | None:
+        with self.break_even.reading(store) as read:
+            (stat,) = store.stat([key])
+            if stat is None or (reserve is not None and not reserve(stat.nbytes)):
+                return None
+            memory = loan.memory(stat.nbytes)
+            if not store.get_into(key, memory):
+                return None
+            read.nbytes = stat.nbytes
+        return memory
 
     def drop(self, key: str) -> None:
         """Forget an entry in all stores."""
@@ -301,9 +376,30 @@ _PROBES = 256
 """Keys that are asked for at a time."""
 
 
-def _view(store: Any, key: str) -> memoryview | None:
-    found: memoryview | None = store.view(key)
-    return found
+class _TimedReader:
+    """A reader whose bytes count for the way to its store."""
+
+    def __init__(self, reader: Reader, store: SnapshotStore, break_even: BreakEven) -> None:
+        self._reader, self._store, self._break_even = reader, store, break_even
+        self.left = reader.left
+
+    def fill(self, buffers: Sequence[WritableBuffer]) -> None:
+        with self._break_even.reading(self._store) as read:
+            self._reader.fill(buffers)
+            read.nbytes, self.left = self.left - self._reader.left, self._reader.left
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _tell_decision(store: SnapshotStore, decision: Decision) -> None:
+    log.debug(
+        "%d tokens are not fetched from %r: computing them takes %.3f s, and fetching them %.3f s",
+        decision.tokens,
+        store,
+        decision.computing,
+        decision.fetching,
+    )
 
 
 def _drop(store: SnapshotStore, key: str) -> None:

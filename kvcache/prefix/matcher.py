@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from kvcache.offload.prefetch import Prefetch
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
 from kvcache.prefix.session import Session
@@ -42,6 +43,8 @@ class PrefixMatcher:
         self._cache, self._tree, self._sessions, self._lookup = tree.cache, tree, sessions, lookup
         self.origins: Counter[str] = Counter()
         """How many tokens of the last ``fill`` came from where: "live", a tier, "store"."""
+        self.spared = 0
+        """Tokens of the last ``fill`` that stores were not asked for, since computing them is faster."""
         self.on_restore: Callable[[int, int], None] | None = None
 
     def fill(self, seq: int, ids: np.ndarray) -> int:
@@ -51,7 +54,7 @@ class PrefixMatcher:
             self.origins.clear()
             source = self.best(ids, limit)
             self._tree.touch(ids[: source.length])
-            stored = self._lookup.longest(ids, source.length, reach)
+            stored, self.spared = self._lookup.longest(ids, source.length, reach)
             while stored > source.length:
                 reached = self._from_store(seq, ids, source, stored)
                 if reached is None:
@@ -59,11 +62,16 @@ class PrefixMatcher:
                     break
                 reached = self._go_on(seq, ids[:limit], reached)
                 progress = reached > source.length
-                source = Source(reached, held=True)
-                stored = self._lookup.longest(ids, reached, reach) if progress else reached
+                source, stored = Source(reached, held=True), reached
+                if progress:
+                    stored, self.spared = self._lookup.longest(ids, reached, reach)
             else:
                 if self.from_source(seq, ids, source):
                     return source.length
+
+    def prefetch(self, ids: np.ndarray) -> Prefetch | None:
+        """Read ahead what ``fill`` would have to ask stores for."""
+        return self._lookup.prefetch(ids, self.best(ids, int(ids.size) - 1).length)
 
     def best(self, ids: np.ndarray, limit: int) -> Source:
         """The longest prefix of ``ids[:limit]`` that a session or the tree has; stores are not asked."""

@@ -53,7 +53,8 @@ class OpenSessions:
                 raise
         self.free.remove(seq)
         session = self.sessions[seq] = Session(self, seq, ids, cached, tenant)
-        self._stats.add(int(ids.size), self.matcher.origins)
+        session.spared = self.matcher.spared
+        self._stats.add(int(ids.size), {**self.matcher.origins, "spared": session.spared})
         return session
 
     def forget_items(self) -> None:

@@ -20,6 +20,8 @@ from os import PathLike, fspath
 from typing import Any
 
 from kvcache.cache import ClosedError, InvalidRangeError, SnapshotCache, SupportsOffset
+from kvcache.offload.break_even import BreakEven
+from kvcache.offload.prefetch import Prefetch, Prefetcher
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Tenant
@@ -33,6 +35,7 @@ from kvcache.prefix.retention import Retention
 from kvcache.prefix.session import PrefixStats, Session, SessionLimitError, SessionReplacedError, Tokens
 from kvcache.prefix.store_lookup import StoreLookup
 from kvcache.prefix.tenant_budget import TenantBudget
+from kvcache.prefix.tree_entry import span_of
 from kvcache.snapshots.layer_shapes import Layers
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.storage.layer_shape import LayerShape
@@ -65,6 +68,10 @@ class PrefixCache(Closing):
     often used stays longer), or any other EvictionPolicy. ``tenant_budget`` limits what is kept for each
     tenant (the ``salt`` of ``begin``): one TenantBudget for all, or a function of the salt.
 
+    ``break_even`` says when a store is not asked, as computing is faster (None: a new one, which asks as long
+    as nobody tells it by ``break_even.computed`` how long passes over prompts take). ``read_ahead`` limits
+    the bytes of host memory that ``prefetch`` fills (0: it does nothing).
+
     The PrefixCache uses all sequences of the cache. It is not thread-safe; a thread writes to the stores.
     """
 
@@ -83,12 +90,15 @@ class PrefixCache(Closing):
         layers: Layers | None = None,
         eviction_policy: str | EvictionPolicy = "lru",
         tenant_budget: TenantBudget | Callable[[str], TenantBudget] | None = None,
+        break_even: BreakEven | None = None,
+        read_ahead: int = 256 << 20,
     ) -> None:
         if not hasattr(cache, "settings"):
             raise InvalidRangeError(
                 f"PrefixCache: {cache!r:.60} is not a cache; it must be an initialized cache"
             )
         least = {"interval": (interval, 1), "backlog": (backlog, 0), "in_flight": (in_flight, 0)}
+        least["read_ahead"] = (read_ahead, 0)
         for name, (value, lowest) in {**least, "budget": (budget or 0, 0)}.items():
             if value < lowest:
                 raise InvalidRangeError(f"PrefixCache: {name}={value}; it must be at least {lowest}")
@@ -108,12 +118,18 @@ class PrefixCache(Closing):
         self.cache = cache
         self.stats = PrefixStats()
         worker = OffloadWorker(cache.backend, in_flight) if in_flight and tiers else None
-        store = StoreTier(stores, backlog, cache.backend) if stores else None
+        self.break_even = break_even or BreakEven()
+        store = StoreTier(stores, backlog, cache.backend, self.break_even) if stores else None
         policy, limits = policy_of(eviction_policy), _limits(tenant_budget)
         self.tree = PrefixTree(cache, budget, host, store, keys, worker, policy, limits)
         self.alphabet = self.tree.alphabet
         self.evictor = Evictor(self.tree)
-        lookup = StoreLookup(self.tree, {i: LayerShape(*shape) for i, shape in (layers or {}).items()})
+        ahead = store is not None and read_ahead and not store.reads_straight
+        self._prefetcher = (
+            Prefetcher(store, read_ahead, lambda found: span_of(found)[0]) if store and ahead else None
+        )
+        shapes = {i: LayerShape(*shape) for i, shape in (layers or {}).items()}
+        lookup = StoreLookup(self.tree, shapes, self._prefetcher)
         self._open = OpenSessions(self.tree, self.evictor, lookup, interval, self.stats)
         self._closed = False
         cache.on_pressure = self.evictor.relieve
@@ -156,6 +172,18 @@ class PrefixCache(Closing):
         session = self._open.begin(ids, tenant)
         session.retention = retention
         return session
+
+    def prefetch(self, tokens: Tokens, salt: str = "", shared: int = 0) -> Prefetch | None:
+        """Have threads look up what stores have of a prompt and read it into host memory, for ``begin``.
+
+        It stays there until ``release`` of what is returned, which is to be called when the session has
+        begun, or never will; a ``begin`` before all is read reads the rest. The bytes of all such prompts
+        together are at most ``read_ahead``, and what two of them share is read once. None: there is nothing
+        to read, or the stores hand out their bytes straight to the cache, as a folder does.
+        """
+        self._check("prefetch")
+        ids = self.alphabet.encode(tokens, Tenant(salt, shared))
+        return self._open.matcher.prefetch(ids) if ids.size else None
 
     def adopt(self, tokens: Tokens, snapshot: Snapshot, salt: str = "", shared: int = 0) -> bool:
         """Keep a snapshot of all of ``tokens`` that came from elsewhere, as if a session had computed it.
@@ -235,6 +263,8 @@ class PrefixCache(Closing):
             return
         for session in list(self._open.sessions.values()):
             session.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         if flush:
             self.tree.flush()
         self.tree.clear()
@@ -298,7 +328,8 @@ class PrefixCache(Closing):
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes of snapshots per tier: "device", "host" where there is one, "writing" to stores.
+        """Bytes of snapshots per tier: "device", "host" where there is one, "writing" to stores, and "ahead",
+        read from them for sessions to come.
 
         "leaving" are those on their way to "host", where they are counted already, or to the stores: the
         device has copies of them until they are there.
@@ -310,6 +341,8 @@ class PrefixCache(Closing):
             found["host"] = self.tree.host.nbytes
         if self.tree.store is not None:
             found["writing"] = self.tree.store.waiting
+        if self._prefetcher is not None:
+            found["ahead"] = self._prefetcher.nbytes
         return found
 
     @property

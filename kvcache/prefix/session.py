@@ -41,6 +41,8 @@ class PrefixStats:
     store: int = 0
     skipped: int = 0
     """Snapshots that were due inside a batch of a model with recurrent layers, which delivered no states."""
+    spared: int = 0
+    """Tokens that stores were not asked for, since computing them is faster (``BreakEven``)."""
 
     @property
     def reused(self) -> int:
@@ -107,6 +109,8 @@ class Session:
         self._certain: int | None = None
         self._replaced = False
         self.closed = False
+        self.spared = 0
+        """Tokens that stores were not asked for at its begin, since computing them is faster."""
         self.retention: Retention | None = None
         """How long what is kept of it stays; it counts when the session closes."""
 

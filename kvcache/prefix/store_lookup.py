@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 
 from kvcache.cache import InvalidRangeError
 from kvcache.offload.direct_load import load_back, restore_serialized
-from kvcache.offload.tiers import StoreTier
+from kvcache.offload.prefetch import Prefetch, Prefetcher
+from kvcache.offload.tiers import LookUp, StoreTier
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.tree_entry import span_of
 from kvcache.snapshots.check_serialized import check_serialized
@@ -29,17 +30,33 @@ Told = Callable[[int], None]
 class StoreLookup:
     """Reads entries from the stores of a tree. What is not what its key says is dropped there, and not used.
 
-    ``layers`` are those that serialized snapshots have to have; {}: those of the cache.
+    ``layers`` are those that serialized snapshots have to have; {}: those of the cache. What ``ahead`` has
+    read by then is not asked for again.
     """
 
-    def __init__(self, tree: PrefixTree, layers: Layers) -> None:
+    def __init__(self, tree: PrefixTree, layers: Layers, ahead: Prefetcher | None = None) -> None:
         self._cache, self._tree, self._layers = tree.cache, tree, layers
+        self._prefetcher = ahead
 
-    def longest(self, ids: np.ndarray, length: int, limit: int) -> int:
-        """How many tokens of ``ids[:limit]`` the stores say they have; ``length`` where it is no more."""
+    def prefetch(self, ids: np.ndarray, length: int) -> Prefetch | None:
+        """Read ahead what stores have behind the first ``length`` tokens; None: there is nothing to read."""
+        limit = int(ids.size) - 1
+        if self._prefetcher is None or length >= limit:
+            return None
+        return self._prefetcher.start(self._chain(ids[:limit]), length, limit, self._tree.divisible)
+
+    def longest(self, ids: np.ndarray, length: int, limit: int) -> LookUp:
+        """How many tokens of ``ids[:limit]`` the stores say they have; ``length`` where it is no more.
+
+        What computing is faster for is not among it.
+        """
         if self._tree.store is None or length >= limit:
-            return length
-        return self._tree.store.longest(self._chain(ids[:limit]), length, limit, self._tree.divisible)
+            return LookUp(length)
+        chain = self._chain(ids[:limit])
+        known = None if self._prefetcher is None else self._prefetcher.look_up(chain, length, limit)
+        if known is not None:
+            return known
+        return self._store.look_up(chain, length, limit, self._tree.divisible)
 
     def fetch(self, seq: int, ids: np.ndarray, reached: int, told: Told | None = None) -> int:
         """Put entries behind the first ``reached`` tokens, which the sequence has; returns how far that went.
@@ -62,7 +79,7 @@ class StoreLookup:
         entries: list[SerializedSnapshot] = []
         at = int(ids.size)
         while at > floor or not entries:
-            serialized = self._checked(ids, lent.enter_context(self._store.read(chain.at(at))), at)
+            serialized = self._checked(ids, lent.enter_context(self._read(chain.at(at))), at)
             if serialized is None:
                 return []
             entries.append(serialized)
@@ -105,13 +122,28 @@ class StoreLookup:
         self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int], told: Told
     ) -> int:
         """Restore each serialized snapshot while the next one is read."""
-        with contextlib.closing(self._store.entries([chain.at(end) for end in ends])) as entries:
+        with contextlib.closing(self._entries([chain.at(end) for end in ends])) as entries:
             for end in ends:
                 if not self._next(seq, ids, next(entries), reached, end):
                     break
                 reached = end
                 told(reached)
         return reached
+
+    def _entries(self, keys: Sequence[str]) -> Generator[SerializedSnapshot | None, None, None]:
+        """As ``StoreTier.entries``; first those that were read ahead."""
+        count = 0
+        while count < len(keys) and (page := self._read_ahead(keys[count])) is not None:
+            yield page
+            count += 1
+        yield from self._store.entries(keys[count:])
+
+    def _read(self, key: str) -> contextlib.AbstractContextManager[SerializedSnapshot | None]:
+        page = self._read_ahead(key)
+        return self._store.read(key) if page is None else contextlib.nullcontext(page)
+
+    def _read_ahead(self, key: str) -> SerializedSnapshot | None:
+        return None if self._prefetcher is None else self._prefetcher.page(key)
 
     def _next(
         self, seq: int, ids: np.ndarray, found: SerializedSnapshot | None, reached: int, end: int
@@ -141,6 +173,7 @@ class StoreLookup:
         try:
             begin, last = check_serialized("load back", serialized, complete=True)
             if begin < last == end:
+                self._store.break_even.sized(serialized.nbytes, end - begin)
                 return serialized
             raise SnapshotCorrupt(
                 f"load back: a serialized snapshot of [{begin}, {last}) under the key of {end} tokens"

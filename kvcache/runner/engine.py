@@ -30,6 +30,7 @@ from kvcache.cache import (
     SequenceLostError,
     SnapshotCache,
 )
+from kvcache.offload.break_even import BreakEven
 from kvcache.offload.tiers import HostTier
 from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
@@ -123,6 +124,8 @@ class Engine(Closing):
                 layers=model.config.cached_layers,
                 eviction_policy=options.eviction_policy,
                 tenant_budget=options.tenant_budget,
+                break_even=BreakEven(always=options.fetch == "always"),
+                read_ahead=options.read_ahead,
             )
         except BaseException:
             self.cache.close()
@@ -215,6 +218,8 @@ class Engine(Closing):
         request.retention = retention
         for other in self._running:
             plan_sharing(other, [request], self.prefix)
+        if self.busy:  # else it starts in the next step, and reads its own
+            request.ahead = self.prefix.prefetch(tokens, salt, shared)
         self._waiting.append(request)
         return request
 
@@ -224,6 +229,7 @@ class Engine(Closing):
             return False
         if request in self._waiting:
             self._waiting.remove(request)
+            request.release()
         else:
             self._leave(request)
         request.done = True
@@ -341,9 +347,13 @@ class Engine(Closing):
             raise
 
     def _admit(self, events: list[EngineEvent]) -> None:
-        for request in list(self._waiting):
+        """In their order; while others compute, those go first that nothing is being read for."""
+        alone = self.ranks.alone  # what others read is not known here
+        for request in sorted(self._waiting, key=lambda request: alone and request.fetching):
             if self._full or len(self.prefix.sessions) == self.options.max_sequences:
                 return
+            if alone and self._running and request.fetching:
+                continue
             if worth_waiting(request, self._running, self.prefix, self.ranks):
                 continue
             try:
@@ -353,12 +363,14 @@ class Engine(Closing):
                     self._full = True
                     return
                 self._waiting.remove(request)
+                request.release()
                 self._over(request, events, [Failed(request.id, error)])
                 continue
             self._start(request, session, events)
 
     def _start(self, request: Request, session: Session, events: list[EngineEvent]) -> None:
         self._waiting.remove(request)
+        request.release()
         self._running.append(request)
         request.session = session
         session.retention = request.retention
@@ -367,7 +379,7 @@ class Engine(Closing):
             request.run.stored = session.cached
         else:
             request.started = True
-            events.append(request.run.start(session.cached))
+            events.append(request.run.start(session.cached, session.spared))
         plan_sharing(request, self._waiting, self.prefix)
 
     def _plan(self, drafting: bool, events: list[EngineEvent]) -> list[Part]:
@@ -540,8 +552,10 @@ class Engine(Closing):
 
     def _count(self, parts: Sequence[Part], prefill: bool, seconds: float) -> None:
         if prefill:
-            self.statistics.computed_tokens += sum(part.count for part in parts)
+            count = sum(part.count for part in parts)
+            self.statistics.computed_tokens += count
             self.statistics.prefill_seconds += seconds
+            self.prefix.break_even.computed(count, seconds)
         else:
             self.statistics.decode_seconds += seconds
 

@@ -13,9 +13,10 @@ from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError
 
-__all__ = ["Acceptance", "EngineOptions", "SpeculativeOptions"]
+__all__ = ["Acceptance", "EngineOptions", "Fetch", "SpeculativeOptions"]
 
 Acceptance = Literal["rejection", "exact"]
+Fetch = Literal["measured", "always"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,9 @@ class EngineOptions:
     cells too (None: twice what the cache takes); ``interval`` and ``block_size`` are as PrefixCache has them:
     entries of stores, and blocks that events tell of, have ``block_size`` tokens, and keys depend on it.
     ``eviction_policy`` and ``tenant_budget`` are PrefixCache's, too.
+
+    ``fetch``: "measured" asks a store where fetching beats computing, by what both took so far
+    (``BreakEven``); "always" asks for every prefix.
     """
 
     max_sequences: int = 4
@@ -42,9 +46,15 @@ class EngineOptions:
     block_size: int = 512
     eviction_policy: str | EvictionPolicy = "lru"
     tenant_budget: TenantBudget | Callable[[str], TenantBudget] | None = None
+    fetch: Fetch = "measured"
+    read_ahead: int = 256 << 20
 
     def __post_init__(self) -> None:
         self._check_positive("max_sequences", "prefill_chunk", "capacity", "block_size")
+        if self.fetch not in get_args(Fetch):
+            raise RequestError(f"EngineOptions: fetch={self.fetch!r}; it must be 'measured' or 'always'")
+        if self.read_ahead < 0:
+            raise RequestError(f"EngineOptions: read_ahead={self.read_ahead}; it must be at least 0")
 
     def _check_positive(self, *names: str) -> None:
         for name in names:

@@ -67,9 +67,9 @@ class RequestState:
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_tokens
 
-    def start(self, reused: int) -> Started:
+    def start(self, reused: int, spared: int = 0) -> Started:
         self.stored = self.reused = reused
-        return Started(self.request, self.prompt_tokens, reused)
+        return Started(self.request, self.prompt_tokens, reused, spared)
 
     def accept(self, token: int, eos: Sequence[int], logprobs: Logprobs | None = None) -> Token | None:
         """Take in a sampled token; None for one that ends the sequence, which is no part of it."""

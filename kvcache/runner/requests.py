@@ -63,11 +63,15 @@ class GenerationOptions:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A request has its sequence: ``reused`` of its prompt's tokens were in the cache already."""
+    """A request has its sequence: ``reused`` of its prompt's tokens were in the cache already.
+
+    For ``spared`` more no store was asked, since computing them is faster.
+    """
 
     request: int
     prompt_tokens: int
     reused: int
+    spared: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvcache.cache import Batch
 from kvcache.caches.branches import Mark
+from kvcache.offload.prefetch import Prefetch
 from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.radix_tree import common_length
@@ -57,6 +58,8 @@ class Request:
         """Accepted tokens of a draft that are evaluated again with the next one."""
         self.session: Session | None = None
         self.retention: Retention | None = None
+        self.ahead: Prefetch | None = None
+        """What is read from stores while it waits."""
         self.started = False
         self.done = False
         """Whether it finished, failed or was cancelled."""
@@ -79,6 +82,17 @@ class Request:
     def text(self) -> str:
         """What was generated so far."""
         return self.run.text
+
+    @property
+    def fetching(self) -> bool:
+        """Whether something is being read from stores for its sake."""
+        return self.ahead is not None and not self.ahead.done
+
+    def release(self) -> None:
+        """Let go of what was read for it."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.release()
 
     @property
     def prefilling(self) -> bool:

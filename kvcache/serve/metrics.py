@@ -102,6 +102,7 @@ class _Reading:
     failed: Mapping[str, int]
     store_errors: Mapping[str, int]
     over_tenant_budget: int
+    look_ups: Mapping[str, int]
 
     @classmethod
     def of(cls, engine: Engine) -> _Reading:
@@ -110,6 +111,7 @@ class _Reading:
             replace(engine.statistics), replace(prefix.stats), len(engine.running), len(engine.waiting),
             engine.preemptions, prefix.nbytes, prefix.failed, prefix.store_errors,
             prefix.over_tenant_budget,
+            dict(prefix.break_even.counts),
         )  # fmt: skip
 
     def always(self) -> Iterator[Family]:
@@ -143,11 +145,22 @@ class _Reading:
         yield _counter("prefix_cache_queries", "Tokens that were looked up.", reused.tokens)
         yield _counter("prefix_cache_hits", "Tokens that were in the cache or in host memory.", local)
         if stores:
-            asked = reused.tokens - local
+            asked = reused.tokens - local - reused.spared
             yield _counter(
                 "external_prefix_cache_queries", "Tokens that memory lacked, asked of stores.", asked
             )
             yield _counter("external_prefix_cache_hits", "Tokens that stores had.", reused.store)
+            yield _counter(
+                "external_prefix_cache_spared",
+                "Tokens that stores were not asked for, or not read of, as computing is faster.",
+                reused.spared,
+            )
+            yield _counter(
+                "store_look_ups",
+                "By why a store was asked, or (computing: it is faster) was not.",
+                self.look_ups,
+                "reason",
+            )
         yield _gauge("kept_bytes", "Snapshots per tier; leaving, writing: on their way.", self.nbytes, "tier")
         yield _counter(
             "tenant_budget_evictions", "Times a tenant had more than it may keep.", self.over_tenant_budget

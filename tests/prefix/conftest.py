@@ -40,7 +40,7 @@ def talk(backend: ml.Backend) -> Callable[..., Rig]:
     """``talk(cache="causal", budget, tiers, **changes of the setup or options)``: a rig."""
 
     def make(cache: str = "causal", budget: int | None = None, tiers: Any = (), **changes: Any) -> Rig:
-        names = ("salt", "identity", "backlog", "in_flight")
+        names = ("salt", "identity", "backlog", "in_flight", "break_even", "read_ahead")
         options = {name: changes.pop(name) for name in names if name in changes}
         return Rig(replace(ConversationSetup(cache), **changes), backend, budget, tiers, **options)
 

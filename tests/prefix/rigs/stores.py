@@ -61,6 +61,79 @@ class PlainStore:
         self.prefix, self.delete, self.close = store.prefix, store.delete, store.close
 
 
+class GatedStore(PlainStore):
+    """A store whose reading waits at a gate, and which notes who reads what; ``broken`` says what fails."""
+
+    def __init__(self, store: SnapshotStore) -> None:
+        super().__init__(store)
+        self.store = store
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.gate.set()
+        self.broken: Callable[[str], bool] = lambda key: False
+        self.error: Exception = StoreUnavailable("told to fail")
+        self.look: Callable[[], object] = int
+        self.read: list[str] = []
+        self.threads: list[str] = []
+        """Of all calls that read or look up."""
+        self.stat, self.prefix, self.get_into = self._stat, self._prefix, self._get_into
+
+    def _stat(self, keys: Sequence[str]) -> Any:
+        self.threads.append(threading.current_thread().name)
+        return self.store.stat(keys)
+
+    def _prefix(self, keys: Sequence[str]) -> int:
+        self.threads.append(threading.current_thread().name)
+        return self.store.prefix(keys)
+
+    def _get_into(self, key: str, buffer: Any) -> bool:
+        self.threads.append(threading.current_thread().name)
+        self.entered.set()
+        assert self.gate.wait(60)
+        if self.broken(key):
+            raise self.error
+        self.read.append(key)
+        self.look()
+        return self.store.get_into(key, buffer)
+
+
+class Clock:
+    """A time that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class LinkedStore(PlainStore):
+    """A store at the end of a link: looking up takes ``latency`` seconds of the clock, each byte its time."""
+
+    def __init__(self, store: SnapshotStore, clock: Clock, latency: float, bytes_per_second: float) -> None:
+        super().__init__(store)
+        self.store, self.clock = store, clock
+        self.latency, self.bytes_per_second = latency, bytes_per_second
+        self.looked = 0
+        self.read: list[str] = []
+        """The keys of all entries that were read."""
+        self.stat, self.prefix, self.get_into = self._stat, self._prefix, self._get_into
+
+    def _stat(self, keys: Sequence[str]) -> Any:
+        self.looked += 1
+        self.clock.now += self.latency
+        return self.store.stat(keys)
+
+    def _prefix(self, keys: Sequence[str]) -> int:
+        self.looked += 1
+        self.clock.now += self.latency
+        return self.store.prefix(keys)
+
+    def _get_into(self, key: str, buffer: Any) -> bool:
+        self.read.append(key)
+        self.clock.now += len(memoryview(buffer).cast("B")) / self.bytes_per_second
+        return self.store.get_into(key, buffer)
+
+
 class Way(Plan):
     """The way to host memory: it may be shut, slow or broken, and notes who takes it."""
 

@@ -1,0 +1,251 @@
+"""Whether fetching a prefix from a store beats computing it, by what reads and passes took.
+
+Fetching n tokens takes a look-up and their bytes, computing them the model's time::
+
+    fetching(n)  = latency + n * bytes per token / bytes per second
+    computing(n) = n / tokens per second
+
+A store is asked where fetching(n) is at most ``slack`` seconds more than computing(n). Before the look-up n
+is what could be there at most, behind it what is there. Whatever has not been measured yet is in favour of
+asking: the first answers are what measures it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvcache.cache import InvalidRangeError
+
+__all__ = ["BreakEven", "Decision", "Link", "Reason"]
+
+Reason = Literal["always", "unmeasured", "fetching", "computing"]
+"""Why a store is asked, or (computing) is not: told to, something is not measured yet, what is faster."""
+
+FADE = 0.8
+"""What a sample weighs when the next one comes."""
+LEAST = 32
+"""Tokens; a pass over fewer takes hardly less time, and says only how fast they are computed at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way to a store: ``bytes_per_second``, and the seconds of a look-up."""
+
+    bytes_per_second: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0 or not self.latency >= 0:
+            raise InvalidRangeError(
+                f"Link: bytes_per_second={self.bytes_per_second}, latency={self.latency}; they must be "
+                "above 0, and at least 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether to ask a store for ``tokens``; ``fetching`` and ``computing``: seconds, None: not measured."""
+
+    fetch: bool
+    reason: Reason
+    tokens: int
+    fetching: float | None = None
+    computing: float | None = None
+
+
+class _Ratio:
+    """An exponential average of a ratio, in which large samples weigh more than small ones."""
+
+    def __init__(self, start: float | None = None) -> None:
+        self._start = start
+        self._amount = self._over = 0.0
+        self.outdated = False
+        """The next sample counts alone."""
+
+    def add(self, amount: float, over: float) -> None:
+        fade, self.outdated = 0.0 if self.outdated else FADE, False
+        self._amount = fade * self._amount + amount
+        self._over = fade * self._over + over
+
+    @property
+    def value(self) -> float | None:
+        """What it started with until there is a sample."""
+        return self._amount / self._over if self._over > 0 else self._start
+
+
+@dataclass(slots=True)
+class _Meter:
+    """What is measured of one store."""
+
+    speed: _Ratio
+    latency: _Ratio
+    asked: bool = False
+    probed: float = 0.0
+    """When it was asked last."""
+    reading: int = 0
+    """Reads under way. They share the link: what counts is the time in which there are any."""
+    since: float = 0.0
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Read:
+    """A read under way, and how many bytes it has brought."""
+
+    nbytes: int = field(default=0)
+
+
+class BreakEven:
+    """Decides for a PrefixCache, or several of one device, by exponential averages. Called from any thread.
+
+    ``always``: every store is asked. ``link`` and ``bytes_per_token``, ``tokens_per_second`` (of prompts)
+    are what is assumed until it has been measured. Computing has to be ``slack`` seconds faster before a
+    store is not asked; one that is not is probed in the background, at most every ``probe_every`` seconds.
+
+    Raises InvalidRangeError for values that are not above 0 (``slack``: below 0).
+    """
+
+    def __init__(
+        self,
+        *,
+        always: bool = False,
+        link: Link | None = None,
+        bytes_per_token: float | None = None,
+        tokens_per_second: float | None = None,
+        slack: float = 0.05,
+        probe_every: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        given = {"bytes_per_token": bytes_per_token, "tokens_per_second": tokens_per_second}
+        for name, value in {**given, "probe_every": probe_every}.items():
+            if value is not None and not value > 0:
+                raise InvalidRangeError(f"BreakEven: {name}={value}; it must be above 0")
+        if not slack >= 0:
+            raise InvalidRangeError(f"BreakEven: slack={slack}; it must be at least 0")
+        self.always, self.slack, self.probe_every = always, slack, probe_every
+        self.counts: Counter[str] = Counter()
+        """How many look-ups in a store were decided for which ``Reason``."""
+        self._clock = clock
+        self._given = link
+        self._bytes_per_token = _Ratio(bytes_per_token)
+        self._tokens_per_second = _Ratio(tokens_per_second)
+        self._at_least: float | None = None
+        self._meters: dict[int, _Meter] = {}
+        self._lock = threading.Lock()
+
+    # What is measured.
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """How fast prompts are computed, or are at least; None: not known yet."""
+        return self._tokens_per_second.value or self._at_least
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """What one token takes in a store; None: not known yet."""
+        return self._bytes_per_token.value
+
+    def link(self, store: object) -> Link | None:
+        """The way to a store; None: not known yet."""
+        with self._lock:
+            meter = self._meter(store)
+            speed, latency = meter.speed.value, meter.latency.value
+        return None if not speed else Link(speed, latency or 0.0)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A pass over ``tokens`` of prompts took so long."""
+        if tokens < 1 or seconds <= 0:
+            return
+        with self._lock:
+            if tokens >= LEAST:
+                self._tokens_per_second.add(tokens, seconds)
+            else:
+                self._at_least = max(self._at_least or 0.0, tokens / seconds)
+
+    def sized(self, nbytes: int, tokens: int) -> None:
+        """An entry of ``tokens`` has so many bytes."""
+        if tokens > 0:
+            with self._lock:
+                self._bytes_per_token.add(nbytes, tokens)
+
+    @contextlib.contextmanager
+    def looking(self, store: object) -> Iterator[None]:
+        """Time a look-up; not the first one, which connects, nor one that raises."""
+        began = self._clock()
+        yield
+        with self._lock:
+            meter = self._meter(store)
+            if meter.asked:
+                meter.latency.add(self._clock() - began, 1)
+            meter.asked = True
+
+    @contextlib.contextmanager
+    def reading(self, store: object) -> Iterator[Read]:
+        """Time a read, whose bytes the block says; those that go on at the same time count as one."""
+        read = Read()
+        with self._lock:
+            meter = self._meter(store)
+            if not meter.reading:
+                meter.since, meter.nbytes = self._clock(), 0
+            meter.reading += 1
+        try:
+            yield read
+        finally:
+            with self._lock:
+                meter.reading -= 1
+                meter.nbytes += read.nbytes
+                seconds = self._clock() - meter.since
+                if not meter.reading and meter.nbytes and seconds > 0:
+                    # A small entry takes a look-up's time, and would tell nothing of the bytes of large ones.
+                    meter.speed.add(meter.nbytes, max(seconds - (meter.latency.value or 0.0), seconds / 10))
+
+    def _meter(self, store: object) -> _Meter:
+        found = self._meters.get(id(store))
+        if found is None:
+            given = self._given
+            speed, latency = (None, None) if given is None else (given.bytes_per_second, given.latency)
+            found = _Meter(_Ratio(speed), _Ratio(latency), probed=self._clock())
+            self._meters[id(store)] = found
+        return found
+
+    # What follows from it.
+
+    def decide(self, store: object, tokens: int) -> Decision:
+        """Whether to ask a store that has ``tokens`` of a prompt, or may have them."""
+        if self.always:
+            return Decision(True, "always", tokens)
+        with self._lock:
+            meter = self._meter(store)
+            speed, latency = meter.speed.value, meter.latency.value or 0.0
+            size, prefill = self.bytes_per_token, self.tokens_per_second
+        if not speed or not size or not prefill:
+            return Decision(True, "unmeasured", tokens)
+        fetching, computing = latency + tokens * size / speed, tokens / prefill
+        if fetching <= computing + self.slack:
+            return Decision(True, "fetching", tokens, fetching, computing)
+        return Decision(False, "computing", tokens, fetching, computing)
+
+    def pays(self, store: object) -> bool:
+        """Whether a store's bytes come faster than they are computed, as far as is known."""
+        link, size, prefill = self.link(store), self.bytes_per_token, self.tokens_per_second
+        if self.always or not link or not size or not prefill:
+            return True
+        return size * prefill <= link.bytes_per_second
+
+    def note(self, store: object, decision: Decision) -> bool:
+        """Count a look-up that is over. True: the store was not asked, and it is time to probe it."""
+        with self._lock:
+            self.counts[decision.reason] += 1
+            meter, now = self._meter(store), self._clock()
+            due = not decision.fetch and now - meter.probed >= self.probe_every
+            if decision.fetch or due:
+                meter.probed = now
+            if due:
+                meter.speed.outdated = meter.latency.outdated = True
+            return due

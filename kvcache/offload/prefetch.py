@@ -1,0 +1,347 @@
+"""Entries of stores, read ahead for prompts that wait for their turn, into bounded host memory.
+
+A prompt is looked up, and what there is of it is read in order, by threads that end when there is no more to
+do. Look-ups come first, so that a prompt of which nothing is stored never waits for the pages of another.
+Prompts that have an entry in common have it read once. When a prompt's turn comes, what is not read yet is
+left to whoever restores it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvcache.offload.buffer_pool import Loan
+from kvcache.offload.tiers import LookUp, StoreTier
+from kvcache.stores.keys import Chain
+from kvcache.stores.serialized_snapshot import SerializedSnapshot
+
+__all__ = ["Prefetch", "Prefetcher"]
+
+log = logging.getLogger("kvcache")
+
+WORKERS = 2
+"""Threads: one reads the next entry while the other digests the one before."""
+
+
+@dataclass(eq=False, slots=True)
+class _Page:
+    """An entry that was read, or is being read (``loan`` is None then)."""
+
+    loan: Loan | None = None
+    begin: int = 0
+    nbytes: int = 0
+    users: int = 1
+    refused: bool = False
+    """There was no room for it."""
+
+
+@dataclass(eq=False, slots=True)
+class Prefetch:
+    """What is read ahead for one prompt. It takes host memory until ``release``."""
+
+    owner: Prefetcher
+    chain: Chain
+    floor: int
+    limit: int
+    divisible: bool
+    found: LookUp | None = None
+    ends: deque[tuple[int, int]] = field(default_factory=deque)
+    """(end, where the entry before it ends) of the entries that are still to be read, in order."""
+    pages: list[str] = field(default_factory=list)
+    """The keys of the others."""
+    busy: int = 0
+    """Threads that work on it."""
+    users: int = 1
+    over: bool = False
+    """Nothing more is begun for it."""
+    waits: bool = False
+    """Until others let go of what they hold."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all is there that will be: everything the stores have, or as much as there is room for."""
+        return self.owner.is_done(self)
+
+    def wait(self) -> None:
+        """Wait until it is done; for ever where others hold the room that it waits for."""
+        self.owner.wait(self)
+
+    def release(self) -> None:
+        """Let go of what was read. To be called once for each ``start``."""
+        self.owner.release(self)
+
+
+class Prefetcher:
+    """Reads ahead from the stores of a tier; pages that are held take at most ``limit`` bytes.
+
+    ``start``, ``release`` and what takes pages may be called from any thread. A store that fails is a miss.
+    """
+
+    def __init__(self, tier: StoreTier, limit: int, begin_of: Callable[[SerializedSnapshot], int]) -> None:
+        """``begin_of``: where an entry begins; it raises SnapshotCorrupt for one that says no such thing."""
+        self.limit = limit
+        self.nbytes = 0
+        """Bytes that are held, or about to be read."""
+        self.read = 0
+        """Entries that were read."""
+        self._tier, self._begin_of = tier, begin_of
+        self._known: dict[str, Prefetch] = {}
+        """By the key of the whole prompt."""
+        self._queue: deque[Prefetch] = deque()
+        self._pages: dict[str, _Page] = {}
+        self._threads: set[threading.Thread] = set()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    # For those who wait.
+
+    def start(self, chain: Chain, floor: int, limit: int, divisible: bool) -> Prefetch:
+        """Look for the longest prefix in (floor, limit] that is stored, and read what is behind ``floor``."""
+        key = chain.at(limit)
+        with self._changed:
+            found = self._known.get(key)
+            if found is not None and found.floor <= floor:
+                found.users += 1
+                return found
+            made = Prefetch(self, chain, floor, limit, divisible, over=self._closed)
+            if not self._closed:
+                self._known[key] = made
+                self._queue.append(made)
+                self._wake()
+            return made
+
+    def is_done(self, prefetch: Prefetch) -> bool:
+        with self._changed:
+            return self._is_done(prefetch)
+
+    def wait(self, prefetch: Prefetch) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_done(prefetch))
+
+    @staticmethod
+    def _is_done(prefetch: Prefetch) -> bool:
+        return not prefetch.busy and (prefetch.over or (prefetch.found is not None and not prefetch.ends))
+
+    def release(self, prefetch: Prefetch) -> None:
+        with self._changed:
+            prefetch.users -= 1
+            if prefetch.users:
+                return
+            self._leave_queue(prefetch)
+            key = prefetch.chain.at(prefetch.limit)
+            if self._known.get(key) is prefetch:
+                del self._known[key]
+            self._let_go(prefetch)
+            for other in self._queue:
+                other.waits = False
+            self._wake()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Begin nothing more, and wait for what is under way; all pages are let go of."""
+        with self._changed:
+            self._closed = True
+            for prefetch in [*self._known.values(), *self._queue]:
+                self._leave_queue(prefetch)
+            self._changed.wait_for(lambda: not self._threads)
+            for page in self._pages.values():
+                if page.loan is not None:
+                    page.loan.give_back()
+            self._pages.clear()
+            self._known.clear()
+            self.nbytes = 0
+
+    # For those whose turn has come.
+
+    def look_up(self, chain: Chain, floor: int, limit: int) -> LookUp | None:
+        """What stores have of ``[0, limit)``, if that was found out; what is not read by now stays unread.
+
+        None: nobody asked for it, or not for what lies right behind ``floor``.
+        """
+        with self._changed:
+            prefetch = self._known.get(chain.at(limit))
+            if prefetch is None or prefetch.floor > floor:
+                return None
+            self._leave_queue(prefetch)
+            if prefetch.found is None:
+                self._changed.wait_for(lambda: not prefetch.busy)
+            if prefetch.found is None:
+                return None
+            stored, spared = prefetch.found
+            best = max(stored, floor)
+            return LookUp(best, max(0, stored + spared - best))
+
+    def page(self, key: str) -> SerializedSnapshot | None:
+        """An entry that was read, good until it is released; waits for one that is being read."""
+        with self._changed:
+            self._changed.wait_for(lambda: key not in self._pages or self._pages[key].loan is not None)
+            page = self._pages.get(key)
+            return None if page is None or page.loan is None else page.loan.serialized
+
+    # The threads.
+
+    def _wake(self) -> None:
+        """Have as many threads as there may be; those that find nothing to do end."""
+        while self._queue and len(self._threads) < WORKERS:
+            thread = threading.Thread(target=self._work, name="kvcache-prefetch", daemon=True)
+            self._threads.add(thread)
+            thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                job = self._next()
+                if job is None:
+                    self._threads.discard(threading.current_thread())
+                    self._changed.notify_all()
+                    return
+            try:
+                job()
+            except Exception:  # a store's errors are its tier's, and this is another one
+                log.exception("prefetch: what waits is read when its turn comes")
+
+    def _next(self) -> Callable[[], None] | None:
+        for prefetch in self._queue:
+            if prefetch.found is None and not prefetch.busy:
+                prefetch.busy += 1
+                return lambda: self._look(prefetch)
+        for prefetch in list(self._queue):
+            if prefetch.waits:  # what comes later would take the room that it waits for
+                return None
+            taken = self._next_entry(prefetch)
+            if taken is not None:
+                return taken
+        return None
+
+    def _next_entry(self, prefetch: Prefetch) -> Callable[[], None] | None:
+        """The next entry of a prompt that nobody reads; None where there is none, or it has to wait."""
+        while prefetch.ends:
+            end, before = prefetch.ends[0]
+            key = prefetch.chain.at(end)
+            page = self._pages.get(key)
+            if page is None:
+                prefetch.ends.popleft()
+                prefetch.pages.append(key)
+                self._pages[key] = page = _Page()
+                prefetch.busy += 1
+                return lambda: self._fetch(prefetch, key, page, end, before)
+            if page.loan is None:
+                return None
+            prefetch.ends.popleft()
+            prefetch.pages.append(key)
+            page.users += 1
+            self._lead_to(prefetch, page, before)
+        if not prefetch.busy and prefetch.found is not None:
+            self._leave_queue(prefetch)
+        return None
+
+    def _look(self, prefetch: Prefetch) -> None:
+        found: LookUp | None = None
+        try:
+            found = self._tier.look_up(prefetch.chain, prefetch.floor, prefetch.limit, prefetch.divisible)
+        finally:
+            with self._changed:
+                prefetch.busy -= 1
+                prefetch.found = found
+                if found is None:
+                    self._leave_queue(prefetch)
+                elif not prefetch.over and found.stored > prefetch.floor:
+                    prefetch.ends.extend(self._ends(prefetch, found.stored))
+                self._wake()
+                self._changed.notify_all()
+
+    @staticmethod
+    def _ends(prefetch: Prefetch, stored: int) -> list[tuple[int, int]]:
+        """Where entries end: at each multiple of the block size, if they can be cut there, and the last."""
+        if not prefetch.divisible:
+            return [(stored, prefetch.floor)]
+        size = prefetch.chain.block_size
+        first = prefetch.floor - prefetch.floor % size + size
+        ends = [*range(first, stored, size), stored]
+        return list(zip(ends, [prefetch.floor, *ends], strict=False))
+
+    def _fetch(self, prefetch: Prefetch, key: str, page: _Page, end: int, before: int) -> None:
+        loan: Loan | None = None
+        try:
+            loan = self._tier.read(key, lambda nbytes: self._reserve(page, nbytes))
+            if loan.serialized is not None:
+                page.begin = self._begin_of(loan.serialized)
+        except Exception as error:
+            # Whoever restores it finds out what is wrong, and deals with it.
+            log.info("prefetch: %s", error)
+            if loan is not None:
+                loan.give_back()
+        with self._changed:
+            prefetch.busy -= 1
+            if loan is None or loan.serialized is None:
+                self._give_up(prefetch, key, page, end, before)
+            else:
+                page.loan = loan
+                self.read += 1
+                self._lead_to(prefetch, page, before)
+                if not page.users:
+                    self._drop(key, page)
+            self._wake()
+            self._changed.notify_all()
+
+    def _lead_to(self, prefetch: Prefetch, page: _Page, before: int) -> None:
+        """Where an entry begins behind the one before it, others lead to it."""
+        if page.begin > before and not prefetch.over:
+            prefetch.ends.appendleft((page.begin, before))
+
+    def _give_up(self, prefetch: Prefetch, key: str, page: _Page, end: int, before: int) -> None:
+        """An entry is not there, or there is no room for it: read no further, or wait for room."""
+        self._drop(key, page)
+        if prefetch.over:
+            return
+        prefetch.pages.remove(key)
+        if page.refused and len(self._pages) > len(prefetch.pages):
+            prefetch.ends.appendleft((end, before))
+            prefetch.waits = True
+            return
+        prefetch.ends.clear()
+        if page.refused or prefetch.found is None:
+            return
+        if prefetch.divisible:  # it leads no further than what comes before
+            prefetch.found = LookUp(min(prefetch.found.stored, before), prefetch.found.spared)
+        else:  # something else may be there, which is looked for when its turn comes
+            prefetch.found = None
+            self._leave_queue(prefetch)
+
+    # With the lock held.
+
+    def _reserve(self, page: _Page, nbytes: int) -> bool:
+        """Whether there is room for an entry; it is the entry's then. Takes the lock."""
+        with self._changed:
+            self.nbytes -= page.nbytes
+            page.refused = self.nbytes + nbytes > self.limit or not page.users
+            page.nbytes = 0 if page.refused else nbytes
+            self.nbytes += page.nbytes
+            return not page.refused
+
+    def _let_go(self, prefetch: Prefetch) -> None:
+        for key in prefetch.pages:
+            page = self._pages.get(key)
+            if page is not None:
+                page.users -= 1
+                if not page.users and page.loan is not None:
+                    self._drop(key, page)
+        prefetch.pages.clear()
+
+    def _drop(self, key: str, page: _Page) -> None:
+        if self._pages.get(key) is page:
+            del self._pages[key]
+        self.nbytes -= page.nbytes
+        page.nbytes = 0
+        if page.loan is not None:
+            page.loan.give_back()
+
+    def _leave_queue(self, prefetch: Prefetch) -> None:
+        prefetch.over = True
+        prefetch.ends.clear()
+        if prefetch in self._queue:
+            self._queue.remove(prefetch)
