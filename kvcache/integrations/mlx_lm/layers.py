@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache
 
-from kvcache.cache import NotSupportedError
+from kvcache.cache import NotSupportedError, check_whole
 
 __all__ = ["Attention", "Layer", "Recurrent", "Several", "entries_in", "flat", "layers_of", "wanted_by"]
 
@@ -52,6 +52,8 @@ class Attention:
     """Whether the model sets K and V of the entry anew, to what they are or to zeros that nobody reads."""
     chunked: bool = False
     """Whether a query sees its own chunk of ``window`` positions only, by a mask that the model makes."""
+    keep: int = 0
+    """How many of the first tokens are among the ``window`` that a query sees, and stay for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,11 @@ def entries_in(prompt_cache: Iterable[Any]) -> list[Any]:
     return [entry for entries in inner for entry in entries]
 
 
-def layers_of(model: Any) -> list[Layer | Several]:
+def layers_of(model: Any, max_kv_size: int | None = None) -> list[Layer | Several]:
     """The layers of ``model``, in the order of its prompt cache.
+
+    ``max_kv_size`` as mlx-lm's ``make_prompt_cache`` takes it: layers see the first 4 tokens, which stay for
+    good, and the last ``max_kv_size - 4``.
 
     Raises NotSupportedError for a layer that needs a kind of cache that there is none of here, and for a
     model that goes about its prompt cache in a way that ours cannot follow.
@@ -102,7 +107,7 @@ def layers_of(model: Any) -> list[Layer | Several]:
                 f"make_prompt_cache: a pipeline over {part.pipeline_size} processes, whose model writes into "
                 "its last entry what it waits for; use mlx-lm's own cache"
             )
-    wanted = wanted_by(model)
+    wanted = wanted_by(model, max_kv_size)
     for i, entry in enumerate(wanted):
         _check_kind(i, entry)
     with _watched(entries_in(wanted)) as calls:
@@ -117,10 +122,23 @@ def layers_of(model: Any) -> list[Layer | Several]:
     return found
 
 
-def wanted_by(model: Any) -> list[Any]:
+KEEP = 4
+"""The first tokens that mlx-lm's ``max_kv_size`` keeps."""
+
+
+def wanted_by(model: Any, max_kv_size: int | None = None) -> list[Any]:
     """An empty prompt cache of mlx-lm's."""
     make = getattr(type(model), "make_cache", None)  # not the instance's: it may be ours already
-    return list(make(model)) if make is not None else [mlx_caches.KVCache() for _ in model.layers]
+    if max_kv_size is None:
+        return list(make(model)) if make is not None else [mlx_caches.KVCache() for _ in model.layers]
+    check_whole("make_prompt_cache", "max_kv_size", max_kv_size, least=KEEP + 1)
+    if make is not None:
+        raise NotSupportedError(
+            f"make_prompt_cache: max_kv_size={max_kv_size}; this model says itself what its layers keep "
+            "(make_cache), and mlx-lm does not use max_kv_size for such a model. Leave it out, and limit "
+            "memory by capacity="
+        )
+    return [mlx_caches.RotatingKVCache(max_size=max_kv_size, keep=KEEP) for _ in model.layers]
 
 
 def _check_kind(i: int, entry: Any) -> None:
@@ -129,17 +147,13 @@ def _check_kind(i: int, entry: Any) -> None:
         for inner in entry.caches:
             _check_kind(i, inner)
         return
-    if kind in (mlx_caches.KVCache, mlx_caches.ChunkedKVCache):
-        return
-    if kind is mlx_caches.RotatingKVCache and not entry.keep:
+    if kind in (mlx_caches.KVCache, mlx_caches.RotatingKVCache, mlx_caches.ChunkedKVCache):
         return
     if kind is mlx_caches.ArraysCache and entry.cache:
         return
-    detail = f" with keep={entry.keep}" if kind is mlx_caches.RotatingKVCache else ""
     raise NotSupportedError(
-        f"make_prompt_cache: layer {i} of the model wants mlx-lm's {kind.__name__}{detail}; supported are "
-        "KVCache, RotatingKVCache with keep=0, ChunkedKVCache, ArraysCache, and CacheList of these; use "
-        "mlx-lm's own cache"
+        f"make_prompt_cache: layer {i} of the model wants mlx-lm's {kind.__name__}; supported are KVCache, "
+        "RotatingKVCache, ChunkedKVCache, ArraysCache, and CacheList of these; use mlx-lm's own cache"
     )
 
 
@@ -251,8 +265,9 @@ def _attention(
     i: int, entry: Any, calls: Sequence[_Call], window: int | None, max_size: int | None = None
 ) -> Attention:
     own = {(call.name, call.told) for call in calls if call.entry is entry}
+    keep = getattr(entry, "keep", 0)
     if entry.keys is None:
-        return Attention(window, max_size=max_size, used=False)
+        return Attention(window, max_size=max_size, used=False, keep=keep)
     chunked = type(entry) is mlx_caches.ChunkedKVCache
     heads, key_dim, value_dim = entry.keys.shape[1], entry.keys.shape[3], entry.values.shape[3]
     dropped = ("values", _ZEROS) in own
@@ -274,6 +289,7 @@ def _attention(
         keys_only=dropped or not value_dim,
         assigned=bool(assigned),
         chunked=chunked,
+        keep=keep,
     )
 
 

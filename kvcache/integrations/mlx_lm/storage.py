@@ -234,7 +234,7 @@ class Storage:
 def _kind(layer: Layer) -> Kind | None:
     if isinstance(layer, Recurrent):
         return None
-    return Kind(FULL) if layer.window is None else Kind(SLIDING, layer.window)
+    return Kind(FULL) if layer.window is None else Kind(SLIDING, layer.window, layer.keep)
 
 
 def _by_head(ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
