@@ -13,7 +13,7 @@ from kvcache.integrations.mlx_lm.attention import Bystander, ChunkedKVCache, KVC
 from kvcache.integrations.mlx_lm.calls import takes_one_length, told_by
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Layer, Recurrent, Several, layers_of
-from kvcache.integrations.mlx_lm.recurrent import ArraysCache
+from kvcache.integrations.mlx_lm.recurrent import ArraysCache, CompressedCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
 from kvcache.integrations.mlx_lm.storage import Storage
@@ -71,7 +71,7 @@ class CachePool:
                 f"CachePool: max_kv_size={max_kv_size} of a list of layers, which say it themselves: "
                 f"Attention(window={max_kv_size}, keep=4)"
             )
-        layers = list(model) if listed else layers_of(model, max_kv_size)
+        layers = list(model) if listed else layers_of(model, max_kv_size, capacity)
         if max_kv_size is not None:  # of less, the caches would keep everything, and no more than that
             capacity = max(capacity, max_kv_size + max(rollback, 1))
         one_length = not listed and takes_one_length(model)
@@ -127,7 +127,7 @@ class CachePool:
 
 def _kind(layer: Layer) -> type[LayerCache]:
     if isinstance(layer, Recurrent):
-        return ArraysCache
+        return CompressedCache if layer.names else ArraysCache
     if not layer.used:
         return Bystander
     if layer.chunked:

@@ -15,7 +15,14 @@ import numpy as np
 
 from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
 from kvcache.caches.windows import SlidingWindowCache
-from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, entries_in, mlx_caches
+from kvcache.integrations.mlx_lm.layers import (
+    Attention,
+    Layer,
+    Recurrent,
+    entries_in,
+    is_compressed,
+    mlx_caches,
+)
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
@@ -93,17 +100,19 @@ class _Content:
 
 def _contents(i: int, entry: Any, layer: Layer, storage: Storage) -> _Content:
     kind = type(entry)
-    recurrent = kind is mlx_caches.ArraysCache
+    recurrent = kind is mlx_caches.ArraysCache or is_compressed(entry)
     if not recurrent and kind not in _WITH_KEYS:
         raise NotSupportedError(
             f"adopt: entry {i} is {kind.__name__}; KVCache, QuantizedKVCache, RotatingKVCache, "
-            "ChunkedKVCache and ArraysCache are taken over"
+            "ChunkedKVCache, ArraysCache and DeepSeek-V4.1's LayerCache are taken over"
         )
     size = getattr(entry, "max_size", getattr(entry, "chunk_size", None)), getattr(entry, "keep", 0)
     if recurrent is not isinstance(layer, Recurrent) or size != _sizes(layer):
         raise InvalidRangeError(f"adopt: entry {i} is {kind.__name__}; the layer is {layer}")
     if isinstance(layer, Attention) and not layer.used:
         return _Content()
+    if isinstance(layer, Recurrent) and layer.names:
+        return _Content(_grouped(entry, layer), entry.offset)
     if recurrent:
         arrays = tuple(entry.cache)
     else:
@@ -114,6 +123,15 @@ def _contents(i: int, entry: Any, layer: Layer, storage: Storage) -> _Content:
             f"adopt: entry {i} has several rows, or is partly filled; adopt one row at a time"
         )
     return _Content(tuple(filled), None if recurrent else entry.offset if filled else 0)
+
+
+def _grouped(entry: Any, layer: Recurrent) -> tuple[Any, ...]:
+    """The states of DeepSeek-V4.1's LayerCache, (1, size, dim) each; () of an empty one."""
+    if entry.empty():
+        return ()
+    named = zip(layer.names, layer.shapes, layer.dtypes, strict=True)
+    found = ((getattr(entry, name), shape, dtype) for name, shape, dtype in named)
+    return tuple(mx.zeros((1, 0, *shape[1:]), dtype) if x is None else x for x, shape, dtype in found)
 
 
 def _sizes(layer: Layer) -> tuple[int | None, int]:
