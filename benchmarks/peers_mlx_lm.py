@@ -37,7 +37,7 @@ _make_own = cache.make_prompt_cache
 _ROOM = 1 << 28
 
 
-def _new_pool(layers: Any, model: Any = None) -> integration.CachePool:
+def _new_pool(layers: Any, model: Any = None, max_kv_size: int | None = None) -> integration.CachePool:
     """Room for 16 sequences of 512 tokens, or what of it is no more than 256 MiB: some models are large."""
     per_token, states = 1, 1
     for layer in flat(layers):
@@ -53,14 +53,15 @@ def _new_pool(layers: Any, model: Any = None) -> integration.CachePool:
         max_sequences=sequences,
         rollback=0,
         checkpoints=1,
+        max_kv_size=max_kv_size,
     )
 
 
-def _one_layer(window: Any, dtype: Any = None, shape: tuple[int, ...] = ()) -> Any:
+def _one_layer(window: Any, dtype: Any = None, shape: tuple[int, ...] = (), keep: int = 0) -> Any:
     """Rows of the one pool for all entries of a kind in a test, so that they can be merged."""
-    key = (window, dtype, shape)
+    key = (window, dtype, shape, keep)
     if key not in _pools:
-        _pools[key] = _new_pool([integration.Attention(window, dtype=dtype)])
+        _pools[key] = _new_pool([integration.Attention(window, dtype=dtype, keep=keep)])
     return _pools[key].make_prompt_cache()[0].rows
 
 
@@ -90,9 +91,9 @@ class _OneLayer(metaclass=_StandIn):
             return entry.update_and_fetch(keys, values)  # type: ignore[no-any-return]
 
     def _move(self, keys: Any) -> None:
-        window = self.rows.pool.storage.layers[0].window
+        layer = self.rows.pool.storage.layers[0]
         dtype = keys.dtype if mx.issubdtype(keys.dtype, mx.floating) else None
-        self.rows = _one_layer(window, dtype, keys.shape[1::2])
+        self.rows = _one_layer(layer.window, dtype, keys.shape[1::2], layer.keep)
         self._seen = 0
 
 
@@ -107,10 +108,8 @@ class RotatingKVCache(_OneLayer, integration.RotatingKVCache):
         _used["RotatingKVCache"] += 1
         if not isinstance(max_size, int):  # by merge, extract or deepcopy: rows, layer
             super().__init__(max_size, keep, seen)
-        elif keep:
-            raise NotSupportedError(f"RotatingKVCache: keep={keep}; no token stays for good here")
         else:
-            super().__init__(_one_layer(max_size), 0)
+            super().__init__(_one_layer(max_size, keep=keep), 0)
 
 
 class _Batches:
@@ -130,12 +129,12 @@ class _Batches:
 def _make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
     if "make_cache" in vars(model) or "make_cache" in model:  # the test's own
         return model.make_cache()  # type: ignore[no-any-return]
-    if max_kv_size is not None and not hasattr(model, "make_cache"):
-        raise NotSupportedError(f"make_prompt_cache: max_kv_size={max_kv_size}; no token stays for good here")
+    if hasattr(model, "make_cache"):  # for which mlx-lm does not use it
+        max_kv_size = None
     large = sum(x.nbytes for _, x in tree_flatten(model.parameters())) > _ROOM
     try:
         with named(_makers(), make_prompt_cache=_make_own):  # which is asked what the model wants
-            layers = integration.layers_of(model)
+            layers = integration.layers_of(model, max_kv_size)
     except NotSupportedError:
         large = True
     if large:
@@ -144,7 +143,7 @@ def _make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
     known, pool = _models.get(id(model), (None, None))
     if known is not model or list(pool.storage.entries) != list(layers):
         with named(_makers(), make_prompt_cache=_make_own):
-            pool = _new_pool(layers, model)
+            pool = _new_pool(layers, model, max_kv_size)
         _models.clear()
         _models[id(model)] = model, pool
     _used["make_prompt_cache"] += 1

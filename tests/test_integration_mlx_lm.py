@@ -19,7 +19,6 @@ import mlx_lm.models.cache
 from mlx_lm.models.cache import ArraysCache as OwnArraysCache
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 from mlx_lm.models.cache import KVCache as OwnKVCache
-from mlx_lm.models.cache import RotatingKVCache as OwnRotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
 
 import kvcache
@@ -301,7 +300,6 @@ def test_another_prompt_cache_in_the_middle_of_a_pass_is_refused() -> None:
     [
         (lambda: CacheList(OwnKVCache(), ConcatenateKVCache()), "ConcatenateKVCache"),
         (lambda: CacheList(), "CacheList"),
-        (lambda: OwnRotatingKVCache(max_size=8, keep=2), "RotatingKVCache with keep=2"),
         (lambda: OwnArraysCache(0), "ArraysCache"),
         (lambda: ConcatenateKVCache(), "ConcatenateKVCache"),
     ],

@@ -233,7 +233,7 @@ class _Failing:
         return type(self._entry)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "update_and_fetch":
+        if name in ("update_and_fetch", "update_window"):
             raise Interrupted
         return getattr(self._entry, name)
 

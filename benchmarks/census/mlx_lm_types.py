@@ -95,7 +95,12 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"rope_scaling": _YARN},
     "deepseek_v32": {"index_topk": 6},
-    "deepseek_v41": {"hc_mult": 2, "o_lora_rank": 8, "o_groups": 2, "head_dim": 16, "index_topk": 6},
+    "deepseek_v41": {
+        "hc_mult": 2, "o_lora_rank": 8, "o_groups": 2, "head_dim": 16, "num_hidden_layers": 6,
+        "compress_ratios": (0, 1, 4, 3, 3, 3), "kv_source_layer_ids": (1, 2, 3),
+        "index_source_layer_ids": (1, 2, 3, 4), "index_topk": 2, "candidate_source_layer_id": 3,
+        "candidate_block_size": 2, "candidate_topk_blocks": 3,
+    },
     "exaone4": {"sliding_window_pattern": "LLGL"},
     "exaone_moe": {"layer_types": _MIXED, "is_moe_layer": [False, True, True, True]},
     "falcon_h1": {"mamba_d_ssm": 48},

@@ -29,7 +29,7 @@ from kvcache.cache import InvalidRangeError, Mask, NotSupportedError, OrderError
 from kvcache.storage.cell_table import Row
 from kvcache.storage.overlay import CurrentOverlay
 
-__all__ = ["RaggedBatch", "visible_mask"]
+__all__ = ["RaggedBatch", "read_positions", "visible_mask"]
 
 
 class CellCache(HasCells, Protocol):
@@ -155,6 +155,21 @@ def visible_mask(cache: CellCache, ctx: ml.Context, window: int | None = None) -
         return elided
     seen: np.ndarray = reading.mask(forward.tokens, lower, forward.lifted, 1) == 0
     return seen
+
+
+def read_positions(cache: CellCache, ctx: ml.Context) -> np.ndarray:
+    """The positions (history,) of the rows that ``get`` gives in the pass under way, of one sequence.
+
+    -1 for cells that are not its own. It may be asked before ``put``. Raises OrderError without a pass.
+    """
+    forward = cache.pass_under_way()
+    if forward is None:
+        raise OrderError("read_positions: there is no current pass; call start_forward first")
+    reading, _ = forward.shared(ctx)
+    found = np.full(reading.length, -1)
+    for row, columns in zip(reading.rows, reading.columns, strict=True):
+        found[np.arange(columns, columns + len(row)) if isinstance(columns, int) else columns] = row.positions
+    return found
 
 
 def _narrowed(lower: LowerBound | None, window: int | None) -> LowerBound | None:

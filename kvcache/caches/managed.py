@@ -97,9 +97,10 @@ class PreparedCalls(Generic[S]):
         What the sequence holds from ``snapshot.begin`` on is replaced. What still lies in this cache is
         shared, and nothing is copied. False, and nothing touched, where ``target`` lies outside the
         snapshot (a window or a state has its end alone), ``[0, begin)`` is not stored, or a window would be
-        incomplete. Raises CacheFullError where the cells do not suffice, InvalidRangeError for a snapshot of
-        another kind, dtype or shape; all or nothing then too. A device that fails while data that is
-        replaced is overwritten leaves the sequence lost.
+        incomplete, as of a narrower one's snapshot, or of one that keeps fewer of the first tokens. Of what a
+        wider one held comes back what this cache would hold. Raises CacheFullError where the cells do not
+        suffice, InvalidRangeError for a snapshot of another kind, dtype or shape; all or nothing then too. A
+        device that fails while data that is replaced is overwritten leaves the sequence lost.
         """
         commit = self.prepare_restore_snapshot(seq, snapshot, target)
         if commit is not None:

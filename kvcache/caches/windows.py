@@ -24,8 +24,7 @@ class SlidingWindowCache(CausalCache):
         keep 2, window 3     position  0 1 2 3 4 5 6 7 8
                              x x . . . x x x x            what the query at 8 sees
 
-    What was removed below ``keep`` is not replaced by what has been evicted already. Restore a snapshot only
-    into a cache of the same ``keep`` (``settings`` tells): that is not checked.
+    What was removed below ``keep`` is not replaced by what has been evicted already.
 
     Hugging Face's ``sliding_window`` W is a window of W - 1 here. ``memory`` (at least ``window``,
     its default) is how far back a sequence can be resumed. Tokens that have left it are evicted by

@@ -31,11 +31,18 @@ Top = CausalCache | RecurrentCache | EncoderCache | CompressedCache
 class Kind:
     """What a layer keeps. ``size`` is how many tokens a query sees at most, itself included; 0: all.
 
-    Of what is compressed it is how many tokens an entry stands for.
+    Of a window the first ``keep`` tokens are among them, for good. Of what is compressed it is how many
+    tokens an entry stands for.
     """
 
     name: str
     size: int = 0
+    keep: int = 0
+
+    @property
+    def window(self) -> int:
+        """How many tokens right before a query it sees."""
+        return self.size - self.keep - 1
 
     @property
     def attends(self) -> bool:
@@ -96,7 +103,7 @@ class ModelCaches:
     def kept(self, kind: Kind) -> int | None:
         """How many tokens of a sequence the cache of a kind keeps; None: all."""
         reach = _reach(self.caches[kind])
-        return None if reach is None else reach + max(1, kind.size - 1)
+        return None if reach is None else reach + max(1, kind.window)
 
 
 def _reach(cache: object) -> int | None:
@@ -106,7 +113,7 @@ def _reach(cache: object) -> int | None:
 
 def _attention(kind: Kind, lookback: int, shift: ShiftFunction | None) -> CausalCache:
     if kind.name == SLIDING:
-        return SlidingWindowCache(kind.size - 1, kind.size - 1 + lookback, shift)
+        return SlidingWindowCache(kind.window, kind.window + lookback, shift, keep=kind.keep)
     return ChunkedCache(kind.size, shift) if kind.name == CHUNKED else CausalCache(shift)
 
 

@@ -18,6 +18,7 @@ from kvcache.snapshots.snapshot import (
     AttentionSnapshot,
     InCache,
     check_inside,
+    entries,
     joined,
     sliced,
     tensors_of,
@@ -45,16 +46,22 @@ class Window:
         low, kept, stop = np.searchsorted(stored, (end - self.memory, self.keep, end))
         return np.concatenate((np.arange(min(kept, stop)), np.arange(max(kept, low), stop)))
 
-    def reaches(self, stored: np.ndarray, position: int) -> bool:
-        """Whether a token at ``position`` would find in ``stored`` (ascending) all that it sees."""
-        if not stored.size or position > int(stored[-1]) + 1:
+    def reaches(self, stored: np.ndarray, position: int, kept: int | None = None) -> bool:
+        """Whether a token at ``position`` would find in ``stored`` (ascending) all that it sees.
+
+        ``kept`` is the ``keep`` of the window that let the others go, if it was not this one. Lost is what
+        lies between its first tokens and the rest, whether this window slides over it or keeps it::
+
+            kept 2                 0 1 . . . 5 6 7      a token at 8 may see back to 5, and may keep 2
+        """
+        kept = self.keep if kept is None else kept
+        if not stored.size or position > int(stored[-1]) + 1 or (kept and stored[0]):
             return False
-        lowest = max(0, position - self.size)
-        if not self.keep:
-            return lowest >= int(stored[0])
-        sliding = stored[np.searchsorted(stored, self.keep) :]
-        complete = position <= self.keep or not sliding.size or max(lowest, self.keep) >= int(sliding[0])
-        return int(stored[0]) == 0 and complete
+        sliding = stored[np.searchsorted(stored, kept) :]
+        lost_below = int(sliding[0]) if sliding.size else kept
+        if lost_below <= kept or (kept and position <= kept):
+            return True
+        return max(0, position - self.size) >= lost_below and min(position, self.keep) <= kept
 
 
 class AttentionSnapshots:
@@ -119,7 +126,8 @@ class AttentionSnapshots:
         return self._remember(begin, end, row.positions[some].copy(), source)
 
     def _remember(self, begin: int, end: int, positions: np.ndarray, source: InCache) -> AttentionSnapshot:
-        found = AttentionSnapshot(begin, end, positions, self.storage.dtype, self.window is not None, source)
+        keep = None if self.window is None else self.window.keep
+        found = AttentionSnapshot(begin, end, positions, self.storage.dtype, keep, source)
         if len(self._lazy) >= self._crowded:
             self._lazy = [ref for ref in self._lazy if (other := ref()) is not None and other.in_cache]
             self._crowded = max(64, 2 * len(self._lazy))
@@ -205,24 +213,25 @@ class AttentionSnapshots:
             return None
         if row.index(snapshot.begin) != snapshot.begin:
             return None
-        window = self.window if snapshot.whole else None
-        if window is not None and end and not window.reaches(snapshot.positions[:count], end):
+        window, stored = self.window if snapshot.whole else None, snapshot.positions[:count]
+        if window is not None and end and not window.reaches(stored, end, snapshot.keep):
             return None
         self._check(snapshot)
         source = snapshot.source
         shares = source is not None and source.table is table
+        some = np.arange(count) if window is None else window.held(stored, end)
         if source is not None:
             source.check()
         if not shares:
-            self._check_room(seq, snapshot.begin, count)
+            self._check_room(seq, snapshot.begin, some.size)
 
         def commit() -> None:
             if shares and snapshot.source is not None:
-                self._share(seq, snapshot, count)
+                self._share(seq, snapshot, some)
             else:
                 if shares:  # copied out since it was prepared
-                    self._check_room(seq, snapshot.begin, count)
-                self._put_back(seq, snapshot, count)
+                    self._check_room(seq, snapshot.begin, some.size)
+                self._put_back(seq, snapshot, some)
             self.schedule.cut(seq, snapshot.begin)
             row.lost = False
 
@@ -261,26 +270,26 @@ class AttentionSnapshots:
         finally:
             table.restore_row(seq, saved)
 
-    def _share(self, seq: int, snapshot: AttentionSnapshot, count: int) -> None:
-        """Own the snapshot's cells too."""
+    def _share(self, seq: int, snapshot: AttentionSnapshot, some: np.ndarray) -> None:
+        """Own the cells of ``some`` of the snapshot's entries too."""
         assert snapshot.source is not None
         table, row = self.storage.table, self.storage.table.rows[seq]
         table.drop(seq, row.index(snapshot.begin), len(row))
-        if count:
-            table.adopt(seq, snapshot.positions[:count], snapshot.source.pin.cells[:count])
+        if some.size:
+            table.adopt(seq, snapshot.positions[some], snapshot.source.pin.cells[some])
 
-    def _put_back(self, seq: int, snapshot: AttentionSnapshot, count: int) -> None:
+    def _put_back(self, seq: int, snapshot: AttentionSnapshot, some: np.ndarray) -> None:
         """Replace the row's end first, then the data; the row is changed back where the data fails."""
         table, row = self.storage.table, self.storage.table.rows[seq]
         saved, held = row.save_copy(), row.cells.copy()
         slots = None if table.exact is None else table.exact.save()
         layers, shapes = snapshot.read(), snapshot.shapes()
         table.drop(seq, row.index(snapshot.begin), len(row))
-        if not count:
+        if not some.size:
             return
-        chosen = table.choose(seq, count)
-        cells = np.arange(chosen, chosen + count) if isinstance(chosen, int) else chosen
-        table.take(seq, snapshot.positions[:count], cells)
+        chosen = table.choose(seq, some.size)
+        cells = np.arange(chosen, chosen + some.size) if isinstance(chosen, int) else chosen
+        table.take(seq, snapshot.positions[some], cells)
         writing = False
         try:
             table.join_arrivals(cells)
@@ -292,9 +301,7 @@ class AttentionSnapshots:
                 writing = True
                 for i, layer in layers.items():
                     place = ctx.layer(i)
-                    parts = layer.tensors
-                    if count < snapshot.positions.size:
-                        parts = tuple(tensor.slice(place, 0, 0, count) for tensor in parts)
+                    parts = tuple(entries(place, tensor, some) for tensor in layer.tensors)
                     buffers[i].write_stored(place, where, parts)
                 ctx.compute()
         except BaseException:
@@ -339,7 +346,7 @@ class AttentionSnapshots:
         with self.storage.backend.new_context() as ctx:
             layers = joined(ctx, first, second)
             ctx.compute(*tensors_of(layers))
-        return AttentionSnapshot(parent.begin, child.end, positions, parent.dtype, False, layers)
+        return AttentionSnapshot(parent.begin, child.end, positions, parent.dtype, None, layers)
 
     def join(self, parts: Sequence[AttentionSnapshot]) -> AttentionSnapshot:
         """``merge`` of one or more, in order; in one step where all of them lie in this cache."""
@@ -361,7 +368,7 @@ class AttentionSnapshots:
         source, positions = snapshot.source, snapshot.positions
         if source is not None and source.table is self.storage.table:
             return self._remember(begin, end, positions, source.part(0, positions.size))
-        return AttentionSnapshot(begin, end, positions, snapshot.dtype, snapshot.whole, snapshot.read())
+        return AttentionSnapshot(begin, end, positions, snapshot.dtype, snapshot.keep, snapshot.read())
 
     def split(
         self, snapshot: AttentionSnapshot, at: int
@@ -384,8 +391,8 @@ class AttentionSnapshots:
             first, second = (sliced(ctx, layers, *part) for part in ((0, count), (count, size)))
             ctx.compute(*tensors_of(first), *tensors_of(second))
         return (
-            AttentionSnapshot(snapshot.begin, at, before, snapshot.dtype, False, first),
-            AttentionSnapshot(at, snapshot.end, after, snapshot.dtype, False, second),
+            AttentionSnapshot(snapshot.begin, at, before, snapshot.dtype, None, first),
+            AttentionSnapshot(at, snapshot.end, after, snapshot.dtype, None, second),
         )
 
     def _check(self, snapshot: AttentionSnapshot) -> None:

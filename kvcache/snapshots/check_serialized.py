@@ -10,7 +10,8 @@ Whoever reads one that was checked needs no checks of its own. All say their kin
 A tensor is [name of an array, axes]. "dtype" names the format of K and V, or both: "Q8_0", "F16/Q4_0"; a
 layer has K's parts in it, then V's, then one tensor (positions, 1, numbers) for each extra. Where values are
 the first numbers of keys there are no parts of V, and attention says "latent": [[layer, v_dim], ...]; of
-extras it says "extra": [[layer, [[name, shape of one token], ...]], ...].
+extras it says "extra": [[layer, [[name, shape of one token], ...]], ...]. A window ("whole") that keeps
+its first tokens says how many: "keep".
 """
 
 from __future__ import annotations
@@ -116,6 +117,8 @@ class _Check:
         ):
             raise ValueError(f"{at}positions do not ascend within [{begin}, {end})")
         whole = _typed(meta.get("whole"), bool, "whole")
+        if _count(meta.get("keep", 0), "keep") and not whole:
+            raise ValueError(f"keep={meta['keep']} of what is no window")
         if self._complete and not whole and positions.size != end - begin:
             raise ValueError(f"{positions.size} positions of [{begin}, {end})")
         stored = _format(meta.get("dtype"))

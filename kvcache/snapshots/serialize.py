@@ -132,7 +132,9 @@ class _Writer:
             for i, layer in snapshot.read().items()
         ]
         shapes = snapshot.shapes() if layers else {}
-        return {"dtype": snapshot.dtype.name, "whole": snapshot.whole, "layers": layers, **described(shapes)}
+        kept = {"keep": snapshot.keep} if snapshot.keep else {}
+        whole = {"whole": snapshot.whole, **kept}
+        return {"dtype": snapshot.dtype.name, **whole, "layers": layers, **described(shapes)}
 
     def _tensor(self, name: str, tensor: ml.Tensor) -> list[Any]:
         """[name, axes]"""
@@ -170,7 +172,8 @@ class _Reader:
             parts = tuple(self._tensor(place, tensor, borrow=True) for tensor in tensors)
             layers[i] = LayerSnapshot(parts, ml.DType[activations], shapes[i])
         span, positions = (meta["begin"], meta["end"]), self.arrays[f"{at}positions"]
-        return AttentionSnapshot(*span, positions, CacheFormat.of(meta["dtype"]), meta["whole"], layers)
+        keep = meta.get("keep", 0) if meta["whole"] else None
+        return AttentionSnapshot(*span, positions, CacheFormat.of(meta["dtype"]), keep, layers)
 
     def _pair(self, ctx: ml.Context, tensors: Sequence[Any]) -> tuple[ml.Tensor, ml.Tensor]:
         key, value = tensors

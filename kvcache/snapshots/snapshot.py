@@ -41,6 +41,7 @@ __all__ = [
     "check_inside",
     "check_kind",
     "compact",
+    "entries",
     "joined",
     "read_layers",
     "sliced",
@@ -148,10 +149,11 @@ class AttentionSnapshot:
     """What an attention cache held of one sequence at ``positions``, all within ``[begin, end)``.
 
     ``layers`` are copies in the backend's memory, in the order of ``positions``; asking for them
-    detaches the snapshot. A ``whole`` one is the window of ``end``, and has no parts.
+    detaches the snapshot. ``keep`` is how many first tokens the cache keeps beside a window, and None of a
+    cache without one.
     """
 
-    __slots__ = ("__weakref__", "_layers", "begin", "dtype", "end", "positions", "source", "whole")
+    __slots__ = ("__weakref__", "_layers", "begin", "dtype", "end", "keep", "positions", "source")
 
     def __init__(
         self,
@@ -159,11 +161,11 @@ class AttentionSnapshot:
         end: int,
         positions: np.ndarray,
         dtype: CacheFormat,
-        whole: bool,
+        keep: int | None,
         content: InCache | Layers,
     ) -> None:
         self.begin, self.end, self.positions = begin, end, positions
-        self.dtype, self.whole = dtype, whole
+        self.dtype, self.keep = dtype, keep
         self.source = content if isinstance(content, InCache) else None
         self._layers: Layers = {} if isinstance(content, InCache) else content
 
@@ -183,6 +185,11 @@ class AttentionSnapshot:
     @property
     def frees_cells(self) -> bool:
         return self.source is not None and self.source.frees
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the window of ``end``, and has no parts."""
+        return self.keep is not None
 
     @property
     def divisible(self) -> bool:
@@ -406,6 +413,14 @@ def sliced(ctx: ml.Context, layers: Layers, start: int, stop: int) -> dict[int, 
         parts = (compact(place, tensor.slice(place, 0, start, stop)) for tensor in layer.tensors)
         found[i] = replace(layer, tensors=tuple(parts))
     return found
+
+
+def entries(ctx: ml.Context, tensor: ml.Tensor, some: np.ndarray) -> ml.Tensor:
+    """Those of ``some`` (ascending, at least one) along axis 0: a view where they are a range."""
+    first, stop = int(some[0]), int(some[-1]) + 1
+    if stop - first > some.size:
+        return tensor.rows(ctx, some.tolist())
+    return tensor if stop - first == tensor.shape[0] else tensor.slice(ctx, 0, first, stop)
 
 
 def compact(ctx: ml.Context, tensor: ml.Tensor) -> ml.Tensor:

@@ -221,7 +221,7 @@ def test_snapshots_of_another_kind_of_cache_are_refused(rig: MakeRig) -> None:
     }
     for wrong in ({0: layers[0]}, turned):
         with pytest.raises(kvcache.InvalidRangeError):
-            r.cache.restore(2, AttentionSnapshot(0, 6, snapshot.positions, snapshot.dtype, False, wrong))
+            r.cache.restore(2, AttentionSnapshot(0, 6, snapshot.positions, snapshot.dtype, None, wrong))
     r.check_figures()
 
 

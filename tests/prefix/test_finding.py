@@ -206,10 +206,11 @@ def test_what_was_computed_otherwise_is_never_shared(talk: Talk, what: str) -> N
     other: Any = {"cache": cache, **changed[what]}
     assert talk(tiers=[store], **other).keep([*LONG, 1]) == (20 if what == "window" else 0)
     if what == "window":
-        wide = kvcache.SlidingWindowCache(4)
-        wide.init(first.backend, DType.F32, 2, 32, 32)
-        prefix = PrefixCache(wide, tiers=[store], identity={"model": "digests"}, block_size=4, interval=8)
-        assert prefix.begin([*LONG, 1]).cached == 0
+        narrow = first.cache.window
+        for wide in (kvcache.SlidingWindowCache(4), kvcache.SlidingWindowCache(narrow, keep=2)):
+            wide.init(first.backend, DType.F32, 2, 32, 32)
+            prefix = PrefixCache(wide, tiers=[store], identity={"model": "digests"}, block_size=4, interval=8)
+            assert prefix.begin([*LONG, 1]).cached == 0
     assert talk(cache, tiers=[store]).keep([*LONG, 1]) == 20
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.cache import InvalidRangeError, NotSupportedError
+from kvcache.cache import InvalidRangeError
 from kvcache.integrations.mlx_lm.attention import ChunkedKVCache, KVCache, RotatingKVCache
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, Several, entries_in, layers_of
@@ -52,15 +52,7 @@ __all__ = [
 
 
 def make_prompt_cache(model: Any, **options: Any) -> list[Any]:
-    """A prompt cache for ``model`` in a :class:`CachePool` of its own, which takes the same ``options``.
-
-    Raises NotSupportedError for mlx-lm's ``max_kv_size``: no cache here keeps the first tokens forever.
-    """
-    if "max_kv_size" in options:
-        raise NotSupportedError(
-            f"make_prompt_cache: max_kv_size={options['max_kv_size']}; there is no cache here that keeps the "
-            "first tokens forever. Use capacity= to limit memory, or mlx-lm's own make_prompt_cache"
-        )
+    """A prompt cache for ``model`` in a :class:`CachePool` of its own, which takes the same ``options``."""
     return CachePool(model, **options).make_prompt_cache()
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 import ml
-from kvcache.attention.ragged_batch import visible_mask
+from kvcache.attention.ragged_batch import read_positions, visible_mask
 from kvcache.cache import NotSupportedError, OrderError
 from kvcache.integrations.mlx_lm.layer_cache import BatchState, LayerCache
 from kvcache.integrations.mlx_lm.layers import (
@@ -19,6 +19,7 @@ from kvcache.integrations.mlx_lm.layers import (
     mlx_caches,
 )
 from kvcache.integrations.mlx_lm.passes import ForwardPass
+from kvcache.integrations.mlx_lm.rotating import seen_beside_kept
 
 __all__ = ["Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache"]
 
@@ -92,7 +93,8 @@ class _Attention(LayerCache):
         if self._spec.window is None or (self._storage.rollback and not self.rows.kept):
             return True
         cache = self._storage.attention_of(self.layer)
-        return all(held.seq is None or cache.can_resume(held.seq, 0) for held in self.rows.held)
+        stored = [cache.positions(held.seq) for held in self.rows.held if held.seq is not None]
+        return all(not x.size or x[-1] + 1 == x.size for x in stored)
 
     # What is stored, in the order of positions.
 
@@ -106,7 +108,10 @@ class _Attention(LayerCache):
         return self._kept(found[0]), self._kept(found[1])
 
     def _kept(self, x: Any) -> Any:
-        return x[..., -(self._spec.window or 0) :, :]
+        window, keep = self._spec.window or 0, self._spec.keep
+        if not keep or x.shape[2] <= window:
+            return x[..., -window:, :]
+        return mx.concatenate([x[..., :keep, :], x[..., keep - window :, :]], axis=2)
 
     @property
     def keys(self) -> Any:
@@ -217,8 +222,10 @@ class KVCache(_Attention, OwnKVCache):  # type: ignore[misc]
 class RotatingKVCache(_Attention, OwnRotatingKVCache):  # type: ignore[misc]
     """K and V of a layer with a sliding window."""
 
-    keep: ClassVar[int] = 0
-    """mlx-lm's first tokens that never leave; there are none here."""
+    @property
+    def keep(self) -> int:
+        """How many of the first tokens never leave."""
+        return self._spec.keep
 
     @property
     def max_size(self) -> int:
@@ -235,7 +242,35 @@ class RotatingKVCache(_Attention, OwnRotatingKVCache):  # type: ignore[misc]
                 f"make_mask: window_size={window_size} of layer {self.layer}, which keeps {window} tokens; "
                 f"make the pool with Attention(window={window_size}, max_size={self.max_size}) for it"
             )
-        return super().make_mask(N, return_array, window_size)
+        if not self.keep:
+            return super().make_mask(N, return_array, window_size)
+        return self._mask_beside_kept(self.rows.pass_for(self._seen, N), return_array, window_size)
+
+    def _mask_beside_kept(self, one: ForwardPass, return_array: bool, window_size: int | None) -> Any:
+        """BOOL (N, history) of one row, (rows, 1, N, history) of several."""
+        storage, cache = self._storage, self._storage.attention_of(self.layer)
+        by_cells = storage.reads_cells(one)
+        if by_cells:
+            read = [read_positions(cache, storage.ctx)]
+        else:
+            length = storage.reading(cache, one).length
+            stored = [cache.positions(seq) if seq is not None else np.empty(0, int) for seq in one.sequences]
+            read = [np.pad(x, (0, length - x.size), constant_values=-1) for x in stored]
+        size = min(self.max_size, window_size or self.max_size)
+        each = zip(read, one.positions(), one.before, strict=True)
+        seen = np.stack(
+            [seen_beside_kept(x, queries, before, size, self.keep) for x, queries, before in each]
+        )
+        in_order = all(np.array_equal(x, np.arange(one.before[0] + one.tokens)) for x in read)
+        causal = in_order and one.is_full and read[0].size <= size
+        if one.tokens == 1 and seen.all():
+            return None
+        if one.tokens > 1 and causal and not return_array:
+            return "causal"
+        one.by_position &= not by_cells or in_order
+        if storage.one_length:
+            seen = seen[:1]
+        return mx.array(seen[0] if by_cells else seen[:, None])
 
     def size(self) -> int:
         return min(super().size(), self.max_size)
@@ -245,7 +280,7 @@ class RotatingKVCache(_Attention, OwnRotatingKVCache):  # type: ignore[misc]
         """What mlx-lm's RotatingKVCache loads: the window in the order of positions."""
         keys, values = self._stored()
         size = 0 if keys is None else keys.shape[2]
-        return keys, values, self._saved_offset(), 0, self.max_size, size
+        return keys, values, self._saved_offset(), self.keep, self.max_size, size
 
 
 class ChunkedKVCache(_Attention, OwnChunkedKVCache):  # type: ignore[misc]

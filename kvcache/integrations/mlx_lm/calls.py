@@ -27,8 +27,8 @@ from kvcache.integrations.mlx_lm.rows import BatchRows
 
 __all__ = ["takes_one_length", "told_by"]
 
-_BY_COLUMN = {"afm7", "minimax_m3_vl"}
-"""Types of models that take a query's column for its position, whatever its entry says."""
+_BY_COLUMN = {"afm7", "deepseek_v41", "minimax_m3_vl"}
+"""Types of models that take a query's column for its position, or have one position for all rows."""
 _UNSETTLED = {"phi3small"}
 """Types that give other tokens where a prompt is parted otherwise: this one adds its mask to scores, as 0 and
 1. There is no right answer for a row of a batch then, and mlx-lm gives none."""

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache
 
-from kvcache.cache import NotSupportedError
+from kvcache.cache import NotSupportedError, check_whole
 
 __all__ = ["Attention", "Layer", "Recurrent", "Several", "entries_in", "flat", "layers_of", "wanted_by"]
 
@@ -52,6 +52,24 @@ class Attention:
     """Whether the model sets K and V of the entry anew, to what they are or to zeros that nobody reads."""
     chunked: bool = False
     """Whether a query sees its own chunk of ``window`` positions only, by a mask that the model makes."""
+    keep: int = 0
+    """How many of the first tokens are among the ``window`` that a query sees, and stay for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How a state grows along ``axis`` with a row's tokens: by one number ``every`` so many of them.
+
+    ``rest``: it has the tokens that do not make up ``every`` as yet, and starts anew with each that does.
+    """
+
+    axis: int
+    every: int = 1
+    rest: bool = False
+
+    def size(self, full: int, tokens: int) -> int:
+        """The state's size along ``axis`` after so many tokens, ``full`` at most."""
+        return tokens % self.every if self.rest else min(full, tokens // self.every)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +82,12 @@ class Recurrent:
     """Whether the model asks which columns of a pass are tokens, and which padding."""
     reads_first: bool = False
     """Whether the model reads the states before it says of how many tokens a pass is."""
-    growing: tuple[int | None, ...] = ()
-    """Of each state the axis that grows by a number for each token until it has its size; None: none does."""
+    growing: tuple[Growth | None, ...] = ()
+    """How each state grows until it has its size; None: it has it from the start."""
+    names: tuple[str, ...] = ()
+    """What the model calls the states of its entry; (): it numbers them."""
+    capacity: int | None = None
+    """For how many tokens of a row there is room in states that grow; None: for any number."""
 
 
 Layer = Attention | Recurrent
@@ -90,8 +112,12 @@ def entries_in(prompt_cache: Iterable[Any]) -> list[Any]:
     return [entry for entries in inner for entry in entries]
 
 
-def layers_of(model: Any) -> list[Layer | Several]:
+def layers_of(model: Any, max_kv_size: int | None = None, capacity: int = 4096) -> list[Layer | Several]:
     """The layers of ``model``, in the order of its prompt cache.
+
+    ``max_kv_size`` as mlx-lm's ``make_prompt_cache`` takes it: layers see the first 4 tokens, which stay for
+    good, and the last ``max_kv_size - 4``. ``capacity`` is for how many tokens there is room
+    in states that grow with the text.
 
     Raises NotSupportedError for a layer that needs a kind of cache that there is none of here, and for a
     model that goes about its prompt cache in a way that ours cannot follow.
@@ -102,7 +128,7 @@ def layers_of(model: Any) -> list[Layer | Several]:
                 f"make_prompt_cache: a pipeline over {part.pipeline_size} processes, whose model writes into "
                 "its last entry what it waits for; use mlx-lm's own cache"
             )
-    wanted = wanted_by(model)
+    wanted = wanted_by(model, max_kv_size)
     for i, entry in enumerate(wanted):
         _check_kind(i, entry)
     with _watched(entries_in(wanted)) as calls:
@@ -110,6 +136,8 @@ def layers_of(model: Any) -> list[Layer | Several]:
     first = {id(entry): _shapes(entry) for entry in entries_in(wanted)}
     if any(1 in shape for shapes in first.values() for shape in shapes):
         model(mx.zeros((1, _MORE), mx.int32), cache=wanted)
+    if any(is_compressed(entry) for entry in wanted):
+        return [*compressed_layers(model, wanted, capacity)]
     found: list[Layer | Several] = []
     for i, entry in enumerate(wanted):
         layers = [_layer(i, inner, calls, first[id(inner)]) for inner in entries_in([entry])]
@@ -117,10 +145,61 @@ def layers_of(model: Any) -> list[Layer | Several]:
     return found
 
 
-def wanted_by(model: Any) -> list[Any]:
+KEEP = 4
+"""The first tokens that mlx-lm's ``max_kv_size`` keeps."""
+
+
+def wanted_by(model: Any, max_kv_size: int | None = None) -> list[Any]:
     """An empty prompt cache of mlx-lm's."""
     make = getattr(type(model), "make_cache", None)  # not the instance's: it may be ours already
-    return list(make(model)) if make is not None else [mlx_caches.KVCache() for _ in model.layers]
+    if max_kv_size is None:
+        return list(make(model)) if make is not None else [mlx_caches.KVCache() for _ in model.layers]
+    check_whole("make_prompt_cache", "max_kv_size", max_kv_size, least=KEEP + 1)
+    if make is not None:
+        raise NotSupportedError(
+            f"make_prompt_cache: max_kv_size={max_kv_size}; this model says itself what its layers keep "
+            "(make_cache), and mlx-lm does not use max_kv_size for such a model. Leave it out, and limit "
+            "memory by capacity="
+        )
+    return [mlx_caches.RotatingKVCache(max_size=max_kv_size, keep=KEEP) for _ in model.layers]
+
+
+_COMPRESSED = "mlx_lm.models.deepseek_v41"
+"""Whose entries have a class of their own: a window, a latent for each group of tokens, and an open group."""
+
+
+def is_compressed(entry: Any) -> bool:
+    """Whether this is an entry of mlx-lm's deepseek_v41."""
+    return type(entry).__name__ == "LayerCache" and type(entry).__module__ == _COMPRESSED
+
+
+def compressed_layers(model: Any, wanted: Sequence[Any], capacity: int) -> list[Recurrent]:
+    """The layers of a deepseek_v41 whose empty entries ``wanted`` are."""
+    parts = [layer.self_attn for layer in model.layers]
+    every = [max(1, part.ratio) if part.is_kv_source else 0 for part in parts]
+    model(mx.zeros((1, max(every) or 1), mx.int32), cache=wanted)  # MLX is lazy: nothing is computed
+    found = []
+    for entry, one in zip(wanted, every, strict=True):
+        grown = {"window": (entry.window_size, Growth(0))}
+        if one:
+            grown |= dict.fromkeys(("compress_kv", "index_k"), (max(1, capacity // one), Growth(0, one)))
+            grown |= dict.fromkeys(("pending_kv", "pending_gate"), (one - 1, Growth(0, one, rest=True)))
+        states = {name: state for name in grown if (state := getattr(entry, name)) is not None}
+        shapes = tuple((grown[name][0], state.shape[2]) for name, state in states.items())
+        dtypes = tuple(state.dtype for state in states.values())
+        growing = tuple(grown[name][1] for name in states)
+        found.append(
+            Recurrent(
+                shapes,
+                dtypes,
+                masked=False,
+                reads_first=True,
+                growing=growing,
+                names=(*states,),
+                capacity=max(capacity, one) if one else None,
+            )
+        )
+    return found
 
 
 def _check_kind(i: int, entry: Any) -> None:
@@ -129,17 +208,14 @@ def _check_kind(i: int, entry: Any) -> None:
         for inner in entry.caches:
             _check_kind(i, inner)
         return
-    if kind in (mlx_caches.KVCache, mlx_caches.ChunkedKVCache):
+    if kind in (mlx_caches.KVCache, mlx_caches.RotatingKVCache, mlx_caches.ChunkedKVCache):
         return
-    if kind is mlx_caches.RotatingKVCache and not entry.keep:
+    if (kind is mlx_caches.ArraysCache and entry.cache) or is_compressed(entry):
         return
-    if kind is mlx_caches.ArraysCache and entry.cache:
-        return
-    detail = f" with keep={entry.keep}" if kind is mlx_caches.RotatingKVCache else ""
     raise NotSupportedError(
-        f"make_prompt_cache: layer {i} of the model wants mlx-lm's {kind.__name__}{detail}; supported are "
-        "KVCache, RotatingKVCache with keep=0, ChunkedKVCache, ArraysCache, and CacheList of these; use "
-        "mlx-lm's own cache"
+        f"make_prompt_cache: layer {i} of the model wants mlx-lm's {kind.__name__}; supported are KVCache, "
+        "RotatingKVCache, ChunkedKVCache, ArraysCache, CacheList of these, and DeepSeek-V4.1's "
+        "LayerCache; use mlx-lm's own cache"
     )
 
 
@@ -251,8 +327,9 @@ def _attention(
     i: int, entry: Any, calls: Sequence[_Call], window: int | None, max_size: int | None = None
 ) -> Attention:
     own = {(call.name, call.told) for call in calls if call.entry is entry}
+    keep = getattr(entry, "keep", 0)
     if entry.keys is None:
-        return Attention(window, max_size=max_size, used=False)
+        return Attention(window, max_size=max_size, used=False, keep=keep)
     chunked = type(entry) is mlx_caches.ChunkedKVCache
     heads, key_dim, value_dim = entry.keys.shape[1], entry.keys.shape[3], entry.values.shape[3]
     dropped = ("values", _ZEROS) in own
@@ -274,6 +351,7 @@ def _attention(
         keys_only=dropped or not value_dim,
         assigned=bool(assigned),
         chunked=chunked,
+        keep=keep,
     )
 
 
@@ -293,12 +371,12 @@ def _recurrent(i: int, entry: Any, calls: Sequence[_Call], first: Sequence[tuple
         tuple(x.dtype for x in states),
         masked,
         reads_first,
-        growing if any(axis is not None for axis in growing) else (),
+        growing if any(growing) else (),
     )
 
 
-def _growing(i: int, one: tuple[int, ...], more: tuple[int, ...]) -> int | None:
-    """The axis in which a state grew, of shape ``one`` after one token."""
+def _growing(i: int, one: tuple[int, ...], more: tuple[int, ...]) -> Growth | None:
+    """How a state grew, of shape ``one`` after one token."""
     if one == more:
         return None
     axes = [axis for axis, (before, after) in enumerate(zip(one, more, strict=True)) if before != after]
@@ -307,4 +385,4 @@ def _growing(i: int, one: tuple[int, ...], more: tuple[int, ...]) -> int | None:
             f"make_prompt_cache: layer {i} of the model has a state of {one} after one token and of {more} "
             f"after {_MORE + 1}; a state may grow by one along one axis up to {_MORE}; use mlx-lm's own cache"
         )
-    return axes[0]
+    return Growth(axes[0])

@@ -13,7 +13,7 @@ from kvcache.integrations.mlx_lm.attention import Bystander, ChunkedKVCache, KVC
 from kvcache.integrations.mlx_lm.calls import takes_one_length, told_by
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Layer, Recurrent, Several, layers_of
-from kvcache.integrations.mlx_lm.recurrent import ArraysCache
+from kvcache.integrations.mlx_lm.recurrent import ArraysCache, CompressedCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
 from kvcache.integrations.mlx_lm.storage import Storage
@@ -33,12 +33,16 @@ class CachePool:
     or a pair, say. ``rollback`` is how many tokens can always be trimmed from sliding layers.
     ``checkpoints`` of the states of recurrent layers are kept per sequence, one every
     ``checkpoint_interval`` tokens, for :func:`rewind`. ``max_batch`` is the largest number of tokens in a
-    pass, of all rows together (None: 2048 per sequence).
+    pass, of all rows together (None: 2048 per sequence). ``max_kv_size`` is mlx-lm's, at least 5: a layer
+    keeps the first 4 tokens for good and the last ``max_kv_size - 4``, and no row is too long. A query in a
+    pass of several tokens sees what it sees with mlx-lm's RotatingKVCache, which is not quite that (module
+    ``rotating``).
 
     A model that does not tell its entries how many tokens a pass has (Mamba 1), or rows apart (Llama 4),
     tells it by its calls from then on: the ``__call__`` of its class is put in a function that does.
 
-    Raises NotSupportedError for a model with layers that there is no cache for here.
+    Raises NotSupportedError for a model with layers that there is no cache for here, and for ``max_kv_size``
+    of a model that says itself what its layers keep, for which mlx-lm does not use it.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class CachePool:
         checkpoints: int = 4,
         checkpoint_interval: int = 256,
         max_batch: int | None = None,
+        max_kv_size: int | None = None,
         backend: ml.Backend | None = None,
     ) -> None:
         if rollback < 0:
@@ -61,7 +66,14 @@ class CachePool:
                 f"CachePool: model is a {type(model).__name__}; it must be a model, as mlx_lm.load returns it"
             )
         listed = isinstance(model, Sequence)
-        layers = list(model) if listed else layers_of(model)
+        if listed and max_kv_size is not None:
+            raise InvalidRangeError(
+                f"CachePool: max_kv_size={max_kv_size} of a list of layers, which say it themselves: "
+                f"Attention(window={max_kv_size}, keep=4)"
+            )
+        layers = list(model) if listed else layers_of(model, max_kv_size, capacity)
+        if max_kv_size is not None:  # of less, the caches would keep everything, and no more than that
+            capacity = max(capacity, max_kv_size + max(rollback, 1))
         one_length = not listed and takes_one_length(model)
         self.backend = ml.open_backend("mlx") if backend is None else backend
         self._owns_backend = backend is None
@@ -115,7 +127,7 @@ class CachePool:
 
 def _kind(layer: Layer) -> type[LayerCache]:
     if isinstance(layer, Recurrent):
-        return ArraysCache
+        return CompressedCache if layer.names else ArraysCache
     if not layer.used:
         return Bystander
     if layer.chunked:

@@ -8,12 +8,12 @@ import mlx.core as mx
 import numpy as np
 
 from kvcache.cache import OrderError
-from kvcache.integrations.mlx_lm.layer_cache import LayerCache
+from kvcache.integrations.mlx_lm.layer_cache import BatchState, LayerCache
 from kvcache.integrations.mlx_lm.layers import OwnArraysCache, Recurrent
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.rows import BatchRows
 
-__all__ = ["ArraysCache"]
+__all__ = ["ArraysCache", "CompressedCache"]
 
 
 class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
@@ -121,3 +121,52 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         states = zip(spec.shapes, spec.dtypes, strict=True)
         one = sum(int(np.prod(shape)) * int(dtype.size) for shape, dtype in states)
         return one * sum(held.seq is not None for held in rows.held)
+
+
+def _named(name: str) -> Any:
+    """A state by its name; None where the layer has none, or nothing is in it."""
+
+    def get(entry: CompressedCache) -> Any:
+        names = entry._spec.names
+        found = entry[names.index(name)] if name in names else None
+        return found if found is None or found.shape[1] else None
+
+    def put(entry: CompressedCache, value: Any) -> None:
+        entry[entry._spec.names.index(name)] = value
+
+    return property(get, put)
+
+
+class CompressedCache(ArraysCache):
+    """The entry of a layer of DeepSeek-V4.1: a window of latents, those of closed groups, and an open group.
+
+    As ``LayerCache`` of mlx-lm's deepseek_v41, whose name it has in files: a state that is stored whole each.
+    """
+
+    window = _named("window")
+    compress_kv = _named("compress_kv")
+    index_k = _named("index_k")
+    pending_kv = _named("pending_kv")
+    pending_gate = _named("pending_gate")
+
+    @property
+    def window_size(self) -> int:
+        return self._spec.shapes[0][0]
+
+    def update_window(self, kv: Any) -> Any:
+        """The window (rows, tokens, dim) with ``kv`` behind it; its last ``window_size`` are stored."""
+        before = self.window
+        found = kv if before is None else mx.concatenate([before, kv], axis=1)
+        self.window = found[:, -self.window_size :]
+        return found
+
+    @property
+    def state(self) -> Any:
+        """What mlx-lm's holds of one row: five states, None where there is nothing, and the offset."""
+        if self.rows.batched:
+            return (BatchState(),)
+        states = self.window, self.compress_kv, self.index_k, self.pending_kv, self.pending_gate
+        return *states, mx.array(self.offset)
+
+
+CompressedCache.__name__ = "LayerCache"  # which save_prompt_cache writes

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError
+from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, OrderError
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.sequences import SequencePool, SharedSequence
 
@@ -172,6 +172,7 @@ class BatchRows:
                 f"update: rows that are padded, new or of other lengths, which {_ALL_ALIKE}"
             )
         one = ForwardPass(tokens, list(self.lengths), begins, counts)
+        self._check_room(one)
         self.pool.reclaim()
         for row, count in enumerate(counts):
             if count:
@@ -182,6 +183,13 @@ class BatchRows:
         self.before, self.lengths, self.last = one.before, one.after, one
         self.events += 1
         return one
+
+    def _check_room(self, one: ForwardPass) -> None:
+        longest = self.pool.storage.longest
+        for row, (before, count) in enumerate(zip(one.before, one.counts, strict=True)):
+            if before + count > longest:
+                remedy = "make the pool with a larger capacity; what the layers keep of a row grows up to it"
+                raise CacheFullError(count, int(longest) - before, {row: before}, "update", remedy)
 
     def _columns(self, tokens: int) -> tuple[list[int], list[int]]:
         """Where the tokens of each row begin in so many columns, and how many they are."""

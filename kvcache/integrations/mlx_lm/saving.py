@@ -15,7 +15,14 @@ import numpy as np
 
 from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
 from kvcache.caches.windows import SlidingWindowCache
-from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, entries_in, mlx_caches
+from kvcache.integrations.mlx_lm.layers import (
+    Attention,
+    Layer,
+    Recurrent,
+    entries_in,
+    is_compressed,
+    mlx_caches,
+)
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
@@ -93,17 +100,19 @@ class _Content:
 
 def _contents(i: int, entry: Any, layer: Layer, storage: Storage) -> _Content:
     kind = type(entry)
-    recurrent = kind is mlx_caches.ArraysCache
+    recurrent = kind is mlx_caches.ArraysCache or is_compressed(entry)
     if not recurrent and kind not in _WITH_KEYS:
         raise NotSupportedError(
             f"adopt: entry {i} is {kind.__name__}; KVCache, QuantizedKVCache, RotatingKVCache, "
-            "ChunkedKVCache and ArraysCache are taken over"
+            "ChunkedKVCache, ArraysCache and DeepSeek-V4.1's LayerCache are taken over"
         )
-    size = getattr(entry, "max_size", getattr(entry, "chunk_size", None))
-    if recurrent is not isinstance(layer, Recurrent) or size != _max_size(layer):
+    size = getattr(entry, "max_size", getattr(entry, "chunk_size", None)), getattr(entry, "keep", 0)
+    if recurrent is not isinstance(layer, Recurrent) or size != _sizes(layer):
         raise InvalidRangeError(f"adopt: entry {i} is {kind.__name__}; the layer is {layer}")
     if isinstance(layer, Attention) and not layer.used:
         return _Content()
+    if isinstance(layer, Recurrent) and layer.names:
+        return _Content(_grouped(entry, layer), entry.offset)
     if recurrent:
         arrays = tuple(entry.cache)
     else:
@@ -116,8 +125,18 @@ def _contents(i: int, entry: Any, layer: Layer, storage: Storage) -> _Content:
     return _Content(tuple(filled), None if recurrent else entry.offset if filled else 0)
 
 
-def _max_size(layer: Layer) -> int | None:
-    return None if isinstance(layer, Recurrent) else layer.max_size or layer.window
+def _grouped(entry: Any, layer: Recurrent) -> tuple[Any, ...]:
+    """The states of DeepSeek-V4.1's LayerCache, (1, size, dim) each; () of an empty one."""
+    if entry.empty():
+        return ()
+    named = zip(layer.names, layer.shapes, layer.dtypes, strict=True)
+    found = ((getattr(entry, name), shape, dtype) for name, shape, dtype in named)
+    return tuple(mx.zeros((1, 0, *shape[1:]), dtype) if x is None else x for x, shape, dtype in found)
+
+
+def _sizes(layer: Layer) -> tuple[int | None, int]:
+    """mlx-lm's ``max_size`` or ``chunk_size``, and ``keep``."""
+    return (None, 0) if isinstance(layer, Recurrent) else (layer.max_size or layer.window, layer.keep)
 
 
 def _in_order(i: int, entry: Any, layer: Any, storage: Storage) -> tuple[Any, ...]:
@@ -131,12 +150,9 @@ def _in_order(i: int, entry: Any, layer: Any, storage: Storage) -> tuple[Any, ..
         size = entry.offset - getattr(entry, "start_position", 0)
         return entry.keys[..., :size, :], entry.values[..., :size, :]
     keys, values, offset, keep, _, at = entry.state
-    size = keys.shape[2]
-    if keep and offset > size:
-        raise NotSupportedError(
-            f"adopt: entry {i} keeps its first {keep} tokens forever, which no cache here does"
-        )
-    order = mx.array(np.arange(min(at, size)) if at >= offset else np.roll(np.arange(size), -at))
+    columns = np.arange(keys.shape[2])
+    turned = np.concatenate([columns[:keep], columns[at:], columns[keep:at]])
+    order = mx.array(columns[:at] if at >= offset else turned if at < columns.size else columns)
     return keys[..., order, :], values[..., order, :]
 
 
@@ -161,14 +177,21 @@ def _fill(storage: Storage, cache: Any, seq: int, contents: Sequence[_Content], 
     recurrent = cache is storage.recurrent
     holder = cache.attention if recurrent else cache
     own = [i for i, one in enumerate(storage.attention) if one is holder and contents[i].arrays]
-    stored = length if recurrent or not own else contents[own[0]].arrays[0].shape[2]
+    held = length if recurrent or not own else contents[own[0]].arrays[0].shape[2]
+    positions = np.arange(length - held, length)
     if isinstance(cache, SlidingWindowCache):
-        stored = min(stored, max(1, cache.memory))  # mlx-lm's hold more until the first token after a prompt
-    first = length - stored
-    cache.start_forward(storage.ctx, Batch(range(first, length), [seq] * stored))
-    one = ForwardPass(stored, [first], [0], [stored], [seq])
+        positions[: cache.keep] = np.arange(min(cache.keep, held))  # the first of them stay
+        recent = positions >= length - max(
+            1, cache.memory
+        )  # mlx-lm's hold more until the token after a prompt
+        columns = np.flatnonzero(recent | (positions < cache.keep))
+    else:
+        columns = np.arange(held)
+    stored = columns.size
+    cache.start_forward(storage.ctx, Batch(positions[columns].tolist(), [seq] * stored))
+    one = ForwardPass(stored, [length - stored], [0], [stored], [seq])
     for i in own:
-        arrays = [x[..., -stored:, :] for x in contents[i].arrays]
+        arrays = [x[..., mx.array(columns), :] for x in contents[i].arrays]
         if len(arrays) == 2:
             storage.put(i, one, *arrays)
         else:

@@ -58,6 +58,9 @@ class Storage:
         """Whether the model takes for granted that rows hold as many tokens as the others."""
         self.alike_from = math.inf if self.one_length else max(map(_alike_from, self.layers), default=0)
         """Rows without padding are alike to the model from so many tokens on; 0: it tells any rows apart."""
+        limits = [x.capacity for x in self.layers if isinstance(x, Recurrent) and x.capacity is not None]
+        self.longest = min(limits, default=math.inf)
+        """How many tokens a row may have, wherever there is room for more."""
         self.wants_calls = self.alike_from > 0 or any(
             isinstance(x, Recurrent) and x.reads_first for x in self.layers
         )
@@ -234,7 +237,7 @@ class Storage:
 def _kind(layer: Layer) -> Kind | None:
     if isinstance(layer, Recurrent):
         return None
-    return Kind(FULL) if layer.window is None else Kind(SLIDING, layer.window)
+    return Kind(FULL) if layer.window is None else Kind(SLIDING, layer.window, layer.keep)
 
 
 def _by_head(ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
@@ -248,7 +251,9 @@ def _alike_from(layer: Layer) -> int:
     if not isinstance(layer, Recurrent):
         return 0
     sizes = [
-        shape[axis] for shape, axis in zip(layer.shapes, layer.growing, strict=False) if axis is not None
+        shape[grows.axis]
+        for shape, grows in zip(layer.shapes, layer.growing, strict=False)
+        if grows is not None
     ]
     return max(not layer.masked, *sizes, 0)
 
@@ -261,10 +266,12 @@ def _padded(spec: Any, i: int, value: Any) -> Any:
 
 def _grown(spec: Recurrent, i: int, value: Any, tokens: int) -> Any:
     """Of a state as it is stored, (rows, *shape), what it has grown to after so many tokens."""
-    axis = spec.growing[i] if spec.growing else None
-    if axis is None or tokens >= spec.shapes[i][axis]:
+    grows = spec.growing[i] if spec.growing else None
+    if grows is None:
         return value
-    return mx.split(value, [spec.shapes[i][axis] - tokens], axis=axis + 1)[1]
+    full = spec.shapes[i][grows.axis]
+    size = grows.size(full, tokens)
+    return value if size == full else mx.split(value, [full - size], axis=grows.axis + 1)[1]
 
 
 def _recurrent_cache(

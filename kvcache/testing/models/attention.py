@@ -105,7 +105,12 @@ class Copy:
     begin: int
     end: int
     tokens: dict[int, int]
-    whole: bool = False
+    of: tuple[int, int] | None = None
+    """The window that it was taken of, and its ``keep``; None: none."""
+
+    @property
+    def whole(self) -> bool:
+        return self.of is not None
 
 
 class Model:
@@ -243,9 +248,8 @@ class Model:
         before = {p: token for p, token in row.items() if p < end}
         if end and not self._resumes(before, end):
             raise kvcache.NotSupportedError(f"{seq} at {end}")
-        lowest = end - self.setup.reach
-        held = {p: t for p, t in before.items() if p >= lowest or p < self.setup.keep}
-        return Copy(0, end, held, whole=True)
+        held = {p: token for p, token in before.items() if self._is_held(p, end)}
+        return Copy(0, end, held, (self.setup.window, self.setup.keep))
 
     def restore(self, seq: int, copy: Copy, target: int | None, shared: bool) -> bool:
         """``shared``: it still lies in the cache, so that its very cells are taken."""
@@ -256,8 +260,10 @@ class Model:
             return False
         if any(p not in row for p in range(copy.begin)):
             return False
-        if copy.whole and end and not self._resumes(content, end):
+        if copy.whole and end and not self._finds(content, end, copy.of):
             return False
+        if self.setup.window is not None:
+            content = {p: token for p, token in content.items() if self._is_held(p, end)}
         left = {p: token for p, token in row.items() if p < copy.begin}
         if not shared:
             held = [*self.tokens[:seq], left, *self.tokens[seq + 1 :]]
@@ -269,6 +275,18 @@ class Model:
         self.tokens[seq] = left | content
         self.lost.discard(seq)
         return True
+
+    def _is_held(self, position: int, end: int) -> bool:
+        """Whether a snapshot at ``end`` has what is stored at ``position``."""
+        return position >= end - self.setup.reach or position < self.setup.keep
+
+    def _finds(self, content: dict[int, int], end: int, of: tuple[int, int] | None) -> bool:
+        """Whether a token at ``end`` finds all that it sees, but for what was evicted on purpose."""
+        window, keep = self.setup.window, self.setup.keep
+        assert window is not None
+        if of == (window, keep):
+            return self._resumes(content, end)
+        return all(p in content for p in range(end) if p < keep or p >= end - window)
 
     def split(self, copy: Copy, at: int) -> tuple[Copy | None, Copy]:
         if not copy.begin <= at <= copy.end:

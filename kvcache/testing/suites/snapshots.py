@@ -8,12 +8,22 @@ import numpy as np
 import pytest
 
 import ml
+from kvcache.snapshots.serialize import deserialize, serialize
 from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.testing.harness import KINDS, CacheCase, every_arrangement
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.snapshots import CopyRig
 
 __all__ = ["SnapshotTests"]
+
+
+WINDOWS = [(3, 3, 0), (3, 3, 1), (3, 5, 3), (1, 1, 3), (6, 6, 0)]
+"""Window, memory and keep."""
+
+
+def _with_window(setup: Setup, sizes: tuple[int, ...]) -> Setup:
+    window, memory, keep = sizes
+    return replace(setup, window=window, memory=memory, keep=keep, max_sequences=1, capacity=40)
 
 
 def _same(one: AttentionSnapshot, other: AttentionSnapshot) -> None:
@@ -71,6 +81,32 @@ class SnapshotTests(CacheCase):
             _same(target.cache.snapshot(seq), target.copies[0][0])
             target.extend(seq)
         target.drain()
+
+    @pytest.mark.parametrize("where", ["copied out", "in host memory"])
+    @pytest.mark.parametrize("taken_of", WINDOWS, ids=str)
+    def test_a_window_gets_of_another_ones_snapshot_what_it_would_hold_or_nothing(
+        self, backend: ml.Backend, ctx: ml.Context, setup: Setup, taken_of: tuple[int, ...], where: str
+    ) -> None:
+        """Both narrower and wider ones, that keep fewer and more first tokens."""
+        source = CopyRig(_with_window(setup, taken_of), backend, ctx)
+        for batch in (range(3), range(3, 7), [7], [8], [9]):
+            source.forward(batch, 0)
+        source.snapshot(0, 0, None)
+        source.detach(0)
+        snapshot, copy = source.copies[0]
+        if where == "in host memory":
+            snapshot = deserialize(backend, serialize(backend, snapshot))  # type: ignore[assignment]
+        answers = set()
+        for into in WINDOWS:
+            target = CopyRig(_with_window(setup, into), backend, ctx)
+            target.next_token = source.next_token
+            target.copies = [(snapshot, copy)]
+            target.forward([0, 1], 0)
+            for at in (None, 2, 9):
+                answers.add(target.restore(0, 0, at))
+                target.extend(0)
+        assert answers == {True, False}
+        source.drain()
 
     def test_what_is_split_and_merged_is_what_it_was(
         self, backend: ml.Backend, ctx: ml.Context, setup: Setup

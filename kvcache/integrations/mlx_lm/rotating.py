@@ -1,0 +1,36 @@
+"""What queries see beside first tokens that stay, as with mlx-lm's RotatingKVCache(max_size, keep).
+
+A pass of several tokens there reads the first ``keep`` tokens, the last ``max_size - 1 - keep`` before it and
+its own, in this order, and a query sees the last ``max_size`` of these columns up to itself. So later queries
+of a pass do not see the first tokens, which the next pass sees again; the last token of a prompt, which
+``generate`` feeds alone, sees them. ``max_size`` 7, ``keep`` 2, a pass of the tokens at 20 to 23::
+
+    column    0  1  2  3  4  5  6  7  8  9
+    position  0  1 16 17 18 19 20 21 22 23
+    at 20     x  x  x  x  x  x  x                 as a pass of one token
+    at 21     .  x  x  x  x  x  x  x
+    at 23     .  .  .  x  x  x  x  x  x  x
+
+Source: mlx_lm/models/cache.py (``_update_concat``, ``make_mask``) of mlx-lm 0.32.2.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["seen_beside_kept"]
+
+
+def seen_beside_kept(
+    read: np.ndarray, queries: np.ndarray, before: int, max_size: int, keep: int
+) -> np.ndarray:
+    """BOOL (queries, read): which of the positions ``read`` (-1: no token) queries at ``queries`` see.
+
+    ``before`` is how many tokens there were before the pass. The positions may come in any order, with more
+    among them than mlx-lm's cache has.
+    """
+    lowest = max(keep, before - (max_size - 1 - keep))
+    there = (read >= lowest) | ((read >= 0) & (read < keep))
+    columns, own = (np.where(x < keep, x, x - lowest + keep) for x in (read, queries[:, None]))
+    seen: np.ndarray = there & (columns <= own) & (columns > own - max_size)
+    return seen
