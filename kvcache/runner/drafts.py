@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -23,7 +23,9 @@ from kvcache.runner.sampling import Sampler
 from kvcache.stores.closing import Closing
 from ml import nn
 
-__all__ = ["Draft", "ModelDraft", "Proposal", "SamplingDraft", "prompt_lookup"]
+__all__ = [
+    "Draft", "DraftsInCache", "Draw", "Guesser", "ModelDraft", "Proposal", "SamplingDraft", "prompt_lookup",
+]  # fmt: skip
 
 _LONGEST = 3
 """Tokens that ``prompt_lookup`` looks for."""
@@ -70,6 +72,14 @@ class SamplingDraft(Protocol):
         Any distribution is right. One that ``sampler`` makes of a model's logits, as it does of those of the
         model that is drafted for, is accepted most.
         """
+
+
+@runtime_checkable
+class DraftsInCache(Protocol):
+    """A Draft that works in the cache of the engine."""
+
+    def bind(self, model: Any, cache: Any) -> None:
+        """Called before a request is queued, with what the engine runs on."""
 
 
 def prompt_lookup(seq: int, tokens: Sequence[int], count: int, width: int) -> list[list[int]]:

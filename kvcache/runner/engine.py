@@ -36,7 +36,7 @@ from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.retention import Retention
 from kvcache.runner.consensus import Agreement
-from kvcache.runner.drafts import Draft
+from kvcache.runner.drafts import Draft, DraftsInCache
 from kvcache.runner.errors import RequestError
 from kvcache.runner.fingerprint import model_identity
 from kvcache.runner.language_model import LanguageModel, Prompt, cache_for, encode_prompt
@@ -203,6 +203,9 @@ class Engine(Closing):
         self._check("submit")
         if draft is not None and not self._verifier.enabled:
             raise RequestError("submit: draft= needs an engine with SpeculativeOptions")
+        drafts: object = draft
+        if isinstance(drafts, DraftsInCache):
+            drafts.bind(self.model, self.cache)
         settings = settings or GenerationOptions()
         tokens = self.encode(prompt)
         try:

@@ -21,8 +21,8 @@ def model_identity(model: Any) -> dict[str, str]:
 
     Two models agree in it exactly where config.json says the same and the weight files are equal byte
     for byte; where they lie and which backend runs them does not matter. Of a model that is split over
-    ranks, the rank and their number are in it too: each has keys and values of its own heads. Reads all
-    weights once.
+    ranks, the rank and their number are in it too: each has keys and values of its own heads. So is whether
+    the layer for multi-token prediction stores its own. Reads all weights once.
 
     Raises ModelError for a model that was not loaded from files: name it yourself then.
     """
@@ -32,7 +32,8 @@ def model_identity(model: Any) -> dict[str, str]:
             f"{type(model).__name__} was not loaded from files, so that nothing tells it from others; "
             "pass identity="
         )
-    return identity_of(origin, model.dtype, getattr(model, "share", None))
+    found = identity_of(origin, model.dtype, getattr(model, "share", None))
+    return {**found, "mtp": "yes"} if getattr(model, "mtp", None) is not None else found
 
 
 def identity_of(path: Path, dtype: ml.DType, share: Share | None = None) -> dict[str, str]:

@@ -50,17 +50,22 @@ def load_model(
     dtype: ml.DType = ml.DType.F32,
     progress: Callable[[int, int], None] | None = None,
     group: ml.Group | None = None,
+    mtp: bool = False,
 ) -> LanguageModel:
     """Load a Hugging Face folder or .gguf file onto a backend; ``progress(done, total)`` counts tensors.
 
     With a ``group`` of several ranks (kvcache.runner.parallel) only this rank's part is loaded; every
     rank calls this, and then gives its model the same passes.
 
+    ``mtp`` loads the layer for multi-token prediction too, which ``kvcache.runner.mtp.MTPDraft`` drafts with.
+
     Every tensor's name and shape is checked, and that the weights fit in memory, before anything is
     put on a device. Raises ModelError or CapacityError.
     """
     config = load_config(path)
     weights = open_weights(path)
+    if mtp:
+        config = _with_mtp(config, weights)
     check_weights(config, weights)
     family, read = family_of(config), cast("Weights", weights)
     parts: dict[str, Any] = {}
@@ -70,6 +75,16 @@ def load_model(
     check_memory(config, backend, dtype, 1, 1, parameter_count(config) * dtype.itemsize)
     model: LanguageModel = family.model(backend, config, read, dtype, progress, **parts)
     return model
+
+
+def _with_mtp(config: Any, source: WeightSource) -> Any:
+    """ModelError for a model or a checkpoint without that layer."""
+    name = f"model.layers.{config.layers}.eh_proj.weight"
+    if not hasattr(config, "with_mtp") or name not in source:
+        raise ModelError(
+            f"{source.origin}: no layer for multi-token prediction ({name}); DeepSeek-V3 and GLM-4.5 have one"
+        )
+    return config.with_mtp()
 
 
 def check_weights(config: ModelConfig, source: WeightSource) -> None:

@@ -24,7 +24,17 @@ from kvcache.runner.parallel import Share
 from kvcache.runner.weights import Linear, Loader, Progress, Shape, Shapes, Weights
 from ml import nn
 
-__all__ = ["ROPE", "CausalModel", "Decoder", "Layer", "Names", "Step", "model_shapes", "token_ids"]
+__all__ = [
+    "ROPE",
+    "CausalModel",
+    "Decoder",
+    "Follower",
+    "Layer",
+    "Names",
+    "Step",
+    "model_shapes",
+    "token_ids",
+]
 
 ROPE = "rope"
 """The rotation of models that have one for all layers."""
@@ -74,6 +84,13 @@ class Layer(Protocol):
         """hidden (tokens, hidden_size) -> the same, the residual added; tokens may be fewer."""
 
 
+class Follower(Protocol):
+    """What reads along behind the last layer: multi-token prediction."""
+
+    def follow(self, ctx: ml.Context, batch: Batch, step: Step, hidden: ml.Tensor) -> None:
+        """A pass of the model came to normed hidden states (tokens, hidden_size)."""
+
+
 class Decoder:
     """The forward pass; families load the weights and say what their layers are.
 
@@ -116,14 +133,19 @@ class Decoder:
         ``batch.inputs`` are token ids, one per position. The caller has called
         ``cache.start_forward(ctx, batch)``: that is where a batch that does not fit is refused.
         """
+        outputs = batch.outputs
+        if outputs is not None and list(outputs) == list(range(len(batch))):
+            outputs = None
+        hidden, _ = self._run(ctx, batch, cache, outputs)
+        return self._read_out(ctx, hidden)
+
+    def _run(self, ctx: ml.Context, batch: Batch, cache: Cache, outputs: Any) -> tuple[ml.Tensor, Step]:
+        """What the last layer gives of the rows in ``outputs``, on the device of ``ctx.input()``."""
         if not isinstance(cache, self.cache_type):
             raise RequestError(
                 f"forward: {type(self).__name__} runs on a {self.cache_type.__name__}, not a "
                 f"{type(cache).__name__}; its make_cache() makes one"
             )
-        outputs = batch.outputs
-        if outputs is not None and list(outputs) == list(range(len(batch))):
-            outputs = None
         here, last = ctx.input(), len(self._layers) - 1
         hidden = self.embed(here, batch)
         step = self.begin_pass(here, batch, cache)
@@ -137,9 +159,13 @@ class Decoder:
             if i == last and outputs is not None:
                 hidden = hidden.rows(here, outputs)
             hidden = layer.feed(here, hidden)
-        here = ctx.input()
         if len(self.backend.devices) > 1:
-            hidden = hidden.cast(here, self.dtype)
+            hidden = hidden.cast(ctx.input(), self.dtype)
+        return hidden, step
+
+    def _read_out(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        """Logits F32 of what the last layer gives."""
+        here = ctx.input()
         logits = self.logits(here, hidden)
         return logits if self.dtype is ml.DType.F32 else logits.cast(here, ml.DType.F32)
 
@@ -156,6 +182,8 @@ class CausalModel(Decoder, Generic[C]):
     names = LLAMA_NAMES
     norm_offset = 0.0
     """1 where norms are stored around zero."""
+    mtp: Follower | None = None
+    """Multi-token prediction, where it was loaded."""
 
     def __init__(
         self,
@@ -204,7 +232,12 @@ class CausalModel(Decoder, Generic[C]):
     def forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
         if self.share is not None:
             self.share.check_step(ctx, batch)
-        return super().forward(ctx, batch, cache)
+        if self.mtp is None:
+            return super().forward(ctx, batch, cache)
+        hidden, step = self._run(ctx, batch, cache, None)
+        here = ctx.input()
+        self.mtp.follow(here, batch, step, hidden.rms_norm(here, self._norm, self.config.rms_norm_eps))
+        return self._read_out(ctx, hidden if batch.outputs is None else hidden.rows(here, batch.outputs))
 
     def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         return nn.embedding(ctx, self._embedding, token_ids(batch))
@@ -215,12 +248,19 @@ class CausalModel(Decoder, Generic[C]):
 
 
 def model_shapes(
-    config: ModelConfig, layer: Callable[[int], Mapping[str, Shape]], names: Names = LLAMA_NAMES
+    config: ModelConfig,
+    layer: Callable[[int], Mapping[str, Shape]],
+    names: Names = LLAMA_NAMES,
+    mtp: bool = False,
 ) -> dict[str, Shape]:
-    """Embedding, layers, norm and head; ``layer(i)`` names the tensors of layer i."""
+    """Embedding, layers, norm and head; ``layer(i)`` names the tensors of layer i.
+
+    ``mtp``: those of the layer behind the last one too, for multi-token prediction.
+    """
     shapes: dict[str, Shape] = {f"{names.embedding}.weight": (config.vocab_size, config.hidden_size)}
-    for i in range(config.layers):
-        shapes.update({f"{names.layers}.{i}.{name}": shape for name, shape in layer(i).items()})
+    for i in range(config.layers + mtp):
+        found = layer(i) if i < config.layers else {**layer(i), **mtp_shapes(config.hidden_size)}
+        shapes.update({f"{names.layers}.{i}.{name}": shape for name, shape in found.items()})
     shapes[f"{names.norm}.weight"] = (config.hidden_size,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
@@ -238,3 +278,9 @@ def token_ids(batch: Batch) -> ml.Indices:
             f"forward: {count} inputs for {len(batch)} positions; there must be one token for each"
         )
     return tokens
+
+
+def mtp_shapes(hidden: int) -> dict[str, Shape]:
+    """Of what a layer for multi-token prediction has beside the tensors of a layer."""
+    norms = {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    return {**norms, "eh_proj.weight": (hidden, 2 * hidden)}

@@ -7,7 +7,7 @@ DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), and "DeepSeek-V3 Technical 
                                                  V3.2: to the tokens that an indexer chooses
     hidden += mlp(norm(hidden))                  dense in the first layers, then experts and shared ones
 
-Heads that predict further tokens (num_nextn_predict_layers) are not read.
+The layer that predicts further tokens (num_nextn_predict_layers) is read with ``with_mtp`` (mtp.py).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kvcache.runner.models.indexer import (
 )
 from kvcache.runner.models.latent import LatentSizes, latent_shapes, load_latent_attention
 from kvcache.runner.models.layer_types import layer_types, parse_rope
+from kvcache.runner.models.mtp import load_mtp
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import (
     GroupLimited,
@@ -68,13 +69,18 @@ class DeepSeekConfig(ModelConfig):
     routing: GroupLimited
     corrected: bool
     index: IndexSizes | None = None
+    mtp: bool = False
+
+    def with_mtp(self) -> DeepSeekConfig:
+        """With the layer behind the last one, for multi-token prediction; it has experts."""
+        return replace(self, mtp=True, sparse=(*self.sparse, True))
 
     @property
     def cached_layers(self) -> dict[int, LayerShape]:
         """Latents, which are the values too, with their rotated numbers, and the keys of an indexer."""
         extra = () if self.index is None else (self.index.stored,)
         shape = LayerShape((1, self.latent.stored), (1, self.latent.rank), True, extra)
-        return dict.fromkeys(range(self.layers), shape)
+        return dict.fromkeys(range(self.layers + self.mtp), shape)
 
     @property
     def index_rope(self) -> nn.RopeSpec:
@@ -173,7 +179,7 @@ def _parse(
 
 def shapes(config: DeepSeekConfig) -> dict[str, Shape]:
     """The name and shape of every tensor."""
-    return model_shapes(config, lambda i: _layer_shapes(config, i))
+    return model_shapes(config, lambda i: _layer_shapes(config, i), mtp=config.mtp)
 
 
 def _layer_shapes(config: DeepSeekConfig, i: int) -> dict[str, Shape]:
@@ -228,6 +234,11 @@ class DeepSeek(CausalModel[DeepSeekConfig]):
             mixer=load_latent_attention(load, ctx, attention, config.latent, config.scale, indexer),
             mlp=build(load, ctx, f"{prefix}.mlp"),
         )
+
+    def _load_more(self, load: Loader, ctx: ml.Context) -> None:
+        if self.config.mtp:
+            layer = self._layer(load, ctx, self.config.layers)
+            self.mtp = load_mtp(load, ctx, self, layer, self._head)
 
     def _sparse(self, load: Loader, ctx: ml.Context, prefix: str) -> SparseMLP:
         config = self.config

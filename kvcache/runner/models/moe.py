@@ -7,13 +7,13 @@ transformers' modeling_mixtral.py, modeling_qwen3_moe.py and modeling_glm4_moe.p
     hidden += mlp(norm(hidden))          experts, or dense in some layers; GLM: beside a shared one, chosen
                                          within groups as DeepSeek-V3 does
 
-Heads that predict further tokens (num_nextn_predict_layers) are not read.
+GLM's layer that predicts further tokens (num_nextn_predict_layers) is read with ``with_mtp`` (mtp.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml
@@ -24,6 +24,7 @@ from kvcache.runner.models.decoder import CausalModel, Layer, model_shapes
 from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import parse_rope
 from kvcache.runner.models.llama import check_window, make_cache
+from kvcache.runner.models.mtp import load_mtp
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import (
     GroupLimited,
@@ -35,6 +36,7 @@ from kvcache.runner.models.routing import (
     load_each_expert,
 )
 from kvcache.runner.weights import Loader, Shape
+from kvcache.storage.layer_shape import LayerShape
 from ml import nn
 
 __all__ = ["MoE", "MoEConfig", "make_cache", "parse_glm4", "parse_mixtral", "parse_qwen3", "shapes"]
@@ -57,6 +59,16 @@ class MoEConfig(ModelConfig):
     routing: Routing | GroupLimited
     block: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    mtp: bool = False
+
+    def with_mtp(self) -> MoEConfig:
+        """With the layer behind the last one, for multi-token prediction; it has experts."""
+        return replace(self, mtp=True, sparse=(*self.sparse, True))
+
+    @property
+    def cached_layers(self) -> dict[int, LayerShape]:
+        widths = self.kv_heads, self.head_dim
+        return dict.fromkeys(range(self.layers + self.mtp), LayerShape(widths, widths))
 
     @property
     def corrected(self) -> bool:
@@ -116,7 +128,7 @@ def _parse(
 
 def shapes(config: MoEConfig) -> dict[str, Shape]:
     """The name and shape of every tensor."""
-    return model_shapes(config, lambda i: _layer_shapes(config, i))
+    return model_shapes(config, lambda i: _layer_shapes(config, i), mtp=config.mtp)
 
 
 def _layer_shapes(config: MoEConfig, i: int) -> dict[str, Shape]:
@@ -157,6 +169,11 @@ class MoE(CausalModel[MoEConfig]):
             mixer=load_attention(load, ctx, attention, config, qk_norm=norm),
             mlp=mlp or load_mlp(load, ctx, f"{prefix}.mlp"),
         )
+
+    def _load_more(self, load: Loader, ctx: ml.Context) -> None:
+        if self.config.mtp:
+            layer = self._layer(load, ctx, self.config.layers)
+            self.mtp = load_mtp(load, ctx, self, layer, self._head)
 
     def _sparse(self, load: Loader, ctx: ml.Context, prefix: str) -> SparseMLP:
         config, routing = self.config, self.config.routing
