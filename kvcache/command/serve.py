@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.command.completing import stores
 from kvcache.command.grouped import ungrouped
 from kvcache.command.options import Debug, Dtypes, Place, named_store
+from kvcache.command.progress import draws
 from kvcache.command.reporting import reported
 from kvcache.offload.tiers import HostTier
 from kvcache.runner.engine import Engine, EngineOptions, Tier
+from kvcache.runner.errors import RequestError
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.storage.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from kvcache.serve.worker import Worker
 
 __all__ = ["serve"]
 
@@ -145,6 +153,9 @@ def serve(
     room: Room,
     limits: Limits,
     events: Events,
+    live: Annotated[
+        bool, typer.Option("--live", help="Show requests, cells and tiers on the terminal as they change.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Serve a model with OpenAI's API; requests are batched, and prompts that begin alike share their cache.
@@ -161,6 +172,8 @@ def serve(
             if name in ("kvcache", "ml"):
                 raise
             raise ml.NotSupportedError(f"serve needs {name}: pip install 'ml-kvcache[server]'") from error
+        if live and not draws(sys.stdout):
+            raise RequestError("serve: --live needs a terminal; /metrics has the same figures")
         path = place.path
         load_config(path)  # what is wrong with it is told before anything is opened
         options = server.ServeOptions(
@@ -179,7 +192,14 @@ def serve(
             server.template_of(path),
             options,
             lambda line: typer.echo(f"kvcache: {line}", err=True),
+            _watching if live else None,
         )
+
+
+def _watching(worker: Worker) -> AbstractContextManager[None]:
+    from kvcache.command.live import watching  # it needs what a server needs
+
+    return watching(worker, Console(highlight=False))
 
 
 def _name(given: Path | None, path: Path) -> str:
