@@ -208,7 +208,9 @@ def test_rotating_caches_of_mlx_lm_do_as_the_page_says() -> None:
     rotating = caches.RotatingKVCache(8)
     for _ in range(12):
         rotating.update_and_fetch(mx.ones((1, 2, 1, 64)), mx.ones((1, 2, 1, 64)))
-    assert cell("... of a window that has wrapped", MLX_LM).startswith("`is_trimmable` returns False; `trim` does")
+    assert cell("... of a window that has wrapped", MLX_LM).startswith(
+        "`is_trimmable` returns False; `trim` does"
+    )
     assert not rotating.is_trimmable()
     assert rotating.trim(2) == 2
     assert cell("Quantized windows", MLX_LM) == "no: NotImplementedError"

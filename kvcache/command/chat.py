@@ -81,9 +81,9 @@ def chat(
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per answer.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Hold several conversations with a model; what they share is computed once. /help tells what to type.
+    """Hold several conversations with a model; what they share is computed once. /help lists the commands.
 
-    Reads lines from the terminal or a pipe. Ctrl-C stops an answer and keeps what there is of it.
+    Reads lines from the terminal or a pipe. Ctrl-C stops an answer and keeps the part that was generated.
 
     Example: kvcache chat --backend torch --max-tokens 48
     """

@@ -44,10 +44,10 @@ def _above_zero(value: float) -> float:
 class Address:
     """Where the server listens, and what clients call the model."""
 
-    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0: all there are.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)] = 8000
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0: all addresses.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="The port to listen on; 0: a free one.", min=0, max=65535)] = 8000
     name: Annotated[
-        str | None, typer.Option(help="What clients call the model.", show_default="its folder's name")
+        str | None, typer.Option(help="The model's name for clients.", show_default="its folder's name")
     ] = None
 
 
@@ -62,11 +62,15 @@ class Room:
     context: Annotated[
         int | None,
         typer.Option(
-            help="Tokens one request may hold, its share and more.", min=2, show_default="--capacity"
+            help="Maximum tokens of one request, which may exceed its share of the cache.",
+            min=2,
+            show_default="--capacity",
         ),
     ] = None
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.", min=1)] = 512
-    host_memory: Annotated[str, typer.Option(help="For prefixes that the cache has no room for.")] = "1GiB"
+    host_memory: Annotated[
+        str, typer.Option(help="Host memory for prefixes that do not fit in the cache.")
+    ] = "1GiB"
     store: Annotated[
         list[str] | None,
         typer.Option(
@@ -75,7 +79,7 @@ class Room:
     ] = None
 
     block_size: Annotated[
-        int, typer.Option(help="Tokens of an entry of a store, and of a block that events tell of.", min=1)
+        int, typer.Option(help="Tokens per entry of a store, and per block in KV events.", min=1)
     ] = 512
 
     def engine_options(self, dtypes: Dtypes) -> EngineOptions:
@@ -91,7 +95,7 @@ class Events:
         str | None, typer.Option(help="Publish KV events over ZeroMQ here, as vLLM does: tcp://*:5557.")
     ] = None
     kv_events_replay: Annotated[
-        str | None, typer.Option(help="Where events can be asked for again: tcp://*:5558.")
+        str | None, typer.Option(help="Where subscribers request missed events: tcp://*:5558.")
     ] = None
     kv_events_topic: Annotated[str, typer.Option(help="The topic of the events.")] = ""
 
@@ -129,19 +133,17 @@ class Limits:
         "8MiB"
     )
     request_timeout: Annotated[
-        float, typer.Option(help="Seconds until a request is given up.", callback=_above_zero)
+        float, typer.Option(help="Seconds until a request is abandoned.", callback=_above_zero)
     ] = 600.0
     shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that requests have to finish when the server ends.", min=0)
+        float, typer.Option(help="Seconds for requests to finish when the server ends.", min=0)
     ] = 20.0
     write_interval: Annotated[
         float,
-        typer.Option(
-            help="Seconds between two times that stores are given what is new.", callback=_above_zero
-        ),
+        typer.Option(help="Seconds between writes of new prefixes to the stores.", callback=_above_zero),
     ] = 60.0
     hide_cached_tokens: Annotated[
-        bool, typer.Option("--hide-cached-tokens", help="Tell no client how much of its prompt was there.")
+        bool, typer.Option("--hide-cached-tokens", help="Do not report how many prompt tokens were cached.")
     ] = False
 
 
@@ -160,7 +162,7 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's API; requests are batched, and prompts that begin alike share their cache.
 
-    Ctrl-C, SIGTERM and SIGHUP end it: running requests may finish, and stores are written.
+    Ctrl-C, SIGTERM and SIGHUP end it: running requests can finish, and stores are written.
 
     Example: kvcache serve --backend torch --port 8000 --store kept
     """

@@ -121,7 +121,7 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
             listening.bind(address)
         except OSError as error:
             raise RequestError(
-                f"serve: {host}:{port} cannot be had ({error.strerror}); choose another port (0: a free one)"
+                f"serve: {host}:{port} is not available ({error.strerror}); choose another port, or 0"
             ) from error
         yield listening
 
