@@ -73,7 +73,7 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-docs: $(VENV)/.installed-dev
+docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.installed-bench
@@ -142,6 +142,10 @@ $(VENV)/.installed-bench: pyproject.toml $(VENV)/.installed-test | $(VENV)/bin/p
 
 $(VENV)/.installed-mutation: pyproject.toml $(VENV)/.installed-test | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet -e ".[mutation]"
+	touch $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed-test | $(VENV)/bin/python

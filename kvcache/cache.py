@@ -1,4 +1,4 @@
-"""The Cache protocol, what a cache may offer beyond it, the batch it is told of, and the errors it raises.
+"""The Cache protocol, its optional extensions, the batch of a pass, and the errors that caches raise.
 
 The protocol mirrors Ollama's ``kvcache.Cache`` (kvcache/cache.go). One pass of a model is::
 
@@ -75,7 +75,7 @@ rotated, and what does not depend on the position is returned as it is.
 
 
 class KVCacheError(ml.MLError):
-    """Base of all errors raised by caches. A call that raises leaves the cache as it was."""
+    """Base of all errors raised by caches. A call that raises leaves the cache unchanged."""
 
 
 class CacheFullError(KVCacheError, RuntimeError):
@@ -102,7 +102,7 @@ class CacheFullError(KVCacheError, RuntimeError):
 
 
 class NotSupportedError(KVCacheError, ml.NotSupportedError):
-    """This cache, as it was made, cannot do that."""
+    """This cache, as it is configured, does not support the operation."""
 
 
 class InvalidBatchError(KVCacheError, ValueError):
@@ -114,7 +114,7 @@ class InvalidSequenceError(InvalidBatchError):
 
 
 class InvalidRangeError(KVCacheError, ValueError):
-    """A range of positions, a length or a shape that means nothing."""
+    """An invalid range of positions, length or shape."""
 
 
 class OrderError(KVCacheError, RuntimeError):
@@ -130,7 +130,7 @@ class ClosedError(KVCacheError, ml.ClosedError):
 
 
 def check_whole(op: str, name: str, value: object, least: int = 0) -> None:
-    """Refuse what is no whole number of at least ``least``."""
+    """Raise InvalidRangeError unless ``value`` is a whole number >= ``least``."""
     if not isinstance(value, (int, np.integer)) or value < least:
         raise InvalidRangeError(f"{op}: {name}={value!r}; it must be a whole number of at least {least}")
 
@@ -156,21 +156,22 @@ class Batch:
 
 @runtime_checkable
 class StorageFormat(Protocol):
-    """What K or V of a cache is stored in: plain numbers, or codes that are made of them and read back.
+    """The storage format of K or V: plain numbers, or codes that are decoded when read.
 
-    The ``dim`` numbers of a token in a KV head become **parts**, each a row of some width and dtype: codes,
-    say, and their scales. Parts lie in buffers of their own, and are what snapshots hold and stores get.
-    :mod:`kvcache.storage.formats` has those built in, and finds those of plugins.
+    The ``dim`` numbers of a token in a KV head become **parts**, for example codes and
+    their scales, each with a width and a dtype. Each part has its own buffer;
+    snapshots and stores hold parts.
+    :mod:`kvcache.storage.formats` has the built-in formats and finds those of plugins.
     """
 
     @property
     def name(self) -> str:
-        """As snapshots, stores, keys and the command line say it: formats of one name store the same bits."""
+        """The name in snapshots, store keys and commands: formats with one name store the same bits."""
 
     def parts(self, dim: int, activations: ml.DType) -> tuple[tuple[int, ml.DType], ...]:
-        """Width and dtype of each part of ``dim`` numbers that are put as ``activations``.
+        """Width and dtype of each part of ``dim`` numbers whose dtype is ``activations``.
 
-        Raises InvalidRangeError for a ``dim`` that this format cannot take.
+        Raises InvalidRangeError for a ``dim`` that this format does not support.
         """
 
     def head_dim(self, width: int) -> int:
@@ -180,13 +181,13 @@ class StorageFormat(Protocol):
         """The parts (..., width) of floats x (..., dim)."""
 
     def decode(self, ctx: ml.Context, parts: Sequence[ml.Tensor], dim: int) -> ml.Tensor:
-        """The floats (..., dim), of any float dtype, that parts (..., width) stand for.
+        """The floats (..., dim), of any float dtype, that are encoded in the parts (..., width).
 
-        Parts may be strided in any way. Of zeros, which new buffers hold, it gives finite numbers.
+        Parts may have any strides. Zeros, which new buffers hold, must decode to finite numbers.
         """
 
     def bound(self, x: np.ndarray, activations: ml.DType) -> np.ndarray:
-        """How far each value may lie from ``x`` (..., dim), which is finite, before it is cast."""
+        """The largest error of each value of ``x`` (..., dim), which is finite, before the result is cast."""
 
 
 OneDType: TypeAlias = ml.DType | StorageFormat | str
@@ -195,11 +196,11 @@ OneDType: TypeAlias = ml.DType | StorageFormat | str
 
 @dataclass(frozen=True, slots=True)
 class ResidualWindow:
-    """Codes of ``dtype`` for all tokens, and some tokens of each sequence as they were put besides.
+    """Codes of ``dtype`` for all tokens, and an unquantized copy of some tokens of each sequence.
 
     A pass reads exactly its own tokens, the ``residual_length`` before them (KIVI's residual window) and
-    those at positions below ``sink_tokens`` (attention sinks); all others it reads from their codes.
-    ``dtype`` is what :meth:`Cache.init` takes, with a format that is not plain numbers for K or V.
+    those at positions below ``sink_tokens`` (attention sinks); it reads all others from their codes.
+    ``dtype`` is as for :meth:`Cache.init`; K or V must have a format other than plain numbers.
     """
 
     dtype: OneDType | tuple[OneDType, OneDType]
@@ -213,16 +214,16 @@ CacheDType: TypeAlias = OneDType | tuple[OneDType, OneDType] | ResidualWindow
 
 @runtime_checkable
 class Cache(Protocol):
-    """What a model needs of a cache. Ranges of positions are half-open: ``[begin, end)``."""
+    """The operations that a model needs. Ranges of positions are half-open: ``[begin, end)``."""
 
     def init(
         self, backend: ml.Backend, dtype: CacheDType, max_sequences: int, capacity: int, max_batch: int
     ) -> None:
         """Bind to a backend. No tensor is allocated before the first ``put``.
 
-        ``dtype`` is what K and V are stored in: a dtype, a :class:`StorageFormat`, the name of one, or a pair
-        of these, for K and for V; a :class:`ResidualWindow` keeps some tokens exact. ``capacity`` counts
-        tokens per sequence.
+        ``dtype`` is the format of K and V: a dtype, a :class:`StorageFormat`, the name of one, or a pair
+        of these, for K and for V; a :class:`ResidualWindow` keeps some tokens exact. ``capacity`` is the
+        number of tokens per sequence.
         """
 
     def set_config(self, config: ml.CacheConfig) -> None:
@@ -236,14 +237,14 @@ class Cache(Protocol):
     ) -> None:
         """Find a cell for every token of the batch, evicting what a window no longer sees.
 
-        With ``reserve`` nothing is stored: the pass only shows shapes at their largest. With ``read_only``
-        nothing is either: the batch's tokens are queries over what is stored, each up to its position.
+        With ``reserve`` nothing is stored: the pass only has the largest shapes. With ``read_only`` nothing
+        is stored either: the batch's tokens are queries over stored tokens, each up to its position.
 
         Raises InvalidBatchError, CacheFullError.
         """
 
     def set_layer(self, layer: int) -> None:
-        """The layer that the next ``put``, ``get`` and ``attend`` are about."""
+        """Select the layer for the following ``put``, ``get`` and ``attend``."""
 
     def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
         """Store (tokens, kv_heads, head_dim) and (tokens, kv_heads, v_dim), in the batch's order."""
@@ -251,24 +252,24 @@ class Cache(Protocol):
     def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
         """(history, kv_heads, head_dim), values likewise, and the mask (tokens, history).
 
-        The order of the history is free: mask and rows agree. The tensors alias the cache: they are
-        good until the next ``start_forward``. OrderError for a layer that was not put in this pass, unless
-        that only reads; ``attend`` likewise.
+        The history may be in any order, which is that of the mask's columns. The tensors alias the cache and
+        are valid until the next ``start_forward``. Raises OrderError for a layer that was not put in this
+        pass, unless the pass is read-only; ``attend`` likewise.
         """
 
     def attend(
         self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
     ) -> ml.Tensor:
-        """Attention of (tokens, heads, head_dim) over what is stored -> (tokens, heads, v_dim)."""
+        """Attention of queries (tokens, heads, head_dim) over the stored tokens -> (tokens, heads, v_dim)."""
 
     def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
         """Make ``dst_seq`` share positions ``[0, length)`` of ``src_seq``; no data is copied."""
 
     def can_resume(self, seq: int, position: int) -> bool:
-        """Whether all that a token at ``position`` would attend to is still stored."""
+        """Whether everything that a token at ``position`` would attend to is still stored."""
 
     def remove(self, seq: int, begin: int, end: int | None = None) -> None:
-        """Forget ``[begin, end)``; what follows ``end`` moves down by ``end - begin``."""
+        """Remove positions ``[begin, end)``; the tokens after ``end`` move down by ``end - begin``."""
 
 
 # What a cache may offer beyond that: who needs it asks with isinstance, once.
@@ -276,7 +277,7 @@ class Cache(Protocol):
 
 @runtime_checkable
 class SupportsPrepare(Protocol):
-    """A cache whose changes can be checked before they are made, and whose start can be taken back.
+    """A cache whose changes can be checked before they are made, and whose passes can be undone.
 
     ``prepare_...`` raises what the call itself would raise, and changes nothing; the callable returned makes
     the change. Where several caches change together, all are asked before the first is touched. One that
@@ -288,96 +289,96 @@ class SupportsPrepare(Protocol):
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]: ...
 
     def pass_under_way(self) -> object:
-        """The pass that the last ``start_forward`` began; None where it is over."""
+        """The pass that the last ``start_forward`` began, or None if it has ended."""
 
     def undo_forward(self, resume: object = None) -> None:
-        """Take back the last ``start_forward``; ``resume`` is what ``pass_under_way`` gave before it."""
+        """Undo the last ``start_forward``; ``resume`` is what ``pass_under_way`` returned before it."""
 
 
 @runtime_checkable
 class SupportsOffset(Protocol):
-    """A cache that knows where its sequences stand: all but those of an encoder's output."""
+    """A cache that knows the length of its sequences: all except caches of encoder outputs."""
 
     def offset(self, seq: int) -> int:
-        """Where the next token of a sequence belongs; 0 for an empty one. InvalidSequenceError."""
+        """The position of the next token of a sequence; 0 for an empty one. Raises InvalidSequenceError."""
 
     def resume_point(self, seq: int, position: int) -> int:
-        """The last position up to ``position`` from which the sequence can go on exactly; 0: from nothing."""
+        """The last position up to ``position`` from which the sequence can continue exactly; 0: none."""
 
 
 @runtime_checkable
 class SupportsSnapshots(Protocol):
-    """A cache whose sequences can be kept and put back. A snapshot has what ``kvcache.Snapshot`` lists."""
+    """A cache whose sequences can be saved and restored. ``kvcache.Snapshot`` lists a snapshot's members."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is allocated; 0 before anything is stored."""
+        """Bytes of all allocated tensors; 0 before anything is stored."""
 
     def settings(self) -> dict[str, object]:
-        """What decides the content of a snapshot, JSON-able: caches that agree in it may share snapshots."""
+        """What determines a snapshot's content, JSON-able: caches with equal settings can share snapshots."""
 
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> Any:
-        """What the sequence holds of ``[begin, end)``; None: to its end. Nothing is copied yet.
+        """A snapshot of positions ``[begin, end)`` (None: to the end). Nothing is copied yet.
 
-        InvalidRangeError, NotSupportedError where it is not stored, SequenceLostError.
+        Raises InvalidRangeError, NotSupportedError if it is not stored, SequenceLostError.
         """
 
     def restore(self, seq: int, snapshot: Any, target: int | None = None) -> bool:
-        """Make the sequence hold ``[0, target)``; None: to the snapshot's end.
+        """Make the sequence hold positions ``[0, target)`` (None: to the snapshot's end).
 
-        False, and nothing touched, where that cannot be. CacheFullError where the cells do not suffice,
-        InvalidRangeError for a snapshot of another kind of cache.
+        Returns False, without a change, if that is not possible. Raises CacheFullError if there are not
+        enough cells, InvalidRangeError for a snapshot of another kind of cache.
         """
 
     def prepare_restore_snapshot(
         self, seq: int, snapshot: Any, target: int | None = None
     ) -> Callable[[], None] | None:
-        """Check all that ``restore`` may refuse; None where it would give False."""
+        """Make all checks of ``restore``; None if it would return False."""
 
     def merge(self, parent: Any, child: Any) -> Any:
         """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; ``parent`` None: the child."""
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """One snapshot of one or more that follow one another, in order."""
+        """Join one or more consecutive snapshots, in order."""
 
     def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
-        """``[a, c)`` as ``[a, at)`` and ``[at, c)``; (None, snapshot) where it has no parts, or at ``a``."""
+        """Split into ``[a, at)`` and ``[at, c)``; (None, snapshot) if it is indivisible, or at ``a``."""
 
 
 @runtime_checkable
 class SupportsSchedule(Protocol):
-    """A cache that takes snapshots by itself, at positions that are told before they are reached."""
+    """A cache that takes snapshots by itself, at positions that are scheduled before they are reached."""
 
     def schedule_snapshots(self, seq: int, positions: list[int]) -> None:
         """Take a snapshot at each of ``positions`` when the sequence reaches it.
 
-        InvalidRangeError for one that it has reached already.
+        Raises InvalidRangeError for a position that it has already reached.
         """
 
     def next_snapshot(self, seq: int) -> int | None:
-        """The position at which a batch of this sequence should end for the next one; None: anywhere."""
+        """Where a batch of this sequence should end for the next snapshot; None: anywhere."""
 
     def take_snapshots(self, seq: int, upto: int | None = None) -> list[Any]:
-        """Those that were taken since the last call, by position, up to ``upto`` (None: all)."""
+        """The snapshots taken since the last call, by position, up to ``upto`` (None: all)."""
 
     def snapshots_taken(self, seq: int) -> list[Any]:
-        """What ``take_snapshots`` would hand over, and still has then."""
+        """The snapshots that ``take_snapshots`` would return, without removing them."""
 
     def skipped_snapshots(self, seq: int) -> list[int]:
         """The scheduled positions, ascending, that were reached since the last call and not taken."""
 
     def cancel_snapshots(self, seq: int) -> None:
-        """Forget what was scheduled for a sequence, and what was taken of it and not handed over."""
+        """Discard the scheduled snapshots of a sequence, and those taken but not yet returned."""
 
     def rolled_back(self, seq: int) -> int | None:
-        """The lowest position that was removed since this was last asked; None: nothing was.
+        """The lowest position removed since the last call; None if there was none.
 
         -1 where ``copy_prefix`` replaced all of it (kvcache.snapshots.schedule.REPLACED).
         """
 
 
 class SnapshotCache(Cache, SupportsOffset, SupportsSnapshots, SupportsSchedule, Protocol):
-    """What a PrefixCache needs of its cache."""
+    """The operations that a PrefixCache needs."""
 
     on_pressure: Callable[[int], bool | None] | None
     """Called with the number of cells that are missing, before snapshots are copied out of the cache.
@@ -387,7 +388,7 @@ class SnapshotCache(Cache, SupportsOffset, SupportsSnapshots, SupportsSchedule, 
 
     @property
     def backend(self) -> ml.Backend:
-        """OrderError before ``init``, ClosedError after ``close``."""
+        """The backend of ``init``. Raises OrderError before ``init``, ClosedError after ``close``."""
 
     @property
     def max_sequences(self) -> int: ...
@@ -402,7 +403,7 @@ class PutOptions(TypedDict, total=False):
 
 @runtime_checkable
 class SupportsExtras(Protocol):
-    """A cache whose layers may store less than keys and values, or more, as all caches with cells do."""
+    """A cache whose layers may store less or more than keys and values; all caches with cells can."""
 
     def put(
         self,
@@ -434,7 +435,7 @@ class SupportsExtras(Protocol):
     ) -> ml.Tensor:
         """As ``Cache.attend``. With ``select``, I32 (tokens, k), over these rows of ``get`` only.
 
-        A query attends to those of its rows that it sees; a negative number stands for none.
+        A query attends to those of its rows that it sees; negative numbers are ignored.
         """
 
 
@@ -443,61 +444,61 @@ class SupportsSetCausal(Protocol):
     """A cache whose mask can be lifted for some tokens."""
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
-        """Let the batch's tokens at the indices ``except_`` see what comes after them too."""
+        """Let the batch's tokens at the indices ``except_`` also see the tokens after them."""
 
 
 @runtime_checkable
 class SupportsCells(Protocol):
-    """A cache whose tokens lie in cells, among those of other sequences."""
+    """A cache whose tokens are in cells, shared with other sequences."""
 
     def defrag(self) -> None:
-        """Move cells so that every sequence lies in one run. The pass under way ends."""
+        """Move cells so that every sequence is one contiguous run. Ends the current pass."""
 
     def mark_lost(self, seq: int) -> None:
-        """Let a sequence say that it is lost wherever it is used, until it is removed."""
+        """Mark a sequence as lost: using it raises SequenceLostError until it is removed."""
 
 
 @runtime_checkable
 class SupportsEvict(Protocol):
-    """A cache that forgets tokens anywhere before the last one, as all caches with cells of tokens do."""
+    """A cache that can evict any tokens before the last one; all caches with cells of tokens can."""
 
     def evict(self, seq: int, positions: Iterable[int]) -> None:
-        """Forget these positions; those that stay keep theirs. InvalidRangeError, SequenceLostError."""
+        """Evict these positions; other tokens keep theirs. Raises InvalidRangeError, SequenceLostError."""
 
     def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
-        """Check all that ``evict`` may refuse; the callable returned then does it."""
+        """Make all checks of ``evict``; the returned callable does it."""
 
 
 @runtime_checkable
 class SupportsParts(Protocol):
-    """A cache that is put together from others, as WrapperCache is."""
+    """A cache that consists of others, such as WrapperCache."""
 
     caches: Sequence[Any]
 
 
 @runtime_checkable
 class SupportsMark(Protocol):
-    """A cache that goes back to a copy of its state, as RecurrentCache does."""
+    """A cache that can return to a copy of its state, such as RecurrentCache."""
 
     def mark(self, seq: int) -> Any:
-        """A copy of the sequence's state as it is now; SequenceLostError where a device failure took it."""
+        """A copy of the sequence's current state. Raises SequenceLostError if a device failure lost it."""
 
     def prepare_return(self, seq: int, mark: Any) -> Callable[[], None]:
-        """Check all that going back to ``mark`` may refuse; the callable returned then does it.
+        """Make all checks of a return to ``mark``; the returned callable does it.
 
-        InvalidRangeError for a mark beyond the end of the sequence.
+        Raises InvalidRangeError for a mark beyond the end of the sequence.
         """
 
 
 @runtime_checkable
 class SupportsStates(Protocol):
-    """A cache that keeps states of positions inside a pass, where its model delivers them."""
+    """A cache that keeps states inside a pass if its model delivers them."""
 
     delivers: bool
     """Whether the model does."""
 
     def want_states(self, seq: int, positions: Iterable[int]) -> None:
-        """Have the next pass of a sequence keep its states at ``positions``, to go back to."""
+        """Have the next pass of a sequence keep its states at ``positions``, for rollback."""
 
 
 @runtime_checkable
@@ -505,7 +506,7 @@ class SupportsReservation(Protocol):
     """A cache whose cells can be filled from outside, as all caches with cells are."""
 
     def land(self, seq: int, incoming: Any) -> Any:
-        """Reserve cells behind what the sequence has, for a snapshot whose content is still to come.
+        """Reserve cells after those of the sequence, for a snapshot whose content arrives later.
 
         A ``CellReservation`` for an ``IncomingSnapshot`` (kvcache.snapshots.reservation); None, and nothing
         touched, where the cells free do not lie in a run or the host cannot write there.

@@ -37,7 +37,7 @@ def run(*arguments: object, text: str = "") -> Any:
         ),
         (["inspect", "{file}"], "{file}: damaged, or not a saved conversation"),
         (["load", "{file}"], "{file}: damaged, or not a saved conversation"),
-        (["generate", "--prompt", "x", "--stop", ""], "the empty string is in every text"),
+        (["generate", "--prompt", "x", "--stop", ""], "--stop must not be empty"),
         (["load", "."], ".: cannot be read (Is a directory)"),
         (["chat", "--store", "{file}"], "--store {file}: is a file; --store must be a folder"),
         (["generate", "--model", "{file}", "--prompt", "x"], "{file}: a model must be a folder"),

@@ -160,7 +160,7 @@ def test_a_dynamic_cache_takes_negative_numbers_only(hf: Transformers) -> None:
 
 def test_a_dynamic_cache_takes_new_memory_at_every_step(hf: Transformers) -> None:
     for column in (DYNAMIC, QUANTIZED):
-        assert cell("Memory is taken once", column) == "no: each step concatenates"
+        assert cell("Memory is allocated once", column) == "no: each step concatenates"
     cache = hf.filled(hf.api.DynamicCache(config=hf.plain), 4)
     before = cache.layers[0].keys
     hf.filled(cache, 1)
@@ -208,7 +208,9 @@ def test_rotating_caches_of_mlx_lm_do_as_the_page_says() -> None:
     rotating = caches.RotatingKVCache(8)
     for _ in range(12):
         rotating.update_and_fetch(mx.ones((1, 2, 1, 64)), mx.ones((1, 2, 1, 64)))
-    assert cell("... of a window that has wrapped", MLX_LM).startswith("`is_trimmable` says no; `trim` does")
+    assert cell("... of a window that has wrapped", MLX_LM).startswith(
+        "`is_trimmable` returns False; `trim` does"
+    )
     assert not rotating.is_trimmable()
     assert rotating.trim(2) == 2
     assert cell("Quantized windows", MLX_LM) == "no: NotImplementedError"
@@ -216,14 +218,14 @@ def test_rotating_caches_of_mlx_lm_do_as_the_page_says() -> None:
         rotating.to_quantized()
     assert cell("Keeps the first tokens for good", MLX_LM) == "yes: `keep=`"
     assert caches.RotatingKVCache(8, keep=4).keep == 4
-    assert cell("Recurrent states go back", MLX_LM) == "no"
+    assert cell("Rollback of recurrent states", MLX_LM) == "no"
     assert not caches.ArraysCache(2).is_trimmable()
 
 
 def test_a_cache_of_mlx_lm_grows_by_256_tokens() -> None:
     mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
     caches = pytest.importorskip("mlx_lm.models.cache", reason="mlx-lm is not installed")
-    assert cell("Memory is taken once", MLX_LM) == "no: every 256 tokens a copy"
+    assert cell("Memory is allocated once", MLX_LM) == "no: every 256 tokens a copy"
     cache = caches.KVCache()
     for length, room in ((1, 256), (255, 256), (1, 512)):
         cache.update_and_fetch(mx.ones((1, 2, length, 8)), mx.ones((1, 2, length, 8)))

@@ -271,22 +271,23 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("max_tokens", "5", "an integer >= 1"), ("temperature", 3, "a number in [0, 2]"),
     ("temperature", "y" * 9000, "a number in"), ("top_p", 0, "a number in"),
     ("min_p", 2, "a number in"), ("n", 0, ">= 1 and <= 32"),
-    ("seed", "s", "an integer"), ("stop", ["a"] * 5, "up to 4"), ("stop", [""], "none empty"),
-    ("stop", "", "none empty"), ("stop", False, "is a string"), ("stream", "yes", "true or false"),
+    ("seed", "s", "an integer"), ("stop", ["a"] * 5, "up to 4"), ("stop", [""], "non-empty"),
+    ("stop", "", "non-empty"), ("stop", False, "must be a non-empty string"),
+    ("stream", "yes", "true or false"),
     ("ignore_eos", 1, "true or false"), ("stream_options", 5, "include_usage"),
     ("stream_options", {"continuous_usage_stats": True}, "include_usage"),
     ("logprobs", 21, ">= 0 and <= 20"), ("logprobs", True, "an integer"),
 ]  # fmt: skip
 BAD: list[tuple[Any, str | None, str]] = [
     *(({"prompt": "x", field: value}, field, message) for field, value, message in FIELDS),
-    (b"{", None, "no JSON"),
-    (b"[1]", None, "no JSON object"),
-    ({}, "prompt", "'prompt' is a string"),
-    ({"prompt": ["x"] * 20, "n": 2}, "n", "32 answers at most"),
+    (b"{", None, "not valid JSON"),
+    (b"[1]", None, "must be a JSON object"),
+    ({}, "prompt", "'prompt' must be a non-empty string"),
+    ({"prompt": ["x"] * 20, "n": 2}, "n", "at most 32 answers"),
     (b'{"prompt": "\\ud800"}', "prompt", "U+D800, half of a surrogate pair"),
-    (b'{"prompt": "\xed\xa0\x80"}', None, "no JSON"),
+    (b'{"prompt": "\xed\xa0\x80"}', None, "not valid JSON"),
     (b'{"prompt": "x", "stop": ["\\udcff"]}', "stop", "half of a surrogate pair"),
-    (b'{"prompt": "x", "\\ud800": 1}', None, "the name of a field is no Unicode"),
+    (b'{"prompt": "x", "\\ud800": 1}', None, "the name of a field is not valid Unicode"),
     (b'{"prompt": "x", "model": "\\ud800"}', "model", "half of a surrogate pair"),
 ]
 NOT_SERVED: dict[str, dict[str, Any]] = {
@@ -330,7 +331,7 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
         *(("completions", *row) for row in BAD),
         *(("chat/completions", {"messages": value}, param, "") for value, param in BAD_MESSAGES),
         ("chat/completions", {"messages": USER, "logprobs": 1}, "logprobs", "true or false"),
-        ("chat/completions", {"messages": USER, "top_logprobs": 2}, "top_logprobs", "needs 'logprobs'"),
+        ("chat/completions", {"messages": USER, "top_logprobs": 2}, "top_logprobs", "requires 'logprobs'"),
     ],
 )
 def test_bad_input_is_a_400_that_names_the_field(

@@ -183,7 +183,7 @@ def test_a_router_hears_which_prefixes_are_kept() -> None:
         (["--tenant-budget", "1MiB/much"], "TenantBudget: host='much'; it must be a number of bytes"),
         (["--model", "/no/such/folder"], "kvcache: /no/such/folder: "),
         (["--host", "no.such.host.invalid"], "kvcache: serve: no.such.host.invalid:8000: no such address"),
-        (["--port", "taken"], "cannot be had (Address already in use); choose another port (0: a free one)"),
+        (["--port", "taken"], "is not available (Address already in use); choose another port, or 0"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(arguments: list[str], said: str) -> None:

@@ -71,6 +71,8 @@ def test_live_draws_the_cache_below_the_answer(
     monkeypatch.setenv("TERM", "xterm")
     chat.take("plain")
     drawn = terminal.getvalue()
+    shown = drawn.rpartition("\x1b[2K")[2]
+    assert "prefix tree" in shown, "what is drawn last stays"
     assert "open sessions" in drawn
     assert "CausalCache" in drawn
     chat.take("/live")

@@ -1,4 +1,4 @@
-"""A conversation that is begun on one host and goes on on the other: ``python -m examples.two_hosts``.
+"""A conversation that begins on one host and continues on the other: ``python -m examples.two_hosts``.
 
 The hosts are network namespaces where this machine makes them, else two processes on loopback.
 """

@@ -1,4 +1,4 @@
-"""The causal cache, and what windows and chunks (windows.py) change of it.
+"""The causal cache, the base of windows and chunks (windows.py).
 
 A query at position p of sequence s attends to the stored tokens of
 s with position <= p; a window w adds position >= p - w, a chunk c adds position >= p - p % c::
@@ -109,7 +109,7 @@ class CausalCache(
         self._closed = False
 
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
-        """Check all that ``set_config`` may refuse; the callable returned then does it."""
+        """Make all checks of ``set_config``; the returned callable does it."""
         if self._buffers or self._pass is not None or (self._backend and any(self._table.occupied())):
             raise OrderError("set_config: tokens are already stored; call set_config before the first batch")
         if self._backend is not None:
@@ -125,7 +125,7 @@ class CausalCache(
     def close(self) -> None:
         """Drop all tensors and metadata. ``init`` may bind the cache anew.
 
-        Snapshots that still lie in the cache are copied out first.
+        Snapshots that are still in the cache are copied out first.
         """
         self.snapshots.close()
         self._buffers = {}  # a new one: a snapshot may know the old
@@ -173,7 +173,7 @@ class CausalCache(
         return not self._table.rows[seq].lost
 
     def resume_point(self, seq: int, position: int) -> int:
-        """The last position up to ``position`` from which the sequence can go on exactly; 0: from nothing."""
+        """The last position up to ``position`` from which the sequence can continue exactly; 0: none."""
         reached = min(position, self.offset(seq))
         return reached if reached > 0 and self.can_resume(seq, reached) else 0
 
@@ -273,7 +273,7 @@ class CausalCache(
             raise
 
     def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
-        """What a captured or compiled graph of this pass's batch size works on, for one layer.
+        """The tensors for a captured or compiled graph of this pass's batch size, for one layer.
 
         Aliases of the cache, the same ones in every pass of as many tokens: capture once, then call
         ``start_forward`` before each replay, which stands for the ``put`` of the layer. Raises
@@ -311,7 +311,7 @@ class CausalCache(
         return self._pass
 
     def undo_forward(self, resume: object = None) -> None:
-        """Take back the last ``start_forward``, evictions included, as if it had not been called.
+        """Undo the last ``start_forward``, including evictions, as if it had not been called.
 
         For caches that start together: where one refuses, the others go back. Only right after
         ``start_forward``; once another sequence operation has followed there is nothing to undo.
@@ -338,7 +338,7 @@ class CausalCache(
         self._undo = {}
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
-        """Let the batch's tokens at the indices ``except_`` see what comes after them too.
+        """Let the batch's tokens at the indices ``except_`` also see the tokens after them.
 
         For tokens of an image, which see one another. Holds until the next ``start_forward`` or
         ``set_causal``; a window or chunk still bounds what lies before.
@@ -477,12 +477,12 @@ class CausalCache(
         return self._table.rows[seq].last + 1
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
-        """Check all that ``copy_prefix`` may refuse; the callable returned then does it."""
+        """Make all checks of ``copy_prefix``; the returned callable does it."""
         self._check_copy(src_seq, dst_seq, length)
         return self._ending_pass(self.editor.prepare_copy_prefix(src_seq, dst_seq, length))
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        """Check all that ``remove`` may refuse; the callable returned then does it."""
+        """Make all checks of ``remove``; the returned callable does it."""
         self._check_remove(seq, begin, end)
         return self._ending_pass(self.editor.prepare_remove(seq, begin, end))
 
@@ -496,7 +496,7 @@ class CausalCache(
     # Snapshots.
 
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> AttentionSnapshot:
-        """What the sequence holds of positions ``[begin, end)``; None: to its end. Nothing is copied yet.
+        """A snapshot of positions ``[begin, end)`` (None: to the end). Nothing is copied yet.
 
         A window is taken whole, whatever ``begin``. Raises InvalidRangeError for a range that is not
         within ``[0, offset(seq)]``, NotSupportedError where a window no longer reaches back from ``end``.
@@ -507,7 +507,7 @@ class CausalCache(
     def prepare_restore_snapshot(
         self, seq: int, snapshot: AttentionSnapshot, target: int | None = None
     ) -> Callable[[], None] | None:
-        """Check all that ``restore`` may refuse; None where it would give False."""
+        """Make all checks of ``restore``; None if it would return False."""
         self._check_restore(seq, snapshot, AttentionSnapshot)
         put_back = self.snapshots.prepare_restore_snapshot(seq, snapshot, target)
         if put_back is None:
@@ -557,7 +557,7 @@ class CausalCache(
 
     @property
     def free_cells(self) -> int:
-        """Cells that no sequence holds; snapshots that lie in some make room when it is needed."""
+        """Cells that no sequence holds; snapshots in some of them are moved when the room is needed."""
         self._bound("free_cells")
         return self._table.unowned
 
@@ -582,7 +582,7 @@ class CausalCache(
         return [used, f"{bytes_text(self.nbytes)} of K and V"]
 
     def held(self) -> dict[int, int]:
-        """How many cells each sequence holds, shared ones counted for each."""
+        """How many cells each sequence holds; shared ones count for each."""
         self._bound("held")
         return self._table.held()
 

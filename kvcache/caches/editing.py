@@ -17,15 +17,15 @@ __all__ = ["EditsTokens", "EvictionPolicy"]
 
 
 class EvictionPolicy(Protocol):
-    """Chooses which tokens of a sequence go: H2O, SnapKV, sinks and a window, or your own."""
+    """Chooses which tokens of a sequence are evicted: H2O, SnapKV, sinks and a window, or your own."""
 
     needs_mass: bool
     """Whether it looks at attention mass: ``cache.observer`` has to be an ``AttentionMass`` then."""
 
     def evicted(self, positions: np.ndarray, mass: np.ndarray | None) -> np.ndarray:
-        """The positions that go, of the stored ones ``positions`` (ascending); never the last.
+        """The positions to evict, out of the stored ``positions`` (ascending); never the last one.
 
-        ``mass`` F64, beside each position the attention weight that it has had (see ``AttentionMass``).
+        ``mass``, F64, is the attention weight that each position has had (see ``AttentionMass``).
         """
 
 
@@ -42,20 +42,20 @@ class EditsTokens:
 
     @abstractmethod
     def offset(self, seq: int) -> int:
-        """Where the next token of a sequence belongs. InvalidSequenceError for one that is none."""
+        """The position of the next token of a sequence. Raises InvalidSequenceError."""
 
     @abstractmethod
     def _ending_pass(self, change: Callable[[], None]) -> Callable[[], None]:
         """The change, which ends the pass under way."""
 
     def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
-        """Check all that ``evict`` may refuse; the callable returned then does it."""
+        """Make all checks of ``evict``; the returned callable does it."""
         self._bound("evict")
         self.offset(seq)  # refuses an unknown sequence
         return self._ending_pass(self.editor.prepare_evict(seq, positions))
 
     def evict(self, seq: int, positions: Iterable[int]) -> None:
-        """Forget some tokens of a sequence, in all layers; no other moves, and no key is re-encoded.
+        """Evict some tokens of a sequence in all layers; no other token moves, no key is re-encoded.
 
         Those that stay keep their positions, with gaps between them, and the next token belongs where it
         would have. Positions that are not stored are passed over. Where another sequence or a snapshot
@@ -69,9 +69,9 @@ class EditsTokens:
         self.prepare_evict(seq, positions)()
 
     def compress(self, seq: int, policy: EvictionPolicy) -> int:
-        """``evict`` what ``policy`` chooses; returns how many tokens went.
+        """``evict`` what ``policy`` chooses; returns the number of evicted tokens.
 
-        OrderError where it needs attention mass and ``observer`` is no ``AttentionMass``; else as ``evict``.
+        Raises OrderError if the policy needs attention mass and ``observer`` is not an ``AttentionMass``.
         """
         self.offset(seq)
         table, mass = self.editor.snapshots.storage.table, None
@@ -87,7 +87,7 @@ class EditsTokens:
         return before.size - len(table.rows[seq])
 
     def defrag(self) -> None:
-        """Move cells so that every sequence lies in one run, with room to grow. Views go stale."""
+        """Make every sequence one contiguous run of cells, with room to grow. Views become invalid."""
         backend = self._bound("defrag")
         self._ending_pass(lambda: self._defragment(backend))()
 
@@ -97,5 +97,5 @@ class EditsTokens:
             self.observer.moved(backend, target)
 
     def mark_lost(self, seq: int) -> None:
-        """Let a sequence say that it is lost wherever it is used, until it is removed."""
+        """Mark a sequence as lost: using it raises SequenceLostError until it is removed."""
         self.editor.mark_lost(seq)

@@ -86,7 +86,7 @@ def kvcache(version: Version = False) -> None:
 def backends(as_json: Json = False, debug: Debug = False) -> None:
     """List the backends that were found, what they offer, and how to install the others.
 
-    Each one that can run is opened for a moment, to ask it for its memory and capabilities.
+    Each one that can run is opened briefly to query its memory and capabilities.
 
     Example: kvcache backends --json
     """
@@ -111,7 +111,7 @@ def bench(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure put and get on this machine, beside code by hand and other caches where they are installed.
+    """Measure put and get on this machine, compared with hand-written code and other installed caches.
 
     Example: kvcache bench --backend torch --quick
     """
@@ -144,7 +144,7 @@ def generate(
     tensor_parallel: TensorParallel = 1,
     timeout: Timeout = 60.0,
     dtypes: Dtypes,
-    max_tokens: Annotated[int, typer.Option(help="Per prompt.", min=1)] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per prompt.", min=1)] = 128,
     sampling: Sampling,
     capacity: Annotated[
         int | None, typer.Option(help="Tokens per sequence.", min=1, show_default="what the prompts need")
@@ -166,7 +166,7 @@ def generate(
         if not prompts:
             raise typer.BadParameter("missing prompt: give --prompt TEXT, --prompt-file FILE or a pipe")
         if stop and not all(stop):
-            raise RequestError("stop: the empty string is in every text; --stop must not be empty")
+            raise RequestError("stop: --stop must not be empty")
         settings = sampling.settings(max_tokens, stop)
         config = load_config(place.path)  # a wrong path is told at once: opening a backend may take seconds
         cache = EngineOptions(min(len(prompts), MAX_SEQUENCES), capacity, prefill_chunk, dtypes.cache)

@@ -75,12 +75,15 @@ def chat(
             autocompletion=stores,
         ),
     ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Draw the cache below each answer; /live stops.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per answer.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Hold several conversations with a model; what they share is computed once. /help tells what to type.
+    """Hold several conversations with a model; what they share is computed once. /help lists the commands.
 
-    Reads lines from the terminal or a pipe. Ctrl-C stops an answer and keeps what there is of it.
+    Reads lines from the terminal or a pipe. Ctrl-C stops an answer and keeps the part that was generated.
 
     Example: kvcache chat --backend torch --max-tokens 48
     """
@@ -95,7 +98,7 @@ def chat(
                 loaded = load_model(path, opened, dtypes.weights, bars.loading)
             with Engine(loaded, tokenizer, options, tiers) as engine:
                 kept = _kept(store, engine) if store else None
-                Chat(Conversations(engine, tokenizer, kept=kept), settings, as_json).run()
+                Chat(Conversations(engine, tokenizer, kept=kept), settings, as_json, live).run()
                 if kept is not None:
                     engine.close(flush=kept.writable)
                     _check_kept(kept)
@@ -105,13 +108,17 @@ class Chat:
     """Lines in, answers out: what is said, and commands, which begin with a slash."""
 
     def __init__(
-        self, conversations: Conversations, settings: GenerationOptions, as_json: bool = False
+        self,
+        conversations: Conversations,
+        settings: GenerationOptions,
+        as_json: bool = False,
+        live: bool = False,
     ) -> None:
         self.conversations = conversations
         self.settings = settings
         self._as_json = as_json
         self._ended = False
-        self._live = False
+        self._live = live
 
     def run(self) -> None:
         """To the end of the input, or /quit. Ctrl-C ends it only where the input is no terminal."""

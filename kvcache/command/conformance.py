@@ -83,9 +83,9 @@ def conformance(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Run the shipped suites on a backend, and count what passed, area by area. All of it takes minutes.
+    """Run the shipped test suites on a backend and count passed tests by area. The full run takes minutes.
 
-    Absent is what the backend declares that it does not have, and refuses. Exit code 1 where a test failed.
+    "Absent" counts features that the backend declares missing and refuses. Exit code 1 if a test failed.
 
     Example: kvcache conformance --backend numpy --quick -x
     """

@@ -72,7 +72,7 @@ def inspect(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Draw what is kept: the entries of a store, a saved conversation, or radix tree and cells of a run.
+    """Draw the entries of a store, a saved conversation, or the radix tree and cells of a run.
 
     A store is only read: nothing in it is swept, evicted or marked as used.
 

@@ -85,7 +85,10 @@ TensorParallel = Annotated[
     int, typer.Option(help="Split the model over this many processes (torch, mlx).", min=1)
 ]
 Timeout = Annotated[
-    float, typer.Option(help="Seconds that processes of --tensor-parallel wait for each other.", min=0.1)
+    float,
+    typer.Option(
+        help="Seconds until the command ends if a process of --tensor-parallel stops responding.", min=0.1
+    ),
 ]
 Dtype = Annotated[Precision, typer.Option(help="The dtype of weights and activations.", case_sensitive=False)]
 
@@ -113,8 +116,8 @@ CacheDtype = Annotated[
         "The storage format of keys and values: f16, q8_0, q4_0, f8_e4m3, affine4_64 ...", "--dtype"
     ),
 ]
-CacheTypeK = Annotated[str | None, _format_option("Of keys.", "--cache-dtype")]
-CacheTypeV = Annotated[str | None, _format_option("Of values.", "--cache-dtype")]
+CacheTypeK = Annotated[str | None, _format_option("The storage format of keys.", "--cache-dtype")]
+CacheTypeV = Annotated[str | None, _format_option("The storage format of values.", "--cache-dtype")]
 ResidualLength = Annotated[
     int, typer.Option(help="Number of last tokens that stay unquantized in a quantized cache.", min=0)
 ]

@@ -46,7 +46,7 @@ def save(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Compute a prompt, and an answer if asked, and keep the conversation in a file.
+    """Compute a prompt, and optionally an answer, and save the conversation to a file.
 
     Example: kvcache save --prompt "In the beginning" --max-tokens 32 --out genesis.kv
     """
@@ -90,9 +90,9 @@ def load(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Go on with a saved conversation, on any backend: nothing of it is computed again.
+    """Continue a saved conversation, on any backend, without computing it again.
 
-    The model has to be the one that it was saved with; weights and cache have the dtypes of then.
+    The model must be the one that it was saved with. Weights and cache have the same dtypes as then.
 
     Example: kvcache load genesis.kv --prompt " And God said" --max-tokens 32
     """

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.command.completing import stores
 from kvcache.command.grouped import ungrouped
 from kvcache.command.options import Debug, Dtypes, Place, named_store
+from kvcache.command.progress import draws
 from kvcache.command.reporting import reported
 from kvcache.offload.tiers import HostTier
 from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.runner.engine import Engine, EngineOptions, Tier
+from kvcache.runner.errors import RequestError
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.storage.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from kvcache.serve.worker import Worker
 
 __all__ = ["serve"]
 
@@ -37,10 +45,10 @@ def _above_zero(value: float) -> float:
 class Address:
     """Where the server listens, and what clients call the model."""
 
-    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0: all there are.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)] = 8000
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0: all addresses.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="The port to listen on; 0: a free one.", min=0, max=65535)] = 8000
     name: Annotated[
-        str | None, typer.Option(help="What clients call the model.", show_default="its folder's name")
+        str | None, typer.Option(help="The model's name for clients.", show_default="its folder's name")
     ] = None
 
 
@@ -55,11 +63,15 @@ class Room:
     context: Annotated[
         int | None,
         typer.Option(
-            help="Tokens one request may hold, its share and more.", min=2, show_default="--capacity"
+            help="Maximum tokens of one request, which may exceed its share of the cache.",
+            min=2,
+            show_default="--capacity",
         ),
     ] = None
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.", min=1)] = 512
-    host_memory: Annotated[str, typer.Option(help="For prefixes that the cache has no room for.")] = "1GiB"
+    host_memory: Annotated[
+        str, typer.Option(help="Host memory for prefixes that do not fit in the cache.")
+    ] = "1GiB"
     store: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,7 +80,7 @@ class Room:
     ] = None
 
     block_size: Annotated[
-        int, typer.Option(help="Tokens of an entry of a store, and of a block that events tell of.", min=1)
+        int, typer.Option(help="Tokens per entry of a store, and per block in KV events.", min=1)
     ] = 512
     always_fetch: Annotated[
         bool, typer.Option("--always-fetch", help="Ask stores even where computing was seen to be faster.")
@@ -111,7 +123,7 @@ class Events:
         str | None, typer.Option(help="Publish KV events over ZeroMQ here, as vLLM does: tcp://*:5557.")
     ] = None
     kv_events_replay: Annotated[
-        str | None, typer.Option(help="Where events can be asked for again: tcp://*:5558.")
+        str | None, typer.Option(help="Where subscribers request missed events: tcp://*:5558.")
     ] = None
     kv_events_topic: Annotated[str, typer.Option(help="The topic of the events.")] = ""
 
@@ -149,19 +161,17 @@ class Limits:
         "8MiB"
     )
     request_timeout: Annotated[
-        float, typer.Option(help="Seconds until a request is given up.", callback=_above_zero)
+        float, typer.Option(help="Seconds until a request is abandoned.", callback=_above_zero)
     ] = 600.0
     shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that requests have to finish when the server ends.", min=0)
+        float, typer.Option(help="Seconds for requests to finish when the server ends.", min=0)
     ] = 20.0
     write_interval: Annotated[
         float,
-        typer.Option(
-            help="Seconds between two times that stores are given what is new.", callback=_above_zero
-        ),
+        typer.Option(help="Seconds between writes of new prefixes to the stores.", callback=_above_zero),
     ] = 60.0
     hide_cached_tokens: Annotated[
-        bool, typer.Option("--hide-cached-tokens", help="Tell no client how much of its prompt was there.")
+        bool, typer.Option("--hide-cached-tokens", help="Do not report how many prompt tokens were cached.")
     ] = False
 
 
@@ -173,11 +183,14 @@ def serve(
     room: Room,
     limits: Limits,
     events: Events,
+    live: Annotated[
+        bool, typer.Option("--live", help="Show requests, cells and tiers on the terminal as they change.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Serve a model with OpenAI's API; requests are batched, and prompts that begin alike share their cache.
 
-    Ctrl-C, SIGTERM and SIGHUP end it: running requests may finish, and stores are written.
+    Ctrl-C, SIGTERM and SIGHUP end it: running requests can finish, and stores are written.
 
     Example: kvcache serve --backend torch --port 8000 --store kept
     """
@@ -189,6 +202,8 @@ def serve(
             if name in ("kvcache", "ml"):
                 raise
             raise ml.NotSupportedError(f"serve needs {name}: pip install 'ml-kvcache[server]'") from error
+        if live and not draws(sys.stdout):
+            raise RequestError("serve: --live needs a terminal; /metrics has the same figures")
         path = place.path
         load_config(path)  # what is wrong with it is told before anything is opened
         options = server.ServeOptions(
@@ -207,7 +222,14 @@ def serve(
             server.template_of(path),
             options,
             lambda line: typer.echo(f"kvcache: {line}", err=True),
+            _watching if live else None,
         )
+
+
+def _watching(worker: Worker) -> AbstractContextManager[None]:
+    from kvcache.command.live import watching  # it needs what a server needs
+
+    return watching(worker, Console(highlight=False))
 
 
 def _name(given: Path | None, path: Path) -> str:

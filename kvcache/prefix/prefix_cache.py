@@ -1,9 +1,9 @@
-"""Conversations that never recompute what they share.
+"""Sessions that do not recompute shared prefixes.
 
-After the prefix cache of Ollama's x/mlxrunner and RadixAttention (SGLang). What a session computed stays
-behind as snapshots in a radix tree over tokens: first in the cache itself, without a copy, then in host
-memory, then in stores. A new session starts from the longest prefix that any of them has, or
-that another session holds right now::
+After the prefix cache of Ollama's x/mlxrunner and RadixAttention (SGLang). What a session computed is
+kept as snapshots in a radix tree over tokens: first in the cache itself, without a copy, then in host
+memory, then in stores. A new session starts from the longest prefix that any of these or another open
+session has::
 
     with prefix.begin(tokens) as session:
         for chunk in session.chunks(512):          # session.remaining, cut where snapshots are due
@@ -186,10 +186,10 @@ class PrefixCache(Closing):
         return self._open.matcher.prefetch(ids) if ids.size else None
 
     def adopt(self, tokens: Tokens, snapshot: Snapshot, salt: str = "", shared: int = 0) -> bool:
-        """Keep a snapshot of all of ``tokens`` that came from elsewhere, as if a session had computed it.
+        """Keep a snapshot of ``tokens`` that was made elsewhere, as if a session had computed it.
 
-        It is restored into a free sequence for a moment. False, and nothing kept, where it is not whole;
-        raises SessionLimitError without a free sequence, and what ``restore`` of the cache raises.
+        It is briefly restored into a free sequence. Returns False, and keeps nothing, if it is incomplete.
+        Raises SessionLimitError without a free sequence, and whatever the cache's ``restore`` raises.
         """
         self._check("adopt")
         ids = self.alphabet.encode(tokens, Tenant(salt, shared))
@@ -211,18 +211,18 @@ class PrefixCache(Closing):
         return self._open.next_snapshot(seq)
 
     def longest(self, tokens: Tokens, salt: str = "", shared: int = 0) -> int:
-        """How many of the tokens ``begin`` would find now, without a look into the stores."""
+        """How many of the tokens ``begin`` would find now, without asking the stores."""
         self._check("longest")
         ids = self.alphabet.encode(tokens, Tenant(salt, shared))
         return self._open.matcher.best(ids, int(ids.size) - 1).length if ids.size else 0
 
     def pin(self, tokens: Tokens, salt: str = "", shared: int = 0) -> int:
-        """Evict what is kept of this prefix last; returns how many of the tokens that is."""
+        """Evict the kept part of this prefix last; returns its number of tokens."""
         self._check("pin")
         return self.tree.pin(self.alphabet.encode(tokens, Tenant(salt, shared)), 1)
 
     def unpin(self, tokens: Tokens, salt: str = "", shared: int = 0) -> int:
-        """Take one ``pin`` back."""
+        """Undo one ``pin``."""
         self._check("unpin")
         return self.tree.pin(self.alphabet.encode(tokens, Tenant(salt, shared)), -1)
 
@@ -237,28 +237,28 @@ class PrefixCache(Closing):
         return count
 
     def clear(self) -> None:
-        """Forget all that is kept, in the cache and in host memory. Open sessions and stores stay."""
+        """Discard everything kept in the cache and in host memory. Open sessions and stores are unchanged."""
         self._check("clear")
         self.tree.clear()
 
     def flush(self) -> None:
-        """Wait until nothing is under way; with stores, write all that is kept, and wait for that too."""
+        """Wait for pending transfers; with stores, write everything kept, and wait for that too."""
         self._check("flush")
         self.tree.flush()
 
     def write_through(self, nbytes: int | None = None) -> bool:
-        """Have the stores' thread write what is kept and is in no store yet; True: some of it is left.
+        """Have the stores' thread write what no store has yet; returns True if some of it is left.
 
-        Nothing is evicted for it, and nobody waits for the stores. With ``nbytes`` it is about so much at
-        a time, and no more than ``backlog`` has room for: call it again, between two passes say. A
-        process that is killed then loses what it computed since. What open sessions hold is not among it.
+        Nothing is evicted, and the caller does not wait. At most about ``nbytes`` are written per call, and
+        no more than fit in ``backlog``: call it again, for example between two passes. A process that is
+        killed loses only what it computed since. Open sessions are not included.
         """
         self._check("write_through")
         self.tree.settle()
         return self.tree.write_through(nbytes)
 
     def close(self, flush: bool = True) -> None:
-        """Close open sessions, write what is kept to the stores (``flush``), and let go of the cache."""
+        """Close open sessions, write what is kept to the stores (``flush``), and release the cache."""
         if self._closed:
             return
         for session in list(self._open.sessions.values()):
@@ -292,21 +292,21 @@ class PrefixCache(Closing):
         token_ids: bool = True,
         private: bool = False,
     ) -> None:
-        """Have ``publish`` hear which blocks of ``block_size`` tokens come to which tier, and leave it.
+        """Publish events when blocks of ``block_size`` tokens enter or leave a tier; None: stop.
 
-        The first batch tells what is kept already; each call that changes anything publishes at least one.
-        None: nobody hears of it any more. ``token_ids`` tells ids beside hashes; those of a conversation with
-        a salt, and that salt, only with ``private``. The hashes are the keys of the stores.
+        The first batch lists what is already kept; each call that changes anything publishes at least one.
+        ``token_ids`` includes token ids beside hashes; the ids of a conversation with a salt, and the salt,
+        only with ``private``. The hashes are the keys of the stores.
 
-        ``publish`` gets the batch in the caller's thread, must be quick, and must leave this PrefixCache
-        alone; what it raises is logged. Raises InvalidRangeError for a cache with windows or recurrent
-        states, whose snapshots are no blocks.
+        ``publish`` is called in the caller's thread, must be quick, and must not use this PrefixCache;
+        exceptions that it raises are logged. Raises InvalidRangeError for a cache with windows or recurrent
+        states, whose snapshots are not divisible into blocks.
         """
         self._check("publish_events")
         if publish is not None and not self.tree.divisible:
             raise InvalidRangeError(
-                f"publish_events: {type(self.cache).__name__} keeps windows or states, which go on only "
-                "where a snapshot ends and not at every block; events need a cache of full attention"
+                f"publish_events: {type(self.cache).__name__} keeps windows or states, which can resume only "
+                "where a snapshot ends, not at every block; events require a cache of full attention"
             )
         self.tree.events = (
             None
@@ -316,9 +316,9 @@ class PrefixCache(Closing):
 
     @property
     def on_restore(self) -> Callable[[int, int], None] | None:
-        """Called while a prefix comes back from host memory or stores: how many tokens of how many are there.
+        """A callback, (done, total) tokens, while a prefix is restored from host memory or stores.
 
-        By the thread that restores it, for a bar, say; it raises nothing, and leaves the PrefixCache alone.
+        It runs in the restoring thread, must not raise, and must not use the PrefixCache.
         """
         return self._open.matcher.on_restore
 
@@ -328,8 +328,8 @@ class PrefixCache(Closing):
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes of snapshots per tier: "device", "host" where there is one, "writing" to stores, and "ahead",
-        read from them for sessions to come.
+        """Bytes of snapshots per tier: "device", "host" if there is one, "writing" to stores, and "ahead",
+        read from stores for sessions to come.
 
         "leaving" are those on their way to "host", where they are counted already, or to the stores: the
         device has copies of them until they are there.
@@ -347,9 +347,9 @@ class PrefixCache(Closing):
 
     @property
     def failed(self) -> dict[str, int]:
-        """Snapshots that the device did not give to "host" memory, and that no "store" took; logged each.
+        """Snapshots lost on the way to "host" memory and to a "store"; each is logged.
 
-        They are computed again when they are asked for.
+        They are recomputed when they are needed.
         """
         return {
             "host": self.tree.failed,

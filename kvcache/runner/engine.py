@@ -141,7 +141,7 @@ class Engine(Closing):
         self.reset()
 
     def reset(self) -> None:
-        """Begin all counts anew, those that number the requests too: call it while the engine is not busy."""
+        """Reset all counts, including the request numbers. Call it only while the engine is not busy."""
         self.statistics = Statistics()
         self.preemptions = 0
         """How often a request had to make room for others."""
@@ -150,7 +150,7 @@ class Engine(Closing):
 
     @property
     def speculation(self) -> Speculation:
-        """What the drafts of requests were worth."""
+        """Counts of drafted and accepted tokens."""
         return self._verifier.speculation
 
     @property
@@ -171,13 +171,13 @@ class Engine(Closing):
 
     @property
     def running(self) -> tuple[Request, ...]:
-        """Those that hold a sequence, the longest running first."""
+        """Requests that hold a sequence, the longest running first."""
         return tuple(self._running)
 
     # Requests.
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The prompt's token ids. Raises RequestError for one that is empty, too long or out of range."""
+        """The prompt's token ids. Raises RequestError for an empty or too long prompt, or an invalid id."""
         return encode_prompt(self.tokenizer, prompt, self.model.config, self.limit)
 
     def submit(
@@ -192,11 +192,11 @@ class Engine(Closing):
     ) -> Request:
         """Queue a request; it starts in a ``step`` that finds a sequence for it.
 
-        What is computed for it is reused by requests of the same ``salt`` alone, its first ``shared`` tokens
-        by everyone's (``PrefixCache.begin``). ``retention``: how long it stays, from when the request ends.
+        Only requests with the same ``salt`` reuse what it computes; all requests reuse its first ``shared``
+        tokens (``PrefixCache.begin``). ``retention``: how long it is kept after the request ends.
 
-        ``draft`` proposes tokens of its answer, which come in fewer passes then and are the same: for an
-        engine with SpeculativeOptions. Requests of one seed draw alike unless their ``stream`` differs.
+        ``draft`` proposes tokens of the answer, so that it takes fewer passes. It requires an engine with
+        SpeculativeOptions. Requests of one seed draw alike unless their ``stream`` differs.
 
         Raises RequestError for a prompt or settings that cannot be served; nothing is queued then.
         """
@@ -227,7 +227,7 @@ class Engine(Closing):
         return request
 
     def cancel(self, request: Request) -> bool:
-        """End a request without an answer; what was computed of it is kept. False: it was done."""
+        """End a request without an answer and keep what it computed. False: it had already ended."""
         if request.done:
             return False
         if request in self._waiting:
@@ -243,8 +243,8 @@ class Engine(Closing):
     ) -> list[Finished]:
         """Submit all, and step until they are done: one answer per prompt, in their order.
 
-        Raises what a request failed with. Whatever is raised, these requests are over; events of others
-        that are running are lost.
+        Raises the error of a failed request. Whatever is raised, these requests have ended. Events of other
+        requests are discarded.
         """
         requests: list[Request] = []
         answers: dict[int, Finished] = {}
@@ -263,7 +263,7 @@ class Engine(Closing):
         return [answers[request.id] for request in requests]
 
     def forget(self) -> None:
-        """Forget what is kept, in the cache and in host memory; running requests and stores keep theirs."""
+        """Discard what is kept in the cache and in host memory; running requests and stores are unchanged."""
         self._verifier.clear()
         self.prefix.clear()
 
@@ -282,7 +282,7 @@ class Engine(Closing):
     # The loop.
 
     def admit(self) -> list[EngineEvent]:
-        """Start the requests that there is room for, as ``step`` does before its pass; what happened."""
+        """Start requests while there is room, as ``step`` does before its pass; returns the events."""
         self._check("admit")
         events = self._events
         self._read_again()
@@ -291,11 +291,11 @@ class Engine(Closing):
         return events
 
     def step(self) -> list[EngineEvent]:
-        """Start the requests that there is room for, then make one forward pass; what happened, in order.
+        """Start requests while there is room, then make one forward pass; returns the events in order.
 
-        A request that alone cannot go on ends with ``Failed``, or "capacity" once it has an answer.
-        Whatever else a pass raises is raised here: the pass has not happened then, its requests are
-        still there, and the next ``step`` tries again.
+        A request that cannot continue even alone ends with ``Failed``, or with "capacity" if it has part of
+        an answer. Any other error of a pass is raised here: the pass has not happened then, its requests
+        remain, and the next ``step`` tries again.
         """
         self._check("step")
         events = self._events = self.admit()

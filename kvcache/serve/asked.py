@@ -98,9 +98,9 @@ class Fields:
             text = body.decode("utf-8")
             found = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is no JSON ({error})") from None
+            raise ApiError(400, f"the body is not valid JSON ({error})") from None
         if not isinstance(found, dict):
-            raise ApiError(400, "the body is no JSON object")
+            raise ApiError(400, "the body must be a JSON object")
         if "\\u" in text:  # the only way to half of a surrogate pair
             for name, value in found.items():
                 _check_unicode(name, value)
@@ -139,7 +139,7 @@ class Fields:
             or len(stops) > 4
             or not all(isinstance(stop, str) and stop for stop in stops)
         ):
-            raise ApiError(400, "'stop' is a string, or up to 4 of them, none empty", "stop")
+            raise ApiError(400, "'stop' must be a non-empty string, or a list of up to 4 of them", "stop")
         return tuple(stops)
 
     def includes_usage(self) -> bool:
@@ -150,7 +150,9 @@ class Fields:
             value for name, value in options.items() if name != "include_usage"
         )
         if not idle or not isinstance(options.get("include_usage"), bool | None):
-            raise ApiError(400, "'stream_options' is an object; include_usage is served", "stream_options")
+            raise ApiError(
+                400, "'stream_options' must be an object; only include_usage is supported", "stream_options"
+            )
         return bool(options.get("include_usage"))
 
     def refuse(self, served: Collection[str]) -> None:
@@ -169,7 +171,7 @@ class Fields:
         if value is None:
             return default
         if not fits(value):
-            raise ApiError(400, f"'{name}' is {repr(value)[:_SHOWN]}; it is {what}", name)
+            raise ApiError(400, f"'{name}' is {repr(value)[:_SHOWN]}; it must be {what}", name)
         return value
 
 
@@ -186,13 +188,13 @@ def parse_chat(fields: Fields, served: str, template: Template) -> Asked:
     fields.refuse(_CHAT)
     messages = fields.raw("messages")
     if not isinstance(messages, list) or not messages:
-        raise ApiError(400, "'messages' is a list of at least one message", "messages")
+        raise ApiError(400, "'messages' must be a list with at least one message", "messages")
     prompt = template([_message(message, i) for i, message in enumerate(messages)])
     limit = fields.integer("max_completion_tokens", fields.integer("max_tokens", None, 1), 1)
     likely = fields.integer("top_logprobs", None, 0, MAX_LOGPROBS)
     if not fields.flag("logprobs"):
         if likely:
-            raise ApiError(400, "'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
+            raise ApiError(400, "'top_logprobs' requires 'logprobs' to be true", "top_logprobs")
         return _asked(fields, served, [prompt], limit)
     return _asked(fields, served, [prompt], limit, likely or 0)
 
@@ -203,7 +205,9 @@ def _asked(
     fields.model(served)
     choices = fields.integer("n", 1, 1, MAX_CHOICES)
     if len(prompts) * choices > MAX_CHOICES:
-        raise ApiError(400, f"{len(prompts)} prompts with n={choices}; {MAX_CHOICES} answers at most", "n")
+        raise ApiError(
+            400, f"{len(prompts)} prompts with n={choices}; at most {MAX_CHOICES} answers are allowed", "n"
+        )
     seed = fields.raw("seed")
     try:
         settings = GenerationOptions(
@@ -220,7 +224,7 @@ def _asked(
         raise ApiError(400, str(error)) from None
     salt = fields.raw("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
-        raise ApiError(400, "'cache_salt' is a string that is not empty", "cache_salt")
+        raise ApiError(400, "'cache_salt' must be a non-empty string", "cache_salt")
     stream, usage = fields.flag("stream"), fields.includes_usage()
     retention = _retention(fields.raw("cache_retention"))
     return Asked(prompts, choices, max_tokens, settings, stream, usage, salt or "", retention)
@@ -234,7 +238,7 @@ def _retention(found: Any) -> Retention | None:
     if not isinstance(found, list) or not all(isinstance(each, dict) and {*each} <= names for each in found):
         raise ApiError(
             400,
-            "'cache_retention' is an array of objects with begin, end, priority and duration",
+            "'cache_retention' must be an array of objects with begin, end, priority and duration",
             "cache_retention",
         )
     try:
@@ -256,13 +260,15 @@ def _prompts(found: Any) -> list[Prompt]:
             isinstance(item, list) and item and all(type(token) is int for token in item) for item in found
         ):
             return list(found)
-    raise ApiError(400, "'prompt' is a string, an array of strings, or of token ids, and not empty", "prompt")
+    raise ApiError(
+        400, "'prompt' must be a non-empty string, or a non-empty array of strings or of token ids", "prompt"
+    )
 
 
 def _message(found: Any, i: int) -> dict[str, str]:
     where = f"messages[{i}]"
     if not isinstance(found, dict) or not isinstance(found.get("role"), str):
-        raise ApiError(400, f"'{where}' is an object with a role and a content", where)
+        raise ApiError(400, f"'{where}' must be an object with a role and a content", where)
     for name, value in found.items():
         if name not in ("role", "content", "name") and value not in (None, "", [], {}):
             what = f"{where}.{name[:_SHOWN]}"
@@ -271,10 +277,10 @@ def _message(found: Any, i: int) -> dict[str, str]:
     if isinstance(content, list):
         parts = [_text(part) for part in content]
         if None in parts:
-            raise ApiError(400, f"'{where}.content' has parts that are no text", where)
+            raise ApiError(400, f"'{where}.content' may only have text parts", where)
         content = "".join(part for part in parts if part is not None)
     if not isinstance(content, str):
-        raise ApiError(400, f"'{where}.content' is a string", where)
+        raise ApiError(400, f"'{where}.content' must be a string", where)
     name = found.get("name")
     return {"role": found["role"], "content": content, **({"name": name} if isinstance(name, str) else {})}
 
@@ -294,11 +300,13 @@ def _check_unicode(name: str, value: Any) -> None:
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        raise ApiError(400, "the name of a field is no Unicode: it has half of a surrogate pair") from None
+        raise ApiError(
+            400, "the name of a field is not valid Unicode: it has half of a surrogate pair"
+        ) from None
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         raise ApiError(400, f"'{name[:_SHOWN]}' is nested too deeply", name[:_SHOWN]) from None
     except UnicodeEncodeError as error:
         text = f"U+{ord(error.object[error.start]):04X}, half of a surrogate pair"
-        raise ApiError(400, f"'{name[:_SHOWN]}' is no Unicode: it has {text}", name[:_SHOWN]) from None
+        raise ApiError(400, f"'{name[:_SHOWN]}' is not valid Unicode: it has {text}", name[:_SHOWN]) from None

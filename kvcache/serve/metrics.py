@@ -32,7 +32,7 @@ Family = CounterMetricFamily | GaugeMetricFamily
 
 
 class Metrics:
-    """Times the requests of ``worker``, whose ``observe`` it becomes, and reads what its engine counts.
+    """Times the requests of ``worker``, which it observes, and reads what its engine counts.
 
     Without ``show_cached``, whatever tells how much was reused is left out.
     """
@@ -59,7 +59,7 @@ class Metrics:
             ["model_name", "finished_reason"], registry=self._registry,
         )  # fmt: skip
         self._name = name
-        worker.observe = self.observe
+        worker.observers.append(self.observe)
 
     def exposed(self) -> bytes:
         """In Prometheus's text form. Waits for the engine's next pause: not for the loop that serves."""

@@ -36,12 +36,14 @@ def serve(
     template: Template,
     options: ServeOptions | None = None,
     told: Callable[[str], None] = log.info,
+    watching: Callable[[Worker], AbstractContextManager[None]] | None = None,
 ) -> None:
     """Serve the engine that ``make`` opens, under ``name``, until SIGINT, SIGTERM or SIGHUP comes.
 
     To be called from the main thread, which gets the signals. The address is taken before the engine is
     opened, and answers after that. At the end requests that are running may finish, and then what is kept
     goes to the engine's stores. ``told`` hears in a line each that it serves, and that it writes.
+    ``watching`` is entered while requests are served.
 
     Raises RequestError for an address that cannot be had, and what ``make`` raises.
     """
@@ -52,12 +54,13 @@ def serve(
         Worker(make, options) as worker,
     ):
         app = make_app(worker, name, template, options)
+        watched = contextlib.nullcontext() if watching is None else watching(worker)
         config = uvicorn.Config(
             app, ws="none", lifespan="off", log_config=None, access_log=False,
             timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + LAST_WORDS),
         )  # fmt: skip
         try:
-            with contextlib.suppress(KeyboardInterrupt):  # it has ended in order
+            with contextlib.suppress(KeyboardInterrupt), watched:  # it has ended in order
                 told_ready = functools.partial(told, f"serving {name} on {_url(listening)}")
                 Server(config, worker, options.shutdown_timeout, told_ready).run([listening])
         finally:
@@ -118,7 +121,7 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
             listening.bind(address)
         except OSError as error:
             raise RequestError(
-                f"serve: {host}:{port} cannot be had ({error.strerror}); choose another port (0: a free one)"
+                f"serve: {host}:{port} is not available ({error.strerror}); choose another port, or 0"
             ) from error
         yield listening
 

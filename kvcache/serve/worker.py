@@ -158,8 +158,8 @@ class Worker:
         """Requests that were given up by whoever asked."""
         self.refused = 0
         """Requests that found too many waiting."""
-        self.observe: Callable[[Ticket, EngineEvent], None] | None = None
-        """Hears, in the worker's thread, what happens to each request; it raises nothing."""
+        self.observers: list[Callable[[Ticket, EngineEvent], None]] = []
+        """Called in the worker's thread with what happens to each request; they must not raise."""
 
     def __enter__(self) -> Self:
         """Returns when the model is loaded; raises what that raises."""
@@ -321,6 +321,6 @@ class Worker:
         if over:
             self._ends.append(time.monotonic())
         if found is not None:
-            if self.observe is not None:
-                self.observe(found, event)
+            for observe in tuple(self.observers):
+                observe(found, event)
             found.deliver(event)

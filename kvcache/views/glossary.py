@@ -15,6 +15,8 @@ WORDS: Mapping[str, str] = {
     "run": "contiguous cells of a sequence, which are read without a gather",
     "gathered": "read cell by cell, since the cells are not contiguous",
     "hole": "free cells with used ones after them",
+    "a step reads": "what every layer reads to decode one token of each sequence",
+    "once for several": "cells that are read once for all the sequences that share them",
     "next token sees": "how many tokens the next one attends to, itself included",
     "snapshot": "what a sequence held up to some position, kept after the sequence continued or ended",
     "kept by snapshots": "no longer held by a sequence; freed when space runs out",

@@ -59,7 +59,7 @@ class Watched:
 
 
 class Beneath:
-    """Text as it comes, and below it a picture that follows; the picture goes when the text has ended.
+    """Text as it comes, and below it a picture that follows; the last one stays below the whole text.
 
     Whole lines are printed above the live part, so that a long text scrolls as any other output does.
     """
@@ -85,4 +85,6 @@ class Beneath:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
         if self._line:
-            self._console.print(Text(self._line), end="")
+            self._console.print(Text(self._line), end="\n" if self._console.is_terminal else "")
+        if self._console.is_terminal:
+            self._console.print(self._watched, end="")
