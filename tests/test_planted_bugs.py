@@ -595,7 +595,24 @@ BUGS: dict[str, list[Bug]] = {
         ("caches.branches:resume_point", "the_bundled_model", one_more),
         ("runner.verification:Verifier.clear", "a_pass_that_fails_leaves", NOTHING),
     ],
+    "tests/test_mtp.py": [
+        ("runner.models.mtp:_Tail.slot", "guesses_are_those", lambda f, self, seq, at: f(self, seq, at - 1)),
+        ("runner.models.mtp:_Tail.slot", "guesses_are_those", lambda f, self, seq, at: f(self, 0, at)),
+        ("runner.models.mtp:HiddenStates.before", "guesses_are_those",
+         lambda f, self, ctx, batch, cache, hidden: (f(self, ctx, batch, cache, hidden), hidden)[1]),
+        ("runner.models.mtp:_Tail.keep", "without_the_hidden_state",
+         lambda f, self, *a: (f(self, *a), self._positions.__setitem__(slice(None), -1))),
+        ("runner.mtp:branches.rollback", "what_is_drawn_is_drawn", NOTHING),
+    ],
     "tests/test_rejection_sampling.py": [
+        ("runner.sampling:nn.RejectionSampler.__call__", "what_cannot_come[numpy",
+         lambda f, self, ctx, logits: self._tokens),
+        ("runner.sampling:nn.RejectionSampler.__init__", "what_cannot_come[numpy",
+         lambda f, self, ctx, draws, drafted, size: f(
+             self, ctx, draws, replace(drafted, uniform=0 * drafted.uniform + 2**-24), size)),
+        ("runner.sampling:nn.RejectionSampler.__init__", "a_token_is_distributed[numpy",
+         lambda f, self, ctx, draws, drafted, size: f(
+             self, ctx, replace(draws, uniform=drafted.uniform), drafted, size)),
         ("runner.engine:proposed_in", "as_many_are_accepted[whole", always([])),
         ("runner.engine:proposed_in", "as_many_are_accepted[whole",
          lambda f, parts: [replace(p, probabilities=np.roll(p.probabilities, 1)) for p in f(parts)]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache.offload.tiers import HostTier
 from kvcache.prefix.tenant_budget import TenantBudget
-from kvcache.runner.engine import EngineOptions
+from kvcache.runner.drafts import ModelDraft
+from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.loading import bundled_model
+from kvcache.runner.options import SpeculativeOptions
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.serve import ServeOptions, Worker, make_app, template_of
 from kvcache.stores import MemoryStore, StoreUnavailable
@@ -115,6 +118,24 @@ def test_a_tenant_that_may_keep_little_is_counted_and_keeps_it() -> None:
         found = samples(app)
     assert cached == [0, 0, 0, TOKENS - 1]
     assert found["tenant_budget_evictions_total",] == 2
+
+
+def test_drafts_of_all_requests_are_counted() -> None:
+    @contextlib.contextmanager
+    def drafting() -> Iterator[Engine]:
+        options = SpeculativeOptions(max_sequences=2, capacity=64)
+        with opened(options) as engine, ModelDraft(engine.model, 2, capacity=64) as draft:
+            engine.draft = draft
+            yield engine
+
+    with Worker(drafting) as worker:
+        app = app_of(worker)
+        complete(app, max_tokens=11)
+        found = samples(app)
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    drafts, drafted, accepted = (found[f"spec_decode_num_{name}_total",] for name in names)
+    assert drafted == accepted
+    assert drafts + accepted == 10
 
 
 def test_every_token_and_request_is_timed_once() -> None:

@@ -16,6 +16,7 @@ from kvcache.command.backends import listing, plain, record, survey
 from kvcache.command.chat import chat
 from kvcache.command.completing import mend_zsh
 from kvcache.command.conformance import conformance
+from kvcache.command.drafting import Drafting
 from kvcache.command.generation import continue_prompts
 from kvcache.command.grouped import ungrouped
 from kvcache.command.inspection import inspect
@@ -146,6 +147,7 @@ def generate(
     dtypes: Dtypes,
     max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per prompt.", min=1)] = 128,
     sampling: Sampling,
+    drafting: Drafting,
     capacity: Annotated[
         int | None, typer.Option(help="Tokens per sequence.", min=1, show_default="what the prompts need")
     ] = None,
@@ -170,6 +172,9 @@ def generate(
         settings = sampling.settings(max_tokens, stop)
         config = load_config(place.path)  # a wrong path is told at once: opening a backend may take seconds
         cache = EngineOptions(min(len(prompts), MAX_SEQUENCES), capacity, prefill_chunk, dtypes.cache)
+        cache = drafting.options(cache)
+        if tensor_parallel > 1 and drafting.draft is not None:
+            raise RequestError(f"--draft {drafting.draft} and --tensor-parallel cannot be combined")
         if tensor_parallel > 1:
             _on_ranks(
                 place, dtypes, prompts, settings, cache, (tensor_parallel, timeout, as_json, quiet, debug)
@@ -178,7 +183,8 @@ def generate(
         head = {"model": str(place.path), "backend": place.backend, "dtype": dtypes.weights.name}
         screen = screen_for(prompts, as_json, head, quiet)
         with place.open(config) as opened:
-            continue_prompts(opened, place.path, dtypes.weights, prompts, settings, cache, screen)
+            what = opened, place.path, dtypes.weights, prompts, settings, cache, screen
+            continue_prompts(*what, drafting=drafting)
 
 
 def _on_ranks(

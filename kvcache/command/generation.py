@@ -9,17 +9,22 @@ from pathlib import Path
 
 import ml
 from kvcache.command.answers import tell_full
+from kvcache.command.drafting import Drafting
 from kvcache.command.screen import Screen
+from kvcache.runner.drafts import Draft
 from kvcache.runner.generate import Generator
-from kvcache.runner.language_model import encode_prompt
+from kvcache.runner.language_model import LanguageModel, encode_prompt
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.memory import check_memory
 from kvcache.runner.models.families import family_of, parameter_count
-from kvcache.runner.options import EngineOptions
+from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.requests import Finished, GenerationOptions
+from kvcache.runner.speculative import SpeculativeGenerator
 from kvcache.runner.tokenizer import Tokenizer
 
 __all__ = ["continue_prompts"]
+
+NO_DRAFTS = Drafting()
 
 
 def continue_prompts(
@@ -31,6 +36,7 @@ def continue_prompts(
     options: EngineOptions,
     screen: Screen,
     group: ml.Group | None = None,
+    drafting: Drafting = NO_DRAFTS,
 ) -> None:
     """Generate and show it; with a ``group``, as one of its ranks.
 
@@ -40,9 +46,10 @@ def continue_prompts(
     answers: list[Finished] = []
     done = "while loading the model"
     try:
-        model = load_model(path, backend, dtype, screen.loading, group)
+        model = load_model(path, backend, dtype, screen.loading, group, drafting.mtp)
         with (
-            Generator(model, tokenizer, options=options) as generator,
+            drafting.opened(model, dtype, options) as draft,
+            _generator(model, tokenizer, options, draft) as generator,
             contextlib.closing(generator.generate(prompts, settings)) as events,
             _abandoned(screen, generator),
         ):
@@ -52,14 +59,23 @@ def continue_prompts(
                 if isinstance(event, Finished):
                     answers.append(event)
             totals, cache_bytes = generator.statistics, generator.cache_bytes
+            drafts = None if draft is None else generator.engine.speculation
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted {done}") from None
     finally:
         screen.stop()
     answers.sort(key=lambda answer: answer.request)
-    screen.finish(totals, cache_bytes)
+    screen.finish(totals, cache_bytes, drafts)
     if group is None or group.rank == 0:
         tell_full(answers, generator.limit, model.config.max_positions)
+
+
+def _generator(
+    model: LanguageModel, tokenizer: Tokenizer, options: EngineOptions, draft: Draft | None
+) -> Generator:
+    if isinstance(options, SpeculativeOptions) and draft is not None:
+        return SpeculativeGenerator(model, tokenizer, draft, options=options)
+    return Generator(model, tokenizer, options=options)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ from kvcache.runner.rank import RanksError, exit_code, job_of_rank, leave
 from kvcache.runner.rank_limits import Limits
 from kvcache.runner.ranks import run_ranks
 from kvcache.runner.requests import Event, GenerationOptions, Statistics
+from kvcache.runner.verification import Speculation
 from kvcache.storage.formats import CacheFormat
 from ml.distributed import launched
 
@@ -179,5 +180,5 @@ class _Dark:
     def abandon(self, totals: Statistics, cache_bytes: int) -> None:
         return
 
-    def finish(self, totals: Statistics, cache_bytes: int) -> None:
+    def finish(self, totals: Statistics, cache_bytes: int, drafts: Speculation | None = None) -> None:
         return

@@ -17,9 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcache.command.answers import Answer, Answers
+from kvcache.command.drafting import speculation_record, speculation_rows
 from kvcache.command.json_output import print_json, statistics_record
 from kvcache.command.progress import Bars, bars_for, draws
 from kvcache.runner.requests import Event, Prefilled, Started, Statistics, Token
+from kvcache.runner.verification import Speculation
 from kvcache.storage.sizes import bytes_text
 
 __all__ = ["JsonScreen", "LiveScreen", "PlainScreen", "Screen", "Totals", "screen_for", "summary_rows"]
@@ -42,17 +44,20 @@ class Screen(Protocol):
     def abandon(self, totals: Statistics, cache_bytes: int) -> None:
         """It ends before its time: show what there is of answers that were not shown yet."""
 
-    def finish(self, totals: Statistics, cache_bytes: int) -> None:
-        """Show the answers that were not shown yet, and the summary."""
+    def finish(self, totals: Statistics, cache_bytes: int, drafts: Speculation | None = None) -> None:
+        """Show the answers that were not shown yet, and the summary; with ``drafts`` what they were worth."""
 
 
-def summary_rows(totals: Statistics, cache_bytes: int) -> list[tuple[str, str]]:
+def summary_rows(
+    totals: Statistics, cache_bytes: int, drafts: Speculation | None = None
+) -> list[tuple[str, str]]:
     return [
         ("tokens reused", f"{totals.reused_tokens}"),
         ("tokens computed", f"{totals.computed_tokens}"),
         ("tokens generated", f"{totals.generated_tokens}"),
         ("prefill", f"{totals.prefill_tokens_per_second:.1f} tokens/s"),
         ("decode", f"{totals.decode_tokens_per_second:.1f} tokens/s"),
+        *(() if drafts is None else speculation_rows(drafts)),
         ("cache", bytes_text(cache_bytes)),
     ]
 
@@ -129,10 +134,10 @@ class PlainScreen:
             self._write("\n")
             self._open = False
 
-    def finish(self, totals: Statistics, cache_bytes: int) -> None:
+    def finish(self, totals: Statistics, cache_bytes: int, drafts: Speculation | None = None) -> None:
         if self._quiet:
             return
-        rows = summary_rows(totals, cache_bytes)
+        rows = summary_rows(totals, cache_bytes, drafts)
         self._write("\n" if len(self._prompts) == 1 else "")
         self._write(_lines(rows))
 
@@ -171,8 +176,10 @@ class JsonScreen:
         if self._answers.begun:
             self.finish(totals, cache_bytes)
 
-    def finish(self, totals: Statistics, cache_bytes: int) -> None:
+    def finish(self, totals: Statistics, cache_bytes: int, drafts: Speculation | None = None) -> None:
         statistics = statistics_record(totals, cache_bytes)
+        if drafts is not None:
+            statistics["speculation"] = speculation_record(drafts)
         print_json({**self._head, "outputs": self._answers.records(), "statistics": statistics})
 
 
@@ -240,10 +247,10 @@ class LiveScreen:
             self._console.print(Text(self._line))
             self._line = ""
 
-    def finish(self, totals: Statistics, cache_bytes: int) -> None:
+    def finish(self, totals: Statistics, cache_bytes: int, drafts: Speculation | None = None) -> None:
         if self._quiet:
             return
-        rows = summary_rows(totals, cache_bytes)
+        rows = summary_rows(totals, cache_bytes, drafts)
         if self._console.width < _TABLE_WIDTH:
             self._console.print(Text(_lines(rows), end=""))
             return

@@ -17,6 +17,7 @@ from rich.console import Console
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.command.completing import stores
+from kvcache.command.drafting import Drafting
 from kvcache.command.grouped import ungrouped
 from kvcache.command.options import Debug, Dtypes, Place, named_store
 from kvcache.command.progress import draws
@@ -183,6 +184,7 @@ def serve(
     room: Room,
     limits: Limits,
     events: Events,
+    drafting: Drafting,
     live: Annotated[
         bool, typer.Option("--live", help="Show requests, cells and tiers on the terminal as they change.")
     ] = False,
@@ -217,7 +219,7 @@ def serve(
             not limits.hide_cached_tokens,
         )
         server.serve(
-            functools.partial(_opened, place, dtypes, room, events),
+            functools.partial(_opened, place, dtypes, room, events, drafting),
             address.name or _name(place.model, path),
             server.template_of(path),
             options,
@@ -239,12 +241,17 @@ def _name(given: Path | None, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _opened(place: Place, dtypes: Dtypes, room: Room, events: Events) -> Iterator[Engine]:
+def _opened(place: Place, dtypes: Dtypes, room: Room, events: Events, drafting: Drafting) -> Iterator[Engine]:
     """Backend, model and engine, in the thread that uses them."""
     path = place.path
     tiers: list[Tier] = [HostTier(room.host_memory), *map(named_store, room.store or ())]
     with place.open(load_config(path)) as backend:
-        model = load_model(path, backend, dtypes.weights)
-        options = room.engine_options(dtypes)
-        with Engine(model, Tokenizer.load(path), options, tiers) as engine, events.published(engine):
+        model = load_model(path, backend, dtypes.weights, mtp=drafting.mtp)
+        options = drafting.options(room.engine_options(dtypes))
+        with (
+            drafting.opened(model, dtypes.weights, options) as draft,
+            Engine(model, Tokenizer.load(path), options, tiers) as engine,
+            events.published(engine),
+        ):
+            engine.draft = draft
             yield engine

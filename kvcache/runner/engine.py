@@ -131,6 +131,8 @@ class Engine(Closing):
             self.cache.close()
             raise
         self._verifier = Verifier(self.cache, options, model.config.vocab_size)
+        self.draft: Draft | None = None
+        """Of requests that bring none."""
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._events: list[EngineEvent] = []
@@ -201,6 +203,7 @@ class Engine(Closing):
         Raises RequestError for a prompt or settings that cannot be served; nothing is queued then.
         """
         self._check("submit")
+        draft = draft or self.draft
         if draft is not None and not self._verifier.enabled:
             raise RequestError("submit: draft= needs an engine with SpeculativeOptions")
         drafts: object = draft

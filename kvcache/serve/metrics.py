@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from kvcache.prefix.prefix_cache import PrefixStats
 from kvcache.runner.engine import Engine, EngineEvent, Failed
 from kvcache.runner.requests import Finished, Started, Statistics, Token
+from kvcache.runner.verification import Speculation
 from kvcache.serve.worker import Ticket, Worker
 
 __all__ = ["Metrics"]
@@ -94,6 +95,7 @@ class _Reading:
     """What an engine has counted, at one moment."""
 
     statistics: Statistics
+    speculation: Speculation
     reused: PrefixStats
     running: int
     waiting: int
@@ -108,7 +110,8 @@ class _Reading:
     def of(cls, engine: Engine) -> _Reading:
         prefix = engine.prefix
         return cls(
-            replace(engine.statistics), replace(prefix.stats), len(engine.running), len(engine.waiting),
+            replace(engine.statistics), replace(engine.speculation), replace(prefix.stats),
+            len(engine.running), len(engine.waiting),
             engine.preemptions, prefix.nbytes, prefix.failed, prefix.store_errors,
             prefix.over_tenant_budget,
             dict(prefix.break_even.counts),
@@ -121,6 +124,10 @@ class _Reading:
         yield _counter("num_preemptions", "Times a request made room for others.", self.preemptions)
         yield _counter("prompt_tokens", "Tokens of all prompts.", statistics.prompt_tokens)
         yield _counter("generation_tokens", "Tokens that were generated.", statistics.generated_tokens)
+        if (drafts := self.speculation).passes:
+            yield _counter("spec_decode_num_drafts", "Passes of answers that had drafts.", drafts.passes)
+            yield _counter("spec_decode_num_draft_tokens", "Drafted tokens.", drafts.drafted)
+            yield _counter("spec_decode_num_accepted_tokens", "Those that were accepted.", drafts.accepted)
 
     def of_reuse(self, stores: bool) -> Iterator[Family]:
         """What a client could learn from what others have asked."""

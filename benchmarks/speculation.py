@@ -1,0 +1,93 @@
+"""How many drafted tokens are accepted, and what a pass gives, by draft, temperature and way of accepting.
+
+    python -m benchmarks.speculation [--model ../shared/models/stories260K] [--tokens 4]
+
+The drafts are the model itself, the model without its last layer, and ``prompt_lookup``. "exact" accepts a
+drafted token where it is what plain decoding draws by the same seed; "rejection" is Leviathan et al. (2023).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import kvcache
+import ml
+from kvcache.runner.checkpoints.weights import open_weights
+from kvcache.runner.drafts import Draft, ModelDraft, prompt_lookup
+from kvcache.runner.loading import bundled_model, load_config, load_model
+from kvcache.runner.models.llama import Llama
+from kvcache.runner.options import Acceptance, SpeculativeOptions
+from kvcache.runner.requests import GenerationOptions
+from kvcache.runner.speculative import SpeculativeGenerator
+from kvcache.runner.tokenizer import Tokenizer
+from kvcache.runner.verification import Speculation
+from kvcache.testing.bench.timing import machine
+
+__all__ = ["main", "measured", "shortened"]
+
+PROMPTS = ("", "Tim had a big dog.", "Once upon a time, there was a girl", "The sun was hot. Lily")
+console = Console(width=110)
+
+
+def shortened(path: Path, backend: ml.Backend) -> Any:
+    """The model without its last layer: what a smaller model of the same vocabulary may say."""
+    config: Any = load_config(path)
+    weights: Any = open_weights(path)
+    return Llama(backend, replace(config, layers=config.layers - 1), weights)
+
+
+def measured(
+    model: Any, tokenizer: Tokenizer, draft: Draft, temperature: float, acceptance: Acceptance, count: int,
+    length: int = 120, seeds: Sequence[int] = range(4),
+) -> Speculation:  # fmt: skip
+    """Sums over all prompts and seeds."""
+    options = SpeculativeOptions(max_sequences=4, capacity=256, tokens=count, acceptance=acceptance)
+    total = Speculation()
+    with SpeculativeGenerator(model, tokenizer, draft, options=options) as generator:
+        for seed in seeds if temperature else seeds[:1]:
+            generator.complete(PROMPTS, GenerationOptions(length, temperature=temperature, seed=seed))
+            found = generator.speculation
+            total = Speculation(
+                total.passes + found.passes, total.drafted + found.drafted, total.accepted + found.accepted
+            )
+    return total
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__)
+    parser.add_argument("--model", type=Path, default=bundled_model(), help="a folder of the Llama family")
+    parser.add_argument("--tokens", type=int, default=4, help="drafted tokens per pass")
+    options = parser.parse_args(arguments)
+    console.print(
+        f"{machine()}, kvcache {kvcache.__version__}, NumPy, {options.tokens} drafted tokens per pass"
+    )
+    table = Table("draft", "temperature", "accepting", "accepted", "tokens per pass")
+    with ml.open_backend("numpy") as backend:
+        model, tokenizer = load_model(options.model, backend), Tokenizer.load(options.model)
+        small = shortened(options.model, backend)
+        with ModelDraft(small, 4, capacity=256) as less, ModelDraft(model, 4, capacity=256) as itself:
+            drafts: dict[str, Draft] = {
+                "the model itself": itself, "without its last layer": less, "prompt_lookup": prompt_lookup,
+            }  # fmt: skip
+            for name, draft in drafts.items():
+                for temperature in (0.0, 0.7, 1.0):
+                    ways: tuple[Acceptance, ...] = ("rejection", "exact") if temperature else ("exact",)
+                    for way in ways if draft is not prompt_lookup else ("exact",):
+                        found = measured(model, tokenizer, draft, temperature, way, options.tokens)
+                        told = "any" if len(ways) == 1 or draft is prompt_lookup else way
+                        table.add_row(
+                            name, f"{temperature}", told, f"{found.acceptance:.0%}",
+                            f"{found.tokens_per_pass:.2f}",
+                        )  # fmt: skip
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
