@@ -126,13 +126,13 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
 def _named(name: str) -> Any:
     """A state by its name; None where the layer has none, or nothing is in it."""
 
-    def get(entry: CompressedCache) -> Any:
-        names = entry._spec.names
-        found = entry[names.index(name)] if name in names else None
+    def get(self: CompressedCache) -> Any:
+        names = self._spec.names
+        found = self[names.index(name)] if name in names else None
         return found if found is None or found.shape[1] else None
 
-    def put(entry: CompressedCache, value: Any) -> None:
-        entry[entry._spec.names.index(name)] = value
+    def put(self: CompressedCache, value: Any) -> None:
+        self[self._spec.names.index(name)] = value
 
     return property(get, put)
 
