@@ -565,8 +565,7 @@ class RecurrentCache(
     ) -> Callable[[], None] | None:
         """Check all that ``restore`` may refuse; None where it would give False."""
         self._check_restore(seq, snapshot, RecurrentSnapshot)
-        put_back = self.snapshots.prepare_restore_snapshot(seq, snapshot, target)
-        if put_back is None:
+        if (put_back := self.snapshots.prepare_restore_snapshot(seq, snapshot, target)) is None:
             return None
 
         def commit() -> None:
