@@ -13,6 +13,7 @@ from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.radix_tree import common_length
 from kvcache.prefix.retention import Retention
+from kvcache.prefix.session import Lookup
 from kvcache.runner.consensus import Agreement
 from kvcache.runner.drafts import Draft
 from kvcache.runner.request_state import RequestState
@@ -57,6 +58,8 @@ class Request:
         """Accepted tokens of a draft that are evaluated again with the next one."""
         self.session: Session | None = None
         self.retention: Retention | None = None
+        self.lookup: Lookup | None = None
+        """What came of the search for its prefix when it first got a sequence."""
         self.started = False
         self.done = False
         """Whether it finished, failed or was cancelled."""

@@ -69,7 +69,8 @@ class Metrics:
         """Called in the worker's thread, with what happens to each request."""
         now = time.monotonic()
         if isinstance(event, Started):
-            self._queue.observe(now - ticket.asked)
+            assert ticket.lookup is not None
+            self._queue.observe(ticket.lookup.began - ticket.asked)
         elif isinstance(event, Token) and event.token is not None:
             self._count_token(ticket, now)
         elif isinstance(event, Finished):
