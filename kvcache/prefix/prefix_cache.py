@@ -316,6 +316,11 @@ class PrefixCache(Closing):
         }
 
     @property
+    def stores(self) -> tuple[SnapshotStore, ...]:
+        """The nearest first."""
+        return () if self.tree.store is None else self.tree.store.stores
+
+    @property
     def store_errors(self) -> dict[str, int]:
         """Calls of stores that failed, by kind: "read", "write", "corrupt", "full"; {} without stores."""
         return {} if self.tree.store is None else dict(self.tree.store.errors)
