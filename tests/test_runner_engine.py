@@ -158,22 +158,6 @@ def test_a_request_shares_with_one_that_is_running(model: Any) -> None:
         assert second.run.tokens[32:] == list(reference(model, [*first, 7, 8]))
 
 
-def test_tenants_reuse_nothing_of_one_another_and_do_not_wait_for_it(model: Any) -> None:
-    """All at once: those of one salt wait for its first prompt, and strangers compute theirs beside it."""
-    prompt = tokens_of(6, 30)
-    with engine_of(model, max_sequences=6, prefill_chunk=64) as engine:
-        salts = ["a", "b", "", "a", "b"]
-        requests = [engine.submit(prompt, GenerationOptions(4, ignore_eos=True), salt=s) for s in salts]
-        engine.step()
-        assert [request.started for request in requests] == [True, True, True, False, False]
-        events = run(engine)
-        reused = {event.request: event.reused for event in events if isinstance(event, Finished)}
-        assert [reused[request.id] for request in requests] == [0, 0, 0, 29, 29]
-        assert {request.tokens for request in requests} == {(*prompt, *reference(model, prompt, 4))}
-        with pytest.raises(RequestError, match="submit: salt=7; it must be a string"):
-            engine.submit(prompt, salt=7)  # type: ignore[arg-type]
-
-
 def run(engine: Engine, extra: int = 0) -> list[Any]:
     """All events to the end; ``extra`` sessions are not the engine's own."""
     events: list[Any] = []

@@ -82,7 +82,7 @@ def test_tokens_are_counted_by_where_they_came_from(store: Failing) -> None:
         complete(app)
         worker.post(lambda engine: (engine.prefix.flush(), engine.forget())).result()
         last = complete(app, prompt=PROMPT + text)["usage"]
-        found = samples(app)
+        held, found = store.usage().nbytes, samples(app)
     total, stored = 3 * TOKENS + last["prompt_tokens"], last["prompt_tokens_details"]["cached_tokens"]
     assert stored > TOKENS
     assert found["prompt_tokens_total",] == total
@@ -102,6 +102,7 @@ def test_tokens_are_counted_by_where_they_came_from(store: Failing) -> None:
     assert "unmeasured" in reasons, "what nobody knows yet is asked"
     assert reasons <= {"unmeasured", "fetching"}
     assert found["kept_bytes", "device"] > 0
+    assert found["store_bytes", "0"] == held > 0
     assert {tier for name, *rest in found if name == "kept_bytes" for tier in rest} == {
         "device", "leaving", "host", "writing",
     }  # fmt: skip

@@ -56,7 +56,7 @@ def join(backend: BaseBackend, device: torch.device, timeout: float) -> BaseGrou
         else:
             _keep_to_loopback()
             rank, size = launched() or (0, 1)
-            store = _rendezvous(rank, size, began + seconds)
+            store = _rendezvous(rank, size, began, seconds)
             dist.init_process_group(engine, store=store, rank=rank, world_size=size, timeout=limit)
             native = dist.group.WORLD
     except (RuntimeError, ValueError, OSError) as error:
@@ -74,7 +74,7 @@ def _keep_to_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", min(found))
 
 
-def _rendezvous(rank: int, size: int, until: float) -> Any:
+def _rendezvous(rank: int, size: int, began: float, seconds: float) -> Any:
     """The store through which the ranks find each other, once all of them are there.
 
     torch's own wait counts in whole seconds, and adds some while rank 0 is not there.
@@ -87,9 +87,9 @@ def _rendezvous(rank: int, size: int, until: float) -> Any:
             "the ranks with torchrun, or set both"
         )
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    began = time.monotonic()
+    until = began + seconds
     if not serves:
-        _reach(host, int(port), rank, until)
+        _reach(host, int(port), rank, until, seconds)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
         int(port),
@@ -107,20 +107,19 @@ def _rendezvous(rank: int, size: int, until: float) -> Any:
     except RuntimeError as error:
         missing = [str(other) for other, key in enumerate(here) if not store.check([key])]
         reason = f"rank {', '.join(missing)} of {size} did not connect" if missing else str(error)
-        raise _not_joined(f"rank {rank}", until - began, reason, late=True) from error
+        raise _not_joined(f"rank {rank}", seconds, reason, late=True) from error
     return store
 
 
-def _reach(host: str, port: int, rank: int, until: float) -> None:
-    """Return when somebody listens there; GroupError where nobody does in time."""
-    began = time.monotonic()
+def _reach(host: str, port: int, rank: int, until: float, seconds: float) -> None:
+    """Return when somebody listens there; GroupError where nobody does until then, after ``seconds``."""
     while True:
         try:
             socket.create_connection((host, port), timeout=_left(until)).close()
         except OSError as error:
             if time.monotonic() >= until:
                 reason = f"rank 0 does not answer at {host}:{port}: {error}"
-                raise _not_joined(f"rank {rank}", until - began, reason, late=True) from error
+                raise _not_joined(f"rank {rank}", seconds, reason, late=True) from error
             time.sleep(min(0.02, _left(until)))
         else:
             return

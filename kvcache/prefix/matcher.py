@@ -7,6 +7,7 @@ It comes from another session, from the cache's own snapshots, from host memory,
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,19 @@ class Source:
     """The sequence has it already."""
 
 
+class Stopwatch:
+    """A context manager; ``seconds`` are those of all its blocks."""
+
+    def __init__(self) -> None:
+        self.seconds = self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.monotonic() - self._began
+
+
 class PrefixMatcher:
     """Finds prefixes in ``sessions`` (by sequence), a tree and its stores, and restores them."""
 
@@ -45,16 +59,20 @@ class PrefixMatcher:
         """How many tokens of the last ``fill`` came from where: "live", a tier, "store"."""
         self.spared = 0
         """Tokens of the last ``fill`` that stores were not asked for, since computing them is faster."""
+        self.matching = Stopwatch()
+        """What the last ``fill`` took to find what it restored."""
         self.on_restore: Callable[[int, int], None] | None = None
 
     def fill(self, seq: int, ids: np.ndarray) -> int:
         """Make the sequence hold the longest prefix of ``ids`` that can be had; returns its length."""
         limit = reach = int(ids.size) - 1
+        self.matching = Stopwatch()
         while True:
             self.origins.clear()
-            source = self.best(ids, limit)
-            self._tree.touch(ids[: source.length])
-            stored, self.spared = self._lookup.longest(ids, source.length, reach)
+            with self.matching:
+                source = self.best(ids, limit)
+                self._tree.touch(ids[: source.length])
+                stored, self.spared = self._lookup.longest(ids, source.length, reach)
             while stored > source.length:
                 reached = self._from_store(seq, ids, source, stored)
                 if reached is None:
@@ -64,7 +82,8 @@ class PrefixMatcher:
                 progress = reached > source.length
                 source, stored = Source(reached, held=True), reached
                 if progress:
-                    stored, self.spared = self._lookup.longest(ids, reached, reach)
+                    with self.matching:
+                        stored, self.spared = self._lookup.longest(ids, reached, reach)
             else:
                 if self.from_source(seq, ids, source):
                     return source.length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.matcher import PrefixMatcher, Source
 from kvcache.prefix.prefix_tree import PrefixTree
-from kvcache.prefix.session import PrefixStats, Session
+from kvcache.prefix.session import Lookup, PrefixStats, Session
 from kvcache.prefix.snapshot_points import pieces_of, positions_due
 from kvcache.prefix.store_lookup import StoreLookup
 from kvcache.snapshots.snapshot import Snapshot
@@ -42,9 +43,12 @@ class OpenSessions:
     def begin(self, ids: np.ndarray, tenant: Tenant = EVERYONE) -> Session:
         """A session over ``ids`` in a free sequence, which holds the longest prefix that can be had."""
         seq = min(self.free)  # which depends on nothing but the ones that are in use
+        began = time.monotonic()
         with self._evictor.within_budgets():
             try:
                 cached = self.matcher.fill(seq, ids)
+                matching, origins = self.matcher.matching.seconds, dict(self.matcher.origins)
+                lookup = Lookup(began, matching, time.monotonic() - began - matching, origins)
                 self._schedule(seq, ids, cached)
                 self.rolled_back(seq)
             except BaseException:
@@ -53,8 +57,8 @@ class OpenSessions:
                 raise
         self.free.remove(seq)
         session = self.sessions[seq] = Session(self, seq, ids, cached, tenant)
-        session.spared = self.matcher.spared
-        self._stats.add(int(ids.size), {**self.matcher.origins, "spared": session.spared})
+        session.spared, session.lookup = self.matcher.spared, lookup
+        self._stats.add(int(ids.size), {**origins, "spared": session.spared})
         return session
 
     def forget_items(self) -> None:

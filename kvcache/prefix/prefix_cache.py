@@ -362,6 +362,11 @@ class PrefixCache(Closing):
         return self.tree.over_budget
 
     @property
+    def stores(self) -> tuple[SnapshotStore, ...]:
+        """The nearest first."""
+        return () if self.tree.store is None else self.tree.store.stores
+
+    @property
     def store_errors(self) -> dict[str, int]:
         """Calls of stores that failed, by kind: "read", "write", "corrupt", "full"; {} without stores."""
         return {} if self.tree.store is None else dict(self.tree.store.errors)

@@ -14,7 +14,7 @@ from kvcache.prefix.alphabet import EVERYONE, Alphabet, Tenant
 from kvcache.prefix.retention import Retention
 from kvcache.snapshots.schedule import REPLACED
 
-__all__ = ["PrefixStats", "Session", "SessionLimitError", "SessionReplacedError", "Tokens"]
+__all__ = ["Lookup", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError", "Tokens"]
 
 Tokens = Sequence[int | bytes] | np.ndarray
 
@@ -54,6 +54,20 @@ class PrefixStats:
         self.tokens += tokens
         for origin, count in origins.items():
             setattr(self, origin, getattr(self, origin) + count)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """How a session came by the beginning of its prompt; seconds of searching and restoring are summed."""
+
+    began: float
+    """By ``time.monotonic``."""
+    match_seconds: float
+    """To find the longest prefix: in the cache, in host memory, and by a question to the stores."""
+    restore_seconds: float
+    """To bring it into the sequence: shared, copied, or read from a store."""
+    origins: Mapping[str, int]
+    """Tokens by where they came from, as PrefixStats names them."""
 
 
 class SessionOwner(Protocol):
@@ -113,6 +127,8 @@ class Session:
         """Tokens that stores were not asked for at its begin, since computing them is faster."""
         self.retention: Retention | None = None
         """How long what is kept of it stays; it counts when the session closes."""
+        self.lookup: Lookup | None = None
+        """How it came by its first ``cached`` tokens, and how long that took."""
 
     def __repr__(self) -> str:
         count = self._tokens.size + len(self._more)

@@ -384,7 +384,7 @@ class Engine(Closing):
         if request.started:
             request.run.stored = session.cached
         else:
-            request.started = True
+            request.started, request.lookup = True, session.lookup
             events.append(request.run.start(session.cached, session.spared))
         plan_sharing(request, self._waiting, self.prefix)
 

@@ -14,6 +14,7 @@ from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.radix_tree import common_length
 from kvcache.prefix.retention import Retention
+from kvcache.prefix.session import Lookup
 from kvcache.runner.consensus import Agreement
 from kvcache.runner.drafts import Draft
 from kvcache.runner.request_state import RequestState
@@ -60,6 +61,8 @@ class Request:
         self.retention: Retention | None = None
         self.ahead: Prefetch | None = None
         """What is read from stores while it waits."""
+        self.lookup: Lookup | None = None
+        """What came of the search for its prefix when it first got a sequence."""
         self.started = False
         self.done = False
         """Whether it finished, failed or was cancelled."""

@@ -2,7 +2,7 @@
 
 worker.py has the engine in its own thread and its events in asyncio, app.py the routes; asked.py, answers.py,
 logprobs.py and errors.py are OpenAI's JSON, in and out; template.py makes prompts of messages, index.py the
-page at /, metrics.py what /metrics tells; running.py listens, and ends in order.
+page at /, metrics.py what /metrics tells, tracing.py its spans; running.py listens, and ends in order.
 """
 
 from kvcache.serve.app import make_app

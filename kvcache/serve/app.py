@@ -27,6 +27,7 @@ from kvcache.serve.index import index_page
 from kvcache.serve.metrics import Metrics
 from kvcache.serve.options import ServeOptions
 from kvcache.serve.streams import EventStream, api_error, cancel, collect, stream, too_late, while_there
+from kvcache.serve.tracing import Trace, tracing
 from kvcache.serve.worker import Inbox, Overloaded, Stopped, Ticket, Worker
 
 __all__ = ["make_app"]
@@ -65,6 +66,7 @@ class _Service:
     def __init__(self, worker: Worker, name: str, template: Template, options: ServeOptions) -> None:
         self._worker, self._name, self._template, self._options = worker, name, template, options
         self._metrics = Metrics(worker, name, options.show_cached)
+        self._begin_trace = tracing(name)
         self._record = {
             "id": name,
             "object": "model",
@@ -103,6 +105,17 @@ class _Service:
         return Response(await asyncio.to_thread(self._metrics.exposed), media_type=CONTENT_TYPE_LATEST)
 
     async def _answer(self, request: Request, parse: Parse, chat: bool) -> Response:
+        trace = self._begin_trace(request.headers, chat)
+        try:
+            response = await self._in_time(request, parse, chat, trace)
+        except BaseException as error:
+            trace.end(error)
+            raise
+        if not isinstance(response, EventStream):  # which ends it when it is over itself
+            trace.end()
+        return response
+
+    async def _in_time(self, request: Request, parse: Parse, chat: bool, trace: Trace) -> Response:
         within = self._options.request_timeout
         deadline = asyncio.get_running_loop().time() + within
         try:
@@ -112,12 +125,12 @@ class _Service:
             raise ApiError(408, f"the body did not come within {within:g} seconds", code="timeout") from None
         try:
             async with asyncio.timeout_at(deadline):
-                return await self._answered(request, body, parse, chat, deadline)
+                return await self._answered(request, body, parse, chat, deadline, trace)
         except TimeoutError:
             raise too_late(within) from None
 
     async def _answered(
-        self, request: Request, body: bytes, parse: Parse, chat: bool, deadline: float
+        self, request: Request, body: bytes, parse: Parse, chat: bool, deadline: float, trace: Trace
     ) -> Response:
         # In a thread: parsing, rendering and tokenizing eight megabytes would keep all others waiting.
         asked, calls = await asyncio.to_thread(self._prepared, body, parse)
@@ -127,9 +140,10 @@ class _Service:
         texts = None if asked.settings.logprobs is None else tokenizer.token_bytes
         form = Form(self._name, chat, asked.choices, self._options.show_cached, texts)
         tickets = await self._submit(calls, inbox, asked)
+        trace.asked(asked, tickets)
         if asked.stream:
             events = stream(form, asked, inbox, len(tickets), deadline, self._options.request_timeout)
-            return EventStream(tickets, events, deadline)
+            return EventStream(tickets, events, deadline, trace)
         try:
             answers = await while_there(request, collect(inbox, len(tickets)))
         finally:

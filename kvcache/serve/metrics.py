@@ -6,8 +6,9 @@ as they come. The registry is the server's own: nothing is global.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -19,6 +20,7 @@ from kvcache.runner.engine import Engine, EngineEvent, Failed
 from kvcache.runner.requests import Finished, Started, Statistics, Token
 from kvcache.runner.verification import Speculation
 from kvcache.serve.worker import Ticket, Worker
+from kvcache.stores import FileStore, MemoryStore, SnapshotStore, StoreError
 
 __all__ = ["Metrics"]
 
@@ -70,7 +72,8 @@ class Metrics:
         """Called in the worker's thread, with what happens to each request."""
         now = time.monotonic()
         if isinstance(event, Started):
-            self._queue.observe(now - ticket.asked)
+            assert ticket.lookup is not None
+            self._queue.observe(ticket.lookup.began - ticket.asked)
         elif isinstance(event, Token) and event.token is not None:
             self._count_token(ticket, now)
         elif isinstance(event, Finished):
@@ -192,10 +195,22 @@ class _EngineCollector(Collector):
         families.append(
             _counter("requests_dropped", "Refused (429), or given up by the client.", counts, "why")
         )
+        if self._show_cached and (kept := _bytes_in_stores(self._worker.engine.prefix.stores)):
+            families.append(_gauge("store_bytes", "Entries that a store has, by its place.", kept, "store"))
         for family in families:
             for sample in family.samples:
                 sample.labels["model_name"] = self._name
             yield family
+
+
+def _bytes_in_stores(stores: Sequence[SnapshotStore]) -> dict[str, int]:
+    """By the place of the store; of those that know without a question to another machine."""
+    found = {}
+    for i, store in enumerate(stores):
+        if isinstance(store, (FileStore, MemoryStore)):
+            with contextlib.suppress(StoreError, OSError):  # it failed, or is closed already
+                found[str(i)] = store.usage().nbytes
+    return found
 
 
 def _counter(name: str, told: str, value: float | Mapping[str, int], label: str = "") -> Family:

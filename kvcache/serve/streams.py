@@ -17,6 +17,7 @@ from kvcache.runner.requests import Finished, Token
 from kvcache.serve.answers import DONE, Form, sse
 from kvcache.serve.asked import Asked
 from kvcache.serve.errors import ApiError
+from kvcache.serve.tracing import Trace
 from kvcache.serve.worker import Inbox, Stopped, Ticket
 
 __all__ = ["EventStream", "api_error", "cancel", "collect", "stream", "too_late", "while_there"]
@@ -28,12 +29,14 @@ LAST_WORDS = 1.0
 class EventStream(StreamingResponse):
     """Server-sent events; however it ends, and if nobody has read the first, its requests are over.
 
-    Who has not read them a while after ``deadline`` is cut off.
+    Who has not read them a while after ``deadline`` is cut off. ``trace`` ends with it.
     """
 
-    def __init__(self, tickets: Sequence[Ticket], events: AsyncIterator[bytes], deadline: float) -> None:
+    def __init__(
+        self, tickets: Sequence[Ticket], events: AsyncIterator[bytes], deadline: float, trace: Trace
+    ) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._tickets, self._deadline = tickets, deadline
+        self._tickets, self._deadline, self._trace = tickets, deadline, trace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -42,6 +45,7 @@ class EventStream(StreamingResponse):
                     await super().__call__(scope, receive, send)
         finally:
             cancel(self._tickets)
+            self._trace.end()
 
 
 async def stream(

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from typing import Self
 
 from kvcache.prefix.retention import Retention
+from kvcache.prefix.session import Lookup
 from kvcache.runner.engine import Engine, EngineEvent, Failed, Request
 from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.serve.options import ServeOptions
@@ -61,6 +62,13 @@ class Ticket:
         """When its first token came."""
         self._loop = asyncio.get_running_loop()
         self.request: Request | None = None
+        self.outcome: Finished | Failed | None = None
+        """How it ended; None while it has not, and where it was given up."""
+
+    @property
+    def lookup(self) -> Lookup | None:
+        """How its request came by its prefix; None while it waits."""
+        return None if self.request is None else self.request.lookup
 
     def cancel(self) -> None:
         """No more events; of one that is over nothing changes."""
@@ -316,10 +324,13 @@ class Worker:
         return min(60, math.ceil((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)) or 1)
 
     def _dispatch(self, event: EngineEvent) -> None:
-        over = isinstance(event, (Finished, Failed))
-        found = self._tickets.pop(event.request, None) if over else self._tickets.get(event.request)
-        if over:
+        if isinstance(event, (Finished, Failed)):
+            found = self._tickets.pop(event.request, None)
             self._ends.append(time.monotonic())
+            if found is not None:
+                found.outcome = event
+        else:
+            found = self._tickets.get(event.request)
         if found is not None:
             for observe in tuple(self.observers):
                 observe(found, event)
