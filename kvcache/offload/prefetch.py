@@ -213,7 +213,7 @@ class Prefetcher:
             if prefetch.waits:  # what comes later would take the room that it waits for
                 return None
             taken = self._next_entry(prefetch)
-            if taken is not None:
+            if taken is not None or prefetch in self._queue:  # it is still being read, and may want the room
                 return taken
         return None
 
