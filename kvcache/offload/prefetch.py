@@ -35,8 +35,8 @@ class _Page:
     begin: int = 0
     nbytes: int = 0
     users: int = 1
-    refused: bool = False
-    """There was no room for it."""
+    refused: int = -1
+    """How often room had become free when there was none for it; -1: there was."""
 
 
 @dataclass(eq=False, slots=True)
@@ -88,6 +88,8 @@ class Prefetcher:
         """Bytes that are held, or about to be read."""
         self.read = 0
         """Entries that were read."""
+        self._freed = 0
+        """How often room became free."""
         self._tier, self._begin_of = tier, begin_of
         self._known: dict[str, Prefetch] = {}
         """By the key of the whole prompt."""
@@ -136,8 +138,6 @@ class Prefetcher:
             if self._known.get(key) is prefetch:
                 del self._known[key]
             self._let_go(prefetch)
-            for other in self._queue:
-                other.waits = False
             self._wake()
             self._changed.notify_all()
 
@@ -299,12 +299,13 @@ class Prefetcher:
         if prefetch.over:
             return
         prefetch.pages.remove(key)
-        if page.refused and len(self._pages) > len(prefetch.pages):
+        refused = page.refused >= 0
+        if refused and (page.refused < self._freed or len(self._pages) > len(prefetch.pages)):
             prefetch.ends.appendleft((end, before))
-            prefetch.waits = True
+            prefetch.waits = page.refused == self._freed
             return
         prefetch.ends.clear()
-        if page.refused or prefetch.found is None:
+        if refused or prefetch.found is None:
             return
         if prefetch.divisible:  # it leads no further than what comes before
             prefetch.found = LookUp(min(prefetch.found.stored, before), prefetch.found.spared)
@@ -318,10 +319,10 @@ class Prefetcher:
         """Whether there is room for an entry; it is the entry's then. Takes the lock."""
         with self._changed:
             self.nbytes -= page.nbytes
-            page.refused = self.nbytes + nbytes > self.limit or not page.users
-            page.nbytes = 0 if page.refused else nbytes
+            fits = self.nbytes + nbytes <= self.limit and page.users > 0
+            page.refused, page.nbytes = (-1, nbytes) if fits else (self._freed, 0)
             self.nbytes += page.nbytes
-            return not page.refused
+            return fits
 
     def _let_go(self, prefetch: Prefetch) -> None:
         for key in prefetch.pages:
@@ -335,8 +336,12 @@ class Prefetcher:
     def _drop(self, key: str, page: _Page) -> None:
         if self._pages.get(key) is page:
             del self._pages[key]
-        self.nbytes -= page.nbytes
-        page.nbytes = 0
+        if page.nbytes:
+            self.nbytes -= page.nbytes
+            page.nbytes = 0
+            self._freed += 1
+            for prefetch in self._queue:
+                prefetch.waits = False
         if page.loan is not None:
             page.loan.give_back()
 
