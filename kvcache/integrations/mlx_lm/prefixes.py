@@ -120,17 +120,23 @@ class MLXPrefixCache(Closing):
 
         Yields tokens with their log-probabilities. What was yielded is kept, wherever the caller stops.
         """
-        with self.begin(tokens, salt, shared) as session:
+        session, keep = self.begin(tokens, salt, shared), False
+        said: list[int] = []
+        try:
             last = session.prefill(prefill_size)
-            steps = generate_step(last, self.model, prompt_cache=session.prompt_cache, **options)
-            said: list[int] = []
-            try:
-                for token, logprobs in steps:
-                    said.append(int(token))
-                    yield int(token), logprobs
-            finally:
-                steps.close()
+            for token, logprobs in generate_step(
+                last, self.model, prompt_cache=session.prompt_cache, **options
+            ):
+                said.append(int(token))
+                yield int(token), logprobs
+            keep = True
+        except GeneratorExit:  # the caller has heard enough
+            keep = True
+            raise
+        finally:
+            if keep:
                 session.extend(said)
+            session.close(keep)
 
     def close(self) -> None:
         """Close all conversations, write what is kept to the stores, and drop the caches."""
