@@ -56,6 +56,35 @@ def in_engine(
         return [*tokens, *found.tokens], engine.prefix.stats.store
 
 
+def in_mlx_lm(folder: Path, store: MemoryStore, tokens: list[int], count: int) -> tuple[list[int], int]:
+    from mlx_lm.utils import load_model as load_mlx
+
+    from kvcache.integrations.mlx_lm import MLXPrefixCache
+
+    model, _ = load_mlx(folder)
+    identity = identity_of(folder, ml.DType.F32)
+    options: dict[str, Any] = {"tiers": [store], "identity": identity, "block_size": PAGE}
+    with MLXPrefixCache(model, max_sequences=1, capacity=256, **options) as cache:
+        said = [token for token, _ in cache.generate(tokens, max_tokens=count)]
+        return [*tokens, *said], cache.prefix.stats.store
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_conversation_goes_on_in_mlx_lm_and_back(kind: str, tmp_path: Path) -> None:
+    """Four turns: transformers, mlx-lm, the engine, mlx-lm again.
+
+    mlx-lm evaluates its last token too, so that the next turn begins at the block before it.
+    """
+    pytest.importorskip("mlx_lm")
+    folder, store = write_model(tmp_path / "model", kind), MemoryStore()
+    expected = reference(folder, 80)
+    tokens, _ = in_transformers(folder, store, PROMPT, 20)
+    for turn, (run, restored) in enumerate(((in_mlx_lm, 69), (in_engine, 80), (in_mlx_lm, 109))):
+        tokens, found = run(folder, store, tokens, 20)
+        assert tokens == expected[: 90 + 20 * turn]
+        assert found == restored
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("backend", ["numpy", "torch", "mlx"])
 def test_a_conversation_goes_on_from_runtime_to_runtime(kind: str, backend: str, tmp_path: Path) -> None:

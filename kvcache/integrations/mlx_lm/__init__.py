@@ -9,7 +9,8 @@
         ...
 
 Prompt caches that meet (rows of a batch, copies, what an ``LRUPromptCache`` keeps) are made by one
-:class:`CachePool`; :func:`install` lets mlx-lm make its prompt caches of such a pool by itself. For
+:class:`CachePool`; :class:`MLXPrefixCache` shares prefixes between conversations, in memory and in stores.
+:func:`install` lets mlx-lm make its prompt caches of such a pool by itself. For
 mlx-lm 0.32.
 """
 
@@ -23,6 +24,7 @@ from kvcache.integrations.mlx_lm.attention import ChunkedKVCache, KVCache, Rotat
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, Several, entries_in, layers_of
 from kvcache.integrations.mlx_lm.pool import CachePool
+from kvcache.integrations.mlx_lm.prefixes import MLXPrefixCache, MLXSession
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.saving import adopt, load_prompt_cache
@@ -37,6 +39,8 @@ __all__ = [
     "ChunkedKVCache",
     "KVCache",
     "LayerCache",
+    "MLXPrefixCache",
+    "MLXSession",
     "Recurrent",
     "RotatingKVCache",
     "SequencesTakenError",

@@ -109,7 +109,10 @@ class CachePool:
 
     def make_prompt_cache(self) -> list[Any]:
         """An empty prompt cache: an entry for each layer, as mlx-lm's ``make_prompt_cache`` gives them."""
-        rows = BatchRows.empty(self.sequences)
+        return self.prompt_cache_of(BatchRows.empty(self.sequences))
+
+    def prompt_cache_of(self, rows: BatchRows) -> list[Any]:
+        """The entries of a prompt cache of these rows."""
         made = (_kind(layer)(rows, i) for i, layer in enumerate(self.storage.layers))
         return [
             CacheList(*itertools.islice(made, len(entry.layers)))

@@ -53,6 +53,17 @@ class BatchRows:
     def empty(cls, pool: SequencePool) -> BatchRows:
         return cls(pool, [pool.hold()], [0], batched=False)
 
+    @classmethod
+    def adopted(cls, pool: SequencePool, seq: int, length: int) -> BatchRows:
+        """One row over a sequence that somebody else has, with ``length`` tokens in it."""
+        return cls(pool, [pool.lent(seq)], [length], batched=False)
+
+    def leave(self) -> None:
+        """Let go of all rows: whoever has their sequences empties them."""
+        self.last, self.events = None, self.events + 1
+        self._replace([self.pool.hold()], [0])
+        self.before = [0]
+
     def __del__(self) -> None:
         for held in self.held:
             held.release()

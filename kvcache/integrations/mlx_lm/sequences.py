@@ -59,6 +59,14 @@ class SequencePool:
         """How many sequences nobody holds."""
         return len(self._free) + len(self._retired)
 
+    def give_away(self) -> None:
+        """Leave all sequences to somebody else, who has them adopted one by one."""
+        self._free.clear()
+
+    def lent(self, seq: int) -> SharedSequence:
+        """A sequence of somebody else's, who empties it."""
+        return SharedSequence([], seq)
+
     def hold(self) -> SharedSequence:
         """A claimable sequence with nothing in it, which takes up no room yet."""
         return SharedSequence(self._retired)

@@ -1,0 +1,125 @@
+"""MLXPrefixCache: mlx-lm's own answers, from what conversations have in common, in memory and in stores."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx_lm")
+
+import mlx.core as mx
+
+import ml
+from kvcache import HostTier
+from kvcache.integrations.mlx_lm import MLXPrefixCache
+from kvcache.prefix.prefix_cache import SessionLimitError
+from kvcache.stores import MemoryStore
+
+from . import mlx_lm_models as models
+
+FIRST = models.prompt_of(30)
+OPTIONS: dict[str, Any] = {"interval": 8, "block_size": 8, "identity": {"model": "small"}}
+
+
+def plain(name: str, tokens: list[int], count: int) -> list[int]:
+    return models.greedy(models.shared(name), tokens, count, None)
+
+
+def said(cache: MLXPrefixCache, tokens: list[int], count: int, **options: Any) -> list[int]:
+    return [token for token, _ in cache.generate(tokens, max_tokens=count, prefill_size=7, **options)]
+
+
+@pytest.fixture(params=models.MODELS)
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    return request.param
+
+
+def test_turns_and_branches_say_what_they_say_without_it(name: str) -> None:
+    with MLXPrefixCache(models.shared(name), capacity=128, **OPTIONS) as cache:
+        answer = said(cache, FIRST, 9)
+        assert answer == plain(name, FIRST, 9)
+        turn = [*FIRST, *answer, *models.prompt_of(5, seed=2)]
+        branch = [*FIRST[:24], *models.prompt_of(6, seed=3)]
+        for prompt, least in ((turn, 38), (branch, 16), (turn, 38)):
+            before = cache.prefix.stats.reused
+            assert said(cache, prompt, 7) == plain(name, prompt, 7)
+            assert cache.prefix.stats.reused - before >= least
+
+
+def test_what_was_evicted_and_what_a_store_has_comes_back(name: str) -> None:
+    store = MemoryStore()
+    expected = plain(name, [*FIRST, 5], 6)
+    with MLXPrefixCache(models.shared(name), capacity=128, tiers=[HostTier(), store], **OPTIONS) as cache:
+        said(cache, FIRST, 4)
+        cache.prefix.evict()
+        assert said(cache, [*FIRST, 5], 6) == expected
+        assert cache.prefix.stats.host >= 24
+    with MLXPrefixCache(models.shared(name), capacity=128, tiers=[store], **OPTIONS) as cache:
+        assert said(cache, [*FIRST, 5], 6) == expected
+        assert cache.prefix.stats.store >= 24
+
+
+def test_several_conversations_are_open_side_by_side(name: str) -> None:
+    prompts = [[*FIRST[:20], *models.prompt_of(4, seed=i)] for i in (4, 5)]
+    with MLXPrefixCache(models.shared(name), max_sequences=2, capacity=128, **OPTIONS) as cache:
+        running = [cache.generate(prompt, max_tokens=8, prefill_size=7) for prompt in prompts]
+        answers: list[list[int]] = [[], []]
+        for _ in range(8):
+            for answer, steps in zip(answers, running, strict=True):
+                answer.append(next(steps)[0])
+        with pytest.raises(SessionLimitError):
+            cache.begin(FIRST)
+        for steps in running:
+            steps.close()
+        assert answers == [plain(name, prompt, 8) for prompt in prompts]
+        cache.begin(FIRST).close()
+
+
+def test_who_stops_in_the_middle_keeps_what_was_said() -> None:
+    with MLXPrefixCache(models.shared("llama"), capacity=128, **OPTIONS) as cache:
+        whole = plain("llama", FIRST, 10)
+        steps = cache.generate(FIRST, max_tokens=10)
+        heard = [token for token, _ in itertools.islice(steps, 4)]
+        steps.close()
+        assert heard == whole[:4]
+        with cache.begin([*FIRST, *heard, 1]) as session:
+            assert session.cached == 34
+        assert said(cache, [*FIRST, *heard], 6) == whole[4:]
+
+
+def test_salts_part_conversations() -> None:
+    with MLXPrefixCache(models.shared("llama"), capacity=128, **OPTIONS) as cache:
+        said(cache, FIRST, 2, salt="a")
+        for salt, cached in (("b", 0), ("a", 29), ("", 0)):
+            with cache.begin(FIRST, salt=salt) as session:
+                assert session.cached == cached
+
+
+def test_a_loop_of_ones_own_goes_on_from_the_session() -> None:
+    model = models.shared("llama")
+    with MLXPrefixCache(model, capacity=128, **OPTIONS) as cache:
+        with cache.begin(FIRST) as session:
+            token = session.prefill(11)
+            assert token.tolist() == FIRST[-1:]
+            logits = model(token[None], cache=session.prompt_cache)
+            assert int(mx.argmax(logits[0, -1])) == plain("llama", FIRST, 1)[0]
+        assert session.prompt_cache[0].offset == 0, "it is another's now"
+        with cache.begin([*FIRST, 3]) as session:
+            assert session.cached == 30
+
+
+def test_an_error_in_the_middle_keeps_nothing_of_the_turn() -> None:
+    with MLXPrefixCache(models.shared("llama"), capacity=128, **OPTIONS) as cache:
+        with pytest.raises(RuntimeError, match="stop"), cache.begin(FIRST) as session:
+            session.prefill()
+            raise RuntimeError("stop")
+        with cache.begin(FIRST) as session:
+            assert session.cached == 0
+
+
+def test_repr_says_what_it_is_of() -> None:
+    with MLXPrefixCache(models.shared("llama"), capacity=32, backend=ml.open_backend("mlx")) as cache:
+        assert repr(cache).startswith("<MLXPrefixCache of a Model; <PrefixCache, open sessions: 0")
