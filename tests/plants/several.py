@@ -1,0 +1,15 @@
+"""What takes the place of parts of several areas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["one_more", "reversed_result"]
+
+
+def reversed_result(f: Any, *args: Any) -> Any:
+    return (found for found in [*f(*args)][::-1])
+
+
+def one_more(f: Any, *args: Any) -> Any:
+    return f(*args) + 1
