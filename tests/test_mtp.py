@@ -287,6 +287,15 @@ def test_what_cannot_draft_is_refused(on_numpy: Any, folders: Any) -> None:
         load_model(folders("glm-4.5"), devices, mtp=True)
 
 
+def test_a_layer_that_is_not_loaded_is_told(folders: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with ml.open_backend("numpy") as backend, caplog.at_level("INFO", "kvcache"):
+        load_model(folders("glm-4.5"), backend)
+        load_model(bundled_model(), backend)
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "the layer for multi-token prediction is not loaded; mtp=True loads it"
+    ]
+
+
 def test_what_is_stored_with_the_layer_is_another_models(on_numpy: Any) -> None:
     with_it, without = (model_identity(on_numpy("glm-4.5", mtp=mtp)) for mtp in (True, False))
     assert with_it == {**without, "mtp": "yes"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,8 @@ from kvcache.runner.models.families import expected_shapes, family_of, parameter
 from kvcache.runner.weights import Weights
 
 __all__ = ["bundled_model", "check_weights", "load_config", "load_model"]
+
+log = logging.getLogger("kvcache")
 
 
 def bundled_model() -> Path:
@@ -64,8 +67,7 @@ def load_model(
     """
     config = load_config(path)
     weights = open_weights(path)
-    if mtp:
-        config = _with_mtp(config, weights)
+    config = _with_mtp(config, weights, mtp)
     check_weights(config, weights)
     family, read = family_of(config), cast("Weights", weights)
     parts: dict[str, Any] = {}
@@ -77,14 +79,17 @@ def load_model(
     return model
 
 
-def _with_mtp(config: Any, source: WeightSource) -> Any:
-    """ModelError for a model or a checkpoint without that layer."""
+def _with_mtp(config: Any, source: WeightSource, mtp: bool) -> Any:
+    """With that layer where it is asked for; ModelError for a model or a checkpoint without it."""
     name = f"model.layers.{config.layers}.eh_proj.weight"
-    if not hasattr(config, "with_mtp") or name not in source:
+    there = hasattr(config, "with_mtp") and name in source
+    if mtp and not there:
         raise ModelError(
             f"{source.origin}: no layer for multi-token prediction ({name}); DeepSeek-V3 and GLM-4.5 have one"
         )
-    return config.with_mtp()
+    if there and not mtp:
+        log.info("%s: the layer for multi-token prediction is not loaded; mtp=True loads it", source.origin)
+    return config.with_mtp() if mtp else config
 
 
 def check_weights(config: ModelConfig, source: WeightSource) -> None:
