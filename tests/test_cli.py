@@ -197,7 +197,7 @@ BAD: dict[str, tuple[Callable[[Make], list[object]], str]] = {
         lambda make: ["--model", make(), "--capacity", 10**12],
         "a cache of 1 x 1000000000000 tokens in F32 needs",
     ),
-    "stop": (lambda make: ["--model", make(), "--stop", ""], "the empty string"),
+    "stop": (lambda make: ["--model", make(), "--stop", ""], "--stop must not be empty"),
 }
 
 
