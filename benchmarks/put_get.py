@@ -83,7 +83,7 @@ class Case:
 
 
 def opened(framework: str) -> tuple[ml.Backend, Framework]:
-    hand = importlib.import_module(f"kvcache.testing.bench.peers_{framework}")
+    hand = importlib.import_module(f"kvcache.integrations.bench_{framework}")
     if framework == "torch":
         hand.fix_threads(1)
         found = Framework(framework, hand, Decoding, LAYERS - 1, True)

@@ -14,9 +14,9 @@ import ml
 from benchmarks.models import RANDOM
 from benchmarks.report import Row
 from kvcache import Batch
+from kvcache.integrations import bench_torch
 from kvcache.runner import Llama
 from kvcache.runner.models.families import parse_config
-from kvcache.testing.bench import peers_torch
 from kvcache.testing.bench.timing import Contender, interleave
 
 __all__ = ["run"]
@@ -27,7 +27,7 @@ ROOM = 600
 
 
 def run(quick: bool, _: str) -> Iterator[Row]:
-    peers_torch.fix_threads(1)
+    bench_torch.fix_threads(1)
     torch.manual_seed(0)
     models: dict[str, dict[str, Any]] = {}
     if (STORIES / "config.json").is_file():

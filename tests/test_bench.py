@@ -159,8 +159,8 @@ def test_the_command_prints_rows_as_json(monkeypatch: pytest.MonkeyPatch, option
 
 def test_no_contender_writes_where_another_does() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
-    from kvcache.testing.bench import peers_torch
+    from kvcache.integrations import bench_torch
 
-    floors = peers_torch.floors(8, 2, heads=2, dim=4, dtype="float32", grow=False)
+    floors = bench_torch.floors(8, 2, heads=2, dim=4, dtype="float32", grow=False)
     views = [view for floor in floors.values() for pair in floor.call() for view in pair]
     assert len({view.untyped_storage().data_ptr() for view in views}) == len(views)

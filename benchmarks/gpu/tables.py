@@ -20,8 +20,8 @@ from benchmarks.gpu.record import Skipped, Stage, needs
 from benchmarks.put_get import Case
 from benchmarks.shapes import DIM, DTYPES, GROUPS, HEADS, LENGTHS
 from kvcache import Batch
+from kvcache.integrations import bench_torch
 from kvcache.runner import Engine, EngineOptions, GenerationOptions
-from kvcache.testing.bench import peers_torch
 from kvcache.testing.bench.decoding import LAYERS, Decoding
 from kvcache.testing.bench.timing import Contender
 
@@ -159,11 +159,11 @@ def put_get(stage: Stage) -> None:
 
 def _put_get(stage: Stage, device: Device, backend: ml.Backend, case: Case) -> None:
     with torch.device(device.torch):  # where they are made; it would slow what is timed
-        contenders = dict(peers_torch.floors(*case.shape))
-        peers = {name: peer for name, peer in peers_torch.peers(*case.shape).items() if "StaticCache" in name}
+        contenders = dict(bench_torch.floors(*case.shape))
+        peers = {name: peer for name, peer in bench_torch.peers(*case.shape).items() if "StaticCache" in name}
     ours = Decoding(backend, case.history, case.new, DTYPES[case.dtype], case.grow)
     contenders |= {"ours": ours.contender()} | peers
-    stage.note(f"{case.name}, {LAYERS - 1} layers", device.compare(contenders, floors=peers_torch.FLOORS))
+    stage.note(f"{case.name}, {LAYERS - 1} layers", device.compare(contenders, floors=bench_torch.FLOORS))
 
 
 class Steps:

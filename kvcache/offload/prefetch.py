@@ -3,7 +3,8 @@
 A prompt is looked up, and what there is of it is read in order, by threads that end when there is no more to
 do. Look-ups come first, so that a prompt of which nothing is stored never waits for the pages of another.
 Prompts that have an entry in common have it read once. When a prompt's turn comes, what is not read yet is
-left to whoever restores it.
+left to whoever restores it. Where the bytes go straight from the stores into the cache, nothing is held here:
+the stores are told what is read soon (``AdvisedStore``).
 """
 
 from __future__ import annotations
@@ -243,11 +244,13 @@ class Prefetcher:
         found: LookUp | None = None
         try:
             found = self._tier.look_up(prefetch.chain, prefetch.floor, prefetch.limit, prefetch.divisible)
+            if self._tier.reads_straight and found.stored > prefetch.floor:
+                self._tier.advise([prefetch.chain.at(end) for end, _ in self._ends(prefetch, found.stored)])
         finally:
             with self._changed:
                 prefetch.busy -= 1
                 prefetch.found = found
-                if found is None:
+                if found is None or self._tier.reads_straight:
                     self._leave_queue(prefetch)
                 elif not prefetch.over and found.stored > prefetch.floor:
                     prefetch.ends.extend(self._ends(prefetch, found.stored))

@@ -22,7 +22,7 @@ from kvcache.storage.sizes import parse_bytes
 from kvcache.stores.buffers import WritableBuffer
 from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreFull, StoreUnavailable
 from kvcache.stores.keys import Chain
-from kvcache.stores.protocol import Reader, ReadingStore, SnapshotStore
+from kvcache.stores.protocol import AdvisedStore, Reader, ReadingStore, SnapshotStore
 from kvcache.stores.serialized_snapshot import SerializedSnapshot, pack, unpack
 from ml.transfer import pinned_memory
 
@@ -282,6 +282,20 @@ class StoreTier:
     def reads_straight(self) -> bool:
         """Whether every store hands out an entry's bytes to where they belong."""
         return all(isinstance(store, ReadingStore) for store in self.stores)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a store has to fetch an entry before it hands it out, or can be told to."""
+        return not self.reads_straight or any(isinstance(store, AdvisedStore) for store in self.stores)
+
+    def advise(self, keys: Sequence[str]) -> None:
+        """Have stores bring nearer what is read soon, where they can."""
+        for store in self._reachable(READING):
+            if isinstance(store, AdvisedStore):
+                try:
+                    store.advise(keys)
+                except Exception as error:
+                    self._failed(store, READING, error, "the entries are read when their turn comes")
 
     def readers(self, key: str) -> Iterator[Reader]:
         """An entry's bytes, of each store that has them and hands them out so; ``read`` says what fails."""

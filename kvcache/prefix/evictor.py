@@ -40,7 +40,7 @@ class Evictor:
         self.retainer.expire()
         while (over := self._tree.device.over()) is not None:
             self._tree.over_budget += 1
-            self._tree.offload(self._end_of(over[0], _tokens(*over)))
+            self._tree.offload(self._end_of(over[0], _tokens(*over)), ages=False)
         while (excess := self._tree.device.excess) and (node := self._tree.device.first()) is not None:
             self._tree.offload(self._end_of(node, _tokens(node, excess)))
         self._tree.shrink_host()

@@ -124,7 +124,7 @@ class PrefixCache(Closing):
         self.tree = PrefixTree(cache, budget, host, store, keys, worker, policy, limits)
         self.alphabet = self.tree.alphabet
         self.evictor = Evictor(self.tree)
-        ahead = store is not None and read_ahead and not store.reads_straight
+        ahead = store is not None and read_ahead and store.reads_ahead
         self._prefetcher = (
             Prefetcher(store, read_ahead, lambda found: span_of(found)[0]) if store and ahead else None
         )
@@ -178,8 +178,8 @@ class PrefixCache(Closing):
 
         It stays there until ``release`` of what is returned, which is to be called when the session has
         begun, or never will; a ``begin`` before all is read reads the rest. The bytes of all such prompts
-        together are at most ``read_ahead``, and what two of them share is read once. None: there is nothing
-        to read, or the stores hand out their bytes straight to the cache, as a folder does.
+        together are at most ``read_ahead``, and what two of them share is read once. A folder, whose bytes
+        go straight into the cache, is read into the system's page cache. None: there is nothing to read.
         """
         self._check("prefetch")
         ids = self.alphabet.encode(tokens, Tenant(salt, shared))

@@ -347,11 +347,15 @@ class PrefixTree:
 
     # From tier to tier.
 
-    def offload(self, node: Node[TreeEntry]) -> None:
-        """Move a snapshot from the device to the next tier, or drop it where there is none."""
+    def offload(self, node: Node[TreeEntry], ages: bool = True) -> None:
+        """Move a snapshot from the device to the next tier, or drop it where there is none.
+
+        ``ages``: it was worth the least of all, and so the tier ages.
+        """
         held = node.data
         assert held is not None
-        _age(self.device, held, held.scores[0])
+        if ages:
+            _age(self.device, held, held.scores[0])
         if held.host is None and held.leaving is None and self._is_wanted(node, held):
             if self.worker is not None:
                 self._send(self.worker, node, held)
@@ -412,7 +416,7 @@ class PrefixTree:
             return
         while (found := self.host.over()) is not None:
             self.over_budget += 1
-            self._leave_host(found[0])
+            self._leave_host(found[0], ages=False)
         while self.host.excess and (other := self.host.first()) is not None:
             self._leave_host(other)
 
@@ -423,11 +427,12 @@ class PrefixTree:
         except SequenceLostError:
             return None
 
-    def _leave_host(self, node: Node[TreeEntry]) -> None:
+    def _leave_host(self, node: Node[TreeEntry], ages: bool = True) -> None:
         held = node.data
         assert held is not None
         assert self.host is not None
-        _age(self.host, held, held.scores[1])
+        if ages:
+            _age(self.host, held, held.scores[1])
         if held.serialized is not None:
             self._write(node, held.serialized)
         elif self.store is None or held.stored:

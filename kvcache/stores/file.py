@@ -146,6 +146,18 @@ class FileStore(Closing):
         digest = self._naming.start(key, found[1].nbytes)
         return FileReader(*found, digest, guard, lambda: self._used([key]))
 
+    def advise(self, keys: Sequence[str]) -> None:
+        """See :class:`kvcache.stores.protocol.AdvisedStore`: the system reads into its page cache."""
+        check_keys(keys)
+        if not hasattr(os, "posix_fadvise"):  # macOS
+            return
+        with self._call("advise"):
+            for key in keys:
+                with contextlib.suppress(BrokenEntryError):  # who reads it finds out
+                    if (found := self._entries.open(key)) is not None:
+                        with os.fdopen(found[0], "rb") as data:
+                            os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
     def prefix(self, keys: Sequence[str]) -> int:
         check_keys(keys)
         with self._call("prefix"):

@@ -11,6 +11,7 @@ from kvcache.stores.buffers import Buffer, WritableBuffer
 from kvcache.stores.errors import StoreValueError
 
 __all__ = [
+    "AdvisedStore",
     "Reader",
     "ReadingStore",
     "SnapshotStore",
@@ -121,6 +122,17 @@ class ReadingStore(Protocol):
         """The entry's bytes, to be read on the way; None: not there, or no longer whole.
 
         They stay what they are when the entry is evicted meanwhile.
+        """
+
+
+@runtime_checkable
+class AdvisedStore(Protocol):
+    """What a store may offer besides: entries brought nearer before they are read."""
+
+    def advise(self, keys: Sequence[str]) -> None:
+        """These entries are read soon, in this order: have them brought to memory, and wait for nothing.
+
+        It uses none of them. Keys that are not there are passed over.
         """
 
 

@@ -30,7 +30,7 @@ import pytest
 
 import ml
 from kvcache.stores import SnapshotCorrupt, SnapshotStore, StoreClosedError, StoreFull, StoreValueError
-from kvcache.stores.protocol import Reader, ReadingStore
+from kvcache.stores.protocol import AdvisedStore, Reader, ReadingStore
 
 __all__ = ["CALLS", "HOSTILE_KEYS", "UNIT", "StoreTests", "agrees", "content", "fill", "present", "read"]
 
@@ -473,3 +473,18 @@ def agrees(stores: Sequence[SnapshotStore], budget: int, seed: int, steps: int =
         else:
             assert store.delete(key) is (entries.pop(key, None) is not None), (seed, step)
         assert present(rng.choice(stores), "abcdefgh") == "".join(sorted(entries)), (seed, step)
+
+    # Advice, where the store takes it.
+
+    def test_advice_uses_nothing_and_passes_over_what_is_not_there(self, small: SnapshotStore) -> None:
+        if not isinstance(small, AdvisedStore):
+            pytest.skip("this store takes no advice")
+        fill(small, "abcd")
+        small.advise(["a", "e", "b"])
+        fill(small, "f")
+        assert present(small, "abcdef") == "bcdf"
+        with pytest.raises(StoreValueError):
+            small.advise(["../a"])
+        small.close()
+        with pytest.raises(StoreClosedError):
+            small.advise(["a"])

@@ -203,6 +203,17 @@ def test_a_tenant_over_its_budget_loses_its_own_and_no_other_does(talk: Talk) ->
     assert r.prefix.over_tenant_budget == 1
 
 
+def test_who_is_over_its_budget_makes_nothing_of_others_older(talk: Talk) -> None:
+    r = tenants(talk, TenantBudget(0, 0), [HostTier()], eviction_policy="gdsf")
+    for _ in range(4):
+        r.keep(ONE, salt="a")
+        r.prefix.tree.drain()
+    host = r.prefix.tree.host
+    assert host is not None
+    assert r.prefix.over_tenant_budget == 4
+    assert (r.prefix.tree.device.age, host.age) == (0.0, 0.0)
+
+
 def test_what_everyone_shares_counts_for_nobody(talk: Talk) -> None:
     r = tenants(talk, TenantBudget(10 * TOKEN))
     for salt in ("a", "b"):

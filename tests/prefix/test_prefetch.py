@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from kvcache.cache import InvalidRangeError
 from kvcache.offload.prefetch import Prefetch
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.stores import MemoryStore, StoreUnavailable
+from kvcache.stores import FileStore, MemoryStore, StoreUnavailable
 
 from .rigs.conversing import CACHES, LONG, SOME, Rig
 from .rigs.stores import GatedStore
@@ -247,6 +249,38 @@ def test_a_cache_that_is_closed_waits_for_what_is_being_read(talk: Talk) -> None
     assert prefetch.done
     assert len(store.threads) == calls
     assert not [each for each in threading.enumerate() if each.name == THREAD]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice about files")
+@some_caches
+def test_of_a_folder_the_system_reads_what_is_asked_for_next(
+    talk: Talk, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FileStore(tmp_path) as store:
+        advised: list[tuple[str, int]] = []
+        r = talk(cache, tiers=[store])
+        advise = os.posix_fadvise
+
+        def noted(fd: int, offset: int, size: int, what: int) -> None:
+            assert (offset, size, what) == (0, 0, os.POSIX_FADV_WILLNEED)
+            advised.append((threading.current_thread().name, os.fstat(fd).st_ino))
+            advise(fd, offset, size, what)
+
+        first = talk(cache, tiers=[store])
+        first.keep(LONG)
+        first.prefix.close()
+        monkeypatch.setattr(os, "posix_fadvise", noted)
+        prefetch = ahead(r, PROMPT)
+        prefetch.wait()
+        assert {name for name, _ in advised} == {THREAD}
+        assert {inode for _, inode in advised} <= {path.stat().st_ino for path in tmp_path.rglob("*")}
+        assert len(advised) == (5 if r.prefix.tree.divisible else 1), "all blocks, or the last entry"
+        assert held(r.prefix) == 0
+        looked = r.prefix.break_even.counts.total()
+        assert r.keep(PROMPT) == 20
+        assert r.prefix.break_even.counts.total() == looked, "one look-up"
+        prefetch.release()
+        r.prefix.close()
 
 
 def test_there_is_nothing_to_read_ahead_without_a_store_that_is_far(talk: Talk) -> None:

@@ -1,7 +1,7 @@
 """What ``kvcache bench`` measures: decoding through a cache, on the backend and machine of whoever runs it.
 
 The floors (writes and views by hand) and the caches of other runtimes are frameworks' own code: they live
-in kvcache/testing/bench/peers_*.py and are loaded by the backend's name, where there is one and its
+in kvcache/integrations/bench_*.py and are loaded by the backend's name, where there is one and its
 framework is installed. Without it, our own times stand alone.
 """
 
@@ -188,7 +188,7 @@ def measure(
 
 def _by_hand(backend: ml.Backend) -> Any:
     """The module of floors and peers for this backend; None on other devices than the CPU, or without one."""
-    name = f"kvcache.testing.bench.peers_{backend.name}"
+    name = f"kvcache.integrations.bench_{backend.name}"
     if backend.devices[0].kind != "cpu" or importlib.util.find_spec(name) is None:
         return None
     try:
