@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kvcache.bench.timing import machine
 
 import ml
 from benchmarks.two_hosts import GIGABIT, PLANS, Machines, questions
@@ -30,6 +29,7 @@ from examples.two_hosts.processes import end_in_order
 from kvcache.runner import GenerationOptions, Token, load_model
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.loading import load_config
+from kvcache.testing.bench.timing import machine
 
 __all__ = ["main"]
 

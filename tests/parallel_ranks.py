@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,7 +169,10 @@ def refusals(rank: Rank) -> None:
 
 
 def joined_anew(rank: Rank) -> None:
-    for _ in range(2):
+    """In the second round, rank 1 comes while rank 0 still serves the group that both are leaving."""
+    for late in (0, 0.3):
+        if rank.rank == 0:
+            time.sleep(late)
         rank.group.close()
         with pytest.raises(ml.ClosedError, match="join again"):
             rank.group.barrier()

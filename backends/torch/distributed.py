@@ -88,25 +88,37 @@ def _rendezvous(rank: int, size: int, began: float, seconds: float) -> Any:
         )
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     until = began + seconds
-    if not serves:
-        _reach(host, int(port), rank, until, seconds)
+    count = next(_joined)
+    here = [f"ml/{count}/{other}" for other in range(size)]
+    while True:
+        if not serves:
+            _reach(host, int(port), rank, until, seconds)
+        try:
+            return _meet(host, int(port), here, rank, serves, until, seconds)
+        except dist.DistNetworkError:  # it may have been the store of ranks that rank 0 was just leaving
+            if serves or time.monotonic() >= until:
+                raise
+
+
+def _meet(
+    host: str, port: int, here: list[str], rank: int, serves: bool, until: float, seconds: float
+) -> Any:
+    """The store at this address, once all ranks have said in it that they are here."""
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
-        int(port),
-        size,
+        port,
+        len(here),
         serves,
         timedelta(seconds=_left(until)),
         wait_for_workers=False,
         multi_tenant=True,
     )
-    count = next(_joined)
-    here = [f"ml/{count}/{other}" for other in range(size)]
     store.set(here[rank], "here")
     try:
         store.wait(here, timedelta(seconds=_left(until)))
-    except RuntimeError as error:
+    except dist.DistStoreError as error:
         missing = [str(other) for other, key in enumerate(here) if not store.check([key])]
-        reason = f"rank {', '.join(missing)} of {size} did not connect" if missing else str(error)
+        reason = f"rank {', '.join(missing)} of {len(here)} did not connect" if missing else str(error)
         raise _not_joined(f"rank {rank}", seconds, reason, late=True) from error
     return store
 

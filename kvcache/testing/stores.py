@@ -437,6 +437,21 @@ class StoreTests:
             store.close()
             assert all(future.result(60) >= 0 for future in futures)
 
+    # Advice, where the store takes it.
+
+    def test_advice_uses_nothing_and_passes_over_what_is_not_there(self, small: SnapshotStore) -> None:
+        if not isinstance(small, AdvisedStore):
+            pytest.skip("this store takes no advice")
+        fill(small, "abcd")
+        small.advise(["a", "e", "b"])
+        fill(small, "f")
+        assert present(small, "abcdef") == "bcdf"
+        with pytest.raises(StoreValueError):
+            small.advise(["../a"])
+        small.close()
+        with pytest.raises(StoreClosedError):
+            small.advise(["a"])
+
 
 def agrees(stores: Sequence[SnapshotStore], budget: int, seed: int, steps: int = 120) -> None:
     """Random calls, each to any of these stores of one place, answer as a plain dictionary does."""
@@ -473,18 +488,3 @@ def agrees(stores: Sequence[SnapshotStore], budget: int, seed: int, steps: int =
         else:
             assert store.delete(key) is (entries.pop(key, None) is not None), (seed, step)
         assert present(rng.choice(stores), "abcdefgh") == "".join(sorted(entries)), (seed, step)
-
-    # Advice, where the store takes it.
-
-    def test_advice_uses_nothing_and_passes_over_what_is_not_there(self, small: SnapshotStore) -> None:
-        if not isinstance(small, AdvisedStore):
-            pytest.skip("this store takes no advice")
-        fill(small, "abcd")
-        small.advise(["a", "e", "b"])
-        fill(small, "f")
-        assert present(small, "abcdef") == "bcdf"
-        with pytest.raises(StoreValueError):
-            small.advise(["../a"])
-        small.close()
-        with pytest.raises(StoreClosedError):
-            small.advise(["a"])

@@ -204,12 +204,13 @@ def test_blocks_and_dtypes(llama: Path, store: str, dtype: str, block: int) -> N
     config = transfer(store, page_tokens=128)
     with engine(llama, dtype=dtype, block_size=block) as plain:
         expected = plain.tokens(LONG)
-    for cached in ([0, 0], [256, 128]):
+    for stored in (False, True):
         with engine(llama, config, dtype=dtype, block_size=block) as one:
             found = one.generate(LONG)
             one.written()
         assert [answer.tokens for answer in found] == expected
-        assert [answer.cached for answer in found[:2]] == cached
+        if stored:  # before, the second may find what the first one has just written
+            assert [answer.cached for answer in found[:2]] == [256, 128]
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}], ids=["auto", "fp8"])
