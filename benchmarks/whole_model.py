@@ -59,8 +59,8 @@ def _share(ours: Llama, theirs: Any) -> None:
         for own, layer in zip(ours._layers, theirs.model.layers, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
             for joined, parts in (
-                (own.attention.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
-                (own.attention.output, (attention.o_proj,)),
+                (own.mixer.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                (own.mixer.output, (attention.o_proj,)),
                 (own.mlp.gate_up, (mlp.gate_proj, mlp.up_proj)),
                 (own.mlp.down, (mlp.down_proj,)),
             ):
