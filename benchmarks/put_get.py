@@ -32,8 +32,8 @@ class OursOnMlx(Decoding):
         """The pass, and what it reads: the mask is made in the first ``get``, and timed apart."""
         self.start()
         if self.at:
-            self.cache.set_layer(0)
-            self.cache.get(self.ctx)
+            self.layer(0)
+            self._drain()
 
     def step(self) -> None:
         views = []
@@ -44,6 +44,9 @@ class OursOnMlx(Decoding):
             views.append((key, value, arrays))
         self.held = [pair[:2] for pair in views]
         del views
+        self._drain()
+
+    def _drain(self) -> None:
         backend: Any = self.backend
         backend.work.drain(backend.work.epoch)
 
