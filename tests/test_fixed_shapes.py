@@ -17,6 +17,7 @@ HEADS, DIM, LAYERS = 2, 4, 2
 KINDS = {"causal": CausalCache, "window": lambda: SlidingWindowCache(5), "chunked": lambda: ChunkedCache(4)}
 every_kind = pytest.mark.parametrize("make", list(KINDS.values()), ids=list(KINDS))
 FIXED = ml.CacheConfig(fixed_shapes=True)
+TABLES = ml.CacheConfig(fixed_shapes=True, fixed_context=4)
 
 
 @pytest.fixture
@@ -122,6 +123,98 @@ def test_one_graph_per_batch_size_serves_a_growing_history(backend: ml.Backend, 
     assert compiler.graphs == len(sizes)
 
 
+@every_kind
+def test_by_tables_there_is_a_graph_for_each_batch_size_and_doubled_context(
+    backend: ml.Backend, make: Any
+) -> None:
+    torch._dynamo.reset()
+    compiler = Counting()
+
+    @torch.compile(backend=compiler, fullgraph=True, dynamic=False)
+    def layer(query: Any, new_key: Any, new_value: Any, *tensors: Any) -> Any:
+        key, value, slots, cells, mask = tensors
+        key.index_copy_(0, slots.long(), new_key)
+        value.index_copy_(0, slots.long(), new_value)
+        k, v = (x[cells].transpose(1, 2) for x in (key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query.unsqueeze(2), k, v, mask[:, None, None], scale=0.5
+        )
+        return out.squeeze(2)
+
+    compiled, dynamic = bound(backend, make, TABLES), bound(backend, make, ml.CacheConfig())
+    rng, ends, seen = np.random.default_rng(5), [0, 0, 0], {}
+    with backend.new_context() as ctx:
+        zeros = ctx.zeros((1, HEADS, DIM), ml.DType.F32)
+        compiled.start_forward(ctx, Batch([0], [0]), reserve=True)
+        compiled.put(ctx, zeros, zeros)
+        for _ in range(14):
+            for sequences in ([0], [1, 2]):
+                batch = Batch([ends[seq] for seq in sequences], sequences)
+                for seq in sequences:
+                    ends[seq] += 1
+                query, key, value = (ctx.from_numpy(tokens(rng, len(batch))) for _ in range(3))
+                compiled.start_forward(ctx, batch)
+                inputs = compiled.graph_rows(ctx, 0)
+                context = inputs.cells.shape[1]
+                assert inputs.mask.shape == inputs.cells.shape == (len(batch), context)
+                assert context in (4, 8, 16)
+                where = tuple((t.native.data_ptr(), t.shape) for t in inputs)
+                assert seen.setdefault((len(batch), context), where) == where
+                found = layer(query.native, key.native, value.native, *(t.native for t in inputs))
+                dynamic.start_forward(ctx, batch)
+                dynamic.put(ctx, key, value)
+                expected = dynamic.attend(ctx, query, 0.5).to_numpy()
+                np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+                own = compiled.attend(ctx, query, 0.5).to_numpy()
+                np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
+    contexts = {CausalCache: {4, 8, 16}}.get(make, {context for _, context in seen})
+    assert compiler.graphs == len(seen) == 2 * len(contexts)
+
+
+def test_by_tables_a_pass_uploads_what_its_sequences_store_and_not_what_fits(backend: ml.Backend) -> None:
+    uploaded = {}
+    for context in (0, 4):
+        cache = CausalCache()
+        cache.set_config(ml.CacheConfig(fixed_shapes=True, fixed_context=context))
+        cache.init(backend, ml.DType.F32, 8, 512, 8)
+        with backend.new_context() as ctx:
+            one = ctx.zeros((8, HEADS, DIM), ml.DType.F32)
+            cache.start_forward(ctx, Batch([0] * 8, range(8)))
+            cache.put(ctx, one, one)
+            found = cache.graph_rows(ctx, 0) if context else cache.graph_tensors(ctx, 0)
+            uploaded[context] = sum(tensor.nbytes for tensor in found[2:])
+    assert uploaded == {0: 8 * 4 + 8 * 8 * 512 * 4, 4: 8 * 4 + 2 * 8 * 4 * 4}
+
+
+def test_by_tables_a_token_reads_nothing_of_other_sequences(backend: ml.Backend) -> None:
+    cache = bound(backend, CausalCache, TABLES)
+    with backend.new_context() as ctx:
+        for seq, number in ((0, np.nan), (1, 1.0)):
+            cache.start_forward(ctx, Batch(range(5), [seq] * 5))
+            five = ctx.full((5, HEADS, DIM), number, ml.DType.F32)
+            cache.put(ctx, five, five)
+        cache.start_forward(ctx, Batch([5, 5], [0, 1]))
+        two = ctx.full((2, HEADS, DIM), 1.0, ml.DType.F32)
+        cache.put(ctx, two, two)
+        found = cache.attend(ctx, two, 0.5).to_numpy()
+        assert np.isnan(found[0]).all()
+        assert (found[1] == 1).all()
+
+
+def test_the_two_kinds_of_graph_are_told_apart(backend: ml.Backend) -> None:
+    with backend.new_context() as ctx:
+        one = ctx.zeros((1, HEADS, DIM), ml.DType.F32)
+        for config, wrong in ((FIXED, "graph_rows"), (TABLES, "graph_tensors")):
+            cache = bound(backend, CausalCache, config)
+            cache.start_forward(ctx, Batch([0], [0]))
+            cache.put(ctx, one, one)
+            with pytest.raises(errors.NotSupportedError, match="fixed_context"):
+                getattr(cache, wrong)(ctx, 0)
+    for bad in ({"fixed_context": 4}, {"fixed_context": -1, "fixed_shapes": True}):
+        with pytest.raises(ml.ShapeError, match="fixed_context"):
+            ml.CacheConfig(**bad)
+
+
 def test_a_pass_that_only_reads_has_the_same_tensors_and_leaves_the_slots(backend: ml.Backend) -> None:
     cache = bound(backend, CausalCache)
     with backend.new_context() as ctx:
@@ -158,13 +251,14 @@ def test_what_a_graph_wrote_can_be_read_without_put(backend: ml.Backend) -> None
         assert key.to_numpy()[mask.to_numpy()[0] == 0].tolist() == one.to_numpy().tolist()
 
 
-def test_an_except_list_reaches_the_tensors_at_once(backend: ml.Backend) -> None:
-    cache = bound(backend, CausalCache)
+@pytest.mark.parametrize("config", [FIXED, TABLES], ids=["whole", "tables"])
+def test_an_except_list_reaches_the_tensors_at_once(backend: ml.Backend, config: ml.CacheConfig) -> None:
+    cache = bound(backend, CausalCache, config)
     with backend.new_context() as ctx:
         cache.start_forward(ctx, Batch([0, 1, 2], [0, 0, 0]))
         three = ctx.zeros((3, HEADS, DIM), ml.DType.F32)
         cache.put(ctx, three, three)
-        mask = cache.graph_tensors(ctx, 0).mask
+        mask = (cache.graph_rows if config.fixed_context else cache.graph_tensors)(ctx, 0).mask
         assert (mask.to_numpy() == 0).sum(axis=1).tolist() == [1, 2, 3]
         cache.set_causal(ctx, except_=[0])
         assert (mask.to_numpy() == 0).sum(axis=1).tolist() == [3, 2, 3]

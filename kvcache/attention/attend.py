@@ -35,6 +35,9 @@ def attend(
         assert isinstance(values, QuantizedBuffer)
         found = attend(ctx, forward, buffers.rotated, keys.turn(ctx, query), scale, sinks)
         return _cut(ctx, values.turn(ctx, found), values.dim)
+    own = forward.own_cells(ctx)
+    if own is not None:
+        return _by_tables(ctx, buffers, query, *own, scale, sinks)
     if forward.fixed is not None:
         reading, mask = forward.shared(ctx)
         key, value = buffers.read(ctx, reading.cells(ctx), reading.length)
@@ -48,6 +51,27 @@ def attend(
         worth = max(1, forward.config.call_bytes // buffers.bytes_per_cell)
         result = _by_calls(ctx, forward.levels(ctx, worth), buffers, query, scale, sinks)
     return result if wanted is stored else result.cast(ctx, wanted)
+
+
+def _by_tables(
+    ctx: ml.Context,
+    buffers: LayerBuffers,
+    query: ml.Tensor,
+    cells: ml.Tensor,
+    mask: ml.Tensor,
+    scale: float,
+    sinks: ml.Tensor | None,
+) -> ml.Tensor:
+    """Each query over its own row of cells (tokens, context), of the same shape in every pass."""
+    tokens, context = cells.shape
+    count, heads, size = query.shape
+    key, value = buffers.read(ctx, cells.reshape(ctx, tokens * context), tokens * context)
+    key, value = (x.reshape(ctx, tokens, context, *x.shape[1:]) for x in (key, value))
+    shown = mask.slice(ctx, 0, 0, tokens).reshape(ctx, tokens, 1, context)
+    own = query.reshape(ctx, tokens, 1, heads, size)
+    out, lse = nn.partial_attention(ctx, own, key, value, shown, scale)
+    part = out.reshape(ctx, count, heads, out.shape[3]), lse.reshape(ctx, count, heads)
+    return nn.merge_attention(ctx, [part], sinks)
 
 
 def _by_calls(

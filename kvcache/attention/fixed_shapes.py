@@ -12,14 +12,28 @@ key      (cells, kv_heads, head_dim)  all of a layer's buffer; value likewise
 ``start_forward`` writes slots and mask in place, one pair of tensors for each n, and a graph of n tokens
 serves every later pass of n: one graph per batch size, however long the history grows.
 
+That attends over all cells, whoever's they are: its cost grows with the cells of the cache times the tokens.
+With ``CacheConfig(fixed_context=C)`` besides, each token has a table of the cells of its own sequence:
+
+=======  ===========================  =================================================================
+cells    I32 (n, context)             those of the token's sequence, in order; its first one from there on
+mask     (n rounded up, context)      which of them the token sees
+=======  ===========================  =================================================================
+
+``context`` is the least of C, 2C, 4C, ... that holds the longest sequence of the pass: one graph for each n
+and context, and what a pass costs grows with what its sequences store. (As the block tables of Kwon et al.,
+"Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023, in blocks of one.)
+
 A pass that only reads (``read_only``) has the same key, value and mask by ``get``, and no slots: a graph
-that writes is not to be replayed in it.
+that writes is not to be replayed in it. With ``fixed_context``, ``get`` has no fixed shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
+
+import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens
@@ -29,7 +43,15 @@ from kvcache.cache import NotSupportedError
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.formats import CacheFormat
 
-__all__ = ["FixedPass", "GraphTensors", "check_window", "read_everything"]
+__all__ = [
+    "FixedPass",
+    "GraphRows",
+    "GraphTensors",
+    "check_window",
+    "context_of",
+    "read_everything",
+    "read_own",
+]
 
 
 class GraphTensors(NamedTuple):
@@ -45,44 +67,55 @@ class GraphTensors(NamedTuple):
     mask: ml.Tensor
 
 
+class GraphRows(NamedTuple):
+    """As GraphTensors, where each token reads by its own row of ``cells``; ``mask`` is over these."""
+
+    key: ml.Tensor
+    value: ml.Tensor
+    slots: ml.Tensor
+    cells: ml.Tensor
+    mask: ml.Tensor
+
+
 class FixedPass:
-    """Slots and mask of one batch size, on each device that a layer lies on."""
+    """Slots, mask and perhaps cells of one batch size, on each device that a layer lies on."""
 
-    __slots__ = ("_current", "_dtype", "_mask", "_near", "_shape", "_slots", "_tokens", "brought", "owner")
+    __slots__ = ("_current", "_kinds", "_loaded", "_near", "brought", "context", "owner")
 
-    def __init__(self, tokens: int, shape: tuple[int, int], dtype: ml.DType) -> None:
-        """``shape`` is the mask's."""
-        self._tokens, self._shape, self._dtype = tokens, shape, dtype
-        self._near: dict[int, tuple[ml.Tensor, ml.Tensor]] = {}
-        self._slots: HostArray | None = None
-        self._mask: HostArray | None = None
+    def __init__(self, tokens: int, mask: tuple[int, int], dtype: ml.DType, context: int) -> None:
+        """``mask`` is its shape; ``context`` 0: over every cell."""
+        self.context = context
+        slots, cells = ((tokens,), ml.DType.I32), ((tokens, context), ml.DType.I32)
+        self._kinds = [slots, (mask, dtype), *([cells] if context else [])]
+        self._near: dict[int, list[ml.Tensor]] = {}
+        self._loaded: list[HostArray | None] = []
         self._current: set[int] = set()
         """Devices that have what was loaded last."""
         self.brought = False
-        """Whether ``bring`` had both on all devices that it was told of."""
+        """Whether ``bring`` had all on all devices that it was told of."""
         self.owner: object = None
         """The pass that this is of."""
 
-    def load(self, owner: object, slots: HostArray | None, mask: HostArray) -> None:
-        """Take what belongs to a pass, for ``bring``; one that only reads has and changes no ``slots``."""
-        self.owner, self._slots, self._mask = owner, slots, mask
+    def load(self, owner: object, *arrays: HostArray | None) -> None:
+        """Take slots, mask and cells of a pass, for ``bring``; None, of one that only reads: as they are."""
+        self.owner, self._loaded = owner, list(arrays)
         self._current, self.brought = set(), False
 
     def bring(self, places: Iterable[ml.Context]) -> None:
-        """Have both on the devices of ``places``; on others they are brought when asked for there."""
+        """Have all on the devices of ``places``; on others they are brought when asked for there."""
         for place in places:
             self.on(place)
         self.brought = True
 
-    def on(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor]:
-        """Slots and mask on the device of ``ctx``."""
+    def on(self, ctx: ml.Context) -> list[ml.Tensor]:
+        """Slots, mask and cells on the device of ``ctx``."""
         device = device_of(ctx)
         held = self._near.get(device)
         if held is not None and device in self._current:
             return held
         if held is None:
-            held = ctx.zeros((self._tokens,), ml.DType.I32), ctx.zeros(self._shape, self._dtype)
-        for new, target in zip((self._slots, self._mask), held, strict=True):
+            held = [ctx.zeros(shape, dtype) for shape, dtype in self._kinds]
+        for new, target in zip(self._loaded, held, strict=True):
             if new is not None:
                 ctx.forward(new.on(ctx).copy(ctx, target))
         self._near[device] = held
@@ -104,3 +137,26 @@ def read_everything(table: CellTable, groups: list[SequenceTokens]) -> ReadPlan:
     rows = [table.rows[group.seq] for group in groups]
     columns = [row.span()[0] if row.contiguous else row.cells for row in rows]
     return ReadPlan(groups, rows, table.cells, columns)
+
+
+def context_of(config: ml.CacheConfig, table: CellTable, groups: list[SequenceTokens]) -> int:
+    """How many cells the tables of a pass have: a power of two times ``fixed_context``."""
+    context = config.fixed_context
+    longest = max(len(table.rows[group.seq]) for group in groups)
+    while 0 < context < longest:
+        context *= 2
+    return context
+
+
+def read_own(
+    table: CellTable, groups: list[SequenceTokens], tokens: int, context: int
+) -> tuple[ReadPlan, np.ndarray]:
+    """A reading of every sequence by itself, which begins at column 0, and the cells (tokens, context)."""
+    rows = [table.rows[group.seq] for group in groups]
+    cells = np.empty((tokens, context), np.int64)
+    for group, row in zip(groups, rows, strict=True):
+        own = row.cells
+        line = np.full(context, own[0])
+        line[: own.size] = own
+        cells[group.rows] = line
+    return ReadPlan(groups, rows, context, [0] * len(rows)), cells

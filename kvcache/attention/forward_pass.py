@@ -15,7 +15,14 @@ import ml
 from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.calls import plan_calls
 from kvcache.attention.device_copies import HostArray, HostArrays, OnDevices, near
-from kvcache.attention.fixed_shapes import FixedPass, GraphTensors, read_everything
+from kvcache.attention.fixed_shapes import (
+    FixedPass,
+    GraphRows,
+    GraphTensors,
+    context_of,
+    read_everything,
+    read_own,
+)
 from kvcache.attention.masks import KeptMask, build_mask
 from kvcache.attention.observed import ObservedRows
 from kvcache.attention.planned import PlannedLevel
@@ -113,6 +120,8 @@ class ForwardPass:
     _reading: ReadPlan | None = None
     _seen: tuple[HostArray, HostArray | None] | None = None
     _shared: tuple[ReadPlan, Mask | OnDevices | HostArray] | None = None
+    _loaded: bool = False
+    """Whether the tensors of fixed shapes were given what is this pass's."""
     _worth: int | None = None
     _levels: list[PlannedLevel] | None = None
     _plan: ml.RaggedPlan | None = None
@@ -133,12 +142,19 @@ class ForwardPass:
         """Whether the batch is queries only, and takes no cells."""
         return self.cells is None and not self.reserve
 
-    def on_fixed_shapes(self, known: dict[int, FixedPass]) -> ForwardPass:
-        """This pass on the tensors of its batch size, for ``fill``; ``known`` has them by size."""
-        found = known.get(self.tokens)
+    @property
+    def reads_all(self) -> bool:
+        """Whether shapes are fixed, and what is read is every cell of the cache."""
+        return self.fixed is not None and not self.fixed.context
+
+    def on_fixed_shapes(self, known: dict[tuple[int, int], FixedPass]) -> ForwardPass:
+        """This pass on the tensors of its batch size and context, for ``fill``; by these in ``known``."""
+        context = context_of(self.config, self.table, self.groups)
+        found = known.get((self.tokens, context))
         if found is None:
-            found = FixedPass(self.tokens, (self._rows(), self.table.cells), self.config.mask_dtype)
-            known[self.tokens] = found
+            mask = self._rows(), context or self.table.cells
+            found = FixedPass(self.tokens, mask, self.config.mask_dtype, context)
+            known[self.tokens, context] = found
         fixed = replace(self, fixed=found)
         fixed._load()
         return fixed
@@ -174,41 +190,64 @@ class ForwardPass:
         fixed = self.fixed
         if fixed is None:
             return
-        if fixed.owner is not self or self._shared is None:
+        if fixed.owner is not self or not self._loaded:
             self._load()
         if not fixed.brought:
             fixed.bring([ctx.input(), *map(ctx.layer, self.layers)])
 
     def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
         """See ``CausalCache.graph_tensors``."""
+        key, value, (slots, mask, *cells) = self._graph("graph_tensors", ctx, layer)
+        if cells:
+            raise NotSupportedError("graph_tensors: fixed_context gives each token a table; call graph_rows")
+        return GraphTensors(key, value, slots, mask)
+
+    def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
+        """See ``CausalCache.graph_rows``."""
+        key, value, (slots, mask, *cells) = self._graph("graph_rows", ctx, layer)
+        if not cells:
+            raise NotSupportedError("graph_rows: set_config with fixed_context, or call graph_tensors")
+        return GraphRows(key, value, slots, cells[0], mask)
+
+    def _graph(self, op: str, ctx: ml.Context, layer: int) -> tuple[ml.Tensor, ml.Tensor, list[ml.Tensor]]:
         if self.read_only:
-            raise OrderError(
-                "graph_tensors: this pass is read-only, and a graph writes; get has the same key, "
-                "value and mask"
-            )
+            raise OrderError(f"{op}: this pass is read-only, and a graph writes; read it by get")
         if self.fixed is None:
             raise NotSupportedError(
-                "graph_tensors: this pass has no fixed shapes; set_config with fixed_shapes=True, and start "
+                f"{op}: this pass has no fixed shapes; set_config with fixed_shapes=True, and start "
                 "a pass without reserve"
             )
         buffers = self.layers.get(layer)
         if buffers is None:
-            raise OrderError(f"graph_tensors: layer {layer} stores nothing yet; call put first")
+            raise OrderError(f"{op}: layer {layer} stores nothing yet; call put first")
         self.fill(ctx)
         buffers.stamp = self.stamp
-        key, value = buffers.read_as_configured(ctx, 0, self.table.cells)
-        return GraphTensors(key, value, *self.fixed.on(ctx.layer(layer)))
+        return *buffers.read_as_configured(ctx, 0, self.table.cells), self.fixed.on(ctx.layer(layer))
 
     def _load(self) -> None:
         """What ``fill`` brings."""
         assert self.fixed is not None
-        reading, padding = read_everything(self.table, self.groups), self.config.mask_batch_padding
-        first, host, dtype = self.cells, self.uploads, self.config.mask_dtype
+        context, padding = self.fixed.context, self.config.mask_batch_padding
+        first, host, cells = self.cells, self.uploads, []
         slots = np.arange(first, first + self.tokens) if isinstance(first, int) else first
-        mask = host.add(reading.mask(self.tokens, self.lower, self.lifted, padding), dtype)
-        self.fixed.load(self, None if slots is None else host.add(slots, ml.DType.I32), mask)
-        self._reading, self._seen = reading, None
-        self._shared = reading, None
+        if context:
+            reading, own = read_own(self.table, self.groups, self.tokens, context)
+            cells.append(host.add(own, ml.DType.I32))
+        else:
+            reading = read_everything(self.table, self.groups)
+            self._reading, self._seen = reading, None
+            self._shared = reading, None
+        mask = host.add(reading.mask(self.tokens, self.lower, self.lifted, padding), self.config.mask_dtype)
+        self.fixed.load(self, None if slots is None else host.add(slots, ml.DType.I32), mask, *cells)
+        self._loaded = True
+
+    def own_cells(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor] | None:
+        """Cells (tokens, context) and mask where each token reads its own sequence's; None: not so here."""
+        if self.fixed is None or not self.fixed.context:
+            return None
+        self.fill(ctx)
+        _, mask, cells = self.fixed.on(ctx)
+        return cells, mask
 
     def write(self, ctx: ml.Context, buffers: LayerBuffers, new: Sequence[ml.Tensor]) -> None:
         """Store what is ``new``, of the batch, in its cells; in the order of ``LayerBuffers.stored``.
@@ -316,7 +355,7 @@ class ForwardPass:
                 plan.lay(kind, pack)
 
     def lift(self, indices: frozenset[int]) -> None:
-        self.lifted = indices
+        self.lifted, self._loaded = indices, False
         self._shared = self._seen = self.segmented = self._levels = self._plan = self._observed = None
 
     def shared(self, ctx: ml.Context) -> tuple[ReadPlan, Mask]:
@@ -324,7 +363,7 @@ class ForwardPass:
         self._asked.add("shared")
         self.fill(ctx)
         reading, mask = self._shared or self._share()
-        if self.fixed is not None:
+        if self.fixed is not None and self.reads_all:
             return reading, self.fixed.on(ctx)[1]
         if self._unfit:
             self._blank(ctx)
@@ -358,7 +397,7 @@ class ForwardPass:
         The second is None where the rows of some query are no range, or shapes are fixed.
         """
         self.rows(ctx)
-        if self.fixed is not None and not self.read_only:
+        if self.fixed is not None and self.reads_all and not self.read_only:
             return self.fixed.on(ctx)[0].reshape(ctx, self.tokens, 1), None
         first, stop = (None if one is None else one.on(ctx).reshape(ctx, self.tokens, 1)
                        for one in self._make_seen())  # fmt: skip
@@ -368,7 +407,7 @@ class ForwardPass:
     def _make_seen(self) -> tuple[HostArray, HostArray | None]:
         if self._seen is None:
             first, stop = rows_seen(self._plan_rows(), self.tokens, self.lower, self.lifted)
-            ranges = stop is not None and self.fixed is None
+            ranges = stop is not None and not self.reads_all
             self._seen = self._upload(first), self._upload(stop) if stop is not None and ranges else None
         return self._seen
 

@@ -27,7 +27,7 @@ from kvcache.attention.batch import (
     check_tensors,
     split_batch,
 )
-from kvcache.attention.fixed_shapes import FixedPass, GraphTensors, check_window
+from kvcache.attention.fixed_shapes import FixedPass, GraphRows, GraphTensors, check_window
 from kvcache.attention.forward_pass import ForwardPass, Reads, Uploads
 from kvcache.attention.layer_input import put_layer, put_stored_layer
 from kvcache.attention.observed import Attended
@@ -82,7 +82,7 @@ class CausalCache(
         self.editor = SequenceEditor(self.snapshots, shift, shift_extra)
         """Shares, removes and moves what sequences hold."""
         self._buffers: dict[int, LayerBuffers] = {}
-        self._fixed: dict[int, FixedPass] = {}
+        self._fixed: dict[tuple[int, int], FixedPass] = {}
         self._reads: Reads | None = None
         self._uploads: Uploads | None = None
         self._undo: dict[int, SavedRow] = {}
@@ -281,6 +281,10 @@ class CausalCache(
         reserve pass will do), outside a pass, or in one that only reads.
         """
         return self._started("graph_tensors").graph_tensors(ctx, layer)
+
+    def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
+        """As ``graph_tensors``, with ``fixed_context``: the same tensors for each batch size and context."""
+        return self._started("graph_rows").graph_rows(ctx, layer)
 
     def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:
         """Evict what windows no longer see, so that ``tokens`` cells are free; everything or nothing."""

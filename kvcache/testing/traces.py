@@ -70,7 +70,8 @@ def random_setup(
         permuted_v=rnd.random() < 0.3,
         layout=rnd.choice(list(Layout)),
         elide_mask=rnd.random() < 0.5,
-        fixed_shapes=rnd.random() < 0.1,
+        fixed_shapes=(drawn := rnd.random()) < 0.1,
+        fixed_context=3 if drawn < 0.05 else 0,
         call_bytes=rnd.choice((1, 200, 1 << 19)),
     )
     setup = Setup(
