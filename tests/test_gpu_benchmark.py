@@ -31,7 +31,7 @@ STEPS = {
         "known text, cupy",
         "layers over CPU and device",
     ],
-    "e": ["eager", "compiled", "captured", "graph tensors"],
+    "e": ["eager", "compiled", "captured", "graph tensors", "graph rows"],
     "f": ["attend", "start_forward", "put + get", "engine", "paged"],
     "g": ["pages", "beside decoding"],
     "h": ["layers", "ranks"],
@@ -124,7 +124,7 @@ def of_models(found: Any) -> None:
         assert step["tokens_alike"] == step["tokens"] or "bfloat16" in way
     assert len(found["eager"]) == 2 * 5
     assert {"StaticCache", "HFStaticCache"} <= found["compiled"].keys() & found["captured"].keys()
-    assert found["graph tensors"]["graphs"] == 1
+    assert (found["graph tensors"]["graphs"], found["graph rows"]["graphs"]) == (1, 2)
 
 
 def of_tables(found: Any) -> None:
