@@ -186,6 +186,28 @@ def test_by_tables_a_pass_uploads_what_its_sequences_store_and_not_what_fits(bac
     assert uploaded == {0: 8 * 4 + 8 * 8 * 512 * 4, 4: 8 * 4 + 2 * 8 * 4 * 4}
 
 
+@pytest.mark.parametrize(
+    ("sequences", "rows"),
+    [([0, 0, 0, 0], 1), ([0, 0, 2, 2], 2), ([2, 1, 0], 3), ([0, 0, 1], 3), ([0, 1, 0, 1], 4)],
+)
+def test_there_is_a_table_for_each_sequence_where_all_have_as_many_tokens_side_by_side(
+    backend: ml.Backend, sequences: list[int], rows: int
+) -> None:
+    caches = [bound(backend, CausalCache, config) for config in (TABLES, ml.CacheConfig())]
+    rng, found = np.random.default_rng(3), []
+    with backend.new_context() as ctx:
+        for shift in (0, 4):
+            positions = [shift + sequences[:at].count(seq) for at, seq in enumerate(sequences)]
+            arrays = [ctx.from_numpy(tokens(rng, len(sequences))) for _ in range(3)]
+            found = []
+            for cache in caches:
+                cache.start_forward(ctx, Batch(positions, sequences))
+                cache.put(ctx, *arrays[1:])
+                found.append(cache.attend(ctx, arrays[0], 0.5).to_numpy())
+            np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+        assert caches[0].graph_rows(ctx, 0).cells.shape[0] == rows
+
+
 def test_by_tables_a_token_reads_nothing_of_other_sequences(backend: ml.Backend) -> None:
     cache = bound(backend, CausalCache, TABLES)
     with backend.new_context() as ctx:

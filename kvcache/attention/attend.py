@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ml
 from kvcache.attention.forward_pass import ForwardPass
-from kvcache.attention.planned import PlannedLevel
+from kvcache.attention.planned import BLOCK_CALLS, PlannedLevel
 from kvcache.storage.buffer import Buffer
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.quantized import QuantizedBuffer
@@ -37,7 +37,7 @@ def attend(
         return _cut(ctx, values.turn(ctx, found), values.dim)
     own = forward.own_cells(ctx)
     if own is not None:
-        return _by_tables(ctx, buffers, query, *own, scale, sinks)
+        return _by_tables(ctx, buffers, query, *own, scale, sinks, BLOCK_CALLS * forward.config.call_bytes)
     if forward.fixed is not None:
         reading, mask = forward.shared(ctx)
         key, value = buffers.read(ctx, reading.cells(ctx), reading.length)
@@ -61,17 +61,28 @@ def _by_tables(
     mask: ml.Tensor,
     scale: float,
     sinks: ml.Tensor | None,
+    most: int,
 ) -> ml.Tensor:
-    """Each query over its own row of cells (tokens, context), of the same shape in every pass."""
-    tokens, context = cells.shape
-    count, heads, size = query.shape
-    key, value = buffers.read(ctx, cells.reshape(ctx, tokens * context), tokens * context)
-    key, value = (x.reshape(ctx, tokens, context, *x.shape[1:]) for x in (key, value))
-    shown = mask.slice(ctx, 0, 0, tokens).reshape(ctx, tokens, 1, context)
-    own = query.reshape(ctx, tokens, 1, heads, size)
-    out, lse = nn.partial_attention(ctx, own, key, value, shown, scale)
-    part = out.reshape(ctx, count, heads, out.shape[3]), lse.reshape(ctx, count, heads)
-    return nn.merge_attention(ctx, [part], sinks)
+    """The queries of each row of cells (rows, context) over these; ``most`` bytes of K and V at a time."""
+    (tokens, heads, size), (rows, context) = query.shape, cells.shape
+    each, together = tokens // rows, max(1, most // (context * buffers.bytes_per_cell))
+    stacked = query.reshape(ctx, rows, each, heads, size)
+    shown = mask.slice(ctx, 0, 0, tokens).reshape(ctx, rows, each, context)
+    parts = []
+    for begin in range(0, rows, together):
+        end = min(rows, begin + together)
+        where = cells.slice(ctx, 0, begin, end).reshape(ctx, (end - begin) * context)
+        key, value = (
+            found.reshape(ctx, end - begin, context, *found.shape[1:])
+            for found in buffers.read(ctx, where, (end - begin) * context)
+        )
+        own, seen = (x.slice(ctx, 0, begin, end) for x in (stacked, shown))
+        parts.append(nn.partial_attention(ctx, own, key, value, seen, scale))
+    out, lse = parts[0]
+    for part in parts[1:]:
+        out, lse = out.concat(ctx, part[0], 0), lse.concat(ctx, part[1], 0)
+    whole = out.reshape(ctx, tokens, heads, out.shape[3]), lse.reshape(ctx, tokens, heads)
+    return nn.merge_attention(ctx, [whole], sinks)
 
 
 def _by_calls(

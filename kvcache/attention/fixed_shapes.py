@@ -13,16 +13,18 @@ key      (cells, kv_heads, head_dim)  all of a layer's buffer; value likewise
 serves every later pass of n: one graph per batch size, however long the history grows.
 
 That attends over all cells, whoever's they are: its cost grows with the cells of the cache times the tokens.
-With ``CacheConfig(fixed_context=C)`` besides, each token has a table of the cells of its own sequence:
+With ``CacheConfig(fixed_context=C)`` besides, there are tables of the cells of each sequence:
 
 =======  ===========================  =================================================================
-cells    I32 (n, context)             those of the token's sequence, in order; its first one from there on
-mask     (n rounded up, context)      which of them the token sees
+cells    I32 (rows, context)          those of a sequence, in order; its first one from there on
+mask     (n rounded up, context)      which of them each token sees
 =======  ===========================  =================================================================
 
-``context`` is the least of C, 2C, 4C, ... that holds the longest sequence of the pass: one graph for each n
-and context, and what a pass costs grows with what its sequences store. (As the block tables of Kwon et al.,
-"Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023, in blocks of one.)
+There is a row for each sequence where all have as many tokens in the pass, side by side, as in decoding and
+in a prompt's chunk; else one for each token. ``context`` is the least of C, 2C, 4C, ... that holds the
+longest sequence of the pass: one graph for each n, rows and context, and what a pass costs grows with what
+its sequences store. (As the block tables of Kwon et al., "Efficient Memory Management for Large Language
+Model Serving with PagedAttention", 2023, in blocks of one.)
 
 A pass that only reads (``read_only``) has the same key, value and mask by ``get``, and no slots: a graph
 that writes is not to be replayed in it. With ``fixed_context``, ``get`` has no fixed shapes.
@@ -48,9 +50,9 @@ __all__ = [
     "GraphRows",
     "GraphTensors",
     "check_window",
-    "context_of",
     "read_everything",
     "read_own",
+    "tables_of",
 ]
 
 
@@ -68,7 +70,7 @@ class GraphTensors(NamedTuple):
 
 
 class GraphRows(NamedTuple):
-    """As GraphTensors, where each token reads by its own row of ``cells``; ``mask`` is over these."""
+    """As GraphTensors, where n // rows tokens side by side read a row of ``cells``, under ``mask``."""
 
     key: ml.Tensor
     value: ml.Tensor
@@ -80,13 +82,16 @@ class GraphRows(NamedTuple):
 class FixedPass:
     """Slots, mask and perhaps cells of one batch size, on each device that a layer lies on."""
 
-    __slots__ = ("_current", "_kinds", "_loaded", "_near", "brought", "context", "owner")
+    __slots__ = ("_current", "_kinds", "_loaded", "_near", "brought", "owner", "tables")
 
-    def __init__(self, tokens: int, mask: tuple[int, int], dtype: ml.DType, context: int) -> None:
-        """``mask`` is its shape; ``context`` 0: over every cell."""
-        self.context = context
-        slots, cells = ((tokens,), ml.DType.I32), ((tokens, context), ml.DType.I32)
-        self._kinds = [slots, (mask, dtype), *([cells] if context else [])]
+    def __init__(
+        self, tokens: int, mask: tuple[int, int], dtype: ml.DType, tables: tuple[int, int] | None
+    ) -> None:
+        """``mask`` and ``tables`` are shapes; no tables: over every cell."""
+        self.tables = tables
+        self._kinds: list[tuple[tuple[int, ...], ml.DType]] = [((tokens,), ml.DType.I32), (mask, dtype)]
+        if tables is not None:
+            self._kinds.append((tables, ml.DType.I32))
         self._near: dict[int, list[ml.Tensor]] = {}
         self._loaded: list[HostArray | None] = []
         self._current: set[int] = set()
@@ -139,24 +144,32 @@ def read_everything(table: CellTable, groups: list[SequenceTokens]) -> ReadPlan:
     return ReadPlan(groups, rows, table.cells, columns)
 
 
-def context_of(config: ml.CacheConfig, table: CellTable, groups: list[SequenceTokens]) -> int:
-    """How many cells the tables of a pass have: a power of two times ``fixed_context``."""
+def tables_of(
+    config: ml.CacheConfig, table: CellTable, groups: list[SequenceTokens], tokens: int
+) -> tuple[int, int] | None:
+    """The shape (rows, context) of a pass's tables of cells; None: every cell is read."""
     context = config.fixed_context
+    if not context:
+        return None
     longest = max(len(table.rows[group.seq]) for group in groups)
-    while 0 < context < longest:
+    while context < longest:
         context *= 2
-    return context
+    each = tokens // len(groups)
+    in_order = all(
+        isinstance(group.rows, slice) and group.rows == slice(each * number, each * (number + 1))
+        for number, group in enumerate(groups)
+    )
+    return len(groups) if in_order else tokens, context
 
 
 def read_own(
-    table: CellTable, groups: list[SequenceTokens], tokens: int, context: int
+    table: CellTable, groups: list[SequenceTokens], tokens: int, shape: tuple[int, int]
 ) -> tuple[ReadPlan, np.ndarray]:
-    """A reading of every sequence by itself, which begins at column 0, and the cells (tokens, context)."""
+    """A reading of every sequence by itself, which begins at column 0, and the cells (rows, context)."""
     rows = [table.rows[group.seq] for group in groups]
-    cells = np.empty((tokens, context), np.int64)
-    for group, row in zip(groups, rows, strict=True):
-        own = row.cells
-        line = np.full(context, own[0])
-        line[: own.size] = own
-        cells[group.rows] = line
-    return ReadPlan(groups, rows, context, [0] * len(rows)), cells
+    cells = np.empty(shape, np.int64)
+    for number, (group, row) in enumerate(zip(groups, rows, strict=True)):
+        line = np.full(shape[1], row.cells[0])
+        line[: len(row)] = row.cells
+        cells[group.rows if shape[0] == tokens else number] = line
+    return ReadPlan(groups, rows, shape[1], [0] * len(rows)), cells

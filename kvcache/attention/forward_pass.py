@@ -19,9 +19,9 @@ from kvcache.attention.fixed_shapes import (
     FixedPass,
     GraphRows,
     GraphTensors,
-    context_of,
     read_everything,
     read_own,
+    tables_of,
 )
 from kvcache.attention.masks import KeptMask, build_mask
 from kvcache.attention.observed import ObservedRows
@@ -145,16 +145,16 @@ class ForwardPass:
     @property
     def reads_all(self) -> bool:
         """Whether shapes are fixed, and what is read is every cell of the cache."""
-        return self.fixed is not None and not self.fixed.context
+        return self.fixed is not None and self.fixed.tables is None
 
-    def on_fixed_shapes(self, known: dict[tuple[int, int], FixedPass]) -> ForwardPass:
-        """This pass on the tensors of its batch size and context, for ``fill``; by these in ``known``."""
-        context = context_of(self.config, self.table, self.groups)
-        found = known.get((self.tokens, context))
+    def on_fixed_shapes(self, known: dict[tuple[int, ...], FixedPass]) -> ForwardPass:
+        """This pass on the tensors of its batch size and tables, for ``fill``; by these in ``known``."""
+        tables = tables_of(self.config, self.table, self.groups, self.tokens)
+        key = self.tokens, *(tables or ())
+        found = known.get(key)
         if found is None:
-            mask = self._rows(), context or self.table.cells
-            found = FixedPass(self.tokens, mask, self.config.mask_dtype, context)
-            known[self.tokens, context] = found
+            mask = self._rows(), self.table.cells if tables is None else tables[1]
+            found = known[key] = FixedPass(self.tokens, mask, self.config.mask_dtype, tables)
         fixed = replace(self, fixed=found)
         fixed._load()
         return fixed
@@ -227,11 +227,11 @@ class ForwardPass:
     def _load(self) -> None:
         """What ``fill`` brings."""
         assert self.fixed is not None
-        context, padding = self.fixed.context, self.config.mask_batch_padding
+        tables, padding = self.fixed.tables, self.config.mask_batch_padding
         first, host, cells = self.cells, self.uploads, []
         slots = np.arange(first, first + self.tokens) if isinstance(first, int) else first
-        if context:
-            reading, own = read_own(self.table, self.groups, self.tokens, context)
+        if tables is not None:
+            reading, own = read_own(self.table, self.groups, self.tokens, tables)
             cells.append(host.add(own, ml.DType.I32))
         else:
             reading = read_everything(self.table, self.groups)
@@ -242,8 +242,8 @@ class ForwardPass:
         self._loaded = True
 
     def own_cells(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor] | None:
-        """Cells (tokens, context) and mask where each token reads its own sequence's; None: not so here."""
-        if self.fixed is None or not self.fixed.context:
+        """Cells (rows, context) and mask where each token reads its own sequence's; None: not so here."""
+        if self.fixed is None or self.fixed.tables is None:
             return None
         self.fill(ctx)
         _, mask, cells = self.fixed.on(ctx)

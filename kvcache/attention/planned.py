@@ -16,11 +16,11 @@ from kvcache.cache import Mask
 from kvcache.storage.layer_buffers import LayerBuffers
 from ml import nn
 
-__all__ = ["PlannedCall", "PlannedLevel"]
+__all__ = ["BLOCK_CALLS", "PlannedCall", "PlannedLevel"]
 
 
 BLOCK_CALLS = 4
-"""Calls' worth of K and V in a block of quantized storage."""
+"""Calls' worth of K and V that are gathered or read back at a time."""
 
 
 @dataclass(slots=True)

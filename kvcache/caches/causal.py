@@ -82,7 +82,7 @@ class CausalCache(
         self.editor = SequenceEditor(self.snapshots, shift, shift_extra)
         """Shares, removes and moves what sequences hold."""
         self._buffers: dict[int, LayerBuffers] = {}
-        self._fixed: dict[tuple[int, int], FixedPass] = {}
+        self._fixed: dict[tuple[int, ...], FixedPass] = {}
         self._reads: Reads | None = None
         self._uploads: Uploads | None = None
         self._undo: dict[int, SavedRow] = {}
@@ -283,7 +283,7 @@ class CausalCache(
         return self._started("graph_tensors").graph_tensors(ctx, layer)
 
     def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
-        """As ``graph_tensors``, with ``fixed_context``: the same tensors for each batch size and context."""
+        """As ``graph_tensors``, with ``fixed_context``: the same tensors for each shape of their cells."""
         return self._started("graph_rows").graph_rows(ctx, layer)
 
     def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:
