@@ -208,6 +208,21 @@ def test_there_is_a_table_for_each_sequence_where_all_have_as_many_tokens_side_b
         assert caches[0].graph_rows(ctx, 0).cells.shape[0] == rows
 
 
+@pytest.mark.parametrize("config", [FIXED, TABLES], ids=["whole", "tables"])
+@pytest.mark.parametrize("stored", [ml.DType.F16, ml.DType.BF16, ml.DType.Q8_0])
+def test_attention_is_in_the_dtype_of_the_query(
+    backend: ml.Backend, config: ml.CacheConfig, stored: ml.DType
+) -> None:
+    cache = CausalCache()
+    cache.set_config(config)
+    cache.init(backend, stored, 2, 16, 8)
+    with backend.new_context() as ctx:
+        two = ctx.full((2, HEADS, 32), 1.0, ml.DType.F32)
+        cache.start_forward(ctx, Batch([0, 0], [0, 1]))
+        cache.put(ctx, two, two)
+        assert cache.attend(ctx, two, 1.0).dtype is ml.DType.F32
+
+
 def test_by_tables_a_token_reads_nothing_of_other_sequences(backend: ml.Backend) -> None:
     cache = bound(backend, CausalCache, TABLES)
     with backend.new_context() as ctx:

@@ -35,22 +35,36 @@ def attend(
         assert isinstance(values, QuantizedBuffer)
         found = attend(ctx, forward, buffers.rotated, keys.turn(ctx, query), scale, sinks)
         return _cut(ctx, values.turn(ctx, found), values.dim)
-    own = forward.own_cells(ctx)
-    if own is not None:
-        return _by_tables(ctx, buffers, query, *own, scale, sinks, BLOCK_CALLS * forward.config.call_bytes)
-    if forward.fixed is not None:
+    if forward.reads_all:
         reading, mask = forward.shared(ctx)
         key, value = buffers.read(ctx, reading.cells(ctx), reading.length)
         return nn.attention(ctx, query, key, value, mask, scale, sinks)
     wanted, stored = query.dtype, buffers.read_dtype
     if wanted is not stored:
         query = query.cast(ctx, stored)
+    result = _in_dtype(ctx, forward, buffers, query, scale, sinks)
+    return result if wanted is stored else result.cast(ctx, wanted)
+
+
+def _in_dtype(
+    ctx: ml.Context,
+    forward: ForwardPass,
+    buffers: LayerBuffers,
+    query: ml.Tensor,
+    scale: float,
+    sinks: ml.Tensor | None,
+) -> ml.Tensor:
+    """By what is the best here, of a query in the dtype of what is read."""
+    tables = forward.own_cells(ctx)
+    if tables is not None:
+        most = BLOCK_CALLS * forward.config.call_bytes
+        return _by_tables(ctx, buffers, query, *tables, scale, sinks, most)
     alone = not buffers.no_kernel and buffers.exact is None  # a kernel does not say what to merge by
     result = None if not alone else _by_kernel(ctx, forward, buffers, query, scale, sinks)
-    if result is None:
-        worth = max(1, forward.config.call_bytes // buffers.bytes_per_cell)
-        result = _by_calls(ctx, forward.levels(ctx, worth), buffers, query, scale, sinks)
-    return result if wanted is stored else result.cast(ctx, wanted)
+    if result is not None:
+        return result
+    worth = max(1, forward.config.call_bytes // buffers.bytes_per_cell)
+    return _by_calls(ctx, forward.levels(ctx, worth), buffers, query, scale, sinks)
 
 
 def _by_tables(

@@ -234,6 +234,7 @@ class Rig:
 
     def _check_close(self, found: ml.Tensor, wanted: Sequence[np.ndarray]) -> None:
         limit, content = TOLERANCE[self.setup.computed], slice(self.setup.rows.content, None)
+        assert found.dtype is self.setup.computed, "as the query"
         actual = found.to_numpy().astype(np.float64)[:, :, content]
         np.testing.assert_allclose(actual, np.stack(wanted)[:, :, content], rtol=limit, atol=limit)
 
