@@ -155,11 +155,11 @@ def tables_of(
     while context < longest:
         context *= 2
     each = tokens // len(groups)
-    in_order = all(
-        isinstance(group.rows, slice) and group.rows == slice(each * number, each * (number + 1))
-        for number, group in enumerate(groups)
+    even = all(
+        isinstance(group.rows, slice) and len(group) == each and group.first_token % each == 0
+        for group in groups
     )
-    return len(groups) if in_order else tokens, context
+    return len(groups) if even else tokens, context
 
 
 def read_own(
@@ -168,8 +168,8 @@ def read_own(
     """A reading of every sequence by itself, which begins at column 0, and the cells (rows, context)."""
     rows = [table.rows[group.seq] for group in groups]
     cells = np.empty(shape, np.int64)
-    for number, (group, row) in enumerate(zip(groups, rows, strict=True)):
+    for group, row in zip(groups, rows, strict=True):
         line = np.full(shape[1], row.cells[0])
         line[: len(row)] = row.cells
-        cells[group.rows if shape[0] == tokens else number] = line
+        cells[group.rows if shape[0] == tokens else group.first_token * shape[0] // tokens] = line
     return ReadPlan(groups, rows, shape[1], [0] * len(rows)), cells
