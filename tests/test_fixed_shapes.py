@@ -188,7 +188,15 @@ def test_by_tables_a_pass_uploads_what_its_sequences_store_and_not_what_fits(bac
 
 @pytest.mark.parametrize(
     ("sequences", "rows"),
-    [([0, 0, 0, 0], 1), ([0, 0, 2, 2], 2), ([2, 2, 0, 0], 2), ([0, 0, 0, 1], 4), ([2, 1, 0], 3), ([0, 0, 1], 3), ([0, 1, 0, 1], 4)],
+    [
+        ([0, 0, 0, 0], 1),
+        ([0, 0, 2, 2], 2),
+        ([2, 2, 0, 0], 2),
+        ([0, 0, 0, 1], 4),
+        ([2, 1, 0], 3),
+        ([0, 0, 1], 3),
+        ([0, 1, 0, 1], 4),
+    ],
 )
 def test_there_is_a_table_for_each_sequence_where_all_have_as_many_tokens_side_by_side(
     backend: ml.Backend, sequences: list[int], rows: int
