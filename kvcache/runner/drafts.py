@@ -56,10 +56,10 @@ class Proposal:
 
 @runtime_checkable
 class SamplingDraft(Protocol):
-    """A Draft that draws, too, as a request does: its tokens are accepted by rejection sampling.
+    """A Draft that can sample as a request does: its tokens are accepted by ``ml.nn.RejectionSampler``.
 
-    (``ml.nn.RejectionSampler``.) Tokens that are the only ones it could say, as those of ``prompt_lookup``,
-    need none of this: to compare them with what is drawn accepts as many.
+    A deterministic draft such as ``prompt_lookup`` does not need this: comparing its tokens with what the
+    request samples accepts as many.
     """
 
     def __call__(
@@ -69,8 +69,8 @@ class SamplingDraft(Protocol):
     def sample(self, seq: int, tokens: Sequence[int], count: int, sampler: Sampler, index: int) -> Proposal:
         """Up to ``count`` tokens, drawn with ``sampler.drafting``: the first with draw ``index``.
 
-        Any distribution is right. One that ``sampler`` makes of a model's logits, as it does of those of the
-        model that is drafted for, is accepted most.
+        Any distribution gives right answers. The acceptance rate is highest if ``sampler`` makes it of a
+        model's logits, as it does for the model that is drafted for.
         """
 
 
