@@ -183,7 +183,7 @@ class TestFixedShapes:
             cache.crop(length)
             plain.crop(length)
             hf.close(hf.feed(made, cache, other), hf.feed(made, plain, other))
-        with pytest.raises(InvalidRangeError, match="20 of 16"):
+        with pytest.raises(InvalidRangeError, match="cannot keep 20 tokens; the cache holds 16"):
             cache.crop(20)
         cache.reset()
         plain.reset()

@@ -437,7 +437,7 @@ class BatchRows:
         ``marks`` are the rows' recurrent states of ``length``, where these are known.
         """
         if not 0 <= length <= self.length:
-            raise InvalidRangeError(f"crop: {length} tokens; the cache holds {self.length} to keep")
+            raise InvalidRangeError(f"crop: cannot keep {length} tokens; the cache holds {self.length}")
         if length == self.length:
             self.check_complete("crop")
             self._settle()

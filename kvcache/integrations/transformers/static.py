@@ -84,7 +84,8 @@ class HFStaticCache(RowsCache):
         held = int(attention[0].get_seq_length()) if attention else 0
         gone = held - tokens if tokens > 0 else -tokens
         if not 0 <= gone <= held:
-            raise InvalidRangeError(f"crop: {tokens} tokens; the cache holds {held}")
+            wanted = f"keep {tokens}" if tokens > 0 else f"take back {gone}"
+            raise InvalidRangeError(f"crop: cannot {wanted} tokens; the cache holds {held}")
         if gone and any(isinstance(layer, StaticLinearLayer) for layer in layers):
             raise NotSupportedError(
                 f"crop: {gone} tokens of recurrent states of fixed shapes; HFCache goes back to checkpoints"
