@@ -7,7 +7,17 @@ from typing import Any, cast
 
 import torch
 
-from backends.torch.kernels import Bias, CausalMasks, Pair, attend_part, beside, causal_bias, home, natives
+from backends.torch.kernels import (
+    Bias,
+    CausalMasks,
+    Pair,
+    attend_grouped,
+    attend_part,
+    beside,
+    causal_bias,
+    home,
+    natives,
+)
 from backends.torch.tensor import Placement, TorchTensor
 from ml.capabilities import AttentionCall, CausalMask
 from ml.dtypes import DType
@@ -62,12 +72,14 @@ def attend_calls(
     elif len(parts) > 1 or logits is not None:
         every = torch.stack([part[1] for part in parts], -1)
         if logits is not None:
-            every = torch.cat((every, logits.float().view(1, -1, 1).expand(q.shape[0], -1, 1)), -1)
+            every = torch.cat(
+                (every, logits.float().view(1, *lse.shape[1:], 1).expand_as(every[..., :1])), -1
+            )
         weights = every.softmax(-1).unsqueeze(-1)
-        out = out * weights[:, :, 0]
+        out = out * weights[..., 0, :]
         for number, (other, _) in enumerate(parts[1:], 1):
-            out = out.addcmul(other, weights[:, :, number])
-    return home(ctx, out.to(q.dtype), query.dtype)
+            out = out.addcmul(other, weights[..., number, :])
+    return home(ctx, out.reshape(*q.shape[:2], v.shape[2]).to(q.dtype), query.dtype)
 
 
 def _level(
@@ -79,21 +91,23 @@ def _level(
     calls: Sequence[AttentionCall],
     scale: float,
 ) -> Pair:
-    """q (tokens, heads, D), k and v (cells, kv_heads, ...) -> (tokens, heads, v_dim), (tokens, heads)."""
+    """(tokens, kv_heads, group, v_dim) and its log-sum-exp, of k and v (cells, kv_heads, ...)."""
     whole = len(calls) == 1 and isinstance(calls[0].tokens, slice)
     whole = whole and calls[0].tokens == slice(0, q.shape[0])
     if not whole:
-        out = q.new_zeros((*q.shape[:2], v.shape[2]))
-        lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+        shape = q.shape[0], v.shape[1], q.shape[1] // v.shape[1]
+        out = q.new_zeros((*shape, v.shape[2]))
+        lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
     for call in calls:
         tokens: Any = (
             call.tokens if isinstance(call.tokens, slice) else beside(ctx, cast("Any", call.tokens), q.device)
         )
         own = q if whole else q[tokens]
-        each = own.shape[0] // call.batch
-        stacked = own.reshape(call.batch, each, *own.shape[1:])
-        bias = _bias(ctx, masks, stacked, v, call.length, cast("Any", call.mask))
-        found = attend_part(own, _read(ctx, k, call), _read(ctx, v, call), bias, scale)
+        bias: Bias = None
+        if call.mask is not None:
+            stacked = own.reshape(call.batch, -1, *own.shape[1:])
+            bias = _bias(ctx, masks, stacked, v, call.length, cast("Any", call.mask))
+        found = attend_grouped(own, _read(ctx, k, call), _read(ctx, v, call), bias, scale)
         if whole:
             return found
         out[tokens], lse[tokens] = found
