@@ -183,8 +183,11 @@ class TestFixedShapes:
             cache.crop(length)
             plain.crop(length)
             hf.close(hf.feed(made, cache, other), hf.feed(made, plain, other))
-        with pytest.raises(InvalidRangeError, match="cannot keep 20 tokens; the cache holds 16"):
-            cache.crop(20)
+        for either in (cache, plain):
+            with pytest.raises(InvalidRangeError, match="cannot keep 20 tokens; the cache holds 16"):
+                either.crop(20)
+            with pytest.raises(InvalidRangeError, match="cannot take back 30 tokens; the cache holds 16"):
+                either.crop(-30)
         cache.reset()
         plain.reset()
         hf.close(hf.feed(made, cache, ids), hf.feed(made, plain, ids))

@@ -7,17 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from backends.torch.kernels import (
-    Bias,
-    CausalMasks,
-    Pair,
-    attend_grouped,
-    attend_part,
-    beside,
-    causal_bias,
-    home,
-    natives,
-)
+from backends.torch.kernels import Bias, CausalMasks, Pair, attend_grouped, beside, causal_bias, home, natives
 from backends.torch.tensor import Placement, TorchTensor
 from ml.capabilities import AttentionCall, CausalMask
 from ml.dtypes import DType
@@ -45,9 +35,10 @@ def attend_partially(
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
         raise DTypeError(f"partial_attention: {q.dtype}, {k.dtype}, {v.dtype}; they are of one float dtype")
     bias = _bias(ctx, masks, q, v, history, mask)
-    out, lse = attend_part(q.reshape(-1, heads, head_dim), k.transpose(1, 2), v.transpose(1, 2), bias, scale)
-    lse = lse.reshape(batch, tokens, heads)
-    return home(ctx, out.reshape(batch, tokens, heads, v_dim), query.dtype), home(ctx, lse, DType.F32)
+    rows = q.reshape(-1, heads, head_dim)
+    out, lse = attend_grouped(rows, k.transpose(1, 2), v.transpose(1, 2), bias, scale)
+    out, lse = out.reshape(batch, tokens, heads, v_dim), lse.reshape(batch, tokens, heads)
+    return home(ctx, out, query.dtype), home(ctx, lse, DType.F32)
 
 
 def attend_calls(
@@ -72,9 +63,7 @@ def attend_calls(
     elif len(parts) > 1 or logits is not None:
         every = torch.stack([part[1] for part in parts], -1)
         if logits is not None:
-            every = torch.cat(
-                (every, logits.float().view(1, *lse.shape[1:], 1).expand_as(every[..., :1])), -1
-            )
+            every = torch.cat((every, logits.float().view(lse.shape[1:]).expand_as(lse).unsqueeze(-1)), -1)
         weights = every.softmax(-1).unsqueeze(-1)
         out = out * weights[..., 0, :]
         for number, (other, _) in enumerate(parts[1:], 1):
@@ -91,7 +80,7 @@ def _level(
     calls: Sequence[AttentionCall],
     scale: float,
 ) -> Pair:
-    """(tokens, kv_heads, group, v_dim) and its log-sum-exp, of k and v (cells, kv_heads, ...)."""
+    """q (tokens, heads, D), k and v (cells, kv_heads, ...) -> as ``attend_grouped``."""
     whole = len(calls) == 1 and isinstance(calls[0].tokens, slice)
     whole = whole and calls[0].tokens == slice(0, q.shape[0])
     if not whole:

@@ -35,7 +35,7 @@ from kvcache.integrations.transformers.saving import HFSnapshot
 from kvcache.integrations.transformers.stored import Stored, tokens_of
 from kvcache.storage.state_slots import Checkpoint
 
-__all__ = ["BatchRows", "untraced"]
+__all__ = ["BatchRows", "cannot_crop", "untraced"]
 
 PREFILL = 16
 """Tokens of a prefill, of which windows keep the end alone, that drafting may take back."""
@@ -46,6 +46,12 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def untraced(method: Method) -> Method:
     """Run as it is in code that torch.compile compiles around it: a cell table is nothing to trace."""
     return cast("Method", torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+
+
+def cannot_crop(length: int, held: int) -> InvalidRangeError:
+    """The error for a crop of ``held`` tokens to ``length``, which is negative or more than these."""
+    wanted = f"keep {length}" if length > held else f"take back {held - length}"
+    return InvalidRangeError(f"crop: cannot {wanted} tokens; the cache holds {held}")
 
 
 class BatchRows:
@@ -437,7 +443,7 @@ class BatchRows:
         ``marks`` are the rows' recurrent states of ``length``, where these are known.
         """
         if not 0 <= length <= self.length:
-            raise InvalidRangeError(f"crop: cannot keep {length} tokens; the cache holds {self.length}")
+            raise cannot_crop(length, self.length)
         if length == self.length:
             self.check_complete("crop")
             self._settle()

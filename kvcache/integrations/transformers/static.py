@@ -28,7 +28,7 @@ from kvcache.integrations.transformers.kinds import CROSS, Kind, Trait, empty_la
 from kvcache.integrations.transformers.layers import CrossCache, Crossing, CrossLayer, RowsCache
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CacheOptions, CachePool
-from kvcache.integrations.transformers.rows import BatchRows
+from kvcache.integrations.transformers.rows import BatchRows, cannot_crop
 from kvcache.integrations.transformers.states import state_name
 
 __all__ = ["HFStaticCache", "HFStaticEncoderDecoderCache"]
@@ -84,8 +84,7 @@ class HFStaticCache(RowsCache):
         held = int(attention[0].get_seq_length()) if attention else 0
         gone = held - tokens if tokens > 0 else -tokens
         if not 0 <= gone <= held:
-            wanted = f"keep {tokens}" if tokens > 0 else f"take back {gone}"
-            raise InvalidRangeError(f"crop: cannot {wanted} tokens; the cache holds {held}")
+            raise cannot_crop(held - gone, held)
         if gone and any(isinstance(layer, StaticLinearLayer) for layer in layers):
             raise NotSupportedError(
                 f"crop: {gone} tokens of recurrent states of fixed shapes; HFCache goes back to checkpoints"
