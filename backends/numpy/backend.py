@@ -12,12 +12,14 @@ from typing import Any, Self
 
 import numpy as np
 
+from backends import cpu_attention
+from backends.cpu_attention import Array, Stored
+from backends.cpu_store import Codes, CodesStore, floats
+from backends.cpu_store import encoded as compiled
 from backends.numpy.erf import erf
 from backends.numpy.formats import decoded, encoded
 from backends.numpylike import ArrayContext, ArrayTensor, element_strides
 from backends.placement import only_device
-from backends.quantized_attention import Codes, CodesStore, attend_codes, floats
-from backends.quantized_attention import encoded as compiled
 from ml.base import BaseBackend, BaseTensor, Storage
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
@@ -83,16 +85,44 @@ class NumpyBackend(BaseBackend):
     ) -> NumpyTensor | None:
         """See :class:`ml.SupportsQuantizedAttention`. On one thread, by numba; None without it."""
         ctx.check("quantized_attention", query)
-        keys, values = _codes(key, formats[0]), _codes(value, formats[1])
-        if keys is None or values is None:
+        keys, values = (
+            Stored.coded([Array.of(part.native) for part in parts], name)
+            for parts, name in zip((key, value), formats, strict=True)
+        )
+        return self._attend("quantized_attention", ctx, query, keys, values, plan, scale, sinks)
+
+    def ragged_attention(
+        self,
+        ctx: NumpyContext,
+        query: NumpyTensor,
+        key: NumpyTensor,
+        value: NumpyTensor,
+        plan: RaggedPlan,
+        scale: float,
+        sinks: NumpyTensor | None = None,
+    ) -> NumpyTensor | None:
+        """See :class:`ml.SupportsRaggedAttention`. On one thread, by numba; None without it."""
+        ctx.check("ragged_attention", query)
+        if not query.dtype is key.dtype is value.dtype:
+            return None
+        stored = [Stored.plain(Array.of(one.native), one.dtype.name) for one in (key, value)]
+        return self._attend("ragged_attention", ctx, query, *stored, plan, scale, sinks)
+
+    def _attend(
+        self, op: str, ctx: NumpyContext, query: NumpyTensor, key: Stored | None, value: Stored | None,
+        plan: RaggedPlan, scale: float, sinks: NumpyTensor | None,
+    ) -> NumpyTensor | None:  # fmt: skip
+        q = query.native
+        if q.ndim == 3 and q.strides[2] != q.itemsize:
+            q = np.ascontiguousarray(q)
+        asked = Stored.plain(Array.of(q), query.dtype.name)
+        if asked is None or key is None or value is None or not query.dtype.is_float:
             return None
         logits = None if sinks is None else floats(sinks.native)
-        out = attend_codes(floats(query.native) * np.float32(scale), keys, values, plan, logits, threads=1)
-        return (
-            None
-            if out is None
-            else NumpyTensor.own(ctx, out.astype(query.native.dtype, copy=False), query.dtype)
-        )
+        out = cpu_attention.attend(op, asked, key, value, plan, scale, logits, threads=1)
+        if out is None:
+            return None
+        return NumpyTensor.own(ctx, out.astype(q.dtype, copy=False), query.dtype)
 
     def quantized_store(
         self, key: Sequence[NumpyTensor], value: Sequence[NumpyTensor], formats: tuple[str, str]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from backends.placement import GPU_CALL_BYTES, PlacedBackend, PlacedContext
-from backends.quantized_attention import CodesStore
+from backends.cpu_store import CodesStore
 from backends.torch.attention import attend
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, pack, translated
 from backends.torch.devices import device_memory, find_places, release

@@ -9,16 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.quantized_attention import (
-    BITS,
-    Codes,
-    CodesStore,
-    attend_codes,
-    check_shapes,
-    encoded,
-    floats,
-    values_shape,
-)
+from backends.cpu_attention import BITS, Array, Stored, check_shapes, values_shape
+from backends.cpu_store import Codes, CodesStore, encoded, floats
 from backends.torch import ragged
 from backends.torch.tensor import Placement, TorchTensor
 from ml.base import BaseBackend
@@ -44,15 +36,10 @@ def attend_quantized(
             query.check_peer("quantized_attention", tensor)
     if ctx.torch_device.type != "cpu":
         return attend_codes_on(ctx, query, key, value, formats, plan, scale, sinks)
-    keys, values = codes_of(key, formats[0]), codes_of(value, formats[1])
+    keys, values = coded(key, formats[0]), coded(value, formats[1])
     if keys is None or values is None:
         return None
-    logits = None if sinks is None else _host(sinks.native)
-    scaled = _host(query.native) * np.float32(scale)
-    out = attend_codes(scaled, keys, values, plan, logits, torch.get_num_threads())
-    if out is None:
-        return None
-    return TorchTensor.own(ctx, torch.from_numpy(out).to(query.native.dtype), query.dtype)
+    return ragged.attend_on_cpu("quantized_attention", ctx, query, keys, values, plan, scale, sinks)
 
 
 def attend_codes_on(
@@ -75,7 +62,7 @@ def attend_codes_on(
         values_shape(codes.shape, scales.shape, name)
         for (codes, scales), name in zip(parts, formats, strict=True)
     ]
-    check_shapes(q.shape, *shapes)
+    check_shapes("quantized_attention", q.shape, *shapes)
     attend = functools.partial(
         kernels.attend, scales=(parts[0][1], parts[1][1]), bits=(BITS[formats[0]], BITS[formats[1]])
     )
@@ -107,6 +94,13 @@ def quantized_store(
         return _host(tensor.native) if tensor.native.is_cpu else None
 
     return CodesStore.over(backend, host, codes_of(key, formats[0]), codes_of(value, formats[1]))
+
+
+def coded(parts: Sequence[TorchTensor], name: str) -> Stored | None:
+    """Where they lie, as the kernels of the CPU take them; None where they do not."""
+    if name not in BITS or not all(part.native.is_cpu for part in parts):
+        return None
+    return Stored.coded([ragged.array_of(part.native) for part in parts], name)
 
 
 def codes_of(parts: Sequence[TorchTensor], name: str) -> Codes | None:

@@ -1,4 +1,4 @@
-"""Attention for a whole batch of sequences of different lengths: on CUDA, by the kernels of triton_ragged.py.
+"""Attention for a whole batch of sequences of different lengths: by numba on the CPU, on CUDA by Triton.
 
 FlashAttention's variable lengths (``torch.nn.attention.varlen``) take keys packed sequence behind sequence:
 where runs begin anywhere, several queries share one, or rows are listed, keys would have to be copied.
@@ -15,6 +15,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from backends import cpu_attention
+from backends.cpu_attention import Array, Stored
 from backends.torch.convert import FROM_TORCH
 from backends.torch.kernels import check_heads, check_sinks
 from backends.torch.ragged_work import Work, choose_tile, divide
@@ -22,7 +24,7 @@ from backends.torch.tensor import Placement, TorchTensor
 from ml.errors import BoundsError, ShapeError
 from ml.ragged import RaggedPlan
 
-__all__ = ["attend_ragged", "kernels_on", "launch", "work_of"]
+__all__ = ["array_of", "attend_on_cpu", "attend_ragged", "kernels_on", "launch", "work_of"]
 
 PROGRAMS = 4
 """Programs per multiprocessor that a pass is divided into, where it is long enough."""
@@ -39,10 +41,15 @@ def attend_ragged(
     scale: float,
     sinks: TorchTensor | None,
 ) -> TorchTensor | None:
-    """See :class:`ml.SupportsRaggedAttention`. None where ``kernels_on`` has none."""
+    """See :class:`ml.SupportsRaggedAttention`. None where there are no kernels for the device."""
     for tensor in (key, value, sinks):
         if tensor is not None:
             query.check_peer("ragged_attention", tensor)
+    if ctx.torch_device.type == "cpu":
+        if not query.dtype is key.dtype is value.dtype:
+            return None
+        stored = [Stored.plain(array_of(one.native), one.dtype.name) for one in (key, value)]
+        return attend_on_cpu("ragged_attention", ctx, query, *stored, plan, scale, sinks)
     kernels = kernels_on(ctx.torch_device)
     if kernels is None:
         return None
@@ -50,6 +57,30 @@ def attend_ragged(
     logits = None if sinks is None else sinks.native_on(ctx)
     check_heads("ragged_attention", q, k, v)
     return launch("ragged_attention", ctx, kernels.attend, (q, k, v), v.shape, logits, scale, plan)
+
+
+def array_of(native: torch.Tensor) -> Array:
+    """Where a tensor of the CPU lies."""
+    size = native.element_size()
+    return Array(native.data_ptr(), native.shape, [step * size for step in native.stride()], size)
+
+
+def attend_on_cpu(
+    op: str, ctx: Placement, query: TorchTensor, key: Stored | None, value: Stored | None, plan: RaggedPlan,
+    scale: float, sinks: TorchTensor | None,
+) -> TorchTensor | None:  # fmt: skip
+    """By as many threads as torch has; None without kernels, and for what they do not read."""
+    q = query.native
+    if q.dim() == 3 and q.stride(2) != 1:
+        q = q.contiguous()
+    asked = Stored.plain(array_of(q), query.dtype.name)
+    if asked is None or key is None or value is None or not query.dtype.is_float:
+        return None
+    logits = None if sinks is None else sinks.native.detach().float().contiguous().numpy()
+    out = cpu_attention.attend(op, asked, key, value, plan, scale, logits, torch.get_num_threads())
+    if out is None:
+        return None
+    return TorchTensor.own(ctx, torch.from_numpy(out).to(q.dtype), query.dtype)
 
 
 def launch(

@@ -1,0 +1,218 @@
+"""Attention by a plan over what lies in host memory: what the kernels of numba are given.
+
+``kernels`` imports numba, which takes a moment, when attention is first asked for and not before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from backends.ragged_kernel import BLOCKS, layout
+from ml.errors import BoundsError, ShapeError
+from ml.ragged import RaggedPlan
+
+__all__ = ["BITS", "BLOCK", "Array", "Stored", "attend", "check_shapes", "kernels", "values_shape"]
+
+KINDS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 8, "Q4_0": 4}
+"""What the kernels read, as they name it."""
+BITS = {"Q8_0": 8, "Q4_0": 4}
+"""Of a code, by the names of the formats that the kernels read."""
+BLOCK = 32
+"""Values that share a scale."""
+ABREAST = 64
+"""Queries, each of one head, that read a chunk of a segment together."""
+UNITS = 128
+"""What work is divided into, about, where it is long enough: a KV head over a piece of a segment."""
+WORTH = 1 << 14
+"""Cells of one KV head, each read for four queries, that are worth asking another thread for."""
+NO_SINKS = np.empty(0, np.float32)
+
+
+@functools.lru_cache(maxsize=1)
+def kernels() -> ModuleType | None:
+    """The kernels; None where numba is not installed, or does not run here."""
+    try:
+        return importlib.import_module("backends.cpu_kernels")
+    except Exception:  # whatever keeps a JIT compiler from working: the general way does the same
+        return None
+
+
+def values_shape(codes: Sequence[int], scales: Sequence[int], name: str) -> tuple[int, int, int]:
+    """(cells, kv_heads, dim) of what codes and scales of these shapes stand for; ShapeError for others."""
+    bits, (cells, kv_heads, blocks) = BITS[name], (*scales, 0, 0, 0)[:3]
+    if len(scales) != 3 or tuple(codes) != (cells, kv_heads, blocks * BLOCK * bits // 8):
+        raise ShapeError(
+            f"quantized_attention: codes {tuple(codes)} and scales {tuple(scales)} of {name}; they are "
+            f"(cells, kv_heads, dim * {bits} / 8) and (cells, kv_heads, dim / {BLOCK})"
+        )
+    return cells, kv_heads, blocks * BLOCK
+
+
+def check_shapes(op: str, query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> None:
+    """Raise ShapeError unless these are heads of one attention."""
+    shapes = tuple(query), tuple(key), tuple(value)
+    if (
+        not len(query) == len(key) == len(value) == 3
+        or query[2] != key[2]
+        or shapes[1][:2] != shapes[2][:2]
+        or not key[1]
+        or query[1] % key[1]
+    ):
+        raise ShapeError(
+            f"{op}: query, key, value {shapes}; each must be (tokens, heads, size), "
+            "with one size of queries and keys, and heads a multiple of KV heads"
+        )
+
+
+class Array(NamedTuple):
+    """(rows, heads, numbers) in host memory; steps are in bytes."""
+
+    address: int
+    shape: Sequence[int]
+    steps: Sequence[int]
+    itemsize: int
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> Array:
+        return cls(array.ctypes.data, array.shape, array.strides, array.itemsize)
+
+
+class Stored(NamedTuple):
+    """K, V or queries in host memory as the kernels take them. Who makes it keeps the memory alive."""
+
+    shape: Sequence[int]
+    """(cells, kv_heads, dim) of the values."""
+    given: tuple[int, ...]
+    """Kind, address, steps of a cell and of a head; the last three of scales too, or zeros."""
+
+    @classmethod
+    def plain(cls, array: Array, kind: str) -> Stored | None:
+        """None where numbers of a head lie apart."""
+        address, shape, steps, itemsize = array
+        if len(shape) != 3 or (steps[2] != itemsize and shape[2] > 1):
+            return None
+        return cls(shape, (KINDS[kind], address, steps[0], steps[1], 0, 0, 0))
+
+    @classmethod
+    def coded(cls, parts: Sequence[Array], kind: str) -> Stored | None:
+        """Codes and scales (cells, kv_heads, ...); None where it is another format, or codes lie apart."""
+        if kind not in BITS or len(parts) != 2:
+            return None
+        codes, scales = parts
+        shape = values_shape(codes.shape, scales.shape, kind)
+        wrong = (codes.itemsize, scales.itemsize) != (1, 2) or scales.address % 2
+        if wrong or codes.steps[2] != 1 or (scales.steps[2] != 2 and scales.shape[2] > 1):
+            return None
+        of_codes, of_scales = ((x.address, x.steps[0], x.steps[1]) for x in parts)
+        return cls(shape, (KINDS[kind], *of_codes, *of_scales))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A plan as ``ragged_kernel.Launch`` has it, in arrays. The same whatever the number of threads."""
+
+    tasks: np.ndarray
+    slots: np.ndarray
+    edges: np.ndarray
+    piece: int
+    count: int
+    """All slots."""
+    abreast: int
+    """Readers of a task at most."""
+    rows: int
+    """Places of segments that the tasks read, each for all of its readers."""
+    reach: int
+    """Rows that the buffers have to have."""
+
+    @classmethod
+    def of(cls, op: str, plan: RaggedPlan, kv_heads: int, group: int) -> Work:
+        name = f"cpu {kv_heads} {group}"
+        found: Work | None = plan.memo.get(name)
+        if found is None:
+            abreast = max(1, ABREAST // group)
+            packed, tasks, count = layout(plan, abreast, kv_heads * BLOCKS // UNITS)
+            piece, slots, edges = packed[:3].tolist()
+            found = plan.memo[name] = cls(
+                packed[8:slots].reshape(tasks, 4), packed[slots:edges], packed[edges:], piece, count, abreast,
+                int(plan.segments[:, 2].sum()), _reach(op, plan),
+            )  # fmt: skip
+        return found
+
+
+def _reach(op: str, plan: RaggedPlan) -> int:
+    """One more than the largest row that is read. Raises BoundsError for what no buffer could have."""
+    gathered, start, length, first, stop = plan.segments.T
+    order = np.argsort(first, kind="stable")
+    inside = np.repeat(length[order], (stop - first)[order])
+    begins, ends = plan.readers[:, 1], plan.readers[:, 2]
+    if inside.size != ends.size or (begins < 0).any() or (begins >= ends).any() or (ends > inside).any():
+        raise BoundsError(f"{op}: a reader of the plan sees rows outside of its segment, or none")
+    listed, reached = gathered == 1, start + length
+    if (start < 0).any() or (reached[listed] > plan.index.size).any() or plan.index.min(initial=0) < 0:
+        raise BoundsError(f"{op}: a segment of the plan has rows that no buffer has")
+    return max(int(reached[~listed].max(initial=0)), int(plan.index.max(initial=-1)) + 1)
+
+
+def attend(
+    op: str,
+    query: Stored,
+    key: Stored,
+    value: Stored,
+    plan: RaggedPlan,
+    scale: float,
+    sinks: np.ndarray | None,
+    threads: int,
+) -> np.ndarray | None:
+    """Attention of queries (tokens, heads, head_dim): F32 (tokens, heads, v_dim). None without kernels.
+
+    Each byte of K and V is read once for up to ``ABREAST`` queries of a segment. What memory this takes is a
+    few chunks of cells, and the result as often as histories are cut into pieces.
+    """
+    found = kernels()
+    if found is None:
+        return None
+    (tokens, heads, head_dim), (cells, kv_heads, v_dim) = query.shape, value.shape
+    check_shapes(op, query.shape, key.shape, value.shape)
+    if tokens != plan.tokens:
+        raise ShapeError(f"{op}: {tokens} queries; the plan is for {plan.tokens}")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ShapeError(f"{op}: sinks {sinks.shape}; they must be floats ({heads},)")
+    group = heads // kv_heads
+    work = Work.of(op, plan, kv_heads, group)
+    if work.reach > cells:
+        raise BoundsError(f"{op}: the plan names row {work.reach - 1} of {cells}")
+    parts = np.empty((work.count, heads, v_dim), np.float32)
+    totals = np.empty((work.count, heads, 2), np.float32)
+    size, rows = found.scratch_size(work.abreast * group, head_dim, v_dim), (work.abreast, 3)
+    given = (
+        query.given[:4], scale, key.given, value.given, (kv_heads, group, head_dim, v_dim), work.tasks,
+        plan.segments, plan.readers, work.slots, plan.index, work.piece, parts, totals,
+    )  # fmt: skip
+    units = len(work.tasks) * kv_heads
+    threads = max(1, min(threads, units, work.rows * kv_heads // WORTH))
+    others = []
+    for i in range(1, threads):
+        own = np.empty(size, np.float32), np.empty(rows, np.int64)
+        edges = units * i // threads, units * (i + 1) // threads
+        others.append(_pool(os.getpid(), threads - 1).submit(found.attend, *given, *own, *edges))
+    found.attend(*given, np.empty(size, np.float32), np.empty(rows, np.int64), 0, units // threads)
+    for other in others:
+        other.result()
+    out = np.empty((tokens, heads, v_dim), np.float32)
+    found.merge(parts, totals, work.edges, NO_SINKS if sinks is None else sinks, out)
+    return out
+
+
+@functools.lru_cache(maxsize=4)
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """``process``: a fork has none of its parent's threads."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="cpu-attention")

@@ -1,0 +1,130 @@
+"""The way into codes in host memory, by a kernel of numba."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from backends.cpu_attention import BITS, BLOCK, Array, Stored
+from ml.base import BaseBackend
+
+__all__ = ["Codes", "CodesStore", "encoded", "floats"]
+
+
+@functools.lru_cache(maxsize=1)
+def _kernel() -> ModuleType | None:
+    """None where numba is not installed, or does not run here."""
+    try:
+        return importlib.import_module("backends.cpu_quantize")
+    except Exception:  # whatever keeps a JIT compiler from working: the general way does the same
+        return None
+
+
+def floats(array: np.ndarray) -> np.ndarray:
+    """As F32, and as the kernels take it: itself, where it is so."""
+    if array.dtype == np.float32 and array.flags.c_contiguous and array.flags.aligned:
+        return array
+    return np.require(array, np.float32, ("C", "A"))
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Codes and scales of a buffer, (cells, kv_heads, ...) each, as the kernel takes them."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    bits: int
+
+    @classmethod
+    def of(cls, parts: Sequence[np.ndarray], name: str) -> Codes | None:
+        """Of a format's arrays where they lie; None where it is another format, or codes lie apart."""
+        if Stored.coded([Array.of(part) for part in parts], name) is None:
+            return None
+        codes, scales = parts
+        return cls(codes.view(np.int8), scales.view(np.uint16), BITS[name])
+
+    @property
+    def dim(self) -> int:
+        """Values of a head."""
+        blocks: int = self.scales.shape[2]
+        return blocks * BLOCK
+
+    @property
+    def given(self) -> tuple[np.ndarray, np.ndarray, int]:
+        return self.codes, self.scales, self.bits
+
+
+def encoded(values: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Codes and scales (..., width) of floats (..., dim); None without kernels, and of another format."""
+    bits = BITS.get(name)
+    found = None if bits is None else _kernel()
+    if found is None or bits is None:
+        return None
+    values = floats(values)
+    *outer, dim = values.shape
+    codes = np.empty((*outer, dim * bits // 8), np.int8 if bits == 8 else np.uint8)
+    scales = np.empty((*outer, dim // BLOCK), np.float16)
+    rows = math.prod(outer)
+    flat = [array.reshape(rows, 1, array.shape[-1]) for array in (values, codes, scales)]
+    found.store(flat[0], flat[1].view(np.int8), flat[2].view(np.uint16), bits, 0)
+    return codes, scales
+
+
+class CodesStore:
+    """See :class:`ml.KVStore`: writes K and V of a backend in host memory as codes."""
+
+    def __init__(
+        self,
+        backend: BaseBackend,
+        host: Callable[[Any], np.ndarray | None],
+        key: Codes,
+        value: Codes,
+        write: Callable[..., None],
+    ) -> None:
+        self._backend, self._host, self._write = backend, host, write
+        self._cells = key.codes.shape[0]
+        self._key, self._value = key.given, value.given
+        self._key_shape = *key.codes.shape[1:2], key.dim
+        self._value_shape = *value.codes.shape[1:2], value.dim
+
+    @classmethod
+    def over(
+        cls,
+        backend: BaseBackend,
+        host: Callable[[Any], np.ndarray | None],
+        key: Codes | None,
+        value: Codes | None,
+    ) -> CodesStore | None:
+        """None without codes to write into, or without numba.
+
+        ``host``: the floats of a tensor of the backend as an array; None for what is no such tensor.
+        """
+        if key is None or value is None or (found := _kernel()) is None:
+            return None
+        return cls(backend, host, key, value, found.store)
+
+    def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:
+        backend = self._backend
+        if ctx.active_backend is not backend or backend.closed:
+            return False
+        if not 0 <= start <= self._cells - count or count < 1:
+            return False
+        keys, values = self._host(key), self._host(value)
+        if keys is None or keys.shape != (count, *self._key_shape):
+            return False
+        if values is None or values.shape != (count, *self._value_shape):
+            return False
+        self._write(floats(keys), *self._key, start)
+        self._write(floats(values), *self._value, start)
+        return True
+
+    def read(self, ctx: Any, start: int, count: int) -> None:
+        """Never: codes are read as floats elsewhere."""
+        return

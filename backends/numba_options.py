@@ -1,0 +1,35 @@
+"""How kernels are compiled by numba.
+
+The first import of a module of kernels on a machine compiles for some seconds; numba keeps the result beside
+the module or, where that cannot be written, in the user's cache folder, by processor and version. Where
+neither can be written, each process compiles. Numba looks only at the module itself: who changes this one
+removes ``__pycache__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit, types
+
+__all__ = ["kernel", "part"]
+
+
+def part(fastmath: Any) -> Callable[[Any], Any]:
+    """What kernels are made of."""
+    made: Callable[[Any], Any] = njit(error_model="numpy", fastmath=fastmath)
+    return made
+
+
+def kernel(*given: Any, fastmath: Any) -> Callable[[Any], Any]:
+    """For arguments of these types: compiled at once, or read from where it was kept."""
+
+    def decorate(function: Any) -> Any:
+        options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
+        try:
+            return njit(types.void(*given), cache=True, **options)(function)
+        except (RuntimeError, OSError):  # no folder to keep it in, or no room there
+            return njit(types.void(*given), **options)(function)
+
+    return decorate
