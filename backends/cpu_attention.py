@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from backends.ragged_kernel import BLOCKS, layout
 from ml.errors import BoundsError, ShapeError
 from ml.ragged import RaggedPlan
 
-__all__ = ["BITS", "BLOCK", "Array", "Stored", "attend", "check_shapes", "kernels", "values_shape"]
+__all__ = ["BITS", "BLOCK", "Array", "Stored", "address", "attend", "check_shapes", "kernels", "values_shape"]
 
 KINDS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 8, "Q4_0": 4}
 """What the kernels read, as they name it."""
@@ -73,6 +74,12 @@ def check_shapes(op: str, query: Sequence[int], key: Sequence[int], value: Seque
         )
 
 
+def address(array: np.ndarray) -> int:
+    """Where an array begins."""
+    found: int = array.__array_interface__["data"][0]
+    return found
+
+
 class Array(NamedTuple):
     """(rows, heads, numbers) in host memory; steps are in bytes."""
 
@@ -83,7 +90,7 @@ class Array(NamedTuple):
 
     @classmethod
     def of(cls, array: np.ndarray) -> Array:
-        return cls(array.ctypes.data, array.shape, array.strides, array.itemsize)
+        return cls(address(array), array.shape, array.strides, array.itemsize)
 
 
 class Stored(NamedTuple):
@@ -95,18 +102,17 @@ class Stored(NamedTuple):
     """Kind, address, steps of a cell and of a head; the last three of scales too, or zeros."""
 
     @classmethod
-    def plain(cls, array: Array, kind: str) -> Stored | None:
-        """None where numbers of a head lie apart."""
-        address, shape, steps, itemsize = array
-        if len(shape) != 3 or (steps[2] != itemsize and shape[2] > 1):
+    def of(cls, parts: Sequence[Array], kind: str) -> Stored | None:
+        """Of plain numbers, or of codes and scales (cells, kv_heads, ...); None where no kernel reads them."""
+        if kind in BITS:
+            return cls._coded(parts, kind)
+        address, shape, steps, itemsize = parts[0]
+        if kind not in KINDS or len(shape) != 3 or (steps[2] != itemsize and shape[2] > 1):
             return None
         return cls(shape, (KINDS[kind], address, steps[0], steps[1], 0, 0, 0))
 
     @classmethod
-    def coded(cls, parts: Sequence[Array], kind: str) -> Stored | None:
-        """Codes and scales (cells, kv_heads, ...); None where it is another format, or codes lie apart."""
-        if kind not in BITS or len(parts) != 2:
-            return None
+    def _coded(cls, parts: Sequence[Array], kind: str) -> Stored | None:
         codes, scales = parts
         shape = values_shape(codes.shape, scales.shape, kind)
         wrong = (codes.itemsize, scales.itemsize) != (1, 2) or scales.address % 2
@@ -138,7 +144,8 @@ class Work:
         name = f"cpu {kv_heads} {group}"
         found: Work | None = plan.memo.get(name)
         if found is None:
-            abreast = max(1, ABREAST // group)
+            most = int((plan.segments[:, 4] - plan.segments[:, 3]).max())
+            abreast = min(most, max(1, ABREAST // group))
             packed, tasks, count = layout(plan, abreast, kv_heads * BLOCKS // UNITS)
             piece, slots, edges = packed[:3].tolist()
             found = plan.memo[name] = cls(
@@ -171,15 +178,15 @@ def attend(
     scale: float,
     sinks: np.ndarray | None,
     threads: int,
-) -> np.ndarray | None:
-    """Attention of queries (tokens, heads, head_dim): F32 (tokens, heads, v_dim). None without kernels.
+    out: int,
+) -> None:
+    """Attention of queries (tokens, heads, head_dim), in F32; there must be ``kernels``.
 
-    Each byte of K and V is read once for up to ``ABREAST`` queries of a segment. What memory this takes is a
-    few chunks of cells, and the result as often as histories are cut into pieces.
+    ``out`` is the address of the result: F32 (tokens, heads, v_dim), C-contiguous. Each byte of K and V is
+    read once for up to ``ABREAST`` queries of a segment. What memory this takes besides is a few chunks of
+    cells, and the result as often as histories are cut into pieces.
     """
-    found = kernels()
-    if found is None:
-        return None
+    found: Any = kernels()
     (tokens, heads, head_dim), (cells, kv_heads, v_dim) = query.shape, value.shape
     check_shapes(op, query.shape, key.shape, value.shape)
     if tokens != plan.tokens:
@@ -192,24 +199,38 @@ def attend(
         raise BoundsError(f"{op}: the plan names row {work.reach - 1} of {cells}")
     parts = np.empty((work.count, heads, v_dim), np.float32)
     totals = np.empty((work.count, heads, 2), np.float32)
-    size, rows = found.scratch_size(work.abreast * group, head_dim, v_dim), (work.abreast, 3)
+    sizes = kv_heads, group, head_dim, v_dim
+    floats = found.scratch_size(work.abreast * group, head_dim, v_dim)
     given = (
-        query.given[:4], scale, key.given, value.given, (kv_heads, group, head_dim, v_dim), work.tasks,
-        plan.segments, plan.readers, work.slots, plan.index, work.piece, parts, totals,
+        query.given[:4], scale, key.given, value.given, sizes, work.tasks, plan.segments, plan.readers,
+        work.slots, plan.index, work.piece, parts, totals,
     )  # fmt: skip
     units = len(work.tasks) * kv_heads
-    threads = max(1, min(threads, units, work.rows * kv_heads // WORTH))
-    others = []
-    for i in range(1, threads):
-        own = np.empty(size, np.float32), np.empty(rows, np.int64)
-        edges = units * i // threads, units * (i + 1) // threads
-        others.append(_pool(os.getpid(), threads - 1).submit(found.attend, *given, *own, *edges))
-    found.attend(*given, np.empty(size, np.float32), np.empty(rows, np.int64), 0, units // threads)
-    for other in others:
-        other.result()
-    out = np.empty((tokens, heads, v_dim), np.float32)
+    threads = min(threads, units, work.rows * kv_heads // WORTH)
+    if threads < 2:
+        found.attend(*given, *_scratch(floats, work.abreast), 0, units)
+    else:
+
+        def run(begin: int, end: int) -> None:
+            found.attend(*given, *_scratch(floats, work.abreast), begin, end)
+
+        edges = [units * i // threads for i in range(threads + 1)]
+        others = [_pool(os.getpid(), threads - 1).submit(run, *edges[i : i + 2]) for i in range(1, threads)]
+        run(*edges[:2])
+        for other in others:
+            other.result()
     found.merge(parts, totals, work.edges, NO_SINKS if sinks is None else sinks, out)
-    return out
+
+
+_own = threading.local()
+
+
+def _scratch(floats: int, readers: int) -> tuple[np.ndarray, np.ndarray]:
+    """What the kernel writes over, of this thread: kept, so that it stays in the processor's cache."""
+    kept: tuple[np.ndarray, np.ndarray] | None = getattr(_own, "scratch", None)
+    if kept is None or kept[0].size < floats or len(kept[1]) < readers:
+        kept = _own.scratch = np.empty(floats, np.float32), np.empty((max(ABREAST, readers), 3), np.int64)
+    return kept
 
 
 @functools.lru_cache(maxsize=4)

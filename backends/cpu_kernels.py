@@ -542,17 +542,18 @@ def attend(
     """
     kv_heads, group, head_dim, v_dim = sizes
     k_width, v_width = -(-head_dim // LANES) * LANES, -(-v_dim // LANES) * LANES
-    queries = (scratch.ctypes.data + 63) // 64 * 64
-    sums = queries + marks.shape[0] * group * k_width * 4
-    weights = sums + marks.shape[0] * group * v_width * 4
-    keys = weights + marks.shape[0] * group * CHUNK * 4
+    keys = (scratch.ctypes.data + 63) // 64 * 64
     values = keys + CHUNK * k_width * 4
-    stats = values + CHUNK * v_width * 4
+    rest = values + CHUNK * v_width * 4
     q_kind, q_address, q_step, q_head_step = query
     while unit < stop:
         segment, first, last, number = tasks[unit // kv_heads]
         kv_head, gathered, start = unit % kv_heads, segments[segment, 0], np.int64(segments[segment, 1])
         head, count, used = kv_head * group, np.int64(last - first), marks[: last - first]
+        weights = rest
+        queries = weights + count * group * CHUNK * 4
+        sums = queries + count * group * k_width * 4
+        stats = sums + count * group * v_width * 4
         low, high = _mark(readers, first, slots, np.int64(number), piece, used)
         for i in range(count):
             row = q_address + readers[first + i, 0] * q_step + head * q_head_step
@@ -601,28 +602,29 @@ def attend(
         unit += 1
 
 
-@kernel(ROWS, ROWS, LISTED, SINKS, ROWS, fastmath=ARITHMETIC)
+@kernel(ROWS, ROWS, LISTED, SINKS, place, fastmath=ARITHMETIC)
 def merge(parts: Any, totals: Any, edges: Any, sinks: Any, out: Any) -> None:
-    """``out`` (tokens, heads, v_dim): of query q the slots ``[edges[q], edges[q + 1])`` in one.
+    """``out``, the address of (tokens, heads, v_dim): of query q the slots ``[edges[q], edges[q + 1])`` in one.
 
     Sinks (heads,) take part in the softmax; none: an empty array.
     """
-    for token in range(out.shape[0]):
-        for head in range(out.shape[1]):
+    _, heads, v_dim = parts.shape
+    for token in range(edges.size - 1):
+        for head in range(heads):
             top, total = NOTHING, ZERO
             for slot in range(edges[token], edges[token + 1]):
                 top = max(top, totals[slot, head, 0])
             if sinks.size and sinks[head] > NOTHING:
                 top = max(top, sinks[head])
                 total = _exp(sinks[head] - top)
-            into = out[token, head]
+            into = _floats(out + (token * heads + head) * v_dim * 4, v_dim)
             into[:] = ZERO
             for slot in range(edges[token], edges[token + 1]):
                 if totals[slot, head, 0] > NOTHING or totals[slot, head, 1] != ZERO:
                     weight = _exp(totals[slot, head, 0] - top)
                     total += weight * totals[slot, head, 1]
                     found = parts[slot, head]
-                    for d in range(into.size):
+                    for d in range(v_dim):
                         into[d] += weight * found[d]
-            for d in range(into.size):
+            for d in range(v_dim):
                 into[d] /= total

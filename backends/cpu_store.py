@@ -45,7 +45,7 @@ class Codes:
     @classmethod
     def of(cls, parts: Sequence[np.ndarray], name: str) -> Codes | None:
         """Of a format's arrays where they lie; None where it is another format, or codes lie apart."""
-        if Stored.coded([Array.of(part) for part in parts], name) is None:
+        if name not in BITS or len(parts) != 2 or Stored.of([Array.of(x) for x in parts], name) is None:
             return None
         codes, scales = parts
         return cls(codes.view(np.int8), scales.view(np.uint16), BITS[name])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CAUSAL", "AttentionCall", "Availability", "BackendInfo", "BackendSpec", "CacheConfig", "CausalMask",
-    "Features", "Group", "KVStore", "Layout", "PageTransfer", "SupportsAttention", "SupportsAttentionCalls",
+    "Features", "Group", "KVRowStore", "KVStore", "Layout", "PageTransfer", "SupportsAttention", "SupportsAttentionCalls",
     "SupportsCacheConfig", "SupportsDistributed", "SupportsGroupedMatmul", "SupportsHostWrite",
     "SupportsKVStore", "SupportsPageTransfer", "SupportsPartialAttention", "SupportsQuantizedAttention",
     "SupportsQuantizedStore", "SupportsRaggedAttention", "SupportsRope", "SupportsUpload",
@@ -135,6 +135,14 @@ class KVStore(Protocol):
 
     def read(self, ctx: Context, start: int, count: int) -> tuple[Tensor, Tensor] | None:
         """Rows ``[start, start + count)`` of both as views; None in the cases of ``write``."""
+
+
+@runtime_checkable
+class KVRowStore(KVStore, Protocol):
+    """A store that writes rows that lie apart, too: a decoded token of each of several sequences."""
+
+    def write_rows(self, ctx: Context, rows: Tensor, key: Tensor, value: Tensor) -> bool:
+        """As ``write``, of the rows that an I32 tensor (count,) names, as ``set_rows`` takes it."""
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from backends import cpu_attention
-from backends.cpu_attention import Array, Stored
+from backends.cpu_attention import BITS, Array, Stored, address
 from backends.cpu_store import Codes, CodesStore, floats
 from backends.cpu_store import encoded as compiled
 from backends.numpy.erf import erf
@@ -85,8 +85,10 @@ class NumpyBackend(BaseBackend):
     ) -> NumpyTensor | None:
         """See :class:`ml.SupportsQuantizedAttention`. On one thread, by numba; None without it."""
         ctx.check("quantized_attention", query)
+        if not BITS.keys() >= set(formats):
+            return None
         keys, values = (
-            Stored.coded([Array.of(part.native) for part in parts], name)
+            Stored.of([Array.of(part.native) for part in parts], name)
             for parts, name in zip((key, value), formats, strict=True)
         )
         return self._attend("quantized_attention", ctx, query, keys, values, plan, scale, sinks)
@@ -105,23 +107,24 @@ class NumpyBackend(BaseBackend):
         ctx.check("ragged_attention", query)
         if not query.dtype is key.dtype is value.dtype:
             return None
-        stored = [Stored.plain(Array.of(one.native), one.dtype.name) for one in (key, value)]
+        stored = [Stored.of([Array.of(one.native)], one.dtype.name) for one in (key, value)]
         return self._attend("ragged_attention", ctx, query, *stored, plan, scale, sinks)
 
     def _attend(
         self, op: str, ctx: NumpyContext, query: NumpyTensor, key: Stored | None, value: Stored | None,
         plan: RaggedPlan, scale: float, sinks: NumpyTensor | None,
     ) -> NumpyTensor | None:  # fmt: skip
+        if key is None or value is None or not query.dtype.is_float or cpu_attention.kernels() is None:
+            return None
         q = query.native
         if q.ndim == 3 and q.strides[2] != q.itemsize:
             q = np.ascontiguousarray(q)
-        asked = Stored.plain(Array.of(q), query.dtype.name)
-        if asked is None or key is None or value is None or not query.dtype.is_float:
+        asked = Stored.of([Array.of(q)], query.dtype.name)
+        if asked is None:
             return None
         logits = None if sinks is None else floats(sinks.native)
-        out = cpu_attention.attend(op, asked, key, value, plan, scale, logits, threads=1)
-        if out is None:
-            return None
+        out = np.empty((*asked.shape[:2], value.shape[2]), np.float32)
+        cpu_attention.attend(op, asked, key, value, plan, scale, logits, 1, address(out))
         return NumpyTensor.own(ctx, out.astype(q.dtype, copy=False), query.dtype)
 
     def quantized_store(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.cpu_attention import BITS, Array, Stored, check_shapes, values_shape
+from backends.cpu_attention import BITS, check_shapes, values_shape
 from backends.cpu_store import Codes, CodesStore, encoded, floats
 from backends.torch import ragged
 from backends.torch.tensor import Placement, TorchTensor
@@ -36,9 +36,9 @@ def attend_quantized(
             query.check_peer("quantized_attention", tensor)
     if ctx.torch_device.type != "cpu":
         return attend_codes_on(ctx, query, key, value, formats, plan, scale, sinks)
-    keys, values = coded(key, formats[0]), coded(value, formats[1])
-    if keys is None or values is None:
+    if not BITS.keys() >= set(formats):
         return None
+    keys, values = (ragged.stored_of(parts, name) for parts, name in zip((key, value), formats, strict=True))
     return ragged.attend_on_cpu("quantized_attention", ctx, query, keys, values, plan, scale, sinks)
 
 
@@ -94,13 +94,6 @@ def quantized_store(
         return _host(tensor.native) if tensor.native.is_cpu else None
 
     return CodesStore.over(backend, host, codes_of(key, formats[0]), codes_of(value, formats[1]))
-
-
-def coded(parts: Sequence[TorchTensor], name: str) -> Stored | None:
-    """Where they lie, as the kernels of the CPU take them; None where they do not."""
-    if name not in BITS or not all(part.native.is_cpu for part in parts):
-        return None
-    return Stored.coded([ragged.array_of(part.native) for part in parts], name)
 
 
 def codes_of(parts: Sequence[TorchTensor], name: str) -> Codes | None:

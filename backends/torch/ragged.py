@@ -24,7 +24,7 @@ from backends.torch.tensor import Placement, TorchTensor
 from ml.errors import BoundsError, ShapeError
 from ml.ragged import RaggedPlan
 
-__all__ = ["array_of", "attend_on_cpu", "attend_ragged", "kernels_on", "launch", "work_of"]
+__all__ = ["attend_on_cpu", "attend_ragged", "kernels_on", "launch", "stored_of", "work_of"]
 
 PROGRAMS = 4
 """Programs per multiprocessor that a pass is divided into, where it is long enough."""
@@ -48,8 +48,8 @@ def attend_ragged(
     if ctx.torch_device.type == "cpu":
         if not query.dtype is key.dtype is value.dtype:
             return None
-        stored = [Stored.plain(array_of(one.native), one.dtype.name) for one in (key, value)]
-        return attend_on_cpu("ragged_attention", ctx, query, *stored, plan, scale, sinks)
+        keys, values = stored_of([key], key.dtype.name), stored_of([value], value.dtype.name)
+        return attend_on_cpu("ragged_attention", ctx, query, keys, values, plan, scale, sinks)
     kernels = kernels_on(ctx.torch_device)
     if kernels is None:
         return None
@@ -59,10 +59,23 @@ def attend_ragged(
     return launch("ragged_attention", ctx, kernels.attend, (q, k, v), v.shape, logits, scale, plan)
 
 
+def stored_of(parts: Sequence[TorchTensor], kind: str) -> Stored | None:
+    """Where K or V lies on the CPU, as its kernels take it: numbers, or codes and scales; None: they do not.
+
+    Kept with the tensor: caches ask with the same one in each pass.
+    """
+    first = parts[0]
+    found: Stored | None = getattr(first, "on_cpu", None)
+    if found is None and all(part.native.is_cpu for part in parts):
+        found = Stored.of([array_of(part.native) for part in parts], kind)
+        first.on_cpu = found
+    return found
+
+
 def array_of(native: torch.Tensor) -> Array:
     """Where a tensor of the CPU lies."""
     size = native.element_size()
-    return Array(native.data_ptr(), native.shape, [step * size for step in native.stride()], size)
+    return Array(native.data_ptr(), tuple(native.size()), [step * size for step in native.stride()], size)
 
 
 def attend_on_cpu(
@@ -70,17 +83,21 @@ def attend_on_cpu(
     scale: float, sinks: TorchTensor | None,
 ) -> TorchTensor | None:  # fmt: skip
     """By as many threads as torch has; None without kernels, and for what they do not read."""
+    if key is None or value is None or not query.dtype.is_float or cpu_attention.kernels() is None:
+        return None
     q = query.native
     if q.dim() == 3 and q.stride(2) != 1:
         q = q.contiguous()
-    asked = Stored.plain(array_of(q), query.dtype.name)
-    if asked is None or key is None or value is None or not query.dtype.is_float:
+    asked = Stored.of([array_of(q)], query.dtype.name)
+    if asked is None:
         return None
     logits = None if sinks is None else sinks.native.detach().float().contiguous().numpy()
-    out = cpu_attention.attend(op, asked, key, value, plan, scale, logits, torch.get_num_threads())
-    if out is None:
-        return None
-    return TorchTensor.own(ctx, torch.from_numpy(out).to(q.dtype), query.dtype)
+    out = torch.empty((*asked.shape[:2], value.shape[2]), dtype=torch.float32)
+    threads = torch.get_num_threads()
+    cpu_attention.attend(op, asked, key, value, plan, scale, logits, threads, out.data_ptr())
+    if q.dtype is not torch.float32:
+        out = out.to(q.dtype)
+    return TorchTensor.own(ctx, out, query.dtype)
 
 
 def launch(

@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import torch
 
-from backends.torch.tensor import TorchTensor
+from backends.torch.tensor import TorchTensor, wide_indices
 from ml.base import BaseBackend
+from ml.dtypes import DType
 from ml.protocols import Tensor
 from ml.strided import Shape, extent
 
@@ -43,7 +44,7 @@ _new = object.__new__
 
 
 class TorchKVStore:
-    """See :class:`ml.KVStore`; over two tensors (rows, heads, dim) of one backend."""
+    """See :class:`ml.KVRowStore`; over two tensors (rows, heads, dim) of one backend."""
 
     __slots__ = (
         "_backend", "_dtype", "_key", "_key_base", "_key_high", "_key_low", "_key_shape", "_key_strides",
@@ -63,26 +64,49 @@ class TorchKVStore:
         self._key_low, self._key_high = _addresses(key.native)
         self._value_low, self._value_high = _addresses(value.native)
 
-    def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:
+    def _takes(self, ctx: Any, count: int, key: Any, value: Any) -> bool:
+        """Whether these are of this backend, of ``count`` rows, and lie elsewhere."""
         backend = self._backend
         if (
             type(key) is not TorchTensor
             or type(value) is not TorchTensor
             or not key.backend is value.backend is ctx.active_backend is backend
             or backend.closed
-            or not 0 <= start <= self._rows - count
-            or count < 1
         ):
             return False
         new_key, new_value = key.native, value.native
-        key_size, value_size = (count, *self._key_shape), (count, *self._value_shape)
+        return (
+            new_key.shape == (count, *self._key_shape)
+            and new_value.shape == (count, *self._value_shape)
+            and not self._key_low <= new_key.data_ptr() < self._key_high
+            and not self._value_low <= new_value.data_ptr() < self._value_high
+        )
+
+    def write_rows(self, ctx: Any, rows: Any, key: Any, value: Any) -> bool:
+        if type(rows) is not TorchTensor or rows.backend is not self._backend or rows.dtype is not DType.I32:
+            return False
+        (count, *more), base = rows.native.size(), self._key_base
+        new_key, new_value = key.native, value.native
         if (
-            new_key.shape != key_size
-            or new_value.shape != value_size
-            or self._key_low <= new_key.data_ptr() < self._key_high
-            or self._value_low <= new_value.data_ptr() < self._value_high
+            more
+            or not self._takes(ctx, count, key, value)
+            or not new_key.dtype is new_value.dtype is base.dtype
+            or not new_key.device == new_value.device == base.device
         ):
             return False
+        index = wide_indices(rows, base.device)
+        try:
+            base.index_copy_(0, index, new_key)
+            self._value_base.index_copy_(0, index, new_value)
+        except (RuntimeError, IndexError):
+            return False
+        return True
+
+    def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:
+        if not 0 <= start <= self._rows - count or count < 1 or not self._takes(ctx, count, key, value):
+            return False
+        new_key, new_value = key.native, value.native
+        key_size, value_size = (count, *self._key_shape), (count, *self._value_shape)
         try:
             steps = self._key_strides
             _alias(self._key_base, key_size, steps, start * steps[0]).copy_(new_key)

@@ -22,7 +22,7 @@ from ml.dtypes import DType
 from ml.protocols import Tensor
 from ml.strided import Shape, contiguous_strides, overlaps_itself
 
-__all__ = ["Placement", "TorchStorage", "TorchTensor", "UploadedStorage"]
+__all__ = ["Placement", "TorchStorage", "TorchTensor", "UploadedStorage", "wide_indices"]
 
 _EVERYWHERE = 1 << 64
 _PUBLIC = {"alias": "view", "write_from": "copy", "gather": "rows", "scatter": "set_rows"}
@@ -83,6 +83,13 @@ class UploadedStorage(TorchStorage):
         return found
 
 
+def wide_indices(indices: TorchTensor, device: torch.device) -> torch.Tensor:
+    """I32 indices as the I64 that torch scatters by, on ``device``."""
+    if isinstance(indices.storage, UploadedStorage):
+        return indices.storage.widened(indices.native, device)
+    return indices.native.to(device, torch.int64)
+
+
 def _guarded(method: _Method) -> _Method:
     """What torch raises in ``method`` becomes an ml error that names the operation and the device."""
     name = method.__name__.removeprefix("_")
@@ -101,9 +108,11 @@ def _guarded(method: _Method) -> _Method:
 class TorchTensor(BaseTensor):
     """A view of a storage. ``native`` is the torch.Tensor and aliases the memory."""
 
-    __slots__ = ("backend", "dtype", "known_shape", "native", "storage")
+    __slots__ = ("backend", "dtype", "known_shape", "native", "on_cpu", "storage")
 
     native: torch.Tensor
+    on_cpu: Any
+    """What the kernels of the CPU are told of it, once that was asked."""
 
     def __init__(self, native: torch.Tensor, dtype: DType, storage: TorchStorage) -> None:
         self.native = native
@@ -253,8 +262,8 @@ class TorchTensor(BaseTensor):
         native, source = self.native, self._read_first(src)
         if source.dtype is not native.dtype or source.device != native.device:
             source = source.to(native.device, native.dtype)
-        if isinstance(indices, TorchTensor) and isinstance(indices.storage, UploadedStorage):
-            rows = indices.storage.widened(indices.native, native.device)
+        if isinstance(indices, TorchTensor):
+            rows = wide_indices(indices, native.device)
         else:
             rows = self._rows(indices, native.device).to(native.device, torch.int64)
         write(native, native.index_copy_, axis, rows, source)

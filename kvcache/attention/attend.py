@@ -137,11 +137,11 @@ def _by_kernel(
     result = None
     worth = min(KERNEL_WORTH, max(1, forward.config.call_bytes // buffers.bytes_per_cell))
     if plain and nn.has_ragged_attention(backend):
-        (keys,), (values,) = buffers.stored_parts(ctx)
+        (keys,), (values,) = buffers.whole
         result = backend.ragged_attention(ctx, query, keys, values, forward.plan(worth), scale, sinks)
     elif not plain and nn.has_quantized_attention(backend):
-        parts, plan = buffers.stored_parts(ctx), forward.plan(worth)
-        result = backend.quantized_attention(ctx, query, *parts, buffers.formats, plan, scale, sinks)
+        plan = forward.plan(worth)
+        result = backend.quantized_attention(ctx, query, *buffers.whole, buffers.formats, plan, scale, sinks)
         if result is not None:
             result = _cut(ctx, result, buffers.value.dim)
     buffers.no_kernel = result is None

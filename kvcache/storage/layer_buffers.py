@@ -25,7 +25,7 @@ class LayerBuffers:
 
     __slots__ = (
         "activations", "bytes_per_cell", "cells", "exact", "extra", "key", "no_kernel", "permuted_v",
-        "read_dtype", "rotated", "shape", "stamp", "store", "stored", "value",
+        "read_dtype", "rotated", "row_store", "shape", "stamp", "store", "stored", "value", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -80,15 +80,19 @@ class LayerBuffers:
             )
         self.stamp = 0
         """``Forward.stamp`` of the pass that was last put here."""
-        self.rotated = None if slots else self._as_rotated()
+        self.whole = self._parts(ctx)
+        """Where all of K lies, and all of V, in parts (cells, heads, ...)."""
+        self.rotated = None if slots else self._as_rotated(ctx)
         """These buffers as ``attend`` reads them where a format rotates: without turning back. Else None.
 
         Slots hold keys that are not turned: beside them all are read back as they were.
         """
         self.store = self._find_store(ctx)
         """The backend's own way for a run of cells, asked first; None where it has none."""
+        self.row_store = self.store if isinstance(self.store, ml.KVRowStore) else None
+        """The same for cells that lie apart."""
 
-    def _as_rotated(self) -> LayerBuffers | None:
+    def _as_rotated(self, ctx: ml.Context) -> LayerBuffers | None:
         if not isinstance(self.key, QuantizedBuffer) or not isinstance(self.value, QuantizedBuffer):
             return None
         key, value = self.key.as_stored, self.value.as_stored
@@ -96,6 +100,7 @@ class LayerBuffers:
             return None
         found = copy.copy(self)
         found.key, found.value, found.rotated = key, value, None
+        found.whole = found._parts(ctx)
         return found
 
     def _find_store(self, ctx: ml.Context) -> ml.KVStore | None:
@@ -103,7 +108,7 @@ class LayerBuffers:
         if self.shape.is_latent or self.extra:
             return None
         if self.is_quantized and isinstance(backend, ml.SupportsQuantizedStore):
-            return backend.quantized_store(*self.stored_parts(ctx), self.formats)
+            return backend.quantized_store(*self.whole, self.formats)
         if self.permuted_v or not isinstance(key, Buffer) or not isinstance(value, Buffer):
             return None
         if not isinstance(backend, ml.SupportsKVStore):
@@ -152,6 +157,9 @@ class LayerBuffers:
 
     def write(self, ctx: ml.Context, cells: Cells, new: Sequence[ml.Tensor]) -> None:
         """Store (count, heads, dim) each, in the order of ``stored``; what comes after these stays."""
+        if self.row_store is not None and len(new) == 2 and not isinstance(cells, int):
+            if self.row_store.write_rows(ctx, cells, *new):
+                return
         # No ctx.forward: writes are seen in program order without it.
         for buffer, tensor in zip(self.stored, new, strict=False):
             buffer.write(ctx, cells, tensor)
@@ -190,8 +198,7 @@ class LayerBuffers:
                       for part in (self.key, self.value))  # fmt: skip
         return key, value
 
-    def stored_parts(self, ctx: ml.Context) -> tuple[tuple[ml.Tensor, ...], tuple[ml.Tensor, ...]]:
-        """Where all of K lies, and all of V, in parts (cells, heads, ...)."""
+    def _parts(self, ctx: ml.Context) -> tuple[tuple[ml.Tensor, ...], tuple[ml.Tensor, ...]]:
         return self.key.stored_views(ctx, 0, self.cells), self.value.stored_views(ctx, 0, self.cells)
 
     def read_batch(
