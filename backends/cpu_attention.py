@@ -103,7 +103,7 @@ class Stored(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Array], kind: str) -> Stored | None:
-        """Of plain numbers, or of codes and scales (cells, kv_heads, ...); None where no kernel reads them."""
+        """Plain numbers, or codes and scales (cells, kv_heads, ...); None for what kernels do not read."""
         if kind in BITS:
             return cls._coded(parts, kind)
         address, shape, steps, itemsize = parts[0]
@@ -144,29 +144,34 @@ class Work:
         name = f"cpu {kv_heads} {group}"
         found: Work | None = plan.memo.get(name)
         if found is None:
-            most = int((plan.segments[:, 4] - plan.segments[:, 3]).max())
+            reach = _reach(op, plan)
+            _, _, lengths, firsts, stops = plan.segments.T
+            most, rows = int((stops - firsts).max()), int(lengths.sum())
             abreast = min(most, max(1, ABREAST // group))
-            packed, tasks, count = layout(plan, abreast, kv_heads * BLOCKS // UNITS)
-            piece, slots, edges = packed[:3].tolist()
-            found = plan.memo[name] = cls(
-                packed[8:slots].reshape(tasks, 4), packed[slots:edges], packed[edges:], piece, count, abreast,
-                int(plan.segments[:, 2].sum()), _reach(op, plan),
-            )  # fmt: skip
+            if rows * kv_heads < 2 * WORTH and most == abreast:  # for one thread: each segment is a task
+                tasks = np.zeros((len(lengths), 4), np.int32)
+                tasks[:, 0], tasks[:, 1], tasks[:, 2] = np.arange(len(lengths)), firsts, stops
+                slots = np.empty_like(plan.parts)
+                slots[plan.parts] = np.arange(slots.size)
+                work = tasks, slots, plan.part_starts, int(lengths.max()), slots.size
+            else:
+                packed, count, parts = layout(plan, abreast, kv_heads * BLOCKS // UNITS)
+                piece, to_slots, to_edges = packed[:3].tolist()
+                tasks = packed[8:to_slots].reshape(count, 4)
+                work = tasks, packed[to_slots:to_edges], packed[to_edges:], piece, parts
+            found = plan.memo[name] = cls(*work, abreast, rows, reach)
         return found
 
 
 def _reach(op: str, plan: RaggedPlan) -> int:
     """One more than the largest row that is read. Raises BoundsError for what no buffer could have."""
-    gathered, start, length, first, stop = plan.segments.T
-    order = np.argsort(first, kind="stable")
-    inside = np.repeat(length[order], (stop - first)[order])
-    begins, ends = plan.readers[:, 1], plan.readers[:, 2]
-    if inside.size != ends.size or (begins < 0).any() or (begins >= ends).any() or (ends > inside).any():
+    found: Any = kernels()
+    reach: int = found.survey(plan.segments, plan.readers, plan.index)
+    if reach == found.WRONG_READER:
         raise BoundsError(f"{op}: a reader of the plan sees rows outside of its segment, or none")
-    listed, reached = gathered == 1, start + length
-    if (start < 0).any() or (reached[listed] > plan.index.size).any() or plan.index.min(initial=0) < 0:
+    if reach == found.WRONG_SEGMENT:
         raise BoundsError(f"{op}: a segment of the plan has rows that no buffer has")
-    return max(int(reached[~listed].max(initial=0)), int(plan.index.max(initial=-1)) + 1)
+    return reach
 
 
 def attend(

@@ -22,14 +22,14 @@ def part(fastmath: Any) -> Callable[[Any], Any]:
     return made
 
 
-def kernel(*given: Any, fastmath: Any) -> Callable[[Any], Any]:
+def kernel(*given: Any, fastmath: Any, result: Any = types.void) -> Callable[[Any], Any]:
     """For arguments of these types: compiled at once, or read from where it was kept."""
 
     def decorate(function: Any) -> Any:
         options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
         try:
-            return njit(types.void(*given), cache=True, **options)(function)
+            return njit(result(*given), cache=True, **options)(function)
         except (RuntimeError, OSError):  # no folder to keep it in, or no room there
-            return njit(types.void(*given), **options)(function)
+            return njit(result(*given), **options)(function)
 
     return decorate

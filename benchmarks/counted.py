@@ -29,6 +29,8 @@ class CountingBackend(NumpyBackend):
     being one. Both of the ``step`` that ``count`` ran last.
     """
 
+    ragged_attention: Any = None
+    """Not by the kernels of numba: the calls of attention are counted."""
     read = calls = 0
     _inside = False
     _stored: frozenset[int] = frozenset()

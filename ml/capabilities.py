@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CAUSAL", "AttentionCall", "Availability", "BackendInfo", "BackendSpec", "CacheConfig", "CausalMask",
-    "Features", "Group", "KVRowStore", "KVStore", "Layout", "PageTransfer", "SupportsAttention", "SupportsAttentionCalls",
-    "SupportsCacheConfig", "SupportsDistributed", "SupportsGroupedMatmul", "SupportsHostWrite",
-    "SupportsKVStore", "SupportsPageTransfer", "SupportsPartialAttention", "SupportsQuantizedAttention",
-    "SupportsQuantizedStore", "SupportsRaggedAttention", "SupportsRope", "SupportsUpload",
-    "SupportsZeroCopyRead",
+    "Features", "Group", "KVRowStore", "KVStore", "Layout", "PageTransfer", "SupportsAttention",
+    "SupportsAttentionCalls", "SupportsCacheConfig", "SupportsDistributed", "SupportsGroupedMatmul",
+    "SupportsHostWrite", "SupportsKVStore", "SupportsPageTransfer", "SupportsPartialAttention",
+    "SupportsQuantizedAttention", "SupportsQuantizedStore", "SupportsRaggedAttention", "SupportsRope",
+    "SupportsUpload", "SupportsZeroCopyRead",
 ]  # fmt: skip
 
 

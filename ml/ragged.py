@@ -66,14 +66,17 @@ class RaggedPlan:
                 "they are (S, 5), (R, 3) and (I,)"
             )
         queries = self.readers[:, 0]
-        counts = np.bincount(queries, minlength=tokens)
-        if counts.size != tokens or not counts.all():
-            raise ShapeError(
-                f"RaggedPlan: readers of {tokens} queries; each query must have at least one, and there "
-                "must be no others"
-            )
-        self.part_starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        self.parts = np.argsort(queries, kind="stable").astype(np.int32)
+        if len(queries) == tokens and (queries == _counting(tokens)).all():  # each is there once, in order
+            self.part_starts, self.parts = _counting(tokens + 1), _counting(tokens)
+        else:
+            counts = np.bincount(queries, minlength=tokens)
+            if counts.size != tokens or not counts.all():
+                raise ShapeError(
+                    f"RaggedPlan: readers of {tokens} queries; each query must have at least one, and there "
+                    "must be no others"
+                )
+            self.part_starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+            self.parts = np.argsort(queries, kind="stable").astype(np.int32)
         self.memo: dict[str, Any] = {}
         """What a backend that computes on the host derives from it, for further layers."""
         self.packers: dict[str, Pack] = {}
@@ -122,6 +125,10 @@ class RaggedPlan:
             kept, array = pack(self)
             self._laid[kind] = kept, self.upload(array)
         return self._laid[kind]
+
+
+def _counting(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int32)
 
 
 Pack = Callable[[RaggedPlan], tuple[Any, np.ndarray]]

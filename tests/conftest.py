@@ -20,6 +20,12 @@ import numpy as np
 import pytest
 
 import ml
+from backends.numpy.backend import NumpyBackend
+
+# Caches on NumPy go by calls of attention here, as they do where numba is not installed; on PyTorch by its
+# kernels. Both by the other way: test_cache_kernels.py.
+COMPILED = NumpyBackend.ragged_attention
+del NumpyBackend.ragged_attention
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # Jobs in the background are started so, and hand it on to the processes that the tests interrupt.

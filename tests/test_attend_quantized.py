@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ml
-from backends import quantized_attention
+from backends import cpu_attention, cpu_store
 from kvcache import Batch, CausalCache, SlidingWindowCache
 from kvcache.attention import planned, quantized_calls
 from kvcache.storage.quantized import QuantizedBuffer
@@ -31,7 +31,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.importorskip("numba")
         monkeypatch.setattr(planned, "attend_quantized", lambda *_: pytest.fail("read back in blocks"))
     else:
-        monkeypatch.setattr(quantized_attention, "kernels", lambda: None)
+        monkeypatch.setattr(cpu_attention, "kernels", lambda: None)
+        monkeypatch.setattr(cpu_store, "_kernel", lambda: None)
     with ml.open_backend(name) as backend:
         yield backend
 

@@ -107,8 +107,8 @@ class NumpyBackend(BaseBackend):
         ctx.check("ragged_attention", query)
         if not query.dtype is key.dtype is value.dtype:
             return None
-        stored = [Stored.of([Array.of(one.native)], one.dtype.name) for one in (key, value)]
-        return self._attend("ragged_attention", ctx, query, *stored, plan, scale, sinks)
+        keys, values = (Stored.of([Array.of(one.native)], one.dtype.name) for one in (key, value))
+        return self._attend("ragged_attention", ctx, query, keys, values, plan, scale, sinks)
 
     def _attend(
         self, op: str, ctx: NumpyContext, query: NumpyTensor, key: Stored | None, value: Stored | None,

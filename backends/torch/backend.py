@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.placement import GPU_CALL_BYTES, PlacedBackend, PlacedContext
 from backends.cpu_store import CodesStore
+from backends.placement import GPU_CALL_BYTES, PlacedBackend, PlacedContext
 from backends.torch.attention import attend
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, pack, translated
 from backends.torch.devices import device_memory, find_places, release

@@ -24,6 +24,8 @@ __all__ = ["GATHERING", "KeptSegments", "Segment", "find_segments", "ragged_plan
 GATHERING = 1.6
 """What gathering cells takes besides reading them, in times of that."""
 
+NONE = np.empty(0, np.int32)
+
 Piece = tuple[int, int]
 """Entries ``[begin, end)`` of a row."""
 Entries = Piece | np.ndarray
@@ -271,20 +273,22 @@ def _segment(who: Sequence[tuple[_Reader, Entries]]) -> Segment:
 
 def ragged_plan(segments: Sequence[Segment], tokens: int) -> ml.RaggedPlan:
     """The segments as a backend's kernel takes them."""
-    table, index = [], [np.zeros(0, np.int64)]
+    table, index = np.empty((len(segments), 5), np.int32), []
     first = gathered = 0
-    for segment in segments:
-        stop = first + segment.queries.size
-        if isinstance(segment.cells, int):
-            table.append((0, segment.cells, segment.length, first, stop))
+    for number, segment in enumerate(segments):
+        cells, stop = segment.cells, first + segment.queries.size
+        if isinstance(cells, int):
+            table[number] = 0, cells, segment.length, first, stop
         else:
-            table.append((1, gathered, segment.length, first, stop))
-            index.append(segment.cells)
+            table[number] = 1, gathered, segment.length, first, stop
+            index.append(cells)
             gathered += segment.length
         first = stop
-    readers = np.empty((first, 3), np.int32)
-    readers[:, 0] = np.concatenate([segment.queries for segment in segments])
-    bounds = [segment.bounds() for segment in segments]
-    readers[:, 1] = np.concatenate([begin for begin, _ in bounds])
-    readers[:, 2] = np.concatenate([end for _, end in bounds])
-    return ml.RaggedPlan(tokens, np.array(table), readers, np.concatenate(index))
+    readers = np.zeros((first, 3), np.int32)
+    queries = [segment.queries for segment in segments]
+    readers[:, 0] = queries[0] if len(queries) == 1 else np.concatenate(queries)
+    readers[:, 2] = np.repeat(table[:, 2], table[:, 4] - table[:, 3])
+    for segment, (first, stop) in zip(segments, table[:, 3:].tolist(), strict=True):
+        if segment.begin is not None:
+            readers[first:stop, 1], readers[first:stop, 2] = segment.bounds()
+    return ml.RaggedPlan(tokens, table, readers, np.concatenate(index) if index else NONE)

@@ -157,9 +157,9 @@ class LayerBuffers:
 
     def write(self, ctx: ml.Context, cells: Cells, new: Sequence[ml.Tensor]) -> None:
         """Store (count, heads, dim) each, in the order of ``stored``; what comes after these stays."""
-        if self.row_store is not None and len(new) == 2 and not isinstance(cells, int):
-            if self.row_store.write_rows(ctx, cells, *new):
-                return
+        rows = self.row_store if len(new) == 2 else None
+        if rows is not None and not isinstance(cells, int) and rows.write_rows(ctx, cells, *new):
+            return
         # No ctx.forward: writes are seen in program order without it.
         for buffer, tensor in zip(self.stored, new, strict=False):
             buffer.write(ctx, cells, tensor)

@@ -1,0 +1,299 @@
+"""Products, maxima and exponentials of vectors in host memory, in LLVM's words, for kernels of numba.
+
+All take addresses, steps in bytes, and counts. numba does not see that this module has changed: who changes
+it removes ``__pycache__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+__all__ = [
+    "EXPONENT", "LANES", "LN2_HIGH", "LN2_LOW", "LOG2_E", "POLYNOMIAL", "ROUNDING", "SMALLEST", "TALL",
+    "WIDE", "add_four_one", "add_four_two", "add_one_eight", "add_one_one", "add_two_four", "add_two_one",
+    "exponentials", "highest", "score_block", "score_column", "score_one", "score_row", "to_floats",
+    "to_halves", "widen_eight", "widen_four",
+]  # fmt: skip
+
+LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
+"""Floats of a vector. Processors with shorter ones take it in parts."""
+TALL = 4 if LANES == 16 else 2
+"""Queries whose products with ``WIDE`` keys are summed in registers."""
+WIDE = 4
+SMALLEST = np.float32(-87.0)
+LOG2_E = np.float32(1.4426950408889634)
+ROUNDING = np.float32(12582912.0)
+"""1.5 * 2^23: what is added to it is rounded to a whole number, which its low bits then are."""
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+POLYNOMIAL = tuple(map(np.float32, (
+    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1,
+)))  # fmt: skip
+"""Of exp(x) - 1 - x, over x^2, for |x| up to half of log 2."""
+EXPONENT = 127 - 0x4B400000
+ONE = np.float32(1)
+BYTE, INT32, INT64, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+place = types.int64
+"""An address, a step in bytes, or a count."""
+
+
+class _Vectors:
+    """Vectors of a type in memory, which is no more aligned than its elements are."""
+
+    def __init__(self, element: Any, count: int, align: int) -> None:
+        self.type, self.count, self.align = ir.VectorType(element, count), count, align
+        self.undefined = ir.Constant(self.type, ir.Undefined)
+
+    def load(self, builder: Any, address: Any) -> Any:
+        return builder.load(builder.inttoptr(address, self.type.as_pointer()), align=self.align)
+
+    def store(self, builder: Any, vector: Any, address: Any) -> None:
+        builder.store(vector, builder.inttoptr(address, self.type.as_pointer()), align=self.align)
+
+    def all(self, value: Any) -> Any:
+        return ir.Constant(self.type, [value] * self.count)
+
+    def spread(self, builder: Any, number: Any) -> Any:
+        """``number`` in each lane."""
+        one = builder.insert_element(self.undefined, number, ir.Constant(INT32, 0))
+        return _shuffled(builder, one, self.undefined, [0] * self.count)
+
+
+FLOATS = _Vectors(FLOAT, LANES, 4)
+CODES, WIDENED = _Vectors(BYTE, 16, 1), _Vectors(FLOAT, 16, 4)
+
+
+def _shuffled(builder: Any, one: Any, other: Any, lanes: Sequence[int]) -> Any:
+    return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes)))
+
+
+def _number(value: int) -> Any:
+    return ir.Constant(INT64, value)
+
+
+def _float(builder: Any, address: Any) -> Any:
+    return builder.load(builder.inttoptr(address, FLOAT.as_pointer()))
+
+
+def _added(builder: Any, total: Any, one: Any, other: Any) -> Any:
+    """total + one * other, in one rounding where the processor has that."""
+    return builder.fadd(total, builder.fmul(one, other, flags=["contract"]), flags=["contract"])
+
+
+def _stepping(builder: Any, address: Any, step: Any, count: int) -> list[Any]:
+    """``count`` addresses, ``step`` apart."""
+    return [builder.add(address, builder.mul(step, _number(i))) for i in range(count)]
+
+
+def _kept(builder: Any, count: int) -> list[Any]:
+    """Vectors of zeros that a loop adds to; LLVM makes registers of them."""
+    found = [cgutils.alloca_once(builder, FLOATS.type) for _ in range(count)]
+    for one in found:
+        builder.store(FLOATS.all(0), one)
+    return found
+
+
+def _halved(builder: Any, vector: Any) -> Any:
+    """Of 16 lanes the sums of lanes 8 apart; of 8 themselves."""
+    if vector.type.count == 8:
+        return vector
+    low, high = (_shuffled(builder, vector, vector, range(at, at + 8)) for at in (0, 8))
+    return builder.fadd(low, high)
+
+
+def _sums(builder: Any, vectors: Sequence[Any]) -> Any:
+    """A vector of four: the sum of the lanes of each of four."""
+
+    def paired(one: Any, other: Any) -> Any:  # as the processor's own horizontal sum has it
+        even = _shuffled(builder, one, other, [0, 2, 8, 10, 4, 6, 12, 14])
+        return builder.fadd(even, _shuffled(builder, one, other, [1, 3, 9, 11, 5, 7, 13, 15]))
+
+    first, second, third, fourth = (_halved(builder, vector) for vector in vectors)
+    both = paired(paired(first, second), paired(third, fourth))
+    low, high = (_shuffled(builder, both, both, range(at, at + 4)) for at in (0, 4))
+    return builder.fadd(low, high)
+
+
+def _folded(builder: Any, vector: Any, fold: Callable[[Any, Any], Any]) -> Any:
+    """All lanes in one number."""
+    while (half := vector.type.count // 2) > 0:
+        low, high = (_shuffled(builder, vector, vector, range(at, at + half)) for at in (0, half))
+        vector = fold(low, high)
+    return builder.extract_element(vector, ir.Constant(INT32, 0))
+
+
+def _scoring(tall: int, wide: int) -> Any:
+    @intrinsic
+    def score(
+        typing: Any, query: Any, query_step: Any, key: Any, key_step: Any, width: Any, out: Any, out_step: Any
+    ) -> Any:
+        """``out[i, j] = query[i] @ key[j]``, for ``tall`` queries and ``wide`` keys of ``width`` floats."""
+
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            query, query_step, key, key_step, width, out, out_step = given
+            queries = _stepping(builder, query, query_step, tall)
+            keys = _stepping(builder, key, key_step, wide)
+            sums = _kept(builder, tall * wide)
+            with cgutils.for_range(builder, builder.udiv(width, _number(LANES))) as loop:
+                at = builder.mul(loop.index, _number(LANES * 4))
+                ks = [FLOATS.load(builder, builder.add(one, at)) for one in keys]
+                for i in range(tall):
+                    q = FLOATS.load(builder, builder.add(queries[i], at))
+                    for k, total in zip(ks, sums[i * wide : (i + 1) * wide], strict=True):
+                        builder.store(_added(builder, builder.load(total), q, k), total)
+            for i, into in enumerate(_stepping(builder, out, out_step, tall)):
+                found = [builder.load(total) for total in sums[i * wide : (i + 1) * wide]]
+                if wide == 4:
+                    whole = _sums(builder, found)
+                    builder.store(whole, builder.inttoptr(into, whole.type.as_pointer()), align=4)
+                else:
+                    (one,) = found
+                    total = _folded(builder, one, builder.fadd)
+                    builder.store(total, builder.inttoptr(into, FLOAT.as_pointer()))
+            return context.get_dummy_value()
+
+        return types.void(*[place] * 7), generate
+
+    return score
+
+
+def _adding(tall: int, wide: int) -> Any:
+    @intrinsic
+    def add(
+        typing: Any, weight: Any, weight_step: Any, count: Any, value: Any, value_step: Any, out: Any,
+        out_step: Any,
+    ) -> Any:  # fmt: skip
+        """``out[i] += weight[i] @ value``: ``tall`` rows of ``count`` weights, ``wide`` vectors of values."""
+
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            weight, weight_step, count, value, value_step, out, out_step = given
+            weights = _stepping(builder, weight, weight_step, tall)
+            parts = [_number(LANES * 4 * n) for n in range(wide)]
+            places = [
+                builder.add(row, part) for row in _stepping(builder, out, out_step, tall) for part in parts
+            ]
+            sums = _kept(builder, tall * wide)
+            for total, at in zip(sums, places, strict=True):
+                builder.store(FLOATS.load(builder, at), total)
+            with cgutils.for_range(builder, count) as loop:
+                row = builder.add(value, builder.mul(loop.index, value_step))
+                vs = [FLOATS.load(builder, builder.add(row, part)) for part in parts]
+                at = builder.mul(loop.index, _number(4))
+                for i in range(tall):
+                    share = FLOATS.spread(builder, _float(builder, builder.add(weights[i], at)))
+                    for v, total in zip(vs, sums[i * wide : (i + 1) * wide], strict=True):
+                        builder.store(_added(builder, builder.load(total), share, v), total)
+            for total, at in zip(sums, places, strict=True):
+                FLOATS.store(builder, builder.load(total), at)
+            return context.get_dummy_value()
+
+        return types.void(*[place] * 7), generate
+
+    return add
+
+
+@intrinsic
+def highest(typing: Any, scores: Any, count: Any, start: Any) -> Any:
+    """The highest of ``start`` and ``count`` vectors of scores; NaN is none."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        scores, count, start = given
+
+        def higher(one: Any, other: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", other, one), other, one)
+
+        top = cgutils.alloca_once(builder, FLOATS.type)
+        builder.store(FLOATS.spread(builder, start), top)
+        with cgutils.for_range(builder, count) as loop:
+            at = builder.add(scores, builder.mul(loop.index, _number(LANES * 4)))
+            builder.store(higher(builder.load(top), FLOATS.load(builder, at)), top)
+        return _folded(builder, builder.load(top), higher)
+
+    return types.float32(place, place, types.float32), generate
+
+
+@intrinsic
+def exponentials(typing: Any, scores: Any, count: Any, top: Any) -> Any:
+    """``count`` vectors of scores become exp(score - top), as ``_exp`` has it; their sum."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        scores, count, top = given
+        all_ = FLOATS.all
+        (total,) = _kept(builder, 1)
+        highest = FLOATS.spread(builder, top)
+        with cgutils.for_range(builder, count) as loop:
+            at = builder.add(scores, builder.mul(loop.index, _number(LANES * 4)))
+            x = builder.fsub(FLOATS.load(builder, at), highest)
+            x = builder.select(builder.fcmp_ordered("<", x, all_(SMALLEST)), all_(SMALLEST), x)
+            shifted = _added(builder, all_(ROUNDING), x, all_(LOG2_E))
+            whole = builder.fsub(shifted, all_(ROUNDING))
+            r = _added(builder, x, whole, all_(-LN2_HIGH))
+            r = _added(builder, r, whole, all_(-LN2_LOW))
+            p = all_(POLYNOMIAL[0])
+            for coefficient in POLYNOMIAL[1:]:
+                p = _added(builder, all_(coefficient), p, r)
+            p = builder.fadd(_added(builder, r, p, builder.fmul(r, r)), all_(ONE))
+            whole_bits = ir.VectorType(INT32, LANES)
+            power = builder.add(
+                builder.bitcast(shifted, whole_bits), ir.Constant(whole_bits, [EXPONENT] * LANES)
+            )
+            power = builder.shl(power, ir.Constant(whole_bits, [23] * LANES))
+            p = builder.fmul(p, builder.bitcast(power, FLOATS.type))
+            FLOATS.store(builder, p, at)
+            builder.store(builder.fadd(builder.load(total), p), total)
+        return _folded(builder, builder.load(total), builder.fadd)
+
+    return types.float32(place, place, types.float32), generate
+
+
+def _widening(bits: int) -> Any:
+    @intrinsic
+    def widen(typing: Any, codes: Any, scale: Any, out: Any) -> Any:
+        """A block of 32 codes, times scale, as floats.
+
+        Those of 4 bits are two in a byte: the low halves come first; they count from -8.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            codes, scale, out = given
+            if bits == 4:
+                pairs = CODES.load(builder, codes)
+                halves = builder.and_(pairs, CODES.all(15)), builder.lshr(pairs, CODES.all(4))
+                found = [builder.sub(half, CODES.all(8)) for half in halves]
+            else:
+                found = [CODES.load(builder, builder.add(codes, _number(at))) for at in (0, 16)]
+            for number, half in enumerate(found):
+                wide = builder.fmul(builder.sitofp(half, WIDENED.type), WIDENED.spread(builder, scale))
+                WIDENED.store(builder, wide, builder.add(out, _number(64 * number)))
+            return context.get_dummy_value()
+
+        return types.void(place, types.float32, place), generate
+
+    return widen
+
+
+def _pointing(element: Any, kind: Any) -> Any:
+    @intrinsic
+    def point(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            return builder.inttoptr(given[0], element.as_pointer())
+
+        return types.CPointer(kind)(place), generate
+
+    return point
+
+
+score_block, score_row, score_column, score_one = (
+    _scoring(tall, wide) for tall, wide in ((TALL, WIDE), (1, WIDE), (TALL, 1), (1, 1))
+)
+add_four_two, add_four_one, add_two_four, add_two_one, add_one_eight, add_one_one = (
+    _adding(tall, wide) for tall, wide in ((4, 2), (4, 1), (2, 4), (2, 1), (1, 8), (1, 1))
+)
+widen_four, widen_eight = _widening(4), _widening(8)
+to_floats, to_halves = _pointing(FLOAT, types.float32), _pointing(ir.IntType(16), types.uint16)

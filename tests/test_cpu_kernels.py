@@ -1,0 +1,313 @@
+"""Attention on the CPU by numba: against a dense float64 reference, and what a cache does without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ml
+from backends import cpu_attention as host
+from backends.cpu_attention import KINDS, Array, Stored, address, attend
+from kvcache import Batch, CausalCache
+from ml.dtypes import DType
+from ml.errors import BoundsError, ShapeError
+from ml.ragged import RaggedPlan
+from ml.testing.quantized import decoded, encoded
+from ml.testing.ragged import ragged_reference, random_plan
+
+pytest.importorskip("numba")
+kernels = importlib.import_module("backends.cpu_kernels")
+CODES = ("Q8_0", "Q4_0")
+
+
+class Case:
+    """Random queries, keys and values for a random plan; what no segment has is NaN."""
+
+    def __init__(
+        self, seed: int, tokens: int, cells: int, heads: tuple[int, int], dims: tuple[int, int],
+        kinds: tuple[str, str], *, asked: str = "F32", sunk: bool = False, head_major: bool = False,
+    ) -> None:  # fmt: skip
+        rng = np.random.default_rng(seed)
+        self.plan, self.kinds, self.asked, self.scale = (
+            random_plan(seed, tokens, cells), kinds, asked, dims[0] ** -0.5,
+        )  # fmt: skip
+        self.query = _stored(rng.standard_normal((tokens, heads[0], dims[0])), asked)[0]
+        self.sinks = rng.standard_normal(heads[0]).astype(np.float32) if sunk else None
+        named = np.concatenate([self.plan.rows(number) for number in range(len(self.plan.segments))])
+        self.parts = []
+        for dim, kind in zip(dims, kinds, strict=True):
+            parts = _stored(rng.standard_normal((cells, heads[1], dim)), kind)
+            parts[-1][np.setdiff1d(np.arange(cells), named)] = np.nan
+            order = (1, 0, 2) if head_major else (0, 1, 2)
+            self.parts.append([np.ascontiguousarray(x.transpose(order)).transpose(order) for x in parts])
+
+    def given(self) -> list[Stored]:
+        asked = [Array.of(self.query)], self.asked
+        stored = (
+            ([Array.of(x) for x in parts], kind) for parts, kind in zip(self.parts, self.kinds, strict=True)
+        )
+        found = [Stored.of(*one) for one in (asked, *stored)]
+        return [one for one in found if one is not None]
+
+    def attend(self, threads: int = 1) -> np.ndarray:
+        query, key, value = self.given()
+        out = np.full((*query.shape[:2], value.shape[2]), np.inf, np.float32)
+        attend("op", query, key, value, self.plan, self.scale, self.sinks, threads, address(out))
+        return out
+
+    def right(self) -> np.ndarray:
+        query, key, value = (
+            _floats(x, kind)
+            for x, kind in zip(([self.query], *self.parts), (self.asked, *self.kinds), strict=True)
+        )
+        return ragged_reference(query, key, value, self.plan, self.scale, self.sinks)
+
+
+def _stored(values: np.ndarray, kind: str) -> list[np.ndarray]:
+    if kind in CODES:
+        return list(encoded(values.astype(np.float32), kind))
+    return [values.astype(DType[kind].numpy)]
+
+
+def _floats(parts: list[np.ndarray], kind: str) -> np.ndarray:
+    return decoded((parts[0], parts[1]), kind) if kind in CODES else parts[0].astype(np.float32)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_plans_give_what_the_definition_says(data: Any) -> None:
+    kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    kinds = [data.draw(st.sampled_from(sorted(KINDS))) for _ in range(2)]
+    dims = [
+        data.draw(st.integers(1, 5)) * 32 if kind in CODES else data.draw(st.integers(1, 150))
+        for kind in kinds
+    ]
+    case = Case(
+        data.draw(st.integers(0, 10**6)), data.draw(st.integers(1, 90)), data.draw(st.integers(4, 600)),
+        (kv_heads * group, kv_heads), (dims[0], dims[1]), (kinds[0], kinds[1]),
+        asked=data.draw(st.sampled_from(["F32", "F16", "BF16"])), sunk=data.draw(st.booleans()),
+        head_major=data.draw(st.booleans()),
+    )  # fmt: skip
+    np.testing.assert_allclose(case.attend(), case.right(), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kinds", [("F32", "F32"), ("Q8_0", "Q4_0")])
+def test_any_number_of_threads_gives_the_same_bits(
+    kinds: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "WORTH", 1)
+    asked: list[int] = []
+    pool = host._pool
+    monkeypatch.setattr(
+        host, "_pool", lambda process, threads: asked.append(threads) or pool(process, threads)
+    )
+    case = Case(3, 5, 900, (8, 4), (64, 64), kinds, sunk=True)
+    alone = case.attend(1)
+    assert not asked
+    for threads in (2, 3, 5):
+        np.testing.assert_array_equal(case.attend(threads), alone)
+    assert set(asked) == {1, 2, 4}
+
+
+def test_scores_that_would_overflow_and_infinite_ones_are_as_in_the_definition() -> None:
+    case = Case(4, 1, 40, (1, 1), (32, 32), ("Q8_0", "Q8_0"))
+    case.plan = RaggedPlan(1, np.array([(0, 0, 40, 0, 1)]), np.array([(0, 0, 40)]), np.zeros(0))
+    rng = np.random.default_rng(5)
+    for i in (0, 1):
+        case.parts[i] = _stored(rng.standard_normal((40, 1, 32)) * 30, "Q8_0")
+    case.query *= 100
+    np.testing.assert_allclose(case.attend(), case.right(), rtol=1e-4, atol=1e-4)
+    case.parts[0][1][7] = np.inf
+    case.parts[0][0][7] = np.where(case.query[0] > 0, -1, 1)  # a score of -inf: weighs nothing
+    with np.errstate(all="ignore"):
+        np.testing.assert_allclose(case.attend(), case.right(), rtol=1e-4, atol=1e-4)
+    case.parts[0][0][7] *= -1
+    assert np.isnan(case.attend()).all()
+    case.parts[0][1][:] = np.inf
+    case.parts[0][0][:] = np.where(case.query[0] > 0, -1, 1)
+    assert np.isnan(case.attend()).all()
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_nan_in_what_a_query_sees_is_in_its_result_and_in_no_other(kind: str) -> None:
+    case = Case(5, 2, 60, (2, 1), (16, 16), (kind, kind))
+    segments, readers = [(0, 0, 30, 0, 1), (0, 30, 30, 1, 2)], [(0, 0, 30), (1, 0, 30)]
+    case.plan = RaggedPlan(2, np.array(segments), np.array(readers), np.zeros(0))
+    for part in case.parts:
+        part[0][:] = 1
+    case.parts[1][0][40] = np.nan
+    found = case.attend()
+    assert np.isfinite(found[0]).all()
+    assert np.isnan(found[1]).all()
+    case.parts[1][0][40], case.parts[0][0][40] = 1, np.nan
+    assert np.isnan(case.attend()[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("segments", "readers", "index", "message"),
+    [
+        ([(0, 0, 9, 0, 1)], [(0, 0, 9)], [], "row 8 of 8"),
+        ([(0, 0, 5, 0, 1)], [(0, 0, 6)], [], "outside of its segment"),
+        ([(0, 0, 5, 0, 1)], [(0, -1, 3)], [], "outside of its segment"),
+        ([(0, 0, 5, 0, 1)], [(0, 3, 3)], [], "or none"),
+        ([(1, 0, 3, 0, 1)], [(0, 0, 3)], [1, 2], "no buffer has"),
+        ([(1, 0, 2, 0, 1)], [(0, 0, 2)], [1, -1], "no buffer has"),
+        ([(1, 0, 2, 0, 1)], [(0, 0, 2)], [1, 8], "row 8 of 8"),
+        ([(0, -1, 5, 0, 1)], [(0, 0, 5)], [], "no buffer has"),
+    ],
+)
+def test_a_plan_that_names_what_is_not_there_is_refused(
+    segments: Any, readers: Any, index: Any, message: str
+) -> None:
+    case = Case(6, 1, 8, (2, 1), (32, 32), ("F32", "Q8_0"))
+    case.plan = RaggedPlan(1, np.array(segments), np.array(readers), np.array(index, np.int32))
+    with pytest.raises(BoundsError, match=message):
+        case.attend()
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    case = Case(7, 2, 9, (2, 1), (32, 32), ("Q8_0", "F16"))
+    whole, sinks = case.query, case.sinks
+    for query, logits in ((whole[:1], sinks), (whole[:, :, :16], sinks), (whole, np.zeros(3, np.float32))):
+        case.query, case.sinks = np.ascontiguousarray(query), logits
+        with pytest.raises(ShapeError, match=r"^op: "):
+            case.attend()
+    with pytest.raises(ShapeError, match="scales"):
+        Stored.of([Array.of(case.parts[0][0]), Array.of(case.parts[0][1][:8])], "Q8_0")
+    assert Stored.of([Array.of(case.parts[0][0])], "F8_E4M3") is None
+    assert Stored.of([Array.of(case.parts[1][0][:, :, ::2])], "F16") is None
+
+
+# What a cache does with them.
+
+
+def _decoding(name: str, cells: int) -> tuple[CausalCache, ml.Context]:
+    """A cache in the pass of its last token."""
+    cache, rng = CausalCache(), np.random.default_rng(8)
+    backend = ml.open_backend(name)
+    ctx = backend.new_context()
+    cache.init(backend, ml.DType.Q8_0, 1, cells, cells)
+    new = ctx.from_numpy(rng.standard_normal((cells - 1, 4, 64)).astype(np.float32))
+    cache.start_forward(ctx, Batch(range(cells - 1), [0] * (cells - 1)))
+    cache.put(ctx, new, new)
+    cache.start_forward(ctx, Batch([cells - 1], [0]))
+    one = ctx.from_numpy(rng.standard_normal((1, 4, 64)).astype(np.float32))
+    cache.put(ctx, one, one)
+    return cache, ctx
+
+
+def test_a_step_takes_no_more_memory_than_a_block() -> None:
+    """16 MiB as floats, of which no more than a sixteenth is there at a time."""
+    cache, ctx = _decoding("numpy", 8192)
+    query = ctx.from_numpy(np.ones((1, 8, 64), np.float32))
+    cache.attend(ctx, query, 0.1)
+    tracemalloc.start()
+    try:
+        cache.attend(ctx, query, 0.1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * 8192 * 4 * 64 * 4 / 16
+
+
+BLOCKED = """
+import sys
+sys.modules["numba"] = None
+import numpy as np, ml
+from kvcache import Batch, CausalCache
+with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    cache = CausalCache()
+    cache.init(backend, ml.DType.Q4_0, 1, 40, 40)
+    x = np.random.default_rng(0).standard_normal((40, 2, 32)).astype(np.float32)
+    for start, stop in ((0, 39), (39, 40)):
+        cache.start_forward(ctx, Batch(range(start, stop), [0] * (stop - start)))
+        new = ctx.from_numpy(x[start:stop])
+        cache.put(ctx, new, new)
+        out = cache.attend(ctx, new, 0.2)
+    assert "backends.cpu_kernels" not in sys.modules
+    np.save(sys.argv[1], out.to_numpy())
+"""
+
+
+def test_without_numba_a_cache_gives_the_same(tmp_path: Path) -> None:
+    outs = []
+    free = BLOCKED.replace('sys.modules["numba"] = None', "").replace("not in", "in")
+    for number, text in enumerate((BLOCKED, free)):
+        file = tmp_path / f"{number}.npy"
+        subprocess.run([sys.executable, "-c", text, file], check=True, timeout=120)
+        outs.append(np.load(file))
+    np.testing.assert_allclose(outs[0], outs[1], rtol=0, atol=1e-5)
+
+
+PLAIN = """
+import sys, ml
+from kvcache import Batch, CausalCache
+backend = ml.open_backend("numpy")
+ctx, cache = backend.new_context(), CausalCache()
+cache.init(backend, ml.DType.F32, 1, 8, 8)
+cache.start_forward(ctx, Batch([0], [0]))
+x = ctx.zeros((1, 1, 32), ml.DType.F32)
+cache.put(ctx, x, x)
+cache.get(ctx)
+assert not {"numba", "llvmlite"} & sys.modules.keys()
+cache.attend(ctx, x, 1.0)
+assert "backends.cpu_kernels" in sys.modules
+"""
+
+
+def test_numba_is_imported_when_attention_is_first_asked_for_and_not_before() -> None:
+    subprocess.run([sys.executable, "-c", PLAIN], check=True, timeout=120)
+
+
+# Bugs in the kernels.
+
+
+def _changed(folder: Path, monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]) -> Any:
+    """The kernels with other text in them, or in what they are made of."""
+    text = {
+        name: (Path(host.__file__).parent / f"{name}.py").read_text()
+        for name in ("cpu_vectors", "cpu_kernels")
+    }
+    text["cpu_kernels"] = text["cpu_kernels"].replace("from backends.cpu_vectors", "from changed_cpu_vectors")
+    for old, new in changes:
+        assert sum(source.count(old) for source in text.values()) == 1
+        text = {name: source.replace(old, new) for name, source in text.items()}
+    for name, source in text.items():
+        (folder / f"changed_{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    for name in text:
+        monkeypatch.delitem(sys.modules, f"changed_{name}", raising=False)
+    return importlib.import_module("changed_cpu_kernels")
+
+
+def test_a_bug_in_a_kernel_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes that count from -7; sums that are not shrunk where a later chunk has a higher score."""
+    broken = _changed(
+        tmp_path,
+        monkeypatch,
+        ("builder.sub(half, CODES.all(8))", "builder.sub(half, CODES.all(7))"),
+        ("known[1] *= shrink", "known[1] *= ONE"),
+    )
+    monkeypatch.setattr(host, "kernels", lambda: broken)
+    for cells, kind, seen in ((60, "F32", False), (60, "Q4_0", True), (700, "F32", True)):
+        case = Case(11, 9, cells, (4, 2), (64, 64), (kind, kind))
+        assert np.allclose(case.attend(), case.right(), rtol=0, atol=2e-5) is not seen
+
+
+def test_vectors_of_the_other_length_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = 'binding.get_host_cpu_features().get("avx512f")'
+    other = _changed(tmp_path, monkeypatch, (choice, str(kernels.LANES == 8)))
+    assert other.LANES != kernels.LANES
+    monkeypatch.setattr(host, "kernels", lambda: other)
+    for seed, kinds in enumerate([("F32", "F32"), ("F16", "BF16"), CODES]):
+        case = Case(seed, 9, 300, (15, 3), (96, 32), kinds, sunk=True)
+        np.testing.assert_allclose(case.attend(), case.right(), rtol=0, atol=2e-5)
