@@ -183,7 +183,7 @@ def _soften(scores: Any, count: Any, out: Any, width: Any, stats: Any) -> None:
     vectors = -(-count // LANES)
     known, into = _floats(stats, 2), _floats(out, width)
     before = known[0]
-    top: Any = highest(scores, vectors, before)
+    top = highest(scores, vectors, before)
     if top == NOTHING:
         top = ZERO  # weights of next to nothing, not exp(-inf + inf)
     elif top > before:

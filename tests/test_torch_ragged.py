@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import ml
+from backends import cpu_attention
 from kvcache import Batch, CausalCache
 from ml.ragged import RaggedPlan
 from ml.testing.quantized import decoded, encoded, laid_out
@@ -388,6 +389,7 @@ def test_the_work_is_the_plan(seed: int) -> None:
 
 def test_a_device_without_the_kernels_leaves_it_to_partial_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.setattr(cpu_attention, "kernels", lambda: None)
     with ml.open_backend("torch", device="cpu") as backend, backend.new_context() as ctx:
         tensors = [ctx.zeros((2, 1, 16), ml.DType.F32)] * 3
         plan = _plan(2, [(0, 0, 2, 0, 2)], [(0, 0, 1), (1, 0, 2)])

@@ -45,14 +45,12 @@ def attend_ragged(
     for tensor in (key, value, sinks):
         if tensor is not None:
             query.check_peer("ragged_attention", tensor)
-    if ctx.torch_device.type == "cpu":
-        if not query.dtype is key.dtype is value.dtype:
+    kernels = kernels_on(ctx.torch_device)
+    if kernels is None:
+        if ctx.torch_device.type != "cpu" or not query.dtype is key.dtype is value.dtype:
             return None
         keys, values = stored_of([key], key.dtype.name), stored_of([value], value.dtype.name)
         return attend_on_cpu("ragged_attention", ctx, query, keys, values, plan, scale, sinks)
-    kernels = kernels_on(ctx.torch_device)
-    if kernels is None:
-        return None
     q, k, v = query.native_on(ctx), key.native_on(ctx), value.native_on(ctx)
     logits = None if sinks is None else sinks.native_on(ctx)
     check_heads("ragged_attention", q, k, v)
