@@ -41,6 +41,7 @@ __all__ = [
     "SnapshotCache",
     "StorageFormat",
     "SupportsCells",
+    "SupportsComputed",
     "SupportsEvict",
     "SupportsExtras",
     "SupportsMark",
@@ -53,6 +54,7 @@ __all__ = [
     "SupportsSnapshots",
     "SupportsStates",
     "check_whole",
+    "computed",
 ]
 
 Mask = ml.Tensor | ml.CausalMask | None
@@ -304,6 +306,19 @@ class SupportsOffset(Protocol):
 
     def resume_point(self, seq: int, position: int) -> int:
         """The last position up to ``position`` from which the sequence can continue exactly; 0: none."""
+
+
+@runtime_checkable
+class SupportsComputed(Protocol):
+    """A cache that knows of a pass that put only some layers, as one that failed."""
+
+    def computed(self, seq: int) -> int:
+        """How many tokens of a sequence every layer has, at most ``offset(seq)``."""
+
+
+def computed(cache: SupportsOffset, seq: int) -> int:
+    """How many tokens of a sequence every layer has, or is taken to have by a cache that does not know."""
+    return cache.computed(seq) if isinstance(cache, SupportsComputed) else cache.offset(seq)
 
 
 @runtime_checkable

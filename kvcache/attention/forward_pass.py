@@ -132,6 +132,7 @@ class ForwardPass:
     _slots: tuple[HostArray | None, int | HostArray] | None = None
     _overlay: tuple[ReadPlan, Overlay | None] | None = None
     _observed: ObservedRows | None = None
+    _whole: bool = False
 
     def __post_init__(self) -> None:
         alone = self.fixed is None and self.slots is None
@@ -159,12 +160,40 @@ class ForwardPass:
         fixed._load()
         return fixed
 
+    def note_put(self, buffers: LayerBuffers) -> None:
+        """A layer has the tokens of the pass now."""
+        buffers.stamp, cells = self.stamp, self.cells
+        if buffers.absent is not None and cells is not None:
+            buffers.absent[slice(cells, cells + self.tokens) if isinstance(cells, int) else cells] = 0
+            owned = np.flatnonzero(self.table.references)
+            if buffers.lacks(self.table.taken, owned) is None:
+                buffers.absent = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all layers that store anything have its tokens; what a graph has put is not known."""
+        if not self._whole:
+            there = bool(self.layers) and all(held.stamp >= self.stamp for held in self.layers.values())
+            self._whole = there or self.cells is None or self.fixed is not None
+        return self._whole
+
+    def end(self) -> None:
+        """The pass is over: note which layers lack its tokens."""
+        if self.whole or self.cells is None:
+            return
+        cells = slice(self.cells, self.cells + self.tokens) if isinstance(self.cells, int) else self.cells
+        for held in self.layers.values():
+            if held.stamp < self.stamp:
+                held.lack(self.table.taken, cells)
+
     def readable(self, op: str, layer: int) -> LayerBuffers:
-        """What the layer stores; OrderError where it lacks the tokens of the pass."""
+        """What the layer stores; OrderError where it lacks tokens of the pass, or of its sequences."""
         buffers = self.layers.get(layer)
         if buffers is None:
             raise OrderError(f"{op}: layer {layer} stores nothing yet; call put first")
         if buffers.stamp >= self.stamp:
+            if buffers.absent is not None:
+                self._check_present(op, layer, buffers)
             return buffers
         if self.read_only:
             raise OrderError(
@@ -175,6 +204,18 @@ class ForwardPass:
             f"{op}: layer {layer} was not put in this pass, and lacks its tokens; put them, set_layer "
             "to the layer whose K and V it shares, or start_forward(..., read_only=True) to read the past"
         )
+
+    def _check_present(self, op: str, layer: int, buffers: LayerBuffers) -> None:
+        for group in self.groups:
+            row = self.table.rows[group.seq]
+            lacking = buffers.lacks(self.table.taken, row.cells)
+            if lacking is not None:
+                first = int(row.positions[lacking][0])
+                raise OrderError(
+                    f"{op}: layer {layer} lacks position {first} of sequence {group.seq}, as it was not put "
+                    f"in the pass that stored the token; call remove({group.seq}, {first}), and evaluate the "
+                    "tokens from there on in all layers"
+                )
 
     def reserved_mask(self, ctx: ml.Context) -> ml.Tensor:
         """A mask over every cell, which hides none."""
@@ -221,7 +262,7 @@ class ForwardPass:
         if buffers is None:
             raise OrderError(f"{op}: layer {layer} stores nothing yet; call put first")
         self.fill(ctx)
-        buffers.stamp = self.stamp
+        self.note_put(buffers)
         return *buffers.read_as_configured(ctx, 0, self.table.cells), self.fixed.on(ctx.layer(layer))
 
     def _load(self) -> None:

@@ -45,7 +45,7 @@ def put_layer(
             new = *new, *_flat(ctx, buffers.shape, extra)
         forward.write(ctx, buffers, new)
         forward.write_exact(ctx, buffers, new)
-        buffers.stamp = forward.stamp
+        forward.note_put(buffers)
     elif fresh is None:
         buffers.touch(ctx.layer(layer))
     storage.buffers[layer] = buffers  # last: a failed write fixes no shapes
@@ -71,7 +71,7 @@ def put_stored_layer(
     buffers = storage.buffers.get(layer) or storage.allocate(ctx, layer, shape, activations)
     buffers.check(layer, shape, forward.tokens)
     forward.write_stored(ctx, buffers, tuple(parts))
-    buffers.stamp = forward.stamp
+    forward.note_put(buffers)
     storage.buffers[layer] = buffers
 
 

@@ -235,10 +235,15 @@ class CausalCache(
             if together is None:
                 self._fix(ctx, forward)
         forward.uploads.serve(forward)
-        self._pass = forward
+        self._go_on_to(forward)
         if self.snapshots.schedule and not read_only:
             for group in groups:
                 self.snapshots.capture(group.seq)
+
+    def _go_on_to(self, forward: ForwardPass) -> None:
+        if self._pass is not None:
+            self._pass.end()
+        self._pass = forward
 
     def _join_arrivals(self, groups: list[SequenceTokens]) -> None:
         """Have the pass come after what is on its way to its sequences, and into cells that it may take."""
@@ -338,6 +343,7 @@ class CausalCache(
         """Sequences changed: the pass under way ends, and cannot be undone any more."""
         if self._pass is not None:
             self._reads = self._pass.reads()
+            self._pass.end()
         self._pass = None
         self._undo = {}
 
@@ -384,7 +390,10 @@ class CausalCache(
             and (store := buffers.store) is not None
             and store.write(ctx, forward.run, forward.tokens, key, value)
         ):
-            buffers.stamp = forward.stamp
+            if buffers.absent is None:
+                buffers.stamp = forward.stamp
+            else:
+                forward.note_put(buffers)
             return
         if forward.cells is None and forward.read_only:
             raise OrderError("put: this pass is read-only; call start_forward without read_only to store")
@@ -414,7 +423,7 @@ class CausalCache(
         """
         forward = self._pass or self._started("get")
         buffers = self._buffers.get(self._layer)
-        if buffers is None or buffers.stamp != forward.stamp:
+        if buffers is None or buffers.stamp != forward.stamp or buffers.absent is not None:
             buffers = forward.readable("get", self._layer)
             if forward.reserve:
                 key, value = buffers.read_as_configured(ctx, 0, self._table.cells)
@@ -479,6 +488,24 @@ class CausalCache(
         self._bound("offset")
         check_sequence("offset", seq, self._max_sequences)
         return self._table.rows[seq].last + 1
+
+    def computed(self, seq: int) -> int:
+        """How many tokens of a sequence, from position 0 on, every layer stores: ``offset(seq)`` as a rule.
+
+        Less where a pass put only some layers, as one that failed: the tokens of the pass under way count
+        when the last layer was put. Less where positions are missing; a window's own are not.
+        """
+        end = self.offset(seq)
+        row, forward = self._table.rows[seq], self._pass
+        if not end or not self._buffers:
+            return 0
+        if self._window() is None and len(row) < end:
+            end = int((row.positions != np.arange(len(row))).argmax())
+        if forward is not None and not forward.whole:
+            end = min([end, *(group.lowest for group in forward.groups if group.seq == seq)])
+        for _, lacking in self.snapshots.storage.missing(row.cells):
+            end = min(end, int(row.positions[lacking][0]))
+        return end
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
         """Make all checks of ``copy_prefix``; the returned callable does it."""

@@ -193,8 +193,10 @@ class RecurrentCache(
         if not reserve:
             for group in groups:
                 self._check_group(group, read_only)
-        under_way, lost = self.attention.pass_under_way(), self._states.lost()
+        under_way, lost, before = self.attention.pass_under_way(), self._states.lost(), self._pass
         self.attention.start_forward(ctx, batch, reserve, read_only=read_only)
+        if before is not None:
+            self._states.end(before)
         if not stores:
             self._pass = StatePass(tokens, 0, reserve=reserve, read_only=read_only)
             return
@@ -208,6 +210,11 @@ class RecurrentCache(
         if self._wants:
             self._pass.wants = self._wants
             self._wants = {seq: wanted for seq, wanted in self._wants.items() if seq not in tokens}
+
+    def _end_pass(self) -> None:
+        if self._pass is not None:
+            self._states.end(self._pass)
+        self._pass = None
 
     def _inside(self, tokens: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
         """After how many of its tokens in a pass the state of a sequence is wanted, but that of the end."""
@@ -301,6 +308,7 @@ class RecurrentCache(
         shape, dtype = spec.shape, spec.dtype
         buffers, count = self._states.buffers, len(current.tokens)
         buffer = buffers.ensure(ctx, name, layer, shape, dtype)
+        current.asked.add((name, layer))
         if current.reserve:  # allocated and touched, but what sequences hold is not at hand
             return ctx.layer(layer).zeros((count, *shape), dtype)
         if current.read_only:
@@ -407,6 +415,22 @@ class RecurrentCache(
         check_sequence("offset", seq, self._max_sequences)
         return self._states.rows[seq].offset
 
+    def computed(self, seq: int) -> int:
+        """How many tokens of a sequence all layers have seen: ``offset(seq)`` as a rule.
+
+        Less where a pass was given only some of the states, or put only some of the attention layers, as one
+        that failed; the tokens of the pass under way count when the last one was.
+        """
+        end = self.offset(seq)
+        row, current = self._states.rows[seq], self._pass
+        if not self.nbytes:
+            return 0
+        if current is not None and not self._states.is_whole(current):
+            end -= current.tokens.get(seq, 0)
+        if row.computed is not None:
+            end = min(end, row.computed)
+        return min(end, self.attention.computed(seq)) if self.attention.nbytes else end
+
     def checkpoints(self, seq: int) -> tuple[int, ...]:
         """The positions of a sequence's checkpoints, ascending: it can go back to each of them exactly."""
         self._bound("checkpoints")
@@ -456,7 +480,7 @@ class RecurrentCache(
         cut = self.attention.prepare_remove(seq, mark.offset, None)
 
         def commit() -> None:
-            self._pass = None
+            self._end_pass()
             cut()
             self._wants.pop(seq, None)
             self._states.resume(seq, mark, mark.offset)
@@ -491,7 +515,7 @@ class RecurrentCache(
         share = self.attention.prepare_copy_prefix(src_seq, dst_seq, row.offset)
 
         def commit() -> None:
-            self._pass = None
+            self._end_pass()
             share()
             self._wants.pop(dst_seq, None)
             self._states.rows[dst_seq] = row
@@ -514,7 +538,7 @@ class RecurrentCache(
             row = shifted(row, begin, end)
 
         def commit() -> None:
-            self._pass = None
+            self._end_pass()
             cut()
             self._wants.pop(seq, None)
             self._states.rows[seq] = row
@@ -569,9 +593,9 @@ class RecurrentCache(
             return None
 
         def commit() -> None:
+            self._end_pass()
             put_back()
             self._wants.pop(seq, None)
-            self._pass = None
 
         return commit
 

@@ -36,6 +36,7 @@ from kvcache.cache import (
     SupportsSetCausal,
     SupportsSnapshots,
     check_whole,
+    computed,
 )
 from kvcache.caches.managed import PreparedCalls
 from kvcache.caches.sequences import drop_middle
@@ -280,6 +281,11 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     def offset(self, seq: int) -> int:
         """Where the next token of a sequence belongs, by the wrapped caches that know."""
         return max((cache.offset(seq) for cache in self._positioned), default=0)
+
+    def computed(self, seq: int) -> int:
+        """How many tokens of a sequence all wrapped caches have, of those that store anything."""
+        stored = (cache for cache in self._positioned if getattr(cache, "nbytes", 1))
+        return min((computed(cache, seq) for cache in stored), default=0)
 
     # Snapshots.
 

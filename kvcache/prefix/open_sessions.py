@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcache.cache import CacheFullError, SequenceLostError
+from kvcache.cache import CacheFullError, SequenceLostError, computed
 from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.matcher import PrefixMatcher, Source
@@ -46,7 +46,7 @@ class OpenSessions:
         began = time.monotonic()
         with self._evictor.within_budgets():
             try:
-                cached = self.matcher.fill(seq, ids)
+                cached = self._fill(seq, ids)
                 matching, origins = self.matcher.matching.seconds, dict(self.matcher.origins)
                 lookup = Lookup(began, matching, time.monotonic() - began - matching, origins)
                 self._schedule(seq, ids, cached)
@@ -61,15 +61,31 @@ class OpenSessions:
         self._stats.add(int(ids.size), {**origins, "spared": session.spared})
         return session
 
+    def _fill(self, seq: int, ids: np.ndarray) -> int:
+        """Have the sequence hold the longest prefix that can be had; returns its length.
+
+        What is kept lacks a layer that was first put after that: all of it goes, as it does for a prefix
+        whose first pass failed before its last layer.
+        """
+        cached = self.matcher.fill(seq, ids)
+        if cached and self.computed(seq) < cached:
+            log.warning("a layer was first put after tokens were kept that lack it; they are forgotten")
+            self._tree.clear()
+            cached = self.matcher.fill(seq, ids)
+            if cached and self.computed(seq) < cached:
+                self._cache.remove(seq, 0)
+                cached = 0
+        return cached
+
     def forget_items(self) -> None:
         """Let the alphabet forget what neither an open session nor the tree has."""
         if self.alphabet.crowded:
             nodes = (node.tokens for node in self._tree.radix_tree)
             self.alphabet.forget([*nodes, *(session.encoded() for session in self.sessions.values())])
 
-    def offset(self, seq: int) -> int:
-        """How many tokens of a sequence are evaluated."""
-        return self._cache.offset(seq)
+    def computed(self, seq: int) -> int:
+        """How many tokens of a sequence are evaluated, in all layers."""
+        return computed(self._cache, seq)
 
     def next_snapshot(self, seq: int) -> int | None:
         """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
@@ -140,7 +156,7 @@ class OpenSessions:
         Up to ``trusted`` it holds them. A snapshot that reaches further than the cache itself is restored.
         """
         seq = session.seq
-        point = self._cache.resume_point(seq, min(trusted, self._cache.offset(seq)))
+        point = self._cache.resume_point(seq, min(trusted, self.computed(seq)))
         if not self._tree.divisible and point < ids.size:
             self.keep(session)
             length, nodes = self._tree.along(ids)

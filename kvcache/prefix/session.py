@@ -75,8 +75,8 @@ class SessionOwner(Protocol):
 
     alphabet: Alphabet
 
-    def offset(self, seq: int) -> int:
-        """How many tokens of a sequence are evaluated."""
+    def computed(self, seq: int) -> int:
+        """How many tokens of a sequence are evaluated, in all layers."""
 
     def next_snapshot(self, seq: int) -> int | None:
         """Where a batch of the sequence should end; None: anywhere."""
@@ -201,9 +201,9 @@ class Session:
     def close(self, keep: bool = True) -> None:
         """End the session. What the cache holds of it is kept for others, unless ``keep`` is False.
 
-        Tokens that were added and not evaluated are forgotten. A second close does nothing. Left by an
-        exception, as a context manager, it keeps what was evaluated before the last ``extend`` or part
-        of ``chunks``: a pass that failed in its middle has left places without K and V.
+        Tokens that were added and not evaluated are forgotten, and those of a pass that put only some
+        layers, as one that failed. A second close does nothing. Left by an exception, as a context manager,
+        it keeps what was evaluated before the last ``extend`` or part of ``chunks``.
         """
         self._close(keep)
 
@@ -214,7 +214,7 @@ class Session:
 
     def _evaluated(self) -> None:
         """The caller goes on: what it evaluated is whole."""
-        self._sure = self._owner.offset(self.seq)
+        self._sure = self._owner.computed(self.seq)
 
     def _notice(self) -> None:
         """Take note of what was removed from the cache since the last time."""
@@ -241,7 +241,7 @@ class Session:
         """The tokens that the cache holds K and V of, as far as that is certain."""
         self._notice()
         tokens = self.encoded()
-        size = min(int(tokens.size), self._owner.offset(self.seq))
+        size = min(int(tokens.size), self._owner.computed(self.seq))
         return tokens[: size if self._certain is None else min(size, self._certain)]
 
     def encoded(self) -> np.ndarray:

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, SequenceLostError, check_whole
+from kvcache.cache import (
+    CacheFullError,
+    InvalidRangeError,
+    NotSupportedError,
+    OrderError,
+    SequenceLostError,
+    check_whole,
+)
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, LandingPlace
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import (
@@ -113,6 +120,12 @@ class AttentionSnapshots:
         if row.lost:
             raise SequenceLostError(
                 f"snapshot: the data of sequence {seq} is lost; call remove({seq}, 0) and compute it again"
+            )
+        for layer, lacking in storage.missing(row.cells[: row.index(end)]):
+            first = int(row.positions[: row.index(end)][lacking][0])
+            raise OrderError(
+                f"snapshot: layer {layer} lacks position {first} of sequence {seq}, as it was not put in the "
+                f"pass that stored the token; call remove({seq}, {first}), or end the snapshot there"
             )
         some: slice | np.ndarray = slice(row.index(begin), row.index(end))
         if window is not None:
@@ -311,6 +324,11 @@ class AttentionSnapshots:
                 table.exact.load(slots)
             raise
         self.storage.buffers.update(buffers)
+        for i, layer_buffers in self.storage.buffers.items():
+            if i not in buffers:
+                layer_buffers.lack(table.taken, cells)
+            elif layer_buffers.absent is not None:
+                layer_buffers.absent[cells] = 0
 
     def _buffer(self, ctx: ml.Context, i: int, shape: LayerShape, activations: ml.DType) -> LayerBuffers:
         """Of layer ``i``, which is new where it stores nothing yet."""

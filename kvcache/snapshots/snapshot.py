@@ -139,10 +139,12 @@ class InCache:
         return InCache(self.backend, self.table, self.buffers, self.pin.cells[start:stop].copy())
 
     def read(self) -> dict[int, LayerSnapshot]:
-        """Copies of what lies there."""
+        """Copies of what lies there, in layers that have all of it."""
         self.check()
         self.table.join_arrivals(self.pin.cells)
-        return read_layers(self.backend, self.buffers, self.pin.cells)
+        taken, cells = self.table.taken, self.pin.cells
+        whole = {i: held for i, held in self.buffers.items() if held.lacks(taken, cells) is None}
+        return read_layers(self.backend, whole, cells)
 
 
 class AttentionSnapshot:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+import numpy as np
 
 import ml
 from kvcache.storage.cell_table import CellTable
@@ -36,7 +39,18 @@ class CellStorage:
     """By layer, from its first ``put`` on."""
 
     def allocate(self, ctx: ml.Context, layer: int, shape: LayerShape, activations: ml.DType) -> LayerBuffers:
-        """Buffers for what is put as ``activations``; not yet in ``buffers``."""
-        cells, exact = self.table.cells, self.table.exact
+        """Buffers for what is put as ``activations``; not yet in ``buffers``. Tokens there are lack in it."""
+        cells, exact, taken = self.table.cells, self.table.exact, self.table.taken
         slots = 0 if exact is None else exact.slots
-        return LayerBuffers(ctx.layer(layer), self.dtype, self.config, cells, shape, activations, slots)
+        made = LayerBuffers(ctx.layer(layer), self.dtype, self.config, cells, shape, activations, slots)
+        owned = np.flatnonzero(self.table.references)
+        if owned.size:
+            made.lack(taken, owned)
+        return made
+
+    def missing(self, cells: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """By layer which of the tokens in ``cells`` it lacks, of layers that lack any."""
+        for layer, held in self.buffers.items():
+            found = held.lacks(self.table.taken, cells)
+            if found is not None:
+                yield layer, found

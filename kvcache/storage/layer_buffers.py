@@ -6,6 +6,8 @@ import copy
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
+
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.storage.buffer import Buffer, Cells
@@ -24,8 +26,9 @@ class LayerBuffers:
     """
 
     __slots__ = (
-        "activations", "bytes_per_cell", "cells", "exact", "extra", "key", "no_kernel", "permuted_v",
-        "read_dtype", "rotated", "row_store", "shape", "stamp", "store", "stored", "value", "whole",
+        "absent", "activations", "bytes_per_cell", "cells", "exact", "extra", "key", "no_kernel",
+        "permuted_v", "read_dtype", "rotated", "row_store", "shape", "stamp", "store", "stored", "value",
+        "whole",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +83,11 @@ class LayerBuffers:
             )
         self.stamp = 0
         """``Forward.stamp`` of the pass that was last put here."""
+        self.absent: np.ndarray | None = None
+        """Per cell the number (``CellTable.taken``) of a token that other layers store and this one does not.
+
+        None: there is no such token.
+        """
         self.whole = self._parts(ctx)
         """Where all of K lies, and all of V, in parts (cells, heads, ...)."""
         self.rotated = None if slots else self._as_rotated(ctx)
@@ -154,6 +162,19 @@ class LayerBuffers:
         """Raise InvalidRangeError unless this, of ``tokens``, is what the layer stores."""
         if shape != self.shape:
             raise InvalidRangeError(f"put: {shape.told(tokens)} in layer {layer}, which stores {self.shape}")
+
+    def lack(self, taken: np.ndarray, cells: slice | np.ndarray) -> None:
+        """Note that the tokens in ``cells``, numbered as ``taken`` says, were not put here."""
+        if self.absent is None:
+            self.absent = np.zeros_like(taken)
+        self.absent[cells] = taken[cells]
+
+    def lacks(self, taken: np.ndarray, cells: np.ndarray) -> np.ndarray | None:
+        """Which of the tokens in ``cells`` were not put here; None: all were."""
+        if self.absent is None:
+            return None
+        found = self.absent[cells] == taken[cells]
+        return found if found.any() else None
 
     def write(self, ctx: ml.Context, cells: Cells, new: Sequence[ml.Tensor]) -> None:
         """Store (count, heads, dim) each, in the order of ``stored``; what comes after these stays."""

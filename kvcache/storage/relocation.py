@@ -177,5 +177,11 @@ def defragment(storage: CellStorage) -> np.ndarray | None:
         if writing:
             table.mark_lost(moved, target[moved])
         raise
+    owned = np.flatnonzero(table.references)
+    for held in storage.buffers.values():
+        if held.absent is not None:
+            kept = held.absent[owned]
+            held.absent = np.zeros_like(held.absent)
+            held.absent[target[owned]] = kept
     table.move(target)
     return target

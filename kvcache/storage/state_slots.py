@@ -132,6 +132,7 @@ class StateRow:
     ``offset`` counts the tokens it has seen. The state lies in ``slot``, or is still in ``pending``,
     a checkpoint to be loaded by the next pass; with neither it is zero. Sequences may share a slot.
     ``inside`` has the states at positions inside its last pass, as far as they were delivered.
+    ``computed``: a pass from there on was over before the states of all layers had been asked for; None: no.
     """
 
     offset: int = 0
@@ -140,6 +141,7 @@ class StateRow:
     checkpoints: tuple[Checkpoint, ...] = ()
     lost: bool = False
     inside: Mapping[int, dict[tuple[str, int], ml.Tensor]] = field(default_factory=dict)
+    computed: int | None = None
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -363,6 +365,8 @@ class StatePass:
     reserve: bool = False
     read_only: bool = False
     wants: Mapping[int, tuple[int, ...]] | None = None
+    asked: set[tuple[str, int]] = field(default_factory=set)
+    """The states, by name and layer, that were given or updated."""
 
     @property
     def sequences(self) -> tuple[int, ...]:

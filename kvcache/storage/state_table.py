@@ -135,7 +135,7 @@ class StateTable:
         row.checkpoints = (*others, checkpoint)[-self._checkpoints :] if self._checkpoints else ()
 
     def _is_due(self, row: StateRow) -> bool:
-        if not self._checkpoints:
+        if not self._checkpoints or row.computed is not None:
             return False
         last = max((point.offset for point in row.checkpoints), default=0)
         return row.offset - last >= self._interval
@@ -187,6 +187,19 @@ class StateTable:
                 lost_in(self.rows, plan)
             raise
         return taken
+
+    def is_whole(self, current: StatePass) -> bool:
+        """Whether a pass was asked for, or given, the states of all layers that have any."""
+        stores = not current.reserve and not current.read_only
+        return not stores or current.asked >= self.buffers.tensors.keys()
+
+    def end(self, current: StatePass) -> None:
+        """The pass is over: note which sequences did not get all of their states."""
+        if not self.is_whole(current):
+            for seq, count in current.tokens.items():
+                row = self.rows[seq]
+                known = row.offset - count
+                row.computed = known if row.computed is None else min(row.computed, known)
 
     def take_back(self, current: StatePass) -> None:
         """Make the rows what they were before ``current``, and move the states that it moved back.

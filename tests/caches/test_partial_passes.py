@@ -1,0 +1,245 @@
+"""A pass that puts only some layers, as one that fails: its tokens are in no answer and in no snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ml
+from kvcache import Batch, CausalCache, OrderError, RecurrentCache, SlidingWindowCache, WrapperCache
+
+LAYERS, SEQUENCES, CELLS = 3, 3, 12
+
+
+class Passes:
+    """A cache, and by layer, sequence and position what it was given."""
+
+    def __init__(self, backend: ml.Backend, cache: Any, capacity: int = CELLS) -> None:
+        self.cache, self.ctx = cache, backend.new_context()
+        cache.init(backend, ml.DType.F32, SEQUENCES, capacity, capacity)
+        self.number = 0
+        self.stored: list[dict[tuple[int, int], float | None]] = [{} for _ in range(LAYERS)]
+
+    def start(self, tokens: Sequence[tuple[int, int]]) -> None:
+        self.tokens = list(tokens)
+        self.cache.start_forward(self.ctx, Batch([pos for _, pos in tokens], [seq for seq, _ in tokens]))
+        for layer in self.stored:
+            layer.update(dict.fromkeys(tokens))
+
+    def put(self, layer: int) -> None:
+        self.cache.set_layer(layer)
+        values = [self.number + i + 1.0 for i in range(len(self.tokens))]
+        self.number += len(values)
+        host = np.array(values, np.float32).reshape(-1, 1, 1).repeat(4, 2)
+        self.cache.put(self.ctx, self.ctx.from_numpy(host), self.ctx.from_numpy(host))
+        self.stored[layer].update(zip(self.tokens, values, strict=True))
+
+    def seen(self, layer: int, token: tuple[int, int]) -> list[float | None]:
+        stored = self.stored[layer]
+        return [value for (s, p), value in stored.items() if s == token[0] and p <= token[1]]
+
+    def check(self, layer: int) -> None:
+        """Each query of the pass gets the mean of what it sees, or the layer says what it lacks."""
+        self.cache.set_layer(layer)
+        query = self.ctx.zeros((len(self.tokens), 1, 4), ml.DType.F32)
+        wanted = [self.seen(layer, token) for token in self.tokens]
+        sequences = {seq for seq, _ in self.tokens}
+        lacks = any(value is None for (seq, _), value in self.stored[layer].items() if seq in sequences)
+        for call in (lambda: self.cache.attend(self.ctx, query, 1.0), lambda: self.cache.get(self.ctx)):
+            if lacks:
+                with pytest.raises(OrderError, match=r"lacks|stores nothing"):
+                    call()
+        if not lacks:
+            found = self.cache.attend(self.ctx, query, 1.0).to_numpy()[:, 0, 0]
+            np.testing.assert_allclose(found, [np.mean(np.array(x, np.float64)) for x in wanted], rtol=1e-5)
+
+    def computed(self, seq: int) -> int:
+        """By the model: how many positions from 0 on all layers have."""
+        count = 0
+        while all(layer.get((seq, count)) is not None for layer in self.known()):
+            count += 1
+        return count
+
+    def known(self) -> list[dict[tuple[int, int], float | None]]:
+        return [layer for i, layer in enumerate(self.stored) if i in self.cache.storage.buffers] or [{}]
+
+    def forget(self, seq: int, begin: int) -> None:
+        self.cache.remove(seq, begin)
+        for layer in self.stored:
+            for token in [token for token in layer if token[0] == seq and token[1] >= begin]:
+                del layer[token]
+
+    def share(self, src: int, dst: int, length: int) -> None:
+        self.cache.copy_prefix(src, dst, length)
+        for layer in self.stored:
+            kept = {(s, p): value for (s, p), value in layer.items() if s != dst}
+            kept |= {(dst, p): value for (s, p), value in layer.items() if s == src and p < length}
+            layer.clear()
+            layer.update(kept)
+
+    def offset(self, seq: int) -> int:
+        return max((p + 1 for s, p in self.stored[0] if s == seq), default=0)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_passes_of_some_layers_never_show_what_was_not_put(data: Any) -> None:
+    with ml.open_backend("numpy") as backend:
+        p = Passes(backend, CausalCache())
+        for _ in range(data.draw(st.integers(3, 14))):
+            op = data.draw(st.sampled_from(["pass", "pass", "pass", "remove", "share", "defrag", "move"]))
+            seq, other = data.draw(st.permutations(range(SEQUENCES)))[:2]
+            if op == "pass":
+                some = [s for s in range(SEQUENCES) if s == seq or data.draw(st.booleans())]
+                tokens = [(s, p.offset(s) + i) for s in some for i in range(data.draw(st.integers(1, 3)))]
+                if len(tokens) > p.cache.free_cells:
+                    p.forget(seq, 0)
+                    continue
+                p.start(tokens)
+                layers = data.draw(
+                    st.sampled_from([range(LAYERS), range(LAYERS), range(1), range(2), (0, 2)])
+                )
+                for layer in layers:
+                    p.put(layer)
+                    p.check(layer)
+            elif op == "remove":
+                p.forget(seq, data.draw(st.integers(0, p.offset(seq))))
+            elif op == "share":
+                p.share(seq, other, data.draw(st.integers(0, p.offset(seq))))
+            elif op == "defrag":
+                p.cache.defrag()
+            else:  # out of the cache and back
+                whole = p.computed(seq)
+                if whole:
+                    kept = p.cache.snapshot(seq, 0, whole)
+                    if data.draw(st.booleans()):
+                        kept.detach()
+                    p.forget(seq, whole)
+                    p.cache.restore(seq, kept)
+            for s in range(SEQUENCES):
+                assert p.cache.computed(s) == p.computed(s)
+
+
+def fail(p: Passes, tokens: Sequence[tuple[int, int]], layers: int) -> None:
+    p.start(tokens)
+    for layer in range(layers):
+        p.put(layer)
+
+
+def test_a_layer_that_was_skipped_says_so_instead_of_showing_what_the_cells_held_before(
+    backend: ml.Backend,
+) -> None:
+    p = Passes(backend, CausalCache())
+    fail(p, [(0, 0), (0, 1), (0, 2)], LAYERS)
+    p.forget(0, 0)
+    fail(p, [(1, 0), (1, 1)], 1)
+    p.start([(1, 2)])
+    for layer in range(LAYERS):
+        p.put(layer)
+    p.check(0)
+    p.cache.set_layer(2)
+    with pytest.raises(
+        OrderError, match=r"attend: layer 2 lacks position 0 of sequence 1.* call remove\(1, 0\)"
+    ):
+        p.cache.attend(p.ctx, p.ctx.zeros((1, 1, 4), ml.DType.F32), 1.0)
+    with pytest.raises(OrderError, match=r"snapshot: layer 1 lacks position 0 of sequence 1"):
+        p.cache.snapshot(1)
+    p.forget(1, 0)
+    fail(p, [(1, 0)], LAYERS)
+    for layer in range(LAYERS):
+        p.check(layer)
+
+
+def test_tokens_count_as_computed_when_the_last_layer_has_them(backend: ml.Backend) -> None:
+    p = Passes(backend, CausalCache())
+    fail(p, [(0, 0), (0, 1)], LAYERS)
+    p.start([(0, 2), (1, 0)])
+    for layer in range(LAYERS):
+        assert (p.cache.computed(0), p.cache.computed(1), p.cache.offset(0)) == (2, 0, 3)
+        p.put(layer)
+    assert (p.cache.computed(0), p.cache.computed(1)) == (3, 1)
+
+
+def test_a_layer_that_comes_later_lacks_what_was_there_before(backend: ml.Backend) -> None:
+    p = Passes(backend, CausalCache())
+    fail(p, [(0, 0), (0, 1)], 2)
+    assert p.cache.computed(0) == 2  # nobody knows yet of a third layer
+    kept = p.cache.snapshot(0)
+    p.start([(1, 0)])
+    for layer in range(LAYERS):
+        p.put(layer)
+    assert (p.cache.computed(0), p.cache.computed(1)) == (0, 1)
+    assert sorted(kept.layers) == [0, 1]
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_positions_that_are_missing_end_what_is_computed(backend: ml.Backend, length: int) -> None:
+    p = Passes(backend, CausalCache())
+    fail(p, [(0, at + 1) for at in range(length)], LAYERS)  # one off
+    fail(p, [(1, 0), (1, 1), (1, 3)], LAYERS)
+    assert (p.cache.computed(0), p.cache.computed(1)) == (0, 2)
+
+
+def test_a_window_that_let_its_first_tokens_go_is_computed_all_the_same(backend: ml.Backend) -> None:
+    p = Passes(backend, SlidingWindowCache(2, memory=3))
+    for at in range(8):
+        fail(p, [(0, at)], LAYERS)
+    assert p.cache.computed(0) == 8
+    fail(p, [(0, 8)], 1)
+    assert p.cache.computed(0) == 8
+
+
+def test_of_several_caches_the_one_that_has_least_counts(backend: ml.Backend) -> None:
+    cache, unused = (
+        WrapperCache(SlidingWindowCache(4), CausalCache()),
+        WrapperCache(CausalCache(), CausalCache()),
+    )
+    with backend.new_context() as ctx:
+        new = ctx.full((2, 1, 4), 1, ml.DType.F32)
+        for one in (cache, unused):
+            one.init(backend, ml.DType.F32, 1, 8, 8)
+            one.start_forward(ctx, Batch([0, 1], [0, 0]))
+            one.set_layer(0)
+            one.put(ctx, new, new)
+        assert unused.computed(0) == 2  # a cache that no layer uses has nothing to lack
+        cache.set_layer_type(1)
+        assert cache.computed(0) == 2
+        cache.set_layer(1)
+        cache.put(ctx, new, new)
+        cache.start_forward(ctx, Batch([2, 3], [0, 0]))
+        cache.set_layer(0)
+        cache.put(ctx, new, new)
+        assert cache.computed(0) == 2
+        cache.set_layer_type(1)
+        cache.set_layer(1)
+        cache.put(ctx, new, new)
+        assert cache.computed(0) == 4
+
+
+def test_states_that_a_pass_did_not_ask_for_end_what_is_computed(backend: ml.Backend) -> None:
+    cache = RecurrentCache((2,), (3,), checkpoints=4, checkpoint_interval=1)
+    cache.init(backend, ml.DType.F32, 1, 16, 16)
+    with backend.new_context() as ctx:
+
+        def run(positions: range, layers: int) -> None:
+            cache.start_forward(ctx, Batch(positions, [0] * len(positions)))
+            for layer in range(layers):
+                cache.set_conv_state(ctx, layer, ctx.full((1, 2), 1, ml.DType.F32))
+                cache.set_recurrent_state(ctx, layer, ctx.full((1, 3), 1, ml.DType.F32))
+
+        run(range(3), 2)
+        assert cache.computed(0) == 3
+        run(range(3, 5), 1)
+        assert (cache.computed(0), cache.offset(0)) == (3, 5)
+        run(range(5, 6), 2)  # goes on from what is not there
+        assert cache.computed(0) == 3
+        assert 5 not in cache.checkpoints(0)
+        cache.remove(0, 3)
+        assert (cache.computed(0), cache.offset(0)) == (3, 3)
+        run(range(3, 4), 2)
+        assert cache.computed(0) == 4

@@ -1,0 +1,130 @@
+"""What a pass that failed has left is shared with nobody and kept nowhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+import ml
+from kvcache import Batch, CausalCache, OrderError, PrefixCache, RecurrentCache, Session, SlidingWindowCache
+from kvcache.stores.memory import MemoryStore
+
+LAYERS = 2
+PROMPT = list(range(20))
+IDENTITY = {"model": "m"}
+
+
+class Model:
+    """Puts as many layers as it is told, and attends in each."""
+
+    def __init__(self, backend: ml.Backend, cache: CausalCache | SlidingWindowCache | RecurrentCache) -> None:
+        self.cache, self.ctx = cache, backend.new_context()
+        cache.init(backend, ml.DType.F32, 4, 64, 64)
+
+    def evaluate(self, session: Session, tokens: Iterable[int], layers: int = LAYERS, late: int = 0) -> None:
+        begin, count = session.cached + late, len(list(tokens)) - late
+        positions = range(begin, begin + count)
+        self.cache.start_forward(self.ctx, Batch(positions, [session.seq] * count))
+        for layer in range(layers):
+            self.cache.set_layer(layer)
+            if isinstance(self.cache, RecurrentCache):
+                self.cache.set_conv_state(self.ctx, layer, self.ctx.full((1, 2), 1, ml.DType.F32))
+                continue
+            new = self.ctx.full((count, 1, 4), 1, ml.DType.F32)
+            self.cache.put(self.ctx, new, new)
+            self.cache.attend(self.ctx, new, 1.0)
+
+
+@pytest.fixture(params=["causal", "window", "recurrent"])
+def model(request: pytest.FixtureRequest, backend: ml.Backend) -> Model:
+    kinds = {
+        "causal": CausalCache,
+        "window": lambda: SlidingWindowCache(30),
+        "recurrent": lambda: RecurrentCache((2,), ()),
+    }
+    return Model(backend, kinds[request.param]())
+
+
+@pytest.fixture
+def prefix(model: Model) -> Iterator[PrefixCache]:
+    """Knows the layers: one conversation went well."""
+    with PrefixCache(model.cache, tiers=[MemoryStore()], identity=IDENTITY, block_size=1) as prefix:
+        with prefix.begin([100, 101]) as session:
+            model.evaluate(session, session.remaining)
+        yield prefix
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["closed at once", "another's pass between"])
+@pytest.mark.parametrize("layers", range(LAYERS))
+def test_a_session_closed_after_a_failed_pass_leaves_what_came_before_it(
+    prefix: PrefixCache, model: Model, layers: int, between: bool
+) -> None:
+    with prefix.begin(PROMPT[:8]) as session:
+        model.evaluate(session, session.remaining)
+    for again in (False, True):
+        session = prefix.begin(PROMPT)
+        assert session.cached == 8
+        model.evaluate(session, session.remaining, layers)
+        if between:
+            with prefix.begin([7, again]) as other:
+                model.evaluate(other, other.remaining)
+        session.close()
+        prefix.flush()
+        if again:
+            prefix.clear()
+    with prefix.begin([*PROMPT, 0]) as session:  # from the store
+        assert session.cached == 8
+        model.evaluate(session, session.remaining)
+    with prefix.begin([*PROMPT, 0, 0]) as session:
+        assert session.cached == len(PROMPT) + 1
+
+
+def test_what_an_open_session_has_not_finished_is_not_shared(prefix: PrefixCache, model: Model) -> None:
+    failed = prefix.begin(PROMPT)
+    model.evaluate(failed, failed.remaining, layers=1)
+    with prefix.begin(PROMPT) as other:
+        assert other.cached == 0
+    failed.close()
+
+
+def test_a_session_goes_on_after_a_failed_pass_when_its_tokens_are_removed(
+    prefix: PrefixCache, model: Model
+) -> None:
+    with prefix.begin(PROMPT) as session:
+        model.evaluate(session, session.remaining, layers=1)
+        assert session.rewind(len(PROMPT)) == 0
+        assert session.remaining == PROMPT
+        model.evaluate(session, session.remaining)
+    with prefix.begin([*PROMPT, 0]) as session:
+        assert session.cached == len(PROMPT)
+
+
+def test_a_conversation_that_lacks_its_first_token_is_not_kept(backend: ml.Backend) -> None:
+    model = Model(backend, CausalCache())
+    with PrefixCache(model.cache) as prefix:
+        with prefix.begin(PROMPT) as session:
+            model.evaluate(session, PROMPT, late=1)
+        assert prefix.longest(PROMPT) == 0
+
+
+def test_when_the_very_first_pass_failed_a_later_one_finds_out(
+    backend: ml.Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody can know then how many layers there are."""
+    model = Model(backend, CausalCache())
+    with PrefixCache(model.cache) as prefix:
+        session = prefix.begin(PROMPT)
+        model.evaluate(session, session.remaining, layers=1)
+        session.close()
+        with prefix.begin([*PROMPT, 0]) as session:
+            assert session.cached == len(PROMPT)
+            with pytest.raises(OrderError, match="layer 1 lacks position 0"):
+                model.evaluate(session, session.remaining)
+        with caplog.at_level(logging.WARNING), prefix.begin([*PROMPT, 0]) as session:
+            assert session.cached == 0
+            model.evaluate(session, session.remaining)
+        assert "forgotten" in caplog.text
+        with prefix.begin([*PROMPT, 0, 0]) as session:
+            assert session.cached == len(PROMPT) + 1
