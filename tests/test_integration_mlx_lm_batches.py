@@ -16,7 +16,8 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
 
 import kvcache
-from kvcache.integrations.mlx_lm import Attention, CachePool, SequencesTakenError, make_prompt_cache
+import ml
+from kvcache.integrations.mlx_lm import Attention, CachePool, SequencesTakenError, make_prompt_cache, storage
 
 from . import mlx_lm_models as models
 
@@ -36,8 +37,13 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 # mlx-lm's own loops.
 
 
-def test_batch_generation_gives_the_tokens_and_logits_of_mlx_lms_own_caches(model: Any) -> None:
+@pytest.mark.parametrize("least", [None, -1], ids=["rows padded", "by attend"])
+def test_batch_generation_gives_the_tokens_and_logits_of_mlx_lms_own_caches(
+    model: Any, least: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Five prompts of different lengths in batches of three, rows leaving and joining."""
+    if least is not None:
+        monkeypatch.setattr(storage, "WORTH", least)
     prompts = prompts_of(5, 19, 12, 3, 9)
     theirs = models.run_batch(model, prompts, None, 9, **SMALL)
     pool = CachePool(model, capacity=64, max_sequences=6)
@@ -47,6 +53,41 @@ def test_batch_generation_gives_the_tokens_and_logits_of_mlx_lms_own_caches(mode
         assert tokens == theirs[uid][0]
         assert models.largest(logprobs, theirs[uid][1]) <= TOLERANCE
         assert tokens == models.greedy(model, prompts[uid], 9, own_prompt_cache(model))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shared", "dtype", "by_attend"),
+    [
+        ((30, 31, 32), 0, None, False),
+        ((30, 400, 20), 0, None, True),
+        ((5, 6, 7), 300, None, True),
+        ((30, 31, 32), 0, "AFFINE8_32", True),
+    ],
+    ids=["rows of one length", "rows of many lengths", "rows that share a prefix", "codes"],
+)
+def test_rows_read_their_own_cells_where_that_is_less(
+    lengths: tuple[int, ...], shared: int, dtype: Any, by_attend: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is not attended to is never computed."""
+    model = models.make_llama(head_dim=32)
+    monkeypatch.setattr(storage, "WORTH", 0.05)
+    pool = CachePool(model, capacity=800, max_sequences=6, dtype=dtype)
+    first, prefix = pool.make_prompt_cache(), models.prompt_of(shared, seed=9) if shared else []
+    if shared:
+        model(mx.array([prefix]), cache=first)
+    caches = [copy.deepcopy(first) for _ in lengths]
+    del first
+    calls: list[Any] = []
+    attend = storage.Storage.attend
+    monkeypatch.setattr(
+        storage.Storage, "attend", lambda self, *given: calls.append(given) or attend(self, *given)
+    )
+    whole = {**SMALL, "prefill_step_size": 512}  # so that all rows are decoded together
+    found = models.run_batch(model, prompts_of(*lengths), caches, 4, **whole)
+    assert bool(calls) is by_attend
+    if dtype is None:
+        for (tokens, _, _), prompt in zip(found.values(), prompts_of(*lengths), strict=True):
+            assert tokens == models.greedy(model, [*prefix, *prompt], 4, own_prompt_cache(model))
 
 
 def test_no_sequence_is_leaked(model: Any) -> None:

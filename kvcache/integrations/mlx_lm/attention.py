@@ -21,11 +21,17 @@ from kvcache.integrations.mlx_lm.layers import (
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.rotating import seen_beside_kept
 
-__all__ = ["Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache"]
+__all__ = ["Attending", "Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache"]
 
 
-class _Attention(LayerCache):
+_schedule: Any = mx.async_eval
+
+
+class Attending(LayerCache):
     """K and V of a layer."""
+
+    _given: tuple[ForwardPass, Any, Any] | None = None
+    """What the model has of ``update_and_fetch``, until it attends to it or the next pass begins."""
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Store (rows, kv_heads, tokens, dim) and give back all that the queries of this pass may see.
@@ -33,10 +39,28 @@ class _Attention(LayerCache):
         The arrays are in the order that :meth:`make_mask` speaks of, and snapshots: drop them before the
         next pass, or its write copies the buffer.
         """
+        self._given = None
         one = self.rows.pass_for(self._seen, keys.shape[2], keys.shape[0])
         self._storage.put(self.layer, one, keys, values)
         self._seen = self.rows.events
-        return self._read(one, keys.dtype, values.dtype)
+        found = self._read(one, keys.dtype, values.dtype)
+        if self._storage.attends(self.layer, one):
+            self._given = one, *found
+        return found
+
+    def attend(self, queries: Any, keys: Any, values: Any, scale: float, mask: Any, sinks: Any) -> Any:
+        """What mlx-lm's ``scaled_dot_product_attention`` gives of the same; None: leave it to that.
+
+        It does this where K, V and the mask are what this entry gave, as they are, and it reads less.
+        """
+        given, self._given = self._given, None
+        if given is None or given[1] is not keys or given[2] is not values:
+            return None
+        one, storage = given[0], self._storage
+        if not one.shows(mask, storage.attention_of(self.layer)):
+            _schedule(keys, values)
+            return None
+        return storage.attend(self.layer, one, queries, scale, sinks)
 
     def _read(self, one: ForwardPass, key_dtype: Any, value_dtype: Any) -> tuple[Any, Any]:
         keys, values = self._storage.get(self.layer, one)
@@ -51,9 +75,14 @@ class _Attention(LayerCache):
         """
         one = self.rows.pass_for(self._seen, N)
         window = None if window_size is None else window_size - 1
-        if self._storage.reads_cells(one):
-            return self._own_mask(N, return_array, window)
-        return self._batch_mask(one, return_array, window)
+        by_cells = self._storage.reads_cells(one)
+        mask = (
+            self._own_mask(N, return_array, window)
+            if by_cells
+            else self._batch_mask(one, return_array, window)
+        )
+        one.masks.append((mask, self._storage.attention_of(self.layer), window))
+        return mask
 
     def _own_mask(self, tokens: int, return_array: bool, window: int | None) -> Any:
         cache = self._storage.attention_of(self.layer)
@@ -215,11 +244,11 @@ class _Attention(LayerCache):
         return self._storage.token_bytes(self.layer) * tokens
 
 
-class KVCache(_Attention, OwnKVCache):  # type: ignore[misc]
+class KVCache(Attending, OwnKVCache):  # type: ignore[misc]
     """K and V of a layer that attends to all of the past."""
 
 
-class RotatingKVCache(_Attention, OwnRotatingKVCache):  # type: ignore[misc]
+class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
     """K and V of a layer with a sliding window."""
 
     @property
@@ -283,7 +312,7 @@ class RotatingKVCache(_Attention, OwnRotatingKVCache):  # type: ignore[misc]
         return keys, values, self._saved_offset(), self.keep, self.max_size, size
 
 
-class ChunkedKVCache(_Attention, OwnChunkedKVCache):  # type: ignore[misc]
+class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
     """K and V of a layer whose queries see their own chunk of positions, by a mask that the model makes."""
 
     @property
@@ -321,7 +350,7 @@ class ChunkedKVCache(_Attention, OwnChunkedKVCache):  # type: ignore[misc]
         return keys, values, offset, self.chunk_size, start
 
 
-class Bystander(_Attention, OwnKVCache):  # type: ignore[misc]
+class Bystander(Attending, OwnKVCache):  # type: ignore[misc]
     """The entry of a layer that the model never reads or writes: it holds nothing.
 
     It takes part in whatever the other entries were in since it was last asked for something.

@@ -17,6 +17,8 @@ import mlx.core as mx
 import numpy as np
 
 from kvcache.cache import Batch
+from kvcache.caches.causal import CausalCache
+from kvcache.caches.windows import SlidingWindowCache
 from kvcache.integrations.model_caches import batch_of_rows
 
 __all__ = ["ForwardPass"]
@@ -38,6 +40,10 @@ class ForwardPass:
     """Whether the masks that were made for it speak of what is read in the order of positions."""
     readings: dict[int, Any] = field(default_factory=dict)
     """By cache: how several rows are read; made when first asked for."""
+    masks: list[tuple[Any, CausalCache, int | None]] = field(default_factory=list)
+    """The masks that were made for it: of which cache, and how many tokens before a query they show."""
+    attends: dict[int, bool] = field(default_factory=dict)
+    """By cache: whether its ``attend`` reads less than the arrays of all rows."""
     _columns: Any = None
 
     @property
@@ -77,6 +83,25 @@ class ForwardPass:
             ]
             self._columns = mx.array(np.concatenate(chosen).astype(np.int32))
         return flat[self._columns]
+
+    def given_back(self, x: Any) -> Any:
+        """(batch, heads, dim), as ``stored`` gives it, as (rows, heads, tokens, dim): 0 in padding."""
+        heads, dim = x.shape[1:]
+        if not self.is_full:
+            whole = mx.zeros((self.rows * self.tokens, heads, dim), x.dtype)
+            whole[self._columns] = x
+            x = whole
+        return mx.transpose(x.reshape(self.rows, self.tokens, heads, dim), (0, 2, 1, 3))
+
+    def shows(self, mask: Any, cache: CausalCache) -> bool:
+        """Whether a mask is one that was made for ``cache``, and hides just what it hides itself."""
+        own = cache.window if isinstance(cache, SlidingWindowCache) else None
+        return any(
+            (made is mask or (isinstance(mask, str) and made == mask))
+            and of is cache
+            and window in (None, own)
+            for made, of, window in self.masks
+        )
 
     def positions(self) -> np.ndarray:
         """(rows, tokens): the position of each column; padding takes that of the nearest token."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import ml
 from kvcache.cache import CacheDType, InvalidRangeError
+from kvcache.integrations.mlx_lm.attending import attend_by_entries
 from kvcache.integrations.mlx_lm.attention import Bystander, ChunkedKVCache, KVCache, RotatingKVCache
 from kvcache.integrations.mlx_lm.calls import takes_one_length, told_by
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
@@ -85,6 +86,7 @@ class CachePool:
         if self.storage.wants_calls and not listed:
             told_by(type(model))
             self.storage.calls_told = True
+        self.storage.asked = not listed and attend_by_entries(model)
         self.room = min((cache.cells for cache in caches.whole), default=math.inf)
         """How many tokens all prompt caches may hold together; infinity where only windows are kept."""
         self.sequences = SequencePool(self.storage, max_sequences, largest if caches.forgets else None)

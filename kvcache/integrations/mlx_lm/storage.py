@@ -24,6 +24,8 @@ from kvcache.storage.state_specs import StateSpec
 __all__ = ["Storage"]
 
 _schedule: Any = mx.async_eval
+WORTH = 16
+"""``CacheConfig.call_bytes`` that are to be saved: less is read sooner in one call over padded rows."""
 
 
 class Storage:
@@ -67,6 +69,8 @@ class Storage:
         """Whether the model itself tells too little of a pass."""
         self.calls_told = False
         """Whether the model's calls tell which rows they are of (``calls``)."""
+        self.asked = False
+        """Whether the model asks its entries for attention (``attending``)."""
 
     def init(
         self, backend: ml.Backend, dtype: CacheDType | None, max_sequences: int, capacity: int, max_batch: int
@@ -145,8 +149,34 @@ class Storage:
     def get_by_position(self, layer: int, one: ForwardPass) -> tuple[Any, Any]:
         """As ``get``, in the order of positions, whatever lies where."""
         found = self.reading(self.attention_of(layer), one).read(self.ctx, layer)
-        keys, values = (x.permute(self.ctx, 0, 2, 1, 3).native for x in found)
-        return keys, values
+        tensors: list[Any] = [x.permute(self.ctx, 0, 2, 1, 3) for x in found]
+        if self.attends(layer, one):  # not handed over: nobody may want them
+            return tensors[0].read(), tensors[1].read()
+        return tensors[0].native, tensors[1].native
+
+    def attends(self, layer: int, one: ForwardPass) -> bool:
+        """Whether ``attend`` reads less than ``get``: codes as they are, or no padding and nothing twice."""
+        cache = self.attention_of(layer)
+        if not self.asked or self.one_length or self._spec(layer).keys_only:
+            return False
+        if id(cache) not in one.attends:
+            table, seen, longest = cache.storage.table, np.zeros(cache.cells, bool), 0
+            for seq in one.sequences:
+                if seq is not None:
+                    seen[table.rows[seq].cells] = True
+                    longest = max(longest, len(table.rows[seq]))
+            saved = one.rows * longest - int(np.count_nonzero(seen))
+            worth = WORTH * cache.config.call_bytes // cache.storage.buffers[layer].bytes_per_cell
+            one.attends[id(cache)] = self.format.plain is None or saved > worth
+        return one.attends[id(cache)]
+
+    def attend(self, layer: int, one: ForwardPass, queries: Any, scale: float, sinks: Any) -> Any:
+        """Attention of queries (rows, heads, tokens, dim) to what each sees, in the same order."""
+        cache, ctx = self.attention_of(layer), self.ctx
+        cache.set_layer(layer)
+        logits = None if sinks is None else ctx.from_native(sinks)
+        found = cache.attend(ctx, ctx.from_native(one.stored(queries)), scale, logits)
+        return one.given_back(found.native)
 
     def reading(self, cache: CausalCache, one: ForwardPass) -> RaggedBatch:
         found: RaggedBatch | None = one.readings.get(id(cache))
