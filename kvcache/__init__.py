@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvcache.caches.recurrent import RecurrentCache
     from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
     from kvcache.caches.wrapper import WrapperCache
+    from kvcache.offload.break_even import BreakEven
     from kvcache.offload.tiers import HostTier
     from kvcache.prefix.prefix_cache import (
         PrefixCache,
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
         SessionLimitError,
         SessionReplacedError,
     )
+    from kvcache.prefix.retention import Retention
+    from kvcache.prefix.tenant_budget import TenantBudget
     from kvcache.snapshots.serialize import deserialize, serialize
     from kvcache.snapshots.snapshot import (
         AttentionSnapshot,
@@ -64,6 +67,7 @@ __all__ = [
     "AttentionMass",
     "AttentionSnapshot",
     "Batch",
+    "BreakEven",
     "Cache",
     "CacheDType",
     "CacheFullError",
@@ -86,6 +90,7 @@ __all__ = [
     "RecurrentCache",
     "RecurrentSnapshot",
     "ResidualWindow",
+    "Retention",
     "SequenceLostError",
     "Session",
     "SessionLimitError",
@@ -95,6 +100,7 @@ __all__ = [
     "Snapshot",
     "StateSpec",
     "StorageFormat",
+    "TenantBudget",
     "WrapperCache",
     "WrapperSnapshot",
     "deserialize",
@@ -104,6 +110,7 @@ __all__ = [
 _ELSEWHERE = {
     "AttentionMass": "attention.observed",
     "AttentionSnapshot": "snapshots.snapshot",
+    "BreakEven": "offload.break_even",
     "CausalCache": "caches.causal",
     "ChunkedCache": "caches.windows",
     "EncoderCache": "caches.encoder",
@@ -114,12 +121,14 @@ _ELSEWHERE = {
     "PrefixStats": "prefix.prefix_cache",
     "RecurrentCache": "caches.recurrent",
     "RecurrentSnapshot": "snapshots.snapshot",
+    "Retention": "prefix.retention",
     "Session": "prefix.prefix_cache",
     "SessionLimitError": "prefix.prefix_cache",
     "SessionReplacedError": "prefix.prefix_cache",
     "SlidingWindowCache": "caches.windows",
     "Snapshot": "snapshots.snapshot",
     "StateSpec": "storage.state_specs",
+    "TenantBudget": "prefix.tenant_budget",
     "WrapperCache": "caches.wrapper",
     "WrapperSnapshot": "snapshots.snapshot",
     "deserialize": "snapshots.serialize",
@@ -146,4 +155,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "annotations"})

@@ -99,8 +99,13 @@ class CacheFullError(KVCacheError, RuntimeError):
         self.asked = asked
         self.free = free
         self.held = dict(held)
-        holders = ", ".join(f"sequence {seq}: {count}" for seq, count in self.held.items()) or "nobody"
-        super().__init__(f"{op}: {asked} cells are needed and {free} are free (held by {holders}); {remedy}")
+        holders = ", ".join(f"sequence {seq} holds {count}" for seq, count in self.held.items())
+        cells = "1 cell is" if asked == 1 else f"{asked} cells are"
+        super().__init__(
+            f"{op}: {cells} needed and {free} {'is' if free == 1 else 'are'} free"
+            + (f" ({holders})" if holders else "")
+            + f"; {remedy}"
+        )
 
 
 class NotSupportedError(KVCacheError, ml.NotSupportedError):
@@ -133,7 +138,7 @@ class ClosedError(KVCacheError, ml.ClosedError):
 
 def check_whole(op: str, name: str, value: object, least: int = 0) -> None:
     """Raise InvalidRangeError unless ``value`` is a whole number >= ``least``."""
-    if not isinstance(value, (int, np.integer)) or value < least:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise InvalidRangeError(f"{op}: {name}={value!r}; it must be a whole number of at least {least}")
 
 

@@ -16,7 +16,6 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
 
 import kvcache
-import ml
 from kvcache.integrations.mlx_lm import Attention, CachePool, SequencesTakenError, make_prompt_cache, storage
 
 from . import mlx_lm_models as models

@@ -155,7 +155,7 @@ class TestOverflow:
         hf.feed(made, cache, ids[:, :10])
         with pytest.raises(CacheFullError, match="6 cells are needed and 4 are free") as caught:
             hf.feed(made, cache, ids[:, 10:13])
-        assert "capacity=12 tokens" in caught.value.__notes__[0]
+        assert "capacity=12 cells, and padding takes cells too" in str(caught.value)
         assert cache.get_seq_length() == 10
         hf.close(hf.feed(made, cache, ids[:, 10:12]), hf.fresh(made, ids[:, :10], ids[:, 10:12]))
 

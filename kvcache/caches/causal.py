@@ -609,7 +609,9 @@ class CausalCache(
 
     def _told(self) -> list[str]:
         table = self._table
-        used = f"cells: {table.cells - table.unowned} of {table.cells}"
+        alone = table.unowned - table.free
+        used = f"cells: {table.cells - table.free} of {table.cells}"
+        used += f" ({alone} held by snapshots alone)" if alone else ""
         return [used, f"{bytes_text(self.nbytes)} of K and V"]
 
     def held(self) -> dict[int, int]:

@@ -80,8 +80,10 @@ class SlidingWindowCache(CausalCache):
         if self._unlimited or tokens <= self._max_batch:
             return super()._full(tokens)
         table, limit = self._table, self._max_batch
-        remedy = f"evaluate at most max_batch={limit} tokens at a time over all sequences, or init with "
-        "a larger max_batch"
+        remedy = (
+            f"evaluate at most max_batch={limit} tokens at a time over all sequences, or init with a larger "
+            "max_batch"
+        )
         return CacheFullError(tokens, table.unowned, table.held(), remedy=remedy)
 
     def can_resume(self, seq: int, position: int) -> bool:

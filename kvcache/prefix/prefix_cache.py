@@ -102,11 +102,7 @@ class PrefixCache(Closing):
         for name, (value, lowest) in {**least, "budget": (budget or 0, 0)}.items():
             if value < lowest:
                 raise InvalidRangeError(f"PrefixCache: {name}={value}; it must be at least {lowest}")
-        if not identity and not all(isinstance(tier, HostTier) for tier in tiers):
-            raise InvalidRangeError(
-                "PrefixCache: a store keeps snapshots for others and for later; identity= has to say which "
-                "model and weights they are of"
-            )
+        _check_given(tiers, identity)
         keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": cache.settings()}, block_size)
         if not isinstance(cache, SupportsOffset):
             raise InvalidRangeError(
@@ -138,8 +134,9 @@ class PrefixCache(Closing):
     def __repr__(self) -> str:
         if self._closed:
             return "<PrefixCache, closed>"
-        kept = ", ".join(f"{tier} {bytes_text(count)}" for tier, count in self.nbytes.items())
-        return f"<PrefixCache, open sessions: {len(self.sessions)}; {kept}; over {self.cache!r}>"
+        kept = [f"{tier} {bytes_text(count)}" for tier, count in self.nbytes.items() if count]
+        told = f"kept: {', '.join(kept) or 'nothing'}"
+        return f"<PrefixCache, open sessions: {len(self.sessions)}; {told}; over {self.cache!r}>"
 
     # Sessions.
 
@@ -386,6 +383,24 @@ def _limits(
             f"PrefixCache: tenant_budget={budget!r:.60}; it must be a TenantBudget, or a function of the salt"
         )
     return budget
+
+
+def _check_given(tiers: object, identity: object) -> None:
+    """Refuse tiers that are no list, an identity that is no dict, and a store without one."""
+    if isinstance(tiers, (str, PathLike, HostTier, SnapshotStore)) or not isinstance(tiers, Sequence):
+        raise InvalidRangeError(
+            f"PrefixCache: tiers={tiers!r:.60}; it must be a list, such as [HostTier('1GiB')]"
+        )
+    if identity is not None and not isinstance(identity, Mapping):
+        raise InvalidRangeError(
+            f"PrefixCache: identity={identity!r:.60}; it must be a dict that names the model and its "
+            "weights, such as {'model': 'my-model', 'weights': 'sha256:...'}"
+        )
+    if not identity and not all(isinstance(tier, HostTier) for tier in tiers):
+        raise InvalidRangeError(
+            "PrefixCache: a store outlives the process and may be shared, so identity= is required: a dict "
+            "that names the model and its weights, such as {'model': 'my-model', 'weights': 'sha256:...'}"
+        )
 
 
 def _sorted_tiers(

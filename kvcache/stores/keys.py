@@ -1,10 +1,10 @@
-"""Names of prefixes: a sha256 chain over chunks of tokens, rooted in who computed them.
+"""Names of prefixes: a sha256 chain over blocks of B tokens, rooted in who computed them.
 
 Two prefixes have one key exactly when model, settings and all tokens up to there are the same::
 
     root = sha256(JSON of format, block_size and identity)
-    key 0 = sha256(root  | block_size 0)          names tokens [0, C)
-    key 1 = sha256(key 0 | block_size 1)          names tokens [0, 2C)
+    key 0 = sha256(root  | block 0)          names tokens [0, B)
+    key 1 = sha256(key 0 | block 1)          names tokens [0, 2B)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvcache.stores.serialized_snapshot import SNAPSHOT_FORMAT
 __all__ = ["Chain", "Keys", "SaltedToken"]
 
 _INTEGERS, _MIXED, _SALTED = b"i", b"m", b"s"
-"""What a hashed block_size is: 8 bytes per token, or items that each say their kind and length."""
+"""What is hashed of a block: 8 bytes per token, or items that each say their kind and length."""
 
 
 @dataclass(frozen=True, slots=True)

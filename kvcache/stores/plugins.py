@@ -54,7 +54,10 @@ class StoreRegistry(PluginHost[StoreSpec]):
 
     def _listed(self) -> str:
         names = ", ".join(sorted(self.specs()))
-        return f"{names}, each by its name or a URL such as file:///var/cache/kv?budget=10GiB"
+        url = "file:///var/cache/kv?budget=10GiB"
+        return (
+            f"{names}, each by its name or a URL such as {url} (PrefixCache takes a folder as pathlib.Path)"
+        )
 
 
 def _parsed(name_or_url: str) -> tuple[str, str | None, dict[str, Any]]:

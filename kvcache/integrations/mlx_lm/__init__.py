@@ -16,10 +16,11 @@ mlx-lm 0.32.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.cache import InvalidRangeError
+from kvcache.cache import InvalidRangeError, check_whole
 from kvcache.integrations.mlx_lm.attention import ChunkedKVCache, KVCache, RotatingKVCache
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, Several, entries_in, layers_of
@@ -56,7 +57,11 @@ __all__ = [
 
 
 def make_prompt_cache(model: Any, **options: Any) -> list[Any]:
-    """A prompt cache for ``model`` in a :class:`CachePool` of its own, which takes the same ``options``."""
+    """A prompt cache for ``model`` in a :class:`CachePool` of its own, which takes the same ``options``.
+
+    One sequence of ``capacity`` tokens by default: a copy of it needs another as soon as one of the two goes
+    on (``max_sequences=2``).
+    """
     return CachePool(model, **options).make_prompt_cache()
 
 
@@ -74,8 +79,13 @@ def install(model: Any, **options: Any) -> CachePool:
 
 
 def uninstall(model: Any) -> None:
-    """Let ``model`` make mlx-lm's own caches again."""
-    del model.make_cache
+    """Let ``model`` make mlx-lm's own caches again; nothing where ``install`` was not called."""
+    vars(model).pop("make_cache", None)
+
+
+for _function in (make_prompt_cache, install):
+    _options = list(inspect.signature(CachePool.__init__).parameters.values())[1:]
+    setattr(_function, "__signature__", inspect.signature(_function).replace(parameters=_options))  # noqa: B010
 
 
 def rewind(prompt_cache: Sequence[Any], position: int) -> int:
@@ -86,11 +96,16 @@ def rewind(prompt_cache: Sequence[Any], position: int) -> int:
     there on are to be computed again. A prompt cache whose last pass failed half way is whole again
     where it was before it.
     """
-    rows: BatchRows = prompt_cache[0].rows
+    rows = getattr(prompt_cache[0], "rows", None) if prompt_cache else None
+    if not isinstance(rows, BatchRows):
+        raise InvalidRangeError(
+            "rewind: this is no prompt cache of a CachePool; mlx-lm's own have trim_prompt_cache"
+        )
     if len(rows.held) != 1:
         raise InvalidRangeError(
             f"rewind: the prompt cache is a batch of {len(rows.held)} rows; extract one row first"
         )
+    check_whole("rewind", "position", position)
     rows.settle()
     entries = entries_in(prompt_cache)
     length = min(entry.size_seen for entry in entries)

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import mlx.core as mx
 
+from kvcache.cache import InvalidRangeError
 from kvcache.integrations.mlx_lm.layers import OwnCacheList
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.storage import Storage
@@ -121,7 +122,11 @@ class LayerCache:
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Self:
         """The rows of several as one batch; they stay as they are."""
-        several = [entry.rows for entry in caches]
+        several = [entry.rows for entry in caches if isinstance(entry, LayerCache)]
+        if len(several) != len(caches):
+            raise InvalidRangeError(
+                "merge: some prompt caches are mlx-lm's own; those in one batch must come from one CachePool"
+            )
         for rows in several:
             rows.settle()
         of = tuple((id(rows), rows.events) for rows in several)

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import ml
-from kvcache.cache import CacheDType, InvalidRangeError
+from kvcache.cache import CacheDType, InvalidRangeError, check_whole
 from kvcache.integrations.mlx_lm.attending import attend_by_entries
 from kvcache.integrations.mlx_lm.attention import Bystander, ChunkedKVCache, KVCache, RotatingKVCache
 from kvcache.integrations.mlx_lm.calls import takes_one_length, told_by
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
-from kvcache.integrations.mlx_lm.layers import Layer, Recurrent, Several, layers_of
+from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, layers_of
+from kvcache.integrations.mlx_lm.lru import keep_prompt_caches
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache, CompressedCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
@@ -60,13 +61,19 @@ class CachePool:
         max_kv_size: int | None = None,
         backend: ml.Backend | None = None,
     ) -> None:
-        if rollback < 0:
-            raise InvalidRangeError(f"CachePool: rollback={rollback}; rollback must be at least 0")
-        if isinstance(model, str) or not (isinstance(model, Sequence) or callable(model)):
+        sizes = {"capacity": (capacity, 1), "max_sequences": (max_sequences, 1), "rollback": (rollback, 0)}
+        sizes |= {"checkpoints": (checkpoints, 0), "checkpoint_interval": (checkpoint_interval, 1)}
+        sizes |= {} if max_batch is None else {"max_batch": (max_batch, 1)}
+        for name, (size, least) in sizes.items():
+            check_whole("CachePool", name, size, least)
+        listed = isinstance(model, Sequence) and not isinstance(model, str)
+        if not (
+            callable(model) or (listed and all(isinstance(x, (Attention, Recurrent, Several)) for x in model))
+        ):
             raise InvalidRangeError(
-                f"CachePool: model is a {type(model).__name__}; it must be a model, as mlx_lm.load returns it"
+                f"CachePool: model is a {type(model).__name__}; it must be the model, the first of what "
+                "mlx_lm.load returns, or a list of layers (Attention, Recurrent, Several)"
             )
-        listed = isinstance(model, Sequence)
         if listed and max_kv_size is not None:
             raise InvalidRangeError(
                 f"CachePool: max_kv_size={max_kv_size} of a list of layers, which say it themselves: "
@@ -86,6 +93,7 @@ class CachePool:
         if self.storage.wants_calls and not listed:
             told_by(type(model))
             self.storage.calls_told = True
+        keep_prompt_caches()
         self.storage.asked = not listed and attend_by_entries(model)
         self.room = min((cache.cells for cache in caches.whole), default=math.inf)
         """How many tokens all prompt caches may hold together; infinity where only windows are kept."""

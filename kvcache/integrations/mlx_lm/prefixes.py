@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -10,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 import ml
-from kvcache.cache import CacheDType
+from kvcache.cache import CacheDType, InvalidRangeError
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.prefix.prefix_cache import PrefixCache, Session
@@ -27,6 +28,9 @@ class MLXSession:
         self.cached = session.cached
         self._rows = BatchRows.adopted(owner.pool.sequences, session.seq, session.cached)
         self.prompt_cache = owner.pool.prompt_cache_of(self._rows)
+
+    def __repr__(self) -> str:
+        return f"<MLXSession; {self._session!r}>"
 
     def prefill(self, size: int = 512) -> mx.array:
         """Evaluate the prompt but its last token, ``size`` tokens at a time at most; returns that token.
@@ -84,6 +88,10 @@ class MLXPrefixCache(Closing):
 
         Raises NotSupportedError for layers that there is no cache for, as CachePool does.
         """
+        known = [*inspect.signature(PrefixCache.__init__).parameters][2:]
+        for name in options:
+            if name not in known:
+                raise InvalidRangeError(f"MLXPrefixCache: no option {name!r}; known: {', '.join(known)}")
         self.model = model
         self.pool = CachePool(
             model, capacity=capacity, max_sequences=max_sequences, dtype=dtype, rollback=rollback,
@@ -120,6 +128,8 @@ class MLXPrefixCache(Closing):
 
         Yields tokens with their log-probabilities. What was yielded is kept, wherever the caller stops.
         """
+        if "prompt_cache" in options:
+            raise InvalidRangeError("generate: prompt_cache is given; the MLXPrefixCache passes its own")
         session, keep = self.begin(tokens, salt, shared), False
         said: list[int] = []
         try:

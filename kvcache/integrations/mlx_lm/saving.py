@@ -45,6 +45,10 @@ def load_prompt_cache(
 
     With ``return_metadata`` a pair of it and the metadata. ``tokens`` and errors as :func:`adopt`.
     """
+    if not isinstance(pool, CachePool):
+        raise InvalidRangeError(
+            f"load_prompt_cache: pool is a {type(pool).__name__}; it must be the CachePool to load into"
+        )
     found, metadata = mlx_caches.load_prompt_cache(file_name, return_metadata=True)
     prompt_cache = adopt(found, pool, tokens)
     return (prompt_cache, metadata) if return_metadata else prompt_cache

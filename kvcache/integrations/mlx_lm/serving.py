@@ -17,25 +17,20 @@ import functools
 import importlib
 import logging
 import math
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import LRUPromptCache
 
 from kvcache.cache import InvalidRangeError
+from kvcache.integrations.mlx_lm.lru import incoming, is_serving, rows_of
 from kvcache.integrations.mlx_lm.pool import CachePool
-from kvcache.integrations.mlx_lm.rows import BatchRows
-from kvcache.integrations.mlx_lm.sequences import SequencesTakenError
 
 __all__ = ["guard"]
 
 log = logging.getLogger(__name__)
-_incoming = threading.local()
-"""Of the thread in which a server generates. ``queue``: where it answers the request that it took last."""
 _queues: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 """Of a BatchGenerator of a server, by request: where its answer goes."""
 
@@ -46,8 +41,6 @@ def guard() -> None:
     loops = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
     server = importlib.import_module("mlx_lm.server")
     for kind, name, around in (
-        (LRUPromptCache, "insert_cache", _insert_cache),
-        (LRUPromptCache, "fetch_nearest_cache", _fetch_nearest_cache),
         (loops.BatchGenerator, "insert_segments", _insert_segments),
         (loops.BatchGenerator, "_next", _next),
         (server.ResponseGenerator, "_is_batchable", _is_batchable),
@@ -58,49 +51,9 @@ def guard() -> None:
         setattr(kind, name, functools.partialmethod(around, getattr(kind, name)))
 
 
-def _serving() -> bool:
-    """Whether this is the thread in which a server generates."""
-    return hasattr(_incoming, "serving")
-
-
 def _pool_of(model: Any) -> CachePool | None:
     pool = getattr(getattr(model, "make_cache", None), "__self__", None)
     return pool if isinstance(pool, CachePool) else None
-
-
-def _rows(prompt_cache: Sequence[Any] | None) -> list[BatchRows]:
-    found = [getattr(entry, "rows", None) for entry in prompt_cache or ()]
-    return [rows for rows in found if isinstance(rows, BatchRows)]
-
-
-# LRUPromptCache.
-
-
-def _insert_cache(
-    lru: LRUPromptCache,
-    original: Callable[..., None],
-    model: Any,
-    tokens: Any,
-    prompt_cache: Any,
-    **more: Any,
-) -> None:
-    found = _rows(prompt_cache)
-    for rows in found:
-        rows.kept = True
-        rows.pool.keepers.add(lru)
-    if found and _serving():
-        # The server is done with the list, and has names for it that live on and would hold the sequence.
-        prompt_cache, given = list(prompt_cache), prompt_cache
-        given.clear()
-    if prompt_cache:
-        original(lru, model, tokens, prompt_cache, **more)
-
-
-def _fetch_nearest_cache(lru: LRUPromptCache, original: Callable[..., Any], model: Any, tokens: Any) -> Any:
-    try:
-        return original(lru, model, tokens)
-    except SequencesTakenError:  # a copy of the beginning of a longer one
-        return None, tokens
 
 
 # ResponseGenerator.
@@ -117,13 +70,13 @@ def _is_batchable(responder: Any, original: Callable[..., bool], *arguments: Any
 def _next_request(responder: Any, original: Callable[..., Any], *arguments: Any) -> Any:
     found = original(responder, *arguments)
     if found is not None:
-        _incoming.queue = found[0]
+        incoming.queue = found[0]
     return found
 
 
 def _tokenize(responder: Any, original: Callable[..., Any], tokenizer: Any, request: Any, asked: Any) -> Any:
     """Refuses a prompt that can never fit; the answer ends where the room ends."""
-    _incoming.serving = True
+    incoming.serving = True
     found = original(responder, tokenizer, request, asked)
     pool = _pool_of(responder.model_provider.model)
     if pool is not None:
@@ -225,14 +178,14 @@ def _insert_segments(
     **options: Any,
 ) -> list[int]:
     pool, count = _pool_of(generator.model), len(segments)
-    if pool is None or not _serving():
+    if pool is None or not is_serving():
         return original(generator, segments, max_tokens, caches, all_tokens, *more, **options)
     given = zip(segments, caches or [None] * count, all_tokens or [[]] * count, strict=True)
     fitted = [_fitted(pool, generator, *one) for one in given]
     segments, caches, all_tokens = (list(column) for column in zip(*fitted, strict=True))
     uids = original(generator, segments, max_tokens, caches, all_tokens, *more, **options)
     # The request that made the server load a model with a pool was taken before this module saw it.
-    queue = getattr(_incoming, "queue", None)
+    queue = getattr(incoming, "queue", None)
     _queues.setdefault(generator, {}).update(dict.fromkeys(uids, queue))
     return uids
 
@@ -255,7 +208,7 @@ def _fitted(
 
 
 def _holds(prompt_cache: Any) -> bool:
-    return any(held.seq is not None for rows in _rows(prompt_cache)[:1] for held in rows.held)
+    return any(held.seq is not None for rows in rows_of(prompt_cache)[:1] for held in rows.held)
 
 
 def _next(generator: Any, original: Callable[[Any], Any]) -> Any:

@@ -8,11 +8,18 @@ from typing import Any, Self, cast
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import ml
-from kvcache import NotSupportedError, ShiftFunction
+from kvcache import InvalidRangeError, NotSupportedError, ShiftFunction
 from kvcache.integrations.model_caches import ModelCaches
+from kvcache.integrations.transformers.arguments import (
+    check_names,
+    check_options,
+    check_type,
+    signature_of,
+)
 from kvcache.integrations.transformers.bridge import HFDType, stored_dtype
 from kvcache.integrations.transformers.compressors import CompressedLayer
 from kvcache.integrations.transformers.kinds import CROSS, Kind, empty_layer, layer_plan
@@ -37,7 +44,9 @@ __all__ = ["HFCache", "HFEncoderDecoderCache", "cache_argument"]
 
 
 def cache_argument(model: Any) -> str:
-    """By which name ``generate`` gives a model its cache."""
+    """By which name ``generate`` gives a model its cache: ``cache`` from transformers 5.24 on."""
+    if ALL_CACHE_NAMES[0] == "cache":
+        return "cache"
     return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
 
 
@@ -49,8 +58,9 @@ class HFCache(RowsCache):
     Gradients do not flow through it.
     """
 
-    def __new__(cls, config: Any = None, **options: Any) -> Self:
+    def __new__(cls, config: Any = None, *args: Any, **options: Any) -> Self:
         """Configs of encoder-decoders and of MiniMax make subclasses of the classes that these ask for."""
+        check_names("HFCache", cls.__init__, args, options)
         if cls is HFCache and getattr(config, "is_encoder_decoder", False):
             return cast("Self", super().__new__(HFEncoderDecoderCache))
         if cls is HFCache and getattr(config, "model_type", None) == "minimax":
@@ -82,6 +92,10 @@ class HFCache(RowsCache):
 
         Raises NotSupportedError for a config with layers that our caches do not serve.
         """
+        check_options(
+            "HFCache", backend=backend, max_sequences=max_sequences, capacity=capacity, lookback=lookback,
+            shift=shift, grow=grow,
+        )  # fmt: skip
         plan = layer_plan(config)
         options = CacheOptions(backend, stored_dtype(dtype), max_sequences, capacity, lookback, shift, grow)
         self._attach(BatchRows(CachePool(plan, options)))
@@ -160,7 +174,10 @@ class HFCache(RowsCache):
         NotSupportedError, and nothing changed, where a layer cannot go back so far: a window that has
         forgotten what is seen from there (see ``lookback``), or a recurrent state without a checkpoint.
         """
-        self._states.crop(tokens if tokens > 0 else self.rows.length + tokens)
+        given: Any = tokens
+        count = int(given) if isinstance(given, torch.Tensor) and given.numel() == 1 else given
+        check_type("crop", "tokens", given, "a whole number", isinstance(count, int))
+        self._states.crop(count if count > 0 else self.rows.length + count)
 
     def reset(self) -> None:
         """Forget all rows. Buffers stay allocated; the next batch may have another size."""
@@ -210,10 +227,22 @@ class HFCache(RowsCache):
 
         Raises CacheFullError or InvalidRangeError and leaves all as it was where it cannot.
         """
+        check_type("restore", "snapshot", snapshot, "what snapshot() gave", isinstance(snapshot, HFSnapshot))
+        self._check_layers("restore", snapshot.layers)
         self.rows.restore(snapshot)
 
+    def _check_layers(self, op: str, layers: int) -> None:
+        own = len(self.rows.pool.plan.layers)
+        if layers != own:
+            raise InvalidRangeError(f"{op}: a snapshot of {layers} layers; the model of this cache has {own}")
+
     def save(self, store: SnapshotStore, key: str) -> bool:
-        """Put what the cache holds into a store (``kvcache.stores``). False: the key is there already."""
+        """Put what the cache holds into a store (``kvcache.stores``) under a key that is not taken.
+
+        False, and nothing written, where it is taken: the entry stays as it was. ``store.delete(key)`` frees
+        the key.
+        """
+        _check_store("save", store)
         snapshot = self.snapshot()
         return save(store, key, self.rows.pool.backend, snapshot)
 
@@ -226,21 +255,33 @@ class HFCache(RowsCache):
     ) -> bool:
         """Become what ``save`` stored; ``device`` is the model's. False, nothing changed, without the key.
 
+        The weights are not compared: give another model's caches other keys. InvalidRangeError for a model
+        with another number of layers, or other heads.
         Of a model that is split over devices ``device_map`` is its ``hf_device_map``. Without it all lies on
         ``device`` until the model has brought keys from the devices of its layers.
         """
+        _check_store("load", store)
         found = get_snapshot(store, key)
         if found is None:
             return False
+        self._check_layers("load", found.meta.get("layers", len(self.rows.pool.plan.layers)))
         pool = self.rows.pool
         pool.bind(len(found.meta["rows"]), like_of(found, torch.device(device)))
         pool.know(layer_devices(device_map or {}))
-        self.restore(load(found, pool.backend, torch.device(device)))
+        self.restore(load(found, pool.backend, torch.device(device), len(pool.plan.layers)))
         return True
 
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens per row, if there is less: all that is held moves once."""
         self.rows.pool.reserve(capacity)
+
+
+setattr(HFCache, "__signature__", signature_of(HFCache.__init__))  # noqa: B010
+
+
+def _check_store(op: str, store: object) -> None:
+    wanted = "an open store: kvcache.stores.open_store(path or URL)"
+    check_type(op, "store", store, wanted, hasattr(store, "get_into"))
 
 
 class HFEncoderDecoderCache(Crossing, HFCache, EncoderDecoderCache):  # type: ignore[misc]

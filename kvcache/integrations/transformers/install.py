@@ -7,6 +7,7 @@ import logging
 from types import TracebackType
 from typing import Any, Self
 
+import transformers
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.generation.utils import GenerationMixin
 
@@ -48,6 +49,7 @@ class Installation:
             found = original(
                 model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
+            _check_name(name, model_kwargs)
             if isinstance(given, HFCache):
                 if not given.rows.pool.given_away:
                     given.reserve(max_cache_length)
@@ -60,6 +62,10 @@ class Installation:
             return found
 
         return prepare
+
+    def __repr__(self) -> str:
+        state = "installed" if _installed is self else "uninstalled"
+        return f"<kvcache in transformers' generate(), {state}>"
 
     def uninstall(self) -> None:
         """Put back what was there. A second call does nothing."""
@@ -124,6 +130,16 @@ def _ours(model: Any, theirs: Cache | None, length: int, options: dict[str, Any]
     except ml.NotSupportedError as error:
         _warn(type(model).__name__, str(error))
         return None
+
+
+def _check_name(name: str, model_kwargs: dict[str, Any]) -> None:
+    """Refuse a transformers whose ``generate`` keeps its cache where it would not be found."""
+    others = [other for other, value in model_kwargs.items() if isinstance(value, Cache) and other != name]
+    if others and model_kwargs.get(name) is None:
+        raise ml.NotSupportedError(
+            f"install: transformers {transformers.__version__} gives models a cache as {others[0]!r}, not "
+            f"{name!r}; call uninstall(), and pass {others[0]}=HFCache(model.config) yourself"
+        )
 
 
 @functools.cache

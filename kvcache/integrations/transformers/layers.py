@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from kvcache import NotSupportedError
+from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.transformers.indexers import Indexer
 from kvcache.integrations.transformers.kinds import CONV, Kind, Trait
 from kvcache.integrations.transformers.passes import Pair
@@ -36,6 +36,17 @@ class RowsCache(TransformersCache):  # type: ignore[misc]
 
     def _attach(self, rows: Any) -> None:
         raise NotImplementedError
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        own: Any = getattr(self, "layers", None)
+        if own is not None and layer_idx >= len(own):
+            raise InvalidRangeError(
+                f"update: layer {layer_idx}; this cache was made for a config of {len(own)} layers, and the "
+                "model has more: make one with its own config"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def is_linear(self) -> list[bool]:

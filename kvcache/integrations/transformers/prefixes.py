@@ -12,23 +12,27 @@ import torch
 
 import ml
 from kvcache import InvalidRangeError, NotSupportedError
+from kvcache.integrations.transformers.arguments import ArgumentError, check_model, check_names, check_type
 from kvcache.integrations.transformers.bridge import HFDType
 from kvcache.integrations.transformers.cache import HFCache, cache_argument
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
 from kvcache.integrations.transformers.places import layer_devices
-from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
 from kvcache.stores.closing import Closing
 
 __all__ = ["HFPrefixCache", "HFSession"]
 
 
 class HFSession:
-    """One conversation: ``cache`` is its ``past_key_values``, and holds ``cached`` of the prompt's tokens."""
+    """One conversation: ``cache`` is its HFCache, and holds ``cached`` of the prompt's tokens."""
 
     def __init__(self, owner: HFPrefixCache, session: Session) -> None:
         self._owner, self._session = owner, session
         self.cached = session.cached
         self.cache = type(owner.cache).of(owner.cache.rows.adopt(session.seq, session.cached))
+
+    def __repr__(self) -> str:
+        return f"<HFSession; {self._session!r}>"
 
     def prefill(self, size: int = 512) -> None:
         """Evaluate all of the prompt but its last token, ``size`` tokens at a time at most.
@@ -45,7 +49,7 @@ class HFSession:
                 # A model knows itself what else it is given: positions, say, that begin at 2.
                 part = ids[:, :upto]
                 owner.model.generate(
-                    part, attention_mask=torch.ones_like(part), past_key_values=self.cache, use_cache=True,
+                    part, attention_mask=torch.ones_like(part), **owner.named(self.cache), use_cache=True,
                     max_new_tokens=1, do_sample=False, num_beams=1,
                 )  # fmt: skip
 
@@ -88,6 +92,25 @@ def _given_the_rest(model: Any, cache: HFCache) -> Iterator[None]:
         del model.prepare_inputs_for_generation
 
 
+def _check_one_row(input_ids: object, options: dict[str, Any]) -> None:
+    """Refuse what is not one conversation, and take its mask, which says nothing, out of the options."""
+    wanted = "a tensor (1, tokens), as tokenizer(text, return_tensors='pt').input_ids is"
+    check_type("generate", "input_ids", input_ids, wanted, isinstance(input_ids, torch.Tensor))
+    assert isinstance(input_ids, torch.Tensor)
+    shape = tuple(input_ids.shape)
+    if len(shape) != 2 or shape[0] != 1:
+        raise InvalidRangeError(f"generate: input_ids {shape}; their shape must be (1, tokens)")
+    mask = options.pop("attention_mask", None)
+    if mask is not None and (tuple(mask.shape) != shape or not bool(mask.all())):
+        raise InvalidRangeError("generate: attention_mask hides tokens; a conversation must have no padding")
+    for name in ("num_beams", "num_return_sequences"):
+        if options.get(name, 1) != 1:
+            raise NotSupportedError(f"generate: {name}={options[name]}; a conversation is one row")
+    for name in ("cache", "past_key_values", "cache_params"):
+        if name in options:
+            raise ArgumentError(f"generate: {name} is given; the HFPrefixCache passes its own")
+
+
 class HFPrefixCache(Closing):
     """A ``kvcache.PrefixCache`` for a decoder of transformers, sliding and hybrid ones included.
 
@@ -106,16 +129,18 @@ class HFPrefixCache(Closing):
         **options: Any,
     ) -> None:
         """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``interval``, ..."""
+        check_model("HFPrefixCache", model)
         if model.config.is_encoder_decoder:
             raise NotSupportedError(
                 "HFPrefixCache: only decoders are supported, since a prefix of an encoder-decoder "
                 "depends on the encoder's input"
             )
-        if cache_argument(model) != "past_key_values":
+        if "mamba" in type(model).__name__.lower():
             raise NotSupportedError(
                 f"HFPrefixCache: {type(model).__name__}.generate() starts again whatever states it is given"
             )
         plan = layer_plan(model.config)
+        check_names("HFPrefixCache", PrefixCache.__init__, (), options)
         for trait in (Trait.INSIDE, Trait.UNEVEN, Trait.COMPRESSED):
             plan.refuse("HFPrefixCache", trait, "prefixes cannot be shared")
         self.by_one = Trait.BY_ONE in plan.traits
@@ -136,6 +161,15 @@ class HFPrefixCache(Closing):
     def __repr__(self) -> str:
         return f"<HFPrefixCache of a {type(self.model).__name__}; {self.prefix!r}>"
 
+    @property
+    def stats(self) -> PrefixStats:
+        """What was asked for, and where it came from: ``reused`` of ``tokens`` were not computed again."""
+        return self.prefix.stats
+
+    def named(self, cache: HFCache) -> dict[str, HFCache]:
+        """A cache by the name that ``generate`` has for it."""
+        return {cache_argument(self.model): cache}
+
     def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> HFSession:
         """Start a conversation with a prompt, from the longest prefix of it that is there.
 
@@ -152,11 +186,12 @@ class HFPrefixCache(Closing):
         shared: int = 0,
         **options: Any,
     ) -> Any:
-        """``model.generate(input_ids, **options)`` for one conversation, (1, tokens), from what is there."""
-        if input_ids.ndim != 2 or input_ids.shape[0] != 1:
-            raise InvalidRangeError(
-                f"generate: input_ids {tuple(input_ids.shape)}; their shape must be (1, tokens)"
-            )
+        """``model.generate(input_ids, **options)`` for one conversation, (1, tokens), from what is there.
+
+        A tokenizer's output goes in as it is: ``generate(**tokenizer(text, return_tensors="pt"))``. Padding,
+        several rows, beams and several answers are refused.
+        """
+        _check_one_row(input_ids, options)
         count = input_ids.shape[1]
         with self.begin(input_ids[0].tolist(), salt, shared) as session:
             session.prefill(prefill_size)
@@ -164,7 +199,7 @@ class HFPrefixCache(Closing):
                 out = self.model.generate(
                     input_ids,
                     attention_mask=torch.ones_like(input_ids),
-                    past_key_values=session.cache,
+                    **self.named(session.cache),
                     **options,
                 )
             sequences = out if isinstance(out, torch.Tensor) else out.sequences

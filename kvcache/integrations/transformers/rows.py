@@ -210,7 +210,12 @@ class BatchRows:
             for cache in reversed(started):
                 cache.undo_forward()
             if isinstance(error, CacheFullError):
-                error.add_note(f"HFCache: capacity={self.pool.options.capacity} tokens per sequence")
+                capacity, count = self.pool.options.capacity, self.pool.max_sequences
+                remedy = (
+                    f"{count} rows share {count} x capacity={capacity} cells, and padding takes cells too: "
+                    "pass a larger capacity=, or grow=True"
+                )
+                raise CacheFullError(error.asked, error.free, error.held, "HFCache", remedy) from error
             raise
         for kind, kept in current.stored.items():
             self._start_short(current, kind, family.caches[kind], kept)
@@ -405,8 +410,9 @@ class BatchRows:
             raise OrderError("snapshot: the cache is empty; run a forward pass first")
         pool = self.pool
         return HFSnapshot(
-            self.length, tuple(pool.family.all.snapshot(seq) for seq in self.sequences), pool.like
-        )
+            self.length, tuple(pool.family.all.snapshot(seq) for seq in self.sequences), pool.like,
+            len(pool.plan.layers),
+        )  # fmt: skip
 
     def restore(self, snapshot: HFSnapshot) -> None:
         """Become what the snapshot is of. What is raised leaves the rows as they were."""

@@ -28,6 +28,11 @@ class HFSnapshot:
     rows: tuple[Snapshot, ...]
     like: torch.Tensor
     """An empty tensor with the dtype and on the device of the model's keys."""
+    layers: int
+    """Of the model."""
+
+    def __repr__(self) -> str:
+        return f"<HFSnapshot, rows: {len(self.rows)}, tokens of each: {self.length}, layers: {self.layers}>"
 
     @property
     def nbytes(self) -> int:
@@ -42,7 +47,10 @@ def save(store: SnapshotStore, key: str, backend: ml.Backend, snapshot: HFSnapsh
         serialized = serialize(backend, row)
         arrays.update({f"{i}:{name}": array for name, array in serialized.arrays.items()})
         metas.append(dict(serialized.meta))
-    meta = {"length": snapshot.length, "activations": dtype_of(snapshot.like.dtype).name, "rows": metas}
+    meta = {
+        "length": snapshot.length, "activations": dtype_of(snapshot.like.dtype).name, "rows": metas,
+        "layers": snapshot.layers,
+    }  # fmt: skip
     return put_snapshot(store, key, SerializedSnapshot(meta, arrays))
 
 
@@ -54,7 +62,9 @@ def like_of(serialized: SerializedSnapshot, device: torch.device) -> torch.Tenso
         raise SnapshotCorrupt(f"HFCache.load: not what HFCache.save stored ({error!r})") from error
 
 
-def load(serialized: SerializedSnapshot, backend: ml.Backend, device: torch.device) -> HFSnapshot:
+def load(
+    serialized: SerializedSnapshot, backend: ml.Backend, device: torch.device, layers: int
+) -> HFSnapshot:
     """The snapshot that :func:`save` stored. SnapshotCorrupt for another snapshot."""
     like = like_of(serialized, device)
     try:
@@ -63,6 +73,6 @@ def load(serialized: SerializedSnapshot, backend: ml.Backend, device: torch.devi
             named = serialized.arrays.items()
             own = {name.split(":", 1)[1]: a for name, a in named if name.startswith(f"{i}:")}
             rows.append(deserialize(backend, SerializedSnapshot(meta, own)))
-        return HFSnapshot(int(serialized.meta["length"]), tuple(rows), like)
+        return HFSnapshot(int(serialized.meta["length"]), tuple(rows), like, layers)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise SnapshotCorrupt(f"HFCache.load: not what HFCache.save stored ({error!r})") from error

@@ -23,6 +23,7 @@ from transformers.utils import is_torchdynamo_compiling
 import ml
 from kvcache import Batch, CacheFullError, CausalCache, InvalidRangeError, NotSupportedError, StateSpec
 from kvcache.attention.dense_batch import DenseBatch
+from kvcache.integrations.transformers.arguments import check_names, check_options, signature_of
 from kvcache.integrations.transformers.indexers import Indexer
 from kvcache.integrations.transformers.kinds import CROSS, Kind, Trait, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import CrossCache, Crossing, CrossLayer, RowsCache
@@ -43,8 +44,9 @@ class HFStaticCache(RowsCache):
 
     rows: StaticBatchRows
 
-    def __new__(cls, config: Any = None, **options: Any) -> Self:
+    def __new__(cls, config: Any = None, *args: Any, **options: Any) -> Self:
         """An encoder-decoder's config makes the subclass that is an ``EncoderDecoderCache`` too."""
+        check_names("HFStaticCache", cls.__init__, args, options)
         if cls is HFStaticCache and getattr(config, "is_encoder_decoder", False):
             return cast("Self", super().__new__(HFStaticEncoderDecoderCache))
         return cast("Self", super().__new__(cls))
@@ -62,12 +64,20 @@ class HFStaticCache(RowsCache):
         ``backend`` is one that shares memory with the model, None: torch on its device. Memory is allocated
         when the first keys come, for ``max_sequences`` rows (None: those of the first batch).
         """
+        check_options("HFStaticCache", backend=backend, max_sequences=max_sequences, capacity=capacity)
         plan = layer_plan(config)
         for trait in (Trait.OWN_MASK, Trait.OWN_CLASS, Trait.COMPRESSED):
             plan.refuse("HFStaticCache", trait, "use HFCache")
         # Windows keep all: a view of the whole has no holes.
         pool = CachePool(plan, CacheOptions(backend, None, max_sequences, capacity, capacity, None))
         self._attach(StaticBatchRows(pool))
+
+    def __repr__(self) -> str:
+        pool = self.rows.pool
+        stored = (
+            f"rows: {len(self.rows.sequences)}, tokens of each: {self.rows.length}" if pool.bound else "empty"
+        )
+        return f"<HFStaticCache, layers: {len(self.layers)}, capacity: {pool.options.capacity}, {stored}>"
 
     def _attach(self, rows: StaticBatchRows) -> None:
         self.rows = rows
@@ -91,6 +101,9 @@ class HFStaticCache(RowsCache):
             )
         for layer in attention:
             layer.crop(-gone)
+
+
+setattr(HFStaticCache, "__signature__", signature_of(HFStaticCache.__init__))  # noqa: B010
 
 
 class HFStaticEncoderDecoderCache(Crossing, HFStaticCache, EncoderDecoderCache):  # type: ignore[misc]
@@ -231,8 +244,9 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         held = int(self.cumulative_length) if on_cpu else self._known
         if held + tokens > self.max_cache_len:
             raise CacheFullError(
-                tokens, self.max_cache_len - held, dict.fromkeys(self.rows.sequences, held), op="update"
-            )
+                tokens, self.max_cache_len - held, dict.fromkeys(self.rows.sequences, held), "HFStaticCache",
+                f"a row has capacity={self.max_cache_len} cells, padding included: pass a larger capacity=",
+            )  # fmt: skip
 
     def crop(self, tokens_to_remove: int) -> None:
         """Later tokens overwrite what is taken back; the masks hide it until then."""

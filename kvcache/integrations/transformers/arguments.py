@@ -1,0 +1,89 @@
+"""What callers give, checked before anything is made: errors say what to pass instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml
+from kvcache import InvalidRangeError
+from kvcache.cache import check_whole
+
+__all__ = ["ArgumentError", "check_model", "check_names", "check_options", "check_type", "signature_of"]
+
+_THEIRS = {"max_cache_len": "capacity", "max_batch_size": "max_sequences", "device": "backend"}
+"""Options of transformers' own caches, and what they are called here."""
+
+
+class ArgumentError(InvalidRangeError, TypeError):
+    """An argument of a wrong type, or one that is not known."""
+
+
+def check_names(op: str, init: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Refuse options without a name, and names that ``init`` does not have behind its first two."""
+    known = [*inspect.signature(init).parameters][2:]
+    if args:
+        raise ArgumentError(
+            f"{op}: {len(args) + 1} positional arguments; options go by name: {', '.join(known)}"
+        )
+    for name in options:
+        if name not in known:
+            other = _THEIRS.get(name)
+            remedy = f"it is called {other} here" if other in known else f"known: {', '.join(known)}"
+            raise ArgumentError(f"{op}: no option {name!r}; {remedy}")
+
+
+def signature_of(init: Callable[..., Any]) -> inspect.Signature:
+    """What ``inspect`` and completion show of a class whose ``__new__`` takes anything."""
+    whole = inspect.signature(init)
+    return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+
+def check_type(op: str, name: str, value: object, wanted: str, fits: bool) -> None:
+    """Raise ArgumentError, which says what is wanted, unless it fits."""
+    if not fits:
+        raise ArgumentError(f"{op}: {name} is a {type(value).__name__}; it must be {wanted}")
+
+
+def check_options(
+    op: str,
+    *,
+    backend: object = None,
+    max_sequences: object = None,
+    capacity: object = 1,
+    lookback: object = 0,
+    shift: object = None,
+    grow: object = False,
+) -> None:
+    """Refuse values that make no cache."""
+    check_whole(op, "capacity", capacity, least=1)
+    check_whole(op, "lookback", lookback)
+    if max_sequences is not None:
+        check_whole(op, "max_sequences", max_sequences, least=1)
+    check_type(op, "grow", grow, "True or False", isinstance(grow, bool))
+    check_type(
+        op,
+        "shift",
+        shift,
+        "a function, as rope_shift(model.config) gives it",
+        shift is None or callable(shift),
+    )
+    named = backend is None or isinstance(backend, str)
+    check_type(
+        op, "backend", backend,
+        "None (torch on the model's device), a backend's name, or what ml.open_backend returned",
+        named or hasattr(backend, "new_context"),
+    )  # fmt: skip
+    if isinstance(backend, str):
+        known = sorted(ml.plugins.registry().specs())
+        if backend not in known:
+            raise ArgumentError(
+                f"{op}: no backend {backend!r}; known: {', '.join(known)}; None follows the model"
+            )
+
+
+def check_model(op: str, model: object) -> None:
+    """Refuse what is not a model that generates."""
+    fits = hasattr(model, "config") and callable(getattr(model, "generate", None))
+    check_type(op, "model", model, "a model of transformers with generate()", fits)
