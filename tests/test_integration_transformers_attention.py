@@ -178,7 +178,9 @@ class TestSharedPrompt:
             monkeypatch.setattr(type(made.model.layers[0].self_attn), "forward", changed)
         else:
             update = HFCache.update
-            monkeypatch.setattr(HFCache, "update", lambda *given: tuple(x * 1 for x in update(*given)))
+            monkeypatch.setattr(
+                HFCache, "update", lambda *given, **more: tuple(x * 1 for x in update(*given, **more))
+            )
         for given, logits in zip(self.passes(ids, mask), expected, strict=True):
             hf.close(step(made, cache, *given), logits)
         told = {"keys": "not as an HFCache", "mask": "more than causal"}[change]
