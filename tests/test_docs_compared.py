@@ -110,19 +110,36 @@ def test_a_static_cache_that_is_full_raises_an_index_error(hf: Transformers) -> 
         hf.filled(hf.api.StaticCache(hf.plain, max_cache_len=8), 8, 1)
 
 
-def test_a_static_cache_has_no_crop(hf: Transformers) -> None:
-    assert cell("Remove from the end", STATIC) == "no `crop`"
-    with pytest.raises(AttributeError, match="crop"):
-        hf.filled(hf.api.StaticCache(hf.plain, max_cache_len=8), 4).crop(-1)
+def test_a_static_cache_is_cropped_after_its_window_has_wrapped_too(hf: Transformers) -> None:
+    assert cell("Remove from the end", STATIC) == "`crop`, by a negative number"
+    assert cell("... of a window that has wrapped", STATIC) == "`crop` does it nevertheless, with wrong keys"
+    for config, length in ((hf.plain, 4), (hf.sliding, 20)):
+        cache = hf.filled(hf.api.StaticCache(config, max_cache_len=32), length)
+        with pytest.raises(RuntimeError, match="negative"):
+            cache.layers[0].crop(1)
+        cache.layers[0].crop(-1)
+        assert cache.get_seq_length() == length - 1
+    window = hf.api.StaticCache(hf.sliding, max_cache_len=32).layers[0]
+    keys = hf.torch.arange(20.0).reshape(1, 1, 20, 1).expand(1, 2, 20, 32)
+    window.update(keys, keys)
+    window.crop(-3)
+    seen, _ = window.update(keys[:, :, 17:18], keys[:, :, 17:18])
+    assert hf.torch.equal(seen[0, 0, :, 0], hf.torch.tensor([13.0, 14, 15, 16, 17, 18, 19, 17]))  # of 10 to 17
 
 
-def test_a_static_cache_is_refused_for_drafts(hf: Transformers) -> None:
+def test_a_static_cache_of_a_hybrid_model_goes_not_back(hf: Transformers) -> None:
+    assert cell("Rollback of recurrent states", STATIC) == "RuntimeError"
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        hf.api.StaticCache(hf.hybrid, max_cache_len=8).crop(-1)
+
+
+def test_a_static_cache_with_windows_is_refused_for_drafts(hf: Transformers) -> None:
     assert cell("Speculation past the window's wrap", STATIC) == "refused by `generate`"
-    model = hf.api.LlamaForCausalLM(hf.plain).eval()
-    prompt = hf.torch.arange(3, 9).reshape(1, -1)
+    prompt = hf.torch.arange(3, 9).repeat(3).reshape(1, -1)
     options = {"prompt_lookup_num_tokens": 2, "cache_implementation": "static"}
-    with pytest.raises(ValueError, match="not supported with Static"):
-        model.generate(prompt, max_new_tokens=3, do_sample=False, **options)
+    windows = hf.api.Gemma3ForCausalLM(hf.sliding).eval()
+    with pytest.raises(ValueError, match="a cache that can be cropped"):
+        windows.generate(prompt, max_new_tokens=3, do_sample=False, **options)
 
 
 def test_a_quantized_cache_takes_full_attention_only(hf: Transformers) -> None:

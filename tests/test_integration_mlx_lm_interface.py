@@ -150,5 +150,5 @@ def test_an_entry_and_a_pool_show_what_they_hold() -> None:
 
 
 def test_what_is_not_a_model_is_refused_by_name() -> None:
-    with pytest.raises(kvcache.InvalidRangeError, match="CachePool: model is a str; it must be a model"):
+    with pytest.raises(kvcache.InvalidRangeError, match="CachePool: model is a str; it must be the model"):
         make_prompt_cache("model")

@@ -49,7 +49,7 @@ def test_a_cache_says_what_it_is_and_how_full(numpy_backend: ml.Backend) -> None
         of_cache = "<CausalCache: F32 on numpy, sequences: 4, cells: 3 of 512, 64.0 KiB of K and V>"
         assert repr(cache) == of_cache
         assert repr(session) == "<Session, sequence 0: 3 tokens, 0 of them were cached>"
-        assert repr(prefix).startswith("<PrefixCache, open sessions: 1; device 0 B, ")
+        assert repr(prefix).startswith("<PrefixCache, open sessions: 1; kept: nothing; ")
         assert repr(prefix).endswith(f"over {of_cache}>")
         session.close()
         assert repr(session) == "<Session, closed: 3 tokens, 0 of them were cached>"

@@ -28,6 +28,8 @@ def main() -> None:
     """Run the command and exit: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
     # PyTorch's threads, where it is loaded: waiting for each other they let other processes run.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Numba's coloured errors come by colorama, which sends an escape to the terminal when Python ends.
+    os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
     try:
         before = _end_at_interrupt()
         _mend_streams()

@@ -232,7 +232,6 @@ BUGS: dict[str, list[Bug]] = {
          lambda f, self, count: f(self, None)),
         ("attention.observed:Attended._weights", "attention_mass_follows",
          lambda f, self, *a: f(replace(self, sinks=None), *a)),
-        ("snapshots.schedule:SnapshotSchedule.cut", "a_prefix_cache_keeps", NOTHING),
     ],
     "tests/test_cache_numpy.py::TestStorageOnly": [
         ("storage.state_table:arrange", "states_and_outputs_follow", lambda f, *a: replace(f(*a), loads=())),

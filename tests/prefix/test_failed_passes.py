@@ -10,6 +10,7 @@ import pytest
 import ml
 from kvcache import Batch, CausalCache, OrderError, PrefixCache, RecurrentCache, Session, SlidingWindowCache
 from kvcache.stores.memory import MemoryStore
+from kvcache.testing.rigs.protocol import InjectedError
 
 LAYERS = 2
 PROMPT = list(range(20))
@@ -107,6 +108,15 @@ def test_a_conversation_that_lacks_its_first_token_is_not_kept(backend: ml.Backe
         with prefix.begin(PROMPT) as session:
             model.evaluate(session, PROMPT, late=1)
         assert prefix.longest(PROMPT) == 0
+
+
+def test_when_the_very_first_pass_raises_inside_its_session_nothing_is_kept(backend: ml.Backend) -> None:
+    model = Model(backend, CausalCache())
+    with PrefixCache(model.cache) as prefix:
+        with pytest.raises(InjectedError), prefix.begin(PROMPT) as session:
+            model.evaluate(session, session.remaining, layers=1)
+            raise InjectedError
+        assert prefix.longest([*PROMPT, 0]) == 0
 
 
 def test_when_the_very_first_pass_failed_a_later_one_finds_out(
