@@ -48,7 +48,7 @@ def test_aligned_keys_are_those_of_the_full_blocks_and_keys_for_a_store() -> Non
     assert chain.aligned == [chain.at(4), chain.at(8)]
     assert keys.chain([]).at(0) == chain.at(0) == keys.root == Keys(IDENTITY, 4).root
     assert keys.chain([]).aligned == []
-    assert len(Keys(IDENTITY).chain(np.arange(100_000)).aligned) == 100_000 // 256
+    assert len(Keys(IDENTITY).chain(np.arange(100_000)).aligned) == 100_000 // 128
     assert all(check_key(key) == key and len(key) == 64 for key in every_key([1, b"x", 3]))
 
 

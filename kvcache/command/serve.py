@@ -82,7 +82,7 @@ class Room:
 
     block_size: Annotated[
         int, typer.Option(help="Tokens per entry of a store, and per block in KV events.", min=1)
-    ] = 512
+    ] = 128
     always_fetch: Annotated[
         bool, typer.Option("--always-fetch", help="Ask stores even where computing was seen to be faster.")
     ] = False

@@ -175,6 +175,8 @@ class PrefixMatcher:
         if not self.from_source(seq, ids, source):
             return None
         reached = self._lookup.fetch(seq, ids, source.length, partial(self._tell, int(ids.size)))
+        if reached > source.length:
+            self._tell(int(ids.size), reached)
         self.origins["store"] += reached - source.length
         self._tree.insert(seq, ids[:reached], (), stored=True)
         return reached

@@ -16,7 +16,7 @@ session has::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any
 
 from kvcache.cache import ClosedError, InvalidRangeError, SnapshotCache, SupportsOffset
@@ -83,7 +83,7 @@ class PrefixCache(Closing):
         *,
         identity: Mapping[str, Any] | None = None,
         salt: str = "",
-        block_size: int = 512,
+        block_size: int = 128,
         interval: int = 512,
         backlog: int = 256 << 20,
         in_flight: int = 256 << 20,
@@ -422,10 +422,7 @@ def _sorted_tiers(
         for tier in tiers[len(hosts) :]:
             if isinstance(tier, SnapshotStore):
                 stores.append(tier)
-            elif isinstance(tier, PathLike):
-                opened.append(open_store("file", path=fspath(tier)))
-                stores.append(opened[-1])
-            elif isinstance(tier, str):
+            elif isinstance(tier, (str, PathLike)):
                 opened.append(open_store(tier))
                 stores.append(opened[-1])
     except BaseException:

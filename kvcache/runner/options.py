@@ -43,7 +43,7 @@ class EngineOptions:
     context: int | None = None
     budget: int | None = None
     interval: int = 512
-    block_size: int = 512
+    block_size: int = 128
     eviction_policy: str | EvictionPolicy = "lru"
     tenant_budget: TenantBudget | Callable[[str], TenantBudget] | None = None
     fetch: Fetch = "measured"

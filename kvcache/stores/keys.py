@@ -47,7 +47,7 @@ class Keys:
     Raises StoreValueError for an identity that is not JSON-able and a block size < 1.
     """
 
-    def __init__(self, identity: Mapping[str, Any], block_size: int = 256) -> None:
+    def __init__(self, identity: Mapping[str, Any], block_size: int = 128) -> None:
         if type(block_size) is not int or block_size < 1:
             raise StoreValueError(f"Keys: block_size={block_size!r}; it must be an integer of at least 1")
         record = {"format": SNAPSHOT_FORMAT, "chunk": block_size, "identity": dict(identity)}

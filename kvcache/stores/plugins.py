@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import threading
 from collections.abc import Iterable
+from os import PathLike, fspath
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -44,24 +45,25 @@ class StoreRegistry(PluginHost[StoreSpec]):
         for spec in builtin.specs():
             self.register(builtin.BuiltinStore(spec), spec.name)
 
-    def open(self, name_or_url: str, options: dict[str, Any]) -> SnapshotStore:
-        name, url, fields = _parsed(name_or_url)
+    def open(self, store: str | PathLike[str], options: dict[str, Any]) -> SnapshotStore:
+        name, url, fields = _parsed(store)
         if twice := fields.keys() & options.keys():
-            shown = without_secrets(name_or_url)
+            shown = without_secrets(fspath(store))
             raise StoreValueError(f"open_store: {sorted(twice)} given in {shown!r} and as an option")
-        store: SnapshotStore = self.opened(self.usable(name), url, **fields, **options)
-        return store
+        opened: SnapshotStore = self.opened(self.usable(name), url, **fields, **options)
+        return opened
 
     def _listed(self) -> str:
         names = ", ".join(sorted(self.specs()))
         url = "file:///var/cache/kv?budget=10GiB"
-        return (
-            f"{names}, each by its name or a URL such as {url} (PrefixCache takes a folder as pathlib.Path)"
-        )
+        return f"{names}, each by its name or a URL such as {url}, and folders: ./folder, or a pathlib.Path"
 
 
-def _parsed(name_or_url: str) -> tuple[str, str | None, dict[str, Any]]:
+def _parsed(store: str | PathLike[str]) -> tuple[str, str | None, dict[str, Any]]:
     """(name, URL without its query, fields of the query)."""
+    name_or_url = fspath(store)
+    if isinstance(store, PathLike) or "/" in name_or_url.partition(":")[0]:
+        return "file", None, {"path": name_or_url}
     if ":" not in name_or_url:
         return name_or_url, None, {}
     shown = without_secrets(name_or_url)
@@ -91,10 +93,12 @@ def registry() -> StoreRegistry:
         return _registry
 
 
-def open_store(name_or_url: str, **options: Any) -> SnapshotStore:
-    """Open a store by name ("file", with ``path=``) or by URL ("file:///var/cache/kv?budget=10GiB").
+def open_store(store: str | PathLike[str], **options: Any) -> SnapshotStore:
+    """Open a store by name ("file", with ``path=``), by URL ("file:///var/cache/kv?budget=10GiB") or by folder.
+
+    A folder is a ``pathlib.Path``, or a string with a slash in it ("./kept"): "kept" would be a store's name.
 
     Raises StoreUnavailable for an unknown name (the message lists those that exist) and where the store
     cannot be used here, StoreValueError for an option given twice or out of its range.
     """
-    return registry().open(name_or_url, options)
+    return registry().open(store, options)
