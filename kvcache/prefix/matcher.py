@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -174,9 +173,16 @@ class PrefixMatcher:
         """Restore what ``source`` has, then entries, each when it is read; None where the source fails."""
         if not self.from_source(seq, ids, source):
             return None
-        reached = self._lookup.fetch(seq, ids, source.length, partial(self._tell, int(ids.size)))
-        if reached > source.length:
-            self._tell(int(ids.size), reached)
+        total, told = int(ids.size), source.length
+
+        def tell(at: int) -> None:
+            nonlocal told
+            told = at
+            self._tell(total, at)
+
+        reached = self._lookup.fetch(seq, ids, source.length, tell)
+        if reached > told:
+            self._tell(total, reached)
         self.origins["store"] += reached - source.length
         self._tree.insert(seq, ids[:reached], (), stored=True)
         return reached
