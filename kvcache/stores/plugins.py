@@ -94,7 +94,7 @@ def registry() -> StoreRegistry:
 
 
 def open_store(store: str | PathLike[str], **options: Any) -> SnapshotStore:
-    """Open a store by name ("file", with ``path=``), by URL ("file:///var/cache/kv?budget=10GiB") or by folder.
+    """Open a store by name ("file", with ``path=``), URL ("file:///var/cache/kv?budget=10GiB") or folder.
 
     A folder is a ``pathlib.Path``, or a string with a slash in it ("./kept"): "kept" would be a store's name.
 

@@ -63,10 +63,10 @@ def test_a_conversation_goes_on_in_transformers_and_back(kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_conversation_goes_on_in_our_engine_and_back(kind: str, tmp_path: Path) -> None:
-    """Its pages have 512 tokens."""
+    """Entries have as many tokens in both where nobody says otherwise."""
     folder, long = write_model(tmp_path / "model", kind), prompt(8, 1010)
     store = f"file://{tmp_path / 'store'}?durable=no"
-    config = transfer(store, page_tokens=512)
+    config = transfer(store)
     with engine(folder, max_model_len=2048) as plain:
         expected = plain.tokens([long], 60)[0]
     with engine(folder, config, max_model_len=2048) as one:
@@ -78,8 +78,8 @@ def test_a_conversation_goes_on_in_our_engine_and_back(kind: str, tmp_path: Path
         with Engine(model, None, options, tiers=[store]) as ours:
             (found,) = ours.complete([long], GenerationOptions(max_new_tokens=40, ignore_eos=True))
             assert [*found.tokens] == expected[:40]
-            assert ours.prefix.stats.store == 512
+            assert ours.prefix.stats.store == 896
     with engine(folder, config, max_model_len=2048) as one:
         after = one.generate([[*long, *expected[:40]]], 20)[0]
         assert after.tokens == expected[40:]
-        assert after.cached == 1024  # of which our engine has stored the second half
+        assert after.cached == 1024  # of which our engine has stored the end
