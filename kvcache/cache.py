@@ -53,6 +53,7 @@ __all__ = [
     "SupportsSetCausal",
     "SupportsSnapshots",
     "SupportsStates",
+    "check_context",
     "check_whole",
     "computed",
 ]
@@ -140,6 +141,19 @@ def check_whole(op: str, name: str, value: object, least: int = 0) -> None:
     """Raise InvalidRangeError unless ``value`` is a whole number >= ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise InvalidRangeError(f"{op}: {name}={value!r}; it must be a whole number of at least {least}")
+
+
+def check_context(op: str, ctx: ml.Context, backend: ml.Backend) -> None:
+    """Raise DeviceError unless ``ctx`` is a context of ``backend``, where the cache is; ClosedError."""
+    if getattr(ctx, "backend", None) is not backend:
+        raise ml.DeviceError(
+            f"{op}: ctx={ctx!r:.80} is not of {backend!r}, where the cache is; make a context with "
+            "cache.backend.new_context()"
+        )
+    if getattr(ctx, "closed", False):
+        raise ml.ClosedError(
+            f"{op}: ctx={ctx!r:.80}, or its backend, is closed; make a context with backend.new_context()"
+        )
 
 
 @dataclass(frozen=True, slots=True)

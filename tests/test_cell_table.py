@@ -88,7 +88,8 @@ class Naive:
             assert row.last == max(positions, default=-1)
             for at in {0, row.last, row.last + 1, *positions[:1], *(p + 1 for p in positions[:2])} - {-1}:
                 assert row.index(at) == sum(position < at for position in positions)
-                assert row.holds_any(np.array([at, at + 2])) == bool({at, at + 2} & set(positions))
+                held = row.first_held(np.array([at, at + 2]))
+                assert held == min({at, at + 2} & set(positions), default=None)
 
 
 class Driver:

@@ -121,9 +121,9 @@ class BoundCache(Generic[P]):
         return ml.CacheConfig()
 
     def set_layer(self, layer: int) -> None:
-        """The layer that the next ``put``, ``get`` and ``attend`` are about."""
-        if layer < 0:
-            raise InvalidRangeError(f"set_layer: {layer}; layers count from 0")
+        """The layer that the next ``put``, ``get`` and ``attend`` are about; layers count from 0."""
+        if type(layer) is not int or layer < 0:
+            check_whole("set_layer", "layer", layer)
         self._layer = layer
 
     def settings(self) -> dict[str, object]:

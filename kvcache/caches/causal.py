@@ -44,6 +44,7 @@ from kvcache.cache import (
     Mask,
     OrderError,
     ShiftFunction,
+    check_context,
 )
 from kvcache.caches.base import BoundCache
 from kvcache.caches.editing import EditsTokens
@@ -193,7 +194,7 @@ class CausalCache(
         nothing), CacheFullError for one that does not fit, SequenceLostError for a sequence that a device
         failure took. All of them leave the cache, evictions included, as it was.
         """
-        self._bound("start_forward")
+        check_context("start_forward", ctx, self._bound("start_forward"))
         groups = split_batch(batch, self._max_sequences)
         table, layers, before, count = self._table, self._buffers, self._pass, len(batch)
         config, lower = self._active, self.lower_bound()
@@ -212,10 +213,10 @@ class CausalCache(
                 raise lost_error("start_forward", group.seq)
             if read_only:
                 check_sees(group, row, lower)
-            elif len(row) and row.holds_any(group.positions):
+            elif len(row) and (first := row.first_held(group.positions)) is not None:
                 raise InvalidBatchError(
-                    f"start_forward: sequence {group.seq} holds one of positions {group.positions[0]} to "
-                    f"{group.positions[-1]} already; remove those first"
+                    f"start_forward: sequence {group.seq} already holds position {first}; call "
+                    f"remove({group.seq}, {first}) first"
                 )
         if read_only:
             self._undo, stamp = {}, 0 if before is None else before.stamp

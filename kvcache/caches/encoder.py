@@ -15,7 +15,7 @@ import numpy as np
 import ml
 from kvcache.attention.batch import SequenceTokens, check_modes, check_sequence, check_tensors, split_batch
 from kvcache.attention.device_copies import HostArray, HostArrays, near
-from kvcache.cache import Batch, CacheDType, InvalidRangeError, Mask, OrderError, check_whole
+from kvcache.cache import Batch, CacheDType, InvalidRangeError, Mask, OrderError, check_context, check_whole
 from kvcache.caches.base import BoundCache
 from kvcache.caches.managed import PreparedCalls
 from kvcache.snapshots.snapshot import EncoderSnapshot, check_following, check_inside
@@ -123,7 +123,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
 
         With ``read_only`` its items are not looked at, and ``put`` raises OrderError.
         """
-        self._bound("start_forward")
+        check_context("start_forward", ctx, self._bound("start_forward"))
         check_modes(reserve, read_only)
         groups = split_batch(batch, self._max_sequences)
         receivers, first = _receivers(batch), not self._used

@@ -29,6 +29,7 @@ from kvcache.cache import (
     OrderError,
     PutOptions,
     ShiftFunction,
+    check_context,
     check_whole,
 )
 from kvcache.caches.base import BoundCache
@@ -183,7 +184,7 @@ class RecurrentCache(
         With ``read_only`` positions are free, as in CausalCache; the states, which have seen ``offset(seq)``
         tokens whatever the positions, are given as copies, and setting them raises OrderError.
         """
-        self._bound("start_forward")
+        check_context("start_forward", ctx, self._bound("start_forward"))
         groups = split_batch(batch, self._max_sequences)
         stores = not reserve and not read_only
         if self.snapshots.schedule and stores:

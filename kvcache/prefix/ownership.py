@@ -6,10 +6,10 @@ import weakref
 from collections.abc import Sized
 from typing import Any, Protocol
 
-from kvcache.cache import InvalidRangeError
+from kvcache.cache import InvalidRangeError, SupportsOffset
 from kvcache.caches.wrapper import unwrapped
 
-__all__ = ["check_unowned", "disown", "own"]
+__all__ = ["check_empty", "check_unowned", "disown", "own"]
 
 
 class Owner(Protocol):
@@ -33,6 +33,17 @@ def check_unowned(cache: Any) -> None:
             raise InvalidRangeError(
                 f"PrefixCache: another PrefixCache, with {len(owner.sessions)} open sessions, uses this "
                 f"{type(part).__name__} and all its sequences; close that one first, or begin sessions there"
+            )
+
+
+def check_empty(cache: SupportsOffset, sequences: int) -> None:
+    """Sessions begin by emptying their sequence: refuse a cache with somebody's tokens."""
+    for seq in range(sequences):
+        length = cache.offset(seq)
+        if length:
+            raise InvalidRangeError(
+                f"PrefixCache: sequence {seq} holds tokens up to position {length - 1}; a PrefixCache takes "
+                f"an empty cache and uses all its sequences: call remove({seq}, 0) first"
             )
 
 

@@ -29,7 +29,7 @@ from kvcache.prefix.events import BlockEvents, EventBatch
 from kvcache.prefix.eviction_policy import EvictionPolicy, policy_of
 from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.open_sessions import OpenSessions
-from kvcache.prefix.ownership import check_unowned, disown, own
+from kvcache.prefix.ownership import check_empty, check_unowned, disown, own
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.retention import Retention
 from kvcache.prefix.session import PrefixStats, Session, SessionLimitError, SessionReplacedError, Tokens
@@ -110,6 +110,7 @@ class PrefixCache(Closing):
                 "model's own tokens (WrapperCache)"
             )
         check_unowned(cache)
+        check_empty(cache, cache.max_sequences)
         host, stores, self._opened = _sorted_tiers(tiers)
         self.cache = cache
         self.stats = PrefixStats()

@@ -91,14 +91,15 @@ class Row:
             return self._tail - self._head
         return int(np.searchsorted(self.positions, position))
 
-    def holds_any(self, positions: Array) -> bool:
-        """Whether one of these ascending positions is stored."""
+    def first_held(self, positions: Array) -> int | None:
+        """The first of these ascending positions that is stored; None: none is."""
         if not len(self) or positions[0] > self.last:
-            return False
+            return None
         stored = self.positions
         found = np.searchsorted(stored, positions)
         found[found == stored.size] = 0
-        return bool((stored[found] == positions).any())
+        held = positions[stored[found] == positions]
+        return int(held[0]) if held.size else None
 
     def save(self) -> SavedRow:
         return self._positions, self._cells, self._head, self._tail, self.contiguous

@@ -85,7 +85,7 @@ def foreign(op: str, tensor: object, backend: Backend) -> MLError:
     owner = getattr(tensor, "backend", None)
     if owner is not None:
         return DeviceError(
-            f"{op}: a tensor of {owner!r} given to {backend!r}; "
-            "move it with ctx.from_numpy(tensor.to_numpy())"
+            f"{op}: a tensor of {owner!r} where {backend!r} works; copy it with "
+            "ctx.from_numpy(tensor.to_numpy())"
         )
     return DTypeError(f"{op}: {type(tensor).__name__} is not a tensor of backend {backend.name!r}")

@@ -88,6 +88,9 @@ class BaseContext(ABC):
         """Index into ``backend.devices`` of where layer ``i`` >= 0 of a model lies."""
         return self.device_index
 
+    def __repr__(self) -> str:
+        return f"<{'closed ' if self.closed else ''}context of {self.backend!r}>"
+
     # The contract.
 
     @property

@@ -66,7 +66,7 @@ def test_a_conversation_goes_on_in_our_engine_and_back(kind: str, tmp_path: Path
     """Entries have as many tokens in both where nobody says otherwise."""
     folder, long = write_model(tmp_path / "model", kind), prompt(8, 1010)
     store = f"file://{tmp_path / 'store'}?durable=no"
-    config = transfer(store)
+    config = transfer(store, page_tokens=0)  # the default
     with engine(folder, max_model_len=2048) as plain:
         expected = plain.tokens([long], 60)[0]
     with engine(folder, config, max_model_len=2048) as one:
